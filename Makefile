@@ -1,0 +1,89 @@
+# kvblocks: the commands that users and CI run. `make help` lists them.
+#
+# Every target makes what it needs: .venv/ is created on first use, filled with exactly the versions of constraints.txt,
+# and filled again when one of $(PINS) changes.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+ENGINE_STAMP := $(VENV)/.installed-engine
+DEV_STAMP := $(VENV)/.installed-dev
+# setup.py is optional: a plain build has none. An editable install remembers the version it was made from.
+PINS := pyproject.toml constraints.txt kvblocks/version.py $(wildcard setup.py)
+
+# pip's progress bars on a terminal; elsewhere (a log) our own lines only.
+PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
+
+.PHONY: help demo test check format clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo    answer questions that share a long prompt, without and with prefix caching, and compare'
+	@echo 'make test    run the tests'
+	@echo 'make check   format, lint, types, floors and the contents of the wheel: what CI asks beside the tests'
+	@echo 'make format  rewrite the sources as `make check` wants them'
+	@echo 'make clean   remove caches and build outputs; make distclean: .venv too'
+	@echo
+	@echo 'Each makes .venv first (python3 >= 3.11; the first time takes a minute or more). Variables:'
+	@echo '  PYTHON=python3.12          another interpreter for .venv'
+	@echo '  PYTEST_ARGS="-x -k pool"   more arguments for pytest'
+	@echo '  HYPOTHESIS_PROFILE=thorough  twenty times the generated cases, and random ones'
+	@echo '  PIP_ARGS="..."             more arguments for pip. On Linux, PyPI'"'"'s torch brings CUDA (several GB);'
+	@echo '                             for the CPU build (about 200 MB):'
+	@echo '                             make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"'
+
+demo: $(ENGINE_STAMP)
+	$(BIN)/kvblocks demo
+
+test: $(DEV_STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(DEV_STAMP)
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python tools/check_types.py
+	$(BIN)/python -m pytest -q tests/test_layering.py tests/test_packaging.py
+
+format: $(DEV_STAMP)
+	$(BIN)/python -m ruff format .
+	$(BIN)/python -m ruff check --fix .
+
+clean:
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
+
+# Interpreter and venv in one step; a .venv whose interpreter has gone is made anew.
+define make_venv
+@command -v "$(PYTHON)" >/dev/null || { \
+	echo 'kvblocks: "$(PYTHON)" was not found. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3' >&2; exit 1; }
+@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo "kvblocks: expected Python 3.11 or newer, got $$("$(PYTHON)" --version 2>&1)." >&2; \
+	echo 'Name another interpreter: make PYTHON=python3.12 ...' >&2; exit 1; }
+@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	echo 'kvblocks: this Python cannot make virtual environments: its modules venv and ensurepip are missing.' >&2; \
+	echo 'On Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
+@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	echo '[1/3] making $(VENV) with '"$$("$(PYTHON)" --version 2>&1)"; "$(PYTHON)" -m venv --clear $(VENV); }
+endef
+
+$(ENGINE_STAMP): $(PINS)
+	$(make_venv)
+	@echo '[2/3] installing the build tool and torch (the largest download)'
+	@$(PIP) setuptools torch
+	@echo '[3/3] installing kvblocks[engine] and what it needs'
+	@$(PIP) --no-build-isolation -e '.[engine]'
+	@touch $@
+
+$(DEV_STAMP): $(PINS)
+	$(make_venv)
+	@echo '[2/3] installing the build tool and torch (the largest download)'
+	@$(PIP) setuptools torch
+	@echo '[3/3] installing kvblocks[engine,test,dev] and what it needs'
+	@$(PIP) --no-build-isolation -e '.[engine,test,dev]'
+	@touch $@ $(ENGINE_STAMP)

@@ -1,0 +1,50 @@
+"""kvblocks: exact, hash-chained prefix caching of KV-cache blocks, for LLM engines to import.
+
+    manager = KVCacheManager(num_blocks=4096, block_size=16)
+    sequence = Sequence("request-0", prompt_token_ids)
+    hit = manager.get_computed_blocks(sequence)
+    manager.allocate_slots(sequence, hit=hit)
+
+The core needs no torch, numpy, clock or thread; the reference engine is `kvblocks.engine`, its kernels `kvblocks.kernels`.
+"""
+
+from kvblocks.block import KVCacheBlock
+from kvblocks.cache_hit import CacheHit
+from kvblocks.errors import (
+    BlockStateError,
+    InvalidArgumentError,
+    InvalidTokensError,
+    KVBlocksError,
+    PoolExhaustedError,
+    SequenceStateError,
+    StaleHitError,
+)
+from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from kvblocks.free_queue import FreeBlockQueue
+from kvblocks.manager import KVCacheManager
+from kvblocks.pool import BlockPool
+from kvblocks.sequence import Sequence
+from kvblocks.stats import CacheStats
+from kvblocks.version import __version__
+
+__all__ = [
+    "AllBlocksCleared",
+    "BlockPool",
+    "BlockRemoved",
+    "BlockStateError",
+    "BlockStored",
+    "CacheEvent",
+    "CacheHit",
+    "CacheStats",
+    "FreeBlockQueue",
+    "InvalidArgumentError",
+    "InvalidTokensError",
+    "KVBlocksError",
+    "KVCacheBlock",
+    "KVCacheManager",
+    "PoolExhaustedError",
+    "Sequence",
+    "SequenceStateError",
+    "StaleHitError",
+    "__version__",
+]

@@ -1,0 +1,195 @@
+"""A block of the pool, and the run of cached blocks that it stands in.
+
+`KVCacheBlock` is the unit that is owned, shared and evicted. `Run` is what one stretch of insertions left in the prefix
+index: consecutive blocks of one prefix, with their tokens in one buffer, so that a prompt is compared with all of them by
+one memcmp. They refer to each other, hence one module. Both are plain records: `FreeBlockQueue` owns the links and
+the count's step between 0 and 1, `PrefixIndex` owns everything of a run.
+
+The intrusive links, with an unlinked block pointing at itself, are those of the Linux kernel's list_head; the block's
+fields are those of vLLM v1's KVCacheBlock.
+"""
+
+from kvblocks.hashing import HashFunction, check_digest, make_preimage
+
+RunKey = tuple["Run | None", int, bytes, bytes | None]
+"""A run's first block by its preimage: the parent's run (None: no parent) and position there, tokens, extra keys.
+
+A key holds its parent's run itself, so a parent's identity cannot be given to another prefix while the key exists.
+"""
+
+
+Node = tuple["Run | None", int]
+"""A cached position: the run and the place in it; what stands there is one prefix, whole and exact."""
+
+ROOT: Node = (None, 0)
+"""The empty prefix, which everything hangs from."""
+
+
+class KVCacheBlock:
+    """One block of KV-cache memory: `block_size` slots, named by `block_id`, 0 to num_blocks - 1.
+
+    ref_cnt: how many live block tables hold it; 0 exactly when it is in the free queue. prev_free_block and
+    next_free_block: its neighbours there; the block itself when it isn't queued. run and index: where it is
+    cached; run is None when it isn't. Read-only outside this package.
+    """
+
+    __slots__ = ("block_id", "index", "next_free_block", "prev_free_block", "ref_cnt", "run")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.prev_free_block: KVCacheBlock = self
+        self.next_free_block: KVCacheBlock = self
+        self.run: Run | None = None
+        self.index = 0
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether a lookup can find this block's prefix. O(1)."""
+        return self.run is not None and self.run.epoch.is_current
+
+    @property
+    def node(self) -> Node:
+        """Where the block is cached; ROOT when it isn't. O(1)."""
+        return (self.run, self.index) if self.run is not None else ROOT
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """The digest that names the block's prefix, None when it isn't cached.
+
+        Computed when first asked for and then kept: O(blocks of the prefix whose digest nobody has asked for yet).
+        """
+        return self.run.digest(self.index) if self.run is not None and self.run.epoch.is_current else None
+
+    def __repr__(self) -> str:
+        cached = f"cached at {self.index}" if self.is_cached else "not cached"
+        return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, {cached})"
+
+
+class Epoch:
+    """What all runs between two resets of the cache share. A reset ends it for all of them at once, in O(1)."""
+
+    __slots__ = ("block_bytes", "hash_function", "is_current", "num_digest_bytes")
+
+    def __init__(self, hash_function: HashFunction, block_bytes: int) -> None:
+        self.hash_function = hash_function
+        self.block_bytes = block_bytes
+        self.num_digest_bytes = len(hash_function(b""))
+        self.is_current = True
+
+    def chain(self, parent_digest: bytes, extra_keys: bytes | None, tokens: bytes) -> bytes:
+        """Return the digest of one block, given its parent's (b"" for none). Changes nothing."""
+        digest = self.hash_function(make_preimage(parent_digest, extra_keys or b"", tokens))
+        return check_digest(digest, self.num_digest_bytes)
+
+
+class Run:
+    """Consecutive cached blocks of one prefix, `blocks[0]` first.
+
+    key: the preimage of `blocks[0]`. blocks: the block that a hit gets for each position; it shrinks from the end as
+    blocks are evicted. tokens: packed u32 of those positions and perhaps of evicted ones after them. extra_keys: encoded
+    keys by position. spares: further blocks that hold a position's very prefix. children: the runs that hang
+    from a position of this one. is_closed: it lost its end once, so it is never extended again; otherwise the
+    position, which is an identity, would come to mean another prefix.
+    """
+
+    __slots__ = ("blocks", "children", "digests", "epoch", "extra_keys", "is_closed", "key", "spares", "tokens")
+
+    def __init__(self, key: RunKey, epoch: Epoch) -> None:
+        self.key = key
+        self.epoch = epoch
+        self.blocks: list[KVCacheBlock] = []
+        self.tokens = bytearray()
+        self.digests = bytearray()
+        self.extra_keys: dict[int, bytes] | None = None
+        self.spares: dict[int, list[KVCacheBlock]] | None = None
+        self.children: set[Run] | None = None
+        self.is_closed = False
+
+    def num_common(
+        self, position: int, tokens: memoryview, extra_keys: dict[int, bytes] | None, first: int, max_blocks: int
+    ) -> int:
+        """Return how many blocks from `position` on equal a sequence's from `first` on, at most `max_blocks`.
+
+        tokens, extra_keys: the sequence's, packed as bytes and encoded by block. One memcmp of all the blocks when they
+        are equal, a bisection by memcmp when they aren't.
+        """
+        size = self.epoch.block_bytes
+        num_blocks = min(len(self.blocks) - position, max_blocks)
+        in_run, in_tokens = position * size, first * size
+        if not self.tokens.startswith(tokens[in_tokens : in_tokens + num_blocks * size], in_run):
+            low, high = 0, num_blocks  # the first `low` blocks are equal, the first `high` aren't
+            while high - low > 1:
+                middle = (low + high) // 2
+                part = tokens[in_tokens + low * size : in_tokens + middle * size]
+                if self.tokens.startswith(part, in_run + low * size):
+                    low = middle
+                else:
+                    high = middle
+            num_blocks = low
+        if self.extra_keys is None and extra_keys is None:
+            return num_blocks
+        ours, theirs = self.extra_keys or {}, extra_keys or {}
+        keyed = {index - position for index in ours} | {block - first for block in theirs}
+        differing = [i for i in keyed if 0 <= i < num_blocks and ours.get(position + i) != theirs.get(first + i)]
+        return min(differing, default=num_blocks)
+
+    def extend(self, blocks: list[KVCacheBlock], tokens: memoryview, extra_keys: dict[int, bytes]) -> None:
+        """Add blocks at the end, with their tokens and the encoded extra keys of those that have some, by place."""
+        base = index = len(self.blocks)
+        for block in blocks:
+            block.run = self
+            block.index = index
+            index += 1
+        self.blocks += blocks
+        self.tokens += tokens
+        if extra_keys:
+            self.extra_keys = (self.extra_keys or {}) | {base + i: key for i, key in extra_keys.items()}
+
+    def cut(self, position: int) -> int:
+        """Drop the blocks from `position` on, spares included, and close the run. Returns how many blocks."""
+        dropped = self.blocks[position:]
+        for index in [index for index in self.spares or () if index >= position]:
+            dropped += self.spares.pop(index)  # type: ignore[union-attr]  # it has items, so it isn't None
+        for block in dropped:
+            block.run = None
+        del self.blocks[position:]
+        self.is_closed = True
+        if len(self.tokens) > 2 * position * self.epoch.block_bytes:  # so that trimming costs O(1) a block on average
+            del self.tokens[position * self.epoch.block_bytes :]
+            del self.digests[position * self.epoch.num_digest_bytes :]
+            if self.extra_keys is not None:
+                self.extra_keys = {i: key for i, key in self.extra_keys.items() if i < position} or None
+        return len(dropped)
+
+    def digest(self, index: int) -> bytes:
+        """Return the digest of position `index`. Fills in those not asked for yet; O(their number)."""
+        size = self.epoch.num_digest_bytes
+        if len(self.digests) < (index + 1) * size:
+            for run in self._runs_without_digests():
+                run._fill_digests()
+        return bytes(self.digests[index * size : (index + 1) * size])
+
+    def _runs_without_digests(self) -> "list[Run]":
+        """This run and those above it whose digests are needed first, topmost first."""
+        chain = [self]
+        parent, position, _, _ = self.key
+        while parent is not None and len(parent.digests) < (position + 1) * self.epoch.num_digest_bytes:
+            chain.append(parent)
+            parent, position, _, _ = parent.key
+        return chain[::-1]
+
+    def _fill_digests(self) -> None:
+        epoch, size = self.epoch, self.epoch.num_digest_bytes
+        parent, position, _, _ = self.key
+        first = len(self.digests) // size
+        if first:
+            previous = bytes(self.digests[-size:])
+        else:
+            previous = b"" if parent is None else parent.digest(position)
+        extra_keys = self.extra_keys or {}
+        for index in range(first, len(self.blocks)):
+            start = index * epoch.block_bytes
+            tokens = bytes(self.tokens[start : start + epoch.block_bytes])
+            previous = epoch.chain(previous, extra_keys.get(index), tokens)
+            self.digests += previous

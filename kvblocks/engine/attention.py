@@ -1,0 +1,127 @@
+"""The paged KV cache, and the attention backends that work on it: the engine's only door to `kvblocks.kernels`.
+
+A backend is asked once per step for a `StepAttention`, which may work out whatever all layers share; the model then
+stores and attends layer by layer. A GPU backend implements the same two protocols.
+
+Invariant: all K and V of a step are stored in a layer before any of its queries attends there, so that a sequence can
+share blocks that another sequence of the same step fills.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvblocks.engine.batch import StepBatch
+from kvblocks.engine.config import LlamaConfig
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.kernels import reference
+
+TILE_ROWS = reference.TILE_ROWS
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """K and V of every layer: one tensor [num_blocks, block_size, num_kv_heads, head_dim] each."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(
+        cls,
+        config: LlamaConfig,
+        num_blocks: int,
+        block_size: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> "KVCache":
+        """A zeroed cache for a model of this shape. Raises InvalidArgumentError for sizes below 1."""
+        if num_blocks < 1 or block_size < 1:
+            raise InvalidArgumentError(
+                f"expected num_blocks and block_size of at least 1, got {num_blocks} and {block_size}"
+            )
+        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        layers = [torch.zeros(2, *shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        return cls(tuple(layer[0] for layer in layers), tuple(layer[1] for layer in layers))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in every layer."""
+        return self.keys[0].shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.keys[0].shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all layers."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+
+class StepAttention(Protocol):
+    """Attention of one step over one cache."""
+
+    def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """Write K and V of some rows to their slots; -1 stores nothing.
+
+        key, value: [num_rows, num_kv_heads, head_dim]; slot_mapping: int64 [num_rows]. Changes the cache.
+        """
+
+    def attend(self, layer: int, query: Tensor) -> Tensor:
+        """Attention of all the batch's rows, in its order: [num_tokens, num_heads, head_dim] to the same shape."""
+
+
+class AttentionBackend(Protocol):
+    """A way to compute paged attention. `is_tiled`: a row's bits depend on its own sequence and position only."""
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether a row's bits are independent of chunking, caching and the rest of the batch."""
+
+    def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
+        """Prepare one step. The result is good for this batch only."""
+
+
+Planner = Callable[[Tensor, Tensor, Tensor, int], reference.AttentionPlan]
+
+
+@dataclass(frozen=True)
+class _PlannedStep:
+    """A step of the torch backends: the plan that all layers share."""
+
+    plan: reference.AttentionPlan
+    kv_cache: KVCache
+    scale: float
+
+    def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        reference.store(key, value, self.kv_cache.keys[layer], self.kv_cache.values[layer], slot_mapping)
+
+    def attend(self, layer: int, query: Tensor) -> Tensor:
+        keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        return reference.attend(self.plan, query, keys, values, scale=self.scale)
+
+
+@dataclass(frozen=True)
+class TorchAttention:
+    """Paged attention in plain torch, at natural shapes. Runs on any device."""
+
+    is_tiled: bool = False
+
+    def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
+        """Plan the step. O(tokens in context)."""
+        planner: Planner = reference.plan_tiled if self.is_tiled else reference.plan_paged
+        plan = planner(batch.block_tables, batch.query_start, batch.seq_lens, kv_cache.block_size)
+        return _PlannedStep(plan, kv_cache, scale=kv_cache.keys[0].shape[-1] ** -0.5)
+
+
+@dataclass(frozen=True)
+class TiledTorchAttention(TorchAttention):
+    """Paged attention in plain torch, every query in a tile of 16 aligned positions: for the deterministic modes."""
+
+    is_tiled: bool = True

@@ -1,0 +1,120 @@
+"""What one step of the model computes: a ragged batch as tensors.
+
+`SequenceRows` is what the runner knows about one sequence; `StepBatch` is all of them as tensors, ready for any
+attention backend. The tokens of the sequences lie one after another ("rows" of the step), without padding.
+
+Invariant: a row's slot is -1 exactly when its position lies in a shared block, whose K and V are already there. Every
+other row is stored, in a block of its own sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kvblocks.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class SequenceRows:
+    """The tokens of one sequence that a step computes.
+
+    `token_ids` stand at positions `start` and following; `block_ids` is the sequence's block table and covers them.
+    Positions below `num_readonly_tokens` lie in shared blocks, which nothing may write. With `wants_logits` the step
+    returns the logits of the last of the tokens.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    num_readonly_tokens: int = 0
+    wants_logits: bool = True
+
+    def check(self, block_size: int) -> None:
+        """Raise InvalidArgumentError if the numbers don't fit together. O(blocks)."""
+        for name in ("start", "num_readonly_tokens"):
+            if getattr(self, name) < 0:
+                raise InvalidArgumentError(f"expected {name} of at least 0, got {getattr(self, name)}")
+        if self.wants_logits and not self.token_ids:
+            raise InvalidArgumentError("expected at least one token where logits are wanted, got none")
+        num_slots = len(self.block_ids) * block_size
+        if self.seq_len > num_slots:
+            raise InvalidArgumentError(
+                f"expected blocks for {self.seq_len} tokens (position {self.start} and {len(self.token_ids)} tokens), "
+                f"got {len(self.block_ids)} blocks of {block_size}, room for {num_slots}"
+            )
+        if min(self.block_ids, default=0) < 0:
+            raise InvalidArgumentError(f"expected block ids of at least 0, got {min(self.block_ids)}")
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in context once the step has run."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step's rows and where their K and V live.
+
+    token_ids, positions, slot_mapping: int64 [num_tokens]; slot = block_id * block_size + offset, or -1: don't store.
+    block_tables: int32 [num_seqs, max_blocks], the blocks that hold each sequence's context; entries after a sequence's
+    last block are 0 and never read. query_start: int32 [num_seqs + 1], each sequence's first row, then num_tokens.
+    seq_lens: int32 [num_seqs], tokens in context including this step's. logits_rows: int64 [num_logits], ascending: the
+    rows whose logits are wanted.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    logits_rows: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step."""
+        return self.token_ids.shape[0]
+
+    @classmethod
+    def build(cls, rows: Sequence[SequenceRows], block_size: int, device: torch.device | str = "cpu") -> "StepBatch":
+        """Lay out `rows` as tensors on `device`; block tables are cut to the blocks that the context fills.
+
+        Raises InvalidArgumentError if a sequence's numbers don't fit together or there is no token at all.
+        O(tokens of the step + blocks in context). Changes nothing.
+        """
+        if block_size <= 0:
+            raise InvalidArgumentError(f"expected a block_size of at least 1, got {block_size}")
+        for sequence in rows:
+            sequence.check(block_size)
+        lengths = [len(sequence.token_ids) for sequence in rows]
+        query_start = [0, *accumulate(lengths)]
+        if query_start[-1] == 0:
+            raise InvalidArgumentError(f"expected a step of at least one token, got {len(rows)} sequences without any")
+        tables = _block_tables(rows, block_size)
+        starts = torch.tensor([sequence.start for sequence in rows])
+        readonly = torch.tensor([sequence.num_readonly_tokens for sequence in rows])
+        owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))
+        positions = torch.arange(query_start[-1]) + (starts - torch.tensor(query_start[:-1]))[owner]
+        slots = tables[owner, positions // block_size].long() * block_size + positions % block_size
+        return cls(
+            token_ids=torch.tensor([t for sequence in rows for t in sequence.token_ids]).to(device),
+            positions=positions.to(device),
+            slot_mapping=torch.where(positions < readonly[owner], -1, slots).to(device),
+            block_tables=tables.to(device),
+            query_start=torch.tensor(query_start, dtype=torch.int32).to(device),
+            seq_lens=torch.tensor([sequence.seq_len for sequence in rows], dtype=torch.int32).to(device),
+            logits_rows=torch.tensor(
+                [stop - 1 for sequence, stop in zip(rows, query_start[1:], strict=True) if sequence.wants_logits],
+                dtype=torch.int64,
+            ).to(device),
+        )
+
+
+def _block_tables(rows: Sequence[SequenceRows], block_size: int) -> Tensor:
+    """int32 [num_seqs, max_blocks] on the CPU: the blocks that each context fills, then zeros."""
+    used = [list(sequence.block_ids[: -(-sequence.seq_len // block_size)]) for sequence in rows]
+    width = max(len(block_ids) for block_ids in used)
+    return torch.tensor([block_ids + [0] * (width - len(block_ids)) for block_ids in used], dtype=torch.int32)

@@ -1,0 +1,7 @@
+"""The errors that the engine adds to `kvblocks.errors`."""
+
+from kvblocks.errors import KVBlocksError
+
+
+class ModelError(KVBlocksError):
+    """A model cannot be used: its folder, configuration or weights are missing, broken, or of a kind not supported."""

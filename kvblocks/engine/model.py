@@ -1,0 +1,105 @@
+"""The Llama model: one forward pass over a ragged batch, reading and writing a paged KV cache.
+
+The pass is split in two kinds of work. Row-wise work (`layers`) is handed over as the row strategy says; attention is
+the backend's. In float32 with the natural strategy on a CPU, the logits are meant to equal those of `transformers`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvblocks.engine.attention import AttentionBackend, KVCache, TiledTorchAttention, TorchAttention
+from kvblocks.engine.batch import StepBatch
+from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.layers import Linear, LlamaLayers
+from kvblocks.engine.rope import RopeTable
+from kvblocks.engine.rows import NATURAL, RowLayout, RowStrategy, chunks, pad_rows
+from kvblocks.engine.weights import LlamaWeights
+from kvblocks.errors import InvalidArgumentError
+
+
+class LlamaModel:
+    """A Llama model ready to run. It owns its weights and RoPE table; caches belong to the caller.
+
+    `strategy` is NATURAL, or what `determinism.choose_determinism` returned. `attention` defaults to the torch
+    backend that fits it; a deterministic strategy needs a tiled one. `linear` is the matrix product to use.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: LlamaWeights,
+        *,
+        strategy: RowStrategy = NATURAL,
+        attention: AttentionBackend | None = None,
+        linear: Linear = F.linear,
+    ) -> None:
+        if attention is None:
+            attention = TiledTorchAttention() if strategy.is_deterministic else TorchAttention()
+        if strategy.is_deterministic and not attention.is_tiled:
+            raise InvalidArgumentError(f"expected a tiled attention backend for {strategy.name}, got {attention!r}")
+        self.config = config
+        self.weights = weights
+        self.strategy = strategy
+        self.attention = attention
+        self._layers = LlamaLayers(config, linear)
+        self._rope = RopeTable.build(config, weights.embedding.dtype, weights.embedding.device)
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """A zeroed cache in the model's dtype, on its device."""
+        embedding = self.weights.embedding
+        return KVCache.allocate(self.config, num_blocks, block_size, dtype=embedding.dtype, device=embedding.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, kv_cache: KVCache) -> Tensor:
+        """Run one step: float32 [num_logits, vocab], a row for each of `batch.logits_rows`.
+
+        Raises InvalidArgumentError, before anything is written, if a token id is not in the vocabulary, a position is
+        not below max_position_embeddings or a block is not in the cache: this is the last guard, so that no caller
+        can read or write out of bounds; a scheduler should refuse such a request when it arrives. Raises ModelError
+        if the number of torch threads is not the one that the strategy was checked for. Changes the cache: K and V of
+        every row with a slot.
+        """
+        self._check(batch, kv_cache)
+        layout = RowLayout.build(batch, self.strategy)
+        parts = list(chunks(layout.num_rows, self.strategy.row_counts))
+        step = self.attention.begin(batch, kv_cache)
+        hidden = F.embedding(layout.token_ids, self.weights.embedding)
+        cos, sin = self._rope.cos[layout.positions], self._rope.sin[layout.positions]
+        for index, layer in enumerate(self.weights.layers):
+            queries = []
+            for rows in parts:
+                query, key, value = self._layers.project(layer, hidden[rows], cos[rows], sin[rows])
+                step.store(index, key, value, layout.slot_mapping[rows])
+                queries.append(query)
+            query = queries[0] if len(queries) == 1 else torch.cat(queries)
+            attended = layout.put_own(step.attend(index, layout.take_own(query)))
+            for rows in parts:
+                self._layers.mix(layer, hidden[rows], attended[rows])
+        return self._logits(hidden.index_select(0, layout.logits_rows))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """float32 [num_rows, vocab], computed in the row counts that the strategy allows the head."""
+        if hidden.shape[0] == 0:
+            return torch.empty(0, self.config.vocab_size, device=hidden.device)
+        counts = self.strategy.head_row_counts
+        padded = pad_rows(hidden, counts)
+        logits = [self._layers.logits(self.weights, padded[rows]) for rows in chunks(padded.shape[0], counts)]
+        return (logits[0] if len(logits) == 1 else torch.cat(logits))[: hidden.shape[0]]
+
+    def _check(self, batch: StepBatch, kv_cache: KVCache) -> None:
+        limits = (
+            ("token ids", batch.token_ids, self.config.vocab_size),
+            ("positions", batch.positions, self.config.max_position_embeddings),
+            ("block ids", batch.block_tables, kv_cache.num_blocks),
+        )
+        for name, values, limit in limits:
+            low, high = (int(bound) for bound in values.aminmax())
+            if low < 0 or high >= limit:
+                raise InvalidArgumentError(f"expected {name} from 0 to {limit - 1}, got {low if low < 0 else high}")
+        wanted, num_threads = self.strategy.num_threads, torch.get_num_threads()
+        if wanted is not None and wanted != num_threads:
+            raise ModelError(
+                f"expected {wanted} torch threads, for which {self.strategy.name} was checked, got {num_threads}"
+            )

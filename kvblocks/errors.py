@@ -1,0 +1,33 @@
+"""The errors that kvblocks raises.
+
+Every error that a caller can cause is a `KVBlocksError`; its kinds are what a caller can act on. A message says what was
+expected and what it got. An operation that raises has changed nothing.
+"""
+
+
+class KVBlocksError(Exception):
+    """Base of every error that kvblocks raises on purpose."""
+
+
+class InvalidArgumentError(KVBlocksError, ValueError):
+    """A value that no state of the manager could make right: fix the call."""
+
+
+class InvalidTokensError(InvalidArgumentError):
+    """Token ids that are not integers from 0 to 2**32 - 1, or none at all."""
+
+
+class SequenceStateError(KVBlocksError):
+    """The sequence is not in the state that the call needs: unknown, foreign, freed, or already allocated."""
+
+
+class StaleHitError(KVBlocksError):
+    """A cache hit whose blocks were evicted after the lookup: look it up again."""
+
+
+class BlockStateError(KVBlocksError):
+    """A block is not in the state that the call needs: freed twice, linked twice, or owned by another pool."""
+
+
+class PoolExhaustedError(KVBlocksError):
+    """More blocks were asked of the pool than it has free. The manager answers None instead."""

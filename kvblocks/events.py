@@ -1,0 +1,45 @@
+"""Records of every change to the set of cached prefixes, in order, for routers and other observers of the cache.
+
+The set is of prefixes, not of blocks: a second block that holds the same prefix changes nothing, and a prefix is removed
+when the last block that holds it goes. Replaying the records into a dict gives the cached set at any time. The kinds
+follow vLLM's KV events; putting them on a wire is not the core's work.
+"""
+
+from array import array
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Consecutive blocks of one prefix became cached.
+
+    block_hashes: their digests, first to last. parent_block_hash: the digest of the block that the first hangs from,
+    None for a first block. tokens: their token ids, packed as little-endian u32. block_size: tokens in a block.
+    extra_keys: (position among block_hashes, encoded extra keys) of those that have some, encoded as in `hashing`.
+    """
+
+    block_hashes: tuple[bytes, ...]
+    parent_block_hash: bytes | None
+    tokens: bytes
+    block_size: int
+    extra_keys: tuple[tuple[int, bytes], ...] = ()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The blocks' token ids. O(tokens)."""
+        return array("I", self.tokens).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Prefixes that are cached no more, by their digests; a child always before its parent."""
+
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The whole cache was reset: no prefix stored before this record is cached any more."""
+
+
+CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -1,0 +1,111 @@
+"""The digest chain: how a cached block is named outside this process.
+
+A block's digest covers its parent's digest, its extra keys and its tokens, so it names the whole prefix up to the block.
+It is the block's address in events, other processes and other tiers. It never decides a hit: matching compares
+preimages (see `prefix_index`), so a weak or broken hash function can confuse an outside reader of events, never a lookup.
+
+Format 1, pinned by golden vectors in tests/golden_digests.json; integers are little-endian and unsigned unless noted:
+
+    preimage   = u32 len(parent) | parent | u32 len(extra) | extra | tokens      parent is empty for a first block
+    tokens     = block_size x u32
+    extra      = entry*           salt, then LoRA (first block only), then positions by (start, end, key)
+    entry      = u8 kind | [position kinds only: i64 start, u64 length] | u32 len(payload) | payload
+
+Kinds: 1 salt, 2 LoRA name, 3 position key given as str, 4 position key given as bytes. `start` is where the keyed span
+begins relative to the block's first token (negative when it began in an earlier block), `length` is the span's whole
+length. Kinds and lengths make the encoding injective: no two different sets of keys have the same bytes.
+
+The chain of digests follows vLLM's automatic prefix caching; the typed, length-prefixed keys are this project's.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from struct import pack
+
+from xxhash import xxh3_128_digest
+
+from kvblocks.errors import InvalidArgumentError
+
+HashFunction = Callable[[bytes], bytes]
+"""Maps a preimage to a digest. Must be pure and always return the same number of bytes, at least one."""
+
+PositionKey = tuple[int, int, str | bytes]
+"""(start, end, key): tokens start..end-1 depend on `key`, such as the hash of the image that they stand for."""
+
+_SALT, _LORA, _POSITION_STR, _POSITION_BYTES = 1, 2, 3, 4
+
+
+def sha256_digest(preimage: bytes) -> bytes:
+    """Return the 32-byte SHA-256 of `preimage`."""
+    return hashlib.sha256(preimage).digest()
+
+
+HASH_FUNCTIONS: dict[str, HashFunction] = {"xxh3_128": xxh3_128_digest, "sha256": sha256_digest}
+
+
+def get_hash_function(algorithm: str | HashFunction) -> HashFunction:
+    """Return the hash function that `algorithm` names, or `algorithm` itself when it is a callable bytes -> bytes.
+
+    Raises InvalidArgumentError for an unknown name, and for a callable that doesn't return at least one byte.
+    """
+    if isinstance(algorithm, str):
+        if algorithm not in HASH_FUNCTIONS:
+            known = ", ".join(repr(name) for name in HASH_FUNCTIONS)
+            raise InvalidArgumentError(f"hash_algorithm: expected {known} or a callable, got {algorithm!r}")
+        return HASH_FUNCTIONS[algorithm]
+    if not callable(algorithm):
+        raise InvalidArgumentError(f"hash_algorithm: expected a name or a callable, got {type(algorithm).__name__}")
+    check_digest(algorithm(b""), None)
+    return algorithm
+
+
+def check_digest(digest: bytes, num_bytes: int | None) -> bytes:
+    """Return `digest` if it is `num_bytes` bytes long (None: any length but 0), else raise InvalidArgumentError."""
+    if type(digest) is not bytes or not digest:
+        raise InvalidArgumentError(f"hash function: expected it to return bytes, at least one; got {digest!r}")
+    if num_bytes is not None and len(digest) != num_bytes:
+        raise InvalidArgumentError(f"hash function: expected {num_bytes} bytes as before, got {len(digest)}")
+    return digest
+
+
+def make_preimage(parent_digest: bytes, extra_keys: bytes, tokens: bytes) -> bytes:
+    """Return what a block's digest is the hash of.
+
+    parent_digest: the parent block's digest, b"" for a first block. extra_keys: the block's encoded extra keys, b"" for
+    none. tokens: the block's token ids, packed as little-endian u32.
+    """
+    return b"".join((pack("<I", len(parent_digest)), parent_digest, pack("<I", len(extra_keys)), extra_keys, tokens))
+
+
+def encode_extra_keys(
+    salt: str | None, lora: str | None, position_keys: Iterable[PositionKey], block_size: int
+) -> dict[int, bytes]:
+    """Return the encoded extra keys of every block that has some, by the block's position in the sequence.
+
+    Salt and LoRA name go to block 0 alone: every later block hangs from it. A position key goes to each block that its
+    span touches. The order in which `position_keys` come makes no difference. O(spans x blocks each touches).
+    """
+    encoded: dict[int, bytes] = {}
+    root = b""
+    if salt is not None:
+        root += _entry(_SALT, b"", salt.encode())
+    if lora is not None:
+        root += _entry(_LORA, b"", lora.encode())
+    if root:
+        encoded[0] = root
+    for start, end, kind, payload in sorted(_typed(key) for key in position_keys):
+        for block in range(start // block_size, (end - 1) // block_size + 1):
+            place = pack("<qQ", start - block * block_size, end - start)
+            encoded[block] = encoded.get(block, b"") + _entry(kind, place, payload)
+    return encoded
+
+
+def _typed(key: PositionKey) -> tuple[int, int, int, bytes]:
+    start, end, payload = key
+    if isinstance(payload, str):
+        return start, end, _POSITION_STR, payload.encode()
+    return start, end, _POSITION_BYTES, payload
+
+
+def _entry(kind: int, place: bytes, payload: bytes) -> bytes:
+    return pack("<B", kind) + place + pack("<I", len(payload)) + payload

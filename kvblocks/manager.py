@@ -1,0 +1,324 @@
+"""The facade that engines call: sequences in, block tables out.
+
+A step of an engine looks up each new sequence (`get_computed_blocks`), makes room for what it will compute
+(`allocate_slots`, `append_slots`), runs the model over the block tables, and frees what has finished. A block is cached as
+soon as it is allocated full, before its KV is computed, so that a later sequence of the same step hits it; that is sound
+for engines that store a step's keys and values, layer by layer, before they attend. `abort` is for the step that died.
+
+Every call that raises, or returns None because the pool can't serve it, has changed nothing.
+
+A manager has one owner at a time: it takes no lock, and calls from several threads at once are an error of the caller's.
+The names of the calls are those of vLLM v1's KVCacheManager.
+"""
+
+from kvblocks.block import ROOT, KVCacheBlock
+from kvblocks.cache_hit import CacheHit
+from kvblocks.errors import InvalidArgumentError, SequenceStateError, StaleHitError
+from kvblocks.events import CacheEvent
+from kvblocks.hashing import HashFunction, get_hash_function
+from kvblocks.pool import BlockPool
+from kvblocks.prefix_index import PrefixIndex
+from kvblocks.sequence import Sequence
+from kvblocks.stats import CacheStats
+from kvblocks.tokens import TokenIds, pack_tokens
+
+
+class KVCacheManager:
+    """Manages a pool of `num_blocks` blocks of `block_size` tokens for one group of full-attention layers.
+
+    hash_algorithm: "xxh3_128", "sha256" or a callable bytes -> bytes; names blocks to the outside, never decides a hit.
+    enable_caching: whether prefixes are reused. enable_events: whether changes of the cached set are recorded for
+    `take_events`; then take them regularly, since they are kept until taken. debug: run `check()` after every change.
+
+    Raises InvalidArgumentError. O(num_blocks).
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        hash_algorithm: str | HashFunction = "xxh3_128",
+        enable_caching: bool = True,
+        enable_events: bool = False,
+        debug: bool = False,
+    ) -> None:
+        if not isinstance(block_size, int) or block_size < 1:
+            raise InvalidArgumentError(f"block_size: expected a positive int, got {block_size!r}")
+        self.block_size = block_size
+        self.enable_caching = enable_caching
+        self._index = PrefixIndex(block_size, get_hash_function(hash_algorithm), enable_events)
+        self._pool = BlockPool(num_blocks, self._index)
+        self._sequences: dict[str | int, Sequence] = {}
+        self._debug = debug
+        self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
+        self._num_taken_blocks = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool. O(1)."""
+        return len(self._pool.blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds, those with cached prefixes included. O(1)."""
+        return self._pool.num_free_blocks
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that sequences hold, 0.0 to 1.0. O(1)."""
+        return 1.0 - self._pool.num_free_blocks / len(self._pool.blocks)
+
+    @property
+    def stats(self) -> CacheStats:
+        """Counters since the manager was made. O(1)."""
+        return CacheStats(
+            num_queries=self._num_queries,
+            num_hits=self._num_hits,
+            num_queried_tokens=self._num_queried_tokens,
+            num_hit_tokens=self._num_hit_tokens,
+            num_taken_blocks=self._num_taken_blocks,
+            num_evicted_blocks=self._pool.num_evicted_blocks,
+            num_blocks=len(self._pool.blocks),
+            num_free_blocks=self._pool.num_free_blocks,
+            num_cached_blocks=self._index.num_cached_blocks,
+        )
+
+    def get_computed_blocks(self, sequence: Sequence) -> CacheHit:
+        """Return the longest cached prefix of a sequence that isn't allocated. Changes nothing.
+
+        Looks at all known tokens, so a sequence that was freed hits the blocks of its generated tokens too. The hit is
+        empty when caching is off. Raises SequenceStateError when the sequence holds blocks. One dict lookup and one
+        memcmp for each run of blocks that were cached together.
+        """
+        if sequence.owner is not None:
+            raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {sequence}")
+        if not self.enable_caching:
+            return CacheHit(sequence, [], 0, self._index.version)
+        block_size = self.block_size
+        blocks = self._index.match(
+            sequence.packed_tokens(), sequence.encoded_keys(block_size), sequence.num_tokens // block_size
+        )
+        return CacheHit(sequence, blocks, len(blocks) * block_size, self._index.version)
+
+    def allocate_slots(
+        self, sequence: Sequence, num_new_tokens: int | None = None, *, hit: CacheHit | None = None
+    ) -> list[KVCacheBlock] | None:
+        """Make room for the next `num_new_tokens` known tokens (None: all the rest) and cache the blocks that get full.
+
+        For a sequence without blocks this is the start, and `hit` is what `get_computed_blocks` found for it (None: use
+        nothing of the cache); the tokens are those after the hit's. For one that has some it is the next chunk, and
+        there is no hit. Returns the new blocks, perhaps none; or None, with nothing changed, when the pool can't serve it.
+
+        Raises SequenceStateError (another manager's, an id in use, a hit for a sequence that has blocks), StaleHitError
+        (the hit's blocks have been evicted since), InvalidArgumentError (no tokens left, or fewer than asked for).
+        O(hit blocks + new blocks).
+        """
+        if sequence.owner is None:
+            start = self._check_start(sequence, hit)
+        else:
+            self._check_owned(sequence, "allocate_slots")
+            if hit is not None:
+                raise SequenceStateError(
+                    f"allocate_slots: expected no hit for a sequence with blocks, {sequence}; got {hit}"
+                )
+            start = sequence.num_computed_tokens
+        num_left = sequence.num_tokens - start
+        num_tokens = num_left if num_new_tokens is None else num_new_tokens
+        if not isinstance(num_tokens, int) or not 1 <= num_tokens <= num_left:
+            raise InvalidArgumentError(
+                f"num_new_tokens: expected 1 to {num_left}, the tokens of {sequence} without slots; got {num_tokens!r}"
+                if num_left
+                else f"allocate_slots: expected tokens without slots, got {sequence} with none left"
+            )
+        return self._grow(sequence, start + num_tokens, hit)
+
+    def append_slots(self, sequence: Sequence, token_ids: TokenIds) -> list[KVCacheBlock] | None:
+        """Add decoded tokens and make room for them, in reserved slots first. Blocks that get full are cached.
+
+        token_ids: one or several accepted tokens, in any form that `Sequence` takes. Returns the new blocks, perhaps none;
+        or None, with nothing changed and the tokens not added, when the pool can't serve it.
+
+        Raises SequenceStateError when the sequence isn't this manager's or has known tokens without slots, and
+        InvalidTokensError. O(1) a token, and O(block_size) for one that fills a block.
+        """
+        self._check_owned(sequence, "append_slots")
+        num_before = sequence.num_tokens
+        if sequence.num_computed_tokens != num_before:
+            raise SequenceStateError(
+                f"append_slots: expected slots for all tokens, got {sequence} with slots for"
+                f" {sequence.num_computed_tokens}; allocate_slots makes the rest"
+            )
+        tokens = pack_tokens(token_ids)
+        end = num_before + len(tokens)
+        if self._num_missing_blocks(sequence, end) > self._pool.num_free_blocks:
+            return None
+        sequence.append_packed(tokens)
+        try:
+            return self._grow(sequence, end, None)
+        except BaseException:
+            sequence.truncate_tokens(num_before)
+            raise
+
+    def reserve_slots(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock] | None:
+        """Make room for `num_tokens` more tokens than are known, such as drafts. Nothing of them is cached.
+
+        `append_slots` fills the room. Returns the new blocks, perhaps none; or None, with nothing changed, when the pool
+        can't serve it. Raises SequenceStateError and InvalidArgumentError. O(new blocks).
+        """
+        self._check_owned(sequence, "reserve_slots")
+        if not isinstance(num_tokens, int) or num_tokens < 0:
+            raise InvalidArgumentError(f"num_tokens: expected 0 or more, got {num_tokens!r}")
+        num_missing = self._num_missing_blocks(sequence, sequence.num_tokens + num_tokens)
+        if num_missing > self._pool.num_free_blocks:
+            return None
+        blocks = self._take(sequence, num_missing)
+        self._check_if_debugging()
+        return blocks
+
+    def free(self, sequence: Sequence) -> None:
+        """Give the sequence's blocks back, last first. What is cached of it stays so until the blocks are reused.
+
+        The sequence keeps its tokens and can be allocated again. Raises SequenceStateError when it isn't this manager's
+        or holds no blocks (a double free). O(blocks).
+        """
+        self._check_owned(sequence, "free")
+        self._pool.release(sequence.blocks)
+        del self._sequences[sequence.sequence_id]
+        sequence.reset_blocks()
+        self._check_if_debugging()
+
+    def abort(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Free a sequence of a step that died, of whose tokens only the first `num_computed_tokens` have their KV written.
+
+        What it caches beyond them is cached no more, nor is anything chained to that. Abort every sequence of the step,
+        those that may have hit such a block included: they keep it in their tables until then. Raises SequenceStateError,
+        InvalidArgumentError. O(blocks).
+        """
+        self._check_owned(sequence, "abort")
+        if not isinstance(num_computed_tokens, int) or not 0 <= num_computed_tokens <= sequence.num_computed_tokens:
+            raise InvalidArgumentError(
+                f"num_computed_tokens: expected 0 to {sequence.num_computed_tokens} of {sequence}, got {num_computed_tokens!r}"
+            )
+        first_own = sequence.num_readonly_tokens // self.block_size
+        first_unwritten = max(first_own, num_computed_tokens // self.block_size)
+        for block in sequence.blocks[: first_unwritten - 1 if first_unwritten else None : -1]:
+            self._index.forget(block)
+        self.free(sequence)
+
+    def reset_prefix_cache(self) -> None:
+        """Stop caching everything, at any time: no block cached before is hit again. After a change of weights, say.
+
+        Sequences keep their blocks and go on; nothing of theirs is cached any more, since their KV is of before the reset,
+        until they are freed and allocated again. O(1) but for giving memory back.
+        """
+        self._index.clear()
+        self._check_if_debugging()
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return the changes of the cached set since the last call, oldest first, and forget them. O(1).
+
+        Raises InvalidArgumentError unless the manager was made with enable_events=True.
+        """
+        return self._index.take_events()
+
+    def free_block_ids(self) -> list[int]:
+        """Return the ids of the free blocks in the order in which they would be taken. O(free blocks)."""
+        return self._pool.free_block_ids()
+
+    def check(self) -> None:
+        """Raise AssertionError unless all invariants of docs/design.md hold. Changes nothing. O(pool)."""
+        self._pool.check(sequence.blocks for sequence in self._sequences.values())
+        for sequence_id, sequence in self._sequences.items():
+            assert sequence.owner is self and sequence.sequence_id == sequence_id, f"{sequence}: not under its own id"
+            num_slots = len(sequence.blocks) * self.block_size
+            assert sequence.num_computed_tokens <= min(num_slots, sequence.num_tokens), (
+                f"{sequence}: tokens without slots"
+            )
+            assert sequence.num_registered_blocks <= len(sequence.blocks), f"{sequence}: more cached than held"
+            for position, block in enumerate(sequence.blocks[sequence.num_registered_blocks :]):
+                assert not block.is_cached, f"{sequence}: {block} is cached, {position} blocks behind the last that is"
+
+    def _check_start(self, sequence: Sequence, hit: CacheHit | None) -> int:
+        """Return the first token to compute of a sequence without blocks, after checking that `hit` still holds."""
+        if sequence.sequence_id in self._sequences:
+            raise SequenceStateError(f"expected a new sequence_id, got {sequence.sequence_id!r}, which holds blocks")
+        if hit is None:
+            return 0
+        if hit.sequence is not sequence:
+            raise SequenceStateError(f"allocate_slots: expected a hit of {sequence}, got {hit}")
+        if hit.version != self._index.version and hit.blocks:
+            found = self.get_computed_blocks(sequence)
+            if found.blocks[: len(hit.blocks)] != hit.blocks:
+                raise StaleHitError(f"expected {hit} to be cached still, got {found}: look it up again")
+        return hit.num_tokens
+
+    def _check_owned(self, sequence: Sequence, call: str) -> None:
+        if sequence.owner is not self:
+            state = (
+                "belongs to another manager"
+                if sequence.owner is not None
+                else "holds no blocks (never allocated, or freed)"
+            )
+            raise SequenceStateError(f"{call}: expected a sequence allocated here, got {sequence}, which {state}")
+
+    def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        return max(0, -(-num_tokens // self.block_size) - len(sequence.blocks))
+
+    def _grow(self, sequence: Sequence, end: int, hit: CacheHit | None) -> list[KVCacheBlock] | None:
+        """Make room for the sequence's first `end` tokens, after `hit` if it has no blocks yet, and cache what is full."""
+        touched = hit.blocks if hit is not None else []
+        num_missing = max(0, self._num_missing_blocks(sequence, end) - len(touched))
+        if not self._pool.can_take(num_missing, touched):
+            return None
+        digests = None if self._index.events is None else self._digests_ahead(sequence, touched, end)
+        if sequence.owner is None:
+            self._start(sequence, hit)
+        blocks = self._take(sequence, num_missing)
+        sequence.num_computed_tokens = end
+        self._register(sequence, digests)
+        self._check_if_debugging()
+        return blocks
+
+    def _start(self, sequence: Sequence, hit: CacheHit | None) -> None:
+        sequence.owner = self
+        sequence.epoch = self._index.epoch if self.enable_caching else None
+        self._sequences[sequence.sequence_id] = sequence
+        self._num_queries += 1
+        self._num_queried_tokens += sequence.num_tokens
+        if hit is not None and hit.blocks:
+            self._pool.touch(hit.blocks)
+            sequence.blocks += hit.blocks
+            sequence.num_registered_blocks = len(hit.blocks)
+            sequence.num_readonly_tokens = hit.num_readonly_tokens
+            self._num_hits += 1
+            self._num_hit_tokens += hit.num_tokens
+
+    def _take(self, sequence: Sequence, num_blocks: int) -> list[KVCacheBlock]:
+        blocks = self._pool.take(num_blocks) if num_blocks else []
+        sequence.blocks += blocks
+        self._num_taken_blocks += num_blocks
+        return blocks
+
+    def _digests_ahead(self, sequence: Sequence, touched: list[KVCacheBlock], end: int) -> bytearray:
+        """Compute the digests that registering will record, while a hash function that raises can still do no harm."""
+        first = len(touched) or sequence.num_registered_blocks
+        node = (touched or sequence.blocks)[first - 1].node if first else ROOT
+        keys = sequence.encoded_keys(self.block_size)
+        return self._index.digests(node, sequence.packed_tokens(), keys, first, end // self.block_size)
+
+    def _register(self, sequence: Sequence, digests: bytearray | None) -> None:
+        """Cache those of the sequence's blocks that have become full, unless what they hang from is cached no more."""
+        first, end = sequence.num_registered_blocks, sequence.num_computed_tokens // self.block_size
+        if first >= end or sequence.epoch is not self._index.epoch:
+            return
+        node = sequence.blocks[first - 1].node if first else ROOT
+        if first and node is ROOT:
+            return  # an abort took the prefix along
+        keys = sequence.encoded_keys(self.block_size)
+        self._index.insert(node, sequence.blocks[first:end], sequence.packed_tokens(), keys, first, digests)
+        sequence.num_registered_blocks = end
+
+    def _check_if_debugging(self) -> None:
+        if self._debug:
+            self.check()

@@ -1,0 +1,85 @@
+"""The pool: every block there is, who owns it, and what happens to what it held when it changes hands.
+
+Puts the free queue and the prefix index together. A block is free or owned (the queue's fact), cached or not (the index's
+fact), and both at once in all four combinations: a free cached block is what a later request hits, and it stops being
+cached at the moment it is taken for something else. The roles are those of vLLM v1's BlockPool.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from kvblocks.block import KVCacheBlock
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.free_queue import FreeBlockQueue
+from kvblocks.prefix_index import PrefixIndex
+
+
+class BlockPool:
+    """`num_blocks` blocks with ids 0 to num_blocks - 1, handed out least recently used first: 0, 1, 2, … when fresh.
+
+    index: where their contents may be cached. blocks: all of them, by id. Raises InvalidArgumentError. O(num_blocks).
+    """
+
+    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+        if not isinstance(num_blocks, int) or num_blocks < 1:
+            raise InvalidArgumentError(f"num_blocks: expected a positive int, got {num_blocks!r}")
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self.index = index
+        self.num_evicted_blocks = 0
+        self._queue = FreeBlockQueue(self.blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody owns, those with cached contents included. O(1)."""
+        return self._queue.num_free_blocks
+
+    def free_block_ids(self) -> list[int]:
+        """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
+        return [block.block_id for block in self._queue]
+
+    def can_take(self, num_blocks: int, touched: Sequence[KVCacheBlock]) -> bool:
+        """Whether `num_blocks` would be free after `touched` were. O(1) when the pool is far from full, else O(touched)."""
+        num_free = self._queue.num_free_blocks
+        if num_blocks + len(touched) <= num_free:
+            return True
+        return num_blocks <= num_free - sum(1 for block in touched if block.ref_cnt == 0)
+
+    def take(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take the least recently used free blocks; what they held is cached no more. O(num_blocks).
+
+        Raises PoolExhaustedError, changing nothing, when there are fewer.
+        """
+        blocks = self._queue.popleft_n(num_blocks)
+        self.num_evicted_blocks += self.index.evict(blocks)
+        return blocks
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Add an owner to each of `blocks`, free or not; what they hold stays. O(blocks)."""
+        self._queue.touch(blocks)
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take an owner from each of `blocks`, last one first, so that a prefix's end is reused before its beginning.
+
+        Those without another owner join the end of the queue and stay cached. Raises BlockStateError, changing nothing,
+        when one has no owner. O(blocks).
+        """
+        self._queue.release(blocks[::-1])
+
+    def check(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
+        """Raise AssertionError unless every block is free or owned just as `tables`, the live block tables, say. O(pool)."""
+        owners = [0] * len(self.blocks)
+        for table in tables:
+            for block in table:
+                owners[block.block_id] += 1
+        self._queue.check()
+        num_free = num_cached = 0
+        for block_id, block in enumerate(self.blocks):
+            assert block.block_id == block_id, f"{block}: stands at {block_id}"
+            assert block.ref_cnt == owners[block_id], f"{block}: held by {owners[block_id]} block tables"
+            num_free += block.ref_cnt == 0
+            num_cached += block.is_cached
+        assert num_free == self.num_free_blocks, f"pool: {num_free} without an owner, {self.num_free_blocks} queued"
+        self.index.check()
+        # The index reaches as many blocks as think that they are cached, so it reaches just those.
+        assert num_cached == self.index.num_cached_blocks, (
+            f"pool: {num_cached} cached, {self.index.num_cached_blocks} found"
+        )

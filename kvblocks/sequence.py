@@ -1,0 +1,159 @@
+"""A sequence of tokens and the blocks that hold its keys and values.
+
+Three numbers are kept apart, because engines let them drift apart: the tokens that are known (`num_tokens`), the slots
+that exist for them (`num_slots`) and the tokens whose KV is computed, or will be by the step they were allocated for
+(`num_computed_tokens`). The caller makes a sequence and adds tokens to it; everything about blocks is the manager's to
+write. The tokens outlive the blocks: a sequence that was freed can be allocated again.
+"""
+
+from array import array
+from collections.abc import Iterable
+
+from kvblocks.block import Epoch, KVCacheBlock
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.hashing import PositionKey, encode_extra_keys
+from kvblocks.tokens import TokenIds, pack_tokens
+
+
+class Sequence:
+    """One request: its tokens, what else its KV depends on, and its block table.
+
+    sequence_id: the caller's name for it; two sequences that hold blocks at the same time need different ones.
+    prompt_token_ids: a list or other iterable of ints, or a buffer (see `tokens.pack_tokens`), which is used without a copy
+    and must not change while the sequence is in use. At least one token, each 0 to 2**32 - 1.
+    salt: sequences with different salts (None is one of them) never share a block. lora: the adapter's name, likewise.
+    extra_keys: (start, end, key) for spans of tokens whose KV depends on more than their ids, such as the placeholders of
+    an image and its hash; key is a str or bytes.
+
+    Raises InvalidTokensError and InvalidArgumentError. O(tokens) for ints; O(1) for a buffer of 4-byte integers.
+    num_prompt_tokens, num_tokens: given at first, and known now. blocks: those of the block table, in order.
+    num_computed_tokens: tokens whose KV is computed, or will be by the step that they were last allocated for.
+    num_readonly_tokens: positions below it lie in blocks that were hit; their KV is there and must not be written.
+    The other attributes are for the manager.
+    """
+
+    __slots__ = (
+        "_block_ids",
+        "_encoded_keys",
+        "_tokens",
+        "blocks",
+        "epoch",
+        "extra_keys",
+        "lora",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_readonly_tokens",
+        "num_registered_blocks",
+        "num_tokens",
+        "owner",
+        "salt",
+        "sequence_id",
+    )
+
+    def __init__(
+        self,
+        sequence_id: str | int,
+        prompt_token_ids: TokenIds,
+        *,
+        salt: str | None = None,
+        lora: str | None = None,
+        extra_keys: Iterable[PositionKey] = (),
+    ) -> None:
+        self.sequence_id = sequence_id
+        self._tokens = pack_tokens(prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens = len(self._tokens)
+        self.salt = _check_name("salt", salt)
+        self.lora = _check_name("lora", lora)
+        self.extra_keys = tuple(_check_position_key(key, self.num_tokens) for key in extra_keys)
+        self._encoded_keys: tuple[int, dict[int, bytes] | None] | None = None
+        self.owner: object | None = None
+        self.reset_blocks()
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The block table: ids of the blocks that hold the sequence, first to last. Only grows while it is allocated.
+
+        The list is the sequence's own; don't change it. O(blocks added since the last look).
+        """
+        block_ids = self._block_ids
+        if len(block_ids) < len(self.blocks):
+            block_ids += [block.block_id for block in self.blocks[len(block_ids) :]]
+        return block_ids
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether a manager holds blocks for it. O(1)."""
+        return self.owner is not None
+
+    def token_ids(self, start: int = 0, end: int | None = None) -> list[int]:
+        """Return the known tokens from position `start` up to `end` (None: all), generated ones included. O(tokens)."""
+        return self._tokens[start:end].tolist()
+
+    def append_tokens(self, token_ids: TokenIds) -> None:
+        """Add tokens that have no slots yet; `allocate_slots` makes room for them. O(new tokens).
+
+        For tokens whose slots are wanted at once, use the manager's `append_slots`. Raises InvalidTokensError.
+        """
+        self.append_packed(pack_tokens(token_ids))
+
+    def append_packed(self, tokens: "array[int] | memoryview[int]") -> None:
+        """Add tokens that `pack_tokens` returned. O(new tokens), and once O(prompt) when that is the caller's buffer."""
+        own = self._tokens
+        if not isinstance(own, array):
+            own = array("I")
+            own.frombytes(self._tokens)
+            self._tokens = own
+        if isinstance(tokens, array):
+            own.extend(tokens)
+        else:
+            own.frombytes(tokens)
+        self.num_tokens = len(own)
+
+    def truncate_tokens(self, num_tokens: int) -> None:
+        """Drop the tokens behind the first `num_tokens`, which were appended last. Only for the manager that added them."""
+        del self._tokens[num_tokens:]  # type: ignore[union-attr]  # what was appended to is an array
+        self.num_tokens = num_tokens
+
+    def packed_tokens(self) -> memoryview:
+        """Return the known tokens as bytes, packed u32, without a copy. Drop the view before the next append."""
+        return memoryview(self._tokens).cast("B")
+
+    def encoded_keys(self, block_size: int) -> dict[int, bytes] | None:
+        """Return the encoded extra keys by block, None when there are none. O(spans) once, then O(1)."""
+        if self._encoded_keys is None or self._encoded_keys[0] != block_size:
+            keys = encode_extra_keys(self.salt, self.lora, self.extra_keys, block_size)
+            self._encoded_keys = block_size, keys or None
+        return self._encoded_keys[1]
+
+    def __repr__(self) -> str:
+        state = f"{len(self.blocks)} blocks" if self.owner is not None else "not allocated"
+        return f"Sequence({self.sequence_id!r}, {self.num_tokens} tokens, {state})"
+
+    def reset_blocks(self) -> None:
+        """Forget the block table. Only for the manager that releases it."""
+        self.blocks: list[KVCacheBlock] = []
+        self._block_ids: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_readonly_tokens = 0
+        self.num_registered_blocks = 0
+        self.epoch: Epoch | None = None
+        self.owner = None
+
+
+def _check_name(what: str, name: str | None) -> str | None:
+    if name is not None and (not isinstance(name, str) or not name):
+        raise InvalidArgumentError(f"{what}: expected a non-empty str or None, got {name!r}")
+    return name
+
+
+def _check_position_key(key: PositionKey, num_tokens: int) -> PositionKey:
+    if not isinstance(key, tuple) or len(key) != 3:
+        raise InvalidArgumentError(f"extra_keys: expected (start, end, key), got {key!r}")
+    start, end, payload = key
+    if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start < end <= num_tokens:
+        raise InvalidArgumentError(
+            f"extra_keys: expected 0 <= start < end <= {num_tokens} tokens, got {start!r}, {end!r}"
+        )
+    if not isinstance(payload, (str, bytes)) or not payload:
+        raise InvalidArgumentError(f"extra_keys: expected a non-empty str or bytes as key, got {payload!r}")
+    return key

@@ -1,0 +1,28 @@
+"""What every test runs under: one torch thread, no network through Hugging Face's libraries, a hypothesis profile."""
+
+import os
+import sys
+
+# Before anything imports torch, which reads them once. Setting them costs core tests nothing; importing torch would.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A machine that is shared is slow now and then: no deadline for one example.
+_UNHURRIED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
+# `default` gives one verdict for one commit; `thorough` is random and looks for what `default` has not seen.
+settings.register_profile("default", max_examples=100, stateful_step_count=50, derandomize=True, **_UNHURRIED)
+settings.register_profile("thorough", max_examples=2000, stateful_step_count=100, **_UNHURRIED)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread():
+    """Start each test with one torch thread, whatever the test before it set; do nothing if torch is not loaded."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)

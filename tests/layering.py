@@ -1,0 +1,254 @@
+"""The checker behind test_layering.py: where each module stands, what it may import, and how large it may be.
+
+To add a module, give it a floor in FLOORS; to add a folder whose modules all stand on one floor, in FOLDER_FLOORS.
+An import may go to a lower floor, or sideways on its own floor and inside its own folder if no circle comes of it.
+Imports count wherever they stand: in a function, under TYPE_CHECKING, or as `importlib.import_module("...")`.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+
+FLOORS = {
+    "kvblocks.version": 0,
+    "kvblocks.errors": 0,
+    "kvblocks.tokens": 0,
+    "kvblocks.hashing": 0,
+    "kvblocks.stats": 0,
+    "kvblocks.events": 0,
+    "kvblocks.block": 0,
+    "kvblocks.free_queue": 1,
+    "kvblocks.sequence": 1,
+    "kvblocks.prefix_index": 1,
+    "kvblocks.cache_hit": 2,
+    "kvblocks.pool": 2,
+    "kvblocks.manager": 3,
+    "kvblocks.prefix_cache": 3,
+    "kvblocks.metrics": 4,
+    "kvblocks": 4,  # __init__ gathers the core's public names, so it stands at the core's top
+    "kvblocks.cli": 6,
+    "kvblocks.__main__": 6,
+}
+FOLDER_FLOORS = {
+    "kvblocks.engine": 5,
+    "kvblocks.kernels": 5,  # the floor K: beside the engine, reached through one door
+}
+TOP_CORE_FLOOR = 4
+
+KERNELS = "kvblocks.kernels"
+KERNELS_DOOR = "kvblocks.engine.attention"
+
+CORE_PACKAGES = frozenset({"xxhash"})
+KERNEL_PACKAGES = frozenset({"torch", "triton"})
+ENGINE_PACKAGES = frozenset(
+    {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "filelock", "rich", "typer"}
+)
+
+# The core and the kernels do no input or output, and take time, seeds and settings as arguments.
+FORBIDDEN_STDLIB = frozenset(
+    {
+        *("asyncio", "concurrent", "multiprocessing", "queue", "sched", "selectors", "signal", "threading", "_thread"),
+        *("calendar", "datetime", "time", "timeit", "zoneinfo"),
+        *("random", "secrets", "uuid"),
+        *("fcntl", "fileinput", "glob", "io", "mmap", "os", "pathlib", "shelve", "shutil", "sqlite3", "tempfile"),
+        *(
+            "ftplib",
+            "http",
+            "imaplib",
+            "poplib",
+            "select",
+            "smtplib",
+            "socket",
+            "socketserver",
+            "ssl",
+            "urllib",
+            "xmlrpc",
+        ),
+        *("ctypes", "importlib", "pickle", "pkgutil", "runpy", "site", "subprocess", "webbrowser"),
+        *("getpass", "locale", "logging", "platform", "pwd", "resource", "syslog", "termios", "tty"),
+    }
+)
+
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 40  # from the line of `def` to the last, without the docstring and the decorators
+MAX_PARAMETERS = 6  # all kinds, keyword-only, *args and **kwargs included; without self and cls
+
+# "module:Class.function" (or "module" for a file) -> why it may be larger. An entry that is not needed fails the test.
+LARGER_FILES: dict[str, str] = {}
+LONGER_FUNCTIONS: dict[str, str] = {}
+MORE_PARAMETERS: dict[str, str] = {}
+# These decide their parameters themselves: a Triton kernel takes pointers and strides one by one, a typer command its
+# options.
+FREE_PARAMETERS_DECORATOR = re.compile(r"^(triton\.)?(jit|autotune|heuristics)\b|^\w+\.(command|callback)\b")
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of `target`, a dotted name, at `line` of its module."""
+
+    target: str
+    line: int
+
+
+def floor_of(module: str) -> int | None:
+    """The floor that `module` stands on, or None if the tables do not list it."""
+    if module in FLOORS:
+        return FLOORS[module]
+    return next((floor for folder, floor in FOLDER_FLOORS.items() if is_inside(module, folder)), None)
+
+
+def is_inside(module: str, folder: str) -> bool:
+    """Whether `module` is the package `folder` or anything in it."""
+    return module == folder or module.startswith(folder + ".")
+
+
+def folder_of(module: str) -> str:
+    """The folder that a module of kvblocks lies in; a folder's __init__ lies in it too."""
+    return next((folder for folder in FOLDER_FLOORS if is_inside(module, folder)), "kvblocks")
+
+
+def find_imports(module: str, source: str, known: Mapping[str, object], *, is_package: bool) -> list[Import]:
+    """Every import in `source`, resolved: `from a import b` means a.b where that is a module in `known`, else a."""
+    found: list[Import] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.extend(Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")
+                keep = len(parents) - node.level + is_package
+                base = ".".join([*parents[:keep], *([base] if base else [])])
+            for alias in node.names:
+                submodule = f"{base}.{alias.name}"
+                found.append(Import(submodule if submodule in known else base, node.lineno))
+        elif isinstance(node, ast.Call) and re.search(r"(^|\.)(import_module|__import__)$", ast.unparse(node.func)):
+            argument = node.args[0] if node.args else None
+            constant = isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            found.append(Import(str(argument.value) if constant else "<computed>", node.lineno))
+    return found
+
+
+def allowed_packages(module: str) -> frozenset[str]:
+    """The packages outside the standard library that `module` may import."""
+    if is_inside(module, KERNELS):
+        return KERNEL_PACKAGES
+    floor = floor_of(module)
+    return CORE_PACKAGES if floor is not None and floor <= TOP_CORE_FLOOR else ENGINE_PACKAGES
+
+
+def check_inside(module: str, imported: Import, known: Mapping[str, object]) -> str | None:
+    """What is wrong with an import of one of our own modules, or None."""
+    target = imported.target
+    if target not in known:
+        return f"imports {target}, which is not a module of this tree"
+    if is_inside(target, KERNELS) and not is_inside(module, KERNELS) and module != KERNELS_DOOR:
+        return f"imports {target}: only {KERNELS_DOOR} may import {KERNELS}"
+    if is_inside(module, KERNELS) and not is_inside(target, KERNELS):
+        return f"imports {target}: kernels take tensors, and import only torch, triton and each other"
+    here, there = floor_of(module), floor_of(target)
+    if here is None or there is None:
+        return None  # check_imports reports the module without a floor
+    if there > here:
+        return f"imports {target}: expected a floor of at most {here}, got {there}"
+    if there == here and folder_of(module) != folder_of(target) and module != KERNELS_DOOR:
+        return f"imports {target}: sideways imports stay inside one folder"
+    return None
+
+
+def check_outside(module: str, imported: Import) -> str | None:
+    """What is wrong with an import from outside kvblocks, or None."""
+    package = imported.target.partition(".")[0]
+    pure = allowed_packages(module) != ENGINE_PACKAGES
+    if imported.target == "<computed>":
+        return "imports a computed name: expected a constant, so that this test can follow it"
+    if package in sys.stdlib_module_names:
+        return (
+            f"imports {imported.target}: the core and the kernels do no I/O"
+            if pure and package in FORBIDDEN_STDLIB
+            else None
+        )
+    if package not in allowed_packages(module):
+        return f"imports {imported.target}: expected the standard library or {sorted(allowed_packages(module))}"
+    return None
+
+
+def check_imports(sources: Mapping[str, str], packages: frozenset[str]) -> list[str]:
+    """Every violation of the floors in `sources` (dotted name -> text); `packages` names those that are an __init__."""
+    problems = []
+    sideways: dict[str, set[str]] = {}
+    for module, source in sorted(sources.items()):
+        if floor_of(module) is None:
+            problems.append(f"{module}: has no floor; add it to FLOORS or FOLDER_FLOORS in tests/layering.py")
+        for imported in find_imports(module, source, sources, is_package=module in packages):
+            ours = is_inside(imported.target, "kvblocks")
+            problem = check_inside(module, imported, sources) if ours else check_outside(module, imported)
+            if problem is not None:
+                problems.append(f"{module}:{imported.line}: {problem}")
+            if ours:
+                sideways.setdefault(module, set()).add(imported.target)
+    try:
+        TopologicalSorter(sideways).prepare()
+    except CycleError as error:
+        problems.append(f"imports go in a circle: {' -> '.join(reversed(error.args[1]))}")
+    return problems
+
+
+def find_functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, FunctionNode, bool]]:
+    """Every function below `tree`: its qualified name, its node, and whether a class is its parent."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, FunctionNode):
+            yield prefix + node.name, node, isinstance(tree, ast.ClassDef)
+        named = isinstance(node, FunctionNode | ast.ClassDef)
+        yield from find_functions(node, f"{prefix}{node.name}." if named else prefix)
+
+
+def count_lines(function: FunctionNode) -> int:
+    """The lines of a function as MAX_FUNCTION_LINES counts them."""
+    total = (function.end_lineno or function.lineno) - function.lineno + 1
+    if ast.get_docstring(function, clean=False) is not None:
+        docstring = function.body[0]
+        total -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
+    return total
+
+
+def count_parameters(function: FunctionNode, *, in_class: bool) -> int:
+    """The parameters of a function as MAX_PARAMETERS counts them; 0 if its decorator frees them."""
+    if any(FREE_PARAMETERS_DECORATOR.search(ast.unparse(decorator)) for decorator in function.decorator_list):
+        return 0
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    static = any(ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list)
+    bound = in_class and not static and bool(arguments.posonlyargs or arguments.args)
+    return len(named) - bound + (arguments.vararg is not None) + (arguments.kwarg is not None)
+
+
+def measure(sources: Mapping[str, str]) -> Iterator[tuple[str, str, int, int, Mapping[str, str]]]:
+    """Every measured thing: its name, the unit, its size, the limit, and the table of exceptions."""
+    for module, source in sorted(sources.items()):
+        yield module, "lines in a file", len(source.splitlines()), MAX_FILE_LINES, LARGER_FILES
+        for name, function, in_class in find_functions(ast.parse(source)):
+            key = f"{module}:{name}"
+            yield key, "lines in a function", count_lines(function), MAX_FUNCTION_LINES, LONGER_FUNCTIONS
+            parameters = count_parameters(function, in_class=in_class)
+            yield key, "parameters", parameters, MAX_PARAMETERS, MORE_PARAMETERS
+
+
+def check_sizes(sources: Mapping[str, str]) -> list[str]:
+    """Every file and function that is too large, and every exception that nothing needs."""
+    problems = []
+    needed: set[tuple[int, str]] = set()
+    for key, unit, size, limit, exceptions in measure(sources):
+        if size > limit and key in exceptions:
+            needed.add((id(exceptions), key))
+        elif size > limit:
+            problems.append(f"{key}: expected at most {limit} {unit}, got {size}")
+    for exceptions in (LARGER_FILES, LONGER_FUNCTIONS, MORE_PARAMETERS):
+        unneeded = [key for key in exceptions if (id(exceptions), key) not in needed]
+        problems.extend(f"{key}: no longer needs its exception in tests/layering.py" for key in unneeded)
+    return problems
