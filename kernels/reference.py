@@ -1,10 +1,11 @@
 """Paged attention in plain torch: store K and V in slots, and attend over block tables.
 
-Two kinds of attention share their shapes. `paged_attention` is the natural one: long query runs are cut into slices
-that skip the keys no row of the slice may see, and single queries (decodes) of similar length are computed together.
-`tiled_paged_attention` computes every query in a tile of 16 rows that starts at a multiple of 16 positions, with the
-keys padded to the tile's end. The shapes that produce a row, and its place in them, then depend on its position
-alone, so its bits do not depend on how a prompt was cut into chunks, on what was cached, or on the rest of the batch.
+Two kinds of attention share their shapes. `paged_attention` is the natural one: a whole prompt is one causal call,
+the later chunks of a prompt are cut into slices that skip the keys no row of the slice may see, and single queries
+(decodes) of similar length are computed together. `tiled_paged_attention` computes every query in a tile of 16 rows
+that starts at a multiple of 16 positions, with the keys padded to the tile's end. The shapes that produce a row, and
+its place in them, then depend on its position alone, so its bits do not depend on how a prompt was cut into chunks,
+on what was cached, or on the rest of the batch.
 
 Invariant: a slot that is not one of the sequence's own `seq_lens` tokens is never read. Padding keys repeat the
 sequence's first slot and are masked, because a masked NaN would still spoil the result (0 * NaN is NaN).
@@ -25,13 +26,17 @@ TILE_ROWS = 16
 _SLICE_ROWS = 128
 """Rows of a query slice in `paged_attention`: few calls, and little work on keys that are masked anyway."""
 
+_GROUP_KEYS = 2048
+"""Keys of a group of decodes: grouping saves calls, and larger groups lose more by leaving the processor's cache."""
+
 
 @dataclass(frozen=True)
 class QueryTile:
     """A run of consecutive queries of one sequence, computed in one call.
 
     The queries are rows `first_row` to `first_row + num_rows` of the step. They are computed as rows `offset` and
-    following of a tile of `size` rows, over the sequence's first `num_keys` keys; `mask` is bool [size, num_keys].
+    following of a tile of `size` rows, over the sequence's first `num_keys` keys; `mask` is bool [size, num_keys], or
+    None when the tile is a whole prompt: row i then sees the keys up to i.
     """
 
     first_row: int
@@ -39,7 +44,7 @@ class QueryTile:
     offset: int
     size: int
     num_keys: int
-    mask: Tensor
+    mask: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -133,13 +138,16 @@ def plan_paged(block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, bloc
         if num_rows == 1:
             decodes.append((end, index, first_row))
             continue
-        start = end - num_rows
-        spans = [(at, min(at + _SLICE_ROWS, end)) for at in range(start, end, _SLICE_ROWS)]
-        tiles = tuple(
-            QueryTile(first_row + at - start, stop - at, 0, stop - at, stop, _causal_mask(at, stop, stop, block_tables))
-            for at, stop in spans
-        )
-        sequences.append(SequenceTiles(_slots(block_tables[index], end, end, block_size), tiles))
+        if num_rows == end:
+            tiles = [QueryTile(first_row, end, 0, end, end, None)]
+        else:
+            mask = _causal_mask(_SLICE_ROWS, end, block_tables)
+            tiles = []
+            for start in range(end - num_rows, end, _SLICE_ROWS):
+                stop = min(start + _SLICE_ROWS, end)
+                row = first_row + start - (end - num_rows)
+                tiles.append(QueryTile(row, stop - start, 0, stop - start, stop, mask[start - stop :, -stop:]))
+        sequences.append(SequenceTiles(_slots(block_tables[index], end, end, block_size), tuple(tiles)))
     return AttentionPlan(tuple(_group_decodes(decodes, block_tables, block_size)), tuple(sequences))
 
 
@@ -147,15 +155,15 @@ def plan_tiled(block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, bloc
     """The plan of `tiled_paged_attention`. Shapes as there. O(tokens in context)."""
     sequences: list[SequenceTiles] = []
     for index, first_row, num_rows, end in _runs(query_start, seq_lens):
-        start = end - num_rows
+        start, num_keys = end - num_rows, -(-end // TILE_ROWS) * TILE_ROWS
+        mask = _causal_mask(TILE_ROWS, num_keys, block_tables)
         tiles: list[QueryTile] = []
         for at in range(start // TILE_ROWS * TILE_ROWS, end, TILE_ROWS):
             stop = at + TILE_ROWS
             low, high = max(at, start), min(stop, end)
-            mask = _causal_mask(at, stop, stop, block_tables)
-            tiles.append(QueryTile(first_row + low - start, high - low, low - at, TILE_ROWS, stop, mask))
-        slots = _slots(block_tables[index], end, tiles[-1].num_keys, block_size)
-        sequences.append(SequenceTiles(slots, tuple(tiles)))
+            row = first_row + low - start
+            tiles.append(QueryTile(row, high - low, low - at, TILE_ROWS, stop, mask[:, -stop:]))
+        sequences.append(SequenceTiles(_slots(block_tables[index], end, num_keys, block_size), tuple(tiles)))
     return AttentionPlan((), tuple(sequences))
 
 
@@ -174,23 +182,19 @@ def attend(plan: AttentionPlan, query: Tensor, key_cache: Tensor, value_cache: T
         value = values.index_select(0, sequence.slots).transpose(0, 1).unsqueeze(0)
         for tile in sequence.tiles:
             rows = slice(tile.first_row, tile.first_row + tile.num_rows)
-            queries = _tile_queries(query[rows], tile).transpose(0, 1).unsqueeze(0)
+            places = slice(tile.offset, tile.offset + tile.num_rows)
+            # Always a tensor of its own: the address and strides of rows of `query` vary, and could change bits.
+            queries = query.new_zeros(tile.size, *query.shape[1:])
+            queries[places] = query[rows]
+            queries = queries.transpose(0, 1).unsqueeze(0)
             attended = _sdpa(queries, key[:, :, : tile.num_keys], value[:, :, : tile.num_keys], tile.mask, scale)
-            output[rows] = attended[0].transpose(0, 1)[tile.offset : tile.offset + tile.num_rows]
+            output[rows] = attended[0].transpose(0, 1)[places]
     return output
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
-
-
-def _tile_queries(query: Tensor, tile: QueryTile) -> Tensor:
-    """The tile's [size, num_heads, head_dim] queries: its own rows, and zeros in the places of others."""
-    if tile.num_rows == tile.size:
-        return query
-    padded = query.new_zeros(tile.size, *query.shape[1:])
-    padded[tile.offset : tile.offset + tile.num_rows] = query
-    return padded
+    is_causal = mask is None and query.shape[2] > 1
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=True)
 
 
 def _runs(query_start: Tensor, seq_lens: Tensor) -> list[tuple[int, int, int, int]]:
@@ -200,10 +204,13 @@ def _runs(query_start: Tensor, seq_lens: Tensor) -> list[tuple[int, int, int, in
     return [(i, starts[i], starts[i + 1] - starts[i], end) for i, end in enumerate(ends) if starts[i + 1] > starts[i]]
 
 
-def _causal_mask(start: int, stop: int, num_keys: int, like: Tensor) -> Tensor:
-    """bool [stop - start, num_keys]: which of the first `num_keys` positions each position may see."""
-    positions = torch.arange(max(stop, num_keys), device=like.device)
-    return positions[:num_keys] <= positions[start:stop, None]
+def _causal_mask(num_rows: int, num_keys: int, like: Tensor) -> Tensor:
+    """bool [num_rows, num_keys]: which of the first `num_keys` positions each of the last `num_rows` of them may see.
+
+    Its last r rows and k columns are the mask of the last r of k positions, so one tensor serves all tiles of a
+    sequence.
+    """
+    return torch.ones(num_rows, num_keys, dtype=torch.bool, device=like.device).tril(num_keys - num_rows)
 
 
 def _slots(block_table: Tensor, seq_len: int, num_keys: int, block_size: int) -> Tensor:
@@ -214,10 +221,10 @@ def _slots(block_table: Tensor, seq_len: int, num_keys: int, block_size: int) ->
 
 
 def _group_decodes(decodes: list[tuple[int, int, int]], block_tables: Tensor, block_size: int) -> list[DecodeGroup]:
-    """Group (tokens in context, sequence, row) by similar context, since a group pays for its longest everywhere."""
+    """Group (tokens in context, sequence, row), neighbours in length together: all pay for the longest of a group."""
     groups: list[list[tuple[int, int, int]]] = []
     for decode in sorted(decodes, reverse=True):
-        if not groups or groups[-1][0][0] > decode[0] * 1.5 + 64:
+        if not groups or (len(groups[-1]) + 1) * groups[-1][0][0] > _GROUP_KEYS:
             groups.append([])
         groups[-1].append(decode)
     return [_decode_group(group, block_tables, block_size) for group in groups]

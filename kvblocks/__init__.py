@@ -5,7 +5,8 @@
     hit = manager.get_computed_blocks(sequence)
     manager.allocate_slots(sequence, hit=hit)
 
-The core needs no torch, numpy, clock or thread; the reference engine is `kvblocks.engine`, its kernels `kvblocks.kernels`.
+The core needs no torch, numpy, clock or thread; the reference engine is `kvblocks.engine`, its kernels
+`kvblocks.kernels`.
 """
 
 from kvblocks.block import KVCacheBlock

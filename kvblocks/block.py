@@ -1,9 +1,9 @@
 """A block of the pool, and the run of cached blocks that it stands in.
 
-`KVCacheBlock` is the unit that is owned, shared and evicted. `Run` is what one stretch of insertions left in the prefix
-index: consecutive blocks of one prefix, with their tokens in one buffer, so that a prompt is compared with all of them by
-one memcmp. They refer to each other, hence one module. Both are plain records: `FreeBlockQueue` owns the links and
-the count's step between 0 and 1, `PrefixIndex` owns everything of a run.
+`KVCacheBlock` is the unit that is owned, shared and evicted. `Run` is what one stretch of insertions left in the
+prefix index: consecutive blocks of one prefix, with their tokens in one buffer, so that a prompt is compared with all
+of them by one memcmp. They refer to each other, hence one module. Both are plain records: `FreeBlockQueue` owns the
+links and the count's step between 0 and 1, `PrefixIndex` owns everything of a run.
 
 The intrusive links, with an unlinked block pointing at itself, are those of the Linux kernel's list_head; the block's
 fields are those of vLLM v1's KVCacheBlock.
@@ -87,8 +87,8 @@ class Run:
     """Consecutive cached blocks of one prefix, `blocks[0]` first.
 
     key: the preimage of `blocks[0]`. blocks: the block that a hit gets for each position; it shrinks from the end as
-    blocks are evicted. tokens: packed u32 of those positions and perhaps of evicted ones after them. extra_keys: encoded
-    keys by position. spares: further blocks that hold a position's very prefix. children: the runs that hang
+    blocks are evicted. tokens: packed u32 of those positions and perhaps of evicted ones after them. extra_keys:
+    encoded keys by position. spares: further blocks that hold a position's very prefix. children: the runs that hang
     from a position of this one. is_closed: it lost its end once, so it is never extended again; otherwise the
     position, which is an identity, would come to mean another prefix.
     """
@@ -167,7 +167,7 @@ class Run:
         size = self.epoch.num_digest_bytes
         if len(self.digests) < (index + 1) * size:
             for run in self._runs_without_digests():
-                run._fill_digests()
+                run.fill_digests()
         return bytes(self.digests[index * size : (index + 1) * size])
 
     def _runs_without_digests(self) -> "list[Run]":
@@ -179,7 +179,8 @@ class Run:
             parent, position, _, _ = parent.key
         return chain[::-1]
 
-    def _fill_digests(self) -> None:
+    def fill_digests(self) -> None:
+        """Compute the digests that are missing; those of the runs above must be there. O(their number)."""
         epoch, size = self.epoch, self.epoch.num_digest_bytes
         parent, position, _, _ = self.key
         first = len(self.digests) // size

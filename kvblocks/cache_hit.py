@@ -7,11 +7,13 @@ from kvblocks.sequence import Sequence
 class CacheHit:
     """The longest cached prefix of a sequence, as of one moment.
 
-    blocks: the full blocks that hold it, in order. num_tokens: tokens that need no computing; block_size for each block,
-    or the whole prompt but one token when all of it is cached, since its last token's logits are still needed.
-    num_readonly_tokens: positions below it lie in `blocks` and must not be written, the recomputed last token included.
+    blocks: the full blocks that hold it, in order. num_tokens: tokens that need no computing; block_size for each
+    block, or the whole prompt but one token when all of it is cached, since its last token's logits are still needed.
+    num_readonly_tokens: positions below it lie in `blocks` and must not be written, the recomputed last token
+    included.
 
-    A hit owns nothing: its blocks may be evicted by any later allocation. `allocate_slots` checks that before it uses it.
+    A hit owns nothing: its blocks may be evicted by any later allocation. `allocate_slots` checks that before it uses
+    it.
     """
 
     __slots__ = ("blocks", "num_readonly_tokens", "num_tokens", "sequence", "version")

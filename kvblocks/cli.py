@@ -14,6 +14,7 @@ from kvblocks.version import __version__
 
 if TYPE_CHECKING:
     from kvblocks.engine.fetch import Progress
+    from kvblocks.engine.runner import LoadedModel
 
 _NO_ENGINE = "kvblocks: this command needs the engine: pip install 'kvblocks[engine]'"
 
@@ -58,6 +59,66 @@ def fetch(model: Annotated[str, typer.Argument(help="A model that kvblocks knows
     with show_progress() as progress:
         folder = fetch_model(model, progress=progress)
     print(folder)
+
+
+_ModelOption = Annotated[str, typer.Option(help="smollm2 (fetched if need be), or a Hugging Face folder.")]
+
+
+@app.command()
+def demo(
+    model: _ModelOption = "smollm2",
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the results as one JSON object, the rest to stderr.")
+    ] = False,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads.")] = 1,
+) -> None:
+    """Answer questions that share a long prompt, without and with prefix caching, and compare. Takes about a minute.
+
+    One torch thread is the default: deterministic results are fastest there, and other work on the machine disturbs
+    the times least.
+    """
+    from json import dumps
+
+    import torch
+    from rich.console import Console
+
+    from kvblocks.engine.demo import run_demo
+
+    torch.set_num_threads(threads)
+    report = run_demo(_load(model), Console(stderr=json))
+    if json:
+        print(dumps(report.to_json(model)))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="A question; for a model without a chat template, a text to continue.")],
+    model: _ModelOption = "smollm2",
+    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="For a temperature above 0.")] = None,
+) -> None:
+    """Answer a prompt, printing the text as it comes."""
+    from kvblocks.engine.engine import Engine
+
+    engine = Engine(_load(model))
+    tokenizer = engine.model.tokenizer
+    is_chat = tokenizer is not None and tokenizer.has_chat_template
+    tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if tokenizer and is_chat else prompt
+    for piece in engine.stream([tokens], max_tokens=max_tokens, temperature=temperature, seed=seed):
+        print(piece.text, end="", flush=True)
+    print()
+
+
+def _load(model: str) -> "LoadedModel":
+    """Load a model for a command; a known one is fetched first, which shows its progress."""
+    from kvblocks.engine.fetch import KNOWN_MODELS, fetch_model
+    from kvblocks.engine.runner import LoadedModel
+
+    if model in KNOWN_MODELS:
+        with show_progress() as progress:
+            fetch_model(model, progress=progress)
+    return LoadedModel.load(model)
 
 
 _STAGES = {

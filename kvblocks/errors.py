@@ -1,7 +1,7 @@
 """The errors that kvblocks raises.
 
-Every error that a caller can cause is a `KVBlocksError`; its kinds are what a caller can act on. A message says what was
-expected and what it got. An operation that raises has changed nothing.
+Every error that a caller can cause is a `KVBlocksError`; its kinds are what a caller can act on. A message says what
+was expected and what it got. An operation that raises has changed nothing.
 """
 
 

@@ -1,8 +1,8 @@
 """Records of every change to the set of cached prefixes, in order, for routers and other observers of the cache.
 
-The set is of prefixes, not of blocks: a second block that holds the same prefix changes nothing, and a prefix is removed
-when the last block that holds it goes. Replaying the records into a dict gives the cached set at any time. The kinds
-follow vLLM's KV events; putting them on a wire is not the core's work.
+The set is of prefixes, not of blocks: a second block that holds the same prefix changes nothing, and a prefix is
+removed when the last block that holds it goes. Replaying the records into a dict gives the cached set at any time.
+The kinds follow vLLM's KV events; putting them on a wire is not the core's work.
 """
 
 from array import array

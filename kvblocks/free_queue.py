@@ -1,9 +1,9 @@
 """The queue of blocks that nobody owns, least recently used first.
 
-A circular doubly-linked list through the blocks themselves, so that a block in the middle leaves in O(1) when a prefix
-hit takes it back. Being queued and having no owner are one fact, so one place keeps both: whatever leaves the queue
-leaves it with `ref_cnt` 1, whatever enters has 0. One root block that is never handed out closes the circle, which makes
-every operation free of special cases at the ends.
+A circular doubly-linked list through the blocks themselves, so that a block in the middle leaves in O(1) when a
+prefix hit takes it back. Being queued and having no owner are one fact, so one place keeps both: whatever leaves the
+queue leaves it with `ref_cnt` 1, whatever enters has 0. One root block that is never handed out closes the circle,
+which makes every operation free of special cases at the ends.
 
 After vLLM v1's FreeKVCacheBlockQueue; the circle with self-linked outsiders is the Linux kernel's list_head.
 """
@@ -93,8 +93,8 @@ class FreeBlockQueue:
         """
         root = self._root
         last = root.prev_free_block
-        num_linked = num_done = 0
-        for block in blocks:
+        num_linked = 0
+        for num_done, block in enumerate(blocks):
             if block.ref_cnt == 1:
                 block.ref_cnt = 0
                 block.prev_free_block = last
@@ -108,7 +108,6 @@ class FreeBlockQueue:
                 for released in blocks[:num_done]:
                     released.ref_cnt += 1
                 raise BlockStateError(f"double free: expected a block with an owner, got {block}")
-            num_done += 1
         last.next_free_block = root
         root.prev_free_block = last
         self.num_free_blocks += num_linked

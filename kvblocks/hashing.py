@@ -1,8 +1,9 @@
 """The digest chain: how a cached block is named outside this process.
 
-A block's digest covers its parent's digest, its extra keys and its tokens, so it names the whole prefix up to the block.
-It is the block's address in events, other processes and other tiers. It never decides a hit: matching compares
-preimages (see `prefix_index`), so a weak or broken hash function can confuse an outside reader of events, never a lookup.
+A block's digest covers its parent's digest, its extra keys and its tokens, so it names the whole prefix up to the
+block. It is the block's address in events, other processes and other tiers. It never decides a hit: matching compares
+preimages (see `prefix_index`), so a weak or broken hash function can confuse an outside reader of events, never a
+lookup.
 
 Format 1, pinned by golden vectors in tests/golden_digests.json; integers are little-endian and unsigned unless noted:
 

@@ -1,23 +1,25 @@
 """The facade that engines call: sequences in, block tables out.
 
 A step of an engine looks up each new sequence (`get_computed_blocks`), makes room for what it will compute
-(`allocate_slots`, `append_slots`), runs the model over the block tables, and frees what has finished. A block is cached as
-soon as it is allocated full, before its KV is computed, so that a later sequence of the same step hits it; that is sound
-for engines that store a step's keys and values, layer by layer, before they attend. `abort` is for the step that died.
+(`allocate_slots`, `append_slots`), runs the model over the block tables, and frees what has finished. A block is
+cached as soon as it is allocated full, before its KV is computed, so that a later sequence of the same step hits it;
+that is sound for engines that store a step's keys and values, layer by layer, before they attend. `abort` is for the
+step that died.
 
 Every call that raises, or returns None because the pool can't serve it, has changed nothing.
 
-A manager has one owner at a time: it takes no lock, and calls from several threads at once are an error of the caller's.
-The names of the calls are those of vLLM v1's KVCacheManager.
+A manager has one owner at a time: it takes no lock, and calls from several threads at once are an error of the
+caller's. The names of the calls are those of vLLM v1's KVCacheManager.
 """
 
-from kvblocks.block import ROOT, KVCacheBlock
+from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
 from kvblocks.errors import InvalidArgumentError, SequenceStateError, StaleHitError
 from kvblocks.events import CacheEvent
 from kvblocks.hashing import HashFunction, get_hash_function
 from kvblocks.pool import BlockPool
 from kvblocks.prefix_index import PrefixIndex
+from kvblocks.registration import digests_ahead, find_blocks, forget_unwritten, register_full_blocks
 from kvblocks.sequence import Sequence
 from kvblocks.stats import CacheStats
 from kvblocks.tokens import TokenIds, pack_tokens
@@ -47,7 +49,7 @@ class KVCacheManager:
             raise InvalidArgumentError(f"block_size: expected a positive int, got {block_size!r}")
         self.block_size = block_size
         self.enable_caching = enable_caching
-        self._index = PrefixIndex(block_size, get_hash_function(hash_algorithm), enable_events)
+        self._index = PrefixIndex(block_size, get_hash_function(hash_algorithm), enable_events=enable_events)
         self._pool = BlockPool(num_blocks, self._index)
         self._sequences: dict[str | int, Sequence] = {}
         self._debug = debug
@@ -93,22 +95,18 @@ class KVCacheManager:
         """
         if sequence.owner is not None:
             raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {sequence}")
-        if not self.enable_caching:
-            return CacheHit(sequence, [], 0, self._index.version)
-        block_size = self.block_size
-        blocks = self._index.match(
-            sequence.packed_tokens(), sequence.encoded_keys(block_size), sequence.num_tokens // block_size
-        )
-        return CacheHit(sequence, blocks, len(blocks) * block_size, self._index.version)
+        blocks = find_blocks(self._index, sequence) if self.enable_caching else []
+        return CacheHit(sequence, blocks, len(blocks) * self.block_size, self._index.version)
 
     def allocate_slots(
         self, sequence: Sequence, num_new_tokens: int | None = None, *, hit: CacheHit | None = None
     ) -> list[KVCacheBlock] | None:
         """Make room for the next `num_new_tokens` known tokens (None: all the rest) and cache the blocks that get full.
 
-        For a sequence without blocks this is the start, and `hit` is what `get_computed_blocks` found for it (None: use
-        nothing of the cache); the tokens are those after the hit's. For one that has some it is the next chunk, and
-        there is no hit. Returns the new blocks, perhaps none; or None, with nothing changed, when the pool can't serve it.
+        For a sequence without blocks this is the start, and `hit` is what `get_computed_blocks` found for it (None:
+        use nothing of the cache); the tokens are those after the hit's. For one that has some it is the next chunk,
+        and there is no hit. Returns the new blocks, perhaps none; or None, with nothing changed, when the pool can't
+        serve it.
 
         Raises SequenceStateError (another manager's, an id in use, a hit for a sequence that has blocks), StaleHitError
         (the hit's blocks have been evicted since), InvalidArgumentError (no tokens left, or fewer than asked for).
@@ -136,8 +134,8 @@ class KVCacheManager:
     def append_slots(self, sequence: Sequence, token_ids: TokenIds) -> list[KVCacheBlock] | None:
         """Add decoded tokens and make room for them, in reserved slots first. Blocks that get full are cached.
 
-        token_ids: one or several accepted tokens, in any form that `Sequence` takes. Returns the new blocks, perhaps none;
-        or None, with nothing changed and the tokens not added, when the pool can't serve it.
+        token_ids: one or several accepted tokens, in any form that `Sequence` takes. Returns the new blocks, perhaps
+        none; or None, with nothing changed and the tokens not added, when the pool can't serve it.
 
         Raises SequenceStateError when the sequence isn't this manager's or has known tokens without slots, and
         InvalidTokensError. O(1) a token, and O(block_size) for one that fills a block.
@@ -163,8 +161,8 @@ class KVCacheManager:
     def reserve_slots(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock] | None:
         """Make room for `num_tokens` more tokens than are known, such as drafts. Nothing of them is cached.
 
-        `append_slots` fills the room. Returns the new blocks, perhaps none; or None, with nothing changed, when the pool
-        can't serve it. Raises SequenceStateError and InvalidArgumentError. O(new blocks).
+        `append_slots` fills the room. Returns the new blocks, perhaps none; or None, with nothing changed, when the
+        pool can't serve it. Raises SequenceStateError and InvalidArgumentError. O(new blocks).
         """
         self._check_owned(sequence, "reserve_slots")
         if not isinstance(num_tokens, int) or num_tokens < 0:
@@ -189,28 +187,25 @@ class KVCacheManager:
         self._check_if_debugging()
 
     def abort(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Free a sequence of a step that died, of whose tokens only the first `num_computed_tokens` have their KV written.
+        """Free a sequence of a step that died; of its tokens, the first `num_computed_tokens` have their KV written.
 
-        What it caches beyond them is cached no more, nor is anything chained to that. Abort every sequence of the step,
-        those that may have hit such a block included: they keep it in their tables until then. Raises SequenceStateError,
-        InvalidArgumentError. O(blocks).
+        What it caches beyond them is cached no more, nor is anything chained to that. Abort every sequence of the
+        step, those that may have hit such a block included: they keep it in their tables until then. Raises
+        SequenceStateError, InvalidArgumentError. O(blocks).
         """
         self._check_owned(sequence, "abort")
         if not isinstance(num_computed_tokens, int) or not 0 <= num_computed_tokens <= sequence.num_computed_tokens:
             raise InvalidArgumentError(
-                f"num_computed_tokens: expected 0 to {sequence.num_computed_tokens} of {sequence}, got {num_computed_tokens!r}"
+                f"num_computed_tokens: expected 0 to {sequence.num_computed_tokens}, {sequence}; got {num_computed_tokens!r}"
             )
-        first_own = sequence.num_readonly_tokens // self.block_size
-        first_unwritten = max(first_own, num_computed_tokens // self.block_size)
-        for block in sequence.blocks[: first_unwritten - 1 if first_unwritten else None : -1]:
-            self._index.forget(block)
+        forget_unwritten(self._index, sequence, num_computed_tokens)
         self.free(sequence)
 
     def reset_prefix_cache(self) -> None:
         """Stop caching everything, at any time: no block cached before is hit again. After a change of weights, say.
 
-        Sequences keep their blocks and go on; nothing of theirs is cached any more, since their KV is of before the reset,
-        until they are freed and allocated again. O(1) but for giving memory back.
+        Sequences keep their blocks and go on; nothing of theirs is cached any more, since their KV is of before the
+        reset, until they are freed and allocated again. O(1) but for giving memory back.
         """
         self._index.clear()
         self._check_if_debugging()
@@ -266,17 +261,17 @@ class KVCacheManager:
         return max(0, -(-num_tokens // self.block_size) - len(sequence.blocks))
 
     def _grow(self, sequence: Sequence, end: int, hit: CacheHit | None) -> list[KVCacheBlock] | None:
-        """Make room for the sequence's first `end` tokens, after `hit` if it has no blocks yet, and cache what is full."""
+        """Make room for the first `end` tokens, after `hit` if there are no blocks yet, and cache what is full."""
         touched = hit.blocks if hit is not None else []
         num_missing = max(0, self._num_missing_blocks(sequence, end) - len(touched))
         if not self._pool.can_take(num_missing, touched):
             return None
-        digests = None if self._index.events is None else self._digests_ahead(sequence, touched, end)
+        digests = digests_ahead(self._index, sequence, touched, end)
         if sequence.owner is None:
             self._start(sequence, hit)
         blocks = self._take(sequence, num_missing)
         sequence.num_computed_tokens = end
-        self._register(sequence, digests)
+        register_full_blocks(self._index, sequence, digests)
         self._check_if_debugging()
         return blocks
 
@@ -299,25 +294,6 @@ class KVCacheManager:
         sequence.blocks += blocks
         self._num_taken_blocks += num_blocks
         return blocks
-
-    def _digests_ahead(self, sequence: Sequence, touched: list[KVCacheBlock], end: int) -> bytearray:
-        """Compute the digests that registering will record, while a hash function that raises can still do no harm."""
-        first = len(touched) or sequence.num_registered_blocks
-        node = (touched or sequence.blocks)[first - 1].node if first else ROOT
-        keys = sequence.encoded_keys(self.block_size)
-        return self._index.digests(node, sequence.packed_tokens(), keys, first, end // self.block_size)
-
-    def _register(self, sequence: Sequence, digests: bytearray | None) -> None:
-        """Cache those of the sequence's blocks that have become full, unless what they hang from is cached no more."""
-        first, end = sequence.num_registered_blocks, sequence.num_computed_tokens // self.block_size
-        if first >= end or sequence.epoch is not self._index.epoch:
-            return
-        node = sequence.blocks[first - 1].node if first else ROOT
-        if first and node is ROOT:
-            return  # an abort took the prefix along
-        keys = sequence.encoded_keys(self.block_size)
-        self._index.insert(node, sequence.blocks[first:end], sequence.packed_tokens(), keys, first, digests)
-        sequence.num_registered_blocks = end
 
     def _check_if_debugging(self) -> None:
         if self._debug:

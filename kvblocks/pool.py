@@ -1,8 +1,8 @@
 """The pool: every block there is, who owns it, and what happens to what it held when it changes hands.
 
-Puts the free queue and the prefix index together. A block is free or owned (the queue's fact), cached or not (the index's
-fact), and both at once in all four combinations: a free cached block is what a later request hits, and it stops being
-cached at the moment it is taken for something else. The roles are those of vLLM v1's BlockPool.
+Puts the free queue and the prefix index together. A block is free or owned (the queue's fact), cached or not (the
+index's fact), and both at once in all four combinations: a free cached block is what a later request hits, and it
+stops being cached at the moment it is taken for something else. The roles are those of vLLM v1's BlockPool.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ class BlockPool:
         return [block.block_id for block in self._queue]
 
     def can_take(self, num_blocks: int, touched: Sequence[KVCacheBlock]) -> bool:
-        """Whether `num_blocks` would be free after `touched` were. O(1) when the pool is far from full, else O(touched)."""
+        """Whether `num_blocks` can be taken after `touched` are. O(1) when the pool is far from full, else O(touched)."""
         num_free = self._queue.num_free_blocks
         if num_blocks + len(touched) <= num_free:
             return True
@@ -65,10 +65,11 @@ class BlockPool:
         self._queue.release(blocks[::-1])
 
     def check(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
-        """Raise AssertionError unless every block is free or owned just as `tables`, the live block tables, say. O(pool)."""
+        """Raise AssertionError unless every block is free or owned as `tables`, the live block tables, say. O(pool)."""
         owners = [0] * len(self.blocks)
         for table in tables:
             for block in table:
+                assert self.blocks[block.block_id] is block, f"{block}: not of this pool"
                 owners[block.block_id] += 1
         self._queue.check()
         num_free = num_cached = 0

@@ -1,9 +1,9 @@
 """The exact map from prefixes to the blocks that hold them.
 
-A prefix is a chain of preimages: each block's tokens and extra keys under its parent. Blocks that were cached one after
-the other stand in one `Run`; only a run's first block has an entry in the map, keyed by its whole preimage, and the rest
-is reached through the run by comparing tokens. So a lookup costs one dict lookup and one memcmp per run, inserting and
-evicting cost no dict operation per block, and no comparison ever trusts a hash.
+A prefix is a chain of preimages: each block's tokens and extra keys under its parent. Blocks that were cached one
+after the other stand in one `Run`; only a run's first block has an entry in the map, keyed by its whole preimage, and
+the rest is reached through the run by comparing tokens. So a lookup costs one dict lookup and one memcmp per run,
+inserting and evicting cost no dict operation per block, and no comparison ever trusts a hash.
 
 Why a hit is never wrong. A node (run, position) means one prefix for as long as anything refers to it: a run that
 lost its end is closed, so no position is ever given a second meaning, and a key holds its parent's run itself, so no
@@ -32,7 +32,7 @@ class PrefixIndex:
     None when they aren't recorded.
     """
 
-    def __init__(self, block_size: int, hash_function: HashFunction, enable_events: bool = False) -> None:
+    def __init__(self, block_size: int, hash_function: HashFunction, *, enable_events: bool = False) -> None:
         self.block_size = block_size
         self._block_bytes = 4 * block_size
         self._hash_function = hash_function
@@ -198,7 +198,7 @@ class PrefixIndex:
         return run, 0, 0 if run is None else run.num_common(0, tokens, extra_keys, first, max_blocks)
 
     def _open_run(self, node: Node, tokens: memoryview, extra_keys: ExtraKeys, first: int) -> Run:
-        """Return a run to which block `first`, not cached yet, can be added below `node`: the node's own or a new one."""
+        """Return a run at whose end block `first`, not cached yet, hangs from `node`: the node's own or a new one."""
         parent, position = node
         if parent is not None and not parent.is_closed and position + 1 == len(parent.blocks):
             return parent

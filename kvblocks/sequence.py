@@ -19,11 +19,11 @@ class Sequence:
     """One request: its tokens, what else its KV depends on, and its block table.
 
     sequence_id: the caller's name for it; two sequences that hold blocks at the same time need different ones.
-    prompt_token_ids: a list or other iterable of ints, or a buffer (see `tokens.pack_tokens`), which is used without a copy
-    and must not change while the sequence is in use. At least one token, each 0 to 2**32 - 1.
-    salt: sequences with different salts (None is one of them) never share a block. lora: the adapter's name, likewise.
-    extra_keys: (start, end, key) for spans of tokens whose KV depends on more than their ids, such as the placeholders of
-    an image and its hash; key is a str or bytes.
+    prompt_token_ids: a list or other iterable of ints, or a buffer (see `tokens.pack_tokens`), which is used without
+    a copy and must not change while the sequence is in use. At least one token, each 0 to 2**32 - 1. salt: sequences
+    with different salts (None is one of them) never share a block. lora: the adapter's name, likewise. extra_keys:
+    (start, end, key) for spans of tokens whose KV depends on more than their ids, such as the placeholders of an
+    image and its hash; key is a str or bytes.
 
     Raises InvalidTokensError and InvalidArgumentError. O(tokens) for ints; O(1) for a buffer of 4-byte integers.
     num_prompt_tokens, num_tokens: given at first, and known now. blocks: those of the block table, in order.
@@ -97,25 +97,24 @@ class Sequence:
         self.append_packed(pack_tokens(token_ids))
 
     def append_packed(self, tokens: "array[int] | memoryview[int]") -> None:
-        """Add tokens that `pack_tokens` returned. O(new tokens), and once O(prompt) when that is the caller's buffer."""
+        """Add tokens that `pack_tokens` returned. O(new tokens), and once O(prompt) if that is the caller's buffer."""
         own = self._tokens
         if not isinstance(own, array):
-            own = array("I")
-            own.frombytes(self._tokens)
-            self._tokens = own
-        if isinstance(tokens, array):
-            own.extend(tokens)
-        else:
-            own.frombytes(tokens)
-        self.num_tokens = len(own)
+            own = self._tokens = array("I", own.tobytes())
+        more = tokens if isinstance(tokens, array) else array("I", tokens.tobytes())
+        try:
+            own.extend(more)
+        except BufferError:  # somebody looks at the old array still, a traceback for example: leave it to them
+            self._tokens = own + more
+        self.num_tokens += len(more)
 
     def truncate_tokens(self, num_tokens: int) -> None:
-        """Drop the tokens behind the first `num_tokens`, which were appended last. Only for the manager that added them."""
-        del self._tokens[num_tokens:]  # type: ignore[union-attr]  # what was appended to is an array
+        """Drop what was appended behind the first `num_tokens`. Only for the manager that appended it."""
+        self._tokens = self._tokens[:num_tokens]
         self.num_tokens = num_tokens
 
     def packed_tokens(self) -> memoryview:
-        """Return the known tokens as bytes, packed u32, without a copy. Drop the view before the next append."""
+        """Return the known tokens as bytes, packed u32, without a copy; a view of them as they are now."""
         return memoryview(self._tokens).cast("B")
 
     def encoded_keys(self, block_size: int) -> dict[int, bytes] | None:

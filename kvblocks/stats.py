@@ -8,9 +8,9 @@ class CacheStats:
     """A snapshot; counts are since the manager was made.
 
     num_queries, num_hits: sequences that were allocated from the start, and those of them that came with a hit.
-    num_queried_tokens, num_hit_tokens: their tokens, and those that needed no computing.
-    num_taken_blocks: blocks handed out. num_evicted_blocks: blocks that stopped being cached because they were handed out.
-    num_blocks, num_free_blocks, num_cached_blocks: of the pool, now; free and cached overlap.
+    num_queried_tokens, num_hit_tokens: their tokens, and those that needed no computing. num_taken_blocks: blocks
+    handed out. num_evicted_blocks: blocks that stopped being cached because they were handed out. num_blocks,
+    num_free_blocks, num_cached_blocks: of the pool, now; free and cached overlap.
     """
 
     num_queries: int

@@ -17,8 +17,6 @@ if sys.byteorder != "little":  # pragma: no cover
 TokenIds = Iterable[int] | Any
 """Ints, or anything that `pack_tokens` takes as a buffer."""
 
-PackedTokens = "array[int] | memoryview[int]"
-
 MAX_TOKEN_ID = 2**32 - 1
 
 
@@ -35,13 +33,12 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
         return _pack_ints(token_ids)
     if isinstance(token_ids, str):
         raise InvalidTokensError("token ids: expected integers, got a str")
-    if hasattr(token_ids, "numpy"):
-        token_ids = token_ids.numpy()
+    source: Any = token_ids.numpy() if hasattr(token_ids, "numpy") else token_ids
     try:
-        view = memoryview(token_ids)
+        view = memoryview(source)
     except TypeError:
-        return _pack_ints(_listed(token_ids))
-    return _pack_buffer(view, isinstance(token_ids, (bytes, bytearray)))
+        return _pack_ints(_listed(source))
+    return _pack_bytes(view) if isinstance(source, (bytes, bytearray)) else _pack_buffer(view)
 
 
 def _listed(token_ids: TokenIds) -> list[int]:
@@ -70,15 +67,19 @@ def _describe_bad_id(token_ids: "list[int] | tuple[int, ...]") -> str:
     return f"token ids: expected integers from 0 to {MAX_TOKEN_ID}, got {token_ids!r:.200}"
 
 
-def _pack_buffer(view: memoryview, is_packed: bool) -> "array[int] | memoryview[int]":
+def _pack_bytes(view: memoryview) -> "memoryview[int]":
+    if not view.nbytes or view.nbytes % 4:
+        raise InvalidTokensError(
+            f"token ids: expected packed u32, 4 bytes for each of 1 or more, got {view.nbytes} bytes"
+        )
+    return view.toreadonly().cast("I")
+
+
+def _pack_buffer(view: memoryview) -> "array[int] | memoryview[int]":
     if view.ndim != 1:
         raise InvalidTokensError(f"token ids: expected one dimension, got shape {view.shape}")
     if not view.nbytes:
         raise InvalidTokensError("token ids: expected at least one, got none")
-    if is_packed:
-        if view.nbytes % 4:
-            raise InvalidTokensError(f"token ids: expected bytes of packed u32, 4 for each id, got {view.nbytes} bytes")
-        return view.toreadonly().cast("I")
     kind = view.format.lstrip("@=<")
     if len(kind) != 1 or kind not in "bBhHiIlLqQnN":
         raise InvalidTokensError(f"token ids: expected a buffer of integers, got format {view.format!r}")

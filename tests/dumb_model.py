@@ -1,4 +1,4 @@
-"""What the manager must do, said as plainly as possible: tuples of tokens, a dict and a list. No run, no link, no hash."""
+"""What the manager must do, said as plainly as possible: tuples of tokens, a dict and a list. No run, link or hash."""
 
 from dataclasses import dataclass, field
 

@@ -25,6 +25,7 @@ FLOORS = {
     "kvblocks.prefix_index": 1,
     "kvblocks.cache_hit": 2,
     "kvblocks.pool": 2,
+    "kvblocks.registration": 2,
     "kvblocks.manager": 3,
     "kvblocks.prefix_cache": 3,
     "kvblocks.metrics": 4,

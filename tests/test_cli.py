@@ -1,4 +1,4 @@
-"""The command line: quick help, results on stdout, errors as one line, and what it says when the engine is not installed."""
+"""The command line: quick help, results on stdout, errors as one line, and what it says without the engine."""
 
 import os
 import signal

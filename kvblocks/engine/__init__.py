@@ -1,1 +1,30 @@
-"""The reference engine: a small, complete example of how to run a real model on the block manager."""
+"""The reference engine: a small, complete example of how to run a real model on the block manager.
+
+    engine = Engine("smollm2")
+    completions = engine.generate(["The capital of France is"], max_tokens=8)
+
+The names below are imported when they are first asked for, since they bring torch; `engine.scheduler` and
+`engine.request` need the core only.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvblocks.engine.completion import Completion, Piece
+    from kvblocks.engine.engine import Engine
+    from kvblocks.engine.errors import ModelError
+    from kvblocks.engine.runner import LoadedModel
+    from kvblocks.engine.scheduler import StepLimits
+
+__all__ = ["Completion", "Engine", "LoadedModel", "ModelError", "Piece", "StepLimits"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvblocks.engine import completion, engine, errors, runner, scheduler
+
+    for module in (completion, engine, errors, runner, scheduler):
+        if name in vars(module):
+            return vars(module)[name]
+    raise AssertionError(f"{name}: in __all__, but in none of the modules")

@@ -19,8 +19,6 @@ from kvblocks.engine.config import LlamaConfig
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels import reference
 
-TILE_ROWS = reference.TILE_ROWS
-
 
 @dataclass(frozen=True)
 class KVCache:

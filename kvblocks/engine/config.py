@@ -77,7 +77,7 @@ class LlamaConfig:
         num_kv_heads = _size(fields, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise ModelError(
-                f"expected num_attention_heads ({num_heads}) to be a multiple of num_key_value_heads, got {num_kv_heads}"
+                f"expected num_key_value_heads to divide num_attention_heads ({num_heads}), got {num_kv_heads}"
             )
         head_dim = _size(fields, "head_dim", hidden_size // num_heads)
         if head_dim % 2:

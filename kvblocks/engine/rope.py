@@ -58,7 +58,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     pairs = heads.unflatten(-1, (2, -1))
     cos, sin = cos[:, None, :], sin[:, None, :]
-    turned = pairs * cos[:, :, None, :]
+    turned: Tensor = pairs * cos[:, :, None, :]
     turned[:, :, 0] -= pairs[:, :, 1] * sin
     turned[:, :, 1] += pairs[:, :, 0] * sin
     return turned.flatten(-2)

@@ -6,9 +6,10 @@ even SiLU may, since the last elements of a tensor take a scalar path. A strateg
 - `NATURAL`: all rows at once. Fastest, and the bits of a row depend on its batch.
 - `PACKED16`: rows are padded to a multiple of 16 and cut into chunks whose sizes are in a short list. Bit-exact if, for
   those sizes, a row's bits depend neither on the size nor on its place: `determinism` checks exactly that.
-- `TILE16`: every chunk is 16 rows of one sequence that start at a multiple of 16 positions, and the head takes one
-  row at a time. A row is always computed at the same place of the same shape, so it is bit-exact at any number of
-  threads.
+- `TILE16`: every chunk is 16 rows, the row of position p stands at place p % 16, and the head takes one row at a
+  time. A row is always computed at the same place of the same shape, so it is bit-exact at any number of threads, as
+  long as a row's bits don't depend on the numbers in other rows. Rows of several sequences share a chunk where they
+  fit.
 
 Invariant: within one strategy, an operation never sees a number of rows that is not in its list.
 """
@@ -27,15 +28,14 @@ class RowStrategy:
     """The row counts that an operation may see, ascending; empty: any.
 
     Every count is a multiple of the first one, and rows are padded to a multiple of it. `head_row_counts` is the list
-    for the final norm and the output projection. With `aligned` the first row of each sequence is padded to a
-    position that is a multiple of the first count. `num_threads` is the number of torch threads that the strategy is
-    good for; None: any.
+    for the final norm and the output projection. With `is_placed` the row of position p stands at a place that is p
+    modulo the first count. `num_threads` is the number of torch threads that the strategy is good for; None: any.
     """
 
     name: str
     row_counts: tuple[int, ...] = ()
     head_row_counts: tuple[int, ...] = ()
-    aligned: bool = False
+    is_placed: bool = False
     num_threads: int | None = None
 
     @property
@@ -47,7 +47,7 @@ class RowStrategy:
 NATURAL = RowStrategy("natural")
 # Larger chunks gain little: 256 rows reach 97% of the speed of 1088 on SmolLM2's shapes, 128 rows 94%.
 PACKED16 = RowStrategy("packed16", (*range(16, 129, 16), 256), (16, 32, 64))
-TILE16 = RowStrategy("tile16", (16,), (1,), aligned=True)
+TILE16 = RowStrategy("tile16", (16,), (1,), is_placed=True)
 
 
 def chunks(num_rows: int, row_counts: tuple[int, ...]) -> Iterator[slice]:
@@ -55,7 +55,7 @@ def chunks(num_rows: int, row_counts: tuple[int, ...]) -> Iterator[slice]:
     start = 0
     while start < num_rows:
         left = num_rows - start
-        size = max((count for count in row_counts if count <= left), default=left)
+        size = max(count for count in row_counts if count <= left) if row_counts else left
         yield slice(start, start + size)
         start += size
 
@@ -85,8 +85,8 @@ class RowLayout:
     @classmethod
     def build(cls, batch: StepBatch, strategy: RowStrategy) -> "RowLayout":
         """Lay out `batch` as `strategy` asks. O(rows). Changes nothing."""
-        if strategy.aligned:
-            return _align(batch, strategy.row_counts[0])
+        if strategy.is_placed:
+            return _place(batch, strategy.row_counts[0])
         counts = strategy.row_counts
         num_dummies = -batch.num_tokens % counts[0] if counts else 0
         unstored = batch.slot_mapping.new_full((num_dummies,), -1)
@@ -110,31 +110,30 @@ class RowLayout:
 
     def put_own(self, own: Tensor) -> Tensor:
         """The inverse of `take_own`: [num_rows, ...], zero in the dummy rows."""
-        if self.num_rows == self.num_tokens:
+        if self.own_rows is None and self.num_rows == self.num_tokens:
             return own
         rows = own.new_zeros(self.num_rows, *own.shape[1:])
         if self.own_rows is None:
             rows[: self.num_tokens] = own
-        else:
-            rows.index_copy_(0, self.own_rows, own)
-        return rows
+            return rows
+        return rows.index_copy_(0, self.own_rows, own)
 
 
-def _align(batch: StepBatch, tile: int) -> RowLayout:
-    """Give each sequence whole tiles: row i of a tile is at a position that is i modulo `tile`."""
-    query_start = batch.query_start.long()
-    num_own = query_start.diff()
-    first = batch.seq_lens.long() - num_own
-    tiles = torch.where(num_own > 0, (batch.seq_lens.long() + tile - 1) // tile - first // tile, 0)
-    stops = (tiles * tile).cumsum(0)
-    # By how much a sequence's rows move: to its tiles' start, then to their place in the first tile.
-    shift = stops - tiles * tile - query_start[:-1] + first % tile
-    owner = torch.repeat_interleave(torch.arange(len(num_own), device=shift.device), num_own)
-    own_rows = torch.arange(batch.num_tokens, device=shift.device) + shift[owner]
+def _place(batch: StepBatch, tile: int) -> RowLayout:
+    """Put the row of position p at place p % tile of a tile: the n-th row that needs a place gets it in tile n.
+
+    A run of consecutive positions fills whole tiles, and rows of other sequences fill the places that it leaves.
+    """
+    places = batch.positions % tile
+    order = places.argsort(stable=True)
+    num_rows_at = places.bincount(minlength=tile)
+    first_at = num_rows_at.cumsum(0) - num_rows_at
+    ranks = torch.arange(batch.num_tokens, device=places.device) - first_at[places[order]]
+    own_rows = torch.empty_like(order).index_copy_(0, order, ranks * tile + places[order])
+    num_rows = int(num_rows_at.max()) * tile
 
     def spread(values: Tensor, fill: int) -> Tensor:
-        rows = values.new_full((int(stops[-1]),), fill)
-        return rows.index_copy_(0, own_rows, values)
+        return values.new_full((num_rows,), fill).index_copy_(0, own_rows, values)
 
     return RowLayout(
         token_ids=spread(batch.token_ids, 0),

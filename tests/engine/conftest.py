@@ -10,10 +10,11 @@ from gguf import GGMLQuantizationType as Kind
 from tokenizers import pre_tokenizers
 
 SPECIAL_TEXTS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MERGES = ["h e", "Ġ t", "Ġt he", "i n", "Ġ a", "Ã ©"]
+MERGES = ["h e", "Ġ t", "Ġt he", "i n", "Ġ a", "Ã ©", "1 2"]  # 12: digits are split one by one before merges
 CHAT_TEMPLATE = (
     "{% for message in messages %}\n"
-    "    {% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{% endif %}\n"
+    "    {% if loop.first and message['role'] != 'system' %}"
+    "{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{% endif %}\n"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}\n"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
@@ -128,7 +129,7 @@ def tiny_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
-    """The real model's folder in the user's cache, fetched if it is not there; without a network the test is skipped."""
+    """The real model's folder in the user's cache, fetched if it is not there; if that fails the test is skipped."""
     from kvblocks.engine.fetch import FetchError, fetch_model
 
     try:

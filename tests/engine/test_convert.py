@@ -100,9 +100,14 @@ def test_autotokenizer_reads_the_tokenizer_as_it_was_written(tiny_folder, text):
 
 def test_autotokenizer_knows_digits_special_tokens_and_the_template(tiny_folder):
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode(" the 123<|im_end|>")) == list(
-        ["Ġthe", "Ġ", "1", "2", "3", "<|im_end|>"]
-    )
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode(" the 123<|im_end|>")) == [
+        "Ġthe",
+        "Ġ",
+        "1",
+        "2",
+        "3",
+        "<|im_end|>",
+    ]
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == (
         "<|im_start|>",
         "<|im_end|>",
@@ -148,7 +153,7 @@ def test_what_is_not_supported_is_refused_by_name(convert, tiny_model, options, 
 def test_a_file_that_is_not_a_gguf_is_refused(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"<html>" * 100)
-    with pytest.raises(ModelError, match="expected a GGUF file, got .*model.gguf"):
+    with pytest.raises(ModelError, match=r"expected a GGUF file, got .*model\.gguf"):
         convert_gguf(path, tmp_path)
 
 

@@ -29,7 +29,7 @@ def reference(tiny_folder):
 
 @pytest.fixture(scope="module")
 def byte_fallback_folder(tmp_path_factory):
-    """A tokenizer of the other common kind, as Llama 2 and Gemma have: words with ▁ for spaces, bytes for the rest, a BOS."""
+    """A tokenizer as Llama 2 and Gemma have: words with ▁ for spaces, single bytes for the rest, and a BOS."""
     folder = tmp_path_factory.mktemp("byte-fallback")
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab", "é"]
     library = Library(
@@ -189,6 +189,14 @@ def test_an_unfinished_character_is_shown_at_the_end_and_the_decoder_is_new_agai
     assert decoder.feed(tokenizer.encode("é")) == "é"
 
 
+def test_skipped_and_unknown_ids_between_words_do_not_cost_a_space(byte_fallback_folder):
+    tokenizer = Tokenizer.from_folder(byte_fallback_folder)
+    first, second = tokenizer.encode("ab ab", add_special_tokens=False)
+    for between in (1, tokenizer.num_tokens):
+        decoder = StreamDecoder(tokenizer)
+        assert [decoder.feed([token_id]) for token_id in (first, between, second)] == ["ab", "", " ab"]
+
+
 def test_a_refused_feed_changes_nothing(tokenizer):
     decoder = StreamDecoder(tokenizer)
     head, *tail = tokenizer.encode("日")
@@ -317,7 +325,7 @@ def test_a_base_model_says_that_it_has_no_template(byte_fallback_folder, tokeniz
     base = Tokenizer.from_folder(byte_fallback_folder)
     assert tokenizer.has_chat_template
     assert not base.has_chat_template
-    with pytest.raises(ModelError, match="expected a chat template .* base model"):
+    with pytest.raises(ModelError, match=r"expected a chat template .* base model"):
         base.apply_chat_template([{"role": "user", "content": "a"}])
 
 

@@ -1,0 +1,34 @@
+"""What the engine gives back: a stream of pieces, and a completion at the end."""
+
+from dataclasses import dataclass
+
+from kvblocks.engine.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer to one prompt, and what it cost.
+
+    text: without special tokens; "" if the model has no tokenizer. token_ids: all that were generated, the stop token
+    included. num_cached_tokens: tokens of the prompt that the cache had. num_computed_tokens: tokens that went through
+    the model, of the prompt and generated, those recomputed after a preemption included; the last one generated never
+    does. ttft_s: seconds from the call to the first token, waiting included. finish_reason: "stop" or "length".
+    """
+
+    text: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    ttft_s: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One generated token. prompt_index: whose. text: what it makes certain, or "". completion: with the last one."""
+
+    prompt_index: int
+    token_id: int
+    text: str
+    completion: Completion | None = None

@@ -1,0 +1,256 @@
+"""The engine: prompts in, completions out. It puts manager, scheduler, model runner and samplers together.
+
+A step schedules, runs the model, samples, and records. If the model or the sampler raises, the step is aborted: its
+requests wait again, the cache holds nothing that wasn't written, and the next step goes on.
+
+An engine is single-threaded, as its manager is. Several streams may be open at once in one thread: each of them
+advances all.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvblocks.engine.completion import Completion, Piece
+from kvblocks.engine.determinism import choose_determinism
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.model import LlamaModel
+from kvblocks.engine.request import Request
+from kvblocks.engine.rows import NATURAL
+from kvblocks.engine.runner import LoadedModel, ModelRunner, kv_block_bytes
+from kvblocks.engine.sampler import Sampler, sample_step
+from kvblocks.engine.scheduler import Scheduler, StepLimits
+from kvblocks.engine.tokenizer import StreamDecoder
+from kvblocks.errors import InvalidArgumentError, InvalidTokensError, KVBlocksError
+from kvblocks.manager import KVCacheManager
+from kvblocks.sequence import Sequence as KVSequence
+
+DEFAULT_KV_CACHE_BYTES = 512 * 2**20
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """A model that answers prompts, many at once, computing what they share once.
+
+    model: "smollm2", a Hugging Face folder, or a `LoadedModel`, such as another engine's `model`: they share it then.
+    num_blocks, block_size: the KV cache, in blocks and tokens a block; None: as many blocks as fit in
+    DEFAULT_KV_CACHE_BYTES.
+    enable_prefix_caching: whether prompts reuse the KV of earlier ones.
+    deterministic: logits have the same bits however prompts are cached, batched, chunked or preempted; on a CPU only,
+    somewhat slower, and for the number of torch threads at this moment.
+    device: "cpu", "cuda", "cuda:1", or "auto": cuda if there is one, or where a `LoadedModel` is. On cuda the attention
+    is plain torch too, for now.
+
+    Attributes to read: model, manager, scheduler, runner. `limits` may be replaced.
+    Raises InvalidArgumentError, ModelError and FetchError. Loads the model.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = "smollm2",
+        *,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        enable_prefix_caching: bool = True,
+        deterministic: bool = False,
+        device: str = "auto",
+    ) -> None:
+        chosen = _choose_device(device, model.device if isinstance(model, LoadedModel) else None)
+        if deterministic and chosen.type != "cpu":
+            raise InvalidArgumentError(f"deterministic: expected device 'cpu', got {str(chosen)!r}")
+        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+            raise InvalidArgumentError(f"block_size: expected a positive int, got {block_size!r}")
+        self.model = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen)
+        config, weights = self.model.config, self.model.weights
+        if num_blocks is None:
+            num_blocks = max(1, DEFAULT_KV_CACHE_BYTES // kv_block_bytes(config, block_size, weights.embedding.dtype))
+        self.manager = KVCacheManager(num_blocks, block_size, enable_caching=enable_prefix_caching)
+        self.scheduler = Scheduler(self.manager, config.max_position_embeddings)
+        strategy = choose_determinism(config, weights) if deterministic else NATURAL
+        self.runner = ModelRunner(LlamaModel(config, weights, strategy=strategy), num_blocks, block_size)
+        self._generations: dict[str | int, _Generation] = {}
+        self._sequence_ids = count()
+
+    @property
+    def limits(self) -> StepLimits:
+        """How much one step computes at most. Assign another `StepLimits` at any time."""
+        return self.scheduler.limits
+
+    @limits.setter
+    def limits(self, limits: StepLimits) -> None:
+        if not isinstance(limits, StepLimits):
+            raise InvalidArgumentError(f"limits: expected StepLimits, got {limits!r}")
+        self.scheduler.limits = limits
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+    ) -> list[Completion]:
+        """Answer all prompts and return the completions in their order.
+
+        prompts: texts, encoded as they are (see `engine.model.tokenizer.apply_chat_template` for chats), or token ids.
+        temperature: 0 is greedy. seed: every prompt gets random numbers of its own from it, so the same prompt with the
+        same seed has the same samples, whatever else is in the batch; None: others each time. ignore_eos: go on until
+        max_tokens.
+
+        Raises, before anything is computed, InvalidArgumentError (a prompt that is empty or unreadable, or could never
+        fit, and options out of range) and ModelError (text without a tokenizer); and what the model raises, having
+        dropped all of these prompts; the engine can be used again.
+        """
+        completions: dict[int, Completion] = {}
+        for piece in self.stream(
+            prompts, max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos
+        ):
+            if piece.completion is not None:
+                completions[piece.prompt_index] = piece.completion
+        return [completions[index] for index in range(len(completions))]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        ignore_eos: bool = False,
+    ) -> Iterator[Piece]:
+        """Answer all prompts, giving every token as it comes; the last piece of a prompt has its completion.
+
+        As `generate`. Prompts are checked at once, and start with the first piece asked for; closing the iterator drops
+        those that are unfinished.
+        """
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise InvalidArgumentError(f"prompts: expected a list of prompts, got {type(prompts).__name__}")
+        stop_token_ids = frozenset[int]() if ignore_eos else self.model.stop_token_ids
+        generations = []
+        for index, prompt in enumerate(prompts):
+            sampler = Sampler(temperature, seed)
+            request = self._new_request(index, prompt, max_tokens, stop_token_ids)
+            decoder = None if self.model.tokenizer is None else StreamDecoder(self.model.tokenizer)
+            generations.append(_Generation(index, request, sampler, decoder))
+        return self._run(generations)
+
+    def step(self) -> None:
+        """Compute one step of all unfinished requests. `stream` and `generate` call this; so may you, to go ahead.
+
+        Raises what the model or the sampler raises; nothing is lost then, and the next step tries again.
+        """
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return
+        sampling = [self._generations[chunk.request.sequence.sequence_id] for chunk in chunks if chunk.samples]
+        try:
+            logits = self.runner.run(chunks)
+            token_ids = sample_step(logits, [generation.sampler for generation in sampling])
+        except BaseException:
+            self.scheduler.abort(chunks)
+            raise
+        self.scheduler.complete(chunks, token_ids)
+        for generation, token_id in zip(sampling, token_ids, strict=True):
+            generation.record(token_id, time.perf_counter())
+
+    def _run(self, generations: "list[_Generation]") -> Iterator[Piece]:
+        """Queue the requests, step until they are finished, and give their pieces out."""
+        try:
+            for generation in generations:
+                self.scheduler.add(generation.request)
+                self._generations[generation.request.sequence.sequence_id] = generation
+                generation.start_s = time.perf_counter()
+            while True:
+                for generation in generations:
+                    while generation.pieces:
+                        yield generation.pieces.popleft()
+                if all(generation.request.finish_reason is not None for generation in generations):
+                    return
+                self.step()
+        finally:
+            for generation in generations:
+                if generation.request.finish_reason is None:
+                    self.scheduler.cancel(generation.request)
+                self._generations.pop(generation.request.sequence.sequence_id, None)
+
+    def _new_request(self, index: int, prompt: Prompt, max_tokens: int, stop_token_ids: frozenset[int]) -> Request:
+        """Check a prompt and make its request. Raises InvalidArgumentError and ModelError, saying which it is."""
+        try:
+            token_ids = self._encode(prompt)
+            request = Request(KVSequence(next(self._sequence_ids), token_ids), max_tokens, stop_token_ids)
+            vocab_size = self.model.config.vocab_size
+            largest = max(request.sequence.token_ids())
+            if largest >= vocab_size:
+                raise InvalidTokensError(f"expected token ids below {vocab_size}, the vocabulary's size, got {largest}")
+            self.scheduler.check_fits(request)
+        except KVBlocksError as error:
+            raise type(error)(f"prompts[{index}]: {error}") from error
+        return request
+
+    def _encode(self, prompt: Any) -> Any:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.model.tokenizer is None:
+            raise ModelError("expected token ids, since the model's folder has no tokenizer.json; got text")
+        return self.model.tokenizer.encode(prompt)
+
+
+class _Generation:
+    """A request on its way to a completion: what the scheduler need not know."""
+
+    def __init__(self, index: int, request: Request, sampler: Sampler, decoder: StreamDecoder | None) -> None:
+        self.index = index
+        self.request = request
+        self.sampler = sampler
+        self.pieces: deque[Piece] = deque()
+        self.start_s = 0.0
+        self._decoder = decoder
+        self._text = ""
+        self._ttft_s: float | None = None
+
+    def record(self, token_id: int, now_s: float) -> None:
+        """Turn a sampled token into a piece; if it was the last one, with the completion."""
+        if self._ttft_s is None:
+            self._ttft_s = now_s - self.start_s
+        text = "" if self._decoder is None else self._decoder.feed([token_id])
+        reason = self.request.finish_reason
+        if reason is None:
+            self._text += text
+            self.pieces.append(Piece(self.index, token_id, text))
+            return
+        if self._decoder is not None:
+            text += self._decoder.finish()
+        completion = Completion(
+            text=self._text + text,
+            token_ids=self.request.output_token_ids,
+            num_prompt_tokens=self.request.sequence.num_prompt_tokens,
+            num_cached_tokens=self.request.num_cached_tokens,
+            num_computed_tokens=self.request.num_computed_tokens,
+            ttft_s=self._ttft_s,
+            finish_reason=reason,
+        )
+        self.pieces.append(Piece(self.index, token_id, text, completion))
+
+
+def _choose_device(device: str, loaded: torch.device | None) -> torch.device:
+    """The device that `device` names; `loaded` is where the model already is. Raises InvalidArgumentError."""
+    if device == "auto":
+        return loaded or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        chosen = torch.device("meta")
+    if chosen.type not in {"cpu", "cuda"}:
+        raise InvalidArgumentError(f"device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise InvalidArgumentError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, got {device!r}")
+    if loaded is not None and (chosen.type, chosen.index or 0) != (loaded.type, loaded.index or 0):
+        raise InvalidArgumentError(f"device: expected {str(loaded)!r}, where the loaded model is, got {device!r}")
+    return chosen

@@ -1,0 +1,91 @@
+"""The model side of a step: what was loaded, the KV cache beside it, and chunks turned into logits.
+
+The scheduler speaks of requests and chunks, the model of tensors; this is where one becomes the other. The rest of the
+engine doesn't know the model, and the model doesn't know requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvblocks.engine.batch import SequenceRows, StepBatch
+from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.fetch import KNOWN_MODELS, fetch_model
+from kvblocks.engine.loader import load_weights
+from kvblocks.engine.model import LlamaModel
+from kvblocks.engine.scheduler import ScheduledChunk
+from kvblocks.engine.tokenizer import Tokenizer
+from kvblocks.engine.weights import LlamaWeights
+from kvblocks.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory, which engines may share. `tokenizer` is None if its folder has no tokenizer.json."""
+
+    config: LlamaConfig
+    weights: LlamaWeights
+    tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def load(cls, model: str | Path, device: torch.device | str = "cpu") -> "LoadedModel":
+        """Load a known model by name, fetching it if need be, or a Hugging Face folder, in float32.
+
+        Raises ModelError, FetchError and InvalidArgumentError. O(bytes of the model).
+        """
+        if not isinstance(model, str | Path) or not str(model):
+            raise InvalidArgumentError(f"model: expected the name of a model or a folder, got {model!r}")
+        if str(model) in KNOWN_MODELS:
+            folder = fetch_model(str(model))
+        else:
+            folder = Path(model).expanduser()
+            if not folder.is_dir():
+                known = ", ".join(sorted(KNOWN_MODELS))
+                raise ModelError(f"expected a known model ({known}) or a Hugging Face folder, got {str(model)!r}")
+        config = LlamaConfig.from_folder(folder)
+        tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+        return cls(config, load_weights(folder, config, device=device), tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.weights.embedding.device
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The tokens that end a generation."""
+        return frozenset(self.config.eos_token_ids) if self.tokenizer is None else self.tokenizer.eos_token_ids
+
+
+class ModelRunner:
+    """Runs steps of one model over a KV cache of `num_blocks` blocks. Raises InvalidArgumentError for sizes below 1."""
+
+    def __init__(self, model: LlamaModel, num_blocks: int, block_size: int) -> None:
+        self.model = model
+        self.kv_cache = model.new_kv_cache(num_blocks, block_size)
+
+    def run(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+        """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache."""
+        rows = [self._rows(chunk) for chunk in chunks]
+        batch = StepBatch.build(rows, self.kv_cache.block_size, self.model.weights.embedding.device)
+        return self.model.forward(batch, self.kv_cache)
+
+    @staticmethod
+    def _rows(chunk: ScheduledChunk) -> SequenceRows:
+        sequence = chunk.request.sequence
+        return SequenceRows(
+            token_ids=chunk.token_ids,
+            start=chunk.start,
+            block_ids=sequence.block_ids,
+            num_readonly_tokens=sequence.num_readonly_tokens,
+            wants_logits=chunk.samples,
+        )
+
+
+def kv_block_bytes(config: LlamaConfig, block_size: int, dtype: torch.dtype = torch.float32) -> int:
+    """Memory of one block in all layers, K and V."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize

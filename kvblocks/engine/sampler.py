@@ -1,0 +1,47 @@
+"""Turns logits into tokens: the most likely one, or a draw by temperature.
+
+Every request has a sampler, and a sampler its own random numbers, one for each token it draws. So what a request gets
+does not depend on what else is in the batch, nor on preemption.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvblocks.engine.errors import ModelError
+from kvblocks.errors import InvalidArgumentError
+
+
+class Sampler:
+    """Samples one request's tokens. temperature 0 is greedy; `seed` None: a fresh one. Raises InvalidArgumentError."""
+
+    def __init__(self, temperature: float = 0.0, seed: int | None = None) -> None:
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+            raise InvalidArgumentError(f"temperature: expected a number of at least 0, got {temperature!r}")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
+            raise InvalidArgumentError(f"seed: expected None or an int from 0 to 2**64 - 1, got {seed!r}")
+        self.temperature = temperature
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+
+    def sample(self, logits: Tensor) -> int:
+        """The next token, from `logits` [vocab]. Draws one random number unless greedy. O(vocab)."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        scaled = logits.cpu().double() / self.temperature
+        sums = scaled.sub_(scaled.max()).exp_().cumsum(0)
+        drawn = torch.rand((), generator=self._generator, dtype=torch.float64) * sums[-1]
+        # right=True: the first token whose sum exceeds what was drawn, so never one of probability 0.
+        return int(torch.searchsorted(sums, drawn, right=True).clamp_(max=len(sums) - 1))
+
+
+def sample_step(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    """One token for each row of `logits` [len(samplers), vocab]. Raises ModelError, before any is drawn, for NaN."""
+    if bool(logits.isnan().any()):
+        raise ModelError("expected logits that are numbers, got NaN: the weights or the KV cache are broken")
+    return [sampler.sample(row) for sampler, row in zip(samplers, logits, strict=True)]

@@ -1,0 +1,53 @@
+"""What the prefix index knows of a sequence: looking it up, caching its blocks as they get full, taking them back.
+
+The index speaks of packed tokens and nodes, the manager of sequences and slots; this is what lies between. A sequence's
+first `num_registered_blocks` blocks were hit or cached here, so the last of them is where the next one hangs.
+"""
+
+from kvblocks.block import ROOT, KVCacheBlock
+from kvblocks.prefix_index import PrefixIndex
+from kvblocks.sequence import Sequence
+
+
+def find_blocks(index: PrefixIndex, sequence: Sequence) -> list[KVCacheBlock]:
+    """Return the full blocks that hold the longest cached prefix of the sequence's known tokens. Changes nothing."""
+    block_size = index.block_size
+    keys = sequence.encoded_keys(block_size)
+    return index.match(sequence.packed_tokens(), keys, sequence.num_tokens // block_size)
+
+
+def digests_ahead(index: PrefixIndex, sequence: Sequence, hit: list[KVCacheBlock], end: int) -> bytearray | None:
+    """Return the digests that caching the sequence's first `end` tokens after `hit` will record; None without events.
+
+    Computed before anything is changed, so that a hash function that raises can do no harm. Changes nothing.
+    """
+    if index.events is None:
+        return None
+    first = len(hit) or sequence.num_registered_blocks
+    node = (hit or sequence.blocks)[first - 1].node if first else ROOT
+    keys = sequence.encoded_keys(index.block_size)
+    return index.digests(node, sequence.packed_tokens(), keys, first, end // index.block_size)
+
+
+def register_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytearray | None) -> None:
+    """Cache those of the sequence's blocks that have become full. O(their number).
+
+    Nothing is cached for a sequence of before a reset, or when an abort took away the prefix that it hangs from.
+    """
+    first, end = sequence.num_registered_blocks, sequence.num_computed_tokens // index.block_size
+    if first >= end or sequence.epoch is not index.epoch:
+        return
+    node = sequence.blocks[first - 1].node if first else ROOT
+    if first and node is ROOT:
+        return
+    keys = sequence.encoded_keys(index.block_size)
+    index.insert(node, sequence.blocks[first:end], sequence.packed_tokens(), keys, first, digests)
+    sequence.num_registered_blocks = end
+
+
+def forget_unwritten(index: PrefixIndex, sequence: Sequence, num_computed_tokens: int) -> None:
+    """Stop caching what the sequence itself cached beyond its first `num_computed_tokens`, and all chained to that."""
+    first_own = sequence.num_readonly_tokens // index.block_size
+    first_unwritten = max(first_own, num_computed_tokens // index.block_size)
+    for block in reversed(sequence.blocks[first_unwritten:]):
+        index.forget(block)

@@ -1,0 +1,94 @@
+"""Small random Llama models, and ways to run them: shared by the engine's tests."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from kvblocks.engine.batch import SequenceRows, StepBatch
+from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.loader import expected_shapes
+from kvblocks.engine.model import KVCache, LlamaModel
+from kvblocks.engine.weights import LayerWeights, LlamaWeights
+
+BLOCK_SIZE = 16
+
+# Sizes that no vector width divides, so that every kernel has a remainder to treat; grouped heads; biases.
+ODD = LlamaConfig(
+    hidden_size=52,
+    intermediate_size=75,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=10,
+    vocab_size=131,
+    max_position_embeddings=1000,
+    attention_bias=True,
+    mlp_bias=True,
+)
+# SmolLM2's proportions: sizes that are multiples of 16, one K and V head for three query heads, tied embeddings.
+EVEN = LlamaConfig(
+    hidden_size=192,
+    intermediate_size=512,
+    num_layers=2,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=64,
+    vocab_size=512,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+)
+
+
+def random_weights(config: LlamaConfig, seed: int = 0) -> LlamaWeights:
+    """Weights whose logits spread over a few units, so that differences show."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+    def norm() -> torch.Tensor:
+        return 1 + matrix(config.hidden_size)
+
+    shapes = expected_shapes(config)
+    hidden, wide = config.hidden_size, config.intermediate_size
+    queries = config.num_heads * config.head_dim
+    heads = queries + 2 * config.num_kv_heads * config.head_dim
+    layers = tuple(
+        LayerWeights(
+            input_norm=norm(),
+            qkv=matrix(heads, hidden),
+            output=matrix(hidden, queries),
+            post_attention_norm=norm(),
+            gate_up=matrix(2 * wide, hidden),
+            down=matrix(hidden, wide),
+            qkv_bias=matrix(heads) if config.attention_bias else None,
+            output_bias=matrix(hidden) if config.attention_bias else None,
+            gate_up_bias=matrix(2 * wide) if config.mlp_bias else None,
+            down_bias=matrix(hidden) if config.mlp_bias else None,
+        )
+        for _ in range(config.num_layers)
+    )
+    embedding = matrix(*shapes["model.embed_tokens.weight"]) * hidden**0.5
+    head = embedding if config.tie_word_embeddings else matrix(config.vocab_size, hidden)
+    return LlamaWeights(embedding, layers, norm(), head)
+
+
+def random_tokens(config: LlamaConfig, num_tokens: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (num_tokens,), generator=generator).tolist()
+
+
+def step(model: LlamaModel, cache: KVCache, *rows: SequenceRows) -> torch.Tensor:
+    """One step of the model: logits of the sequences that want them."""
+    return model.forward(StepBatch.build(rows, cache.block_size), cache)
+
+
+def prefill(
+    model: LlamaModel, cache: KVCache, token_ids: Sequence[int], block_ids: Sequence[int], cuts: Sequence[int] = ()
+) -> torch.Tensor:
+    """Compute a prompt in the chunks that `cuts` leave: the last token's logits [vocab]."""
+    bounds = [0, *cuts, len(token_ids)]
+    for start, stop in pairwise(bounds):
+        logits = step(model, cache, SequenceRows(token_ids[start:stop], start, block_ids))
+    return logits[0]

@@ -1,0 +1,218 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.llama_models import EVEN, ODD
+from kvblocks.engine.config import LlamaConfig, RopeConfig
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.loader import expected_shapes, load_weights
+
+FIELDS = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def write_config(folder, **changes):
+    (folder / "config.json").write_text(json.dumps(FIELDS | changes))
+
+
+def random_tensors(config):
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in expected_shapes(config).items()}
+
+
+class TestConfig:
+    def test_fields(self, tmp_path):
+        write_config(tmp_path)
+        assert LlamaConfig.from_folder(str(tmp_path)) == LlamaConfig(
+            hidden_size=64,
+            intermediate_size=96,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            vocab_size=100,
+            max_position_embeddings=256,
+            rms_norm_eps=1e-5,
+            eos_token_ids=(2,),
+        )
+
+    def test_defaults(self, tmp_path):
+        fields = {name: FIELDS[name] for name in FIELDS if name not in ("num_key_value_heads", "eos_token_id")}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        config = LlamaConfig.from_folder(tmp_path)
+        assert config.num_kv_heads == 4
+        assert config.eos_token_ids == ()
+        assert config.rope == RopeConfig("default", 10000.0)
+
+    def test_the_original_context_of_llama3_scaling_defaults_to_the_context(self):
+        config = LlamaConfig.from_fields(FIELDS | {"rope_parameters": SCALED | {"rope_theta": 1e5}})
+        assert config.rope == RopeConfig("llama3", 1e5, 8.0, 1.0, 4.0, 256)
+
+    @pytest.mark.parametrize(
+        ("generation", "expected"),
+        [({"eos_token_id": 5}, (5,)), ({"eos_token_id": [5, 6]}, (5, 6)), ({}, (2,)), ({"eos_token_id": None}, (2,))],
+    )
+    def test_eos_of_generation_config_takes_precedence(self, tmp_path, generation, expected):
+        write_config(tmp_path)
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        assert LlamaConfig.from_folder(tmp_path).eos_token_ids == expected
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            (
+                {"architectures": ["Qwen3ForCausalLM"]},
+                r"supported architecture \(LlamaForCausalLM\), got Qwen3ForCausalLM",
+            ),
+            ({"architectures": None, "model_type": "gemma3"}, "got none .model_type 'gemma3'"),
+            ({"hidden_act": "gelu"}, "hidden_act 'silu', got 'gelu'"),
+            ({"quantization_config": {"quant_method": "awq"}}, "floating point, got quantization_config .*awq"),
+            ({"rope_scaling": {"rope_type": "yarn"}}, r"rope_type \(default, linear, llama3\), got 'yarn'"),
+            ({"rope_parameters": {"rope_type": "dynamic"}}, "got 'dynamic'"),
+            ({"rope_scaling": {"type": "linear"}}, "factor to be a positive number, got None"),
+            ({"rope_scaling": "linear"}, "to be an object, got 'linear'"),
+            (
+                {"rope_parameters": SCALED | {"low_freq_factor": "1"}},
+                "low_freq_factor .* got '1'",
+            ),
+            ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 1.0.*got 0.5"),
+            ({"hidden_size": None}, "hidden_size to be a positive integer, got None"),
+            ({"num_hidden_layers": 0}, "num_hidden_layers to be a positive integer, got 0"),
+            ({"vocab_size": 12.5}, "vocab_size to be a positive integer, got 12.5"),
+            ({"num_attention_heads": True}, "num_attention_heads to be a positive integer, got True"),
+            ({"num_key_value_heads": 3}, r"num_key_value_heads to divide num_attention_heads \(4\), got 3"),
+            ({"head_dim": 7}, "even head_dim .* got 7"),
+            ({"rms_norm_eps": -1}, "rms_norm_eps to be a positive number, got -1"),
+            ({"tie_word_embeddings": "yes"}, "tie_word_embeddings to be true or false, got 'yes'"),
+            ({"eos_token_id": "</s>"}, "eos_token_id to be a token id or a list of them, got '</s>'"),
+        ],
+    )
+    def test_what_is_not_supported_or_not_sensible(self, tmp_path, changes, message):
+        write_config(tmp_path, **changes)
+        with pytest.raises(ModelError, match=message):
+            LlamaConfig.from_folder(tmp_path)
+
+    def test_no_folder(self, tmp_path):
+        with pytest.raises(ModelError, match=r"model folder, got .*nowhere, which is not a folder"):
+            LlamaConfig.from_folder(tmp_path / "nowhere")
+
+    def test_no_config(self, tmp_path):
+        with pytest.raises(ModelError, match=r"config.json in .*, got none"):
+            LlamaConfig.from_folder(tmp_path)
+
+    @pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
+    def test_not_json(self, tmp_path, text):
+        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(ModelError, match=r"expected .*JSON.*config.json"):
+            LlamaConfig.from_folder(tmp_path)
+
+
+class TestWeights:
+    def test_projections_are_stacked(self, tmp_path):
+        tensors = random_tensors(ODD)
+        save_file(tensors, tmp_path / "model.safetensors")
+        weights = load_weights(str(tmp_path), ODD)
+        prefix = "model.layers.1."
+        parts = [tensors[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
+        assert torch.equal(weights.layers[1].qkv, torch.cat(parts))
+        biases = [tensors[f"{prefix}mlp.{name}_proj.bias"] for name in ("gate", "up")]
+        assert torch.equal(weights.layers[1].gate_up_bias, torch.cat(biases))
+        assert torch.equal(weights.layers[0].down, tensors["model.layers.0.mlp.down_proj.weight"])
+        assert torch.equal(weights.lm_head, tensors["lm_head.weight"])
+
+    def test_tied_embeddings_are_one_tensor(self, tmp_path):
+        # Some folders hold the tied head all the same.
+        tensors = random_tensors(EVEN) | {"lm_head.weight": torch.zeros(1)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        weights = load_weights(tmp_path, EVEN)
+        assert weights.lm_head is weights.embedding
+        assert weights.layers[0].qkv_bias is None
+
+    def test_dtype(self, tmp_path):
+        tensors = random_tensors(EVEN)
+        save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+        weights = load_weights(tmp_path, EVEN)
+        assert weights.embedding.dtype == torch.float32
+        assert torch.equal(weights.final_norm, tensors["model.norm.weight"].bfloat16().float())
+        assert load_weights(tmp_path, EVEN, dtype=torch.float16).layers[0].qkv.dtype == torch.float16
+
+    def test_weights_outlive_the_file(self, tmp_path):
+        tensors = random_tensors(EVEN)
+        save_file(tensors, tmp_path / "model.safetensors")
+        weights = load_weights(tmp_path, EVEN)
+        (tmp_path / "model.safetensors").write_bytes(bytes((tmp_path / "model.safetensors").stat().st_size))
+        assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"])
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"model.norm.weight": None}, r"tensor model.norm.weight in the weights, got none \(1 missing in all\)"),
+            ({"lm_head.weight": None, "model.layers.0.mlp.up_proj.bias": None}, r"\(2 missing in all\)"),
+            ({"model.norm.weight": torch.zeros(53)}, r"model.norm.weight of shape \[52\], got \[53\]"),
+            ({"lm_head.weight": torch.zeros(52, 131)}, r"lm_head.weight of shape \[131, 52\], got \[52, 131\]"),
+            ({"model.norm.weight": torch.zeros(52, dtype=torch.int8)}, "model.norm.weight in floating point .* got I8"),
+            (
+                {"model.layers.2.mlp.up_proj.bias": torch.zeros(75)},
+                "no tensor model.layers.2.mlp.up_proj.bias",
+            ),
+        ],
+    )
+    def test_tensors_that_do_not_fit(self, tmp_path, change, message):
+        tensors = random_tensors(ODD) | change
+        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        save_file(present, tmp_path / "model.safetensors")
+        with pytest.raises(ModelError, match=message):
+            load_weights(tmp_path, ODD)
+
+    def test_stored_rope_frequencies_are_ignored(self, tmp_path):
+        tensors = random_tensors(EVEN) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(32)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert len(load_weights(tmp_path, EVEN).layers) == EVEN.num_layers
+
+    def test_no_folder(self, tmp_path):
+        with pytest.raises(ModelError, match="which is not a folder"):
+            load_weights(tmp_path / "nowhere", EVEN)
+
+    def test_no_weights(self, tmp_path):
+        (tmp_path / "pytorch_model.bin").write_bytes(b"")
+        with pytest.raises(ModelError, match=r"model.safetensors or model.safetensors.index.json in .*, got neither"):
+            load_weights(tmp_path, EVEN)
+
+    @pytest.mark.parametrize("content", [b"", b"not safetensors at all", b"\xff" * 100])
+    def test_broken_file(self, tmp_path, content):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(ModelError, match=r"expected safetensors in .*model.safetensors, got"):
+            load_weights(tmp_path, EVEN)
+
+    @pytest.mark.parametrize(
+        ("index", "message"),
+        [
+            (
+                {"weight_map": {"model.norm.weight": "a.safetensors"}},
+                "a.safetensors, which the index names",
+            ),
+            (
+                {"weight_map": {"model.norm.weight": "../a.safetensors"}},
+                "plain file names in .*, got '../a",
+            ),
+            ({"weight_map": ["a.safetensors"]}, "weight_map of tensor names to file names"),
+            ({}, "weight_map of tensor names to file names in .*, got None"),
+        ],
+    )
+    def test_broken_index(self, tmp_path, index, message):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ModelError, match=message):
+            load_weights(tmp_path, EVEN)

@@ -1,0 +1,365 @@
+"""A history of a manager and the dumb model beside it: every operation is done to both, and they must agree.
+
+What an operation does at random it asks a `Chooser`, so that one set of operations serves a hypothesis machine, which
+shrinks what it finds, and long random walks, which get deep.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import pytest
+from dumb_model import DumbModel, ModelSequence
+
+import kvblocks
+from kvblocks import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheHit,
+    InvalidArgumentError,
+    KVBlocksError,
+    KVCacheManager,
+    SequenceStateError,
+    StaleHitError,
+)
+
+MAX_TOKENS = 20
+MAX_WAITING = 6
+Pair = tuple[kvblocks.Sequence, ModelSequence]
+
+
+class Chooser(Protocol):
+    def choose(self, options: Sequence[Any]) -> Any: ...
+
+    def integer(self, low: int, high: int) -> int: ...
+
+
+class RandomChooser:
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def choose(self, options: Sequence[Any]) -> Any:
+        return self.random.choice(options)
+
+    def integer(self, low: int, high: int) -> int:
+        return self.random.randint(low, high)
+
+
+class History:
+    def __init__(self, num_blocks: int, block_size: int, *, enable_caching: bool = True, **options: Any) -> None:
+        self.manager = KVCacheManager(num_blocks, block_size, enable_caching=enable_caching, debug=True, **options)
+        self.has_events = options.get("enable_events", False)
+        self.model = DumbModel(num_blocks, block_size, enable_caching)
+        self.pairs: list[Pair] = []
+        self.hits: dict[str, CacheHit] = {}
+        self.stored: set[bytes | None] = set()
+        self.num_made = 0
+        self.num_stale_hits = self.num_refused = self.num_hits = self.num_orphans = 0
+
+    # Operations. Each does nothing when there is nothing to do it to.
+
+    def new(self, chooser: Chooser) -> None:
+        num_tokens = chooser.integer(1, 14)
+        tokens = [chooser.integer(0, 1) for _ in range(num_tokens)]  # two tokens, so that prefixes meet and part often
+        spans = set()
+        for _ in range(chooser.choose([0, 0, 1, 2])):
+            start = chooser.integer(0, num_tokens - 1)
+            spans.add((start, chooser.integer(start + 1, num_tokens), chooser.choose("xy")))
+        salt, lora = chooser.choose([None, None, "salt"]), chooser.choose([None, None, "lora"])
+        self.add(tokens, salt, lora, spans)
+
+    def new_like_another(self, chooser: Chooser) -> None:
+        """Same beginning, so that sequences share blocks, duplicate each other's and part at every possible place."""
+        if not self.pairs:
+            return
+        _, other = chooser.choose(self.pairs)
+        num_shared = chooser.integer(0, len(other.tokens))
+        more = [chooser.integer(0, 1) for _ in range(chooser.integer(0, 6))]
+        tokens = (other.tokens[:num_shared] + more)[:MAX_TOKENS] or [0]
+        change = chooser.choose(["", "", "", "salt", "more keys", "other keys"])
+        spans = {(start, min(end, len(tokens)), key) for start, end, key in other.keys if start < len(tokens)}
+        if change == "more keys":
+            start = chooser.integer(0, len(tokens) - 1)
+            spans.add((start, chooser.integer(start + 1, len(tokens)), "z"))
+        elif change == "other keys":
+            spans = {(start, end, "w") for start, end, _ in spans}
+        self.add(tokens, "other salt" if change == "salt" else other.salt, other.lora, spans)
+
+    def add(self, tokens: list[int], salt: str | None, lora: str | None, spans: set[tuple[int, int, str]]) -> None:
+        self.num_made += 1
+        name = f"sequence-{self.num_made}"
+        sequence = kvblocks.Sequence(name, tokens, salt=salt, lora=lora, extra_keys=spans)
+        self.pairs.append((sequence, ModelSequence(name, list(tokens), salt, lora, tuple(spans))))
+        waiting = [pair for pair in self.pairs if not pair[1].is_allocated]
+        if len(waiting) > MAX_WAITING:
+            self.pairs.remove(waiting[0])
+
+    def look_up_all(self, chooser: Chooser) -> None:
+        """Take hits and keep them, to be used when they may have gone stale."""
+        for sequence, model in self.pairs:
+            if not model.is_allocated:
+                self.hits[model.name] = self.manager.get_computed_blocks(sequence)
+
+    def allocate(self, chooser: Chooser) -> None:
+        """Start a sequence, whole or with a first chunk, with a fresh hit, an old one or none."""
+        pair = self.pick(chooser, allocated=False)
+        if pair is None:
+            return
+        sequence, model = pair
+        mode = chooser.choose(["fresh", "fresh", "fresh", "old", "none"])
+        hit = self.manager.get_computed_blocks(sequence) if mode == "fresh" else None
+        hit = self.hits.get(model.name) if mode == "old" else hit
+        held = [] if hit is None else [block.block_id for block in hit.blocks]
+        start = min(len(held) * self.model.block_size, len(model.tokens) - 1)
+        num_new = chooser.choose([None, None, chooser.integer(1, len(model.tokens) - start)])
+        if self.model.hit(model)[: len(held)] != held:
+            assert mode == "old"
+            self.num_stale_hits += 1
+            with self.unchanged(), pytest.raises(StaleHitError):
+                self.manager.allocate_slots(sequence, num_new, hit=hit)
+            return
+        if hit is not None and hit.version == self.manager.get_computed_blocks(sequence).version:
+            assert mode == "old" or hit.num_tokens == start
+        end = len(model.tokens) if num_new is None else min(start + num_new, len(model.tokens))
+        if hit is not None and hit.num_tokens != start:  # tokens were added since the lookup: hit counts as of then
+            end = len(model.tokens) if num_new is None else min(hit.num_tokens + num_new, len(model.tokens))
+            num_new = None if num_new is None else end - hit.num_tokens
+        self.num_hits += bool(held)
+        self.grow(sequence, model, end, held, lambda: self.manager.allocate_slots(sequence, num_new, hit=hit))
+
+    def allocate_twin(self, chooser: Chooser) -> None:
+        """Start a sequence that shares the blocks of one that is running."""
+        pair = self.pick(chooser, allocated=True)
+        if pair is None:
+            return
+        tokens = [*pair[1].tokens[: chooser.integer(1, len(pair[1].tokens))], chooser.integer(0, 1)]
+        spans = {(start, end, key) for start, end, key in pair[1].keys if end <= len(tokens)}
+        self.add(tokens[:MAX_TOKENS], pair[1].salt, pair[1].lora, spans)
+        sequence, model = self.pairs[-1]
+        hit, held = self.manager.get_computed_blocks(sequence), self.model.hit(model)
+        self.grow(sequence, model, len(model.tokens), held, lambda: self.manager.allocate_slots(sequence, hit=hit))
+
+    def allocate_chunk(self, chooser: Chooser) -> None:
+        pair = self.pick(chooser, allocated=True)
+        if pair is None:
+            return
+        sequence, model = pair
+        num_left = len(model.tokens) - model.num_computed
+        if not num_left:
+            with self.unchanged(), pytest.raises(InvalidArgumentError, match="none left"):
+                self.manager.allocate_slots(sequence)
+            return
+        num_new = chooser.integer(1, num_left)
+        end = model.num_computed + num_new
+        self.grow(sequence, model, end, [], lambda: self.manager.allocate_slots(sequence, num_new))
+
+    def append(self, chooser: Chooser) -> None:
+        pair = self.pick(chooser, allocated=True)
+        if pair is None or len(pair[1].tokens) > MAX_TOKENS:
+            return
+        sequence, model = pair
+        tokens = [chooser.integer(0, 1) for _ in range(chooser.choose([1, 1, 2, 3]))]
+        if model.num_computed < len(model.tokens):
+            with self.unchanged(), pytest.raises(SequenceStateError, match="expected slots for all tokens"):
+                self.manager.append_slots(sequence, tokens)
+            return
+        model.tokens += tokens
+        if not self.grow(sequence, model, len(model.tokens), [], lambda: self.manager.append_slots(sequence, tokens)):
+            del model.tokens[-len(tokens) :]
+
+    def append_without_slots(self, chooser: Chooser) -> None:
+        if self.pairs:
+            sequence, model = chooser.choose(self.pairs)
+            tokens = [chooser.integer(0, 1)]
+            if len(model.tokens) < MAX_TOKENS:
+                sequence.append_tokens(tokens)
+                model.tokens += tokens
+
+    def reserve(self, chooser: Chooser) -> None:
+        pair = self.pick(chooser, allocated=True)
+        if pair is None:
+            return
+        sequence, model = pair
+        num_tokens = chooser.integer(0, 5)
+        num_missing = max(0, -(-(len(model.tokens) + num_tokens) // self.model.block_size) - len(model.table))
+        if num_missing > len(self.model.queue):
+            with self.unchanged():
+                assert self.manager.reserve_slots(sequence, num_tokens) is None
+            return
+        self.model.take(model, num_missing)
+        blocks = self.manager.reserve_slots(sequence, num_tokens)
+        assert blocks is not None
+        assert [block.block_id for block in blocks] == model.table[len(model.table) - num_missing :]
+
+    def free(self, chooser: Chooser) -> None:
+        pair = self.pick(chooser, allocated=True)
+        if pair is not None:
+            self.manager.free(pair[0])
+            self.model.free(pair[1])
+
+    def preempt_and_resume(self, chooser: Chooser) -> None:
+        """A freed sequence is allocated again and hits its own old blocks, its generated tokens included."""
+        pair = self.pick(chooser, allocated=True)
+        if pair is None:
+            return
+        sequence, model = pair
+        self.manager.free(sequence)
+        self.model.free(model)
+        hit, held = self.manager.get_computed_blocks(sequence), self.model.hit(model)
+        self.grow(sequence, model, len(model.tokens), held, lambda: self.manager.allocate_slots(sequence, hit=hit))
+
+    def abort(self, chooser: Chooser) -> None:
+        pair = self.pick(chooser, allocated=True)
+        if pair is not None:
+            num_computed = chooser.integer(0, pair[1].num_computed)
+            self.manager.abort(pair[0], num_computed)
+            self.model.abort(pair[1], num_computed)
+
+    def abort_a_sharer(self, chooser: Chooser) -> None:
+        """Abort a sequence whose own blocks another one has hit, which goes on without what it hangs from."""
+        size = self.model.block_size
+        for sequence, model in self.pairs:
+            own = model.table[model.num_readonly_blocks : model.num_registered]
+            if any(self.model.owners[block] > 1 for block in own):
+                num_computed = chooser.integer(0, model.num_readonly_blocks * size)
+                num_computed = min(num_computed, model.num_computed)
+                self.manager.abort(sequence, num_computed)
+                self.model.abort(model, num_computed)
+                self.num_orphans += 1
+                return
+
+    def reset(self, chooser: Chooser) -> None:
+        self.manager.reset_prefix_cache()
+        self.model.reset([model for _, model in self.pairs])
+
+    def use_without_blocks(self, chooser: Chooser) -> None:
+        pair = self.pick(chooser, allocated=False)
+        if pair is None:
+            return
+        sequence, manager = pair[0], self.manager
+        calls: list[Callable[[], object]] = [
+            lambda: manager.free(sequence),
+            lambda: manager.abort(sequence, 0),
+            lambda: manager.append_slots(sequence, [0]),
+            lambda: manager.reserve_slots(sequence, 1),
+        ]
+        with self.unchanged(), pytest.raises(SequenceStateError, match="holds no blocks"):
+            chooser.choose(calls)()
+
+    def misuse(self, chooser: Chooser) -> None:
+        pair = self.pick(chooser, allocated=True)
+        if pair is None:
+            return
+        sequence, model = pair
+        manager, num_left = self.manager, len(model.tokens) - model.num_computed
+        calls: list[Callable[[], object]] = [
+            lambda: manager.get_computed_blocks(sequence),
+            lambda: manager.append_slots(sequence, []),
+            lambda: manager.append_slots(sequence, [0, -1]),
+            lambda: manager.allocate_slots(sequence, num_left + 1),
+            lambda: manager.allocate_slots(sequence, 0),
+            lambda: manager.abort(sequence, model.num_computed + 1),
+            lambda: manager.abort(sequence, -1),
+            lambda: manager.reserve_slots(sequence, -1),
+            lambda: manager.allocate_slots(kvblocks.Sequence(sequence.sequence_id, [0])),
+        ]
+        with self.unchanged(), pytest.raises(KVBlocksError):
+            chooser.choose(calls)()
+
+    # What the operations are made of.
+
+    def pick(self, chooser: Chooser, *, allocated: bool) -> Pair | None:
+        pairs = [pair for pair in self.pairs if pair[1].is_allocated == allocated]
+        return chooser.choose(pairs) if pairs else None
+
+    def grow(
+        self, sequence: kvblocks.Sequence, model: ModelSequence, end: int, held: list[int], call: Callable[[], Any]
+    ) -> bool:
+        """Do the same in the manager and in the model. Whether the pool could serve it."""
+        num_before = len(model.table) if model.is_allocated else len(held)
+        if not self.model.grow(model, end, held):
+            self.num_refused += 1
+            with self.unchanged():
+                assert call() is None
+            return False
+        assert [block.block_id for block in call()] == model.table[num_before:]
+        return True
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        before = self.snapshot()
+        yield
+        assert self.snapshot() == before
+
+    def snapshot(self) -> object:
+        sequences = [(s.token_ids(), list(s.block_ids), s.num_computed_tokens, s.is_allocated) for s, _ in self.pairs]
+        blocks = [[(block.ref_cnt, block.is_cached) for block in s.blocks] for s, _ in self.pairs]
+        hits = [self.manager.get_computed_blocks(s).blocks for s, model in self.pairs if not model.is_allocated]
+        return self.manager.free_block_ids(), self.manager.stats, sequences, blocks, hits
+
+    def check(self) -> None:
+        """The manager's own invariants hold, and all that can be seen of it is what the model says."""
+        manager, model = self.manager, self.model
+        manager.check()
+        assert manager.free_block_ids() == model.queue
+        assert manager.num_free_blocks == len(model.queue)
+        assert manager.stats.num_cached_blocks == len(model.content)
+        for sequence, expected in self.pairs:
+            assert sequence.token_ids() == expected.tokens
+            assert sequence.block_ids == expected.table
+            assert sequence.num_computed_tokens == expected.num_computed
+            for block in sequence.blocks:
+                assert block.ref_cnt == model.owners[block.block_id]
+                assert (block.block_hash is not None) == (block.block_id in model.content)
+            if not expected.is_allocated:
+                hit = manager.get_computed_blocks(sequence)
+                assert [block.block_id for block in hit.blocks] == model.hit(expected)
+        if self.has_events:
+            self.replay_events()
+
+    def replay_events(self) -> None:
+        for event in self.manager.take_events():
+            if isinstance(event, BlockStored):
+                assert event.parent_block_hash is None or event.parent_block_hash in self.stored
+                assert not self.stored & set(event.block_hashes)
+                self.stored |= set(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                assert self.stored >= set(event.block_hashes)
+                self.stored -= set(event.block_hashes)
+            else:
+                assert isinstance(event, AllBlocksCleared)
+                self.stored.clear()
+        assert len(self.stored) == len(self.model.cached)
+        assert {block.block_hash for s, _ in self.pairs for block in s.blocks if block.is_cached} <= self.stored
+
+
+OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
+    (History.new, 2),
+    (History.new_like_another, 6),
+    (History.look_up_all, 2),
+    (History.allocate, 10),
+    (History.allocate_twin, 5),
+    (History.allocate_chunk, 6),
+    (History.append, 14),
+    (History.append_without_slots, 2),
+    (History.reserve, 2),
+    (History.free, 10),
+    (History.preempt_and_resume, 3),
+    (History.abort, 3),
+    (History.abort_a_sharer, 2),
+    (History.use_without_blocks, 1),
+    (History.misuse, 2),
+)
+"""Each operation and how often a walk does it. `reset` is left to the caller: it ends all that is interesting."""
+
+
+def walk(history: History, chooser: RandomChooser, num_steps: int, reset_every: int = 400) -> None:
+    """Do `num_steps` random operations, checking after each."""
+    operations = [operation for operation, weight in OPERATIONS for _ in range(weight)]
+    for step in range(1, num_steps + 1):
+        chooser.choose(operations)(history, chooser)
+        if step % reset_every == 0:
+            history.reset(chooser)
+        history.check()

@@ -1,0 +1,414 @@
+"""The manager's promises one by one. What they come to together, over long histories, is test_stateful.py's."""
+
+from typing import Any
+
+import pytest
+
+from kvblocks import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    InvalidArgumentError,
+    KVCacheManager,
+    Sequence,
+    SequenceStateError,
+    StaleHitError,
+)
+
+
+def start(manager: KVCacheManager, sequence: Sequence) -> int:
+    """Look up and allocate whole; the tokens that needed no computing."""
+    hit = manager.get_computed_blocks(sequence)
+    assert manager.allocate_slots(sequence, hit=hit) is not None
+    manager.check()
+    return hit.num_tokens
+
+
+def hit_tokens(manager: KVCacheManager, tokens: list[int], **keys: Any) -> int:
+    return manager.get_computed_blocks(Sequence("probe", tokens, **keys)).num_tokens
+
+
+class TestHits:
+    def test_a_lookup_changes_nothing(self) -> None:
+        manager = KVCacheManager(8, 4)
+        sequence = Sequence("a", range(9))
+        start(manager, sequence)
+        manager.free(sequence)
+        before = manager.free_block_ids(), manager.stats
+        assert hit_tokens(manager, list(range(9))) == 8
+        assert (manager.free_block_ids(), manager.stats) == before
+
+    def test_a_full_hit_computes_one_token_and_takes_no_block(self) -> None:
+        manager = KVCacheManager(8, 4)
+        start(manager, Sequence("a", range(8)))
+        sequence = Sequence("b", range(8))
+        hit = manager.get_computed_blocks(sequence)
+        assert (hit.num_tokens, len(hit.blocks), hit.num_readonly_tokens) == (7, 2, 8)
+        assert manager.allocate_slots(sequence, hit=hit) == []
+        assert (sequence.block_ids, sequence.num_computed_tokens) == ([0, 1], 8)
+        assert sequence.num_readonly_tokens == 8  # so the recomputed token's slot, in block 1, is not to be written
+        manager.append_slots(sequence, [8])
+        assert sequence.block_ids == [0, 1, 2]
+        manager.check()
+
+    def test_a_block_is_hit_in_the_step_that_fills_it(self) -> None:
+        manager = KVCacheManager(8, 4)
+        assert [start(manager, Sequence(i, range(10))) for i in range(3)] == [0, 8, 8]
+
+    def test_chunked_prefill_caches_block_by_block(self) -> None:
+        manager = KVCacheManager(8, 4)
+        sequence = Sequence("a", range(14))
+        start(manager, Sequence("first", range(5)))
+        hit = manager.get_computed_blocks(sequence)
+        assert [b.block_id for b in manager.allocate_slots(sequence, 3, hit=hit) or []] == [2]
+        assert hit_tokens(manager, list(range(14))) == 4
+        assert manager.allocate_slots(sequence, 1) == []
+        assert hit_tokens(manager, list(range(14))) == 8
+        manager.allocate_slots(sequence)
+        assert hit_tokens(manager, list(range(14))) == 12
+        assert sequence.num_computed_tokens == 14
+        manager.check()
+
+    def test_caching_off(self) -> None:
+        manager = KVCacheManager(8, 4, enable_caching=False)
+        start(manager, Sequence("a", range(8)))
+        assert start(manager, Sequence("b", range(8))) == 0
+        assert manager.stats.num_cached_blocks == 0
+
+    def test_preemption_hits_generated_tokens_too(self) -> None:
+        manager = KVCacheManager(8, 4)
+        sequence = Sequence("a", range(6))
+        start(manager, sequence)
+        manager.append_slots(sequence, [6, 7, 8])
+        manager.free(sequence)
+        sequence.append_tokens([9])  # sampled, but the pool had no room
+        assert start(manager, sequence) == 8
+        assert sequence.num_computed_tokens == 10
+
+    def test_a_stale_hit_is_refused_and_a_fresh_one_is_not(self) -> None:
+        manager = KVCacheManager(4, 4)
+        old = Sequence("old", range(8))
+        start(manager, old)
+        manager.free(old)
+        sequence = Sequence("new", range(9))
+        hit = manager.get_computed_blocks(sequence)
+        other = Sequence("other", range(100, 112))  # takes blocks 2, 3 and then 1, which the hit ends with
+        start(manager, other)
+        with pytest.raises(StaleHitError, match="look it up again"):
+            manager.allocate_slots(sequence, hit=hit)
+        manager.free(other)
+        manager.check()
+        assert start(manager, sequence) == 4
+
+    def test_an_eviction_elsewhere_leaves_a_hit_good(self) -> None:
+        manager = KVCacheManager(4, 4)
+        running, gone = Sequence("running", range(8)), Sequence("gone", range(50, 58))
+        start(manager, running)
+        start(manager, gone)
+        manager.free(gone)
+        sequence = Sequence("new", range(9))
+        hit = manager.get_computed_blocks(sequence)
+        start(manager, Sequence("taker", [9]))
+        assert manager.allocate_slots(sequence, hit=hit) is not None
+        manager.check()
+
+
+class TestKeys:
+    def test_tenants_never_share_a_block(self) -> None:
+        manager = KVCacheManager(32, 4)
+        tables = []
+        for number, keys in enumerate([{}, {"salt": "a"}, {"salt": "b"}, {"lora": "a"}, {"salt": "a", "lora": "a"}]):
+            sequence = Sequence(number, range(12), **keys)
+            assert start(manager, sequence) == 0
+            tables.append(set(sequence.block_ids))
+            assert hit_tokens(manager, list(range(12)), **keys) == 11
+        assert len(set().union(*tables)) == sum(len(table) for table in tables)
+
+    def test_another_image_misses_from_the_first_block_that_it_touches(self) -> None:
+        manager = KVCacheManager(32, 4)
+        prompt = [1, 2, 3, 4, 5, 6, *[99] * 5, 7, 8, 9, 10, 11]  # the image's placeholders are positions 6 to 10
+        start(manager, Sequence("cat", prompt, extra_keys=[(6, 11, "cat")]))
+        assert hit_tokens(manager, prompt, extra_keys=[(6, 11, "cat")]) == 15
+        assert hit_tokens(manager, prompt, extra_keys=[(6, 11, "dog")]) == 4
+        assert hit_tokens(manager, prompt) == 4
+        assert hit_tokens(manager, prompt, extra_keys=[(6, 11, b"cat")]) == 4
+        assert hit_tokens(manager, prompt, extra_keys=[(8, 11, "cat")]) == 4
+        assert hit_tokens(manager, prompt, extra_keys=[(6, 11, "cat"), (13, 14, "dog")]) == 12
+
+    def test_keys_hold_in_the_middle_of_one_run(self) -> None:
+        manager = KVCacheManager(64, 2)
+        start(manager, Sequence("long", [0] * 40, extra_keys=[(20, 21, "x")]))
+        assert hit_tokens(manager, [0] * 40, extra_keys=[(20, 21, "y")]) == 20
+        assert hit_tokens(manager, [0] * 40, extra_keys=[(30, 31, "x")]) == 20
+        assert hit_tokens(manager, [0] * 20) == 19
+
+
+class TestFullPool:
+    def test_none_and_nothing_changed(self) -> None:
+        manager = KVCacheManager(3, 4)
+        sequence, other = Sequence("a", range(8)), Sequence("b", range(20, 26))
+        start(manager, sequence)
+        before = manager.free_block_ids(), manager.stats
+        assert manager.allocate_slots(other) is None
+        assert manager.append_slots(sequence, [0] * 5) is None
+        assert manager.reserve_slots(sequence, 5) is None
+        assert (manager.free_block_ids(), manager.stats) == before
+        assert (sequence.num_tokens, other.is_allocated, other.block_ids) == (8, False, [])
+        manager.free(sequence)
+        assert manager.allocate_slots(other) is not None
+        manager.check()
+
+    def test_a_hit_s_own_free_blocks_are_not_counted_as_room(self) -> None:
+        manager = KVCacheManager(4, 4)
+        sequence = Sequence("a", range(12))
+        start(manager, sequence)
+        manager.free(sequence)
+        longer = Sequence("b", range(20))  # needs its 3 hit blocks and 2 more; 4 are free
+        hit = manager.get_computed_blocks(longer)
+        assert manager.allocate_slots(longer, hit=hit) is None
+        assert len(manager.allocate_slots(longer, 4, hit=hit) or []) == 1
+        manager.check()
+
+    def test_usage(self) -> None:
+        manager = KVCacheManager(4, 4)
+        assert (manager.usage, manager.num_blocks, manager.num_free_blocks) == (0.0, 4, 4)
+        sequence = Sequence("a", range(12))
+        start(manager, sequence)
+        assert (manager.usage, manager.num_free_blocks) == (0.75, 1)
+        manager.free(sequence)
+        assert manager.usage == 0.0  # though three blocks are cached
+
+    def test_reserved_slots_are_filled_first_and_never_cached_early(self) -> None:
+        manager = KVCacheManager(4, 4)
+        sequence = Sequence("a", range(3))
+        start(manager, sequence)
+        assert len(manager.reserve_slots(sequence, 6) or []) == 2
+        assert manager.stats.num_cached_blocks == 0
+        assert manager.append_slots(sequence, [3, 4, 5]) == []
+        assert manager.stats.num_cached_blocks == 1
+        manager.check()
+
+
+class TestAbort:
+    def test_what_was_never_written_leaves_the_map_with_all_that_hangs_from_it(self) -> None:
+        manager = KVCacheManager(16, 4)
+        dead = Sequence("dead", range(12))
+        manager.allocate_slots(dead, 4)
+        manager.allocate_slots(dead)  # the step that dies: blocks 1 and 2
+        sharer = Sequence("sharer", [*range(12), 12, 13, 14, 15])
+        assert start(manager, sharer) == 12
+        manager.abort(dead, 4)
+        manager.check()
+        assert hit_tokens(manager, [*range(16)]) == 4
+        manager.append_slots(sharer, [16, 17, 18, 19])  # goes on, but hangs from nothing now
+        manager.check()
+        assert hit_tokens(manager, [*range(20)]) == 4
+        manager.abort(sharer, 12)
+        assert manager.num_free_blocks == 16
+        assert start(manager, dead) == 4
+
+    def test_a_spare_keeps_the_prefix(self) -> None:
+        manager = KVCacheManager(16, 4)
+        one, two = Sequence("one", range(6)), Sequence("two", range(6))
+        start(manager, one)
+        start(manager, two)
+        manager.append_slots(one, [6, 7])
+        manager.append_slots(two, [6, 7])
+        manager.abort(one, 6)
+        manager.check()
+        found = manager.get_computed_blocks(Sequence("probe", range(9)))
+        assert [block.block_id for block in found.blocks] == [0, two.block_ids[1]]
+
+    def test_blocks_that_were_hit_stay_cached(self) -> None:
+        manager = KVCacheManager(16, 4)
+        start(manager, Sequence("one", range(8)))
+        two = Sequence("two", range(12))
+        assert start(manager, two) == 8
+        manager.abort(two, 0)
+        assert hit_tokens(manager, list(range(12))) == 8
+
+
+class TestReset:
+    def test_nothing_from_before_is_hit_and_running_sequences_go_on(self) -> None:
+        manager = KVCacheManager(16, 4)
+        running, starting = Sequence("running", range(10)), Sequence("starting", range(100, 103))
+        start(manager, running)
+        start(manager, starting)
+        manager.reset_prefix_cache()
+        manager.check()
+        assert hit_tokens(manager, list(range(10))) == 0
+        manager.append_slots(running, [10, 11])
+        manager.append_slots(starting, [103, 104])
+        assert manager.stats.num_cached_blocks == 0  # what they fill now hangs from KV of before
+        manager.free(running)
+        manager.free(starting)
+        assert start(manager, running) == 0
+        assert hit_tokens(manager, list(range(12))) == 11
+        manager.check()
+
+    def test_a_hit_from_before_is_stale(self) -> None:
+        manager = KVCacheManager(16, 4)
+        start(manager, Sequence("a", range(8)))
+        sequence = Sequence("b", range(9))
+        hit = manager.get_computed_blocks(sequence)
+        manager.reset_prefix_cache()
+        with pytest.raises(StaleHitError):
+            manager.allocate_slots(sequence, hit=hit)
+
+    def test_old_blocks_are_reused_without_a_trace(self) -> None:
+        manager = KVCacheManager(6, 4)
+        for number in range(5):
+            long, short = Sequence("long", range(12)), Sequence("short", [*range(4), number])
+            start(manager, long)
+            assert start(manager, short) == 4
+            manager.reset_prefix_cache()
+            manager.free(long)
+            manager.free(short)
+            manager.check()
+        assert manager.num_free_blocks == 6
+        assert manager.stats.num_cached_blocks == 0
+
+
+class TestMisuse:
+    def test_states(self) -> None:
+        manager, other = KVCacheManager(8, 4), KVCacheManager(8, 4)
+        sequence = Sequence("a", range(6))
+        for call in (manager.free, lambda s: manager.abort(s, 0), lambda s: manager.append_slots(s, [1])):
+            with pytest.raises(SequenceStateError, match=r"holds no blocks \(never allocated, or freed\)"):
+                call(sequence)
+        start(other, sequence)
+        for call in (manager.free, manager.allocate_slots, lambda s: manager.reserve_slots(s, 1)):
+            with pytest.raises(SequenceStateError, match="belongs to another manager"):
+                call(sequence)
+        other.free(sequence)
+        with pytest.raises(SequenceStateError, match="free: expected a sequence allocated here"):
+            other.free(sequence)
+        other.check()
+
+    def test_an_id_in_use(self) -> None:
+        manager = KVCacheManager(8, 4)
+        start(manager, Sequence("a", [1]))
+        with pytest.raises(SequenceStateError, match="expected a new sequence_id, got 'a', which holds blocks"):
+            manager.allocate_slots(Sequence("a", [2]))
+
+    def test_hits_in_the_wrong_place(self) -> None:
+        manager = KVCacheManager(8, 4)
+        sequence, other = Sequence("a", range(6)), Sequence("b", range(6))
+        hit = manager.get_computed_blocks(sequence)
+        with pytest.raises(SequenceStateError, match="expected a hit of Sequence"):
+            manager.allocate_slots(other, hit=hit)
+        start(manager, sequence)
+        with pytest.raises(SequenceStateError, match="expected a sequence without blocks"):
+            manager.get_computed_blocks(sequence)
+        with pytest.raises(SequenceStateError, match="expected no hit for a sequence with blocks"):
+            manager.allocate_slots(sequence, hit=hit)
+
+    @pytest.mark.parametrize("num_new_tokens", [0, -1, 7, 1.5, "2"])
+    def test_bad_numbers_of_tokens(self, num_new_tokens: Any) -> None:
+        manager = KVCacheManager(8, 4)
+        sequence = Sequence("a", range(6))
+        with pytest.raises(InvalidArgumentError, match="num_new_tokens: expected 1 to 6"):
+            manager.allocate_slots(sequence, num_new_tokens)
+        assert not sequence.is_allocated
+        start(manager, sequence)
+        with pytest.raises(InvalidArgumentError, match="with none left"):
+            manager.allocate_slots(sequence)
+
+    def test_appending_before_the_prompt_has_slots(self) -> None:
+        manager = KVCacheManager(8, 4)
+        sequence = Sequence("a", range(6))
+        manager.allocate_slots(sequence, 3)
+        with pytest.raises(SequenceStateError, match="expected slots for all tokens"):
+            manager.append_slots(sequence, [1])
+        with pytest.raises(InvalidArgumentError, match="num_computed_tokens: expected 0 to 3"):
+            manager.abort(sequence, 4)
+
+    @pytest.mark.parametrize("call", ["allocate", "append"])
+    def test_a_hash_function_that_raises_changes_nothing(self, call: str) -> None:
+        """Digests are only computed during a call when events need them; then before anything is changed."""
+        broken = False
+
+        def hash_function(preimage: bytes) -> bytes:
+            if broken:
+                raise OSError("no entropy left")
+            return preimage[-8:].rjust(8, b"x")
+
+        manager = KVCacheManager(8, 4, hash_algorithm=hash_function, enable_events=True)
+        sequence = Sequence("a", range(7))
+        if call == "append":
+            start(manager, sequence)
+        manager.take_events()
+        before = manager.free_block_ids(), manager.stats, sequence.num_tokens
+        broken = True
+        with pytest.raises(OSError, match="no entropy left"):
+            if call == "allocate":
+                manager.allocate_slots(sequence)
+            else:
+                manager.append_slots(sequence, [7])
+        manager.check()
+        assert (manager.free_block_ids(), manager.stats, sequence.num_tokens) == before
+        assert manager.take_events() == []
+        broken = False
+        assert (
+            manager.allocate_slots(sequence) if call == "allocate" else manager.append_slots(sequence, [7])
+        ) is not None
+        assert len(manager.take_events()) == 1
+
+
+class TestEventsAndStats:
+    def test_events_tell_the_story_in_order(self) -> None:
+        manager = KVCacheManager(4, 2, enable_events=True)
+        sequence = Sequence("a", [1, 2, 3, 4, 5], salt="s")
+        start(manager, sequence)
+        manager.append_slots(sequence, [6])
+        one, two, three = (block.block_hash for block in sequence.blocks)
+        assert one is not None
+        assert two is not None
+        assert three is not None
+        stored, extended = manager.take_events()
+        assert stored == BlockStored((one, two), None, stored.tokens, 2, ((0, b"\x01\x01\x00\x00\x00s"),))  # type: ignore[union-attr]
+        assert stored.token_ids == [1, 2, 3, 4]  # type: ignore[union-attr]
+        assert isinstance(extended, BlockStored)
+        assert (extended.block_hashes, extended.parent_block_hash, extended.token_ids) == ((three,), two, [5, 6])
+        manager.free(sequence)
+        assert manager.take_events() == []
+        start(manager, Sequence("b", [9, 9, 9, 9, 9]))
+        removed, stored = manager.take_events()
+        assert removed == BlockRemoved((three, two))
+        assert isinstance(stored, BlockStored)
+        manager.reset_prefix_cache()
+        assert manager.take_events() == [AllBlocksCleared()]
+
+    def test_a_duplicate_is_no_event(self) -> None:
+        manager = KVCacheManager(8, 2, enable_events=True)
+        one, two = Sequence("one", [1]), Sequence("two", [1])
+        start(manager, one)
+        start(manager, two)
+        manager.append_slots(one, [2])
+        assert len(manager.take_events()) == 1
+        manager.append_slots(two, [2])
+        assert manager.take_events() == []
+        manager.abort(one, 0)
+        assert manager.take_events() == []
+        manager.abort(two, 0)
+        assert [type(event) for event in manager.take_events()] == [BlockRemoved]
+
+    def test_events_must_be_asked_for(self) -> None:
+        with pytest.raises(InvalidArgumentError, match="enable_events=True"):
+            KVCacheManager(8, 2).take_events()
+
+    def test_stats(self) -> None:
+        manager = KVCacheManager(4, 4)
+        assert manager.stats.hit_rate == 0.0
+        first, second = Sequence("a", range(10)), Sequence("b", range(10))
+        start(manager, first)
+        start(manager, second)
+        manager.free(first)
+        manager.free(second)
+        start(manager, Sequence("c", range(50, 60)))
+        stats = manager.stats
+        assert (stats.num_queries, stats.num_hits) == (3, 1)
+        assert (stats.num_queried_tokens, stats.num_hit_tokens) == (30, 8)
+        assert stats.hit_rate == pytest.approx(8 / 30)
+        assert (stats.num_taken_blocks, stats.num_evicted_blocks) == (7, 1)
+        assert (stats.num_blocks, stats.num_free_blocks, stats.num_cached_blocks) == (4, 1, 3)
