@@ -196,7 +196,8 @@ class KVCacheManager:
         self._check_owned(sequence, "abort")
         if not isinstance(num_computed_tokens, int) or not 0 <= num_computed_tokens <= sequence.num_computed_tokens:
             raise InvalidArgumentError(
-                f"num_computed_tokens: expected 0 to {sequence.num_computed_tokens}, {sequence}; got {num_computed_tokens!r}"
+                f"num_computed_tokens: expected 0 to {sequence.num_computed_tokens} of {sequence},"
+                f" got {num_computed_tokens!r}"
             )
         forget_unwritten(self._index, sequence, num_computed_tokens)
         self.free(sequence)

@@ -37,7 +37,7 @@ class BlockPool:
         return [block.block_id for block in self._queue]
 
     def can_take(self, num_blocks: int, touched: Sequence[KVCacheBlock]) -> bool:
-        """Whether `num_blocks` can be taken after `touched` are. O(1) when the pool is far from full, else O(touched)."""
+        """Whether `num_blocks` can be taken after `touched` are. O(1) if there is room to spare, else O(touched)."""
         num_free = self._queue.num_free_blocks
         if num_blocks + len(touched) <= num_free:
             return True

@@ -338,20 +338,19 @@ class TestMisuse:
         if call == "append":
             start(manager, sequence)
         manager.take_events()
+        grow = {
+            "allocate": lambda: manager.allocate_slots(sequence),
+            "append": lambda: manager.append_slots(sequence, [7]),
+        }[call]
         before = manager.free_block_ids(), manager.stats, sequence.num_tokens
         broken = True
         with pytest.raises(OSError, match="no entropy left"):
-            if call == "allocate":
-                manager.allocate_slots(sequence)
-            else:
-                manager.append_slots(sequence, [7])
+            grow()
         manager.check()
         assert (manager.free_block_ids(), manager.stats, sequence.num_tokens) == before
         assert manager.take_events() == []
         broken = False
-        assert (
-            manager.allocate_slots(sequence) if call == "allocate" else manager.append_slots(sequence, [7])
-        ) is not None
+        assert grow() is not None
         assert len(manager.take_events()) == 1
 
 

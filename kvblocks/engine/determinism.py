@@ -33,7 +33,7 @@ def choose_determinism(config: LlamaConfig, weights: LlamaWeights, *, linear: Li
     """PACKED16 for the current number of torch threads if this machine has what it needs, TILE16 otherwise.
 
     `linear` is the matrix product that the model will use. Costs about as much as 1,900 tokens of one layer and 300
-    rows of logits: 0.3 s for SmolLM2-135M. Changes nothing.
+    rows of logits: 0.4 s for SmolLM2-135M. Changes nothing.
     """
     if packed_rows_hold(config, weights, PACKED16, linear=linear):
         return replace(PACKED16, num_threads=torch.get_num_threads())
