@@ -14,13 +14,14 @@ caller's. The names of the calls are those of vLLM v1's KVCacheManager.
 
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
-from kvblocks.errors import InvalidArgumentError, SequenceStateError, StaleHitError
+from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.events import CacheEvent
 from kvblocks.hashing import HashFunction, get_hash_function
 from kvblocks.pool import BlockPool
 from kvblocks.prefix_index import PrefixIndex
-from kvblocks.registration import digests_ahead, find_blocks, forget_unwritten, register_full_blocks
+from kvblocks.registration import check_hit, find_blocks, forget_unwritten
 from kvblocks.sequence import Sequence
+from kvblocks.slots import SlotAllocator
 from kvblocks.stats import CacheStats
 from kvblocks.tokens import TokenIds, pack_tokens
 
@@ -51,10 +52,10 @@ class KVCacheManager:
         self.enable_caching = enable_caching
         self._index = PrefixIndex(block_size, get_hash_function(hash_algorithm), enable_events=enable_events)
         self._pool = BlockPool(num_blocks, self._index)
+        self._slots = SlotAllocator(self._pool)
         self._sequences: dict[str | int, Sequence] = {}
         self._debug = debug
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
-        self._num_taken_blocks = 0
 
     @property
     def num_blocks(self) -> int:
@@ -79,7 +80,7 @@ class KVCacheManager:
             num_hits=self._num_hits,
             num_queried_tokens=self._num_queried_tokens,
             num_hit_tokens=self._num_hit_tokens,
-            num_taken_blocks=self._num_taken_blocks,
+            num_taken_blocks=self._slots.num_taken_blocks,
             num_evicted_blocks=self._pool.num_evicted_blocks,
             num_blocks=len(self._pool.blocks),
             num_free_blocks=self._pool.num_free_blocks,
@@ -112,15 +113,8 @@ class KVCacheManager:
         (the hit's blocks have been evicted since), InvalidArgumentError (no tokens left, or fewer than asked for).
         O(hit blocks + new blocks).
         """
-        if sequence.owner is None:
-            start = self._check_start(sequence, hit)
-        else:
-            self._check_owned(sequence, "allocate_slots")
-            if hit is not None:
-                raise SequenceStateError(
-                    f"allocate_slots: expected no hit for a sequence with blocks, {sequence}; got {hit}"
-                )
-            start = sequence.num_computed_tokens
+        is_start = sequence.owner is None
+        start = self._check_start(sequence, hit) if is_start else self._check_continued(sequence, hit)
         num_left = sequence.num_tokens - start
         num_tokens = num_left if num_new_tokens is None else num_new_tokens
         if not isinstance(num_tokens, int) or not 1 <= num_tokens <= num_left:
@@ -129,7 +123,10 @@ class KVCacheManager:
                 if num_left
                 else f"allocate_slots: expected tokens without slots, got {sequence} with none left"
             )
-        return self._grow(sequence, start + num_tokens, hit)
+        end = start + num_tokens
+        blocks = self._start(sequence, end, hit) if is_start else self._slots.grow(sequence, end)
+        self._check_if_debugging()
+        return blocks
 
     def append_slots(self, sequence: Sequence, token_ids: TokenIds) -> list[KVCacheBlock] | None:
         """Add decoded tokens and make room for them, in reserved slots first. Blocks that get full are cached.
@@ -140,23 +137,50 @@ class KVCacheManager:
         Raises SequenceStateError when the sequence isn't this manager's or has known tokens without slots, and
         InvalidTokensError. O(1) a token, and O(block_size) for one that fills a block.
         """
-        self._check_owned(sequence, "append_slots")
-        num_before = sequence.num_tokens
-        if sequence.num_computed_tokens != num_before:
-            raise SequenceStateError(
-                f"append_slots: expected slots for all tokens, got {sequence} with slots for"
-                f" {sequence.num_computed_tokens}; allocate_slots makes the rest"
-            )
+        num_tokens = sequence.num_tokens
+        if (
+            type(token_ids) is list
+            and len(token_ids) == 1
+            and sequence.owner is self
+            and sequence.num_computed_tokens == num_tokens
+            and 0 < num_tokens % self.block_size < self.block_size - 1
+        ):  # it fits the last block without filling it: 14 of 16 decoded tokens, and nothing else changes
+            try:
+                sequence.append_token(token_ids[0])
+            except (TypeError, OverflowError):
+                pack_tokens(token_ids)  # says what is wrong with it
+                raise
+            sequence.num_computed_tokens = sequence.num_tokens
+            return []
+        self._check_appendable(sequence, "append_slots")
+        blocks = self._slots.append(sequence, pack_tokens(token_ids))
+        self._check_if_debugging()
+        return blocks
+
+    def append_step(self, sequences: list[Sequence], token_ids: TokenIds) -> list[tuple[int, int]] | None:
+        """Add one decoded token to each of `sequences` and make room for it: a whole decode step in one call.
+
+        token_ids: as many as sequences. Returns (place in `sequences`, block id) for each sequence that got a new
+        block, the last of its table: all that changed in the step's block tables. None, with nothing changed for any of
+        them, when the pool can't serve all.
+
+        Raises SequenceStateError, InvalidTokensError and, for a sequence given twice or another number of tokens,
+        InvalidArgumentError. O(sequences).
+        """
+        if not sequences:
+            return []
         tokens = pack_tokens(token_ids)
-        end = num_before + len(tokens)
-        if self._num_missing_blocks(sequence, end) > self._pool.num_free_blocks:
-            return None
-        sequence.append_packed(tokens)
-        try:
-            return self._grow(sequence, end, None)
-        except BaseException:
-            sequence.truncate_tokens(num_before)
-            raise
+        if len(tokens) != len(sequences) or len(set(sequences)) != len(sequences):
+            raise InvalidArgumentError(
+                f"append_step: expected different sequences and a token for each, got {len(set(sequences))} different"
+                f" ones in {len(sequences)}, and {len(tokens)} tokens"
+            )
+        for sequence in sequences:
+            if sequence.owner is not self or sequence.num_computed_tokens != sequence.num_tokens:
+                self._check_appendable(sequence, "append_step")
+        grown = self._slots.append_step(sequences, tokens)
+        self._check_if_debugging()
+        return grown
 
     def reserve_slots(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock] | None:
         """Make room for `num_tokens` more tokens than are known, such as drafts. Nothing of them is cached.
@@ -167,10 +191,11 @@ class KVCacheManager:
         self._check_owned(sequence, "reserve_slots")
         if not isinstance(num_tokens, int) or num_tokens < 0:
             raise InvalidArgumentError(f"num_tokens: expected 0 or more, got {num_tokens!r}")
-        num_missing = self._num_missing_blocks(sequence, sequence.num_tokens + num_tokens)
+        num_missing = self._slots.num_missing_blocks(sequence, sequence.num_tokens + num_tokens)
         if num_missing > self._pool.num_free_blocks:
             return None
-        blocks = self._take(sequence, num_missing)
+        blocks = self._slots.take(num_missing)
+        sequence.blocks += blocks
         self._check_if_debugging()
         return blocks
 
@@ -194,11 +219,9 @@ class KVCacheManager:
         SequenceStateError, InvalidArgumentError. O(blocks).
         """
         self._check_owned(sequence, "abort")
-        if not isinstance(num_computed_tokens, int) or not 0 <= num_computed_tokens <= sequence.num_computed_tokens:
-            raise InvalidArgumentError(
-                f"num_computed_tokens: expected 0 to {sequence.num_computed_tokens} of {sequence},"
-                f" got {num_computed_tokens!r}"
-            )
+        most = sequence.num_computed_tokens
+        if not isinstance(num_computed_tokens, int) or not 0 <= num_computed_tokens <= most:
+            raise InvalidArgumentError(f"num_computed_tokens: expected 0 to {most}, got {num_computed_tokens!r}")
         forget_unwritten(self._index, sequence, num_computed_tokens)
         self.free(sequence)
 
@@ -227,73 +250,49 @@ class KVCacheManager:
         self._pool.check(sequence.blocks for sequence in self._sequences.values())
         for sequence_id, sequence in self._sequences.items():
             assert sequence.owner is self and sequence.sequence_id == sequence_id, f"{sequence}: not under its own id"
-            num_slots = len(sequence.blocks) * self.block_size
-            assert sequence.num_computed_tokens <= min(num_slots, sequence.num_tokens), (
-                f"{sequence}: tokens without slots"
-            )
-            assert sequence.num_registered_blocks <= len(sequence.blocks), f"{sequence}: more cached than held"
-            for position, block in enumerate(sequence.blocks[sequence.num_registered_blocks :]):
-                assert not block.is_cached, f"{sequence}: {block} is cached, {position} blocks behind the last that is"
+            sequence.check(self.block_size)
 
     def _check_start(self, sequence: Sequence, hit: CacheHit | None) -> int:
-        """Return the first token to compute of a sequence without blocks, after checking that `hit` still holds."""
         if sequence.sequence_id in self._sequences:
             raise SequenceStateError(f"expected a new sequence_id, got {sequence.sequence_id!r}, which holds blocks")
         if hit is None:
             return 0
-        if hit.sequence is not sequence:
-            raise SequenceStateError(f"allocate_slots: expected a hit of {sequence}, got {hit}")
-        if hit.version != self._index.version and hit.blocks:
-            found = self.get_computed_blocks(sequence)
-            if found.blocks[: len(hit.blocks)] != hit.blocks:
-                raise StaleHitError(f"expected {hit} to be cached still, got {found}: look it up again")
+        check_hit(self._index, sequence, hit)
         return hit.num_tokens
+
+    def _check_continued(self, sequence: Sequence, hit: CacheHit | None) -> int:
+        self._check_owned(sequence, "allocate_slots")
+        if hit is not None:
+            raise SequenceStateError(f"allocate_slots: expected no hit, since {sequence} has blocks; got {hit}")
+        return sequence.num_computed_tokens
 
     def _check_owned(self, sequence: Sequence, call: str) -> None:
         if sequence.owner is not self:
-            state = (
-                "belongs to another manager"
-                if sequence.owner is not None
-                else "holds no blocks (never allocated, or freed)"
-            )
+            foreign = "belongs to another manager"
+            state = foreign if sequence.owner is not None else "holds no blocks (never allocated, or freed)"
             raise SequenceStateError(f"{call}: expected a sequence allocated here, got {sequence}, which {state}")
 
-    def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        return max(0, -(-num_tokens // self.block_size) - len(sequence.blocks))
+    def _check_appendable(self, sequence: Sequence, call: str) -> None:
+        self._check_owned(sequence, call)
+        if sequence.num_computed_tokens != sequence.num_tokens:
+            raise SequenceStateError(
+                f"{call}: expected slots for all tokens, got {sequence} with slots for {sequence.num_computed_tokens};"
+                " allocate_slots makes the rest"
+            )
 
-    def _grow(self, sequence: Sequence, end: int, hit: CacheHit | None) -> list[KVCacheBlock] | None:
-        """Make room for the first `end` tokens, after `hit` if there are no blocks yet, and cache what is full."""
-        touched = hit.blocks if hit is not None else []
-        num_missing = max(0, self._num_missing_blocks(sequence, end) - len(touched))
-        if not self._pool.can_take(num_missing, touched):
-            return None
-        digests = digests_ahead(self._index, sequence, touched, end)
-        if sequence.owner is None:
-            self._start(sequence, hit)
-        blocks = self._take(sequence, num_missing)
-        sequence.num_computed_tokens = end
-        register_full_blocks(self._index, sequence, digests)
-        self._check_if_debugging()
-        return blocks
-
-    def _start(self, sequence: Sequence, hit: CacheHit | None) -> None:
-        sequence.owner = self
+    def _start(self, sequence: Sequence, end: int, hit: CacheHit | None) -> list[KVCacheBlock] | None:
         sequence.epoch = self._index.epoch if self.enable_caching else None
+        blocks = self._slots.start(sequence, end, hit.blocks if hit is not None else [])
+        if blocks is None:
+            return None
+        sequence.owner = self
         self._sequences[sequence.sequence_id] = sequence
         self._num_queries += 1
         self._num_queried_tokens += sequence.num_tokens
         if hit is not None and hit.blocks:
-            self._pool.touch(hit.blocks)
-            sequence.blocks += hit.blocks
-            sequence.num_registered_blocks = len(hit.blocks)
             sequence.num_readonly_tokens = hit.num_readonly_tokens
             self._num_hits += 1
             self._num_hit_tokens += hit.num_tokens
-
-    def _take(self, sequence: Sequence, num_blocks: int) -> list[KVCacheBlock]:
-        blocks = self._pool.take(num_blocks) if num_blocks else []
-        sequence.blocks += blocks
-        self._num_taken_blocks += num_blocks
         return blocks
 
     def _check_if_debugging(self) -> None:

@@ -5,6 +5,8 @@ first `num_registered_blocks` blocks were hit or cached here, so the last of the
 """
 
 from kvblocks.block import ROOT, KVCacheBlock
+from kvblocks.cache_hit import CacheHit
+from kvblocks.errors import SequenceStateError, StaleHitError
 from kvblocks.prefix_index import PrefixIndex
 from kvblocks.sequence import Sequence
 
@@ -14,6 +16,17 @@ def find_blocks(index: PrefixIndex, sequence: Sequence) -> list[KVCacheBlock]:
     block_size = index.block_size
     keys = sequence.encoded_keys(block_size)
     return index.match(sequence.packed_tokens(), keys, sequence.num_tokens // block_size)
+
+
+def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> None:
+    """Raise SequenceStateError if `hit` is another sequence's, StaleHitError if its blocks hold its prefix no more.
+
+    O(1) while nothing has been evicted since the lookup; else one more lookup.
+    """
+    if hit.sequence is not sequence:
+        raise SequenceStateError(f"allocate_slots: expected a hit of {sequence}, got {hit}")
+    if hit.version != index.version and find_blocks(index, sequence)[: len(hit.blocks)] != hit.blocks:
+        raise StaleHitError(f"allocate_slots: expected {hit} to be cached still; it isn't: look it up again")
 
 
 def digests_ahead(index: PrefixIndex, sequence: Sequence, hit: list[KVCacheBlock], end: int) -> bytearray | None:

@@ -35,7 +35,6 @@ class Sequence:
     __slots__ = (
         "_block_ids",
         "_encoded_keys",
-        "_tokens",
         "blocks",
         "epoch",
         "extra_keys",
@@ -48,6 +47,7 @@ class Sequence:
         "owner",
         "salt",
         "sequence_id",
+        "tokens",
     )
 
     def __init__(
@@ -60,8 +60,8 @@ class Sequence:
         extra_keys: Iterable[PositionKey] = (),
     ) -> None:
         self.sequence_id = sequence_id
-        self._tokens = pack_tokens(prompt_token_ids)
-        self.num_tokens = self.num_prompt_tokens = len(self._tokens)
+        self.tokens = pack_tokens(prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens = len(self.tokens)
         self.salt = _check_name("salt", salt)
         self.lora = _check_name("lora", lora)
         self.extra_keys = tuple(_check_position_key(key, self.num_tokens) for key in extra_keys)
@@ -87,7 +87,7 @@ class Sequence:
 
     def token_ids(self, start: int = 0, end: int | None = None) -> list[int]:
         """Return the known tokens from position `start` up to `end` (None: all), generated ones included. O(tokens)."""
-        return self._tokens[start:end].tolist()
+        return self.tokens[start:end].tolist()
 
     def append_tokens(self, token_ids: TokenIds) -> None:
         """Add tokens that have no slots yet; `allocate_slots` makes room for them. O(new tokens).
@@ -96,26 +96,35 @@ class Sequence:
         """
         self.append_packed(pack_tokens(token_ids))
 
+    def append_token(self, token_id: int) -> None:
+        """Add one token that is known to be good. O(1), and once O(prompt) if that is the caller's buffer."""
+        try:
+            self.tokens.append(token_id)  # type: ignore[union-attr]  # a view has no append
+        except (AttributeError, BufferError):
+            self.append_packed(array("I", (token_id,)))
+        else:
+            self.num_tokens += 1
+
     def append_packed(self, tokens: "array[int] | memoryview[int]") -> None:
         """Add tokens that `pack_tokens` returned. O(new tokens), and once O(prompt) if that is the caller's buffer."""
-        own = self._tokens
+        own = self.tokens
         if not isinstance(own, array):
-            own = self._tokens = array("I", own.tobytes())
+            own = self.tokens = array("I", own.tobytes())
         more = tokens if isinstance(tokens, array) else array("I", tokens.tobytes())
         try:
             own.extend(more)
         except BufferError:  # somebody looks at the old array still, a traceback for example: leave it to them
-            self._tokens = own + more
+            self.tokens = own + more
         self.num_tokens += len(more)
 
     def truncate_tokens(self, num_tokens: int) -> None:
         """Drop what was appended behind the first `num_tokens`. Only for the manager that appended it."""
-        self._tokens = self._tokens[:num_tokens]
+        self.tokens = self.tokens[:num_tokens]
         self.num_tokens = num_tokens
 
     def packed_tokens(self) -> memoryview:
         """Return the known tokens as bytes, packed u32, without a copy; a view of them as they are now."""
-        return memoryview(self._tokens).cast("B")
+        return memoryview(self.tokens).cast("B")
 
     def encoded_keys(self, block_size: int) -> dict[int, bytes] | None:
         """Return the encoded extra keys by block, None when there are none. O(spans) once, then O(1)."""
@@ -123,6 +132,15 @@ class Sequence:
             keys = encode_extra_keys(self.salt, self.lora, self.extra_keys, block_size)
             self._encoded_keys = block_size, keys or None
         return self._encoded_keys[1]
+
+    def check(self, block_size: int) -> None:
+        """Raise AssertionError unless its numbers fit together and only registered blocks are cached. O(blocks)."""
+        num_slots = len(self.blocks) * block_size
+        assert self.num_tokens == len(self.tokens), f"{self}: has {len(self.tokens)}"
+        assert self.num_computed_tokens <= min(num_slots, self.num_tokens), f"{self}: tokens without slots"
+        assert self.num_registered_blocks <= self.num_computed_tokens // block_size, f"{self}: cached before it is full"
+        for block in self.blocks[self.num_registered_blocks :]:
+            assert not block.is_cached, f"{self}: {block} is cached, but not by it"
 
     def __repr__(self) -> str:
         state = f"{len(self.blocks)} blocks" if self.owner is not None else "not allocated"

@@ -169,6 +169,27 @@ class History:
         if not self.grow(sequence, model, len(model.tokens), [], lambda: self.manager.append_slots(sequence, tokens)):
             del model.tokens[-len(tokens) :]
 
+    def append_step(self, chooser: Chooser) -> None:
+        """One token for several sequences at once."""
+        pairs = [p for p in self.pairs if p[1].is_allocated and p[1].num_computed == len(p[1].tokens) < MAX_TOKENS + 4]
+        pairs = [pair for pair in pairs if chooser.integer(0, 3)]
+        tokens = [chooser.integer(0, 1) for _ in pairs]
+        sequences = [sequence for sequence, _ in pairs]
+        full = [i for i, (_, m) in enumerate(pairs) if len(m.tokens) == len(m.table) * self.model.block_size]
+        if len(full) > len(self.model.queue):
+            self.num_refused += 1
+            with self.unchanged():
+                assert self.manager.append_step(sequences, tokens) is None
+            return
+        for (_, model), token in zip(pairs, tokens, strict=True):
+            model.tokens.append(token)
+        for i in full:
+            self.model.take(pairs[i][1], 1)
+        for _, model in pairs:
+            model.num_computed += 1
+            self.model.register(model)
+        assert self.manager.append_step(sequences, tokens) == [(i, pairs[i][1].table[-1]) for i in full]
+
     def append_without_slots(self, chooser: Chooser) -> None:
         if self.pairs:
             sequence, model = chooser.choose(self.pairs)
@@ -342,7 +363,8 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
     (History.allocate, 10),
     (History.allocate_twin, 5),
     (History.allocate_chunk, 6),
-    (History.append, 14),
+    (History.append, 9),
+    (History.append_step, 5),
     (History.append_without_slots, 2),
     (History.reserve, 2),
     (History.free, 10),

@@ -26,6 +26,7 @@ FLOORS = {
     "kvblocks.cache_hit": 2,
     "kvblocks.pool": 2,
     "kvblocks.registration": 2,
+    "kvblocks.slots": 2,
     "kvblocks.manager": 3,
     "kvblocks.prefix_cache": 3,
     "kvblocks.metrics": 4,

@@ -189,6 +189,65 @@ class TestFullPool:
         manager.check()
 
 
+class TestAppendStep:
+    def test_tells_just_the_new_blocks(self) -> None:
+        manager = KVCacheManager(16, 4)
+        sequences = [Sequence(number, range(number, number + 3 + number)) for number in range(4)]  # 3 to 6 tokens
+        for sequence in sequences:
+            start(manager, sequence)
+        assert manager.append_step(sequences, [7, 8, 9, 10]) == [(1, 6)]
+        assert [sequence.block_ids for sequence in sequences] == [[0], [1, 6], [2, 3], [4, 5]]
+        assert [sequence.token_ids()[-1] for sequence in sequences] == [7, 8, 9, 10]
+        assert manager.append_step([], []) == []
+        manager.check()
+
+    def test_none_and_nothing_changed(self) -> None:
+        manager = KVCacheManager(3, 4)
+        sequences = [Sequence(0, range(4)), Sequence(1, range(10, 14))]
+        for sequence in sequences:
+            start(manager, sequence)
+        before = manager.free_block_ids(), manager.stats
+        assert manager.append_step(sequences, [1, 2]) is None
+        assert (manager.free_block_ids(), manager.stats) == before
+        assert [sequence.num_tokens for sequence in sequences] == [4, 4]
+        assert manager.append_step(sequences[:1], [1]) == [(0, 2)]
+
+    def test_misuse_changes_nothing(self) -> None:
+        manager = KVCacheManager(16, 4)
+        one, two, chunked = Sequence(1, range(5)), Sequence(2, range(5)), Sequence(3, range(50, 60))
+        start(manager, one)
+        start(manager, two)
+        manager.allocate_slots(chunked, 3)
+        bad_calls: list[tuple[list[Sequence], Any, type[Exception], str]] = [
+            ([one, two], [1], InvalidArgumentError, "and 1 tokens"),
+            ([one, one], [1, 2], InvalidArgumentError, "got 1 different ones in 2"),
+            ([one, two], [1, -1], InvalidArgumentError, "got -1 at position 1"),
+            ([one, chunked], [1, 2], SequenceStateError, "expected slots for all tokens"),
+            ([one, Sequence(4, [1])], [1, 2], SequenceStateError, "holds no blocks"),
+        ]
+        for sequences, tokens, error, message in bad_calls:
+            with pytest.raises(error, match=message):
+                manager.append_step(sequences, tokens)
+            assert (one.num_tokens, two.num_tokens, chunked.num_tokens) == (5, 5, 10)
+            manager.check()
+
+    def test_a_hash_function_that_raises_changes_nothing(self) -> None:
+        def hash_function(preimage: bytes) -> bytes:
+            if preimage.endswith(b"\x63\x00\x00\x00"):
+                raise OSError("bad luck")
+            return preimage[-8:].rjust(8, b"x")
+
+        manager = KVCacheManager(16, 4, hash_algorithm=hash_function, enable_events=True)
+        one, two = Sequence(1, range(7)), Sequence(2, range(7))
+        start(manager, one)
+        start(manager, two)
+        with pytest.raises(OSError, match="bad luck"):
+            manager.append_step([one, two], [1, 99])
+        assert (one.token_ids(), two.token_ids()) == (list(range(7)), list(range(7)))
+        manager.check()
+        assert manager.append_step([one, two], [1, 2]) == []
+
+
 class TestAbort:
     def test_what_was_never_written_leaves_the_map_with_all_that_hangs_from_it(self) -> None:
         manager = KVCacheManager(16, 4)
@@ -300,7 +359,7 @@ class TestMisuse:
         start(manager, sequence)
         with pytest.raises(SequenceStateError, match="expected a sequence without blocks"):
             manager.get_computed_blocks(sequence)
-        with pytest.raises(SequenceStateError, match="expected no hit for a sequence with blocks"):
+        with pytest.raises(SequenceStateError, match="expected no hit, since Sequence"):
             manager.allocate_slots(sequence, hit=hit)
 
     @pytest.mark.parametrize("num_new_tokens", [0, -1, 7, 1.5, "2"])

@@ -6,8 +6,9 @@ Sans-IO: no tensors, no clock, no model. `schedule` says what to compute, the ca
 Invariants:
 - A sequence that is scheduled in a step keeps its blocks until the step has ended. The manager caches a block as soon
   as it is allocated full, so others may already have hit what this step has yet to write. Hence the order of
-  `schedule`: running requests first, oldest first; a victim is always the youngest, which the step hasn't reached;
-  and waiting requests are admitted only in a step that took blocks from nobody.
+  `schedule`: running requests first, oldest first; a victim is always the youngest, which the step hasn't reached.
+- Waiting requests come last, and only into a step that took blocks from nobody; otherwise a victim would get its
+  blocks back at once, and lose them again in the next step.
 - The oldest running request is never preempted: alone it fits, or `add` would have refused it. So there is progress
   in every step.
 - Waiting requests are admitted in order of arrival; preempted ones wait in front.
