@@ -14,15 +14,19 @@ DEV_STAMP := $(VENV)/.installed-dev
 # setup.py is optional: a plain build has none. An editable install remembers the version it was made from.
 PINS := pyproject.toml constraints.txt kvblocks/version.py $(wildcard setup.py)
 
+# All tests but those of the engine, the command line and the packaging.
+CORE_TESTS := $(filter-out $(addprefix tests/test_,bench.py cli.py examples.py layering.py packaging.py),$(wildcard tests/test_*.py))
+
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help demo test check format clean distclean
+.PHONY: help demo test test-compiled check format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    answer questions that share a long prompt, without and with prefix caching, and compare'
 	@echo 'make test    run the tests'
+	@echo 'make test-compiled  the same for the core, compiled with mypyc (needs a C compiler)'
 	@echo 'make check   format, lint, types, floors and the contents of the wheel: what CI asks beside the tests'
 	@echo 'make format  rewrite the sources as `make check` wants them'
 	@echo 'make clean   remove caches and build outputs; make distclean: .venv too'
@@ -40,6 +44,14 @@ demo: $(ENGINE_STAMP)
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The compiled build goes to a folder of its own, in front of the sources on the path. Not `python -m pytest`, which would
+# put the sources in front again.
+test-compiled: $(DEV_STAMP)
+	@echo 'Compiling the core with mypyc'
+	rm -rf build/compiled
+	KVBLOCKS_COMPILE=1 $(PIP) --quiet --no-build-isolation --no-deps --target build/compiled .
+	KVBLOCKS_EXPECT_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest $(PYTEST_ARGS) $(CORE_TESTS)
 
 check: $(DEV_STAMP)
 	$(BIN)/python -m ruff format --check .

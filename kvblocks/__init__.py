@@ -9,6 +9,7 @@ The core needs no torch, numpy, clock or thread; the reference engine is `kvbloc
 `kvblocks.kernels`.
 """
 
+from kvblocks import block
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
 from kvblocks.errors import (
@@ -27,6 +28,9 @@ from kvblocks.pool import BlockPool
 from kvblocks.sequence import Sequence
 from kvblocks.stats import CacheStats
 from kvblocks.version import __version__
+
+__compiled__: bool = not str(block.__file__).endswith(".py")
+"""Whether this is the compiled build of the core (`KVBLOCKS_COMPILE=1 pip install .`). The two behave alike."""
 
 __all__ = [
     "AllBlocksCleared",
@@ -47,5 +51,6 @@ __all__ = [
     "Sequence",
     "SequenceStateError",
     "StaleHitError",
+    "__compiled__",
     "__version__",
 ]

@@ -9,6 +9,9 @@ The intrusive links, with an unlinked block pointing at itself, are those of the
 fields are those of vLLM v1's KVCacheBlock.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from kvblocks.hashing import HashFunction, check_digest, make_preimage
 
 RunKey = tuple["Run | None", int, bytes, bytes | None]
@@ -72,7 +75,7 @@ class Epoch:
     __slots__ = ("block_bytes", "hash_function", "is_current", "num_digest_bytes")
 
     def __init__(self, hash_function: HashFunction, block_bytes: int) -> None:
-        self.hash_function = hash_function
+        self.hash_function: Callable[[bytes], Any] = hash_function
         self.block_bytes = block_bytes
         self.num_digest_bytes = len(hash_function(b""))
         self.is_current = True

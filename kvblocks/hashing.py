@@ -22,9 +22,11 @@ The chain of digests follows vLLM's automatic prefix caching; the typed, length-
 import hashlib
 from collections.abc import Callable, Iterable
 from struct import pack
+from typing import Any
 
 from xxhash import xxh3_128_digest
 
+from kvblocks.arguments import Text
 from kvblocks.errors import InvalidArgumentError
 
 HashFunction = Callable[[bytes], bytes]
@@ -44,7 +46,7 @@ def sha256_digest(preimage: bytes) -> bytes:
 HASH_FUNCTIONS: dict[str, HashFunction] = {"xxh3_128": xxh3_128_digest, "sha256": sha256_digest}
 
 
-def get_hash_function(algorithm: str | HashFunction) -> HashFunction:
+def get_hash_function(algorithm: Text | HashFunction) -> HashFunction:
     """Return the hash function that `algorithm` names, or `algorithm` itself when it is a callable bytes -> bytes.
 
     Raises InvalidArgumentError for an unknown name, and for a callable that doesn't return at least one byte.
@@ -56,13 +58,14 @@ def get_hash_function(algorithm: str | HashFunction) -> HashFunction:
         return HASH_FUNCTIONS[algorithm]
     if not callable(algorithm):
         raise InvalidArgumentError(f"hash_algorithm: expected a name or a callable, got {type(algorithm).__name__}")
-    check_digest(algorithm(b""), None)
+    unchecked: Callable[[bytes], Any] = algorithm
+    check_digest(unchecked(b""), None)
     return algorithm
 
 
-def check_digest(digest: bytes, num_bytes: int | None) -> bytes:
+def check_digest(digest: Any, num_bytes: int | None) -> bytes:
     """Return `digest` if it is `num_bytes` bytes long (None: any length but 0), else raise InvalidArgumentError."""
-    if type(digest) is not bytes or not digest:
+    if not isinstance(digest, bytes) or not digest:
         raise InvalidArgumentError(f"hash function: expected it to return bytes, at least one; got {digest!r}")
     if num_bytes is not None and len(digest) != num_bytes:
         raise InvalidArgumentError(f"hash function: expected {num_bytes} bytes as before, got {len(digest)}")

@@ -12,6 +12,10 @@ A manager has one owner at a time: it takes no lock, and calls from several thre
 caller's. The names of the calls are those of vLLM v1's KVCacheManager.
 """
 
+from collections.abc import Hashable
+from typing import SupportsIndex
+
+from kvblocks.arguments import Text, check_count
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
@@ -38,22 +42,20 @@ class KVCacheManager:
 
     def __init__(
         self,
-        num_blocks: int,
-        block_size: int = 16,
+        num_blocks: SupportsIndex,
+        block_size: SupportsIndex = 16,
         *,
-        hash_algorithm: str | HashFunction = "xxh3_128",
+        hash_algorithm: Text | HashFunction = "xxh3_128",
         enable_caching: bool = True,
         enable_events: bool = False,
         debug: bool = False,
     ) -> None:
-        if not isinstance(block_size, int) or block_size < 1:
-            raise InvalidArgumentError(f"block_size: expected a positive int, got {block_size!r}")
-        self.block_size = block_size
+        self.block_size = check_count("block_size", block_size, 1)
         self.enable_caching = enable_caching
-        self._index = PrefixIndex(block_size, get_hash_function(hash_algorithm), enable_events=enable_events)
+        self._index = PrefixIndex(self.block_size, get_hash_function(hash_algorithm), enable_events=enable_events)
         self._pool = BlockPool(num_blocks, self._index)
         self._slots = SlotAllocator(self._pool)
-        self._sequences: dict[str | int, Sequence] = {}
+        self._sequences: dict[Hashable, Sequence] = {}
         self._debug = debug
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
 
@@ -100,7 +102,7 @@ class KVCacheManager:
         return CacheHit(sequence, blocks, len(blocks) * self.block_size, self._index.version)
 
     def allocate_slots(
-        self, sequence: Sequence, num_new_tokens: int | None = None, *, hit: CacheHit | None = None
+        self, sequence: Sequence, num_new_tokens: SupportsIndex | None = None, *, hit: CacheHit | None = None
     ) -> list[KVCacheBlock] | None:
         """Make room for the next `num_new_tokens` known tokens (None: all the rest) and cache the blocks that get full.
 
@@ -116,14 +118,12 @@ class KVCacheManager:
         is_start = sequence.owner is None
         start = self._check_start(sequence, hit) if is_start else self._check_continued(sequence, hit)
         num_left = sequence.num_tokens - start
-        num_tokens = num_left if num_new_tokens is None else num_new_tokens
-        if not isinstance(num_tokens, int) or not 1 <= num_tokens <= num_left:
-            raise InvalidArgumentError(
-                f"num_new_tokens: expected 1 to {num_left}, the tokens of {sequence} without slots; got {num_tokens!r}"
-                if num_left
-                else f"allocate_slots: expected tokens without slots, got {sequence} with none left"
-            )
-        end = start + num_tokens
+        if not num_left:
+            raise InvalidArgumentError(f"allocate_slots: expected tokens without slots, got {sequence} with none left")
+        if num_new_tokens is None:
+            end = sequence.num_tokens
+        else:
+            end = start + check_count("num_new_tokens", num_new_tokens, 1, num_left)
         blocks = self._start(sequence, end, hit) if is_start else self._slots.grow(sequence, end)
         self._check_if_debugging()
         return blocks
@@ -182,16 +182,15 @@ class KVCacheManager:
         self._check_if_debugging()
         return grown
 
-    def reserve_slots(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock] | None:
+    def reserve_slots(self, sequence: Sequence, num_tokens: SupportsIndex) -> list[KVCacheBlock] | None:
         """Make room for `num_tokens` more tokens than are known, such as drafts. Nothing of them is cached.
 
         `append_slots` fills the room. Returns the new blocks, perhaps none; or None, with nothing changed, when the
         pool can't serve it. Raises SequenceStateError and InvalidArgumentError. O(new blocks).
         """
         self._check_owned(sequence, "reserve_slots")
-        if not isinstance(num_tokens, int) or num_tokens < 0:
-            raise InvalidArgumentError(f"num_tokens: expected 0 or more, got {num_tokens!r}")
-        num_missing = self._slots.num_missing_blocks(sequence, sequence.num_tokens + num_tokens)
+        end = sequence.num_tokens + check_count("num_tokens", num_tokens, 0)
+        num_missing = self._slots.num_missing_blocks(sequence, end)
         if num_missing > self._pool.num_free_blocks:
             return None
         blocks = self._slots.take(num_missing)
@@ -211,7 +210,7 @@ class KVCacheManager:
         sequence.reset_blocks()
         self._check_if_debugging()
 
-    def abort(self, sequence: Sequence, num_computed_tokens: int) -> None:
+    def abort(self, sequence: Sequence, num_computed_tokens: SupportsIndex) -> None:
         """Free a sequence of a step that died; of its tokens, the first `num_computed_tokens` have their KV written.
 
         What it caches beyond them is cached no more, nor is anything chained to that. Abort every sequence of the
@@ -219,10 +218,8 @@ class KVCacheManager:
         SequenceStateError, InvalidArgumentError. O(blocks).
         """
         self._check_owned(sequence, "abort")
-        most = sequence.num_computed_tokens
-        if not isinstance(num_computed_tokens, int) or not 0 <= num_computed_tokens <= most:
-            raise InvalidArgumentError(f"num_computed_tokens: expected 0 to {most}, got {num_computed_tokens!r}")
-        forget_unwritten(self._index, sequence, num_computed_tokens)
+        written = check_count("num_computed_tokens", num_computed_tokens, 0, sequence.num_computed_tokens)
+        forget_unwritten(self._index, sequence, written)
         self.free(sequence)
 
     def reset_prefix_cache(self) -> None:

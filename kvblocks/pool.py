@@ -6,9 +6,10 @@ stops being cached at the moment it is taken for something else. The roles are t
 """
 
 from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
 
+from kvblocks.arguments import check_count
 from kvblocks.block import KVCacheBlock
-from kvblocks.errors import InvalidArgumentError
 from kvblocks.free_queue import FreeBlockQueue
 from kvblocks.prefix_index import PrefixIndex
 
@@ -19,10 +20,8 @@ class BlockPool:
     index: where their contents may be cached. blocks: all of them, by id. Raises InvalidArgumentError. O(num_blocks).
     """
 
-    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
-        if not isinstance(num_blocks, int) or num_blocks < 1:
-            raise InvalidArgumentError(f"num_blocks: expected a positive int, got {num_blocks!r}")
-        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+    def __init__(self, num_blocks: SupportsIndex, index: PrefixIndex) -> None:
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(check_count("num_blocks", num_blocks, 1))]
         self.index = index
         self.num_evicted_blocks = 0
         self._queue = FreeBlockQueue(self.blocks)

@@ -161,7 +161,7 @@ class PrefixIndex:
         """Raise AssertionError unless the module's invariants hold. O(cached blocks)."""
         num_cached = 0
         for key, run in self._runs.items():
-            assert run.key is key and run.epoch is self.epoch and run.blocks, f"{run}: not a live run under its key"
+            assert run.key == key and run.epoch is self.epoch and run.blocks, f"{run}: not a live run under its key"
             size = self._block_bytes
             assert key[2] == run.tokens[:size] and len(run.tokens) >= size * len(run.blocks), f"{run}: its tokens"
             assert key[3] == (run.extra_keys or {}).get(0), f"{run}: its extra keys"

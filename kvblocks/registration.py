@@ -51,7 +51,7 @@ def register_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytear
     if first >= end or sequence.epoch is not index.epoch:
         return
     node = sequence.blocks[first - 1].node if first else ROOT
-    if first and node is ROOT:
+    if first and node[0] is None:
         return
     keys = sequence.encoded_keys(index.block_size)
     index.insert(node, sequence.blocks[first:end], sequence.packed_tokens(), keys, first, digests)

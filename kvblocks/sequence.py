@@ -7,8 +7,10 @@ write. The tokens outlive the blocks: a sequence that was freed can be allocated
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import Any
 
+from kvblocks.arguments import Text, check_name
 from kvblocks.block import Epoch, KVCacheBlock
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.hashing import PositionKey, encode_extra_keys
@@ -52,19 +54,20 @@ class Sequence:
 
     def __init__(
         self,
-        sequence_id: str | int,
+        sequence_id: Hashable,
         prompt_token_ids: TokenIds,
         *,
-        salt: str | None = None,
-        lora: str | None = None,
+        salt: Text | None = None,
+        lora: Text | None = None,
         extra_keys: Iterable[PositionKey] = (),
     ) -> None:
         self.sequence_id = sequence_id
         self.tokens = pack_tokens(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(self.tokens)
-        self.salt = _check_name("salt", salt)
-        self.lora = _check_name("lora", lora)
-        self.extra_keys = tuple(_check_position_key(key, self.num_tokens) for key in extra_keys)
+        self.salt = check_name("salt", salt)
+        self.lora = check_name("lora", lora)
+        unchecked: Iterable[Any] = extra_keys
+        self.extra_keys = tuple([_check_position_key(key, self.num_tokens) for key in unchecked])
         self._encoded_keys: tuple[int, dict[int, bytes] | None] | None = None
         self.owner: object | None = None
         self.reset_blocks()
@@ -157,13 +160,7 @@ class Sequence:
         self.owner = None
 
 
-def _check_name(what: str, name: str | None) -> str | None:
-    if name is not None and (not isinstance(name, str) or not name):
-        raise InvalidArgumentError(f"{what}: expected a non-empty str or None, got {name!r}")
-    return name
-
-
-def _check_position_key(key: PositionKey, num_tokens: int) -> PositionKey:
+def _check_position_key(key: Any, num_tokens: int) -> PositionKey:
     if not isinstance(key, tuple) or len(key) != 3:
         raise InvalidArgumentError(f"extra_keys: expected (start, end, key), got {key!r}")
     start, end, payload = key
@@ -173,4 +170,4 @@ def _check_position_key(key: PositionKey, num_tokens: int) -> PositionKey:
         )
     if not isinstance(payload, (str, bytes)) or not payload:
         raise InvalidArgumentError(f"extra_keys: expected a non-empty str or bytes as key, got {payload!r}")
-    return key
+    return start, end, payload

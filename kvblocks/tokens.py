@@ -41,14 +41,14 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
     return _pack_bytes(view) if isinstance(source, (bytes, bytearray)) else _pack_buffer(view)
 
 
-def _listed(token_ids: TokenIds) -> list[int]:
+def _listed(token_ids: Any) -> list[Any]:
     try:
         return list(token_ids)
     except TypeError:
         raise InvalidTokensError(f"token ids: expected an iterable or buffer, got {_name(token_ids)}") from None
 
 
-def _pack_ints(token_ids: "list[int] | tuple[int, ...]") -> "array[int]":
+def _pack_ints(token_ids: "list[Any] | tuple[Any, ...]") -> "array[int]":
     try:
         packed = array("I", token_ids)
     except (TypeError, OverflowError, ValueError):
@@ -58,7 +58,7 @@ def _pack_ints(token_ids: "list[int] | tuple[int, ...]") -> "array[int]":
     return packed
 
 
-def _describe_bad_id(token_ids: "list[int] | tuple[int, ...]") -> str:
+def _describe_bad_id(token_ids: "list[Any] | tuple[Any, ...]") -> str:
     for position, token_id in enumerate(token_ids):
         if not hasattr(token_id, "__index__"):
             return f"token ids: expected integers, got {_name(token_id)} {token_id!r} at position {position}"

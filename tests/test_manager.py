@@ -366,7 +366,7 @@ class TestMisuse:
     def test_bad_numbers_of_tokens(self, num_new_tokens: Any) -> None:
         manager = KVCacheManager(8, 4)
         sequence = Sequence("a", range(6))
-        with pytest.raises(InvalidArgumentError, match="num_new_tokens: expected 1 to 6"):
+        with pytest.raises(InvalidArgumentError, match="num_new_tokens: expected an int from 1 to 6"):
             manager.allocate_slots(sequence, num_new_tokens)
         assert not sequence.is_allocated
         start(manager, sequence)
@@ -379,7 +379,7 @@ class TestMisuse:
         manager.allocate_slots(sequence, 3)
         with pytest.raises(SequenceStateError, match="expected slots for all tokens"):
             manager.append_slots(sequence, [1])
-        with pytest.raises(InvalidArgumentError, match="num_computed_tokens: expected 0 to 3"):
+        with pytest.raises(InvalidArgumentError, match="num_computed_tokens: expected an int from 0 to 3"):
             manager.abort(sequence, 4)
 
     @pytest.mark.parametrize("call", ["allocate", "append"])

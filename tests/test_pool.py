@@ -56,9 +56,9 @@ def test_double_free() -> None:
 @pytest.mark.parametrize("num_blocks", [0, -3, 2.5, "8", None])
 def test_bad_sizes(num_blocks: Any) -> None:
     for make_it in (lambda: make(num_blocks), lambda: KVCacheManager(num_blocks, 16)):
-        with pytest.raises(InvalidArgumentError, match="num_blocks: expected a positive int, got"):
+        with pytest.raises(InvalidArgumentError, match="num_blocks: expected an int of at least 1, got"):
             make_it()
-    with pytest.raises(InvalidArgumentError, match="block_size: expected a positive int, got"):
+    with pytest.raises(InvalidArgumentError, match="block_size: expected an int of at least 1, got"):
         KVCacheManager(16, num_blocks)
 
 

@@ -45,8 +45,8 @@ class RowStrategy:
 
 
 NATURAL = RowStrategy("natural")
-# A product of 256 rows has 94% of the speed of one of 1088 on SmolLM2's shapes, of 128 rows 90%; a whole prefill is as fast
-# as a natural one, since what happens between the products stays in the processor's cache.
+# A product of 256 rows has 94% of the speed of one of 1088 on SmolLM2's shapes, of 128 rows 90%; a whole prefill is as
+# fast as a natural one, since what happens between the products stays in the processor's cache.
 PACKED16 = RowStrategy("packed16", (*range(16, 129, 16), 256), (16, 32, 64))
 TILE16 = RowStrategy("tile16", (16,), (1,), is_placed=True)
 

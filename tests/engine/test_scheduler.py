@@ -259,7 +259,7 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(
     arrivals=ARRIVALS,
     num_blocks=st.integers(9, 16),  # 35 tokens need 9 blocks, so anything fits alone and little fits together

@@ -1,0 +1,69 @@
+"""What a contestant is: the same items of work, each over the contestant's own public calls."""
+
+from bench.timing import Case
+
+Cases = dict[str, Case]
+"""The ways in which a contestant can do one item, by name, the one to compare with first. Empty: it can't."""
+
+
+class Driver:
+    """One contestant. Making it imports it, and raises when it can't be had. An item that it lacks is left as here.
+
+    label, version: who it is. note: what its numbers contain or leave out, one sentence each.
+    """
+
+    label = "?"
+    version = "?"
+    note = ""
+
+    def allocate(self, num_blocks: int) -> Cases:  # noqa: ARG002  # the contract; so are all below
+        """Take blocks that hold nothing from the pool, `num_blocks` a call. Per block."""
+        return {}
+
+    def free(self, num_blocks: int) -> Cases:  # noqa: ARG002
+        """Give blocks back, `num_blocks` a call. Per block."""
+        return {}
+
+    def evict(self, num_blocks: int) -> Cases:  # noqa: ARG002
+        """Take blocks from a pool all of whose blocks are cached, `num_blocks` a call. Per block."""
+        return {}
+
+    def touch(self, num_blocks: int) -> Cases:  # noqa: ARG002
+        """Take `num_blocks` cached blocks out of the free queue, where they stand. Per block."""
+        return {}
+
+    def chain_hash(self, num_tokens: int) -> Cases:  # noqa: ARG002
+        """Compute the digests of a prompt's blocks. Per block."""
+        return {}
+
+    def hit_buffer(self, num_tokens: int) -> Cases:  # noqa: ARG002
+        """Look up a prompt that is wholly cached, its tokens given in the contestant's own packed form. Per call."""
+        return {}
+
+    def hit_list(self, num_tokens: int) -> Cases:  # noqa: ARG002
+        """Look up a prompt that is wholly cached, its tokens given as a list. Per call."""
+        return {}
+
+    def half_hit(self, num_tokens: int) -> Cases:  # noqa: ARG002
+        """Look up a prompt that leaves a cached one in its middle. Per call."""
+        return {}
+
+    def append(self, num_sequences: int) -> Cases:  # noqa: ARG002
+        """Make room for decoded tokens, one call a token. Per token."""
+        return {}
+
+    def step(self, num_sequences: int) -> Cases:  # noqa: ARG002
+        """Make room for a token of each running sequence, in as few calls as there are. Per token."""
+        return {}
+
+    def lifecycle(self, num_sequences: int) -> Cases:  # noqa: ARG002
+        """Look requests up, allocate, decode and free them, so many at a time in lock step. Per request."""
+        return {}
+
+    def hold_empty_pool(self) -> object:
+        """Return a new pool, for its memory to be measured."""
+        raise NotImplementedError(f"{self.label}: has no pool to measure")
+
+    def fill(self, pool: object) -> None:
+        """Cache a prefix in every block of `pool`."""
+        raise NotImplementedError(f"{self.label}: has no pool to fill, got {pool}")

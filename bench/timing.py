@@ -1,0 +1,89 @@
+"""Timing: what one measurement is, and how those of several contestants are interleaved.
+
+The machines that benches run on are noisy, so contestants take turns in short rounds, all meet the same noise, and the
+minimum of the rounds is what counts. The median and the maximum are printed beside it to show how noisy it was.
+"""
+
+import gc
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Any
+
+NUM_WARM_UPS = 2
+
+
+def _nothing(_: Any = None) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to time. `run(prepare())` does `num_units` units of work; `tidy` gets its result and undoes it.
+
+    Only `run` is timed.
+    """
+
+    run: Callable[[Any], Any]
+    num_units: float
+    prepare: Callable[[], Any] = _nothing
+    tidy: Callable[[Any], None] = _nothing
+
+    def time_once(self) -> float:
+        """Return the nanoseconds that one unit took."""
+        state = self.prepare()
+        start = perf_counter_ns()
+        result = self.run(state)
+        elapsed = perf_counter_ns() - start
+        self.tidy(result)
+        return elapsed / self.num_units
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Minimum, median and maximum of some samples, in nanoseconds a unit of work."""
+
+    samples: list[float] = field(repr=False)
+
+    @property
+    def low(self) -> float:
+        """The least: what the work costs when nothing disturbs it."""
+        return min(self.samples)
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.samples)
+
+    @property
+    def high(self) -> float:
+        """The most."""
+        return max(self.samples)
+
+
+def settle() -> None:
+    """Collect garbage, move what is left out of the collector's way, and switch the collector off."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
+def measure(cases: Mapping[str, Case], num_rounds: int, num_samples: int) -> dict[str, Spread]:
+    """Time the cases in turn, `num_rounds` times `num_samples` each, every other round in reverse order.
+
+    In every turn one more run goes before those that are timed, to fill the caches that the others have taken.
+    """
+    for case in cases.values():
+        for _ in range(NUM_WARM_UPS):
+            case.time_once()
+    settle()
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for round_number in range(num_rounds):
+        names = list(cases) if round_number % 2 == 0 else list(cases)[::-1]
+        for name in names:
+            cases[name].time_once()
+            samples[name] += [cases[name].time_once() for _ in range(num_samples)]
+    gc.enable()
+    return {name: Spread(values) for name, values in samples.items()}

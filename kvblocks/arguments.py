@@ -1,0 +1,38 @@
+"""Checks of what callers pass, the same in both builds.
+
+Compiled code checks a parameter annotated `int` or `str` before our first line runs, and raises a bare TypeError. So
+parameters that we check ourselves are annotated with protocols, which say the same to a type checker and which
+compiled code passes through.
+"""
+
+from operator import index
+from typing import Any, Protocol, SupportsIndex
+
+from kvblocks.errors import InvalidArgumentError
+
+
+class Text(Protocol):
+    """A str, to a type checker."""
+
+    def encode(self) -> bytes:
+        """Return the text in UTF-8."""
+
+
+def check_count(name: str, value: SupportsIndex, low: int, high: int | None = None) -> int:
+    """Return `value` as an int if it is one (NumPy's too) from `low` to `high`; else raise InvalidArgumentError."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = low - 1
+    if number < low or (high is not None and number > high):
+        span = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
+        raise InvalidArgumentError(f"{name}: expected {span}, got {value!r}")
+    return number
+
+
+def check_name(name: str, value: Text | None) -> str | None:
+    """Return `value` if it is a non-empty str or None, else raise InvalidArgumentError."""
+    text: Any = value
+    if text is not None and (not isinstance(text, str) or not text):
+        raise InvalidArgumentError(f"{name}: expected a non-empty str or None, got {text!r}")
+    return text

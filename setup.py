@@ -1,0 +1,46 @@
+"""The compiled build: `KVBLOCKS_COMPILE=1 pip install .` runs mypyc over the core, whose sources stay as they are.
+
+Everything else about the package is in pyproject.toml. Without the variable, or where the C compiler fails, the plain
+build is made; `kvblocks.__compiled__` tells which one is installed.
+"""
+
+import os
+import sys
+
+from setuptools import setup
+from setuptools.command.build_ext import build_ext
+
+# The core, as one unit: calls between its modules are then C calls. The engine and the command line stay plain.
+MODULES = (
+    *("arguments", "tokens", "hashing", "events", "stats", "block"),
+    *("free_queue", "sequence", "prefix_index"),
+    *("cache_hit", "pool", "registration", "slots", "manager"),
+)
+
+
+class BuildOrGoWithout(build_ext):
+    """All extensions or none: half of them would not work together."""
+
+    def run(self) -> None:
+        """Build, and on failure say so and leave the plain modules."""
+        try:
+            super().run()
+        except Exception as error:  # noqa: BLE001  # whatever a compiler, or the lack of one, may raise
+            print(f"kvblocks: not compiled ({error}); the plain Python build is installed instead", file=sys.stderr)
+            self.extensions = []
+
+
+def extensions() -> list:
+    """Return mypyc's extensions for the core. Needs mypy."""
+    from mypyc.build import mypycify
+
+    # errors.py stays plain: exceptions gain nothing, and people subclass and pickle them.
+    # The dotted name puts the shared library inside the package, so that the wheel has no second top-level module.
+    files = [f"kvblocks/{module}.py" for module in MODULES]
+    return mypycify(["--strict", "--config-file=", *files], opt_level="3", debug_level="0", group_name="kvblocks.core")
+
+
+if os.environ.get("KVBLOCKS_COMPILE") == "1":
+    setup(ext_modules=extensions(), cmdclass={"build_ext": BuildOrGoWithout}, setup_requires=["mypy>=1.18"])
+else:
+    setup()
