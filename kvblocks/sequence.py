@@ -64,10 +64,12 @@ class Sequence:
         self.sequence_id = sequence_id
         self.tokens = pack_tokens(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(self.tokens)
-        self.salt = check_name("salt", salt)
-        self.lora = check_name("lora", lora)
-        unchecked: Iterable[Any] = extra_keys
-        self.extra_keys = tuple([_check_position_key(key, self.num_tokens) for key in unchecked])
+        self.salt = None if salt is None else check_name("salt", salt)
+        self.lora = None if lora is None else check_name("lora", lora)
+        self.extra_keys: tuple[PositionKey, ...] = ()
+        if extra_keys != ():
+            unchecked: Iterable[Any] = extra_keys
+            self.extra_keys = tuple([_check_position_key(key, self.num_tokens) for key in unchecked])
         self._encoded_keys: tuple[int, dict[int, bytes] | None] | None = None
         self.owner: object | None = None
         self.reset_blocks()

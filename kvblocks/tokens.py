@@ -31,6 +31,8 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
     """
     if isinstance(token_ids, (list, tuple)):
         return _pack_ints(token_ids)
+    if isinstance(token_ids, array) and token_ids.typecode == "I" and token_ids:
+        return memoryview(token_ids).toreadonly()  # nothing about it can be wrong
     if isinstance(token_ids, str):
         raise InvalidTokensError("token ids: expected integers, got a str")
     source: Any = token_ids.numpy() if hasattr(token_ids, "numpy") else token_ids

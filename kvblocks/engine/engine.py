@@ -9,13 +9,14 @@ advances all.
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvblocks.arguments import check_count
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.determinism import choose_determinism
 from kvblocks.engine.errors import ModelError
@@ -64,8 +65,7 @@ class Engine:
         chosen = _choose_device(device, model.device if isinstance(model, LoadedModel) else None)
         if deterministic and chosen.type != "cpu":
             raise InvalidArgumentError(f"deterministic: expected device 'cpu', got {str(chosen)!r}")
-        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-            raise InvalidArgumentError(f"block_size: expected a positive int, got {block_size!r}")
+        check_count("block_size", block_size, 1)
         self.model = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen)
         config, weights = self.model.config, self.model.weights
         if num_blocks is None:
@@ -74,7 +74,7 @@ class Engine:
         self.scheduler = Scheduler(self.manager, config.max_position_embeddings)
         strategy = choose_determinism(config, weights) if deterministic else NATURAL
         self.runner = ModelRunner(LlamaModel(config, weights, strategy=strategy), num_blocks, block_size)
-        self._generations: dict[str | int, _Generation] = {}
+        self._generations: dict[Hashable, _Generation] = {}
         self._sequence_ids = count()
 
     @property

@@ -8,7 +8,7 @@ same case. The scheduler alone changes a request.
 from dataclasses import dataclass
 from typing import Literal
 
-from kvblocks.errors import InvalidArgumentError
+from kvblocks.arguments import check_count
 from kvblocks.sequence import Sequence
 
 FinishReason = Literal["stop", "length"]
@@ -32,8 +32,7 @@ class Request:
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise InvalidArgumentError(f"max_tokens: expected a positive int, got {self.max_tokens!r}")
+        check_count("max_tokens", self.max_tokens, 1)
 
     @property
     def num_output_tokens(self) -> int:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from kvblocks.arguments import check_count
 from kvblocks.engine.request import Request
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.manager import KVCacheManager
@@ -36,15 +37,8 @@ class StepLimits:
     max_num_seqs: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidArgumentError(f"{name}: expected a positive int, got {value!r}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise InvalidArgumentError(
-                f"max_num_batched_tokens: expected at least max_num_seqs ({self.max_num_seqs}),"
-                f" got {self.max_num_batched_tokens}"
-            )
+        check_count("max_num_seqs", self.max_num_seqs, 1)
+        check_count("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,7 +283,7 @@ def test_a_prompt_that_can_never_fit_is_refused_before_anything_is_computed(mode
         ([[1, "a"]], {}, InvalidTokensError, "expected integers, got str 'a' at position 1"),
         ([[1, 9999]], {}, InvalidTokensError, r"prompts\[0\]: expected token ids below \d+.*got 9999"),
         (["text"], {}, ModelError, r"prompts\[0\]: expected token ids, .* no tokenizer.json; got text"),
-        ([[1]], {"max_tokens": 0}, InvalidArgumentError, "max_tokens: expected a positive int, got 0"),
+        ([[1]], {"max_tokens": 0}, InvalidArgumentError, "max_tokens: expected an int of at least 1, got 0"),
         ([[1]], {"temperature": -0.5}, InvalidArgumentError, "temperature: expected a number of at least 0, got -0.5"),
         ([[1]], {"temperature": float("nan")}, InvalidArgumentError, "temperature: .* got nan"),
         ([[1]], {"temperature": "hot"}, InvalidArgumentError, "temperature: .* got 'hot'"),
@@ -304,9 +304,9 @@ def test_bad_input_is_refused(engine, prompts, options, error, message):
         ({"device": "meta"}, "device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got 'meta'"),
         ({"device": 3.5}, "device: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got 3.5"),
         ({"device": "cuda:99"}, "device: expected one of .* CUDA devices, got 'cuda:99'"),
-        ({"num_blocks": 0}, "num_blocks: expected a positive int, got 0"),
-        ({"block_size": 0}, "block_size: expected a positive int, got 0"),
-        ({"block_size": "16"}, "block_size: expected a positive int, got '16'"),
+        ({"num_blocks": 0}, "num_blocks: expected an int of at least 1, got 0"),
+        ({"block_size": 0}, "block_size: expected an int of at least 1, got 0"),
+        ({"block_size": "16"}, "block_size: expected an int of at least 1, got '16'"),
     ],
 )
 def test_bad_options_are_refused(model, options, message):

@@ -191,3 +191,20 @@ class TestBounds:
     def test_cache_sizes(self, model, sizes):
         with pytest.raises(InvalidArgumentError, match="at least 1, got"):
             model.new_kv_cache(*sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_smollm2(smollm2_folder):
+    """The real model, as transformers loads it from the same folder: prefill, a chunk behind a cached prefix, decode."""
+    reference = LlamaForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
+    config = LlamaConfig.from_folder(smollm2_folder)
+    tokens = random_tokens(config, 150)
+    expected = reference_logits(reference, tokens)
+    del reference
+    model = LlamaModel(config, load_weights(smollm2_folder, config))
+    cache = model.new_kv_cache(num_blocks=10, block_size=16)
+    table = [7, 1, 9, 3, 5, 0, 2, 8, 4, 6]
+    assert_same(prefill(model, cache, tokens[:149], table), expected[148])
+    assert_same(prefill(model, cache, tokens[:149], table, cuts=(96,)), expected[148])
+    assert_same(step(model, cache, SequenceRows(tokens[149:], 149, table))[0], expected[149])

@@ -1,0 +1,19 @@
+"""The peers: a driver each, over the peer's own public calls. A peer that isn't installed is left out, and named."""
+
+import importlib
+
+from bench.driver import Driver
+
+PEERS = {
+    "vllm": "bench.peers.vllm:VLLM",
+    "sglang": "bench.peers.sglang:SGLang",
+    "dynamo": "bench.peers.dynamo:Dynamo",
+    "nano": "bench.peers.nano:NanoVLLM",
+}
+
+
+def load(name: str) -> Driver:
+    """Return the driver of peer `name`. Raises ImportError when the peer isn't installed."""
+    module, _, driver = PEERS[name].partition(":")
+    made: Driver = getattr(importlib.import_module(module), driver)()
+    return made
