@@ -196,7 +196,7 @@ class TestBounds:
 @pytest.mark.slow
 @pytest.mark.model
 def test_smollm2(smollm2_folder):
-    """The real model, as transformers loads it from the same folder: prefill, a chunk behind a cached prefix, decode."""
+    """The real model, as transformers loads it from the same folder: prefill, chunked prefill, decode."""
     reference = LlamaForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
     config = LlamaConfig.from_folder(smollm2_folder)
     tokens = random_tokens(config, 150)

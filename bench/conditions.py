@@ -1,0 +1,42 @@
+"""The conditions of a measurement: what every result is printed and kept with."""
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+import kvblocks
+from bench.ours import is_compiled
+from bench.workload import BLOCK_SIZE, POOL_BLOCKS
+
+
+def cpu_model() -> str:
+    """Return the processor's name, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def conditions(**more: object) -> dict[str, object]:
+    """Return what the numbers depend on, and what `more` the bench has to say."""
+    return {
+        "kvblocks": kvblocks.__version__,
+        "build": "compiled" if is_compiled() else "plain",
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_model(),
+        "num_cpus": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "num_blocks": POOL_BLOCKS,
+        "block_size": BLOCK_SIZE,
+        "collector": "collected, frozen and off while timing",
+        **more,
+    }
+
+
+def print_conditions(facts: dict[str, object], *, quiet: bool = False) -> None:
+    """Print one condition a line; on stderr when the results themselves go to stdout as JSON."""
+    for name, value in facts.items():
+        print(f"# {name}: {value}", file=sys.stderr if quiet else sys.stdout, flush=True)
