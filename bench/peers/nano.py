@@ -1,4 +1,5 @@
 """nano-vllm's BlockManager, from a checkout that the environment variable NANO_SRC names; it isn't on PyPI."""
+# ruff: noqa: E402  # what must be set before the peer is imported stands between the imports
 
 import os
 import sys

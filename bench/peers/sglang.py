@@ -1,6 +1,5 @@
 """SGLang's radix cache with the Rust core, and its paged allocator."""
 
-from array import array
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -9,7 +8,7 @@ from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.mem_cache.utils import get_hash_str
 
 from bench.driver import Cases, Driver
-from bench.peers.sglang_tree import VERSION, Batch, Cache, MatchPrefixParams, RadixKey, make_allocator, make_key
+from bench.peers.sglang_tree import VERSION, Batch, Cache, MatchPrefixParams, make_allocator, make_key
 from bench.timing import Case
 from bench.workload import (
     BLOCK_SIZE,
@@ -74,7 +73,9 @@ class SGLang(Driver):
     def evict(self, num_blocks: int) -> Cases:
         """`alloc_token_slots`, which evicts leaves of the tree until there is room."""
         cache = self._full
-        cache.allocator.alloc(cache.allocator.available_size() // BLOCK_SIZE * BLOCK_SIZE)
+        num_free = cache.allocator.available_size()
+        if num_free:
+            cache.allocator.alloc(num_free)  # held for good, so that every allocation evicts
         num_calls = _calls(num_blocks)
 
         def run(_: None) -> list[Any]:
@@ -86,9 +87,6 @@ class SGLang(Driver):
             num_fillers = cache.allocator.available_size() // BLOCK_SIZE // FILLER_BLOCKS
             cache.fill(self._num_fillers, num_fillers)
             self._num_fillers += num_fillers
-            rest = cache.allocator.available_size() // BLOCK_SIZE * BLOCK_SIZE
-            held = cache.allocator.alloc(rest) if rest else None
-            del held  # never freed: a rest smaller than a filler would be taken without evicting
 
         return {PAGED: Case(run, num_blocks * num_calls, tidy=put_back)}
 
@@ -105,7 +103,6 @@ class SGLang(Driver):
         return {"sha256 in C++": Case(lambda _: get_hash_str(key, None, BLOCK_SIZE), num_tokens / BLOCK_SIZE)}
 
     def _hit(self, cache: Cache, num_tokens: int, ask: Callable[[], Any], num_hit_tokens: int) -> Case:
-        _make_room(cache, num_tokens)
         cache.insert(prompt(num_tokens)[:-1])
         assert ask().device_prefix_len == num_hit_tokens
         num_calls = 4 * calls_for(num_tokens)
@@ -139,7 +136,7 @@ class SGLang(Driver):
         cache, token_ids = self._full, prompt(num_tokens)
 
         def ask() -> Any:
-            return cache.match(MatchPrefixParams(key=RadixKey(array("q", token_ids))))
+            return cache.match(MatchPrefixParams(key=make_key(token_ids)))
 
         return {PAGED: self._hit(cache, num_tokens, ask, num_tokens)}
 
@@ -164,7 +161,6 @@ class SGLang(Driver):
     def lifecycle(self, num_sequences: int) -> Cases:
         """Match, lock, allocate, checkpoint, decode, checkpoint, free."""
         cache, decoded = self._full, decoded_tokens()
-        _make_room(cache, len(shared_prefix()))
         cache.insert(shared_prefix())
 
         def run(prompts: list[list[int]]) -> None:
@@ -195,9 +191,3 @@ def _filled(page_size: int) -> Cache:
     cache = Cache(page_size)
     cache.fill()
     return cache
-
-
-def _make_room(cache: Cache, num_tokens: int) -> None:
-    """Evict until `num_tokens` slots are free."""
-    slots = alloc_token_slots(cache.tree, num_tokens)
-    cache.allocator.free(slots)

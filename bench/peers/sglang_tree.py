@@ -2,6 +2,7 @@
 
 Importing this imports SGLang without the packages it would load models with.
 """
+# ruff: noqa: E402  # what must be set before SGLang is imported stands between the imports
 
 import logging
 import os
@@ -41,7 +42,11 @@ if find_spec("torchvision") is None:
     sys.meta_path.insert(0, _NoTorchvision())  # type: ignore[arg-type]  # a finder and a loader in one
 
 import sglang
-from sglang.srt.mem_cache.allocation import alloc_paged_token_slots_decode, alloc_paged_token_slots_extend
+from sglang.srt.mem_cache.allocation import (
+    alloc_paged_token_slots_decode,
+    alloc_paged_token_slots_extend,
+    alloc_token_slots,
+)
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
@@ -94,8 +99,10 @@ class Cache:
             raise ImportError("SGLang's Rust core isn't in this installation")
 
     def insert(self, token_ids: "Sequence[int] | array[int]") -> None:
-        """Cache a prefix in slots that are free."""
-        slots = self.allocator.alloc(len(token_ids)).clone()
+        """Cache a prefix, unless it is cached already; what is oldest makes room for it."""
+        if self.match(MatchPrefixParams(key=make_key(token_ids))).device_prefix_len == len(token_ids):
+            return
+        slots = alloc_token_slots(self.tree, len(token_ids)).clone()
         self.tree.insert(InsertParams(key=make_key(token_ids), value=slots, priority=0))
 
     def fill(self, first: int = 0, num_fillers: int = POOL_BLOCKS // FILLER_BLOCKS) -> None:

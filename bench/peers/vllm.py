@@ -1,4 +1,5 @@
 """vLLM's BlockPool and KVCacheManager, with one group of full-attention layers."""
+# what must be set before the peer is imported stands between the imports
 
 import os
 from collections.abc import Callable

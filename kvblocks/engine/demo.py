@@ -89,7 +89,7 @@ def run_demo(
         raise ModelError("expected a model with a tokenizer and a chat template, got one without: the demo is a chat")
     num_shared = len(model.tokenizer.encode(script.system_prompt))
     console.print(
-        f"{len(script.questions)} customers ask, and the first one asks again. All prompts begin with the same handbook,"
+        f"{len(script.questions)} customers ask, and the first one asks again. All prompts begin with one handbook,"
         f" {num_shared} tokens. Answers are cut after {max_tokens} tokens. Torch threads: {torch.get_num_threads()}."
     )
     passes = []
