@@ -19,11 +19,18 @@ def cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+def source() -> str:
+    """Return where the kvblocks that is measured comes from."""
+    here = Path(__file__).resolve().parent.parent
+    return "checkout" if Path(kvblocks.__file__).resolve().is_relative_to(here / "kvblocks") else "installed"
+
+
 def conditions(**more: object) -> dict[str, object]:
     """Return what the numbers depend on, and what `more` the bench has to say."""
     return {
         "kvblocks": kvblocks.__version__,
         "build": "compiled" if is_compiled() else "plain",
+        "source": source(),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_model(),

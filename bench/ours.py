@@ -63,12 +63,11 @@ def make_pool(num_blocks: int = POOL_BLOCKS) -> BlockPool:
     return BlockPool(num_blocks, PrefixIndex(BLOCK_SIZE, get_hash_function("xxh3_128")))
 
 
-def cache_blocks(pool: BlockPool, blocks: Blocks, first_filler: int) -> None:
-    """Cache fillers in blocks that were taken from `pool`, and give the blocks back."""
-    for start_block in range(0, len(blocks), FILLER_BLOCKS):
-        part = blocks[start_block : start_block + FILLER_BLOCKS]
-        tokens = memoryview(filler(first_filler + start_block // FILLER_BLOCKS)).cast("B")
-        pool.index.insert(ROOT, part, tokens, None, 0)
+def cache_blocks(pool: BlockPool, blocks: Blocks, first_filler: int, num_blocks_each: int = FILLER_BLOCKS) -> None:
+    """Cache fillers from `first_filler` on in blocks that were taken from `pool`, and give the blocks back."""
+    for number, first in enumerate(range(0, len(blocks), num_blocks_each), first_filler):
+        part = blocks[first : first + num_blocks_each]
+        pool.index.insert(ROOT, part, memoryview(filler(number, num_blocks_each)).cast("B"), None, 0)
         pool.release(part)
 
 

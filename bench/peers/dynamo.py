@@ -1,6 +1,7 @@
 """NVIDIA Dynamo's Rust core: its router's hashing and radix tree. It has no pool of blocks, so nothing to allocate."""
 
 import json
+from importlib.metadata import version
 
 import dynamo._core as core
 
@@ -13,10 +14,10 @@ class Dynamo(Driver):
     """The router's index, which knows which worker has which prefix."""
 
     label = "dynamo"
-    version = "ai-dynamo-runtime"
+    version = version("ai-dynamo-runtime")
     note = (
-        "A block's hash covers its own tokens only, unchained. The router's tree says who has a prefix, not which blocks "
-        "hold it. Both take lists, so the item from a buffer is the same as from a list."
+        "A block's hash covers its own tokens only, unchained. The router's tree says who has a prefix, not which "
+        "blocks hold it. It takes lists, so a hit from a buffer is the same as one from a list."
     )
 
     def __init__(self) -> None:

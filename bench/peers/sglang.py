@@ -4,11 +4,17 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from sglang.srt.mem_cache.allocation import alloc_token_slots
-from sglang.srt.mem_cache.utils import get_hash_str
-
 from bench.driver import Cases, Driver
-from bench.peers.sglang_tree import VERSION, Batch, Cache, MatchPrefixParams, make_allocator, make_key
+from bench.peers.sglang_tree import (
+    VERSION,
+    Batch,
+    Cache,
+    MatchPrefixParams,
+    alloc_token_slots,
+    get_hash_str,
+    make_allocator,
+    make_key,
+)
 from bench.timing import Case
 from bench.workload import (
     BLOCK_SIZE,
@@ -35,9 +41,10 @@ class SGLang(Driver):
     label = "sglang"
     version = VERSION
     note = (
-        "From a buffer the key is made already (kvblocks makes its Sequence); from a list the key is made in each call. A "
-        "match returns a tree node; `and slots` reads its slot indices too, which is what kvblocks' hit contains. It "
-        "hashes nothing, and caches decoded tokens when a request ends. Its evictions go through the tree's leaves."
+        "From a buffer the key is made already (kvblocks makes its Sequence); from a list the key is made in each "
+        "call. A match returns a tree node; `and slots` reads its slot indices too, which is what kvblocks' hit "
+        "contains. It hashes nothing, and caches decoded tokens when a request ends. It evicts whole leaves of the "
+        "tree, here 64 blocks at a time. Its step fills a table of slots too, which the others leave to the engine."
     )
 
     def __init__(self) -> None:
@@ -173,8 +180,8 @@ class SGLang(Driver):
         return {PAGED: Case(run, NUM_REQUESTS, prepare=self._fresh.requests)}
 
     def hold_empty_pool(self) -> Cache:
-        """Return a new tree with its allocator."""
-        return Cache()
+        """Return a new tree with its allocator, and a table of one request, whose size isn't the pool's."""
+        return Cache(num_rows=1)
 
     def fill(self, pool: object) -> None:
         """Cache fillers."""

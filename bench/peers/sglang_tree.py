@@ -55,8 +55,20 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_hash_str
 
 from bench.workload import BLOCK_SIZE, FILLER_BLOCKS, POOL_BLOCKS, STEP_SEQUENCES, filler
+
+__all__ = [
+    "VERSION",
+    "Batch",
+    "Cache",
+    "MatchPrefixParams",
+    "alloc_token_slots",
+    "get_hash_str",
+    "make_allocator",
+    "make_key",
+]
 
 VERSION = sglang.__version__
 MAX_TOKENS = 4096
@@ -82,9 +94,9 @@ def make_allocator(page_size: int) -> Any:
 class Cache:
     """One tree with the Rust core, its slots, and the table of running requests."""
 
-    def __init__(self, page_size: int = BLOCK_SIZE) -> None:
+    def __init__(self, page_size: int = BLOCK_SIZE, num_rows: int = STEP_SEQUENCES) -> None:
         self.allocator = make_allocator(page_size)
-        self.rows = ReqToTokenPool(STEP_SEQUENCES, MAX_TOKENS, "cpu", enable_memory_saver=False)
+        self.rows = ReqToTokenPool(num_rows, MAX_TOKENS, "cpu", enable_memory_saver=False)
         settings = CacheInitParams(
             disable=False,
             req_to_token_pool=self.rows,
