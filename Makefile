@@ -50,7 +50,7 @@ test: $(DEV_STAMP)
 test-compiled: $(DEV_STAMP)
 	@echo 'Compiling the core with mypyc'
 	rm -rf build/compiled
-	KVBLOCKS_COMPILE=1 $(PIP) --quiet --no-build-isolation --no-deps --target build/compiled .
+	KVBLOCKS_COMPILE=1 PIP_CONSTRAINT=constraints.txt $(PIP) --quiet --no-deps --target build/compiled .
 	KVBLOCKS_EXPECT_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest $(PYTEST_ARGS) $(CORE_TESTS)
 
 check: $(DEV_STAMP)

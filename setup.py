@@ -6,13 +6,14 @@ build is made; `kvblocks.__compiled__` tells which one is installed.
 
 import os
 import sys
+from importlib.util import find_spec
 
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 # The core, as one unit: calls between its modules are then C calls. The engine and the command line stay plain.
 MODULES = (
-    *("arguments", "tokens", "hashing", "events", "stats", "block"),
+    *("arguments", "tokens", "hashing", "block"),
     *("free_queue", "sequence", "prefix_index"),
     *("cache_hit", "pool", "registration", "slots", "manager"),
 )
@@ -34,13 +35,15 @@ def extensions() -> list:
     """Return mypyc's extensions for the core. Needs mypy."""
     from mypyc.build import mypycify
 
-    # errors.py stays plain: exceptions gain nothing, and people subclass and pickle them.
+    # errors, events and stats stay plain: records gain nothing, and people pickle and subclass them.
     # The dotted name puts the shared library inside the package, so that the wheel has no second top-level module.
     files = [f"kvblocks/{module}.py" for module in MODULES]
     return mypycify(["--strict", "--config-file=", *files], opt_level="3", debug_level="0", group_name="kvblocks.core")
 
 
-if os.environ.get("KVBLOCKS_COMPILE") == "1":
+if os.environ.get("KVBLOCKS_COMPILE") == "1" and find_spec("mypyc") is None:
+    setup(setup_requires=["mypy>=1.18"])  # pip asks for this first, and then installs it into the build's environment
+elif os.environ.get("KVBLOCKS_COMPILE") == "1":
     setup(ext_modules=extensions(), cmdclass={"build_ext": BuildOrGoWithout}, setup_requires=["mypy>=1.18"])
 else:
     setup()

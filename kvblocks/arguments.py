@@ -21,7 +21,7 @@ class Text(Protocol):
 def check_count(name: str, value: SupportsIndex, low: int, high: int | None = None) -> int:
     """Return `value` as an int if it is one (NumPy's too) from `low` to `high`; else raise InvalidArgumentError."""
     try:
-        number = index(value)
+        number = low - 1 if isinstance(value, bool) else index(value)
     except TypeError:
         number = low - 1
     if number < low or (high is not None and number > high):
@@ -31,8 +31,21 @@ def check_count(name: str, value: SupportsIndex, low: int, high: int | None = No
 
 
 def check_name(name: str, value: Text | None) -> str | None:
-    """Return `value` if it is a non-empty str or None, else raise InvalidArgumentError."""
+    """Return `value` if it is None or a non-empty str that UTF-8 can encode, else raise InvalidArgumentError."""
     text: Any = value
-    if text is not None and (not isinstance(text, str) or not text):
+    if text is None:
+        return None
+    if not isinstance(text, str) or not text:
         raise InvalidArgumentError(f"{name}: expected a non-empty str or None, got {text!r}")
+    return check_text(name, text)
+
+
+def check_text(name: str, text: str) -> str:
+    """Return `text` if UTF-8 can encode it, else (a lone surrogate) raise InvalidArgumentError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"{name}: expected text that UTF-8 can encode, got {text!r}: {error.reason}"
+        ) from None
     return text

@@ -9,7 +9,7 @@ The intrusive links, with an unlinked block pointing at itself, are those of the
 fields are those of vLLM v1's KVCacheBlock.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from kvblocks.hashing import HashFunction, check_digest, make_preimage
@@ -74,10 +74,10 @@ class Epoch:
 
     __slots__ = ("block_bytes", "hash_function", "is_current", "num_digest_bytes")
 
-    def __init__(self, hash_function: HashFunction, block_bytes: int) -> None:
+    def __init__(self, hash_function: HashFunction, block_bytes: int, num_digest_bytes: int) -> None:
         self.hash_function: Callable[[bytes], Any] = hash_function
         self.block_bytes = block_bytes
-        self.num_digest_bytes = len(hash_function(b""))
+        self.num_digest_bytes = num_digest_bytes
         self.is_current = True
 
     def chain(self, parent_digest: bytes, extra_keys: bytes | None, tokens: bytes) -> bytes:
@@ -91,9 +91,9 @@ class Run:
 
     key: the preimage of `blocks[0]`. blocks: the block that a hit gets for each position; it shrinks from the end as
     blocks are evicted. tokens: packed u32 of those positions and perhaps of evicted ones after them. extra_keys:
-    encoded keys by position. spares: further blocks that hold a position's very prefix. children: the runs that hang
-    from a position of this one. is_closed: it lost its end once, so it is never extended again; otherwise the
-    position, which is an identity, would come to mean another prefix.
+    encoded keys by position. spares: by position, further blocks that hold its very prefix. children: by position,
+    the runs that hang from a position of this one. is_closed: it lost its end once, so it is never extended again;
+    otherwise the position, which is an identity, would come to mean another prefix.
     """
 
     __slots__ = ("blocks", "children", "digests", "epoch", "extra_keys", "is_closed", "key", "spares", "tokens")
@@ -105,8 +105,8 @@ class Run:
         self.tokens = bytearray()
         self.digests = bytearray()
         self.extra_keys: dict[int, bytes] | None = None
-        self.spares: dict[int, list[KVCacheBlock]] | None = None
-        self.children: set[Run] | None = None
+        self.spares: dict[int, dict[KVCacheBlock, None]] | None = None
+        self.children: dict[int, dict[Run, None]] | None = None
         self.is_closed = False
 
     def num_common(
@@ -133,7 +133,10 @@ class Run:
         if self.extra_keys is None and extra_keys is None:
             return num_blocks
         ours, theirs = self.extra_keys or {}, extra_keys or {}
-        keyed = {index - position for index in ours} | {block - first for block in theirs}
+        if num_blocks < len(ours) + len(theirs):
+            keyed = set(range(num_blocks))
+        else:
+            keyed = {index - position for index in ours} | {block - first for block in theirs}
         differing = [i for i in keyed if 0 <= i < num_blocks and ours.get(position + i) != theirs.get(first + i)]
         return min(differing, default=num_blocks)
 
@@ -149,11 +152,33 @@ class Run:
         if extra_keys:
             self.extra_keys = (self.extra_keys or {}) | {base + i: key for i, key in extra_keys.items()}
 
+    def num_plain(self, max_blocks: int) -> int:
+        """Return how many blocks at the end, at most `max_blocks`, have neither a spare nor a child. O(that number)."""
+        spares, children = self.spares, self.children
+        if not spares and not children:
+            return min(len(self.blocks), max_blocks)
+        end = len(self.blocks)
+        for position in range(end - 1, max(end - max_blocks, 0) - 1, -1):
+            if (spares and position in spares) or (children and position in children):
+                return end - 1 - position
+        return min(end, max_blocks)
+
+    def children_from(self, position: int) -> "list[Run]":
+        """Return the runs that hang from `position` or later. O(positions from there, and those runs)."""
+        children = self.children
+        if not children:
+            return []
+        return [child for place in self._places(position, children) for child in children.get(place, ())]
+
     def cut(self, position: int) -> int:
-        """Drop the blocks from `position` on, spares included, and close the run. Returns how many blocks."""
+        """Drop the blocks from `position` on, spares included, and close the run. Returns how many. O(that number).
+
+        Nothing may hang from there any more.
+        """
         dropped = self.blocks[position:]
-        for index in [index for index in self.spares or () if index >= position]:
-            dropped += self.spares.pop(index)  # type: ignore[union-attr]  # it has items, so it isn't None
+        if self.spares:
+            for place in self._places(position, self.spares):
+                dropped += self.spares.pop(place, ())
         for block in dropped:
             block.run = None
         del self.blocks[position:]
@@ -164,6 +189,20 @@ class Run:
             if self.extra_keys is not None:
                 self.extra_keys = {i: key for i, key in self.extra_keys.items() if i < position} or None
         return len(dropped)
+
+    def retire(self) -> None:
+        """Give back what a run of an ended epoch holds, and leave no cycle of references."""
+        self.spares = self.children = self.extra_keys = None
+        self.blocks.clear()
+        self.tokens.clear()
+        self.digests.clear()
+
+    def _places(self, position: int, keys: Collection[int]) -> list[int]:
+        """Return candidates for the `keys` of a table by position that are `position` or more, the shorter way."""
+        num_last = len(self.blocks) - position
+        if num_last < len(keys):
+            return list(range(position, len(self.blocks)))
+        return [key for key in keys if key >= position]
 
     def digest(self, index: int) -> bytes:
         """Return the digest of position `index`. Fills in those not asked for yet; O(their number)."""

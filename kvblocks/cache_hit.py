@@ -1,6 +1,7 @@
 """What a lookup found: the answer of `get_computed_blocks`, to be handed to `allocate_slots`."""
 
 from kvblocks.block import KVCacheBlock
+from kvblocks.prefix_index import PrefixIndex
 from kvblocks.sequence import Sequence
 
 
@@ -16,14 +17,17 @@ class CacheHit:
     it.
     """
 
-    __slots__ = ("blocks", "num_readonly_tokens", "num_tokens", "sequence", "version")
+    __slots__ = ("blocks", "index", "num_readonly_tokens", "num_tokens", "sequence", "version")
 
-    def __init__(self, sequence: Sequence, blocks: list[KVCacheBlock], num_readonly_tokens: int, version: int) -> None:
+    def __init__(
+        self, sequence: Sequence, blocks: list[KVCacheBlock], num_readonly_tokens: int, index: PrefixIndex
+    ) -> None:
         self.sequence = sequence
         self.blocks = blocks
         self.num_readonly_tokens = num_readonly_tokens
         self.num_tokens = num_readonly_tokens if num_readonly_tokens < sequence.num_tokens else sequence.num_tokens - 1
-        self.version = version
+        self.index = index
+        self.version = index.version
 
     def __repr__(self) -> str:
         return f"CacheHit({self.sequence.sequence_id!r}, {self.num_tokens} tokens in {len(self.blocks)} blocks)"

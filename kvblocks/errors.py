@@ -26,7 +26,7 @@ class StaleHitError(KVBlocksError):
 
 
 class BlockStateError(KVBlocksError):
-    """A block is not in the state that the call needs: freed twice, linked twice, or owned by another pool."""
+    """A block is not in the state that the call needs: freed twice, or linked twice."""
 
 
 class PoolExhaustedError(KVBlocksError):

@@ -9,10 +9,11 @@ step that died.
 Every call that raises, or returns None because the pool can't serve it, has changed nothing.
 
 A manager has one owner at a time: it takes no lock, and calls from several threads at once are an error of the
-caller's. The names of the calls are those of vLLM v1's KVCacheManager.
+caller's. The calls' names are those of vLLM v1's KVCacheManager.
 """
 
 from collections.abc import Hashable
+from collections.abc import Sequence as Items
 from typing import SupportsIndex
 
 from kvblocks.arguments import Text, check_count
@@ -99,7 +100,7 @@ class KVCacheManager:
         if sequence.owner is not None:
             raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {sequence}")
         blocks = find_blocks(self._index, sequence) if self.enable_caching else []
-        return CacheHit(sequence, blocks, len(blocks) * self.block_size, self._index.version)
+        return CacheHit(sequence, blocks, len(blocks) * self.block_size, self._index)
 
     def allocate_slots(
         self, sequence: Sequence, num_new_tokens: SupportsIndex | None = None, *, hit: CacheHit | None = None
@@ -134,13 +135,14 @@ class KVCacheManager:
         token_ids: one or several accepted tokens, in any form that `Sequence` takes. Returns the new blocks, perhaps
         none; or None, with nothing changed and the tokens not added, when the pool can't serve it.
 
-        Raises SequenceStateError when the sequence isn't this manager's or has known tokens without slots, and
-        InvalidTokensError. O(1) a token, and O(block_size) for one that fills a block.
+        Raises SequenceStateError (not this manager's, or tokens without slots are left) and InvalidTokensError. O(1) a
+        token, and O(block_size) for one that fills a block.
         """
         num_tokens = sequence.num_tokens
         if (
             type(token_ids) is list
             and len(token_ids) == 1
+            and not self._debug
             and sequence.owner is self
             and sequence.num_computed_tokens == num_tokens
             and 0 < num_tokens % self.block_size < self.block_size - 1
@@ -157,7 +159,7 @@ class KVCacheManager:
         self._check_if_debugging()
         return blocks
 
-    def append_step(self, sequences: list[Sequence], token_ids: TokenIds) -> list[tuple[int, int]] | None:
+    def append_step(self, sequences: Items[Sequence], token_ids: TokenIds) -> list[tuple[int, int]] | None:
         """Add one decoded token to each of `sequences` and make room for it: a whole decode step in one call.
 
         token_ids: as many as sequences. Returns (place in `sequences`, block id) for each sequence that got a new
@@ -167,13 +169,14 @@ class KVCacheManager:
         Raises SequenceStateError, InvalidTokensError and, for a sequence given twice or another number of tokens,
         InvalidArgumentError. O(sequences).
         """
-        if not sequences:
+        if not sequences and not list(token_ids):
             return []
         tokens = pack_tokens(token_ids)
-        if len(tokens) != len(sequences) or len(set(sequences)) != len(sequences):
+        num_different = len(set(sequences))
+        if not num_different == len(sequences) == len(tokens):
             raise InvalidArgumentError(
-                f"append_step: expected different sequences and a token for each, got {len(set(sequences))} different"
-                f" ones in {len(sequences)}, and {len(tokens)} tokens"
+                f"append_step: expected different sequences and a token for each, got {len(sequences)} sequences,"
+                f" {num_different} of them different, and {len(tokens)} tokens"
             )
         for sequence in sequences:
             if sequence.owner is not self or sequence.num_computed_tokens != sequence.num_tokens:
@@ -201,8 +204,10 @@ class KVCacheManager:
     def free(self, sequence: Sequence) -> None:
         """Give the sequence's blocks back, last first. What is cached of it stays so until the blocks are reused.
 
-        The sequence keeps its tokens and can be allocated again. Raises SequenceStateError when it isn't this manager's
-        or holds no blocks (a double free). O(blocks).
+        All that it was given slots for must have been computed. A token that was appended last and that no step has
+        computed must not stay cached: then call `abort` with num_tokens - 1. The sequence keeps its tokens and can be
+        allocated again. Raises SequenceStateError when it isn't this manager's or holds no blocks (a double free).
+        O(blocks).
         """
         self._check_owned(sequence, "free")
         self._pool.release(sequence.blocks)
@@ -225,8 +230,8 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Stop caching everything, at any time: no block cached before is hit again. After a change of weights, say.
 
-        Sequences keep their blocks and go on; nothing of theirs is cached any more, since their KV is of before the
-        reset, until they are freed and allocated again. O(1) but for giving memory back.
+        Sequences go on; nothing of theirs, which is of before the reset, is cached until they are freed and allocated
+        again. O(1) but for giving memory back.
         """
         self._index.clear()
         self._check_if_debugging()
@@ -243,7 +248,7 @@ class KVCacheManager:
         return self._pool.free_block_ids()
 
     def check(self) -> None:
-        """Raise AssertionError unless all invariants of docs/design.md hold. Changes nothing. O(pool)."""
+        """Raise AssertionError unless all invariants of docs/design.md hold (never under python -O). O(pool)."""
         self._pool.check(sequence.blocks for sequence in self._sequences.values())
         for sequence_id, sequence in self._sequences.items():
             assert sequence.owner is self and sequence.sequence_id == sequence_id, f"{sequence}: not under its own id"
@@ -251,7 +256,8 @@ class KVCacheManager:
 
     def _check_start(self, sequence: Sequence, hit: CacheHit | None) -> int:
         if sequence.sequence_id in self._sequences:
-            raise SequenceStateError(f"expected a new sequence_id, got {sequence.sequence_id!r}, which holds blocks")
+            name = sequence.sequence_id
+            raise SequenceStateError(f"allocate_slots: expected a new sequence_id, got {name!r}, which holds blocks")
         if hit is None:
             return 0
         check_hit(self._index, sequence, hit)
@@ -264,9 +270,9 @@ class KVCacheManager:
         return sequence.num_computed_tokens
 
     def _check_owned(self, sequence: Sequence, call: str) -> None:
-        if sequence.owner is not self:
-            foreign = "belongs to another manager"
-            state = foreign if sequence.owner is not None else "holds no blocks (never allocated, or freed)"
+        if sequence.owner is not self or self._sequences.get(sequence.sequence_id) is not sequence:
+            state = "was renamed" if sequence.owner is self else "belongs to another manager"
+            state = state if sequence.owner is not None else "holds no blocks (never allocated, or freed)"
             raise SequenceStateError(f"{call}: expected a sequence allocated here, got {sequence}, which {state}")
 
     def _check_appendable(self, sequence: Sequence, call: str) -> None:
@@ -278,8 +284,8 @@ class KVCacheManager:
             )
 
     def _start(self, sequence: Sequence, end: int, hit: CacheHit | None) -> list[KVCacheBlock] | None:
-        sequence.epoch = self._index.epoch if self.enable_caching else None
-        blocks = self._slots.start(sequence, end, hit.blocks if hit is not None else [])
+        epoch = self._index.epoch if self.enable_caching else None
+        blocks = self._slots.start(sequence, epoch, end, hit.blocks if hit is not None else [])
         if blocks is None:
             return None
         sequence.owner = self

@@ -35,9 +35,8 @@ class PrefixIndex:
     def __init__(self, block_size: int, hash_function: HashFunction, *, enable_events: bool = False) -> None:
         self.block_size = block_size
         self._block_bytes = 4 * block_size
-        self._hash_function = hash_function
         self._runs: dict[RunKey, Run] = {}
-        self.epoch = Epoch(hash_function, self._block_bytes)
+        self.epoch = Epoch(hash_function, self._block_bytes, len(hash_function(b"")))
         self.version = 0
         self.num_cached_blocks = 0
         self.events: list[CacheEvent] | None = [] if enable_events else None
@@ -142,8 +141,9 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Stop caching everything, in O(1) but for giving memory back. No earlier node is cached any more."""
-        self.epoch.is_current = False
-        self.epoch = Epoch(self._hash_function, self._block_bytes)
+        ended = self.epoch
+        ended.is_current = False
+        self.epoch = Epoch(ended.hash_function, ended.block_bytes, ended.num_digest_bytes)
         self._runs = {}
         self.version += 1
         self.num_cached_blocks = 0
@@ -153,7 +153,7 @@ class PrefixIndex:
     def take_events(self) -> list[CacheEvent]:
         """Return the records since the last call, oldest first, and forget them."""
         if self.events is None:
-            raise InvalidArgumentError("events: expected an index with enable_events=True, got one that records none")
+            raise InvalidArgumentError("take_events: expected enable_events=True when the manager was made, got False")
         events, self.events = self.events, []
         return events
 
@@ -168,9 +168,9 @@ class PrefixIndex:
             parent, position, _, _ = key
             if parent is not None:
                 assert position < len(parent.blocks), f"{run}: hangs from a position that isn't cached"
-                assert parent.children is not None and run in parent.children, f"{run}: its parent doesn't know it"
+                assert parent.children and run in parent.children[position], f"{run}: its parent doesn't know it"
                 assert self._runs.get(parent.key) is parent, f"{run}: its parent isn't in the map"
-            for child in run.children or ():
+            for child in run.children_from(0):
                 assert self._runs.get(child.key) is child, f"{run}: a child isn't in the map"
             held = [(index, block) for index, block in enumerate(run.blocks)]
             held += [(index, block) for index, spares in (run.spares or {}).items() for block in spares]
@@ -207,8 +207,8 @@ class PrefixIndex:
         run = Run((parent, position, bytes(tokens[start : start + self._block_bytes]), extra), self.epoch)
         self._runs[run.key] = run
         if parent is not None:
-            parent.children = parent.children or set()
-            parent.children.add(run)
+            parent.children = parent.children or {}
+            parent.children.setdefault(position, {})[run] = None
         return run
 
     def _add_spares(self, run: Run, start: int, blocks: list[KVCacheBlock]) -> None:
@@ -217,18 +217,18 @@ class PrefixIndex:
         for index, block in enumerate(blocks, start):
             block.run = run
             block.index = index
-            run.spares.setdefault(index, []).append(block)
+            run.spares.setdefault(index, {})[block] = None
         self.num_cached_blocks += len(blocks)
 
     def _evict_stretch(self, run: Run, blocks: list[KVCacheBlock], i: int, removed: list[bytes]) -> int:
         """Evict blocks[i], and with it those that follow it as they stood in its run. Returns how many blocks."""
         block, end = blocks[i], blocks[i].index + 1
         is_tail = run.epoch.is_current and end == len(run.blocks) and run.blocks[-1] is block
-        if not is_tail or run.spares or run.children:
+        count = run.num_plain(len(blocks) - i) if is_tail else 0
+        if not count:
             self._forget(block, run, removed)
             return 1
         # Freeing queues a sequence's blocks last first, so the queue mostly holds a run's blocks last first as well.
-        count = min(end, len(blocks) - i)
         if (
             blocks[i + count - 1] is not run.blocks[end - count]
             or blocks[i : i + count] != run.blocks[end - count :][::-1]
@@ -241,16 +241,19 @@ class PrefixIndex:
 
     def _forget(self, block: KVCacheBlock, run: Run, removed: list[bytes]) -> None:
         if not run.epoch.is_current:
-            block.run = run.children = None  # the cache was reset; without children no cycle keeps the run alive
+            block.run = None  # the cache was reset
+            run.retire()
             return
         spares = run.spares.get(block.index) if run.spares else None
         if not spares:
             self._cut(run, block.index, removed)
             return
         if run.blocks[block.index] is block:
-            run.blocks[block.index] = spares.pop(0)
+            heir = next(iter(spares))
+            run.blocks[block.index] = heir
+            del spares[heir]
         else:
-            spares.remove(block)
+            del spares[block]
         if not spares and run.spares:
             del run.spares[block.index]
         block.run = None
@@ -260,17 +263,22 @@ class PrefixIndex:
         """Forget `run` from `position` on, after everything that is chained to that."""
         chain = [(run, position)]
         for above, start in chain:  # grows while it is walked: parents before children
-            if above.children:
-                chain += [(child, 0) for child in above.children if child.key[1] >= start]
+            chain += [(child, 0) for child in above.children_from(start)]
         for below, start in reversed(chain):
             if self.events is not None:
                 removed += [below.digest(index) for index in range(len(below.blocks) - 1, start - 1, -1)]
             self.num_cached_blocks -= below.cut(start)
             if start == 0:
                 del self._runs[below.key]
-                parent = below.key[0]
-                if parent is not None and parent.children is not None:
-                    parent.children.discard(below)
+                self._leave_parent(below)
+
+    def _leave_parent(self, run: Run) -> None:
+        parent, position, _, _ = run.key
+        if parent is not None and parent.children:
+            siblings = parent.children[position]
+            del siblings[run]
+            if not siblings:
+                del parent.children[position]
 
     def _note_removal(self, removed: list[bytes]) -> None:
         self.version += 1

@@ -4,7 +4,7 @@ The index speaks of packed tokens and nodes, the manager of sequences and slots;
 first `num_registered_blocks` blocks were hit or cached here, so the last of them is where the next one hangs.
 """
 
-from kvblocks.block import ROOT, KVCacheBlock
+from kvblocks.block import ROOT, Epoch, KVCacheBlock
 from kvblocks.cache_hit import CacheHit
 from kvblocks.errors import SequenceStateError, StaleHitError
 from kvblocks.prefix_index import PrefixIndex
@@ -19,27 +19,34 @@ def find_blocks(index: PrefixIndex, sequence: Sequence) -> list[KVCacheBlock]:
 
 
 def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> None:
-    """Raise SequenceStateError if `hit` is another sequence's, StaleHitError if its blocks hold its prefix no more.
+    """Raise SequenceStateError if `hit` is another sequence's or manager's, StaleHitError if it is outdated.
 
     O(1) while nothing has been evicted since the lookup; else one more lookup.
     """
     if hit.sequence is not sequence:
         raise SequenceStateError(f"allocate_slots: expected a hit of {sequence}, got {hit}")
+    if hit.index is not index:
+        raise SequenceStateError(f"allocate_slots: expected a hit of this manager's cache, got another's: {hit}")
     if hit.version != index.version and find_blocks(index, sequence)[: len(hit.blocks)] != hit.blocks:
         raise StaleHitError(f"allocate_slots: expected {hit} to be cached still; it isn't: look it up again")
 
 
-def digests_ahead(index: PrefixIndex, sequence: Sequence, hit: list[KVCacheBlock], end: int) -> bytearray | None:
-    """Return the digests that caching the sequence's first `end` tokens after `hit` will record; None without events.
+def digests_ahead(
+    index: PrefixIndex, sequence: Sequence, epoch: Epoch | None, held: list[KVCacheBlock], end: int
+) -> bytearray | None:
+    """Return the digests that caching the sequence's first `end` tokens will record; None when nothing will be.
 
-    Computed before anything is changed, so that a hash function that raises can do no harm. Changes nothing.
+    epoch: what the sequence is of, or will be. held: its registered blocks, or the hit that it starts with. Computed
+    before anything is changed, so that a hash function that raises can do no harm. Changes nothing. O(new full blocks).
     """
-    if index.events is None:
+    first, last = len(held), end // index.block_size
+    if index.events is None or first >= last or epoch is not index.epoch:
         return None
-    first = len(hit) or sequence.num_registered_blocks
-    node = (hit or sequence.blocks)[first - 1].node if first else ROOT
+    node = held[-1].node if held else ROOT
+    if held and node[0] is None:
+        return None
     keys = sequence.encoded_keys(index.block_size)
-    return index.digests(node, sequence.packed_tokens(), keys, first, end // index.block_size)
+    return index.digests(node, sequence.packed_tokens(), keys, first, last)
 
 
 def register_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytearray | None) -> None:

@@ -8,9 +8,10 @@ write. The tokens outlive the blocks: a sequence that was freed can be allocated
 
 from array import array
 from collections.abc import Hashable, Iterable
-from typing import Any
+from operator import index
+from typing import Any, NoReturn, SupportsIndex
 
-from kvblocks.arguments import Text, check_name
+from kvblocks.arguments import Text, check_count, check_name, check_text
 from kvblocks.block import Epoch, KVCacheBlock
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.hashing import PositionKey, encode_extra_keys
@@ -61,15 +62,14 @@ class Sequence:
         lora: Text | None = None,
         extra_keys: Iterable[PositionKey] = (),
     ) -> None:
-        self.sequence_id = sequence_id
+        self.sequence_id = _check_id(sequence_id)
         self.tokens = pack_tokens(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(self.tokens)
         self.salt = None if salt is None else check_name("salt", salt)
         self.lora = None if lora is None else check_name("lora", lora)
         self.extra_keys: tuple[PositionKey, ...] = ()
         if extra_keys != ():
-            unchecked: Iterable[Any] = extra_keys
-            self.extra_keys = tuple([_check_position_key(key, self.num_tokens) for key in unchecked])
+            self.extra_keys = _check_position_keys(extra_keys, self.num_tokens)
         self._encoded_keys: tuple[int, dict[int, bytes] | None] | None = None
         self.owner: object | None = None
         self.reset_blocks()
@@ -101,12 +101,12 @@ class Sequence:
         """
         self.append_packed(pack_tokens(token_ids))
 
-    def append_token(self, token_id: int) -> None:
-        """Add one token that is known to be good. O(1), and once O(prompt) if that is the caller's buffer."""
+    def append_token(self, token_id: SupportsIndex) -> None:
+        """Add one token. TypeError or OverflowError if it is none. O(1), and once O(prompt) if that is a buffer."""
         try:
-            self.tokens.append(token_id)  # type: ignore[union-attr]  # a view has no append
+            self.tokens.append(token_id)  # type: ignore[union-attr, arg-type]  # a view has no append
         except (AttributeError, BufferError):
-            self.append_packed(array("I", (token_id,)))
+            self.append_packed(array("I", (index(token_id),)))
         else:
             self.num_tokens += 1
 
@@ -132,7 +132,7 @@ class Sequence:
         return memoryview(self.tokens).cast("B")
 
     def encoded_keys(self, block_size: int) -> dict[int, bytes] | None:
-        """Return the encoded extra keys by block, None when there are none. O(spans) once, then O(1)."""
+        """Return the encoded extra keys by block, None without any. O(blocks that spans touch) once, then O(1)."""
         if self._encoded_keys is None or self._encoded_keys[0] != block_size:
             keys = encode_extra_keys(self.salt, self.lora, self.extra_keys, block_size)
             self._encoded_keys = block_size, keys or None
@@ -146,6 +146,10 @@ class Sequence:
         assert self.num_registered_blocks <= self.num_computed_tokens // block_size, f"{self}: cached before it is full"
         for block in self.blocks[self.num_registered_blocks :]:
             assert not block.is_cached, f"{self}: {block} is cached, but not by it"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: two sequences would own one block table."""
+        raise TypeError(f"{self}: a sequence can't be copied or pickled; make a new one of its token_ids()")
 
     def __repr__(self) -> str:
         state = f"{len(self.blocks)} blocks" if self.owner is not None else "not allocated"
@@ -162,14 +166,26 @@ class Sequence:
         self.owner = None
 
 
+def _check_id(sequence_id: Hashable) -> Hashable:
+    try:
+        hash(sequence_id)
+    except TypeError:
+        raise InvalidArgumentError(f"sequence_id: expected something hashable, got {sequence_id!r}") from None
+    return sequence_id
+
+
+def _check_position_keys(keys: Any, num_tokens: int) -> tuple[PositionKey, ...]:
+    if not hasattr(keys, "__iter__"):
+        raise InvalidArgumentError(f"extra_keys: expected an iterable of (start, end, key), got {keys!r}")
+    return tuple([_check_position_key(key, num_tokens) for key in keys])
+
+
 def _check_position_key(key: Any, num_tokens: int) -> PositionKey:
-    if not isinstance(key, tuple) or len(key) != 3:
+    if not isinstance(key, (tuple, list)) or len(key) != 3:
         raise InvalidArgumentError(f"extra_keys: expected (start, end, key), got {key!r}")
-    start, end, payload = key
-    if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start < end <= num_tokens:
-        raise InvalidArgumentError(
-            f"extra_keys: expected 0 <= start < end <= {num_tokens} tokens, got {start!r}, {end!r}"
-        )
+    start = check_count("extra_keys: start", key[0], 0, num_tokens - 1)
+    end = check_count("extra_keys: end", key[1], start + 1, num_tokens)
+    payload = key[2]
     if not isinstance(payload, (str, bytes)) or not payload:
         raise InvalidArgumentError(f"extra_keys: expected a non-empty str or bytes as key, got {payload!r}")
-    return start, end, payload
+    return start, end, payload if isinstance(payload, bytes) else check_text("extra_keys", payload)

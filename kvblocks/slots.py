@@ -5,8 +5,9 @@ compute what a caller's hash function may refuse to, and only then touch, take, 
 """
 
 from array import array
+from collections.abc import Sequence as Items
 
-from kvblocks.block import KVCacheBlock
+from kvblocks.block import Epoch, KVCacheBlock
 from kvblocks.pool import BlockPool
 from kvblocks.registration import digests_ahead, register_full_blocks
 from kvblocks.sequence import Sequence
@@ -25,16 +26,21 @@ class SlotAllocator:
         """Return how many blocks the sequence lacks for `num_tokens` tokens. O(1)."""
         return max(0, -(-num_tokens // self._block_size) - len(sequence.blocks))
 
-    def start(self, sequence: Sequence, end: int, hit: list[KVCacheBlock]) -> list[KVCacheBlock] | None:
+    def start(
+        self, sequence: Sequence, epoch: Epoch | None, end: int, hit: list[KVCacheBlock]
+    ) -> list[KVCacheBlock] | None:
         """Give a sequence without blocks those of `hit` and what its first `end` tokens need beyond them.
+
+        epoch: of what cache it is; None: nothing of it is to be cached.
 
         Returns the new blocks; None, with nothing changed, when the pool can't serve it. O(blocks).
         """
         num_missing = max(0, self.num_missing_blocks(sequence, end) - len(hit))
         if not self._pool.can_take(num_missing, hit):
             return None
-        digests = digests_ahead(self._index, sequence, hit, end)
+        digests = digests_ahead(self._index, sequence, epoch, hit, end)
         self._pool.touch(hit)
+        sequence.epoch = epoch
         sequence.blocks += hit
         sequence.num_registered_blocks = len(hit)
         return self._fill(sequence, end, num_missing, digests)
@@ -44,7 +50,7 @@ class SlotAllocator:
         num_missing = self.num_missing_blocks(sequence, end)
         if num_missing > self._pool.num_free_blocks:
             return None
-        digests = digests_ahead(self._index, sequence, [], end)
+        digests = self._digests_ahead(sequence, end)
         return self._fill(sequence, end, num_missing, digests)
 
     def append(self, sequence: Sequence, tokens: "array[int] | memoryview[int]") -> list[KVCacheBlock] | None:
@@ -61,7 +67,7 @@ class SlotAllocator:
             raise
 
     def append_step(
-        self, sequences: list[Sequence], tokens: "array[int] | memoryview[int]"
+        self, sequences: Items[Sequence], tokens: "array[int] | memoryview[int]"
     ) -> list[tuple[int, int]] | None:
         """Add one token to each sequence, as `append`; the new blocks as (place in `sequences`, block id)."""
         block_size = self._block_size
@@ -74,7 +80,7 @@ class SlotAllocator:
             if sequence.num_tokens % block_size == 0:
                 ended.append(sequence)
         try:
-            digests = [digests_ahead(self._index, sequence, [], sequence.num_tokens) for sequence in ended]
+            digests = [self._digests_ahead(sequence, sequence.num_tokens) for sequence in ended]
         except BaseException:
             for sequence in sequences:
                 sequence.truncate_tokens(sequence.num_tokens - 1)
@@ -92,6 +98,12 @@ class SlotAllocator:
         """Take new blocks from the pool, which must have them. O(num_blocks)."""
         self.num_taken_blocks += num_blocks
         return self._pool.take(num_blocks) if num_blocks else []
+
+    def _digests_ahead(self, sequence: Sequence, end: int) -> bytearray | None:
+        if self._index.events is None:
+            return None
+        registered = sequence.blocks[: sequence.num_registered_blocks]
+        return digests_ahead(self._index, sequence, sequence.epoch, registered, end)
 
     def _fill(self, sequence: Sequence, end: int, num_missing: int, digests: bytearray | None) -> list[KVCacheBlock]:
         blocks = self.take(num_missing)

@@ -26,8 +26,9 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
     token_ids: an iterable of ints; or a one-dimensional buffer of 4-byte or 8-byte integers, such as array("I"), a
     NumPy array, or what has a `numpy()` method (a torch CPU tensor); or bytes, as packed little-endian u32.
 
-    4-byte buffers and bytes are not copied; the caller must not change them. O(1) for those, but for a look at the sign
-    bits of signed ones; else O(tokens). Raises InvalidTokensError for anything but 1 or more ids from 0 to 2**32 - 1.
+    4-byte buffers and bytes are not copied; the caller must not change them. O(1) for bytes and unsigned integers;
+    O(tokens) for all else, from the cheapest on: int32 (a look at the signs), int64, lists. Raises InvalidTokensError
+    for anything but 1 or more ids from 0 to 2**32 - 1.
     """
     if isinstance(token_ids, (list, tuple)):
         return _pack_ints(token_ids)
@@ -35,7 +36,7 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
         return memoryview(token_ids).toreadonly()  # nothing about it can be wrong
     if isinstance(token_ids, str):
         raise InvalidTokensError("token ids: expected integers, got a str")
-    source: Any = token_ids.numpy() if hasattr(token_ids, "numpy") else token_ids
+    source: Any = _tensor_on_cpu(token_ids) if hasattr(token_ids, "numpy") else token_ids
     try:
         view = memoryview(source)
     except TypeError:
@@ -43,11 +44,17 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
     return _pack_bytes(view) if isinstance(source, (bytes, bytearray)) else _pack_buffer(view)
 
 
-def _listed(token_ids: Any) -> list[Any]:
+def _tensor_on_cpu(tensor: Any) -> Any:
     try:
-        return list(token_ids)
-    except TypeError:
-        raise InvalidTokensError(f"token ids: expected an iterable or buffer, got {_name(token_ids)}") from None
+        return tensor.numpy()
+    except (TypeError, RuntimeError) as error:  # on a GPU, of bfloat16, with a gradient: it says which
+        raise InvalidTokensError(f"token ids: expected a CPU tensor of integers, got one that says: {error}") from error
+
+
+def _listed(token_ids: Any) -> list[Any]:
+    if not hasattr(token_ids, "__iter__"):
+        raise InvalidTokensError(f"token ids: expected an iterable or buffer, got {_name(token_ids)}")
+    return list(token_ids)
 
 
 def _pack_ints(token_ids: "list[Any] | tuple[Any, ...]") -> "array[int]":
@@ -82,23 +89,23 @@ def _pack_buffer(view: memoryview) -> "array[int] | memoryview[int]":
         raise InvalidTokensError(f"token ids: expected one dimension, got shape {view.shape}")
     if not view.nbytes:
         raise InvalidTokensError("token ids: expected at least one, got none")
-    kind = view.format.lstrip("@=<")
-    if len(kind) != 1 or kind not in "bBhHiIlLqQnN":
-        raise InvalidTokensError(f"token ids: expected a buffer of integers, got format {view.format!r}")
+    kind = view.format.removeprefix("@")
+    if len(kind) != 1 or kind not in "hHiIlLqQnN":  # of one byte it could be ids, or packed ones as bytes are
+        raise InvalidTokensError(
+            f"token ids: expected bytes, or a buffer of native integers of 2, 4 or 8 bytes, got format {view.format!r}"
+        )
     if view.itemsize < 4 or not view.c_contiguous:
         return _pack_ints(view.tolist())
     flat = view.cast("B").toreadonly()
     if view.itemsize == 4:
         # Only the top byte of each id decides whether a signed one is negative; isascii() looks for its high bit.
-        if kind.islower() and not bytes(flat[3::4]).isascii():
+        if kind.islower() and not bytes(flat)[3::4].isascii():
             return _pack_ints(view.tolist())
         return flat.cast("I")
-    halves = flat.cast("I")
-    if bytes(halves[1::2]).strip(b"\0"):
+    words = array("I", bytes(flat))
+    if words[1::2] != array("I", bytes(view.nbytes // 2)):
         return _pack_ints(view.tolist())
-    packed = array("I")
-    packed.frombytes(bytes(halves[::2]))
-    return packed
+    return words[::2]
 
 
 def _name(value: object) -> str:

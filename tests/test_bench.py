@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def bench(monkeypatch) -> SimpleNamespace:
     """Modules of bench/, which isn't installed; importing it reorders sys.path, until the test ends."""
     monkeypatch.syspath_prepend(ROOT)
-    names = ("compare", "driver", "items", "timing")
+    names = ("compare", "driver", "items", "report", "timing")
     return SimpleNamespace(**{name: importlib.import_module(f"bench.{name}") for name in names})
 
 
@@ -108,3 +108,9 @@ def test_every_item_is_a_method_of_the_contract(bench):
     names = [item.name for item in bench.items.ITEMS]
     assert len(set(names)) == len(names)
     assert {target.name for target in bench.items.TARGETS} <= set(names)
+
+
+def test_the_page_shows_the_kept_results(bench):
+    page = bench.report.PAGE.read_text(encoding="utf-8")
+    assert bench.report.render(page) == page, "run: python -m bench.report"
+    assert "| allocate, N=16 | ns/block |" in page

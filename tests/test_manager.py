@@ -1,5 +1,6 @@
 """The manager's promises one by one. What they come to together, over long histories, is test_stateful.py's."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvblocks import (
     SequenceStateError,
     StaleHitError,
 )
+from kvblocks.hashing import sha256_digest
 
 
 def start(manager: KVCacheManager, sequence: Sequence) -> int:
@@ -220,9 +222,10 @@ class TestAppendStep:
         manager.allocate_slots(chunked, 3)
         bad_calls: list[tuple[list[Sequence], Any, type[Exception], str]] = [
             ([one, two], [1], InvalidArgumentError, "and 1 tokens"),
-            ([one, one], [1, 2], InvalidArgumentError, "got 1 different ones in 2"),
+            ([one, one], [1, 2], InvalidArgumentError, "got 2 sequences, 1 of them different"),
             ([one, two], [1, -1], InvalidArgumentError, "got -1 at position 1"),
             ([one, chunked], [1, 2], SequenceStateError, "expected slots for all tokens"),
+            ([], [1], InvalidArgumentError, "got 0 sequences"),
             ([one, Sequence(4, [1])], [1, 2], SequenceStateError, "holds no blocks"),
         ]
         for sequences, tokens, error, message in bad_calls:
@@ -314,6 +317,22 @@ class TestReset:
         with pytest.raises(StaleHitError):
             manager.allocate_slots(sequence, hit=hit)
 
+    def test_a_hash_function_that_fails_later_does_no_harm(self) -> None:
+        calls = 0
+
+        def hash_function(preimage: bytes) -> bytes:
+            nonlocal calls
+            calls += 1
+            if calls > 2:
+                raise OSError("bad luck")
+            return b"digest"
+
+        manager = KVCacheManager(8, 4, hash_algorithm=hash_function)
+        start(manager, Sequence("a", range(9)))
+        manager.reset_prefix_cache()
+        manager.check()
+        assert hit_tokens(manager, list(range(9))) == 0
+
     def test_old_blocks_are_reused_without_a_trace(self) -> None:
         manager = KVCacheManager(6, 4)
         for number in range(5):
@@ -361,6 +380,30 @@ class TestMisuse:
             manager.get_computed_blocks(sequence)
         with pytest.raises(SequenceStateError, match="expected no hit, since Sequence"):
             manager.allocate_slots(sequence, hit=hit)
+
+    def test_another_manager_s_hit(self) -> None:
+        """Even of a manager that is in the same state."""
+        one, two = KVCacheManager(8, 4), KVCacheManager(8, 4)
+        cached = Sequence("cached", range(8))
+        start(two, cached)
+        two.free(cached)
+        sequence = Sequence("new", range(12))
+        hit = two.get_computed_blocks(sequence)
+        with pytest.raises(SequenceStateError, match="expected a hit of this manager's cache, got another's"):
+            one.allocate_slots(sequence, hit=hit)
+        assert one.num_free_blocks == two.num_free_blocks == 8
+
+    def test_a_renamed_sequence(self) -> None:
+        manager = KVCacheManager(8, 4)
+        sequence = Sequence("a", range(6))
+        start(manager, sequence)
+        sequence.sequence_id = "b"
+        for call in (manager.free, lambda s: manager.abort(s, 0), lambda s: manager.reserve_slots(s, 1)):
+            with pytest.raises(SequenceStateError, match="was renamed"):
+                call(sequence)
+        sequence.sequence_id = "a"
+        manager.free(sequence)
+        manager.check()
 
     @pytest.mark.parametrize("num_new_tokens", [0, -1, 7, 1.5, "2"])
     def test_bad_numbers_of_tokens(self, num_new_tokens: Any) -> None:
@@ -436,6 +479,43 @@ class TestEventsAndStats:
         assert isinstance(stored, BlockStored)
         manager.reset_prefix_cache()
         assert manager.take_events() == [AllBlocksCleared()]
+
+    def test_nothing_is_hashed_when_nothing_will_be_cached(self) -> None:
+        num_hashed = 0
+
+        def hash_function(preimage: bytes) -> bytes:
+            nonlocal num_hashed
+            num_hashed += 1
+            return sha256_digest(preimage)
+
+        def decode(manager: KVCacheManager, sequence: Sequence) -> int:
+            before = num_hashed
+            for _ in range(8):
+                manager.append_slots(sequence, [1])
+                manager.append_step([sequence], [1])
+            return num_hashed - before
+
+        off = KVCacheManager(64, 4, hash_algorithm=hash_function, enable_caching=False, enable_events=True)
+        sequence = Sequence("a", range(40))
+        start(off, sequence)
+        assert decode(off, sequence) == 0
+        manager = KVCacheManager(64, 4, hash_algorithm=hash_function, enable_events=True)
+        sequence, sharer = Sequence("a", range(40)), Sequence("b", range(41))
+        start(manager, sequence)
+        start(manager, sharer)
+        assert decode(manager, sharer) == 4  # a digest for each block that it filled
+        manager.abort(sequence, 0)
+        assert decode(manager, sharer) == 0  # it hangs from nothing now
+        manager.reset_prefix_cache()
+        assert decode(manager, sharer) == 0
+
+    def test_events_and_stats_can_be_sent_to_another_process(self) -> None:
+        manager = KVCacheManager(4, 2, enable_events=True)
+        start(manager, Sequence("a", [1, 2, 3]))
+        manager.reset_prefix_cache()
+        events = manager.take_events()
+        assert len(events) == 2
+        assert pickle.loads(pickle.dumps((events, manager.stats))) == (events, manager.stats)
 
     def test_a_duplicate_is_no_event(self) -> None:
         manager = KVCacheManager(8, 2, enable_events=True)

@@ -1,5 +1,7 @@
 """What a sequence takes and tells."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -14,11 +16,15 @@ from kvblocks import InvalidArgumentError, InvalidTokensError, KVCacheManager, S
         ({"salt": 5}, "salt: expected a non-empty str or None, got 5"),
         ({"lora": b"x"}, "lora: expected a non-empty str or None, got b'x'"),
         ({"extra_keys": [(0, 1)]}, r"expected \(start, end, key\), got \(0, 1\)"),
+        ({"extra_keys": None}, "expected an iterable of"),
+        ({"extra_keys": [(0, 1, "\ud800")]}, "expected text that UTF-8 can encode"),
+        ({"salt": "\ud800"}, "salt: expected text that UTF-8 can encode"),
+        ({"lora": "a\udc00"}, "lora: expected text that UTF-8 can encode"),
         ({"extra_keys": ["abc"]}, r"expected \(start, end, key\), got 'abc'"),
-        ({"extra_keys": [(2, 2, "x")]}, "expected 0 <= start < end <= 4 tokens, got 2, 2"),
-        ({"extra_keys": [(-1, 2, "x")]}, "got -1, 2"),
-        ({"extra_keys": [(0, 5, "x")]}, "got 0, 5"),
-        ({"extra_keys": [(0, 1.0, "x")]}, "got 0, 1.0"),
+        ({"extra_keys": [(2, 2, "x")]}, "end: expected an int from 3 to 4, got 2"),
+        ({"extra_keys": [(-1, 2, "x")]}, "start: expected an int from 0 to 3, got -1"),
+        ({"extra_keys": [(0, 5, "x")]}, "end: expected an int from 1 to 4, got 5"),
+        ({"extra_keys": [(0, 1.0, "x")]}, "end: expected an int from 1 to 4, got 1.0"),
         ({"extra_keys": [(0, 1, "")]}, "expected a non-empty str or bytes as key, got ''"),
         ({"extra_keys": [(0, 1, 7)]}, "expected a non-empty str or bytes as key, got 7"),
     ],
@@ -82,3 +88,25 @@ def test_a_view_of_the_tokens_never_stands_in_the_way() -> None:
     sequence.append_tokens([3])
     assert sequence.token_ids() == [1, 2, 3]
     assert bytes(view) == bytes([1, 0, 0, 0, 2, 0, 0, 0])
+
+
+def test_keys_may_come_as_lists_and_numbers_of_any_kind() -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy comes with the engine's dependencies")
+    sequence = Sequence("s", [1, 2, 3, 4], extra_keys=[[numpy.int64(1), numpy.int32(3), "x"]])  # type: ignore[list-item]
+    assert sequence.extra_keys == ((1, 3, "x"),)
+
+
+def test_an_id_must_be_hashable() -> None:
+    with pytest.raises(InvalidArgumentError, match="sequence_id: expected something hashable, got \\[1\\]"):
+        Sequence([1], [1])  # type: ignore[arg-type]
+    assert Sequence(("request", 7), [1]).sequence_id == ("request", 7)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_sequence_is_not_copied(duplicate: Any) -> None:
+    """A copy would share the block table, and free it a second time."""
+    manager = KVCacheManager(8, 2)
+    sequence = Sequence("s", [1, 2, 3])
+    manager.allocate_slots(sequence)
+    with pytest.raises(TypeError, match="can't be copied or pickled"):
+        duplicate(sequence)

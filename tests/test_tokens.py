@@ -1,6 +1,8 @@
 """Every form in which token ids may come, and every form in which they may not."""
 
 from array import array
+from collections.abc import Iterator
+from ctypes import c_int16
 from typing import Any
 
 import hypothesis.strategies as st
@@ -21,6 +23,11 @@ class HasNumpyMethod:
         return array("q", SMALL)
 
 
+class OnAnotherDevice:
+    def numpy(self) -> Any:
+        raise TypeError("it is on cuda:0")
+
+
 @pytest.mark.parametrize(
     ("token_ids", "expected"),
     [
@@ -37,7 +44,8 @@ class HasNumpyMethod:
         (array("q", IDS), IDS),
         (array("i", SMALL), SMALL),
         (array("H", SMALL), SMALL),
-        (array("b", SMALL), SMALL),
+        (array("h", SMALL), SMALL),
+        (array("l", SMALL), SMALL),
         (HasNumpyMethod(), SMALL),
         ([True, False], [1, 0]),
     ],
@@ -89,7 +97,11 @@ def test_four_byte_buffers_and_bytes_are_not_copied() -> None:
         (array("q", [1, 2, -9]), "got -9 at position 2"),
         (array("q", [2**32]), "got 4294967296 at position 0"),
         (array("h", [-3]), "got -3 at position 0"),
-        (array("f", [1.0]), "expected a buffer of integers, got format 'f'"),
+        (array("f", [1.0]), "native integers of 2, 4 or 8 bytes, got format 'f'"),
+        (array("B", [1, 0, 0, 0]), "got format 'B'"),  # ids, or packed ids? bytes say which
+        (memoryview(b"1234"), "got format 'B'"),
+        ((c_int16 * 2)(1, 2), "got format '<h'"),
+        (OnAnotherDevice(), "expected a CPU tensor of integers, got one that says: it is on cuda:0"),
         (memoryview(bytes(16)).cast("B", (4, 4)), r"expected one dimension, got shape \(4, 4\)"),
     ],
 )
@@ -121,3 +133,28 @@ def test_all_forms_of_a_prompt_hit_each_other() -> None:
         manager.append_slots(sequence, [100 + number])  # a buffer is copied once, and then grows
         assert sequence.token_ids() == [*tokens, 100 + number]
         manager.check()
+
+
+def test_an_iterable_s_own_error_is_not_hidden() -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        Sequence("s", broken())
+
+
+def test_numbers_of_any_kind_can_be_appended() -> None:
+    """Inside a block and at its end, which are two ways through the code."""
+    numpy = pytest.importorskip("numpy", reason="numpy comes with the engine's dependencies")
+    manager = KVCacheManager(8, 4)
+    sequence = Sequence("s", [1])
+    manager.allocate_slots(sequence)
+    for number in (numpy.int64(5), numpy.uint32(6), numpy.int64(7), numpy.int32(8), 9):
+        manager.append_slots(sequence, [number])
+    assert sequence.token_ids() == [1, 5, 6, 7, 8, 9]
+    for bad in (-1, 2**32, 1.5, None, "5"):
+        with pytest.raises(InvalidTokensError):
+            manager.append_slots(sequence, [bad])  # type: ignore[list-item]
+    assert sequence.num_tokens == sequence.num_computed_tokens == 6
+    manager.check()

@@ -1,0 +1,125 @@
+"""Writes the tables of docs/performance.md from the results kept in bench/results/.
+
+    python -m bench.report
+
+Reads compare-plain.json, compare-compiled.json, growth-plain.json and growth-compiled.json there. "n/a": the contestant
+has no such thing, or isn't timed on it.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bench.items import BASELINE, ITEMS, TARGETS
+
+BENCH = Path(__file__).resolve().parent
+PAGE = BENCH.parent / "docs" / "performance.md"
+BEGIN, END = "<!-- tables: python -m bench.report -->", "<!-- end of tables -->"
+BUILDS = ("plain", "compiled")
+PEERS = ("vllm", "sglang", "dynamo", "nano-vllm")
+Results = dict[str, Any]
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """Return a table in Markdown, numbers to the right."""
+    names = list(head)
+    align = ["---" if place == 0 else "---:" for place in range(len(names))]
+    return [f"| {' | '.join(str(cell) for cell in row)} |" for row in (names, align, *rows)] + [""]
+
+
+def number(value: float | None) -> str:
+    """Return a measured number with three digits that count, or n/a."""
+    if value is None:
+        return "n/a"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def first_row(results: Results, item: str, contestant: str) -> Results:
+    """Return the contestant's first row for an item; empty when there is none."""
+    rows = (row for row in results["results"] if row["item"] == item and row["contestant"] == contestant)
+    return next(rows, {})
+
+
+def targets(compared: dict[str, Results]) -> list[str]:
+    """Return how the targets against vLLM were met, by build."""
+    titles = {item.name: item.title for item in ITEMS}
+    rows = []
+    for target in TARGETS:
+        cells: list[object] = [titles[target.name]]
+        for build, wanted in zip(BUILDS, (target.plain, target.compiled), strict=True):
+            ratio = first_row(compared[build], target.name, BASELINE)["ratio"]
+            cells += [f"{wanted:g}x", f"{ratio:.1f}x" if ratio >= wanted else f"**{ratio:.1f}x**"]
+        rows.append(cells)
+    return table(["times vLLM (bold: missed)", "target, plain", "plain", "target, compiled", "compiled"], rows)
+
+
+def items(compared: dict[str, Results]) -> list[str]:
+    """Return the minimum of every contestant for every item."""
+    rows = []
+    for item in ITEMS:
+        ours = [first_row(compared[build], item.name, "kvblocks").get("low") for build in BUILDS]
+        theirs = [first_row(compared["plain"], item.name, peer).get("low") for peer in PEERS]
+        rows.append([item.title, item.unit, *map(number, (*ours, *theirs))])
+    return table(["item", "unit", *(f"kvblocks, {build}" for build in BUILDS), *PEERS], rows)
+
+
+def memory(compared: dict[str, Results]) -> list[str]:
+    """Return the bytes a block."""
+    found = {("kvblocks, " + build): compared[build]["memory"][0] for build in BUILDS}
+    found |= {row["contestant"]: row for row in compared["plain"]["memory"][1:]}
+    rows = ([name, row["empty"], row["cached"], row["share"]] for name, row in found.items())
+    return table(["bytes a block", "empty", "all cached", "of vLLM's"], rows)
+
+
+def growth(grown: dict[str, Results]) -> list[str]:
+    """Return what changes with the pool's size, the number of prefixes, and the prompt's length."""
+    by_shape: dict[tuple[str, str], list[object]] = {}
+    shapes: dict[tuple[int, int], None] = {}
+    for build in BUILDS:
+        for row in grown[build]["growth"]["pools"]:
+            shapes[row["pool_blocks"], row["num_prefixes"]] = None
+            by_shape.setdefault((f"{row['item']}, {build}", row["unit"]), []).append(number(row["min"]))
+    head = [f"{num_blocks:,} blocks, {num_prefixes:,} prefixes" for num_blocks, num_prefixes in shapes]
+    lines = table(["item", "unit", *head], ([*name, *cells] for name, cells in by_shape.items()))
+    pairs = zip(*(grown[build]["growth"]["prompts"] for build in BUILDS), strict=True)
+    rows = [[a["item"], *(number(x) for row in (a, b) for x in (row["min"], row["ns_per_block"]))] for a, b in pairs]
+    head = [f"{build}, {unit}" for build in BUILDS for unit in ("us", "ns/block")]
+    return lines + table(["prompt in a buffer", *head], rows)
+
+
+def conditions(compared: dict[str, Results]) -> list[str]:
+    """Return the conditions of both runs, those that are the same once."""
+    both = [compared[build]["conditions"] for build in BUILDS]
+    lines = []
+    for name, value in both[0].items():
+        said = value if value == both[1].get(name) else f"{value} (plain run), {both[1].get(name)} (compiled run)"
+        said = ", ".join(f"{key} {version}" for key, version in said.items()) if isinstance(said, dict) else said
+        lines.append(f"- {name}: {said}")
+    return [*lines, ""]
+
+
+def load(kind: str) -> dict[str, Results]:
+    """Return the kept results of one kind, by build."""
+    folder = BENCH / "results"
+    return {build: json.loads((folder / f"{kind}-{build}.json").read_text(encoding="utf-8")) for build in BUILDS}
+
+
+def render(page: str) -> str:
+    """Return `page` with the tables of the kept results in place of those that it has."""
+    compared, grown = load("compare"), load("growth")
+    sections = {
+        "Conditions": conditions(compared),
+        "Targets": targets(compared),
+        "Every item": items(compared),
+        "Memory": memory(compared),
+        "Growth": growth(grown),
+    }
+    lines = [line for title, body in sections.items() for line in (f"### {title}", "", *body)]
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n".join([before + BEGIN, "", *lines, END + after])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
