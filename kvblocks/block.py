@@ -9,6 +9,7 @@ The intrusive links, with an unlinked block pointing at itself, are those of the
 fields are those of vLLM v1's KVCacheBlock.
 """
 
+from array import array
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -32,8 +33,8 @@ class KVCacheBlock:
     """One block of KV-cache memory: `block_size` slots, named by `block_id`, 0 to num_blocks - 1.
 
     ref_cnt: how many live block tables hold it; 0 exactly when it is in the free queue. prev_free_block and
-    next_free_block: its neighbours there; the block itself when it isn't queued. run and index: where it is
-    cached; run is None when it isn't. Read-only outside this package.
+    next_free_block: its neighbours there; when it isn't queued, the first is the block itself, the second means
+    nothing. run and index: where it is cached; run is None when it isn't. Read-only outside this package.
     """
 
     __slots__ = ("block_id", "index", "next_free_block", "prev_free_block", "ref_cnt", "run")
@@ -80,10 +81,25 @@ class Epoch:
         self.num_digest_bytes = num_digest_bytes
         self.is_current = True
 
-    def chain(self, parent_digest: bytes, extra_keys: bytes | None, tokens: bytes) -> bytes:
-        """Return the digest of one block, given its parent's (b"" for none). Changes nothing."""
-        digest = self.hash_function(make_preimage(parent_digest, extra_keys or b"", tokens))
-        return check_digest(digest, self.num_digest_bytes)
+    def chain(
+        self,
+        parent_digest: bytes,
+        tokens: bytearray | memoryview,
+        extra_keys: dict[int, bytes] | None,
+        first: int,
+        end: int,
+    ) -> bytearray:
+        """Return the digests of blocks first to end - 1 of `tokens`, one after the other; changes nothing.
+
+        parent_digest: of the block before them, b"" for none. extra_keys: encoded, by block. O(end - first).
+        """
+        keys, size, packed = extra_keys or {}, self.block_bytes, bytearray()
+        previous = parent_digest
+        for block in range(first, end):
+            preimage = make_preimage(previous, keys.get(block, b""), bytes(tokens[block * size : (block + 1) * size]))
+            previous = check_digest(self.hash_function(preimage), self.num_digest_bytes)
+            packed += previous
+        return packed
 
 
 class Run:
@@ -140,6 +156,17 @@ class Run:
         differing = [i for i in keyed if 0 <= i < num_blocks and ours.get(position + i) != theirs.get(first + i)]
         return min(differing, default=num_blocks)
 
+    def is_open_at(self, position: int) -> bool:
+        """Whether the next block behind `position` may be added here. Nothing hangs from there then. O(1)."""
+        return position + 1 == len(self.blocks) and not self.is_closed
+
+    def extend_by_one(self, block: KVCacheBlock, tokens: "array[int]") -> None:
+        """`extend` by one block without extra keys. O(block_size)."""
+        block.run = self
+        block.index = len(self.blocks)
+        self.blocks.append(block)
+        self.tokens += tokens
+
     def extend(self, blocks: list[KVCacheBlock], tokens: memoryview, extra_keys: dict[int, bytes]) -> None:
         """Add blocks at the end, with their tokens and the encoded extra keys of those that have some, by place."""
         base = index = len(self.blocks)
@@ -190,6 +217,22 @@ class Run:
                 self.extra_keys = {i: key for i, key in self.extra_keys.items() if i < position} or None
         return len(dropped)
 
+    def check(self) -> int:
+        """Raise AssertionError unless the tokens and keys are those of the key, and every block leads here. O(blocks).
+
+        Returns how many blocks it holds, spares included.
+        """
+        parent, position, tokens, extra_keys = self.key
+        size = self.epoch.block_bytes
+        assert parent is None or position < len(parent.blocks), f"{self}: hangs from a position that isn't cached"
+        assert tokens == self.tokens[:size] and len(self.tokens) >= size * len(self.blocks), f"{self}: its tokens"
+        assert extra_keys == (self.extra_keys or {}).get(0), f"{self}: its extra keys"
+        held = list(enumerate(self.blocks))
+        held += [(index, block) for index, spares in (self.spares or {}).items() for block in spares]
+        for index, block in held:
+            assert block.run is self and block.index == index, f"{block}: doesn't lead to where it is cached"
+        return len(held)
+
     def retire(self) -> None:
         """Give back what a run of an ended epoch holds, and leave no cycle of references."""
         self.spares = self.children = self.extra_keys = None
@@ -230,9 +273,4 @@ class Run:
             previous = bytes(self.digests[-size:])
         else:
             previous = b"" if parent is None else parent.digest(position)
-        extra_keys = self.extra_keys or {}
-        for index in range(first, len(self.blocks)):
-            start = index * epoch.block_bytes
-            tokens = bytes(self.tokens[start : start + epoch.block_bytes])
-            previous = epoch.chain(previous, extra_keys.get(index), tokens)
-            self.digests += previous
+        self.digests += epoch.chain(previous, self.tokens, self.extra_keys, first, len(self.blocks))

@@ -47,14 +47,25 @@ class FreeBlockQueue:
         taken = []
         for _ in range(num_blocks):
             taken.append(block)
-            following = block.next_free_block
             block.ref_cnt = 1
-            block.prev_free_block = block.next_free_block = block
-            block = following
+            block.prev_free_block = block
+            block = block.next_free_block
         root.next_free_block = block
         block.prev_free_block = root
         self.num_free_blocks -= num_blocks
         return taken
+
+    def popleft(self) -> KVCacheBlock:
+        """Take the least recently used block; it then has `ref_cnt` 1. There must be one. O(1)."""
+        root = self._root
+        block = root.next_free_block
+        following = block.next_free_block
+        root.next_free_block = following
+        following.prev_free_block = root
+        block.prev_free_block = block
+        block.ref_cnt = 1
+        self.num_free_blocks -= 1
+        return block
 
     def extend(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Append blocks that are neither queued nor owned, in order. O(blocks).
@@ -82,7 +93,7 @@ class FreeBlockQueue:
         """Take back what a failing call has linked behind the queue's end: the `num_blocks` blocks up to `last`."""
         for _ in range(num_blocks):
             previous = last.prev_free_block
-            last.prev_free_block = last.next_free_block = last
+            last.prev_free_block = last
             last = previous
         last.next_free_block = self._root
 
@@ -120,7 +131,7 @@ class FreeBlockQueue:
                 previous, following = block.prev_free_block, block.next_free_block
                 previous.next_free_block = following
                 following.prev_free_block = previous
-                block.prev_free_block = block.next_free_block = block
+                block.prev_free_block = block
                 num_unlinked += 1
             block.ref_cnt += 1
         self.num_free_blocks -= num_unlinked

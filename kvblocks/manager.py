@@ -52,6 +52,7 @@ class KVCacheManager:
         debug: bool = False,
     ) -> None:
         self.block_size = check_count("block_size", block_size, 1)
+        self._last_place = 0 if debug else self.block_size - 1  # when debugging, every append goes the long way
         self.enable_caching = enable_caching
         self._index = PrefixIndex(self.block_size, get_hash_function(hash_algorithm), enable_events=enable_events)
         self._pool = BlockPool(num_blocks, self._index)
@@ -140,20 +141,19 @@ class KVCacheManager:
         """
         num_tokens = sequence.num_tokens
         if (
-            type(token_ids) is list
-            and len(token_ids) == 1
-            and not self._debug
-            and sequence.owner is self
+            0 < num_tokens % self.block_size < self._last_place
             and sequence.num_computed_tokens == num_tokens
-            and 0 < num_tokens % self.block_size < self.block_size - 1
+            and sequence.owner is self
+            and type(token_ids) is list
+            and len(token_ids) == 1
         ):  # it fits the last block without filling it: 14 of 16 decoded tokens, and nothing else changes
             try:
-                sequence.append_token(token_ids[0])
-            except (TypeError, OverflowError):
-                pack_tokens(token_ids)  # says what is wrong with it
-                raise
-            sequence.num_computed_tokens = sequence.num_tokens
-            return []
+                sequence.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
+            except (AttributeError, BufferError, TypeError, OverflowError):
+                pass  # the long way copes with it, or says what is wrong
+            else:
+                sequence.num_tokens = sequence.num_computed_tokens = num_tokens + 1
+                return []
         self._check_appendable(sequence, "append_slots")
         blocks = self._slots.append(sequence, pack_tokens(token_ids))
         self._check_if_debugging()
@@ -166,7 +166,7 @@ class KVCacheManager:
         block, the last of its table: all that changed in the step's block tables. None, with nothing changed for any of
         them, when the pool can't serve all.
 
-        Raises SequenceStateError, InvalidTokensError and, for a sequence given twice or another number of tokens,
+        Raises SequenceStateError, InvalidTokensError and, for repeated sequences or too few or many tokens,
         InvalidArgumentError. O(sequences).
         """
         if not sequences and not list(token_ids):
@@ -244,7 +244,7 @@ class KVCacheManager:
         return self._index.take_events()
 
     def free_block_ids(self) -> list[int]:
-        """Return the ids of the free blocks in the order in which they would be taken. O(free blocks)."""
+        """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
         return self._pool.free_block_ids()
 
     def check(self) -> None:
@@ -256,8 +256,7 @@ class KVCacheManager:
 
     def _check_start(self, sequence: Sequence, hit: CacheHit | None) -> int:
         if sequence.sequence_id in self._sequences:
-            name = sequence.sequence_id
-            raise SequenceStateError(f"allocate_slots: expected a new sequence_id, got {name!r}, which holds blocks")
+            raise SequenceStateError(f"allocate_slots: expected another sequence_id than {sequence}'s, which is in use")
         if hit is None:
             return 0
         check_hit(self._index, sequence, hit)
@@ -278,10 +277,8 @@ class KVCacheManager:
     def _check_appendable(self, sequence: Sequence, call: str) -> None:
         self._check_owned(sequence, call)
         if sequence.num_computed_tokens != sequence.num_tokens:
-            raise SequenceStateError(
-                f"{call}: expected slots for all tokens, got {sequence} with slots for {sequence.num_computed_tokens};"
-                " allocate_slots makes the rest"
-            )
+            num_slots = sequence.num_computed_tokens
+            raise SequenceStateError(f"{call}: expected slots for all tokens, got {num_slots} slots for {sequence}")
 
     def _start(self, sequence: Sequence, end: int, hit: CacheHit | None) -> list[KVCacheBlock] | None:
         epoch = self._index.epoch if self.enable_caching else None

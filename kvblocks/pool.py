@@ -48,8 +48,17 @@ class BlockPool:
         Raises PoolExhaustedError, changing nothing, when there are fewer.
         """
         blocks = self._queue.popleft_n(num_blocks)
-        self.num_evicted_blocks += self.index.evict(blocks)
+        cached = [block for block in blocks if block.run is not None]
+        if cached:
+            self.num_evicted_blocks += self.index.evict(cached)
         return blocks
+
+    def take_one(self) -> KVCacheBlock:
+        """`take` of one block; there must be one. O(1)."""
+        block = self._queue.popleft()
+        if block.run is not None:
+            self.num_evicted_blocks += self.index.evict([block])
+        return block
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add an owner to each of `blocks`, free or not; what they hold stays. O(blocks)."""

@@ -16,6 +16,8 @@ Invariants: `blocks` of a run are its positions 0..n-1 with no gap; a block's `r
 The map keyed by preimages, the runs and the closing rule are this project's; reusing blocks by hash chain is vLLM's.
 """
 
+from array import array
+
 from kvblocks.block import ROOT, Epoch, KVCacheBlock, Node, Run, RunKey
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
@@ -28,8 +30,7 @@ class PrefixIndex:
     """Finds, adds and removes cached prefixes of blocks of `block_size` tokens.
 
     version: goes up whenever a block stops being cached; while it stands still, every earlier match holds.
-    num_cached_blocks: blocks that hold a cached prefix, spares included. events: records since the last `take_events`,
-    None when they aren't recorded.
+    num_cached_blocks: blocks that hold a cached prefix, spares included. events: since last taken; None: not recorded.
     """
 
     def __init__(self, block_size: int, hash_function: HashFunction, *, enable_events: bool = False) -> None:
@@ -69,12 +70,20 @@ class PrefixIndex:
         Needed before `insert` when events are recorded; a hash function that raises then does so before any change.
         """
         run, position = node
-        previous = b"" if run is None else run.digest(position)
-        keys, size, packed = extra_keys or {}, self._block_bytes, bytearray()
-        for block in range(first, end):
-            previous = self.epoch.chain(previous, keys.get(block), bytes(tokens[block * size : (block + 1) * size]))
-            packed += previous
-        return packed
+        parent_digest = b"" if run is None else run.digest(position)
+        return self.epoch.chain(parent_digest, tokens, extra_keys, first, end)
+
+    def insert_one(self, parent: KVCacheBlock, block: KVCacheBlock, tokens: "array[int]") -> bool:
+        """`insert` of one block without extra keys behind `parent`, if their run can be extended. Whether it was.
+
+        tokens: the block's. The short way for a decoded token; not when events are recorded.
+        """
+        run = parent.run
+        if run is None or not run.is_open_at(parent.index):
+            return False
+        run.extend_by_one(block, tokens)
+        self.num_cached_blocks += 1
+        return True
 
     def insert(
         self,
@@ -91,7 +100,7 @@ class PrefixIndex:
         digests: theirs, needed when events are recorded. O(blocks).
         """
         num_done = 0
-        while num_done < len(blocks):
+        while num_done < len(blocks) and not (node[0] is not None and node[0].is_open_at(node[1])):
             run, start, count = self._following(node, tokens, extra_keys, first + num_done, len(blocks) - num_done)
             if run is None:
                 break
@@ -102,7 +111,9 @@ class PrefixIndex:
             return
         if num_done:
             blocks, first = blocks[num_done:], first + num_done
-        target = self._open_run(node, tokens, extra_keys, first)
+        target, position = node
+        if target is None or not target.is_open_at(position):
+            target = self._new_run(node, tokens, extra_keys, first)
         base, size = len(target.blocks), self._block_bytes
         keys = {i: extra_keys[first + i] for i in range(len(blocks)) if first + i in extra_keys} if extra_keys else {}
         target.extend(blocks, tokens[first * size : (first + len(blocks)) * size], keys)
@@ -162,21 +173,12 @@ class PrefixIndex:
         num_cached = 0
         for key, run in self._runs.items():
             assert run.key == key and run.epoch is self.epoch and run.blocks, f"{run}: not a live run under its key"
-            size = self._block_bytes
-            assert key[2] == run.tokens[:size] and len(run.tokens) >= size * len(run.blocks), f"{run}: its tokens"
-            assert key[3] == (run.extra_keys or {}).get(0), f"{run}: its extra keys"
             parent, position, _, _ = key
-            if parent is not None:
-                assert position < len(parent.blocks), f"{run}: hangs from a position that isn't cached"
-                assert parent.children and run in parent.children[position], f"{run}: its parent doesn't know it"
-                assert self._runs.get(parent.key) is parent, f"{run}: its parent isn't in the map"
+            assert parent is None or self._runs.get(parent.key) is parent, f"{run}: its parent isn't in the map"
+            assert parent is None or run in parent.children_from(position), f"{run}: its parent doesn't know it"
             for child in run.children_from(0):
                 assert self._runs.get(child.key) is child, f"{run}: a child isn't in the map"
-            held = [(index, block) for index, block in enumerate(run.blocks)]
-            held += [(index, block) for index, spares in (run.spares or {}).items() for block in spares]
-            for index, block in held:
-                assert block.run is run and block.index == index, f"{block}: doesn't lead to where it is cached"
-            num_cached += len(held)
+            num_cached += run.check()
         assert num_cached == self.num_cached_blocks, f"index: {num_cached} cached, {self.num_cached_blocks} counted"
 
     def _child(self, node: Node, tokens: memoryview, extra_keys: ExtraKeys, block: int) -> Run | None:
@@ -197,11 +199,9 @@ class PrefixIndex:
         run = self._child(node, tokens, extra_keys, first)
         return run, 0, 0 if run is None else run.num_common(0, tokens, extra_keys, first, max_blocks)
 
-    def _open_run(self, node: Node, tokens: memoryview, extra_keys: ExtraKeys, first: int) -> Run:
-        """Return a run at whose end block `first`, not cached yet, hangs from `node`: the node's own or a new one."""
+    def _new_run(self, node: Node, tokens: memoryview, extra_keys: ExtraKeys, first: int) -> Run:
+        """Return a new run below `node`, still empty, keyed by the sequence's block `first`."""
         parent, position = node
-        if parent is not None and not parent.is_closed and position + 1 == len(parent.blocks):
-            return parent
         start = first * self._block_bytes
         extra = None if extra_keys is None else extra_keys.get(first)
         run = Run((parent, position, bytes(tokens[start : start + self._block_bytes]), extra), self.epoch)

@@ -4,6 +4,8 @@ The index speaks of packed tokens and nodes, the manager of sequences and slots;
 first `num_registered_blocks` blocks were hit or cached here, so the last of them is where the next one hangs.
 """
 
+from array import array
+
 from kvblocks.block import ROOT, Epoch, KVCacheBlock
 from kvblocks.cache_hit import CacheHit
 from kvblocks.errors import SequenceStateError, StaleHitError
@@ -57,6 +59,12 @@ def register_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytear
     first, end = sequence.num_registered_blocks, sequence.num_computed_tokens // index.block_size
     if first >= end or sequence.epoch is not index.epoch:
         return
+    tokens = sequence.tokens
+    if end - first == 1 and first and digests is None and not sequence.has_keys and isinstance(tokens, array):
+        last = tokens[first * index.block_size : end * index.block_size]
+        if index.insert_one(sequence.blocks[first - 1], sequence.blocks[first], last):
+            sequence.num_registered_blocks = end
+            return
     node = sequence.blocks[first - 1].node if first else ROOT
     if first and node[0] is None:
         return

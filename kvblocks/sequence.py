@@ -41,6 +41,7 @@ class Sequence:
         "blocks",
         "epoch",
         "extra_keys",
+        "has_keys",
         "lora",
         "num_computed_tokens",
         "num_prompt_tokens",
@@ -70,6 +71,7 @@ class Sequence:
         self.extra_keys: tuple[PositionKey, ...] = ()
         if extra_keys != ():
             self.extra_keys = _check_position_keys(extra_keys, self.num_tokens)
+        self.has_keys = salt is not None or lora is not None or self.extra_keys != ()
         self._encoded_keys: tuple[int, dict[int, bytes] | None] | None = None
         self.owner: object | None = None
         self.reset_blocks()
@@ -133,6 +135,8 @@ class Sequence:
 
     def encoded_keys(self, block_size: int) -> dict[int, bytes] | None:
         """Return the encoded extra keys by block, None without any. O(blocks that spans touch) once, then O(1)."""
+        if not self.has_keys:
+            return None
         if self._encoded_keys is None or self._encoded_keys[0] != block_size:
             keys = encode_extra_keys(self.salt, self.lora, self.extra_keys, block_size)
             self._encoded_keys = block_size, keys or None

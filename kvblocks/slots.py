@@ -55,6 +55,8 @@ class SlotAllocator:
 
     def append(self, sequence: Sequence, tokens: "array[int] | memoryview[int]") -> list[KVCacheBlock] | None:
         """Add packed tokens to a sequence all of whose tokens have slots, with slots for them. As `start`."""
+        if len(tokens) == 1 and self._index.events is None:
+            return self._append_one(sequence, tokens[0])
         num_before = sequence.num_tokens
         end = num_before + len(tokens)
         if self.num_missing_blocks(sequence, end) > self._pool.num_free_blocks:
@@ -70,21 +72,27 @@ class SlotAllocator:
         self, sequences: Items[Sequence], tokens: "array[int] | memoryview[int]"
     ) -> list[tuple[int, int]] | None:
         """Add one token to each sequence, as `append`; the new blocks as (place in `sequences`, block id)."""
-        block_size = self._block_size
-        full = [i for i, sequence in enumerate(sequences) if sequence.num_tokens == len(sequence.blocks) * block_size]
+        block_size, events = self._block_size, self._index.events
+        full: list[int] = []  # places of those that need a block
+        ended: list[Sequence] = []  # those whose last block gets full
+        for i, sequence in enumerate(sequences):
+            place = sequence.num_tokens % block_size
+            if place == 0 and sequence.num_tokens == len(sequence.blocks) * block_size:
+                full.append(i)
+            if place == block_size - 1:
+                ended.append(sequence)
         if len(full) > self._pool.num_free_blocks:
             return None
-        ended = []
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.append_token(token)
-            if sequence.num_tokens % block_size == 0:
-                ended.append(sequence)
-        try:
-            digests = [self._digests_ahead(sequence, sequence.num_tokens) for sequence in ended]
-        except BaseException:
-            for sequence in sequences:
-                sequence.truncate_tokens(sequence.num_tokens - 1)
-            raise
+        digests: list[bytearray | None] = [None] * len(ended)
+        if events is not None:
+            try:
+                digests = [self._digests_ahead(sequence, sequence.num_tokens) for sequence in ended]
+            except BaseException:
+                for sequence in sequences:
+                    sequence.truncate_tokens(sequence.num_tokens - 1)
+                raise
         blocks = self.take(len(full))
         for i, block in zip(full, blocks, strict=True):
             sequences[i].blocks.append(block)
@@ -98,6 +106,22 @@ class SlotAllocator:
         """Take new blocks from the pool, which must have them. O(num_blocks)."""
         self.num_taken_blocks += num_blocks
         return self._pool.take(num_blocks) if num_blocks else []
+
+    def _append_one(self, sequence: Sequence, token: int) -> list[KVCacheBlock] | None:
+        """`append` of one token when no event is recorded, so that nothing can fail after the first check."""
+        block_size, end = self._block_size, sequence.num_tokens + 1
+        blocks: list[KVCacheBlock] = []
+        if end > len(sequence.blocks) * block_size:
+            if not self._pool.num_free_blocks:
+                return None
+            blocks.append(self._pool.take_one())
+            sequence.blocks += blocks
+            self.num_taken_blocks += 1
+        sequence.append_token(token)
+        sequence.num_computed_tokens = end
+        if end % block_size == 0:
+            register_full_blocks(self._index, sequence, None)
+        return blocks
 
     def _digests_ahead(self, sequence: Sequence, end: int) -> bytearray | None:
         if self._index.events is None:
