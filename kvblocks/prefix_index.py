@@ -54,14 +54,15 @@ class PrefixIndex:
         is one memcmp a run and one slice of its blocks.
         """
         blocks: list[KVCacheBlock] = []
-        node = ROOT
-        while (first := len(blocks)) < max_blocks:
+        node, first = ROOT, 0
+        while first < max_blocks:
             run = self._child(node, tokens, extra_keys, first)
             if run is None:
                 break
             count = run.num_common(0, tokens, extra_keys, first, max_blocks - first)
             blocks += run.blocks[:count]
             node = run, count - 1
+            first += count
         return blocks
 
     def digests(self, node: Node, tokens: memoryview, extra_keys: ExtraKeys, first: int, end: int) -> bytearray:
@@ -185,7 +186,7 @@ class PrefixIndex:
         """Return the run below `node` whose first block is the sequence's block number `block`."""
         start = block * self._block_bytes
         extra = None if extra_keys is None else extra_keys.get(block)
-        return self._runs.get((*node, bytes(tokens[start : start + self._block_bytes]), extra))
+        return self._runs.get((node[0], node[1], bytes(tokens[start : start + self._block_bytes]), extra))
 
     def _following(
         self, node: Node, tokens: memoryview, extra_keys: ExtraKeys, first: int, max_blocks: int

@@ -84,20 +84,25 @@ class SlotAllocator:
         if len(full) > self._pool.num_free_blocks:
             return None
         for sequence, token in zip(sequences, tokens, strict=True):
-            sequence.append_token(token)
+            num_tokens = sequence.num_tokens + 1
+            try:
+                sequence.tokens.append(token)  # type: ignore[union-attr]  # a view has no append
+                sequence.num_tokens = num_tokens
+            except (AttributeError, BufferError):
+                sequence.append_token(token)
+            sequence.num_computed_tokens = num_tokens
         digests: list[bytearray | None] = [None] * len(ended)
         if events is not None:
             try:
                 digests = [self._digests_ahead(sequence, sequence.num_tokens) for sequence in ended]
             except BaseException:
                 for sequence in sequences:
-                    sequence.truncate_tokens(sequence.num_tokens - 1)
+                    sequence.num_computed_tokens -= 1
+                    sequence.truncate_tokens(sequence.num_computed_tokens)
                 raise
         blocks = self.take(len(full))
         for i, block in zip(full, blocks, strict=True):
             sequences[i].blocks.append(block)
-        for sequence in sequences:
-            sequence.num_computed_tokens = sequence.num_tokens
         for sequence, ahead in zip(ended, digests, strict=True):
             register_full_blocks(self._index, sequence, ahead)
         return [(i, block.block_id) for i, block in zip(full, blocks, strict=True)]

@@ -30,10 +30,10 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
     O(tokens) for all else, from the cheapest on: int32 (a look at the signs), int64, lists. Raises InvalidTokensError
     for anything but 1 or more ids from 0 to 2**32 - 1.
     """
-    if isinstance(token_ids, (list, tuple)):
-        return _pack_ints(token_ids)
     if isinstance(token_ids, array) and token_ids.typecode == "I" and token_ids:
         return memoryview(token_ids).toreadonly()  # nothing about it can be wrong
+    if isinstance(token_ids, (list, tuple)):
+        return _pack_ints(token_ids)
     if isinstance(token_ids, str):
         raise InvalidTokensError("token ids: expected integers, got a str")
     source: Any = _tensor_on_cpu(token_ids) if hasattr(token_ids, "numpy") else token_ids
