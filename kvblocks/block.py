@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Collection
 from typing import Any
 
+from kvblocks.events import BlockStored
 from kvblocks.hashing import HashFunction, check_digest, make_preimage
 
 RunKey = tuple["Run | None", int, bytes, bytes | None]
@@ -217,11 +218,33 @@ class Run:
                 self.extra_keys = {i: key for i, key in self.extra_keys.items() if i < position} or None
         return len(dropped)
 
-    def check(self) -> int:
-        """Raise AssertionError unless the tokens and keys are those of the key, and every block leads here. O(blocks).
+    def pops(self, block: KVCacheBlock) -> bool:
+        """Drop `block` if it is the last of several in a current run. Whether it was. O(1) on average."""
+        blocks = self.blocks
+        if len(blocks) < 2 or blocks[-1] is not block or not self.epoch.is_current:
+            return False
+        blocks.pop()
+        block.run = None
+        self.is_closed = True
+        if len(self.tokens) > 2 * len(blocks) * self.epoch.block_bytes:
+            self.cut(len(blocks))  # trims
+        return True
 
-        Returns how many blocks it holds, spares included.
-        """
+    def stored_since(self, base: int) -> BlockStored:
+        """Return the record of the run having grown from `base` blocks to what it has now. O(blocks added)."""
+        parent, position, _, _ = self.key
+        above = (self, base - 1) if base else (parent, position)
+        keys = sorted((self.extra_keys or {}).items())
+        return BlockStored(
+            block_hashes=tuple([self.digest(index) for index in range(base, len(self.blocks))]),
+            parent_block_hash=None if above[0] is None else above[0].digest(above[1]),
+            tokens=bytes(self.tokens[base * self.epoch.block_bytes :]),
+            block_size=self.epoch.block_bytes // 4,
+            extra_keys=tuple([(index - base, key) for index, key in keys if index >= base]),
+        )
+
+    def check(self) -> int:
+        """Raise AssertionError unless all here agrees; return how many blocks it holds, with spares. O(blocks)."""
         parent, position, tokens, extra_keys = self.key
         size = self.epoch.block_bytes
         assert parent is None or position < len(parent.blocks), f"{self}: hangs from a position that isn't cached"

@@ -154,7 +154,8 @@ class KVCacheManager:
             else:
                 sequence.num_tokens = sequence.num_computed_tokens = num_tokens + 1
                 return []
-        self._check_appendable(sequence, "append_slots")
+        if sequence.owner is not self or sequence.num_computed_tokens != num_tokens:
+            self._check_appendable(sequence, "append_slots")
         blocks = self._slots.append(sequence, pack_tokens(token_ids))
         self._check_if_debugging()
         return blocks
@@ -172,16 +173,17 @@ class KVCacheManager:
         if not sequences and not list(token_ids):
             return []
         tokens = pack_tokens(token_ids)
-        num_different = len(set(sequences))
-        if not num_different == len(sequences) == len(tokens):
-            raise InvalidArgumentError(
-                f"append_step: expected different sequences and a token for each, got {len(sequences)} sequences,"
-                f" {num_different} of them different, and {len(tokens)} tokens"
-            )
-        for sequence in sequences:
-            if sequence.owner is not self or sequence.num_computed_tokens != sequence.num_tokens:
+        if not len(set(sequences)) == len(sequences) == len(tokens):
+            got = f"{len(sequences)} sequences, {len(set(sequences))} of them different, and {len(tokens)} tokens"
+            raise InvalidArgumentError(f"append_step: expected different sequences and a token for each, got {got}")
+        at_edge = []
+        for i, sequence in enumerate(sequences):
+            num_tokens = sequence.num_tokens
+            if sequence.owner is not self or sequence.num_computed_tokens != num_tokens:
                 self._check_appendable(sequence, "append_step")
-        grown = self._slots.append_step(sequences, tokens)
+            if not 0 < num_tokens % self.block_size < self.block_size - 1:
+                at_edge.append(i)
+        grown = self._slots.append_step(sequences, tokens, at_edge)
         self._check_if_debugging()
         return grown
 
@@ -270,15 +272,13 @@ class KVCacheManager:
 
     def _check_owned(self, sequence: Sequence, call: str) -> None:
         if sequence.owner is not self or self._sequences.get(sequence.sequence_id) is not sequence:
-            state = "was renamed" if sequence.owner is self else "belongs to another manager"
-            state = state if sequence.owner is not None else "holds no blocks (never allocated, or freed)"
-            raise SequenceStateError(f"{call}: expected a sequence allocated here, got {sequence}, which {state}")
+            raise SequenceStateError(f"{call}: expected a sequence allocated here, got {sequence.describe_for(self)}")
 
     def _check_appendable(self, sequence: Sequence, call: str) -> None:
         self._check_owned(sequence, call)
         if sequence.num_computed_tokens != sequence.num_tokens:
-            num_slots = sequence.num_computed_tokens
-            raise SequenceStateError(f"{call}: expected slots for all tokens, got {num_slots} slots for {sequence}")
+            got = f"{sequence.num_computed_tokens} slots for {sequence}"
+            raise SequenceStateError(f"{call}: expected slots for all tokens, got {got}")
 
     def _start(self, sequence: Sequence, end: int, hit: CacheHit | None) -> list[KVCacheBlock] | None:
         epoch = self._index.epoch if self.enable_caching else None

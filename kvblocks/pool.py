@@ -57,7 +57,7 @@ class BlockPool:
         """`take` of one block; there must be one. O(1)."""
         block = self._queue.popleft()
         if block.run is not None:
-            self.num_evicted_blocks += self.index.evict([block])
+            self.num_evicted_blocks += self.index.evict_one(block)
         return block
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:

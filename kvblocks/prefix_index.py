@@ -20,7 +20,7 @@ from array import array
 
 from kvblocks.block import ROOT, Epoch, KVCacheBlock, Node, Run, RunKey
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from kvblocks.events import AllBlocksCleared, BlockRemoved, CacheEvent
 from kvblocks.hashing import HashFunction
 
 ExtraKeys = dict[int, bytes] | None
@@ -121,7 +121,7 @@ class PrefixIndex:
         self.num_cached_blocks += len(blocks)
         if self.events is not None and digests is not None:
             target.digests += digests[num_done * self.epoch.num_digest_bytes :]
-            self.events.append(self._stored(target, base))
+            self.events.append(target.stored_since(base))
 
     def evict(self, blocks: list[KVCacheBlock]) -> int:
         """Forget `blocks`, in order, which are about to be reused. Returns how many blocks stopped
@@ -139,6 +139,15 @@ class PrefixIndex:
         if self.num_cached_blocks != num_cached_before:
             self._note_removal(removed)
         return num_cached_before - self.num_cached_blocks
+
+    def evict_one(self, block: KVCacheBlock) -> int:
+        """`evict` of one block; the short way for the last of several in its run, where nothing else hangs. O(1)."""
+        run = block.run
+        if run is None or self.events is not None or run.spares or run.children or not run.pops(block):
+            return self.evict([block])
+        self.num_cached_blocks -= 1
+        self.version += 1
+        return 1
 
     def forget(self, block: KVCacheBlock) -> None:
         """Stop caching the prefix that `block` holds through this block; a spare takes its place when there is one.
@@ -285,17 +294,3 @@ class PrefixIndex:
         self.version += 1
         if removed and self.events is not None:
             self.events.append(BlockRemoved(tuple(removed)))
-
-    def _stored(self, run: Run, base: int) -> BlockStored:
-        """Return the record of `run` having grown from `base` blocks to what it has now."""
-        parent, position, _, _ = run.key
-        above = (run, base - 1) if base else (parent, position)
-        return BlockStored(
-            block_hashes=tuple(run.digest(index) for index in range(base, len(run.blocks))),
-            parent_block_hash=None if above[0] is None else above[0].digest(above[1]),
-            tokens=bytes(run.tokens[base * self._block_bytes :]),
-            block_size=self.block_size,
-            extra_keys=tuple(
-                (index - base, key) for index, key in sorted((run.extra_keys or {}).items()) if index >= base
-            ),
-        )

@@ -151,6 +151,12 @@ class Sequence:
         for block in self.blocks[self.num_registered_blocks :]:
             assert not block.is_cached, f"{self}: {block} is cached, but not by it"
 
+    def describe_for(self, manager: object) -> str:
+        """Say what stands in the way of `manager` using this sequence. For error messages."""
+        if self.owner is None:
+            return f"{self}, which holds no blocks (never allocated, or freed)"
+        return f"{self}, which {'was renamed' if self.owner is manager else 'belongs to another manager'}"
+
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: two sequences would own one block table."""
         raise TypeError(f"{self}: a sequence can't be copied or pickled; make a new one of its token_ids()")

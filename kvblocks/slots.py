@@ -69,18 +69,15 @@ class SlotAllocator:
             raise
 
     def append_step(
-        self, sequences: Items[Sequence], tokens: "array[int] | memoryview[int]"
+        self, sequences: Items[Sequence], tokens: "array[int] | memoryview[int]", at_edge: list[int]
     ) -> list[tuple[int, int]] | None:
-        """Add one token to each sequence, as `append`; the new blocks as (place in `sequences`, block id)."""
-        block_size, events = self._block_size, self._index.events
-        full: list[int] = []  # places of those that need a block
-        ended: list[Sequence] = []  # those whose last block gets full
-        for i, sequence in enumerate(sequences):
-            place = sequence.num_tokens % block_size
-            if place == 0 and sequence.num_tokens == len(sequence.blocks) * block_size:
-                full.append(i)
-            if place == block_size - 1:
-                ended.append(sequence)
+        """Add one token to each sequence, as `append`; the new blocks as (place in `sequences`, block id).
+
+        at_edge: places of the sequences whose token is the first or the last of its block.
+        """
+        block_size = self._block_size
+        full = [i for i in at_edge if sequences[i].num_tokens == len(sequences[i].blocks) * block_size]
+        ended = [sequences[i] for i in at_edge if (sequences[i].num_tokens + 1) % block_size == 0]
         if len(full) > self._pool.num_free_blocks:
             return None
         for sequence, token in zip(sequences, tokens, strict=True):
@@ -92,7 +89,7 @@ class SlotAllocator:
                 sequence.append_token(token)
             sequence.num_computed_tokens = num_tokens
         digests: list[bytearray | None] = [None] * len(ended)
-        if events is not None:
+        if self._index.events is not None:
             try:
                 digests = [self._digests_ahead(sequence, sequence.num_tokens) for sequence in ended]
             except BaseException:

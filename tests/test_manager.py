@@ -289,6 +289,18 @@ class TestAbort:
         manager.abort(two, 0)
         assert hit_tokens(manager, list(range(12))) == 8
 
+    def test_a_last_token_that_no_step_computes(self) -> None:
+        """Appended, it fills a block, which is cached at once; the request ends before any step writes the slot."""
+        manager = KVCacheManager(16, 4)
+        ended, cancelled = Sequence("ended", range(7)), Sequence("cancelled", range(50, 57))
+        for sequence in (ended, cancelled):
+            start(manager, sequence)
+            manager.append_slots(sequence, [7])
+            manager.abort(sequence, sequence.num_tokens - 1)
+            manager.check()
+        assert hit_tokens(manager, [*range(8), 8]) == 4
+        assert hit_tokens(manager, [*range(50, 57), 7, 8]) == 4
+
 
 class TestReset:
     def test_nothing_from_before_is_hit_and_running_sequences_go_on(self) -> None:
