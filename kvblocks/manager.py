@@ -176,12 +176,12 @@ class KVCacheManager:
         if not len(set(sequences)) == len(sequences) == len(tokens):
             got = f"{len(sequences)} sequences, {len(set(sequences))} of them different, and {len(tokens)} tokens"
             raise InvalidArgumentError(f"append_step: expected different sequences and a token for each, got {got}")
-        at_edge = []
+        at_edge, block_size, last_place = [], self.block_size, self.block_size - 1
         for i, sequence in enumerate(sequences):
             num_tokens = sequence.num_tokens
             if sequence.owner is not self or sequence.num_computed_tokens != num_tokens:
                 self._check_appendable(sequence, "append_step")
-            if not 0 < num_tokens % self.block_size < self.block_size - 1:
+            if not 0 < num_tokens % block_size < last_place:
                 at_edge.append(i)
         grown = self._slots.append_step(sequences, tokens, at_edge)
         self._check_if_debugging()
