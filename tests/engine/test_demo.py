@@ -105,13 +105,20 @@ def test_a_model_that_is_not_there_is_one_line(command, capsys):
     assert output == ""
 
 
+def uncached_tokens(completion):
+    return completion.num_prompt_tokens - completion.num_cached_tokens
+
+
 @pytest.mark.slow
 @pytest.mark.model
-def test_a_real_model_answers_much_sooner_and_the_same(smollm2_folder):
+def test_a_real_model_computes_much_less_and_answers_the_same(smollm2_folder):
+    """How much sooner it answers is for `make demo` to show: a clock says as much about the machine as about us."""
     report = run_demo(LoadedModel.load(smollm2_folder), Console(file=io.StringIO()), max_tokens=4)
     assert report.is_identical
     assert [request.warm.num_cached_tokens for request in report.requests] == [0, 1024, 1024, 1024, 1040]
-    assert report.ttft_speedup >= 8  # typically 15 to 20 with one thread; the median of four, so that noise is not all
+    sharing = report.requests[1:]
+    assert all(request.cold.num_prompt_tokens >= 8 * uncached_tokens(request.warm) for request in sharing)
+    assert report.ttft_speedup > 0
 
 
 @pytest.mark.model
