@@ -49,7 +49,7 @@ class RandomChooser:
 
 class History:
     def __init__(self, num_blocks: int, block_size: int, *, enable_caching: bool = True, **options: Any) -> None:
-        self.manager = KVCacheManager(num_blocks, block_size, enable_caching=enable_caching, debug=True, **options)
+        self.manager = KVCacheManager(num_blocks, block_size, enable_caching=enable_caching, **options)
         self.has_events = options.get("enable_events", False)
         self.model = DumbModel(num_blocks, block_size, enable_caching)
         self.pairs: list[Pair] = []

@@ -102,6 +102,25 @@ class TestHits:
         manager.check()
         assert start(manager, sequence) == 4
 
+    @pytest.mark.parametrize("by_step", [False, True])
+    def test_one_decoded_token_can_make_a_hit_stale(self, by_step: bool) -> None:
+        manager = KVCacheManager(4, 4)
+        running, old = Sequence("running", range(100, 104)), Sequence("old", range(12))
+        start(manager, running)
+        start(manager, old)
+        manager.free(old)
+        sequence = Sequence("new", range(13))
+        hit = manager.get_computed_blocks(sequence)
+        assert hit.num_tokens == 12
+        if by_step:
+            assert manager.append_step([running], [1]) == [(0, 3)]
+        else:
+            manager.append_slots(running, [1])  # takes block 3, with which the hit ends
+        with pytest.raises(StaleHitError):
+            manager.allocate_slots(sequence, hit=hit)
+        assert manager.get_computed_blocks(sequence).num_tokens == 8
+        manager.check()
+
     def test_an_eviction_elsewhere_leaves_a_hit_good(self) -> None:
         manager = KVCacheManager(4, 4)
         running, gone = Sequence("running", range(8)), Sequence("gone", range(50, 58))

@@ -92,6 +92,25 @@ def test_evicting_a_block_takes_along_what_hangs_from_it() -> None:
     index.check()
 
 
+@pytest.mark.parametrize("way", ["evict", "evict_one", "forget"])
+def test_the_end_of_a_run_goes_with_what_hangs_from_it(way: str) -> None:
+    index = make()
+    trunk, branch = blocks_from(0, 3), blocks_from(10, 2)
+    index.insert(ROOT, trunk, view([0, 0, 1, 1, 2, 2]), None, 0)
+    index.evict([trunk[2]])  # closes the run, so that what comes next hangs from its end
+    index.insert(trunk[1].node, branch, view([0, 0, 1, 1, 5, 5, 6, 6]), None, 2)
+    assert index.num_runs == 2
+    if way == "evict":
+        assert index.evict([trunk[1], trunk[0]]) == 4
+    elif way == "evict_one":
+        assert index.evict_one(trunk[1]) == 3
+    else:
+        index.forget(trunk[1])
+    assert not any(block.is_cached for block in branch)
+    assert trunk[0].is_cached == (way != "evict")
+    index.check()
+
+
 def test_runs_find_what_a_dict_of_prefixes_finds() -> None:
     """On generated histories with evictions in the middle of runs' lives, duplicates, aborts and resets."""
     random = Random(5)
