@@ -180,15 +180,13 @@ class Run:
         if extra_keys:
             self.extra_keys = (self.extra_keys or {}) | {base + i: key for i, key in extra_keys.items()}
 
-    def num_plain(self, max_blocks: int) -> int:
-        """Return how many blocks at the end, at most `max_blocks`, have neither a spare nor a child. O(that number)."""
-        spares, children = self.spares, self.children
-        if not spares and not children:
-            return min(len(self.blocks), max_blocks)
+    def num_without_spares(self, max_blocks: int) -> int:
+        """Return how many blocks at the end, at most `max_blocks`, have no spare. O(that number)."""
         end = len(self.blocks)
-        for position in range(end - 1, max(end - max_blocks, 0) - 1, -1):
-            if (spares and position in spares) or (children and position in children):
-                return end - 1 - position
+        if self.spares:
+            for position in range(end - 1, max(end - max_blocks, 0) - 1, -1):
+                if position in self.spares:
+                    return end - 1 - position
         return min(end, max_blocks)
 
     def children_from(self, position: int) -> "list[Run]":

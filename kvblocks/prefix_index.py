@@ -234,7 +234,7 @@ class PrefixIndex:
         """Evict blocks[i], and with it those that follow it as they stood in its run. Returns how many blocks."""
         block, end = blocks[i], blocks[i].index + 1
         is_tail = run.epoch.is_current and end == len(run.blocks) and run.blocks[-1] is block
-        count = run.num_plain(len(blocks) - i) if is_tail else 0
+        count = run.num_without_spares(len(blocks) - i) if is_tail else 0
         if not count:
             self._forget(block, run, removed)
             return 1
