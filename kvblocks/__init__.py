@@ -30,7 +30,10 @@ from kvblocks.stats import CacheStats
 from kvblocks.version import __version__
 
 __compiled__: bool = not str(block.__file__).endswith(".py")
-"""Whether this is the compiled build of the core (`KVBLOCKS_COMPILE=1 pip install .`). The two behave alike; docs/design.md has the exceptions."""
+"""Whether this is the compiled build of the core (`KVBLOCKS_COMPILE=1 pip install .`).
+
+The two behave alike; docs/design.md has the exceptions.
+"""
 
 __all__ = [
     "AllBlocksCleared",
