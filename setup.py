@@ -13,9 +13,10 @@ from setuptools.command.build_ext import build_ext
 
 # The core, as one unit: calls between its modules are then C calls. The engine and the command line stay plain.
 MODULES = (
-    *("arguments", "tokens", "hashing", "block"),
-    *("free_queue", "sequence", "prefix_index"),
-    *("cache_hit", "pool", "registration", "slots", "manager"),
+    *("arguments", "tokens", "hashing", "eviction_history", "tenant", "epoch", "block"),
+    *("free_queue", "sequence", "quotas", "cached_runs", "prefix_index", "block_sampler"),
+    *("in_flight", "cache_hit", "pool", "registration", "retention", "slots", "explanation"),
+    *("sequence_manager", "branching", "manager"),
 )
 
 

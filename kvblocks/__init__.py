@@ -17,16 +17,19 @@ from kvblocks.errors import (
     InvalidArgumentError,
     InvalidTokensError,
     KVBlocksError,
+    PinBudgetError,
     PoolExhaustedError,
     SequenceStateError,
     StaleHitError,
 )
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from kvblocks.explanation import Explanation
 from kvblocks.free_queue import FreeBlockQueue
 from kvblocks.manager import KVCacheManager
 from kvblocks.pool import BlockPool
+from kvblocks.retention import Pin, Refusal
 from kvblocks.sequence import Sequence
-from kvblocks.stats import CacheStats
+from kvblocks.stats import CacheStats, QuotaUsage
 from kvblocks.version import __version__
 
 __compiled__: bool = not str(block.__file__).endswith(".py")
@@ -44,13 +47,18 @@ __all__ = [
     "CacheEvent",
     "CacheHit",
     "CacheStats",
+    "Explanation",
     "FreeBlockQueue",
     "InvalidArgumentError",
     "InvalidTokensError",
     "KVBlocksError",
     "KVCacheBlock",
     "KVCacheManager",
+    "Pin",
+    "PinBudgetError",
     "PoolExhaustedError",
+    "QuotaUsage",
+    "Refusal",
     "Sequence",
     "SequenceStateError",
     "StaleHitError",

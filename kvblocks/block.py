@@ -10,11 +10,11 @@ fields are those of vLLM v1's KVCacheBlock.
 """
 
 from array import array
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
+from kvblocks.epoch import Epoch
 from kvblocks.events import BlockStored
-from kvblocks.hashing import HashFunction, check_digest, make_preimage
+from kvblocks.tenant import Tenant
 
 RunKey = tuple["Run | None", int, bytes, bytes | None]
 """A run's first block by its preimage: the parent's run (None: no parent) and position there, tokens, extra keys.
@@ -71,38 +71,6 @@ class KVCacheBlock:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, {cached})"
 
 
-class Epoch:
-    """What all runs between two resets of the cache share. A reset ends it for all of them at once, in O(1)."""
-
-    __slots__ = ("block_bytes", "hash_function", "is_current", "num_digest_bytes")
-
-    def __init__(self, hash_function: HashFunction, block_bytes: int, num_digest_bytes: int) -> None:
-        self.hash_function: Callable[[bytes], Any] = hash_function
-        self.block_bytes = block_bytes
-        self.num_digest_bytes = num_digest_bytes
-        self.is_current = True
-
-    def chain(
-        self,
-        parent_digest: bytes,
-        tokens: bytearray | memoryview,
-        extra_keys: dict[int, bytes] | None,
-        first: int,
-        end: int,
-    ) -> bytearray:
-        """Return the digests of blocks first to end - 1 of `tokens`, one after the other; changes nothing.
-
-        parent_digest: of the block before them, b"" for none. extra_keys: encoded, by block. O(end - first).
-        """
-        keys, size, packed = extra_keys or {}, self.block_bytes, bytearray()
-        previous = parent_digest
-        for block in range(first, end):
-            preimage = make_preimage(previous, keys.get(block, b""), bytes(tokens[block * size : (block + 1) * size]))
-            previous = check_digest(self.hash_function(preimage), self.num_digest_bytes)
-            packed += previous
-        return packed
-
-
 class Run:
     """Consecutive cached blocks of one prefix, `blocks[0]` first.
 
@@ -110,10 +78,22 @@ class Run:
     blocks are evicted. tokens: packed u32 of those positions and perhaps of evicted ones after them. extra_keys:
     encoded keys by position. spares: by position, further blocks that hold its very prefix. children: by position,
     the runs that hang from a position of this one. is_closed: it lost its end once, so it is never extended again;
-    otherwise the position, which is an identity, would come to mean another prefix.
+    otherwise the position, which is an identity, would come to mean another prefix. tenant: whose quota it counts
+    towards.
     """
 
-    __slots__ = ("blocks", "children", "digests", "epoch", "extra_keys", "is_closed", "key", "spares", "tokens")
+    __slots__ = (
+        "blocks",
+        "children",
+        "digests",
+        "epoch",
+        "extra_keys",
+        "is_closed",
+        "key",
+        "spares",
+        "tenant",
+        "tokens",
+    )
 
     def __init__(self, key: RunKey, epoch: Epoch) -> None:
         self.key = key
@@ -125,6 +105,11 @@ class Run:
         self.spares: dict[int, dict[KVCacheBlock, None]] | None = None
         self.children: dict[int, dict[Run, None]] | None = None
         self.is_closed = False
+        self.tenant: Tenant | None = None
+
+    def num_cached_blocks(self) -> int:
+        """Return how many blocks it holds, spares included. O(positions with spares)."""
+        return len(self.blocks) + sum([len(spares) for spares in (self.spares or {}).values()])
 
     def num_common(
         self, position: int, tokens: memoryview, extra_keys: dict[int, bytes] | None, first: int, max_blocks: int
@@ -135,7 +120,9 @@ class Run:
         are equal, a bisection by memcmp when they aren't.
         """
         size = self.epoch.block_bytes
-        num_blocks = min(len(self.blocks) - position, max_blocks)
+        num_blocks = len(self.blocks) - position
+        if num_blocks > max_blocks:  # noqa: PLR1730  # min() costs three times as much
+            num_blocks = max_blocks
         in_run, in_tokens = position * size, first * size
         if not self.tokens.startswith(tokens[in_tokens : in_tokens + num_blocks * size], in_run):
             low, high = 0, num_blocks  # the first `low` blocks are equal, the first `high` aren't

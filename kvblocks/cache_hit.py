@@ -1,6 +1,7 @@
 """What a lookup found: the answer of `get_computed_blocks`, to be handed to `allocate_slots`."""
 
 from kvblocks.block import KVCacheBlock
+from kvblocks.in_flight import InFlight
 from kvblocks.prefix_index import PrefixIndex
 from kvblocks.sequence import Sequence
 
@@ -17,17 +18,38 @@ class CacheHit:
     it.
     """
 
-    __slots__ = ("blocks", "index", "num_readonly_tokens", "num_tokens", "sequence", "version")
+    __slots__ = ("blocks", "in_flight", "index", "num_readonly_tokens", "num_tokens", "sequence", "version")
 
     def __init__(
-        self, sequence: Sequence, blocks: list[KVCacheBlock], num_readonly_tokens: int, index: PrefixIndex
+        self,
+        sequence: Sequence,
+        blocks: list[KVCacheBlock],
+        num_readonly_tokens: int,
+        index: PrefixIndex,
+        in_flight: InFlight,
     ) -> None:
         self.sequence = sequence
         self.blocks = blocks
         self.num_readonly_tokens = num_readonly_tokens
         self.num_tokens = num_readonly_tokens if num_readonly_tokens < sequence.num_tokens else sequence.num_tokens - 1
         self.index = index
+        self.in_flight = in_flight
         self.version = index.version
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens behind the hit that `pending_sequence` is about to compute; 0 when nobody is. As of now.
+
+        A scheduler may wait for them rather than compute them twice. O(sequences with unfinished prefill).
+        """
+        found = self.in_flight.find(self.sequence, len(self.blocks), self.index.epoch)
+        return 0 if found is None else found[1] * self.index.block_size
+
+    @property
+    def pending_sequence(self) -> Sequence | None:
+        """The allocated sequence that `pending_tokens` is about, None when there is none. O(as that)."""
+        found = self.in_flight.find(self.sequence, len(self.blocks), self.index.epoch)
+        return None if found is None else found[0]
 
     def __repr__(self) -> str:
         return f"CacheHit({self.sequence.sequence_id!r}, {self.num_tokens} tokens in {len(self.blocks)} blocks)"

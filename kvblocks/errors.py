@@ -31,3 +31,7 @@ class BlockStateError(KVBlocksError):
 
 class PoolExhaustedError(KVBlocksError):
     """More blocks were asked of the pool than it has free. The manager answers None instead."""
+
+
+class PinBudgetError(KVBlocksError):
+    """A pin would make all pins together hold more of the pool than they may: unpin something, or pin less."""

@@ -21,7 +21,7 @@ The chain of digests follows vLLM's automatic prefix caching; the typed, length-
 
 import hashlib
 from collections.abc import Callable, Iterable
-from struct import pack
+from struct import pack, unpack
 from typing import Any
 
 from xxhash import xxh3_128_digest
@@ -35,7 +35,13 @@ HashFunction = Callable[[bytes], bytes]
 PositionKey = tuple[int, int, str | bytes]
 """(start, end, key): tokens start..end-1 depend on `key`, such as the hash of the image that they stand for."""
 
-_SALT, _LORA, _POSITION_STR, _POSITION_BYTES = 1, 2, 3, 4
+ExtraKey = tuple[str, tuple[int, int] | None, str | bytes]
+"""A decoded extra key: ("salt", None, salt), ("lora", None, name) or ("key", (start, length), key).
+
+start: where the keyed span begins relative to the block's first token; length: of the whole span. In tokens.
+"""
+
+SALT_KIND, LORA_KIND, STR_KEY_KIND, BYTES_KEY_KIND = 1, 2, 3, 4
 
 
 def sha256_digest(preimage: bytes) -> bytes:
@@ -92,9 +98,9 @@ def encode_extra_keys(
     encoded: dict[int, bytes] = {}
     root = b""
     if salt is not None:
-        root += _entry(_SALT, b"", salt.encode())
+        root += _entry(SALT_KIND, b"", salt.encode())
     if lora is not None:
-        root += _entry(_LORA, b"", lora.encode())
+        root += _entry(LORA_KIND, b"", lora.encode())
     if root:
         encoded[0] = root
     for start, end, kind, payload in sorted(_typed(key) for key in position_keys):
@@ -104,12 +110,57 @@ def encode_extra_keys(
     return encoded
 
 
+def decode_extra_keys(encoded: bytes) -> list[ExtraKey]:
+    """Return a block's extra keys in the order of their encoding; the inverse of `encode_extra_keys`.
+
+    encoded: one block's, as in `BlockStored.extra_keys`; b"" for none. Raises InvalidArgumentError for bytes that are
+    no block's encoding. O(bytes).
+    """
+    keys: list[ExtraKey] = []
+    offset, previous = 0, (0, 0, 0, 0, b"")
+    while offset < len(encoded):
+        kind, start, length = encoded[offset], 0, 0
+        offset += 1
+        if kind in (STR_KEY_KIND, BYTES_KEY_KIND):
+            start, length = unpack("<qQ", _cut(encoded, offset, 16))
+            offset += 16
+        payload = _cut(encoded, offset + 4, unpack("<I", _cut(encoded, offset, 4))[0])
+        offset += 4 + len(payload)
+        order = (min(kind, STR_KEY_KIND), start, start + length, kind, payload)
+        is_in_order = order >= previous if kind >= STR_KEY_KIND else kind > previous[0]
+        if not is_in_order or (kind >= STR_KEY_KIND and not 0 < start + length > start):
+            got = f"{_decoded(kind, start, length, payload)} after {keys}"
+            raise InvalidArgumentError(f"extra keys: expected salt, LoRA, then non-empty spans by position, got {got}")
+        keys.append(_decoded(kind, start, length, payload))
+        previous = order
+    return keys
+
+
 def _typed(key: PositionKey) -> tuple[int, int, int, bytes]:
     start, end, payload = key
     if isinstance(payload, str):
-        return start, end, _POSITION_STR, payload.encode()
-    return start, end, _POSITION_BYTES, payload
+        return start, end, STR_KEY_KIND, payload.encode()
+    return start, end, BYTES_KEY_KIND, payload
 
 
 def _entry(kind: int, place: bytes, payload: bytes) -> bytes:
     return pack("<B", kind) + place + pack("<I", len(payload)) + payload
+
+
+def _cut(encoded: bytes, offset: int, num_bytes: int) -> bytes:
+    part = encoded[offset : offset + num_bytes]
+    if len(part) < num_bytes:
+        raise InvalidArgumentError(f"extra keys: expected {num_bytes} bytes from {offset} on, got {part!r}")
+    return part
+
+
+def _decoded(kind: int, start: int, length: int, payload: bytes) -> ExtraKey:
+    if not SALT_KIND <= kind <= BYTES_KEY_KIND:
+        raise InvalidArgumentError(f"extra keys: expected a kind from {SALT_KIND} to {BYTES_KEY_KIND}, got {kind}")
+    try:
+        text: str | bytes = payload if kind == BYTES_KEY_KIND else payload.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(f"extra keys: expected UTF-8, got {payload!r}: {error.reason}") from None
+    if kind >= STR_KEY_KIND:
+        return "key", (start, length), text
+    return "salt" if kind == SALT_KIND else "lora", None, text

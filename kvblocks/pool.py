@@ -10,20 +10,24 @@ from typing import SupportsIndex
 
 from kvblocks.arguments import check_count
 from kvblocks.block import KVCacheBlock
+from kvblocks.block_sampler import BlockSampler
 from kvblocks.free_queue import FreeBlockQueue
 from kvblocks.prefix_index import PrefixIndex
+from kvblocks.quotas import TenantQuotas
 
 
 class BlockPool:
     """`num_blocks` blocks with ids 0 to num_blocks - 1, handed out least recently used first: 0, 1, 2, … when fresh.
 
-    index: where their contents may be cached. blocks: all of them, by id. Raises InvalidArgumentError. O(num_blocks).
+    index: where their contents may be cached. blocks: all of them, by id. sampler: told what happens to blocks, if
+    there is one. Raises InvalidArgumentError. O(num_blocks).
     """
 
     def __init__(self, num_blocks: SupportsIndex, index: PrefixIndex) -> None:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(check_count("num_blocks", num_blocks, 1))]
         self.index = index
         self.num_evicted_blocks = 0
+        self.sampler: BlockSampler | None = None
         self._queue = FreeBlockQueue(self.blocks)
 
     @property
@@ -35,6 +39,11 @@ class BlockPool:
         """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
         return [block.block_id for block in self._queue]
 
+    def recount_quotas(self) -> None:
+        """Count anew what tenants have cached, after a change of their quotas. O(pool)."""
+        if self.index.quotas is not None:
+            self.index.quotas.recount(self.index.runs(), self._queue)
+
     def can_take(self, num_blocks: int, touched: Sequence[KVCacheBlock]) -> bool:
         """Whether `num_blocks` can be taken after `touched` are. O(1) if there is room to spare, else O(touched)."""
         num_free = self._queue.num_free_blocks
@@ -45,9 +54,15 @@ class BlockPool:
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take the least recently used free blocks; what they held is cached no more. O(num_blocks).
 
-        Raises PoolExhaustedError, changing nothing, when there are fewer.
+        While a tenant is over its quota, a free block of its goes before somebody else's cached one. Raises
+        PoolExhaustedError, changing nothing, when there are fewer.
         """
+        quotas = self.index.quotas
+        if quotas is not None and quotas.over and 0 < num_blocks <= self._queue.num_free_blocks:
+            return [self._take_fairly(quotas) for _ in range(num_blocks)]
         blocks = self._queue.popleft_n(num_blocks)
+        if self.sampler is not None:
+            self.sampler.note_taken(blocks)
         cached = [block for block in blocks if block.run is not None]
         if cached:
             self.num_evicted_blocks += self.index.evict(cached)
@@ -55,7 +70,24 @@ class BlockPool:
 
     def take_one(self) -> KVCacheBlock:
         """`take` of one block; there must be one. O(1)."""
+        if self.sampler is not None or (self.index.quotas is not None and self.index.quotas.over):
+            return self.take(1)[0]
         block = self._queue.popleft()
+        if block.run is not None:
+            self.num_evicted_blocks += self.index.evict_one(block)
+        return block
+
+    def _take_fairly(self, quotas: TenantQuotas) -> KVCacheBlock:
+        """Take the least recently used block, or if that is cached, a tenant's that is over its quota."""
+        first = self._queue.first
+        victim = quotas.next_victim() if first is not None and first.is_cached else None
+        if victim is None:
+            block = self._queue.popleft()
+        else:
+            block = victim
+            self._queue.touch([block])
+        if self.sampler is not None:
+            self.sampler.note_taken([block])
         if block.run is not None:
             self.num_evicted_blocks += self.index.evict_one(block)
         return block
@@ -63,6 +95,8 @@ class BlockPool:
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add an owner to each of `blocks`, free or not; what they hold stays. O(blocks)."""
         self._queue.touch(blocks)
+        if self.sampler is not None:
+            self.sampler.note_touched(blocks)
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take an owner from each of `blocks`, last one first, so that a prefix's end is reused before its beginning.
@@ -70,7 +104,21 @@ class BlockPool:
         Those without another owner join the end of the queue and stay cached. Raises BlockStateError, changing nothing,
         when one has no owner. O(blocks).
         """
-        self._queue.release(blocks[::-1])
+        backwards = blocks[::-1]
+        self._queue.release(backwards)
+        if self.index.quotas is not None:
+            self.index.quotas.note_released(backwards)
+        if self.sampler is not None:
+            self.sampler.note_released(backwards)
+
+    def release_first(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """`release`, but those without another owner are the next to be reused, still last one first. O(blocks)."""
+        backwards = blocks[::-1]
+        self._queue.release_first(backwards)
+        if self.index.quotas is not None:
+            self.index.quotas.note_released_first(backwards)
+        if self.sampler is not None:
+            self.sampler.note_released(backwards)
 
     def check(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
         """Raise AssertionError unless every block is free or owned as `tables`, the live block tables, say. O(pool)."""

@@ -6,8 +6,9 @@ first `num_registered_blocks` blocks were hit or cached here, so the last of the
 
 from array import array
 
-from kvblocks.block import ROOT, Epoch, KVCacheBlock
+from kvblocks.block import ROOT, KVCacheBlock
 from kvblocks.cache_hit import CacheHit
+from kvblocks.epoch import Epoch
 from kvblocks.errors import SequenceStateError, StaleHitError
 from kvblocks.prefix_index import PrefixIndex
 from kvblocks.sequence import Sequence
@@ -42,7 +43,7 @@ def digests_ahead(
     before anything is changed, so that a hash function that raises can do no harm. Changes nothing. O(new full blocks).
     """
     first, last = len(held), end // index.block_size
-    if index.events is None or first >= last or epoch is not index.epoch:
+    if not index.names_changes or first >= last or epoch is not index.epoch:
         return None
     node = held[-1].node if held else ROOT
     if held and node[0] is None:
@@ -71,6 +72,23 @@ def register_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytear
     keys = sequence.encoded_keys(index.block_size)
     index.insert(node, sequence.blocks[first:end], sequence.packed_tokens(), keys, first, digests)
     sequence.num_registered_blocks = end
+
+
+def register_anew(index: PrefixIndex, sequence: Sequence) -> None:
+    """Cache all full blocks of a sequence from before a reset. O(their number).
+
+    Those that it shares with a sequence which was registered anew earlier are cached already; they are its first ones.
+    """
+    num_full, num_cached = sequence.num_computed_tokens // index.block_size, 0
+    while num_cached < num_full and sequence.blocks[num_cached].is_cached:
+        num_cached += 1
+    cached = sequence.blocks[:num_cached]
+    digests = digests_ahead(index, sequence, index.epoch, cached, sequence.num_computed_tokens)
+    for block in sequence.blocks[num_cached:num_full]:
+        index.forget(block)  # what it held before the reset
+    sequence.epoch = index.epoch
+    sequence.num_registered_blocks = num_cached
+    register_full_blocks(index, sequence, digests)
 
 
 def forget_unwritten(index: PrefixIndex, sequence: Sequence, num_computed_tokens: int) -> None:

@@ -12,7 +12,8 @@ from operator import index
 from typing import Any, NoReturn, SupportsIndex
 
 from kvblocks.arguments import Text, check_count, check_name, check_text
-from kvblocks.block import Epoch, KVCacheBlock
+from kvblocks.block import KVCacheBlock
+from kvblocks.epoch import Epoch
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.hashing import PositionKey, encode_extra_keys
 from kvblocks.tokens import TokenIds, pack_tokens
@@ -38,6 +39,7 @@ class Sequence:
     __slots__ = (
         "_block_ids",
         "_encoded_keys",
+        "appender",
         "blocks",
         "epoch",
         "extra_keys",
@@ -63,7 +65,11 @@ class Sequence:
         lora: Text | None = None,
         extra_keys: Iterable[PositionKey] = (),
     ) -> None:
-        self.sequence_id = _check_id(sequence_id)
+        try:
+            hash(sequence_id)
+        except TypeError:
+            raise InvalidArgumentError(f"sequence_id: expected something hashable, got {sequence_id!r}") from None
+        self.sequence_id = sequence_id
         self.tokens = pack_tokens(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(self.tokens)
         self.salt = None if salt is None else check_name("salt", salt)
@@ -74,13 +80,16 @@ class Sequence:
         self.has_keys = salt is not None or lora is not None or self.extra_keys != ()
         self._encoded_keys: tuple[int, dict[int, bytes] | None] | None = None
         self.owner: object | None = None
+        self.appender: object | None = None  # the owner, while the next token certainly goes to a block of its own
         self.reset_blocks()
 
     @property
     def block_ids(self) -> list[int]:
-        """The block table: ids of the blocks that hold the sequence, first to last. Only grows while it is allocated.
+        """The block table: ids of the blocks that hold the sequence, first to last.
 
-        The list is the sequence's own; don't change it. O(blocks added since the last look).
+        While the sequence is allocated the table only grows, except that `truncate` shortens it and that a sequence
+        which was forked or truncated gets another block in the place of its last, unfilled one. The list is the
+        sequence's own; don't change it. O(blocks added since the last look).
         """
         block_ids = self._block_ids
         if len(block_ids) < len(self.blocks):
@@ -125,9 +134,33 @@ class Sequence:
         self.num_tokens += len(more)
 
     def truncate_tokens(self, num_tokens: int) -> None:
-        """Drop what was appended behind the first `num_tokens`. Only for the manager that appended it."""
-        self.tokens = self.tokens[:num_tokens]
-        self.num_tokens = num_tokens
+        """Drop what was appended behind the first `num_tokens`. Only for the manager. O(tokens dropped)."""
+        if num_tokens < self.num_tokens:
+            try:
+                del self.tokens[num_tokens:]  # type: ignore[union-attr]  # a view has no appended tokens
+            except BufferError:  # somebody looks at the array still: leave it to them
+                self.tokens = self.tokens[:num_tokens]
+            self.num_tokens = num_tokens
+
+    def truncate_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Cut the block table to its first `num_blocks` and return the rest. Only for the manager. O(rest)."""
+        dropped = self.blocks[num_blocks:]
+        del self.blocks[num_blocks:], self._block_ids[num_blocks:]
+        return dropped
+
+    def replace_block(self, place: int, block: KVCacheBlock) -> None:
+        """Put another block in a place of the table. Only for the manager. O(1)."""
+        self.blocks[place] = block
+        if place < len(self._block_ids):
+            self._block_ids[place] = block.block_id
+
+    def fork(self, sequence_id: Hashable) -> "Sequence":
+        """Return a sequence without blocks that has the same tokens and keys, and its own from then on. O(tokens)."""
+        own = self.tokens
+        twin = Sequence(sequence_id, own[:] if isinstance(own, array) else own, salt=self.salt, lora=self.lora)
+        twin.extra_keys, twin.has_keys, twin._encoded_keys = self.extra_keys, self.has_keys, self._encoded_keys
+        twin.num_prompt_tokens = self.num_prompt_tokens
+        return twin
 
     def packed_tokens(self) -> memoryview:
         """Return the known tokens as bytes, packed u32, without a copy; a view of them as they are now."""
@@ -148,8 +181,12 @@ class Sequence:
         assert self.num_tokens == len(self.tokens), f"{self}: has {len(self.tokens)}"
         assert self.num_computed_tokens <= min(num_slots, self.num_tokens), f"{self}: tokens without slots"
         assert self.num_registered_blocks <= self.num_computed_tokens // block_size, f"{self}: cached before it is full"
-        for block in self.blocks[self.num_registered_blocks :]:
-            assert not block.is_cached, f"{self}: {block} is cached, but not by it"
+        for place, block in enumerate(self.blocks[self.num_registered_blocks :], self.num_registered_blocks):
+            is_shared = self.appender is None and place == self.num_computed_tokens // block_size
+            assert is_shared or not block.is_cached, f"{self}: {block} is cached, but not by it"
+        if self.appender is not None and self.num_computed_tokens % block_size:
+            last = self.blocks[self.num_computed_tokens // block_size]
+            assert last.ref_cnt == 1 and not last.is_cached, f"{self}: would write to {last}"
 
     def describe_for(self, manager: object) -> str:
         """Say what stands in the way of `manager` using this sequence. For error messages."""
@@ -173,15 +210,7 @@ class Sequence:
         self.num_readonly_tokens = 0
         self.num_registered_blocks = 0
         self.epoch: Epoch | None = None
-        self.owner = None
-
-
-def _check_id(sequence_id: Hashable) -> Hashable:
-    try:
-        hash(sequence_id)
-    except TypeError:
-        raise InvalidArgumentError(f"sequence_id: expected something hashable, got {sequence_id!r}") from None
-    return sequence_id
+        self.owner = self.appender = None
 
 
 def _check_position_keys(keys: Any, num_tokens: int) -> tuple[PositionKey, ...]:

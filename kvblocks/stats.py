@@ -27,3 +27,12 @@ class CacheStats:
     def hit_rate(self) -> float:
         """Share of the queried tokens that needed no computing, 0.0 to 1.0; 0.0 before the first query."""
         return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaUsage:
+    """What sequences of one salt have cached, and how much of it they may keep while others want the space."""
+
+    salt: str | None
+    max_cached_blocks: int
+    num_cached_blocks: int

@@ -188,7 +188,9 @@ class History:
         for _, model in pairs:
             model.num_computed += 1
             self.model.register(model)
-        assert self.manager.append_step(sequences, tokens) == [(i, pairs[i][1].table[-1]) for i in full]
+        assert self.manager.append_step(sequences, tokens) == [
+            (i, len(pairs[i][1].table) - 1, pairs[i][1].table[-1]) for i in full
+        ]
 
     def append_without_slots(self, chooser: Chooser) -> None:
         if self.pairs:

@@ -20,14 +20,25 @@ FLOORS = {
     "kvblocks.hashing": 0,
     "kvblocks.stats": 0,
     "kvblocks.events": 0,
+    "kvblocks.eviction_history": 0,
+    "kvblocks.tenant": 0,
+    "kvblocks.epoch": 0,
     "kvblocks.block": 0,
     "kvblocks.free_queue": 1,
     "kvblocks.sequence": 1,
+    "kvblocks.quotas": 1,
+    "kvblocks.cached_runs": 1,
     "kvblocks.prefix_index": 1,
+    "kvblocks.block_sampler": 1,
+    "kvblocks.in_flight": 2,
     "kvblocks.cache_hit": 2,
     "kvblocks.pool": 2,
     "kvblocks.registration": 2,
+    "kvblocks.retention": 2,
     "kvblocks.slots": 2,
+    "kvblocks.explanation": 2,
+    "kvblocks.sequence_manager": 3,
+    "kvblocks.branching": 3,
     "kvblocks.manager": 3,
     "kvblocks.prefix_cache": 3,
     "kvblocks.metrics": 4,
@@ -84,6 +95,7 @@ LARGER_FILES: dict[str, str] = {}
 LONGER_FUNCTIONS: dict[str, str] = {}
 _PAGED_BATCH = "the tensors of a paged batch, one by one as attention kernels take them"
 MORE_PARAMETERS: dict[str, str] = {
+    "kvblocks.manager:KVCacheManager.__init__": "an option each, by keyword, with a default that costs nothing",
     "kvblocks.kernels.reference:paged_attention": _PAGED_BATCH,
     "kvblocks.kernels.reference:tiled_paged_attention": _PAGED_BATCH,
 }

@@ -113,7 +113,7 @@ class TestHits:
         hit = manager.get_computed_blocks(sequence)
         assert hit.num_tokens == 12
         if by_step:
-            assert manager.append_step([running], [1]) == [(0, 3)]
+            assert manager.append_step([running], [1]) == [(0, 1, 3)]
         else:
             manager.append_slots(running, [1])  # takes block 3, with which the hit ends
         with pytest.raises(StaleHitError):
@@ -216,7 +216,7 @@ class TestAppendStep:
         sequences = [Sequence(number, range(number, number + 3 + number)) for number in range(4)]  # 3 to 6 tokens
         for sequence in sequences:
             start(manager, sequence)
-        assert manager.append_step(sequences, [7, 8, 9, 10]) == [(1, 6)]
+        assert manager.append_step(sequences, [7, 8, 9, 10]) == [(1, 1, 6)]
         assert [sequence.block_ids for sequence in sequences] == [[0], [1, 6], [2, 3], [4, 5]]
         assert [sequence.token_ids()[-1] for sequence in sequences] == [7, 8, 9, 10]
         assert manager.append_step([], []) == []
@@ -231,7 +231,7 @@ class TestAppendStep:
         assert manager.append_step(sequences, [1, 2]) is None
         assert (manager.free_block_ids(), manager.stats) == before
         assert [sequence.num_tokens for sequence in sequences] == [4, 4]
-        assert manager.append_step(sequences[:1], [1]) == [(0, 2)]
+        assert manager.append_step(sequences[:1], [1]) == [(0, 1, 2)]
 
     def test_misuse_changes_nothing(self) -> None:
         manager = KVCacheManager(16, 4)

@@ -1,0 +1,90 @@
+"""Sequences that part and go back: forks that share blocks, rejected tokens, and KV that outlives a reset of the cache.
+
+A block that several sequences read is never written: whoever adds a token to a shared unfilled block gets another
+block in its place, and the engine is told what to copy (`slots` does it, `take_copies` tells). Sharing a sequence's
+blocks among its samples, with copy on write, is vLLM's PagedAttention.
+"""
+
+from collections.abc import Hashable
+from typing import SupportsIndex
+
+from kvblocks.arguments import check_count
+from kvblocks.errors import SequenceStateError
+from kvblocks.registration import register_anew
+from kvblocks.sequence import Sequence
+from kvblocks.sequence_manager import SequenceManager
+
+
+class BranchingManager(SequenceManager):
+    """`SequenceManager` with forks and truncation. A part of `KVCacheManager`; not made by itself."""
+
+    def fork(self, sequence: Sequence, sequence_id: Hashable) -> Sequence:
+        """Return a new sequence with the same tokens and keys that shares all blocks which hold them.
+
+        For several samples of one prompt, or beam search. Both go on from there; the first that adds a token to an
+        unfilled block which the other still holds gets a block of its own, and `take_copies` says what to copy there.
+        Reserved slots are not shared. The blocks' KV must be computed before the step that follows, or both be aborted.
+
+        Raises SequenceStateError (not this manager's, or an id in use) and InvalidArgumentError. O(tokens + blocks).
+        """
+        self._check_owned(sequence, "fork")
+        twin = sequence.fork(sequence_id)
+        if sequence_id in self._sequences:
+            raise SequenceStateError(f"fork: expected another sequence_id than {sequence_id!r}, which is in use")
+        num_tokens, block_size = sequence.num_computed_tokens, self.block_size
+        twin.blocks += sequence.blocks[: -(-num_tokens // block_size)]
+        self._pool.touch(twin.blocks)
+        twin.epoch = sequence.epoch
+        twin.num_computed_tokens = num_tokens
+        twin.num_registered_blocks = sequence.num_registered_blocks
+        twin.num_readonly_tokens = max(sequence.num_readonly_tokens, num_tokens // block_size * block_size)
+        twin.owner = twin.appender = self
+        if num_tokens % block_size:
+            sequence.appender = twin.appender = None
+        self._sequences[sequence_id] = twin
+        self._in_flight.note(twin)
+        self._check_if_debugging()
+        return twin
+
+    def truncate(self, sequence: Sequence, num_tokens: SupportsIndex) -> None:
+        """Drop all but the first `num_tokens` tokens of a sequence, such as rejected drafts, and its room beyond them.
+
+        num_tokens: from the prompt's to all known ones. Blocks that aren't needed any more are given back, last first;
+        what is cached of them stays so, since their KV was computed for just those tokens. A token added later never
+        overwrites it: see `take_copies`. Raises SequenceStateError and InvalidArgumentError. O(tokens dropped).
+        """
+        self._check_owned(sequence, "truncate")
+        end = check_count("num_tokens", num_tokens, sequence.num_prompt_tokens, sequence.num_tokens)
+        if self._retention.pins:
+            self._retention.extend()
+        dropped = sequence.truncate_blocks(-(-end // self.block_size))
+        sequence.truncate_tokens(end)
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, end)
+        sequence.num_registered_blocks = min(sequence.num_registered_blocks, end // self.block_size)
+        sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, end)
+        sequence.appender = None  # the block that it ends in may be cached, or somebody else's too
+        self._pool.release(dropped)
+        self._in_flight.note(sequence)
+        self._check_if_debugging()
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the (source, destination) ids of blocks to copy, in order, since the last call, and forget them.
+
+        Only sequences that were forked or truncated need any. The engine copies the blocks' KV in all layers, one pair
+        after the other or as if so, before it stores any of the step's keys and values. O(1).
+        """
+        copies, self._slots.copies = self._slots.copies, []
+        return copies
+
+    def renew(self, sequence: Sequence) -> None:
+        """Say that the KV of a sequence from before a reset of the cache is valid after it, so that it is cached again.
+
+        For resets that no change of the weights was the reason of, or after computing its KV anew. Its full blocks are
+        cached at once, and what it fills later too. Raises SequenceStateError when it isn't this manager's or not from
+        before a reset. O(its full blocks).
+        """
+        self._check_owned(sequence, "renew")
+        if not self.enable_caching or sequence.epoch is self._index.epoch:
+            raise SequenceStateError(f"renew: expected a sequence from before a reset of the cache, got {sequence}")
+        register_anew(self._index, sequence)
+        self._check_if_debugging()

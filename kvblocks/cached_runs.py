@@ -1,0 +1,202 @@
+"""The runs of cached blocks that there are, and how blocks stop being cached.
+
+The removing half of the prefix index; `prefix_index` has the finding and the adding half, and the reasons. A block
+leaves the cache because it is about to be reused (`evict`), because its KV was never written (`forget`) or with
+everything else (`clear`). What is chained to a prefix that goes, goes too.
+
+Invariants: `blocks` of a run are its positions 0..n-1 with no gap; a block's `run` and `index` lead to a position whose
+`blocks` entry or `spares` hold it; every run of the current epoch that has blocks is under its key in the map.
+"""
+
+from kvblocks.block import KVCacheBlock, Run, RunKey
+from kvblocks.epoch import Epoch
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.events import AllBlocksCleared, BlockRemoved, CacheEvent
+from kvblocks.eviction_history import EvictionHistory, RemovalCause
+from kvblocks.hashing import HashFunction
+from kvblocks.quotas import TenantQuotas
+
+
+class CachedRuns:
+    """The runs of blocks of `block_size` tokens, by their keys.
+
+    version: goes up whenever a block stops being cached; while it stands still, every earlier match holds.
+    num_cached_blocks: blocks that hold a cached prefix, spares included. events: since last taken; None: not recorded.
+    history: of what is cached no more; None: not kept. names_changes: whether either is on, so that digests are
+    computed as blocks are cached. quotas: of tenants; None: there are none.
+    """
+
+    def __init__(self, block_size: int, hash_function: HashFunction, *, enable_events: bool = False) -> None:
+        self.block_size = block_size
+        self._block_bytes = 4 * block_size
+        self._runs: dict[RunKey, Run] = {}
+        self.epoch = Epoch(hash_function, self._block_bytes, len(hash_function(b"")))
+        self.version = 0
+        self.num_cached_blocks = 0
+        self.events: list[CacheEvent] | None = [] if enable_events else None
+        self.history: EvictionHistory | None = None
+        self.names_changes = enable_events
+        self.quotas: TenantQuotas | None = None
+
+    def keep_history(self, history: EvictionHistory) -> None:
+        """Remember what is cached no more, from now on; nothing may be cached yet."""
+        self.history = history
+        self.names_changes = True
+
+    @property
+    def num_runs(self) -> int:
+        """Runs in the map. O(1)."""
+        return len(self._runs)
+
+    def runs(self) -> list[Run]:
+        """Return the runs in the map, parents before their children. O(runs)."""
+        return list(self._runs.values())
+
+    def evict(self, blocks: list[KVCacheBlock]) -> int:
+        """Forget `blocks`, in order, which are about to be reused. Returns how many stopped being cached.
+
+        A prefix stays cached while a spare holds it; one that goes takes everything chained to it along. O(blocks),
+        plus what was chained.
+        """
+        num_cached_before = self.num_cached_blocks
+        removed: list[bytes] = []
+        i = 0
+        while i < len(blocks):
+            run = blocks[i].run
+            i += 1 if run is None else self._evict_stretch(run, blocks, i, removed)
+        if self.num_cached_blocks != num_cached_before:
+            self._note_removal(removed, "evicted")
+        return num_cached_before - self.num_cached_blocks
+
+    def evict_one(self, block: KVCacheBlock) -> int:
+        """`evict` of one block; the short way for the last of several in its run, where nothing else hangs. O(1)."""
+        run = block.run
+        if run is None or self.names_changes or run.spares or run.children or not run.pops(block):
+            return self.evict([block])
+        self.num_cached_blocks -= 1
+        if run.tenant is not None:
+            run.tenant.add(-1)
+        self.version += 1
+        return 1
+
+    def forget(self, block: KVCacheBlock) -> None:
+        """Stop caching the prefix that `block` holds through this block; a spare takes its place when there is one.
+
+        With the last block that holds a prefix goes everything chained to it. Does nothing to a block that isn't
+        cached. O(what was chained).
+        """
+        if block.run is not None:
+            removed: list[bytes] = []
+            self._forget(block, block.run, removed)
+            self._note_removal(removed, "aborted")
+
+    def clear(self) -> None:
+        """Stop caching everything. No earlier node is cached any more.
+
+        O(1) but for giving memory back; with a history, O(cached blocks), to remember them.
+        """
+        if self.history is not None:
+            for run in self._runs.values():
+                self.history.record([run.digest(index) for index in range(len(run.blocks))], "reset")
+        ended = self.epoch
+        ended.is_current = False
+        self.epoch = Epoch(ended.hash_function, ended.block_bytes, ended.num_digest_bytes)
+        self._runs = {}
+        self.version += 1
+        self.num_cached_blocks = 0
+        if self.quotas is not None:
+            self.quotas.clear()
+        if self.events is not None:
+            self.events.append(AllBlocksCleared())
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return the records since the last call, oldest first, and forget them."""
+        if self.events is None:
+            raise InvalidArgumentError("take_events: expected enable_events=True when the manager was made, got False")
+        events, self.events = self.events, []
+        return events
+
+    def check(self) -> None:
+        """Raise AssertionError unless the module's invariants hold. O(cached blocks)."""
+        num_cached = 0
+        for key, run in self._runs.items():
+            assert run.key == key and run.epoch is self.epoch and run.blocks, f"{run}: not a live run under its key"
+            parent, position, _, _ = key
+            assert parent is None or self._runs.get(parent.key) is parent, f"{run}: its parent isn't in the map"
+            assert parent is None or run in parent.children_from(position), f"{run}: its parent doesn't know it"
+            for child in run.children_from(0):
+                assert self._runs.get(child.key) is child, f"{run}: a child isn't in the map"
+            num_cached += run.check()
+        assert num_cached == self.num_cached_blocks, f"index: {num_cached} cached, {self.num_cached_blocks} counted"
+
+    def _evict_stretch(self, run: Run, blocks: list[KVCacheBlock], i: int, removed: list[bytes]) -> int:
+        """Evict blocks[i], and with it those that follow it as they stood in its run. Returns how many blocks."""
+        block, end = blocks[i], blocks[i].index + 1
+        is_tail = run.epoch.is_current and end == len(run.blocks) and run.blocks[-1] is block
+        count = run.num_without_spares(len(blocks) - i) if is_tail else 0
+        if not count:
+            self._forget(block, run, removed)
+            return 1
+        # Freeing queues a sequence's blocks last first, so the queue mostly holds a run's blocks last first as well.
+        if (
+            blocks[i + count - 1] is not run.blocks[end - count]
+            or blocks[i : i + count] != run.blocks[end - count :][::-1]
+        ):
+            count = 1
+            while blocks[i + count] is run.blocks[end - 1 - count]:  # ends at the latest where the slices differ
+                count += 1
+        self._cut(run, end - count, removed)
+        return count
+
+    def _forget(self, block: KVCacheBlock, run: Run, removed: list[bytes]) -> None:
+        if not run.epoch.is_current:
+            block.run = None  # the cache was reset
+            run.retire()
+            return
+        spares = run.spares.get(block.index) if run.spares else None
+        if not spares:
+            self._cut(run, block.index, removed)
+            return
+        if run.blocks[block.index] is block:
+            heir = next(iter(spares))
+            run.blocks[block.index] = heir
+            del spares[heir]
+        else:
+            del spares[block]
+        if not spares and run.spares:
+            del run.spares[block.index]
+        block.run = None
+        self._count(run, -1)
+
+    def _cut(self, run: Run, position: int, removed: list[bytes]) -> None:
+        """Forget `run` from `position` on, after everything that is chained to that."""
+        chain = [(run, position)]
+        for above, start in chain:  # grows while it is walked: parents before children
+            chain += [(child, 0) for child in above.children_from(start)]
+        for below, start in reversed(chain):
+            if self.names_changes:
+                removed += [below.digest(index) for index in range(len(below.blocks) - 1, start - 1, -1)]
+            self._count(below, -below.cut(start))
+            if start == 0:
+                del self._runs[below.key]
+                self._leave_parent(below)
+
+    def _leave_parent(self, run: Run) -> None:
+        parent, position, _, _ = run.key
+        if parent is not None and parent.children:
+            siblings = parent.children[position]
+            del siblings[run]
+            if not siblings:
+                del parent.children[position]
+
+    def _count(self, run: Run, num_blocks: int) -> None:
+        self.num_cached_blocks += num_blocks
+        if run.tenant is not None:
+            run.tenant.add(num_blocks)
+
+    def _note_removal(self, removed: list[bytes], cause: RemovalCause) -> None:
+        self.version += 1
+        if removed and self.events is not None:
+            self.events.append(BlockRemoved(tuple(removed)))
+        if removed and self.history is not None:
+            self.history.record(removed, cause)

@@ -1,0 +1,135 @@
+"""Why a prefix missed: the answer of `KVCacheManager.explain`, for people who wonder about their hit rate.
+
+Looks at the first block that isn't found. The eviction history is asked first, since it knows; otherwise what is
+cached is searched for something similar: the same tokens under other keys, or a block that begins alike.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvblocks.block import ROOT, Node, Run
+from kvblocks.eviction_history import Removal
+from kvblocks.hashing import ExtraKey, decode_extra_keys
+from kvblocks.prefix_index import PrefixIndex
+from kvblocks.registration import find_blocks
+from kvblocks.sequence import Sequence
+
+MissCause = Literal["no miss", "never cached", "evicted", "aborted", "reset", "other keys", "partly equal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why the longest cached prefix of a sequence ends after `num_cached_blocks` of its `num_full_blocks`.
+
+    cause: "no miss": all full blocks are cached. "evicted", "aborted", "reset": the next one was cached, see
+    `removal`, `num_blocks_since` blocks taken from the pool ago. "other keys": it is cached under `their_keys`
+    instead of `our_keys` (salt, LoRA, keys by position, as `decode_extra_keys` returns them), first at block
+    `keys_block`. "partly equal": the block cached there has only its first `num_common_tokens` tokens in common.
+    "never cached": nothing like it is cached, or it went longer ago than the history remembers.
+    """
+
+    cause: MissCause
+    num_cached_blocks: int
+    num_full_blocks: int
+    removal: Removal | None = None
+    num_blocks_since: int = 0
+    num_common_tokens: int = 0
+    keys_block: int = 0
+    our_keys: tuple[ExtraKey, ...] = ()
+    their_keys: tuple[ExtraKey, ...] = ()
+
+    def __str__(self) -> str:
+        found = f"{self.num_cached_blocks} of {self.num_full_blocks} full blocks are cached"
+        if self.cause == "no miss":
+            return found
+        missed = f"{found}; block {self.num_cached_blocks} "
+        if self.removal is not None and self.cause in ("evicted", "aborted", "reset"):
+            by = "" if self.removal.sequence_id is None else f" for sequence {self.removal.sequence_id!r}"
+            how = {"evicted": f"was evicted{by}", "aborted": "was never computed: its step was aborted"}
+            return (
+                f"{missed}{how.get(self.cause, 'went with a reset of the cache')}, {self.num_blocks_since} blocks ago"
+            )
+        if self.cause == "other keys":
+            theirs, ours = list(self.their_keys) or "no keys", list(self.our_keys) or "no keys"
+            return f"{missed}is cached with other keys: block {self.keys_block} has {theirs} there and {ours} here"
+        if self.cause == "partly equal":
+            return f"{missed}has only its first {self.num_common_tokens} tokens in common with what is cached there"
+        return f"{missed}was never cached, as far as is remembered"
+
+
+def explain_miss(index: PrefixIndex, sequence: Sequence, num_taken_blocks: int) -> Explanation:
+    """Return why the first block of a sequence that isn't found isn't. num_taken_blocks: from the pool, until now.
+
+    Changes nothing visible. O(runs + tokens).
+    """
+    size = index.block_size
+    blocks = find_blocks(index, sequence)
+    num_cached, num_full = len(blocks), sequence.num_tokens // size
+    if num_cached == num_full:
+        return Explanation("no miss", num_cached, num_full)
+    node = blocks[-1].node if blocks else ROOT
+    tokens, keys = sequence.packed_tokens(), sequence.encoded_keys(size) or {}
+    if index.history is not None:
+        digest = bytes(index.digests(node, tokens, keys, num_cached, num_cached + 1))
+        removal = index.history.find(digest)
+        if removal is not None:
+            since = num_taken_blocks - removal.num_taken_blocks
+            return Explanation(removal.cause, num_cached, num_full, removal, since)
+    roots = [run for run in index.runs() if run.key[0] is None]
+    chain = _longest_by_tokens(roots, tokens)
+    if len(chain) > num_cached:
+        block = next((i for i, theirs in enumerate(chain) if theirs != keys.get(i)), 0)
+        our_keys, their_keys = decode_extra_keys(keys.get(block) or b""), decode_extra_keys(chain[block] or b"")
+        return Explanation(
+            "other keys",
+            num_cached,
+            num_full,
+            keys_block=block,
+            our_keys=tuple(our_keys),
+            their_keys=tuple(their_keys),
+        )
+    num_common = _num_common_tokens(node, roots, bytes(tokens[num_cached * 4 * size : (num_cached + 1) * 4 * size]))
+    if num_common:
+        return Explanation("partly equal", num_cached, num_full, num_common_tokens=num_common)
+    return Explanation("never cached", num_cached, num_full)
+
+
+def _longest_by_tokens(roots: list[Run], tokens: memoryview) -> list[bytes | None]:
+    """Return the keys, by block, of the cached prefix that shares most blocks with `tokens`, whatever its keys."""
+    longest: list[bytes | None] = []
+    pending: list[tuple[Run, list[bytes | None]]] = [(root, []) for root in roots]
+    while pending:
+        run, above = pending.pop()
+        size, first, count = run.epoch.block_bytes, len(above), 0
+        while count < len(run.blocks) and _is_equal(run.tokens, count * size, tokens, (first + count) * size, size):
+            count += 1
+        chain = above + [(run.extra_keys or {}).get(index) for index in range(count)]
+        if len(chain) > len(longest):
+            longest = chain
+        for position, children in (run.children or {}).items():
+            if position < count:
+                pending += [(child, chain[: first + position + 1]) for child in children]
+    return longest
+
+
+def _is_equal(one: bytearray, start: int, other: memoryview, other_start: int, num_bytes: int) -> bool:
+    part = other[other_start : other_start + num_bytes]
+    return len(part) == num_bytes and one.startswith(part, start)
+
+
+def _num_common_tokens(node: Node, roots: list[Run], tokens: bytes) -> int:
+    """Return how many first tokens of a block the most similar block cached below `node` shares with it."""
+    run, position = node
+    below = [bytes(root.tokens[: len(tokens)]) for root in roots]
+    if run is not None:
+        below = [bytes(child.tokens[: len(tokens)]) for child in (run.children or {}).get(position, {})]
+        if position + 1 < len(run.blocks):
+            below.append(bytes(run.tokens[(position + 1) * len(tokens) : (position + 2) * len(tokens)]))
+    return max([_num_equal_tokens(tokens, other) for other in below], default=0)
+
+
+def _num_equal_tokens(one: bytes, other: bytes) -> int:
+    count = 0
+    while count < len(one) and one[count : count + 4] == other[count : count + 4]:
+        count += 4
+    return count // 4

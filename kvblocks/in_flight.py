@@ -1,0 +1,75 @@
+"""Sequences whose known tokens don't all have slots yet: what somebody is about to compute.
+
+A block is found by others as soon as it has a slot. What a chunked prefill will only get to in a later step isn't, so
+this compares prompts directly: a scheduler can then let a sequence wait for what another one will compute anyway.
+"""
+
+from kvblocks.epoch import Epoch
+from kvblocks.sequence import Sequence
+
+_CHUNK_BLOCKS = 64
+
+
+class InFlight:
+    """The allocated sequences that have tokens without slots, oldest first."""
+
+    __slots__ = ("_block_size", "_sequences")
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._sequences: dict[Sequence, None] = {}
+
+    def note(self, sequence: Sequence) -> None:
+        """Take note of a sequence that got slots. O(1)."""
+        if sequence.num_computed_tokens < sequence.num_tokens:
+            self._sequences[sequence] = None
+        elif self._sequences:
+            self._sequences.pop(sequence, None)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence that gives its blocks back. O(1)."""
+        if self._sequences:
+            self._sequences.pop(sequence, None)
+
+    def find(self, sequence: Sequence, num_blocks: int, epoch: Epoch) -> tuple[Sequence, int] | None:
+        """Return the sequence that will compute most of what follows this one's first `num_blocks`, and how many.
+
+        epoch: of what cache its blocks must be. None when nobody will. Changes nothing. O(sequences in flight), and
+        O(tokens) for those that share the next block.
+        """
+        if not self._sequences:
+            return None
+        best: tuple[Sequence, int] | None = None
+        for other in self._sequences:
+            if other.epoch is epoch and _caches(other):
+                num_more = self._num_common_blocks(sequence, other, num_blocks) - num_blocks
+                if num_more > 0 and (best is None or num_more > best[1]):
+                    best = other, num_more
+        return best
+
+    def _num_common_blocks(self, one: Sequence, other: Sequence, num_least: int) -> int:
+        """Return how many first blocks two sequences have in common; 0 when it isn't more than `num_least`."""
+        size, num_blocks = self._block_size, min(one.num_tokens, other.num_tokens) // self._block_size
+        keys, other_keys = one.encoded_keys(size) or {}, other.encoded_keys(size) or {}
+        differing = [block for block in {*keys, *other_keys} if keys.get(block) != other_keys.get(block)]
+        num_blocks = min([num_blocks, *differing])
+        tokens, other_tokens, size = one.packed_tokens(), other.packed_tokens(), 4 * size
+        if num_blocks <= num_least or _differ(tokens, other_tokens, num_least * size, (num_least + 1) * size):
+            return 0
+        for start in range(0, num_blocks, _CHUNK_BLOCKS):
+            end = min(start + _CHUNK_BLOCKS, num_blocks)
+            if _differ(tokens, other_tokens, start * size, end * size):
+                while not _differ(tokens, other_tokens, start * size, (start + 1) * size):
+                    start += 1  # noqa: PLW2901  # a block of the chunk differs
+                return start
+        return num_blocks
+
+
+def _caches(sequence: Sequence) -> bool:
+    """Whether what the sequence will compute is going to be cached."""
+    first = sequence.num_registered_blocks
+    return not first or sequence.blocks[first - 1].is_cached
+
+
+def _differ(tokens: memoryview, other: memoryview, start: int, end: int) -> bool:
+    return bytes(tokens[start:end]) != bytes(other[start:end])

@@ -1,0 +1,221 @@
+"""Pins: prefixes that stay cached because somebody said so, until they expire or more important things need the space.
+
+A pin holds its prefix's blocks as a sequence holds its own, so that they are out of the free queue and nothing on the
+hot path has to know of pins. It stands for a prefix, not for some blocks: what of it isn't cached yet, or had to be
+given up, is held from when it is cached and would become free.
+
+No deadlock: all pins together hold at most a share of the pool, and when the pool has nothing else, pins give up
+blocks, those of lowest priority first, and within a pin the end of the prefix first. Only those of priority 100 never
+do.
+
+Invariants: a pin holds the first blocks of its prefix, all cached; their priorities never rise from one block to the
+next, so no block is protected longer than the one it hangs from.
+
+Retention priorities by ranges of tokens are TensorRT-LLM's; holding a reference as the way to protect is this
+project's.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Any, SupportsIndex
+
+from kvblocks.arguments import check_count
+from kvblocks.block import KVCacheBlock
+from kvblocks.errors import InvalidArgumentError, PinBudgetError
+from kvblocks.pool import BlockPool
+from kvblocks.registration import find_blocks
+from kvblocks.sequence import Sequence
+
+KEEP = 100
+"""The priority of what is never given up before it expires."""
+
+Priority = SupportsIndex | Iterable[tuple[SupportsIndex, SupportsIndex, SupportsIndex]]
+"""0 to 100 for a whole prefix, or (start, end, priority) for ranges of its tokens."""
+
+
+class Pin:
+    """A standing wish to keep a prefix cached. Made by `KVCacheManager.pin`; tell pins apart by identity.
+
+    sequence: the prefix, with its salt and keys. priorities: of its full blocks, first to last. expires_at: the time
+    from which it counts no more, None: never. blocks: those that it holds now.
+    """
+
+    __slots__ = ("blocks", "expires_at", "priorities", "sequence")
+
+    def __init__(self, sequence: Sequence, priorities: list[int], expires_at: float | None) -> None:
+        self.sequence = sequence
+        self.priorities = priorities
+        self.expires_at = expires_at
+        self.blocks: list[KVCacheBlock] = []
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it is for, and that count towards the budget. O(1)."""
+        return len(self.priorities)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that it protects now: those that are cached and weren't given up. O(1)."""
+        return len(self.blocks)
+
+    def __repr__(self) -> str:
+        until = "" if self.expires_at is None else f", until {self.expires_at}"
+        return f"Pin({self.sequence.sequence_id!r}, {len(self.blocks)} of {self.num_blocks} blocks{until})"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the pool could not serve a call: it needed `num_blocks`, and had `num_free_blocks` free ones.
+
+    num_given_blocks: those that pins would have given up. num_kept_blocks: those that only pins hold and would not.
+    """
+
+    num_blocks: int
+    num_free_blocks: int
+    num_given_blocks: int
+    num_kept_blocks: int
+
+    @property
+    def is_due_to_pins(self) -> bool:
+        """Whether it could have been served without pins."""
+        return self.num_blocks <= self.num_free_blocks + self.num_given_blocks + self.num_kept_blocks
+
+
+class Retention:
+    """The pins of a pool, which together hold at most `max_blocks`. last_refusal: of the last call that got None."""
+
+    def __init__(self, pool: BlockPool, max_blocks: int) -> None:
+        self._pool = pool
+        self.max_blocks = max_blocks
+        self.last_refusal: Refusal | None = None
+        self.pins: dict[Pin, None] = {}
+
+    def add(self, sequence: Sequence, priority: Priority, expires_at: float | None) -> Pin:
+        """Pin a prefix. Raises InvalidArgumentError, and PinBudgetError when it would take too much. O(tokens)."""
+        pin = Pin(sequence, block_priorities(priority, sequence.num_tokens, self._pool.index.block_size), expires_at)
+        num_pinned = sum([other.num_blocks for other in self.pins])
+        if num_pinned + pin.num_blocks > self.max_blocks:
+            raise PinBudgetError(
+                f"pin: expected pins of at most {self.max_blocks} blocks together, got {pin.num_blocks} more than"
+                f" the {num_pinned} that are pinned"
+            )
+        self.pins[pin] = None
+        self._extend(pin)
+        return pin
+
+    def remove(self, pin: Pin) -> None:
+        """End a pin; its blocks are free then, unless others hold them. Raises InvalidArgumentError. O(its blocks)."""
+        if pin not in self.pins:
+            raise InvalidArgumentError(f"unpin: expected a pin of this manager that hasn't ended, got {pin}")
+        del self.pins[pin]
+        self._pool.release(pin.blocks)
+        pin.blocks = []
+
+    def expire(self, now: float) -> list[Pin]:
+        """End the pins whose time has come; their blocks are the next to be reused. O(pins + blocks freed)."""
+        expired = [pin for pin in self.pins if pin.expires_at is not None and pin.expires_at <= now]
+        for pin in expired:
+            del self.pins[pin]
+            self._pool.release_first(pin.blocks)
+            pin.blocks = []
+        return expired
+
+    def extend(self) -> None:
+        """Hold what has become cached of pinned prefixes. O(pins that lack something), a lookup each."""
+        for pin in self.pins:
+            if len(pin.blocks) < pin.num_blocks:
+                self._extend(pin)
+
+    def drop_uncached(self) -> None:
+        """Let go of what is cached no more, after an abort or a reset. O(pinned blocks)."""
+        for pin in self.pins:
+            num_cached = sum([block.is_cached for block in pin.blocks])  # what hangs from a prefix goes with it
+            gone = pin.blocks[num_cached:]
+            del pin.blocks[num_cached:]
+            self._pool.release(gone)
+
+    def refuses(self, num_blocks: int, touched: list[KVCacheBlock]) -> bool:
+        """Whether `num_blocks` can't be had after `touched` are taken, even if pins give up what they may.
+
+        Keeps the reason in last_refusal. Changes nothing else. O(pinned blocks + touched).
+        """
+        num_free = self._pool.num_free_blocks - sum([block.ref_cnt == 0 for block in touched])
+        held, giving = self._num_holds(KEEP + 1), self._num_holds(KEEP)
+        for block in touched:
+            held.pop(block, None)
+            giving.pop(block, None)
+        num_only_pinned = sum([block.ref_cnt == count for block, count in held.items()])
+        num_given = sum([block.ref_cnt == count for block, count in giving.items()])
+        if num_blocks <= num_free + num_given:
+            return False
+        self.last_refusal = Refusal(num_blocks, num_free, num_given, num_only_pinned - num_given)
+        return True
+
+    def give_up(self, num_blocks: int) -> None:
+        """Free `num_blocks` blocks of pins, by priority, then of the oldest pin. `refuses` must have said that it can.
+
+        O(blocks given up x log pins).
+        """
+        order = [(pin.priorities[len(pin.blocks) - 1], age, pin) for age, pin in enumerate(self.pins) if pin.blocks]
+        heapify(order)
+        num_wanted = self._pool.num_free_blocks + num_blocks
+        while self._pool.num_free_blocks < num_wanted:
+            _, age, pin = heappop(order)
+            self._pool.release_first([pin.blocks.pop()])
+            if pin.blocks:
+                heappush(order, (pin.priorities[len(pin.blocks) - 1], age, pin))
+
+    def check(self) -> None:
+        """Raise AssertionError unless the module's invariants hold. O(pinned blocks)."""
+        assert sum([pin.num_blocks for pin in self.pins]) <= self.max_blocks, "pins: over their budget"
+        for pin in self.pins:
+            assert pin.blocks == find_blocks(self._pool.index, pin.sequence)[: len(pin.blocks)], f"{pin}: holds others"
+            assert pin.priorities == sorted(pin.priorities, reverse=True), f"{pin}: a priority rises"
+
+    def _extend(self, pin: Pin) -> None:
+        num_held = len(pin.blocks)
+        more = find_blocks(self._pool.index, pin.sequence)[num_held : pin.num_blocks]
+        self._pool.touch(more)
+        pin.blocks += more
+
+    def _num_holds(self, below: int) -> dict[KVCacheBlock, int]:
+        """Return how many pins hold each block with a priority less than `below`."""
+        holds: dict[KVCacheBlock, int] = {}
+        for pin in self.pins:
+            for block, priority in zip(pin.blocks, pin.priorities, strict=False):
+                if priority < below:
+                    holds[block] = holds.get(block, 0) + 1
+        return holds
+
+
+def block_priorities(priority: Priority, num_tokens: int, block_size: int) -> list[int]:
+    """Return the priority of each full block that is to be kept.
+
+    A block has the highest priority of the ranges that touch it, and at least that of the blocks behind it. Blocks
+    behind the last range are not pinned. Raises InvalidArgumentError unless that leaves at least one. O(blocks +
+    ranges).
+    """
+    ranges: list[tuple[Any, Any, Any]]
+    if hasattr(priority, "__iter__"):
+        ranges = [_check_range(item, num_tokens) for item in priority]
+    else:
+        ranges = [(0, num_tokens, check_count("priority", priority, 0, KEEP))]
+    end = max([stop for _, stop, _ in ranges], default=0)
+    priorities = [0] * min(-(-end // block_size), num_tokens // block_size)
+    if not priorities:
+        raise InvalidArgumentError(f"pin: expected at least one full block of {block_size} tokens, got {end} tokens")
+    for start, stop, level in ranges:
+        for block in range(start // block_size, min(-(-stop // block_size), len(priorities))):
+            priorities[block] = max(priorities[block], level)
+    for block in range(len(priorities) - 2, -1, -1):
+        priorities[block] = max(priorities[block], priorities[block + 1])
+    return priorities
+
+
+def _check_range(item: Any, num_tokens: int) -> tuple[int, int, int]:
+    if not isinstance(item, (tuple, list)) or len(item) != 3:
+        raise InvalidArgumentError(f"priority: expected (start, end, priority), got {item!r}")
+    start = check_count("priority: start", item[0], 0, num_tokens - 1)
+    end = check_count("priority: end", item[1], start + 1, num_tokens)
+    return start, end, check_count("priority", item[2], 0, KEEP)

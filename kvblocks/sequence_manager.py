@@ -1,0 +1,267 @@
+"""The calls that an engine's steps make: look up, allocate, append, reserve, free, abort.
+
+`KVCacheManager` is this and what an engine asks between its steps. Every call that raises, or returns None because the
+pool can't serve it, has changed nothing but `last_refusal`.
+"""
+
+from collections.abc import Hashable
+from collections.abc import Sequence as Items
+from typing import SupportsIndex
+
+from kvblocks.arguments import check_count
+from kvblocks.block import KVCacheBlock
+from kvblocks.cache_hit import CacheHit
+from kvblocks.errors import InvalidArgumentError, SequenceStateError
+from kvblocks.in_flight import InFlight
+from kvblocks.pool import BlockPool
+from kvblocks.registration import check_hit, forget_unwritten
+from kvblocks.retention import Retention
+from kvblocks.sequence import Sequence
+from kvblocks.slots import SlotAllocator
+from kvblocks.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
+
+
+class SequenceManager:
+    """Gives the blocks of `pool` to sequences and takes them back. A part of `KVCacheManager`; not made by itself."""
+
+    def __init__(self, pool: BlockPool, retention: Retention, *, enable_caching: bool, debug: bool) -> None:
+        self.block_size = pool.index.block_size
+        self.enable_caching = enable_caching
+        self._pool = pool
+        self._index = pool.index
+        self._retention = retention
+        self._slots = SlotAllocator(pool, retention)
+        self._in_flight = InFlight(self.block_size)
+        self._sequences: dict[Hashable, Sequence] = {}
+        self._debug = debug
+        # When debugging, every append goes the long way; when changes are named, those that fill a block do.
+        self._last_place = 0 if debug else self.block_size - 1
+        self._fills_quickly = not debug and not self._index.names_changes
+        self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
+
+    def get_computed_blocks(self, sequence: Sequence) -> CacheHit:
+        """Return the longest cached prefix of a sequence that isn't allocated. Changes nothing.
+
+        Looks at all known tokens, so a sequence that was freed hits the blocks of its generated tokens too. The hit is
+        empty when caching is off. Raises SequenceStateError when the sequence holds blocks. One dict lookup and one
+        memcmp for each run of blocks that were cached together.
+        """
+        if sequence.owner is not None:
+            raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {sequence}")
+        blocks: list[KVCacheBlock] = []
+        block_size = self.block_size
+        if self.enable_caching:
+            keys = sequence.encoded_keys(block_size) if sequence.has_keys else None
+            blocks = self._index.match(sequence.packed_tokens(), keys, sequence.num_tokens // block_size)
+        return CacheHit(sequence, blocks, len(blocks) * block_size, self._index, self._in_flight)
+
+    def allocate_slots(
+        self,
+        sequence: Sequence,
+        num_new_tokens: SupportsIndex | None = None,
+        *,
+        hit: CacheHit | None = None,
+        num_lookahead_tokens: SupportsIndex = 0,
+    ) -> list[KVCacheBlock] | None:
+        """Make room for the next `num_new_tokens` known tokens (None: all the rest) and cache the blocks that get full.
+
+        For a sequence without blocks this is the start, and `hit` is what `get_computed_blocks` found for it (None:
+        use nothing of the cache); the tokens are those after the hit's. For one that has some it is the next chunk,
+        and there is no hit. num_lookahead_tokens: slots to add behind them for tokens that aren't known yet, such as
+        drafts; nothing in them is cached before `append_slots` says which tokens were accepted. Returns the new blocks,
+        perhaps none; or None, with nothing changed, when the pool can't serve it.
+
+        Raises SequenceStateError (another manager's, an id in use, a hit for a sequence that has blocks), StaleHitError
+        (the hit's blocks have been evicted since), InvalidArgumentError (no tokens left, or fewer than asked for).
+        O(hit blocks + new blocks).
+        """
+        is_start = sequence.owner is None
+        start = self._check_start(sequence, hit) if is_start else self._check_continued(sequence, hit)
+        num_left = sequence.num_tokens - start
+        if not num_left:
+            raise InvalidArgumentError(f"allocate_slots: expected tokens without slots, got {sequence} with none left")
+        if num_new_tokens is None:
+            end = sequence.num_tokens
+        else:
+            end = start + check_count("num_new_tokens", num_new_tokens, 1, num_left)
+        num_lookahead = check_count("num_lookahead_tokens", num_lookahead_tokens, 0)
+        if is_start:
+            blocks = self._start(sequence, end, num_lookahead, hit)
+        else:
+            blocks = self._slots.grow(sequence, end, num_lookahead)
+        if blocks is not None:
+            self._in_flight.note(sequence)
+        self._check_if_debugging()
+        return blocks
+
+    def append_slots(self, sequence: Sequence, token_ids: TokenIds) -> list[KVCacheBlock] | None:
+        """Add decoded tokens and make room for them, in reserved slots first. Blocks that get full are cached.
+
+        token_ids: one or several accepted tokens, in any form that `Sequence` takes. Returns the new blocks, perhaps
+        none, where one that replaces a shared block (`fork`, `truncate`) comes first; or None, with nothing changed and
+        the tokens not added, when the pool can't serve it.
+
+        Raises SequenceStateError (not this manager's, or tokens without slots are left) and InvalidTokensError. O(1) a
+        token, and O(block_size) for one that fills a block.
+        """
+        num_tokens = sequence.num_tokens
+        if (
+            sequence.appender is self
+            and sequence.num_computed_tokens == num_tokens
+            and type(token_ids) is list
+            and len(token_ids) == 1
+        ):
+            if 0 < num_tokens % self.block_size < self._last_place:
+                # It fits the last block without filling it: 14 of 16 decoded tokens, and nothing else changes.
+                try:
+                    sequence.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
+                except (AttributeError, BufferError, TypeError, OverflowError):
+                    pass  # the long way copes with it, or says what is wrong
+                else:
+                    sequence.num_tokens = sequence.num_computed_tokens = num_tokens + 1
+                    return []
+            elif self._fills_quickly and type(token_ids[0]) is int and 0 <= token_ids[0] <= MAX_TOKEN_ID:
+                return self._slots.append_one(sequence, token_ids[0])
+        if sequence.owner is not self or sequence.num_computed_tokens != num_tokens:
+            self._check_appendable(sequence, "append_slots")
+        blocks = self._slots.append(sequence, pack_tokens(token_ids))
+        self._check_if_debugging()
+        return blocks
+
+    def append_step(self, sequences: Items[Sequence], token_ids: TokenIds) -> list[tuple[int, int, int]] | None:
+        """Add one decoded token to each of `sequences` and make room for it: a whole decode step in one call.
+
+        token_ids: as many as sequences. Returns (place in `sequences`, position in its table, block id) for each
+        sequence whose table changed: all that an engine has to write to the step's block tables. None, with nothing
+        changed for any of them, when the pool can't serve all.
+
+        Raises SequenceStateError, InvalidTokensError and, for repeated sequences or too few or many tokens,
+        InvalidArgumentError. O(sequences).
+        """
+        if not sequences and not list(token_ids):
+            return []
+        tokens = pack_tokens(token_ids)
+        if len(sequences) != len(tokens):
+            raise _unequal_step(sequences, len(tokens))
+        at_edge, block_size, last_place, num_counted = [], self.block_size, self.block_size - 1, 0
+        changes = None
+        try:
+            for sequence in sequences:
+                num_tokens = sequence.num_tokens
+                if sequence.appender is not self or sequence.num_computed_tokens != num_tokens:
+                    if sequence.num_computed_tokens == num_tokens + 1 and sequence in sequences[:num_counted]:
+                        raise _unequal_step(sequences, len(tokens))
+                    self._check_appendable(sequence, "append_step")
+                    at_edge.append(num_counted)
+                elif not 0 < num_tokens % block_size < last_place:
+                    at_edge.append(num_counted)
+                sequence.num_computed_tokens = num_tokens + 1  # also shows whether it comes twice
+                num_counted += 1
+            changes = self._slots.append_step(sequences, token_ids if type(token_ids) is list else tokens, at_edge)
+        finally:
+            if changes is None:
+                for sequence in sequences[:num_counted]:
+                    sequence.num_computed_tokens -= 1
+        self._check_if_debugging()
+        return changes
+
+    def reserve_slots(self, sequence: Sequence, num_tokens: SupportsIndex) -> list[KVCacheBlock] | None:
+        """Make room for `num_tokens` more tokens than are known, such as drafts. Nothing of them is cached.
+
+        `append_slots` fills the room. Returns the new blocks, perhaps none; or None, with nothing changed, when the
+        pool can't serve it. Raises SequenceStateError and InvalidArgumentError. O(new blocks).
+        """
+        self._check_owned(sequence, "reserve_slots")
+        blocks = self._slots.reserve(sequence, check_count("num_tokens", num_tokens, 0))
+        self._check_if_debugging()
+        return blocks
+
+    def free(self, sequence: Sequence) -> None:
+        """Give the sequence's blocks back, last first. What is cached of it stays so until the blocks are reused.
+
+        All that it was given slots for must have been computed. A token that was appended last and that no step has
+        computed must not stay cached: then call `abort` with num_tokens - 1. The sequence keeps its tokens and can be
+        allocated again. Raises SequenceStateError when it isn't this manager's or holds no blocks (a double free).
+        O(blocks).
+        """
+        self._check_owned(sequence, "free")
+        if self._retention.pins:
+            self._retention.extend()
+        self._pool.release(sequence.blocks)
+        del self._sequences[sequence.sequence_id]
+        self._in_flight.drop(sequence)
+        sequence.reset_blocks()
+        self._check_if_debugging()
+
+    def abort(self, sequence: Sequence, num_computed_tokens: SupportsIndex) -> None:
+        """Free a sequence of a step that died; of its tokens, the first `num_computed_tokens` have their KV written.
+
+        What it caches beyond them is cached no more, nor is anything chained to that. Abort every sequence of the
+        step, those that may have hit such a block included: they keep it in their tables until then. Raises
+        SequenceStateError, InvalidArgumentError. O(blocks).
+        """
+        self._check_owned(sequence, "abort")
+        written = check_count("num_computed_tokens", num_computed_tokens, 0, sequence.num_computed_tokens)
+        forget_unwritten(self._index, sequence, written)
+        if self._retention.pins:
+            self._retention.drop_uncached()
+        self.free(sequence)
+
+    def _check_start(self, sequence: Sequence, hit: CacheHit | None) -> int:
+        if sequence.sequence_id in self._sequences:
+            raise SequenceStateError(f"allocate_slots: expected another sequence_id than {sequence}'s, which is in use")
+        if hit is None:
+            return 0
+        check_hit(self._index, sequence, hit)
+        return hit.num_tokens
+
+    def _check_continued(self, sequence: Sequence, hit: CacheHit | None) -> int:
+        self._check_owned(sequence, "allocate_slots")
+        if hit is not None:
+            raise SequenceStateError(f"allocate_slots: expected no hit, since {sequence} has blocks; got {hit}")
+        return sequence.num_computed_tokens
+
+    def _check_owned(self, sequence: Sequence, call: str) -> None:
+        if sequence.owner is not self or self._sequences.get(sequence.sequence_id) is not sequence:
+            raise SequenceStateError(f"{call}: expected a sequence allocated here, got {sequence.describe_for(self)}")
+
+    def _check_appendable(self, sequence: Sequence, call: str) -> None:
+        self._check_owned(sequence, call)
+        if sequence.num_computed_tokens != sequence.num_tokens:
+            got = f"{sequence.num_computed_tokens} slots for {sequence}"
+            raise SequenceStateError(f"{call}: expected slots for all tokens, got {got}")
+
+    def _start(
+        self, sequence: Sequence, end: int, num_lookahead_tokens: int, hit: CacheHit | None
+    ) -> list[KVCacheBlock] | None:
+        epoch = self._index.epoch if self.enable_caching else None
+        blocks = self._slots.start(sequence, epoch, end, num_lookahead_tokens, hit.blocks if hit is not None else [])
+        if blocks is None:
+            return None
+        sequence.owner = sequence.appender = self
+        self._sequences[sequence.sequence_id] = sequence
+        self._num_queries += 1
+        self._num_queried_tokens += sequence.num_tokens
+        if hit is not None and hit.blocks:
+            sequence.num_readonly_tokens = hit.num_readonly_tokens
+            self._num_hits += 1
+            self._num_hit_tokens += hit.num_tokens
+        return blocks
+
+    def check(self) -> None:
+        """Raise AssertionError unless all invariants of docs/design.md hold (never under python -O). O(pool)."""
+        tables = [sequence.blocks for sequence in self._sequences.values()]
+        self._pool.check(tables + [pin.blocks for pin in self._retention.pins])
+        self._retention.check()
+        for sequence_id, sequence in self._sequences.items():
+            assert sequence.owner is self and sequence.sequence_id == sequence_id, f"{sequence}: not under its own id"
+            sequence.check(self.block_size)
+
+    def _check_if_debugging(self) -> None:
+        if self._debug:
+            self.check()
+
+
+def _unequal_step(sequences: Items[Sequence], num_tokens: int) -> InvalidArgumentError:
+    got = f"{len(sequences)} sequences, {len(set(sequences))} of them different, and {num_tokens} tokens"
+    return InvalidArgumentError(f"append_step: expected different sequences and a token for each, got {got}")
