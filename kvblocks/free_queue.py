@@ -129,20 +129,6 @@ class FreeBlockQueue:
         root.prev_free_block = last
         self.num_free_blocks += num_linked
 
-    def release_first(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """`release`, but those that lose their last reference are the next to be taken, in that order. O(blocks)."""
-        last = self._root.prev_free_block
-        self.release(blocks)
-        root, first, end = self._root, last.next_free_block, self._root.prev_free_block
-        if end is last or last is root:  # none was added, or the queue was empty
-            return
-        last.next_free_block = root
-        root.prev_free_block = last
-        end.next_free_block = root.next_free_block
-        root.next_free_block.prev_free_block = end
-        root.next_free_block = first
-        first.prev_free_block = root
-
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add one reference to each block; those that were free leave the queue. O(blocks)."""
         num_unlinked = 0

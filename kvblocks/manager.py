@@ -156,9 +156,9 @@ class KVCacheManager(BranchingManager):
         self._check_if_debugging()
 
     def expire_pins(self, now: float) -> list[Pin]:
-        """End and return the pins whose `expires_at` is not after `now`; their free blocks are reused before others.
+        """End and return the pins whose `expires_at` is not after `now`, on the clock that `expires_at` was told by.
 
-        Call it now and then, with the clock that `expires_at` was told by. O(pins + blocks freed).
+        Their blocks are free then, and reused before any that is still pinned. O(pins + blocks freed).
         """
         expired = self._retention.expire(now)
         self._check_if_debugging()

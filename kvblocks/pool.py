@@ -111,15 +111,6 @@ class BlockPool:
         if self.sampler is not None:
             self.sampler.note_released(backwards)
 
-    def release_first(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """`release`, but those without another owner are the next to be reused, still last one first. O(blocks)."""
-        backwards = blocks[::-1]
-        self._queue.release_first(backwards)
-        if self.index.quotas is not None:
-            self.index.quotas.note_released_first(backwards)
-        if self.sampler is not None:
-            self.sampler.note_released(backwards)
-
     def check(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
         """Raise AssertionError unless every block is free or owned as `tables`, the live block tables, say. O(pool)."""
         owners = [0] * len(self.blocks)

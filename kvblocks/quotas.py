@@ -7,7 +7,7 @@ tenant that is furthest beyond its quota goes instead. Blocks in use count towar
 Counting is exact: every cached run knows its tenant, by the salt in its first block's key.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from struct import unpack_from
 
 from kvblocks.block import KVCacheBlock, Run
@@ -78,20 +78,12 @@ class TenantQuotas:
                 run.tenant.free_blocks[block] = None
                 run.tenant.free_blocks.move_to_end(block)
 
-    def note_released_first(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """`note_released` of blocks that are the next to be taken, in order. O(blocks)."""
-        for block in reversed(blocks):
-            run = block.run
-            if block.ref_cnt == 0 and run is not None and run.tenant is not None:
-                run.tenant.free_blocks[block] = None
-                run.tenant.free_blocks.move_to_end(block, last=False)
-
     def next_victim(self) -> KVCacheBlock | None:
         """Return the least recently used free block of the tenant furthest beyond its quota, None if none has any.
 
         O(tenants over their quotas), and O(1) on average for blocks that were taken meanwhile.
         """
-        over = sorted(self.over, key=_excess, reverse=True)
+        over = sorted(self.over, key=_most_excess_first)
         for tenant in over:
             if tenant.num_excess_blocks <= 0:
                 del self.over[tenant]
@@ -117,8 +109,8 @@ class TenantQuotas:
         self._sweep_at = max(1000, 2 * len(kept))  # so that sweeping costs O(1) a tenant on average
 
 
-def _excess(tenant: Tenant) -> int:
-    return tenant.num_excess_blocks
+def _most_excess_first(tenant: Tenant) -> tuple[int, str]:
+    return -tenant.num_excess_blocks, tenant.salt or ""
 
 
 def _salt_in(extra_keys: bytes | None) -> str | None:

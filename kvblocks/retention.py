@@ -113,12 +113,10 @@ class Retention:
         pin.blocks = []
 
     def expire(self, now: float) -> list[Pin]:
-        """End the pins whose time has come; their blocks are the next to be reused. O(pins + blocks freed)."""
+        """End the pins whose time has come, as `remove`. O(pins + blocks freed)."""
         expired = [pin for pin in self.pins if pin.expires_at is not None and pin.expires_at <= now]
         for pin in expired:
-            del self.pins[pin]
-            self._pool.release_first(pin.blocks)
-            pin.blocks = []
+            self.remove(pin)
         return expired
 
     def extend(self) -> None:
@@ -130,7 +128,9 @@ class Retention:
     def drop_uncached(self) -> None:
         """Let go of what is cached no more, after an abort or a reset. O(pinned blocks)."""
         for pin in self.pins:
-            num_cached = sum([block.is_cached for block in pin.blocks])  # what hangs from a prefix goes with it
+            num_cached = 0
+            while num_cached < len(pin.blocks) and pin.blocks[num_cached].is_cached:
+                num_cached += 1
             gone = pin.blocks[num_cached:]
             del pin.blocks[num_cached:]
             self._pool.release(gone)
@@ -162,7 +162,7 @@ class Retention:
         num_wanted = self._pool.num_free_blocks + num_blocks
         while self._pool.num_free_blocks < num_wanted:
             _, age, pin = heappop(order)
-            self._pool.release_first([pin.blocks.pop()])
+            self._pool.release([pin.blocks.pop()])
             if pin.blocks:
                 heappush(order, (pin.priorities[len(pin.blocks) - 1], age, pin))
 

@@ -157,7 +157,8 @@ class Sequence:
     def fork(self, sequence_id: Hashable) -> "Sequence":
         """Return a sequence without blocks that has the same tokens and keys, and its own from then on. O(tokens)."""
         own = self.tokens
-        twin = Sequence(sequence_id, own[:] if isinstance(own, array) else own, salt=self.salt, lora=self.lora)
+        twin = Sequence(sequence_id, own, salt=self.salt, lora=self.lora)
+        twin.tokens = own[:] if isinstance(own, array) else own
         twin.extra_keys, twin.has_keys, twin._encoded_keys = self.extra_keys, self.has_keys, self._encoded_keys
         twin.num_prompt_tokens = self.num_prompt_tokens
         return twin
@@ -181,9 +182,11 @@ class Sequence:
         assert self.num_tokens == len(self.tokens), f"{self}: has {len(self.tokens)}"
         assert self.num_computed_tokens <= min(num_slots, self.num_tokens), f"{self}: tokens without slots"
         assert self.num_registered_blocks <= self.num_computed_tokens // block_size, f"{self}: cached before it is full"
-        for place, block in enumerate(self.blocks[self.num_registered_blocks :], self.num_registered_blocks):
-            is_shared = self.appender is None and place == self.num_computed_tokens // block_size
-            assert is_shared or not block.is_cached, f"{self}: {block} is cached, but not by it"
+        # Blocks of before a reset may be cached by `renew` of another sequence that shares them.
+        if self.epoch is None or self.epoch.is_current:
+            for place, block in enumerate(self.blocks[self.num_registered_blocks :], self.num_registered_blocks):
+                is_shared = self.appender is None and place == self.num_computed_tokens // block_size
+                assert is_shared or not block.is_cached, f"{self}: {block} is cached, but not by it"
         if self.appender is not None and self.num_computed_tokens % block_size:
             last = self.blocks[self.num_computed_tokens // block_size]
             assert last.ref_cnt == 1 and not last.is_cached, f"{self}: would write to {last}"

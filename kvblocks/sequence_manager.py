@@ -143,25 +143,25 @@ class SequenceManager:
         tokens = pack_tokens(token_ids)
         if len(sequences) != len(tokens):
             raise _unequal_step(sequences, len(tokens))
-        at_edge, block_size, last_place, num_counted = [], self.block_size, self.block_size - 1, 0
-        changes = None
+        at_edge, block_size, last_place, i = [], self.block_size, self.block_size - 1, 0
         try:
-            for sequence in sequences:
+            for i, sequence in enumerate(sequences):
                 num_tokens = sequence.num_tokens
                 if sequence.appender is not self or sequence.num_computed_tokens != num_tokens:
-                    if sequence.num_computed_tokens == num_tokens + 1 and sequence in sequences[:num_counted]:
+                    if sequence in sequences[:i]:
                         raise _unequal_step(sequences, len(tokens))
                     self._check_appendable(sequence, "append_step")
-                    at_edge.append(num_counted)
+                    at_edge.append(i)
                 elif not 0 < num_tokens % block_size < last_place:
-                    at_edge.append(num_counted)
-                sequence.num_computed_tokens = num_tokens + 1  # also shows whether it comes twice
-                num_counted += 1
+                    at_edge.append(i)
+                sequence.num_computed_tokens = num_tokens + 1  # which also shows whether it comes twice
+            i = len(tokens)
             changes = self._slots.append_step(sequences, token_ids if type(token_ids) is list else tokens, at_edge)
-        finally:
-            if changes is None:
-                for sequence in sequences[:num_counted]:
-                    sequence.num_computed_tokens -= 1
+        except BaseException:
+            _uncount(sequences[:i])
+            raise
+        if changes is None:
+            _uncount(sequences)
         self._check_if_debugging()
         return changes
 
@@ -260,6 +260,11 @@ class SequenceManager:
     def _check_if_debugging(self) -> None:
         if self._debug:
             self.check()
+
+
+def _uncount(sequences: Items[Sequence]) -> None:
+    for sequence in sequences:
+        sequence.num_computed_tokens -= 1
 
 
 def _unequal_step(sequences: Items[Sequence], num_tokens: int) -> InvalidArgumentError:

@@ -129,7 +129,7 @@ class SlotAllocator:
         for sequence, token in zip(sequences, tokens, strict=True):
             try:
                 sequence.tokens.append(token)  # type: ignore[union-attr]  # a view has no append
-                sequence.num_tokens += 1
+                sequence.num_tokens = sequence.num_computed_tokens
             except (AttributeError, BufferError):
                 sequence.append_token(token)
         digests: list[bytearray | None] = [None] * len(ended)
@@ -220,10 +220,13 @@ class SlotAllocator:
         history = self._index.history
         if history is not None:
             history.num_taken_blocks, history.sequence_id = self.num_taken_blocks, sequence.sequence_id
+        self._make_free(num_blocks)
+        return self._pool.take(num_blocks)
+
+    def _make_free(self, num_blocks: int) -> None:
         num_free = self._pool.num_free_blocks
         if num_blocks > num_free:
             self._retention.give_up(num_blocks - num_free)
-        return self._pool.take(num_blocks)
 
     def _take_one(self, sequence: Sequence) -> list[KVCacheBlock]:
         if not self._pool.num_free_blocks:
@@ -235,6 +238,7 @@ class SlotAllocator:
         """Take a block for each sequence, together unless it is remembered who took what. O(sequences)."""
         if not sequences or self._index.history is None:
             return self._take(len(sequences), sequences[0]) if sequences else []
+        self._make_free(len(sequences))
         return [block for sequence in sequences for block in self._take(1, sequence)]
 
     def _digests_ahead(self, sequence: Sequence, end: int) -> bytearray | None:

@@ -1,5 +1,6 @@
 """What the manager must do, said as plainly as possible: tuples of tokens, a dict and a list. No run, link or hash."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 Prefix = tuple[object, ...]
@@ -15,6 +16,7 @@ class ModelSequence:
     lora: str | None = None
     keys: tuple[tuple[int, int, str], ...] = ()
     table: list[int] = field(default_factory=list)
+    num_prompt: int = 0
     num_computed: int = 0
     num_readonly_blocks: int = 0
     num_registered: int = 0
@@ -28,6 +30,16 @@ class ModelSequence:
         return (self.salt, self.lora, tuple(self.tokens[:end]), tuple(touching))
 
 
+@dataclass(eq=False)
+class ModelPin:
+    """A pinned prefix: the priority of each of its blocks, and those that it holds."""
+
+    prefix: ModelSequence
+    priorities: list[int]
+    expires_at: float | None
+    held: list[int] = field(default_factory=list)
+
+
 class DumbModel:
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True) -> None:
         self.block_size = block_size
@@ -36,6 +48,11 @@ class DumbModel:
         self.owners = dict.fromkeys(range(num_blocks), 0)
         self.content: dict[int, Prefix] = {}
         self.cached: dict[Prefix, list[int]] = {}
+        self.gone: dict[Prefix, str] = {}
+        self.copies: list[tuple[int, int]] = []
+        self.pins: list[ModelPin] = []
+        self.quotas: dict[str | None, int] = {}
+        self.default_quota: int | None = None
 
     def hit(self, sequence: ModelSequence) -> list[int]:
         blocks: list[int] = []
@@ -47,31 +64,122 @@ class DumbModel:
                 blocks.append(holders[0])
         return blocks
 
-    def grow(self, sequence: ModelSequence, end: int, hit: list[int]) -> bool:
+    # Making room.
+
+    def grow(self, sequence: ModelSequence, end: int, hit: list[int], num_lookahead: int = 0) -> bool:
         """Make room for the first `end` tokens. False, with nothing changed, when the pool can't serve it."""
         table = hit if not sequence.is_allocated else sequence.table
-        num_missing = max(0, -(-end // self.block_size) - len(table))
-        if num_missing > len(self.queue) - sum(1 for block in hit if block in self.queue):
+        num_missing = max(0, -(-(end + num_lookahead) // self.block_size) - len(table))
+        if not self.can_take(num_missing + (sequence.is_allocated and self.must_copy(sequence)), hit):
             return False
         if not sequence.is_allocated:
             sequence.is_allocated = sequence.is_of_this_epoch = True
-            for block in hit:
-                if block in self.queue:
-                    self.queue.remove(block)
-                self.owners[block] += 1
+            self.hold(hit)
             sequence.table = list(hit)
             sequence.num_readonly_blocks = sequence.num_registered = len(hit)
-        self.take(sequence, num_missing)
+        self.add_blocks(sequence, num_missing, self.must_copy(sequence))
         sequence.num_computed = end
         self.register(sequence)
         return True
 
-    def take(self, sequence: ModelSequence, num_blocks: int) -> None:
-        for _ in range(num_blocks):
-            block = self.queue.pop(0)
-            self.forget(block)
-            self.owners[block] = 1
+    def reserve(self, sequence: ModelSequence, num_tokens: int) -> list[int] | None:
+        num_missing = max(0, -(-(len(sequence.tokens) + num_tokens) // self.block_size) - len(sequence.table))
+        must_copy = num_tokens > 0 and self.must_copy(sequence)
+        if not self.can_take(num_missing + must_copy, []):
+            return None
+        return self.add_blocks(sequence, num_missing, must_copy)
+
+    def step(self, sequences: list[ModelSequence], tokens: list[int]) -> list[tuple[int, int, int]] | None:
+        """One token for each: the changes of their tables as (place, position, block); None when it can't be served."""
+        leaving: Counter[int] = Counter()
+        changing: list[tuple[int, int]] = []
+        for i, sequence in enumerate(sequences):
+            position = len(sequence.tokens) // self.block_size
+            if position == len(sequence.table):
+                changing.append((i, position))
+            elif len(sequence.tokens) % self.block_size:
+                block = sequence.table[position]
+                if block in self.content or self.owners[block] - leaving[block] > 1:
+                    leaving[block] += 1
+                    changing.append((i, position))
+        if not self.can_take(len(changing), []):
+            return None
+        blocks = self.take(len(changing))
+        changes = []
+        for (i, position), block in zip(changing, blocks, strict=True):
+            self.put(sequences[i], position, block)
+            changes.append((i, position, block))
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.tokens.append(token)
+            sequence.num_computed += 1
+        for sequence in sequences:
+            self.register(sequence)
+        return changes
+
+    def must_copy(self, sequence: ModelSequence) -> bool:
+        """Whether its next token would be written to a block that somebody else reads."""
+        if sequence.num_computed % self.block_size == 0:
+            return False
+        block = sequence.table[sequence.num_computed // self.block_size]
+        return self.owners[block] > 1 or block in self.content
+
+    def add_blocks(self, sequence: ModelSequence, num_missing: int, must_copy: bool) -> list[int]:
+        blocks = self.take(num_missing + must_copy)
+        new = list(blocks)
+        if must_copy:
+            self.put(sequence, sequence.num_computed // self.block_size, blocks.pop(0))
+        for block in blocks:
+            self.put(sequence, len(sequence.table), block)
+        return new
+
+    def put(self, sequence: ModelSequence, position: int, block: int) -> None:
+        if position < len(sequence.table):
+            self.copies.append((sequence.table[position], block))
+            self.drop([sequence.table[position]])
+            sequence.table[position] = block
+            sequence.num_readonly_blocks = min(sequence.num_readonly_blocks, position)
+        else:
             sequence.table.append(block)
+
+    def can_take(self, num_blocks: int, hit: list[int]) -> bool:
+        free = [block for block in self.queue if block not in hit]
+        soft = Counter(b for pin in self.pins for b, p in zip(pin.held, pin.priorities, strict=False) if p < 100)
+        given = [block for block, count in soft.items() if self.owners[block] == count and block not in hit]
+        return num_blocks <= len(free) + len(given)
+
+    def take(self, num_blocks: int) -> list[int]:
+        while len(self.queue) < num_blocks:
+            pin = min((pin for pin in self.pins if pin.held), key=lambda pin: pin.priorities[len(pin.held) - 1])
+            self.drop([pin.held.pop()])
+        return [self.take_one() for _ in range(num_blocks)]
+
+    def take_one(self) -> int:
+        block = self.queue[0]
+        if block in self.content:
+            over = [(quota - self.num_cached(salt), salt or "", salt) for salt, quota in self.all_quotas().items()]
+            for _, _, salt in sorted(item for item in over if item[0] < 0):
+                theirs = [other for other in self.queue if other in self.content and self.content[other][0] == salt]
+                if theirs:
+                    block = theirs[0]
+                    break
+        self.queue.remove(block)
+        self.forget(block, "evicted")
+        self.owners[block] = 1
+        return block
+
+    def hold(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if block in self.queue:
+                self.queue.remove(block)
+            self.owners[block] += 1
+
+    def drop(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            self.owners[block] -= 1
+            if not self.owners[block]:
+                self.queue.append(block)
+
+    # What is cached.
 
     def register(self, sequence: ModelSequence) -> None:
         if not self.enable_caching or not sequence.is_of_this_epoch:
@@ -84,13 +192,14 @@ class DumbModel:
             self.cached.setdefault(prefix, []).append(sequence.table[position])
             sequence.num_registered = position + 1
 
-    def forget(self, block: int) -> None:
+    def forget(self, block: int, cause: str) -> None:
         prefix = self.content.pop(block, None)
         if prefix is None:
             return
         self.cached[prefix].remove(block)
         if not self.cached[prefix]:
             for longer in [other for other in self.cached if self.hangs_from(other, prefix)]:
+                self.gone[longer] = cause
                 for holder in self.cached.pop(longer):
                     self.content.pop(holder, None)
 
@@ -103,11 +212,19 @@ class DumbModel:
             and tuple(key for key in longer[3] if key[0] < end) == keys  # type: ignore[attr-defined]
         )
 
+    def num_cached(self, salt: str | None) -> int:
+        return sum(1 for prefix in self.content.values() if prefix[0] == salt)
+
+    def all_quotas(self) -> dict[str | None, int]:
+        salts = {prefix[0] for prefix in self.content.values()} - {None}
+        default = {} if self.default_quota is None else dict.fromkeys(salts, self.default_quota)
+        return default | self.quotas  # type: ignore[operator]
+
+    # What ends, parts and goes back.
+
     def free(self, sequence: ModelSequence) -> None:
-        for block in reversed(sequence.table):
-            self.owners[block] -= 1
-            if not self.owners[block]:
-                self.queue.append(block)
+        self.extend_pins()
+        self.drop(sequence.table)
         sequence.table = []
         sequence.num_computed = sequence.num_readonly_blocks = sequence.num_registered = 0
         sequence.is_allocated = sequence.is_of_this_epoch = False
@@ -115,11 +232,77 @@ class DumbModel:
     def abort(self, sequence: ModelSequence, num_computed: int) -> None:
         first = max(sequence.num_readonly_blocks, num_computed // self.block_size)
         for block in reversed(sequence.table[first:]):
-            self.forget(block)
+            self.forget(block, "aborted")
+        self.shrink_pins()
         self.free(sequence)
 
     def reset(self, sequences: list[ModelSequence]) -> None:
+        self.gone |= dict.fromkeys(self.cached, "reset")
         self.content.clear()
         self.cached.clear()
         for sequence in sequences:
             sequence.is_of_this_epoch = False
+        self.shrink_pins()
+
+    def renew(self, sequence: ModelSequence) -> None:
+        sequence.is_of_this_epoch = True
+        sequence.num_registered = 0
+        while sequence.num_registered < len(sequence.table) and (
+            sequence.table[sequence.num_registered] in self.content
+            and sequence.num_registered < sequence.num_computed // self.block_size
+        ):
+            sequence.num_registered += 1
+        self.register(sequence)
+
+    def fork(self, sequence: ModelSequence, name: str) -> ModelSequence:
+        table = sequence.table[: -(-sequence.num_computed // self.block_size)]
+        self.hold(table)
+        return ModelSequence(
+            name,
+            list(sequence.tokens),
+            sequence.salt,
+            sequence.lora,
+            sequence.keys,
+            table,
+            sequence.num_prompt,
+            sequence.num_computed,
+            max(sequence.num_readonly_blocks, sequence.num_computed // self.block_size),
+            sequence.num_registered,
+            is_allocated=True,
+            is_of_this_epoch=sequence.is_of_this_epoch,
+        )
+
+    def truncate(self, sequence: ModelSequence, num_tokens: int) -> None:
+        self.extend_pins()
+        num_kept = -(-num_tokens // self.block_size)
+        self.drop(sequence.table[num_kept:])
+        del sequence.table[num_kept:], sequence.tokens[num_tokens:]
+        sequence.num_computed = min(sequence.num_computed, num_tokens)
+        sequence.num_registered = min(sequence.num_registered, num_tokens // self.block_size)
+        sequence.num_readonly_blocks = min(sequence.num_readonly_blocks, num_tokens // self.block_size)
+
+    # Pins.
+
+    def pin(self, pin: ModelPin) -> None:
+        self.pins.append(pin)
+        self.extend_pin(pin)
+
+    def unpin(self, pin: ModelPin) -> None:
+        self.pins.remove(pin)
+        self.drop(pin.held)
+
+    def extend_pins(self) -> None:
+        for pin in self.pins:
+            self.extend_pin(pin)
+
+    def extend_pin(self, pin: ModelPin) -> None:
+        more = self.hit(pin.prefix)[len(pin.held) : len(pin.priorities)]
+        self.hold(more)
+        pin.held += more
+
+    def shrink_pins(self) -> None:
+        for pin in self.pins:
+            num_kept = next((i for i, block in enumerate(pin.held) if block not in self.content), len(pin.held))
+            gone = pin.held[num_kept:]
+            del pin.held[num_kept:]
+            self.drop(gone)

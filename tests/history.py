@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import pytest
-from dumb_model import DumbModel, ModelSequence
+from dumb_model import DumbModel, ModelPin, ModelSequence
+from kv_memory import KVMemory
 
 import kvblocks
 from kvblocks import (
@@ -21,12 +22,15 @@ from kvblocks import (
     InvalidArgumentError,
     KVBlocksError,
     KVCacheManager,
+    Pin,
+    PinBudgetError,
     SequenceStateError,
     StaleHitError,
 )
 
 MAX_TOKENS = 20
 MAX_WAITING = 6
+MAX_RUNNING = 8
 Pair = tuple[kvblocks.Sequence, ModelSequence]
 
 
@@ -51,12 +55,18 @@ class History:
     def __init__(self, num_blocks: int, block_size: int, *, enable_caching: bool = True, **options: Any) -> None:
         self.manager = KVCacheManager(num_blocks, block_size, enable_caching=enable_caching, **options)
         self.has_events = options.get("enable_events", False)
+        self.has_history = options.get("num_history_blocks", 0) > 0
+        self.memory = KVMemory(block_size)
+        self.pins: list[tuple[Pin, ModelPin]] = []
+        self.now = 0.0
         self.model = DumbModel(num_blocks, block_size, enable_caching)
         self.pairs: list[Pair] = []
         self.hits: dict[str, CacheHit] = {}
         self.stored: set[bytes | None] = set()
         self.num_made = 0
         self.num_stale_hits = self.num_refused = self.num_hits = self.num_orphans = 0
+        self.num_pending = self.num_given_up = self.num_renewed = 0
+        self.causes: set[str] = set()
 
     # Operations. Each does nothing when there is nothing to do it to.
 
@@ -91,7 +101,8 @@ class History:
         self.num_made += 1
         name = f"sequence-{self.num_made}"
         sequence = kvblocks.Sequence(name, tokens, salt=salt, lora=lora, extra_keys=spans)
-        self.pairs.append((sequence, ModelSequence(name, list(tokens), salt, lora, tuple(spans))))
+        model = ModelSequence(name, list(tokens), salt, lora, tuple(spans), num_prompt=len(tokens))
+        self.pairs.append((sequence, model))
         waiting = [pair for pair in self.pairs if not pair[1].is_allocated]
         if len(waiting) > MAX_WAITING:
             self.pairs.remove(waiting[0])
@@ -127,7 +138,15 @@ class History:
             end = len(model.tokens) if num_new is None else min(hit.num_tokens + num_new, len(model.tokens))
             num_new = None if num_new is None else end - hit.num_tokens
         self.num_hits += bool(held)
-        self.grow(sequence, model, end, held, lambda: self.manager.allocate_slots(sequence, num_new, hit=hit))
+        num_drafts = chooser.choose([0, 0, 0, 1, 4])
+        self.grow(
+            sequence,
+            model,
+            end,
+            held,
+            lambda: self.manager.allocate_slots(sequence, num_new, hit=hit, num_lookahead_tokens=num_drafts),
+            num_drafts,
+        )
 
     def allocate_twin(self, chooser: Chooser) -> None:
         """Start a sequence that shares the blocks of one that is running."""
@@ -175,22 +194,13 @@ class History:
         pairs = [pair for pair in pairs if chooser.integer(0, 3)]
         tokens = [chooser.integer(0, 1) for _ in pairs]
         sequences = [sequence for sequence, _ in pairs]
-        full = [i for i, (_, m) in enumerate(pairs) if len(m.tokens) == len(m.table) * self.model.block_size]
-        if len(full) > len(self.model.queue):
+        changes = self.model.step([model for _, model in pairs], tokens)
+        if changes is None:
             self.num_refused += 1
             with self.unchanged():
                 assert self.manager.append_step(sequences, tokens) is None
             return
-        for (_, model), token in zip(pairs, tokens, strict=True):
-            model.tokens.append(token)
-        for i in full:
-            self.model.take(pairs[i][1], 1)
-        for _, model in pairs:
-            model.num_computed += 1
-            self.model.register(model)
-        assert self.manager.append_step(sequences, tokens) == [
-            (i, len(pairs[i][1].table) - 1, pairs[i][1].table[-1]) for i in full
-        ]
+        assert self.manager.append_step(sequences, tokens) == changes
 
     def append_without_slots(self, chooser: Chooser) -> None:
         if self.pairs:
@@ -206,15 +216,101 @@ class History:
             return
         sequence, model = pair
         num_tokens = chooser.integer(0, 5)
-        num_missing = max(0, -(-(len(model.tokens) + num_tokens) // self.model.block_size) - len(model.table))
-        if num_missing > len(self.model.queue):
+        expected = self.model.reserve(model, num_tokens)
+        if expected is None:
             with self.unchanged():
                 assert self.manager.reserve_slots(sequence, num_tokens) is None
             return
-        self.model.take(model, num_missing)
         blocks = self.manager.reserve_slots(sequence, num_tokens)
         assert blocks is not None
-        assert [block.block_id for block in blocks] == model.table[len(model.table) - num_missing :]
+        assert [block.block_id for block in blocks] == expected
+
+    def fork(self, chooser: Chooser) -> None:
+        """Two sequences go on from the same tokens and blocks, and may part in the middle of one."""
+        pair = self.pick(chooser, allocated=True)
+        if pair is None or len([1 for _, model in self.pairs if model.is_allocated]) > MAX_RUNNING:
+            return
+        self.num_made += 1
+        name = f"sequence-{self.num_made}"
+        twin = self.manager.fork(pair[0], name)
+        self.pairs.append((twin, self.model.fork(pair[1], name)))
+        self.memory.num_written[twin] = twin.num_computed_tokens
+
+    def truncate(self, chooser: Chooser) -> None:
+        pair = self.pick(chooser, allocated=True)
+        if pair is not None:
+            sequence, model = pair
+            num_tokens = chooser.integer(model.num_prompt, len(model.tokens))
+            self.manager.truncate(sequence, num_tokens)
+            self.model.truncate(model, num_tokens)
+
+    def renew(self, chooser: Chooser) -> None:
+        pair = self.pick(chooser, allocated=True)
+        if pair is None:
+            return
+        sequence, model = pair
+        if model.is_of_this_epoch or not self.model.enable_caching:
+            with self.unchanged(), pytest.raises(SequenceStateError, match="from before a reset"):
+                self.manager.renew(sequence)
+            return
+        self.manager.renew(sequence)
+        self.model.renew(model)
+        self.num_renewed += 1
+
+    def pin(self, chooser: Chooser) -> None:
+        """Pin a prefix of a sequence, running, waiting or freed."""
+        if not self.pairs or not self.model.enable_caching:
+            return
+        _, model = chooser.choose(self.pairs)
+        size = self.model.block_size
+        if len(model.tokens) < size or (model.keys and chooser.integer(0, 3)):
+            return
+        tokens = model.tokens[: chooser.integer(size, len(model.tokens))]
+        keys = tuple((start, min(end, len(tokens)), key) for start, end, key in model.keys if start < len(tokens))
+        priority = chooser.choose([0, 50, 99, 100])
+        cut = chooser.integer(1, len(tokens))
+        ranges = [(0, len(tokens), priority)] + ([] if cut == len(tokens) else [(cut, len(tokens), 70)])
+        expires_at = chooser.choose([None, self.now + 2])
+        options = {"salt": model.salt, "lora": model.lora, "extra_keys": keys, "expires_at": expires_at}
+        num_full = len(tokens) // size
+        priorities = [max(level for start, _, level in ranges if start // size < num_full)] * num_full
+        used = sum(len(pin.priorities) for _, pin in self.pins)
+        if used + len(priorities) > self.manager.num_blocks // 2:
+            with self.unchanged(), pytest.raises(PinBudgetError):
+                self.manager.pin(tokens, priority=ranges, **options)
+            return
+        pin = self.manager.pin(tokens, priority=ranges, **options)
+        prefix = ModelSequence("pin", list(tokens), model.salt, model.lora, keys)
+        self.pins.append((pin, ModelPin(prefix, priorities, expires_at)))
+        self.model.pin(self.pins[-1][1])
+
+    def unpin(self, chooser: Chooser) -> None:
+        if self.pins:
+            pair = chooser.choose(self.pins)
+            self.pins.remove(pair)
+            self.manager.unpin(pair[0])
+            self.model.unpin(pair[1])
+            with self.unchanged(), pytest.raises(InvalidArgumentError, match="hasn't ended"):
+                self.manager.unpin(pair[0])
+
+    def expire_pins(self, chooser: Chooser) -> None:
+        self.now += 1
+        expired = [pair for pair in self.pins if pair[1].expires_at is not None and pair[1].expires_at <= self.now]
+        assert self.manager.expire_pins(self.now) == [pin for pin, _ in expired]
+        for pair in expired:
+            self.pins.remove(pair)
+            self.model.unpin(pair[1])
+
+    def set_quota(self, chooser: Chooser) -> None:
+        salt, quota = chooser.choose([None, "salt", "other salt", "default"]), chooser.choose([None, 0, 1, 3])
+        if salt == "default":
+            self.manager.set_default_quota(quota)
+            self.model.default_quota = quota
+            return
+        self.manager.set_quota(salt, quota)
+        self.model.quotas.pop(salt, None)
+        if quota is not None:
+            self.model.quotas[salt] = quota
 
     def free(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
@@ -230,6 +326,7 @@ class History:
         sequence, model = pair
         self.manager.free(sequence)
         self.model.free(model)
+        self.memory.num_written.pop(sequence, None)
         hit, held = self.manager.get_computed_blocks(sequence), self.model.hit(model)
         self.grow(sequence, model, len(model.tokens), held, lambda: self.manager.allocate_slots(sequence, hit=hit))
 
@@ -298,16 +395,26 @@ class History:
         return chooser.choose(pairs) if pairs else None
 
     def grow(
-        self, sequence: kvblocks.Sequence, model: ModelSequence, end: int, held: list[int], call: Callable[[], Any]
+        self,
+        sequence: kvblocks.Sequence,
+        model: ModelSequence,
+        end: int,
+        held: list[int],
+        call: Callable[[], Any],
+        num_lookahead: int = 0,
     ) -> bool:
         """Do the same in the manager and in the model. Whether the pool could serve it."""
-        num_before = len(model.table) if model.is_allocated else len(held)
-        if not self.model.grow(model, end, held):
+        before = list(model.table) if model.is_allocated else held
+        if not self.model.grow(model, end, held, num_lookahead):
             self.num_refused += 1
             with self.unchanged():
                 assert call() is None
+            refusal = self.manager.last_refusal
+            assert refusal is not None
+            assert refusal.num_blocks > refusal.num_free_blocks + refusal.num_given_blocks
             return False
-        assert [block.block_id for block in call()] == model.table[num_before:]
+        expected = [block for i, block in enumerate(model.table) if before[i : i + 1] != [block]]
+        assert [block.block_id for block in call()] == expected
         return True
 
     @contextmanager
@@ -320,7 +427,8 @@ class History:
         sequences = [(s.token_ids(), list(s.block_ids), s.num_computed_tokens, s.is_allocated) for s, _ in self.pairs]
         blocks = [[(block.ref_cnt, block.is_cached) for block in s.blocks] for s, _ in self.pairs]
         hits = [self.manager.get_computed_blocks(s).blocks for s, model in self.pairs if not model.is_allocated]
-        return self.manager.free_block_ids(), self.manager.stats, sequences, blocks, hits
+        pins = [(pin.blocks, pin.num_held_blocks) for pin in self.manager.pins]
+        return self.manager.free_block_ids(), self.manager.stats, self.manager.quotas(), sequences, blocks, hits, pins
 
     def check(self) -> None:
         """The manager's own invariants hold, and all that can be seen of it is what the model says."""
@@ -339,8 +447,62 @@ class History:
             if not expected.is_allocated:
                 hit = manager.get_computed_blocks(sequence)
                 assert [block.block_id for block in hit.blocks] == model.hit(expected)
+                self.check_pending(hit, expected)
+                self.check_explanation(sequence, expected)
+        self.check_pins_and_quotas()
+        self.check_memory()
         if self.has_events:
             self.replay_events()
+
+    def check_pins_and_quotas(self) -> None:
+        assert self.manager.pins == [pin for pin, _ in self.pins]
+        for pin, expected in self.pins:
+            assert [block.block_id for block in pin.blocks] == expected.held
+            assert pin.priorities == expected.priorities
+            self.num_given_up += pin.num_held_blocks < pin.num_blocks
+        usage = {quota.salt: (quota.max_cached_blocks, quota.num_cached_blocks) for quota in self.manager.quotas()}
+        assert usage == {salt: (most, self.model.num_cached(salt)) for salt, most in self.model.all_quotas().items()}
+
+    def check_memory(self) -> None:
+        copies = self.manager.take_copies()
+        assert copies == self.model.copies
+        self.model.copies.clear()
+        self.memory.run_step(copies, [sequence for sequence, model in self.pairs if model.is_allocated])
+        self.memory.check()
+
+    def check_pending(self, hit: CacheHit, model: ModelSequence) -> None:
+        """A hit tells how much more of it a chunked prefill is going to compute."""
+        size, expected = self.model.block_size, 0
+        for _, other in self.pairs:
+            if other.is_allocated and other.num_computed < len(other.tokens) and other.is_of_this_epoch:
+                end = other.num_registered
+                if end and other.table[end - 1] not in self.model.content:
+                    continue
+                common = [
+                    n
+                    for n in range(1, min(len(other.tokens), len(model.tokens)) // size + 1)
+                    if other.prefix(n, size) == model.prefix(n, size)
+                ]
+                expected = max(expected, len(common) - len(hit.blocks))
+        assert hit.pending_tokens <= expected * size
+        if hit.pending_tokens:
+            self.num_pending += 1
+            assert hit.pending_sequence is not None
+            assert hit.pending_sequence.num_computed_tokens < hit.pending_sequence.num_tokens
+
+    def check_explanation(self, sequence: kvblocks.Sequence, model: ModelSequence) -> None:
+        if not self.model.enable_caching:
+            return
+        explanation = self.manager.explain(sequence)
+        num_hit = len(self.model.hit(model))
+        assert explanation.num_cached_blocks == num_hit
+        self.causes.add(explanation.cause)
+        if num_hit == len(model.tokens) // self.model.block_size:
+            assert explanation.cause == "no miss"
+        elif self.has_history:
+            cause = self.model.gone.get(model.prefix(num_hit + 1, self.model.block_size))
+            assert cause is None or explanation.cause == cause
+            assert cause is not None or explanation.cause in ("never cached", "other keys", "partly equal")
 
     def replay_events(self) -> None:
         for event in self.manager.take_events():
@@ -373,6 +535,13 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
     (History.preempt_and_resume, 3),
     (History.abort, 3),
     (History.abort_a_sharer, 2),
+    (History.fork, 4),
+    (History.truncate, 4),
+    (History.renew, 2),
+    (History.pin, 2),
+    (History.unpin, 1),
+    (History.expire_pins, 1),
+    (History.set_quota, 1),
     (History.use_without_blocks, 1),
     (History.misuse, 2),
 )

@@ -32,7 +32,7 @@ class DataChooser:
 # With eight digests events can't say which of several prefixes they mean, so that history goes without them. Without
 # events and debugging decoded tokens take short ways of their own, so both are on in one variant and off in another.
 VARIANTS = {
-    "xxh3_128": {"enable_events": True, "debug": True},
+    "xxh3_128": {"enable_events": True, "num_history_blocks": 100_000, "debug": True},
     "short ways": {},
     "3-bit hash": {"hash_algorithm": three_bit_hash},
     "caching off": {"enable_caching": False, "enable_events": True},
