@@ -59,6 +59,7 @@ class BranchingManager(SequenceManager):
             self._retention.extend()
         dropped = sequence.truncate_blocks(-(-end // self.block_size))
         sequence.truncate_tokens(end)
+        self._index.version += 1  # an earlier hit of this very sequence may be of tokens that it has no more
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, end)
         sequence.num_registered_blocks = min(sequence.num_registered_blocks, end // self.block_size)
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, end)

@@ -30,7 +30,8 @@ def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> None:
         raise SequenceStateError(f"allocate_slots: expected a hit of {sequence}, got {hit}")
     if hit.index is not index:
         raise SequenceStateError(f"allocate_slots: expected a hit of this manager's cache, got another's: {hit}")
-    if hit.version != index.version and find_blocks(index, sequence)[: len(hit.blocks)] != hit.blocks:
+    is_outdated = hit.version != index.version and find_blocks(index, sequence)[: len(hit.blocks)] != hit.blocks
+    if is_outdated or hit.num_tokens >= sequence.num_tokens:
         raise StaleHitError(f"allocate_slots: expected {hit} to be cached still; it isn't: look it up again")
 
 

@@ -81,4 +81,12 @@ def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, blo
         assert history.num_hits > 100
         assert history.num_stale_hits > 5
         assert history.num_orphans > 10
+        assert history.num_pending > 10
+        assert history.num_given_up > 100
+        assert history.num_renewed > 0
+        assert {"no miss", "other keys", "never cached"} <= history.causes
         assert history.manager.stats.num_evicted_blocks > 300
+    if history.has_history:
+        assert {"evicted", "aborted", "reset"} <= history.causes
+    if block_size > 1:
+        assert history.memory.num_copied > 10
