@@ -26,9 +26,11 @@ from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEv
 from kvblocks.explanation import Explanation
 from kvblocks.free_queue import FreeBlockQueue
 from kvblocks.manager import KVCacheManager
+from kvblocks.picture import PrefixRow
 from kvblocks.pool import BlockPool
 from kvblocks.retention import Pin, Refusal
 from kvblocks.sequence import Sequence
+from kvblocks.shared_prefixes import SharedPrefix
 from kvblocks.stats import CacheStats, QuotaUsage
 from kvblocks.version import __version__
 
@@ -57,10 +59,12 @@ __all__ = [
     "Pin",
     "PinBudgetError",
     "PoolExhaustedError",
+    "PrefixRow",
     "QuotaUsage",
     "Refusal",
     "Sequence",
     "SequenceStateError",
+    "SharedPrefix",
     "StaleHitError",
     "__compiled__",
     "__version__",

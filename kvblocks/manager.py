@@ -13,6 +13,7 @@ caller's. The calls' names are those of vLLM v1's KVCacheManager.
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from typing import Any, SupportsIndex
 
 from kvblocks.arguments import Text, check_count, check_name
@@ -22,11 +23,13 @@ from kvblocks.events import CacheEvent
 from kvblocks.eviction_history import EvictionHistory
 from kvblocks.explanation import Explanation, explain_miss
 from kvblocks.hashing import HashFunction, PositionKey, get_hash_function
+from kvblocks.picture import PrefixRow, prefix_rows, to_dot
 from kvblocks.pool import BlockPool
 from kvblocks.prefix_index import PrefixIndex
 from kvblocks.quotas import TenantQuotas
 from kvblocks.retention import Pin, Priority, Refusal, Retention
 from kvblocks.sequence import Sequence
+from kvblocks.shared_prefixes import SharedPrefix, find_shared_prefixes
 from kvblocks.stats import CacheStats, QuotaUsage
 from kvblocks.tokens import TokenIds
 
@@ -109,6 +112,30 @@ class KVCacheManager(BranchingManager):
         if self._retention.pins:
             self._retention.drop_uncached()
         self._check_if_debugging()
+
+    def shared_prefixes(
+        self,
+        sequences: Items[Sequence],
+        *,
+        min_blocks: SupportsIndex = 1,
+        num_visible_tokens: Items[SupportsIndex] | None = None,
+    ) -> list[SharedPrefix]:
+        """Return the groups of `sequences`, a batch, that share blocks, for cascade attention; parents before children.
+
+        See `find_shared_prefixes`. Raises SequenceStateError (not this manager's) and InvalidArgumentError. Changes
+        nothing. Near-linear in the batch's blocks.
+        """
+        for sequence in sequences:
+            self._check_owned(sequence, "shared_prefixes")
+        return find_shared_prefixes(sequences, self.block_size, min_blocks, num_visible_tokens)
+
+    def prefix_rows(self) -> list[PrefixRow]:
+        """Return what is cached as the rows of a table, for people. Changes nothing. O(cached blocks)."""
+        return prefix_rows(self._index)
+
+    def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
+        """Return what is cached as a Graphviz document, of at most `max_nodes` nodes. As `prefix_rows`."""
+        return to_dot(prefix_rows(self._index), max_nodes)
 
     @property
     def pins(self) -> list[Pin]:

@@ -142,15 +142,16 @@ class SequenceManager:
             return []
         tokens = pack_tokens(token_ids)
         if len(sequences) != len(tokens):
-            raise _unequal_step(sequences, len(tokens))
+            _check_step(sequences, len(tokens))
         at_edge, block_size, last_place, i = [], self.block_size, self.block_size - 1, 0
         try:
             for i, sequence in enumerate(sequences):
                 num_tokens = sequence.num_tokens
                 if sequence.appender is not self or sequence.num_computed_tokens != num_tokens:
-                    if sequence in sequences[:i]:
-                        raise _unequal_step(sequences, len(tokens))
-                    self._check_appendable(sequence, "append_step")
+                    if sequence not in sequences[:i]:
+                        self._check_appendable(sequence, "append_step")
+                    else:
+                        _check_step(sequences, len(tokens))
                     at_edge.append(i)
                 elif not 0 < num_tokens % block_size < last_place:
                     at_edge.append(i)
@@ -267,6 +268,8 @@ def _uncount(sequences: Items[Sequence]) -> None:
         sequence.num_computed_tokens -= 1
 
 
-def _unequal_step(sequences: Items[Sequence], num_tokens: int) -> InvalidArgumentError:
-    got = f"{len(sequences)} sequences, {len(set(sequences))} of them different, and {num_tokens} tokens"
-    return InvalidArgumentError(f"append_step: expected different sequences and a token for each, got {got}")
+def _check_step(sequences: Items[Sequence], num_tokens: int) -> None:
+    num_different = len(set(sequences))
+    if not num_different == len(sequences) == num_tokens:
+        got = f"{len(sequences)} sequences, {num_different} of them different, and {num_tokens} tokens"
+        raise InvalidArgumentError(f"append_step: expected different sequences and a token for each, got {got}")

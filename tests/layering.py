@@ -39,6 +39,8 @@ FLOORS = {
     "kvblocks.explanation": 2,
     "kvblocks.sequence_manager": 3,
     "kvblocks.branching": 3,
+    "kvblocks.picture": 2,
+    "kvblocks.shared_prefixes": 2,
     "kvblocks.manager": 3,
     "kvblocks.prefix_cache": 3,
     "kvblocks.metrics": 4,

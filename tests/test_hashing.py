@@ -6,6 +6,7 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
+from struct import pack
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 
 from kvblocks import InvalidArgumentError, KVCacheManager, Sequence
-from kvblocks.hashing import encode_extra_keys, get_hash_function
+from kvblocks.hashing import decode_extra_keys, encode_extra_keys, get_hash_function
 
 GOLDEN = Path(__file__).with_name("golden_digests.json")
 
@@ -104,10 +105,78 @@ def test_kinds_of_keys_are_told_apart() -> None:
     assert len({encoding[0] for encoding in encodings}) == len(encodings)
 
 
+@given(KEYS, st.integers(1, 4))
+def test_decoding_gives_back_what_was_encoded(keys: Any, block_size: int) -> None:
+    salt, lora, position_keys = keys
+    found: set[Any] = set()
+    for block, encoded in encode_extra_keys(salt, lora, position_keys, block_size).items():
+        decoded = decode_extra_keys(encoded)
+        root = [("salt", None, salt)] * (salt is not None) + [("lora", None, lora)] * (lora is not None)
+        assert [key for key in decoded if key[0] != "key"] == (root if block == 0 else [])
+        spans = [(block * block_size + place[0], place[1], key) for _, place, key in decoded if place is not None]
+        touching = [key for key in position_keys if key[0] < (block + 1) * block_size and key[1] > block * block_size]
+        assert sorted(spans, key=repr) == sorted([(start, end - start, key) for start, end, key in touching], key=repr)
+        found |= set(spans)
+    assert found == {(start, end - start, key) for start, end, key in position_keys}
+    assert decode_extra_keys(b"") == []
+
+
+@given(KEYS, st.data())
+def test_decoding_accepts_nothing_else(keys: Any, data: st.DataObject) -> None:
+    """What is decoded, encoded by hand, is the very bytes that it came from, even where those were tampered with."""
+    encoded = data.draw(st.sampled_from([b"", *encode_extra_keys(*keys, 4).values()]))
+    for _ in range(data.draw(st.integers(0, 2))):
+        place = data.draw(st.integers(0, len(encoded)))
+        encoded = encoded[:place] + data.draw(st.binary(max_size=2)) + encoded[place + data.draw(st.integers(0, 2)) :]
+    try:
+        decoded = decode_extra_keys(encoded)
+    except InvalidArgumentError:
+        return
+    again = b""
+    for kind, place, key in decoded:
+        payload = key if isinstance(key, bytes) else key.encode()
+        number = {"salt": 1, "lora": 2, "key": 4 if isinstance(key, bytes) else 3}[kind]
+        again += bytes([number]) + (b"" if place is None else pack("<qQ", *place)) + pack("<I", len(payload)) + payload
+    assert again == encoded
+
+
 def test_a_position_key_goes_to_the_blocks_that_its_span_touches() -> None:
     assert sorted(encode_extra_keys(None, None, [(3, 9, "image")], 4)) == [0, 1, 2]
     assert sorted(encode_extra_keys(None, None, [(4, 8, "image")], 4)) == [1]
     assert sorted(encode_extra_keys("salt", "lora", [], 4)) == [0]
+
+
+SALT = encode_extra_keys("a", None, [], 4)[0]
+LORA = encode_extra_keys(None, "a", [], 4)[0]
+SPAN = encode_extra_keys(None, None, [(1, 3, "a")], 4)[0]
+EARLIER = encode_extra_keys(None, None, [(0, 3, b"a")], 4)[0]
+
+
+@pytest.mark.parametrize(
+    ("encoded", "message"),
+    [
+        (SALT[:-1], "expected 1 bytes from 5 on, got b''"),
+        (SPAN[:10], "expected 16 bytes from 1 on"),
+        (SALT + b"\x01", "expected 4 bytes from 7 on"),
+        (b"\x05" + SALT[1:], "expected a kind from 1 to 4, got 5"),
+        (b"\x00" + SALT[1:], "expected a kind from 1 to 4, got 0"),
+        (SALT[:-1] + b"\xff", "expected UTF-8"),
+        (SALT + SALT, "expected salt, LoRA, then"),
+        (LORA + SALT, "expected salt, LoRA, then"),
+        (SPAN + LORA, "expected salt, LoRA, then"),
+        (SPAN + EARLIER, "spans by position"),
+        (SPAN.replace(b"\2", b"\0", 1), "non-empty spans"),
+        (SPAN.replace(b"\1" + bytes(7), b"\xfe" + b"\xff" * 7, 1), "non-empty spans"),
+    ],
+)
+def test_bytes_that_encode_no_keys_are_refused(encoded: bytes, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        decode_extra_keys(encoded)
+
+
+def test_keys_that_are_given_twice_are_decoded_twice() -> None:
+    encoded = encode_extra_keys("s", "l", [(1, 3, "a"), (0, 3, b"a"), (1, 3, "a")], 4)[0]
+    assert decode_extra_keys(encoded)[2:] == [("key", (0, 3), b"a"), ("key", (1, 2), "a"), ("key", (1, 2), "a")]
 
 
 @pytest.mark.parametrize(

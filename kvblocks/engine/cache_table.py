@@ -1,0 +1,42 @@
+"""The cached prefixes as a table for the terminal. `kvblocks.picture` makes its rows and its words."""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from kvblocks.picture import PrefixRow, describe_blocks, describe_keys, describe_tokens
+
+_MAX_INDENT = 16  # levels that are shown by indenting; a cache may be thousands deep
+
+
+def cache_table(rows: Sequence[PrefixRow], max_rows: int | None = None) -> Table:
+    """Return `rows`, as `prefix_rows` returns them, as a table; each is indented by its depth. Print it with rich.
+
+    max_rows: show at most so many; a last line then says what was left out. None: show all. O(rows).
+    """
+    shown = rows if max_rows is None else rows[: max(max_rows, 0)]
+    left_out = rows[len(shown) :]
+    table = Table(title=Text(f"Cached prefixes: {describe_blocks(rows)}" if rows else "Nothing is cached"))
+    for heading in ("tokens", "blocks", "spares", "owned", "free", "keys", "begins with"):
+        is_number = heading in ("blocks", "spares", "owned", "free")
+        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")  # cut nothing off
+    for row in shown:
+        # Text, not str: a salt may look like rich's markup.
+        keys, tokens = Text("\n".join(describe_keys(row))), Text(describe_tokens(row))
+        table.add_row(_span(row), *_counts([row]), keys, tokens)
+    if left_out:
+        table.add_row(Text(f"{len(left_out)} rows left out", style="italic"), *_counts(left_out), "", "")
+    return table
+
+
+def _span(row: PrefixRow) -> Text:
+    mark = f"{row.depth}: " if row.depth > _MAX_INDENT else ""
+    indent = " " * min(row.depth, _MAX_INDENT)
+    return Text(f"{indent}{mark}{row.start_token}-{row.start_token + row.num_tokens - 1}")
+
+
+def _counts(rows: Sequence[PrefixRow]) -> list[str]:
+    """The numbers of blocks of `rows` together: those that hits get, spares, owned, free."""
+    counts = [(row.num_blocks, row.num_spares, row.num_owned, row.num_free) for row in rows]
+    return [str(sum(column)) for column in zip(*counts, strict=True)]
