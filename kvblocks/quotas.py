@@ -25,6 +25,9 @@ class TenantQuotas:
         self._named: dict[str | None, int] = {}
         self._sweep_at = 1000
 
+    def __len__(self) -> int:
+        return len(self._tenants)
+
     @property
     def is_empty(self) -> bool:
         """Whether there is no quota. O(1)."""

@@ -1,0 +1,243 @@
+"""Forks, truncation, reserved slots and renewal one by one; their long histories are test_stateful.py's."""
+
+import array
+from typing import Any
+
+import pytest
+
+from kvblocks import InvalidArgumentError, KVCacheManager, Sequence, SequenceStateError, StaleHitError
+
+
+def started(manager: KVCacheManager, name: Any, tokens: Any, **keys: Any) -> Sequence:
+    sequence = Sequence(name, tokens, **keys)
+    assert manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence)) is not None
+    return sequence
+
+
+def ids(blocks: Any) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+class TestFork:
+    def test_samples_of_a_prompt_hold_it_once_and_copy_its_unfilled_block(self) -> None:
+        manager = KVCacheManager(16, 4, debug=True)
+        first = started(manager, 0, range(10))
+        samples = [first] + [manager.fork(first, n) for n in (1, 2, 3)]
+        assert manager.num_free_blocks == 13
+        assert [sample.block_ids for sample in samples] == [[0, 1, 2]] * 4
+        assert manager.take_copies() == []
+        assert [ids(manager.append_slots(sample, [20]) or []) for sample in samples] == [[3], [4], [5], []]
+        assert manager.take_copies() == [(2, 3), (2, 4), (2, 5)]  # the last one keeps the block that the others left
+        assert manager.take_copies() == []
+        assert [sample.block_ids for sample in samples] == [[0, 1, 3], [0, 1, 4], [0, 1, 5], [0, 1, 2]]
+        for sample in samples:
+            manager.free(sample)
+        assert manager.num_free_blocks == 16
+
+    def test_a_step_of_all_samples_says_which_table_entries_change(self) -> None:
+        manager = KVCacheManager(16, 4)
+        first = started(manager, 0, range(10))
+        samples = [first, manager.fork(first, 1)]
+        apart = started(manager, 2, range(100, 104))
+        assert manager.append_step([*samples, apart], [7, 8, 9]) == [(0, 2, 4), (2, 1, 5)]
+        assert manager.take_copies() == [(2, 4)]
+        assert manager.append_step([*samples, apart], [7, 8, 9]) == []
+        assert [sample.token_ids(10) for sample in samples] == [[7, 7], [8, 8]]
+        manager.check()
+
+    def test_a_fork_where_a_block_is_full_copies_nothing(self) -> None:
+        manager = KVCacheManager(16, 4)
+        first = started(manager, 0, range(8))
+        twin = manager.fork(first, 1)
+        assert ids(manager.append_slots(first, [1]) or []) == [2]
+        assert ids(manager.append_slots(twin, [1]) or []) == [3]
+        assert manager.take_copies() == []
+
+    def test_a_twin_has_the_keys_and_hits_what_they_say(self) -> None:
+        manager = KVCacheManager(16, 4)
+        first = started(manager, 0, range(9), salt="a", lora="l", extra_keys=[(1, 3, "image")])
+        twin = manager.fork(first, 1)
+        assert (twin.salt, twin.lora, twin.extra_keys) == ("a", "l", first.extra_keys)
+        manager.append_slots(twin, [1, 2, 3])
+        manager.free(twin)
+        assert manager.get_computed_blocks(twin).num_tokens == 11  # a full hit of twelve
+        assert manager.get_computed_blocks(Sequence(2, twin.token_ids(), salt="a")).num_tokens == 0
+
+    def test_reserved_slots_are_not_shared_and_reserving_copies(self) -> None:
+        manager = KVCacheManager(16, 4)
+        first = started(manager, 0, range(6))
+        manager.reserve_slots(first, 6)
+        twin = manager.fork(first, 1)
+        assert (first.block_ids, twin.block_ids) == ([0, 1, 2], [0, 1])
+        assert ids(manager.reserve_slots(twin, 1) or []) == [3]  # drafts are written before they are appended
+        assert twin.block_ids == [0, 3]
+        assert manager.take_copies() == [(1, 3)]
+        assert manager.append_slots(first, [1]) == []
+        manager.check()
+
+    def test_a_prefill_forked_in_the_middle(self) -> None:
+        manager = KVCacheManager(16, 4)
+        first = Sequence(0, range(10))
+        manager.allocate_slots(first, 6)
+        twin = manager.fork(first, 1)
+        assert ids(manager.allocate_slots(twin) or []) == [2, 3]
+        assert twin.block_ids == [0, 2, 3]
+        assert manager.take_copies() == [(1, 2)]
+        assert ids(manager.allocate_slots(first) or []) == [4]
+        manager.check()
+
+    def test_without_a_block_to_copy_to_nothing_changes(self) -> None:
+        manager = KVCacheManager(3, 4)
+        first = started(manager, 0, range(10))
+        twin = manager.fork(first, 1)
+        before = manager.free_block_ids(), manager.stats, twin.block_ids[:], twin.token_ids()
+        assert manager.append_slots(twin, [1]) is None
+        assert manager.append_step([first, twin], [1, 1]) is None
+        assert manager.reserve_slots(twin, 1) is None
+        assert (manager.free_block_ids(), manager.stats, twin.block_ids, twin.token_ids()) == before
+        assert manager.take_copies() == []
+        manager.free(first)
+        assert manager.append_slots(twin, [1]) == []  # it has the block to itself now
+        manager.check()
+
+    def test_tokens_given_in_a_buffer_are_the_callers(self) -> None:
+        manager = KVCacheManager(16, 4)
+        prompt = array.array("I", range(6))
+        first = started(manager, 0, prompt)
+        twin = manager.fork(first, 1)
+        manager.append_slots(twin, [9])
+        assert (list(prompt), first.num_tokens, twin.token_ids()) == (list(range(6)), 6, [*range(6), 9])
+
+    def test_what_it_refuses(self) -> None:
+        manager = KVCacheManager(16, 4)
+        first = started(manager, 0, range(6))
+        with pytest.raises(SequenceStateError, match="expected another sequence_id than 0"):
+            manager.fork(first, 0)
+        with pytest.raises(InvalidArgumentError, match="expected something hashable"):
+            manager.fork(first, [])  # type: ignore[arg-type]
+        manager.free(first)
+        with pytest.raises(SequenceStateError, match="fork: expected a sequence allocated here"):
+            manager.fork(first, 1)
+        assert manager.num_free_blocks == 16
+
+
+class TestTruncate:
+    def test_rejected_tokens_go_and_their_blocks_with_them(self) -> None:
+        manager = KVCacheManager(16, 4)
+        sequence = started(manager, 0, range(6))
+        manager.append_slots(sequence, range(6, 13))
+        assert sequence.block_ids == [0, 1, 2, 3]
+        manager.truncate(sequence, 7)
+        assert (sequence.num_tokens, sequence.num_computed_tokens, sequence.block_ids) == (7, 7, [0, 1])
+        assert manager.free_block_ids()[-2:] == [3, 2]
+        assert manager.get_computed_blocks(Sequence(1, range(13))).num_tokens == 12  # computed, so still good
+        manager.check()
+
+    def test_a_token_added_later_does_not_overwrite_what_is_cached(self) -> None:
+        manager = KVCacheManager(16, 4, debug=True)
+        sequence = started(manager, 0, range(6))
+        manager.append_slots(sequence, [6, 7])
+        manager.truncate(sequence, 7)
+        assert ids(manager.append_slots(sequence, [70]) or []) == [2]
+        assert manager.take_copies() == [(1, 2)]
+        manager.append_slots(sequence, [8])
+        assert manager.get_computed_blocks(Sequence(1, range(9))).num_tokens == 8
+        assert manager.get_computed_blocks(Sequence(1, [*range(7), 70, 8])).num_tokens == 8
+
+    def test_a_block_that_nobody_else_reads_is_written_in_place(self) -> None:
+        manager = KVCacheManager(16, 4)
+        sequence = started(manager, 0, range(5))
+        manager.append_slots(sequence, [5, 6])
+        manager.truncate(sequence, 6)
+        assert manager.append_slots(sequence, [60]) == []
+        assert (manager.take_copies(), sequence.token_ids()) == ([], [*range(6), 60])
+
+    def test_it_gives_back_reserved_room(self) -> None:
+        manager = KVCacheManager(16, 4)
+        sequence = Sequence(0, range(6))
+        manager.allocate_slots(sequence, num_lookahead_tokens=7)
+        assert len(sequence.block_ids) == 4
+        manager.truncate(sequence, 6)
+        assert (sequence.block_ids, manager.num_free_blocks) == ([0, 1], 14)
+
+    def test_an_old_hit_of_other_tokens_is_stale(self) -> None:
+        manager = KVCacheManager(16, 2)
+        sequence = started(manager, 0, [0, 1])
+        manager.append_slots(sequence, [2, 3, 4])
+        manager.free(sequence)
+        hit = manager.get_computed_blocks(sequence)
+        assert hit.num_tokens == 4
+        manager.allocate_slots(sequence, hit=hit)
+        manager.truncate(sequence, 2)
+        sequence.append_tokens([9, 9, 9])
+        manager.free(sequence)
+        with pytest.raises(StaleHitError):
+            manager.allocate_slots(sequence, hit=hit)
+
+    def test_what_it_refuses(self) -> None:
+        manager = KVCacheManager(16, 4)
+        sequence = started(manager, 0, range(6))
+        manager.append_slots(sequence, [6])
+        for num_tokens in (5, 8, -1, "6"):
+            with pytest.raises(InvalidArgumentError, match="num_tokens: expected an int from 6 to 7, got"):
+                manager.truncate(sequence, num_tokens)  # type: ignore[arg-type]
+        manager.free(sequence)
+        with pytest.raises(SequenceStateError, match="truncate: expected"):
+            manager.truncate(sequence, 6)
+
+
+class TestLookahead:
+    def test_drafts_are_not_cached_before_they_are_accepted(self) -> None:
+        manager = KVCacheManager(16, 4)
+        sequence = Sequence(0, range(6))
+        blocks = manager.allocate_slots(sequence, num_lookahead_tokens=6)
+        assert (ids(blocks or []), sequence.num_computed_tokens) == ([0, 1, 2], 6)
+        assert manager.stats.num_cached_blocks == 1
+        assert manager.append_slots(sequence, [6, 7, 8]) == []
+        assert manager.stats.num_cached_blocks == 2
+
+    def test_it_is_all_or_nothing(self) -> None:
+        manager = KVCacheManager(2, 4)
+        sequence = Sequence(0, range(6))
+        assert manager.allocate_slots(sequence, num_lookahead_tokens=3) is None
+        assert (sequence.is_allocated, manager.num_free_blocks) == (False, 2)
+        assert manager.allocate_slots(sequence, num_lookahead_tokens=2) is not None
+        with pytest.raises(InvalidArgumentError, match="num_lookahead_tokens: expected an int of at least 0"):
+            manager.allocate_slots(Sequence(1, [1]), num_lookahead_tokens=-1)
+
+
+class TestRenew:
+    def test_what_the_caller_says_is_valid_is_cached_again(self) -> None:
+        manager = KVCacheManager(16, 4, debug=True)
+        first = started(manager, 0, range(9))
+        second = started(manager, 1, [*range(8), 50, 51])
+        manager.reset_prefix_cache()
+        assert manager.get_computed_blocks(Sequence(2, range(9))).num_tokens == 0
+        manager.renew(first)
+        manager.renew(second)  # shares the blocks that are cached again already
+        assert manager.get_computed_blocks(Sequence(2, range(9))).num_tokens == 8
+        manager.append_slots(second, [52, 53])
+        assert manager.get_computed_blocks(Sequence(2, [*second.token_ids(), 1])).num_tokens == 12
+        for sequence in (first, second):
+            manager.free(sequence)
+        assert manager.stats.num_cached_blocks == 3
+
+    def test_without_it_nothing_of_before_the_reset_is_cached(self) -> None:
+        manager = KVCacheManager(16, 4)
+        first = started(manager, 0, range(6))
+        manager.reset_prefix_cache()
+        manager.append_slots(first, range(6, 20))
+        assert manager.stats.num_cached_blocks == 0
+        manager.free(first)
+        assert manager.stats.num_cached_blocks == 0
+
+    def test_what_it_refuses(self) -> None:
+        manager = KVCacheManager(16, 4)
+        first = started(manager, 0, range(6))
+        with pytest.raises(SequenceStateError, match="renew: expected a sequence from before a reset"):
+            manager.renew(first)
+        uncached = KVCacheManager(16, 4, enable_caching=False)
+        other = started(uncached, 0, range(6))
+        uncached.reset_prefix_cache()
+        with pytest.raises(SequenceStateError, match="renew: expected a sequence from before a reset"):
+            uncached.renew(other)
