@@ -200,14 +200,14 @@ class KVCacheManager(BranchingManager):
         """
         name = check_name("salt", salt)
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
-        quotas = self._index.quotas or TenantQuotas()
+        quotas = TenantQuotas() if self._index.quotas is None else self._index.quotas
         quotas.set_quota(name, number)
         self._use_quotas(quotas)
 
     def set_default_quota(self, max_blocks: SupportsIndex | None) -> None:
         """`set_quota` for each salt, other than None, that has none of its own. O(pool)."""
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
-        quotas = self._index.quotas or TenantQuotas()
+        quotas = TenantQuotas() if self._index.quotas is None else self._index.quotas
         quotas.set_default(number)
         self._use_quotas(quotas)
 
