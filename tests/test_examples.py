@@ -57,11 +57,11 @@ def test_the_readmes_example_runs():
     exec(compile(blocks[0], "README.md", "exec"), {"__name__": "readme"})
 
 
-def test_the_engine_authors_guide_runs():
+@pytest.mark.parametrize("name", ["engine-authors.md", "features.md"])
+def test_a_guide_runs(name):
     """All blocks in one namespace, as one who reads it would type them."""
-    path = ROOT / "docs" / "engine-authors.md"
-    blocks = python_blocks(path)
+    blocks = python_blocks(ROOT / "docs" / name)
     assert len(blocks) >= 5
     namespace = {"__name__": "guide"}
     for block in blocks:
-        exec(compile(block, path.name, "exec"), namespace)
+        exec(compile(block, name, "exec"), namespace)
