@@ -28,6 +28,9 @@ from kvblocks.free_queue import FreeBlockQueue
 from kvblocks.manager import KVCacheManager
 from kvblocks.picture import PrefixRow
 from kvblocks.pool import BlockPool
+from kvblocks.prefix_cache import PrefixCache
+from kvblocks.prefix_match import PrefixInsert, PrefixMatch
+from kvblocks.prefix_pins import PinnedPrefix
 from kvblocks.retention import Pin, Refusal
 from kvblocks.sequence import Sequence
 from kvblocks.shared_prefixes import SharedPrefix
@@ -58,8 +61,12 @@ __all__ = [
     "KVCacheManager",
     "Pin",
     "PinBudgetError",
+    "PinnedPrefix",
     "PoolExhaustedError",
     "PrefixRow",
+    "PrefixCache",
+    "PrefixInsert",
+    "PrefixMatch",
     "QuotaUsage",
     "Refusal",
     "Sequence",

@@ -1,0 +1,205 @@
+"""The workloads of `bench.attention`, their tensors, what they move, and the check of a result.
+
+All have 32 query heads, 8 heads of K and V, a head_dim of 128, bf16 and blocks of 16, as Llama 3 8B has. Pages lie in
+random order. A rehearsal keeps the shapes' kinds and shrinks their sizes.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvblocks.kernels import oracle
+from kvblocks.kernels.cascade import OwnParts, cascade_decode, own_parts
+from kvblocks.kernels.decode import decode
+from kvblocks.kernels.extend import extend
+from kvblocks.kernels.layout import FP8
+from kvblocks.kernels.runs import SharedRuns
+
+SPLIT_KEYS = 512
+NUM_CHECKED_ROWS = 8
+LARGEST_ERROR = 0.01
+"""Of a result, as a root mean square relative to the exact one's. Rounding to bf16 makes about 0.003, and 0.005 in the
+interpreter; one key too few of 4,096 makes 0.016."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One kind of step; `lengths` gives (rows, tokens in context) of each sequence, all share `num_shared` tokens."""
+
+    name: str
+    lengths: list[tuple[int, int]] = field(repr=False)
+    num_shared: int = 0
+    is_fp8: bool = False
+    heads: tuple[int, int] = (32, 8)
+    head_dim: int = 128
+    block_size: int = 16
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one row."""
+        return all(rows == 1 for rows, _ in self.lengths)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """Of K and V."""
+        return {"k_scale": 0.03, "v_scale": 0.02} if self.is_fp8 else {}
+
+    def cache_bytes(self, *, shared_once: bool) -> int:
+        """K and V that a step reads, the shared part once or once for each sequence."""
+        num_tokens = sum(context for _, context in self.lengths)
+        if shared_once:
+            num_tokens -= self.num_shared * (len(self.lengths) - 1)
+        return num_tokens * 2 * self.heads[1] * self.head_dim * (1 if self.is_fp8 else 2)
+
+    def moved_bytes(self, *, shared_once: bool) -> int:
+        """K and V, queries and outputs, and the block tables."""
+        num_rows = sum(rows for rows, _ in self.lengths)
+        tables = sum(-(-context // self.block_size) for _, context in self.lengths) * 4
+        return self.cache_bytes(shared_once=shared_once) + 2 * num_rows * self.heads[0] * self.head_dim * 2 + tables
+
+    def num_flops(self) -> int:
+        """Of the two matrix products, over the keys that causality leaves."""
+        pairs = sum(rows * context - rows * (rows - 1) // 2 for rows, context in self.lengths)
+        return 4 * pairs * self.heads[0] * self.head_dim
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A workload's tensors. `runs` and `own` are None where nothing is shared."""
+
+    workload: Workload
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    runs: SharedRuns | None
+    own: OwnParts | None
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied with."""
+        return self.workload.head_dim**-0.5
+
+    @property
+    def options(self) -> dict[str, float]:
+        """The keywords that our kernels take."""
+        return {"scale": self.scale, **self.workload.scales}
+
+
+Contestant = Callable[[Batch], Tensor]
+
+
+def workloads() -> list[Workload]:
+    """All of them."""
+    mixed = [128 + (8192 - 128) * (index * 37 % 64) // 63 for index in range(64)]
+    decode_4k = [(1, 4096)] * 64
+    return [
+        Workload("decode 64 x 4,096", decode_4k),
+        Workload("decode 8 x 4,096", [(1, 4096)] * 8),
+        Workload("decode 1 x 32,768", [(1, 32_768)]),
+        Workload("decode 64 mixed, 128 to 8,192", [(1, context) for context in mixed]),
+        Workload("decode 64 x 4,096, K and V in e4m3", decode_4k, is_fp8=True),
+        Workload("prefill 8,192", [(8192, 8192)]),
+        Workload("decode 64 x 4,096, 3,584 shared", decode_4k, num_shared=3584),
+        Workload("decode 64 x 33,024, 32,768 shared", [(1, 33_024)] * 64, num_shared=32_768),
+    ]
+
+
+def shrink(workload: Workload) -> Workload:
+    """The same kind of step, small enough for Triton's interpreter."""
+    longest = max(context for _, context in workload.lengths)
+    lengths = [(1, max(1, context * 160 // longest)) for _, context in workload.lengths[:5]]
+    if not workload.is_decode:
+        lengths = [(120, 120)]
+    num_shared = workload.num_shared * 160 // longest // 16 * 16
+    return replace(workload, lengths=lengths, num_shared=num_shared, heads=(8, 2), head_dim=64)
+
+
+def build(workload: Workload, device: torch.device, seed: int) -> Batch:
+    """Random tensors, in pages of random order."""
+    generator = torch.Generator().manual_seed(seed)
+    block_size, (num_heads, num_kv_heads) = workload.block_size, workload.heads
+    num_blocks = [-(-context // block_size) for _, context in workload.lengths]
+    num_shared = workload.num_shared // block_size
+    num_pages = num_shared + sum(count - num_shared for count in num_blocks)
+    pages = torch.randperm(num_pages, generator=generator, dtype=torch.int32)
+    tables = torch.zeros(len(num_blocks), max(num_blocks), dtype=torch.int32)
+    tables[:, :num_shared] = pages[:num_shared]
+    first = num_shared
+    for index, count in enumerate(num_blocks):
+        tables[index, num_shared:count] = pages[first : first + count - num_shared]
+        first += count - num_shared
+    tables = tables.to(device)
+    rows = torch.tensor([0, *(rows for rows, _ in workload.lengths)])
+    seq_lens = torch.tensor([context for _, context in workload.lengths], dtype=torch.int32, device=device)
+    shape = (len(pages), block_size, num_kv_heads, workload.head_dim)
+    on_device = torch.Generator(device).manual_seed(seed)
+    caches = [torch.randn(shape, generator=on_device, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    if workload.is_fp8:
+        caches = [(c / s).to(FP8) for c, s in zip(caches, workload.scales.values(), strict=True)]
+    query = torch.randn(int(rows.sum()), num_heads, workload.head_dim, generator=on_device, device=device)
+    runs = own = None
+    if num_shared:
+        runs = SharedRuns.build([(range(len(num_blocks)), 0, num_shared)], len(num_blocks), device)
+        own = own_parts(tables, seq_lens, runs, block_size)
+    start = rows.cumsum(0).int().to(device)
+    return Batch(workload, query.bfloat16(), *caches, tables, start, seq_lens, runs, own)
+
+
+def our_contestants(workload: Workload) -> Iterator[tuple[str, Contestant, bool]]:
+    """(name, way, whether shared pages are read once) of what kvblocks offers for a workload."""
+    if not workload.is_decode:
+        yield "kvblocks extend", _extend, False
+        return
+    yield "kvblocks decode", _decode, False
+    yield f"kvblocks decode, splits of {SPLIT_KEYS}", _decode_splits, False
+    if workload.num_shared:
+        yield "kvblocks cascade_decode", _cascade, True
+
+
+def _extend(batch: Batch) -> Tensor:
+    tensors = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables, batch.query_start, batch.seq_lens)
+    return extend(*tensors, **batch.options)[0]
+
+
+def _decode(batch: Batch) -> Tensor:
+    tensors = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables, batch.seq_lens)
+    return decode(*tensors, **batch.options)[0]
+
+
+def _decode_splits(batch: Batch) -> Tensor:
+    tensors = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables, batch.seq_lens)
+    return decode(*tensors, split_keys=SPLIT_KEYS, **batch.options)[0]
+
+
+def _cascade(batch: Batch) -> Tensor:
+    assert batch.runs is not None and batch.own is not None
+    tensors = (batch.query, batch.key_cache, batch.value_cache, batch.own, batch.block_tables, batch.runs)
+    return cascade_decode(*tensors, **batch.options)[0]
+
+
+class Checker:
+    """Knows the exact result of some rows of a batch, each as a sequence of its own."""
+
+    def __init__(self, batch: Batch) -> None:
+        num_rows = len(batch.query)
+        self.rows = torch.linspace(0, num_rows - 1, min(NUM_CHECKED_ROWS, num_rows)).round().long()
+        starts = batch.query_start.cpu()
+        seqs = torch.searchsorted(starts[1:].contiguous(), self.rows, right=True)
+        # The last row of a sequence is its last position.
+        lengths = batch.seq_lens.cpu()[seqs] - (starts[seqs + 1] - 1 - self.rows)
+        tables = batch.block_tables[seqs.to(batch.block_tables.device)]
+        query_start = torch.arange(len(self.rows) + 1)
+        caches = (batch.key_cache, batch.value_cache)
+        self.expected, _ = oracle.attention(
+            batch.query[self.rows.to(batch.query.device)], *caches, tables, query_start, lengths, **batch.options
+        )
+
+    def error(self, output: Tensor) -> float:
+        """The root mean square error, relative to the exact result's."""
+        got = output[self.rows.to(output.device)].double().cpu()
+        return float((got - self.expected).norm() / self.expected.norm())

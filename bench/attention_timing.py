@@ -1,0 +1,84 @@
+"""Timing on a GPU: CUDA graphs of many calls, which meet other memory each time, replayed and timed by events."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+NUM_SAMPLES = 9
+GRAPH_SECONDS = 0.01
+COPY_BYTES = 2 << 30
+L2_TIMES = 4
+"""Pools are rotated until they are so many times larger than the L2 cache, so that no call finds its K and V there."""
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call: the median, the least and the most of some samples."""
+
+    median: float
+    low: float
+    high: float
+    is_graph: bool
+
+
+def l2_bytes(device: torch.device) -> int:
+    """The size of the L2 cache."""
+    size: int = torch.cuda.get_device_properties(device).L2_cache_size
+    return size
+
+
+def count_copies(cache_bytes: int, device: torch.device) -> int:
+    """How many pools make L2_TIMES the L2 cache."""
+    return max(1, -(-L2_TIMES * l2_bytes(device) // cache_bytes))
+
+
+def time_calls(calls: Sequence[Call]) -> Timing:
+    """Time some calls that follow one another, again and again, as one graph; without one if they can't be captured."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    start = perf_counter()
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    num_rounds = max(1, min(200, int(GRAPH_SECONDS / (perf_counter() - start))))
+
+    def run() -> None:
+        for _ in range(num_rounds):
+            for call in calls:
+                call()
+
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        replay: Call = graph.replay
+    except RuntimeError:
+        torch.cuda.synchronize()
+        replay = run
+    num_calls = num_rounds * len(calls)
+    samples = [_time_once(replay) / num_calls for _ in range(NUM_SAMPLES + 2)][2:]
+    return Timing(statistics.median(samples), min(samples), max(samples), replay is not run)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a large copy, both those read and those written."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = time_calls([lambda: target.copy_(source)])
+    return 2 * COPY_BYTES / (timing.median * 1e-6)
+
+
+def _time_once(replay: Call) -> float:
+    """Return the microseconds of one replay."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3
