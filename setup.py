@@ -17,6 +17,7 @@ MODULES = (
     *("free_queue", "sequence", "quotas", "cached_runs", "prefix_index", "block_sampler"),
     *("in_flight", "cache_hit", "pool", "registration", "retention", "slots", "explanation"),
     *("sequence_manager", "branching", "shared_prefixes", "picture", "manager"),
+    *("prefix_match", "prefix_pins", "prefix_store", "prefix_cache"),
 )
 
 
