@@ -9,7 +9,6 @@ The intrusive links, with an unlinked block pointing at itself, are those of the
 fields are those of vLLM v1's KVCacheBlock.
 """
 
-from array import array
 from collections.abc import Collection
 
 from kvblocks.epoch import Epoch
@@ -147,13 +146,6 @@ class Run:
     def is_open_at(self, position: int) -> bool:
         """Whether the next block behind `position` may be added here. Nothing hangs from there then. O(1)."""
         return position + 1 == len(self.blocks) and not self.is_closed
-
-    def extend_by_one(self, block: KVCacheBlock, tokens: "array[int]") -> None:
-        """`extend` by one block without extra keys. O(block_size)."""
-        block.run = self
-        block.index = len(self.blocks)
-        self.blocks.append(block)
-        self.tokens += tokens
 
     def extend(self, blocks: list[KVCacheBlock], tokens: memoryview, extra_keys: dict[int, bytes]) -> None:
         """Add blocks at the end, with their tokens and the encoded extra keys of those that have some, by place."""

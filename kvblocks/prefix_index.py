@@ -61,9 +61,12 @@ class PrefixIndex(CachedRuns):
         tokens: the block's. The short way for a decoded token; not when changes are named.
         """
         run = parent.run
-        if run is None or not run.is_open_at(parent.index):
+        if run is None or run.is_closed or parent.index + 1 != len(run.blocks):  # `is_open_at`, without the call
             return False
-        run.extend_by_one(block, tokens)
+        block.run = run
+        block.index = parent.index + 1
+        run.blocks.append(block)
+        run.tokens += tokens
         self.num_cached_blocks += 1
         if run.tenant is not None:
             run.tenant.add(1)

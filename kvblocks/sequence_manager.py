@@ -143,21 +143,24 @@ class SequenceManager:
         tokens = pack_tokens(token_ids)
         if len(sequences) != len(tokens):
             _check_step(sequences, len(tokens))
-        at_edge, block_size, last_place, i = [], self.block_size, self.block_size - 1, 0
+        at_edge: list[int] = []
+        unsure: list[int] = []
+        block_size, last_place, i = self.block_size, self.block_size - 1, 0
         try:
             for i, sequence in enumerate(sequences):
                 num_tokens = sequence.num_tokens
                 if sequence.appender is not self or sequence.num_computed_tokens != num_tokens:
-                    if sequence not in sequences[:i]:
-                        self._check_appendable(sequence, "append_step")
-                    else:
+                    if sequence.num_computed_tokens > num_tokens:  # it was counted a moment ago: it comes twice
                         _check_step(sequences, len(tokens))
+                    self._check_appendable(sequence, "append_step")
                     at_edge.append(i)
+                    unsure.append(i)
                 elif not 0 < num_tokens % block_size < last_place:
                     at_edge.append(i)
-                sequence.num_computed_tokens = num_tokens + 1  # which also shows whether it comes twice
+                sequence.num_computed_tokens = num_tokens + 1
             i = len(tokens)
-            changes = self._slots.append_step(sequences, token_ids if type(token_ids) is list else tokens, at_edge)
+            values = token_ids if type(token_ids) is list else tokens  # a list's ints needn't be made again
+            changes = self._slots.append_step(sequences, values, at_edge, unsure)
         except BaseException:
             _uncount(sequences[:i])
             raise

@@ -111,19 +111,25 @@ class SlotAllocator:
         return blocks
 
     def append_step(
-        self, sequences: Items[Sequence], tokens: Items[int], at_edge: list[int]
+        self, sequences: Items[Sequence], tokens: Items[int], at_edge: list[int], unsure: list[int]
     ) -> list[tuple[int, int, int]] | None:
         """Add one token to each sequence, as `append`; the changes of block tables as (place, position, block id).
 
-        at_edge: places of the sequences whose token is the first or the last of its block, or whose block may be
-        shared. num_computed_tokens counts the new tokens already; the caller takes that back when nothing was done.
+        at_edge: places of the sequences whose token is the first or the last of its block, and of those that are
+        `unsure` too: their block may be shared. num_computed_tokens counts the new tokens already; the caller takes
+        that back when nothing was done.
         """
         block_size = self._block_size
-        shared = self._shared_places(sequences, at_edge)
-        growing = [
-            i for i in at_edge if i in shared or sequences[i].num_tokens == len(sequences[i].blocks) * block_size
-        ]
-        ended = [sequences[i] for i in at_edge if (sequences[i].num_tokens + 1) % block_size == 0]
+        shared = self._shared_places(sequences, unsure) if unsure else {}
+        growing: list[int] = []
+        ended: list[Sequence] = []
+        for i in at_edge:
+            sequence = sequences[i]
+            num_tokens = sequence.num_computed_tokens
+            if num_tokens % block_size == 0:
+                ended.append(sequence)
+            if num_tokens > len(sequence.blocks) * block_size or (shared and i in shared):
+                growing.append(i)
         if self._lacks(len(growing)):
             return None
         for sequence, token in zip(sequences, tokens, strict=True):
@@ -180,11 +186,11 @@ class SlotAllocator:
         sequence.appender = sequence.owner
         return None
 
-    def _shared_places(self, sequences: Items[Sequence], at_edge: list[int]) -> dict[int, int]:
-        """`_shared_place` of each sequence of a step, by its place there; the last to leave a block may keep it."""
+    def _shared_places(self, sequences: Items[Sequence], unsure: list[int]) -> dict[int, int]:
+        """`_shared_place` of sequences of a step, by their places there; the last to leave a block may keep it."""
         places: dict[int, int] = {}
         num_leaving: dict[KVCacheBlock, int] = {}
-        for i in at_edge:
+        for i in unsure:
             place = self._shared_place(sequences[i], sequences[i].num_tokens)
             if place is not None:
                 block = sequences[i].blocks[place]
