@@ -2,7 +2,7 @@
 
     python -m bench.report
 
-Reads compare-plain.json, compare-compiled.json, growth-plain.json and growth-compiled.json there. "n/a": the contestant
+Reads compare-, growth- and prefix-cache-, each with plain.json and compiled.json, there. "n/a": the contestant
 has no such thing, or isn't timed on it.
 """
 
@@ -88,6 +88,17 @@ def growth(grown: dict[str, Results]) -> list[str]:
     return lines + table(["prompt in a buffer", *head], rows)
 
 
+def prefix_cache(timed: dict[str, Results]) -> list[str]:
+    """Return what `PrefixCache` takes, beside its targets."""
+    head = ["item", "unit", "target", *(f"{build}, {kind}" for build in BUILDS for kind in ("min", "median"))]
+    rows = []
+    for plain, compiled in zip(*(timed[build]["results"] for build in BUILDS), strict=True):
+        target = "" if plain["target"] is None else f"under {plain['target']:g}"
+        cells = [number(row[kind]) for row in (plain, compiled) for kind in ("min", "median")]
+        rows.append([plain["item"], plain["unit"], target, *cells])
+    return table(head, rows)
+
+
 def conditions(compared: dict[str, Results]) -> list[str]:
     """Return the conditions of both runs, those that are the same once."""
     both = [compared[build]["conditions"] for build in BUILDS]
@@ -114,6 +125,7 @@ def render(page: str) -> str:
         "Every item": items(compared),
         "Memory": memory(compared),
         "Growth": growth(grown),
+        "PrefixCache": prefix_cache(load("prefix-cache")),
     }
     lines = [line for title, body in sections.items() for line in (f"### {title}", "", *body)]
     before, _, rest = page.partition(BEGIN)

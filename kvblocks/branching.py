@@ -55,7 +55,7 @@ class BranchingManager(SequenceManager):
         """
         self._check_owned(sequence, "truncate")
         end = check_count("num_tokens", num_tokens, sequence.num_prompt_tokens, sequence.num_tokens)
-        if self._retention.pins:
+        if self._retention.lacking:
             self._retention.extend()
         dropped = sequence.truncate_blocks(-(-end // self.block_size))
         sequence.truncate_tokens(end)

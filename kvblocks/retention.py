@@ -83,13 +83,17 @@ class Refusal:
 
 
 class Retention:
-    """The pins of a pool, which together hold at most `max_blocks`. last_refusal: of the last call that got None."""
+    """The pins of a pool, which together hold at most `max_blocks`.
+
+    lacking: those of them that don't hold all of their blocks. last_refusal: of the last call that got None.
+    """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self._pool = pool
         self.max_blocks = max_blocks
         self.last_refusal: Refusal | None = None
         self.pins: dict[Pin, None] = {}
+        self.lacking: dict[Pin, None] = {}
 
     def add(self, sequence: Sequence, priority: Priority, expires_at: float | None) -> Pin:
         """Pin a prefix. Raises InvalidArgumentError, and PinBudgetError when it would take too much. O(tokens)."""
@@ -100,7 +104,7 @@ class Retention:
                 f"pin: expected pins of at most {self.max_blocks} blocks together, got {pin.num_blocks} more than"
                 f" the {num_pinned} that are pinned"
             )
-        self.pins[pin] = None
+        self.pins[pin] = self.lacking[pin] = None
         self._extend(pin)
         return pin
 
@@ -109,6 +113,7 @@ class Retention:
         if pin not in self.pins:
             raise InvalidArgumentError(f"unpin: expected a pin of this manager that hasn't ended, got {pin}")
         del self.pins[pin]
+        self.lacking.pop(pin, None)
         self._pool.release(pin.blocks)
         pin.blocks = []
 
@@ -120,10 +125,9 @@ class Retention:
         return expired
 
     def extend(self) -> None:
-        """Hold what has become cached of pinned prefixes. O(pins that lack something), a lookup each."""
-        for pin in self.pins:
-            if len(pin.blocks) < pin.num_blocks:
-                self._extend(pin)
+        """Hold what has become cached of pinned prefixes. A lookup for each that lacks something."""
+        for pin in list(self.lacking):
+            self._extend(pin)
 
     def drop_uncached(self) -> None:
         """Let go of what is cached no more, after an abort or a reset. O(pinned blocks)."""
@@ -134,6 +138,8 @@ class Retention:
             gone = pin.blocks[num_cached:]
             del pin.blocks[num_cached:]
             self._pool.release(gone)
+            if gone:
+                self.lacking[pin] = None
 
     def refuses(self, num_blocks: int, touched: list[KVCacheBlock]) -> bool:
         """Whether `num_blocks` can't be had after `touched` are taken, even if pins give up what they may.
@@ -163,6 +169,7 @@ class Retention:
         while self._pool.num_free_blocks < num_wanted:
             _, age, pin = heappop(order)
             self._pool.release([pin.blocks.pop()])
+            self.lacking[pin] = None
             if pin.blocks:
                 heappush(order, (pin.priorities[len(pin.blocks) - 1], age, pin))
 
@@ -171,6 +178,7 @@ class Retention:
         assert sum([pin.num_blocks for pin in self.pins]) <= self.max_blocks, "pins: over their budget"
         for pin in self.pins:
             assert pin.blocks == find_blocks(self._pool.index, pin.sequence)[: len(pin.blocks)], f"{pin}: holds others"
+            assert (pin in self.lacking) == (len(pin.blocks) < pin.num_blocks), f"{pin}: not seen to lack anything"
             assert pin.priorities == sorted(pin.priorities, reverse=True), f"{pin}: a priority rises"
 
     def _extend(self, pin: Pin) -> None:
@@ -178,6 +186,8 @@ class Retention:
         more = find_blocks(self._pool.index, pin.sequence)[num_held : pin.num_blocks]
         self._pool.touch(more)
         pin.blocks += more
+        if len(pin.blocks) == pin.num_blocks:
+            del self.lacking[pin]
 
     def _num_holds(self, below: int) -> dict[KVCacheBlock, int]:
         """Return how many pins hold each block with a priority less than `below`."""

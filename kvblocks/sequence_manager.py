@@ -189,7 +189,7 @@ class SequenceManager:
         O(blocks).
         """
         self._check_owned(sequence, "free")
-        if self._retention.pins:
+        if self._retention.lacking:
             self._retention.extend()
         self._pool.release(sequence.blocks)
         del self._sequences[sequence.sequence_id]
