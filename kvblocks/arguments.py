@@ -49,3 +49,8 @@ def check_text(name: str, text: str) -> str:
             f"{name}: expected text that UTF-8 can encode, got {text!r}: {error.reason}"
         ) from None
     return text
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is an int or a float, and neither a bool nor NaN."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value  # noqa: PLR0124  # NaN

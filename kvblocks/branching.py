@@ -23,7 +23,8 @@ class BranchingManager(SequenceManager):
 
         For several samples of one prompt, or beam search. Both go on from there; the first that adds a token to an
         unfilled block which the other still holds gets a block of its own, and `take_copies` says what to copy there.
-        Reserved slots are not shared. The blocks' KV must be computed before the step that follows, or both be aborted.
+        Reserved slots are not shared. What is shared must be computed before a token is added to either, and if the
+        step that was to compute it dies, both must be aborted.
 
         Raises SequenceStateError (not this manager's, or an id in use) and InvalidArgumentError. O(tokens + blocks).
         """
@@ -46,23 +47,32 @@ class BranchingManager(SequenceManager):
         self._check_if_debugging()
         return twin
 
-    def truncate(self, sequence: Sequence, num_tokens: SupportsIndex) -> None:
+    def truncate(
+        self, sequence: Sequence, num_tokens: SupportsIndex, *, num_computed_tokens: SupportsIndex | None = None
+    ) -> None:
         """Drop all but the first `num_tokens` tokens of a sequence, such as rejected drafts, and its room beyond them.
 
-        num_tokens: from the prompt's to all known ones. Blocks that aren't needed any more are given back, last first;
-        what is cached of them stays so, since their KV was computed for just those tokens. A token added later never
-        overwrites it: see `take_copies`. Raises SequenceStateError and InvalidArgumentError. O(tokens dropped).
+        num_tokens: from the prompt's to all known ones. num_computed_tokens: those that have their KV written; None:
+        all that were given slots, drafts that were verified for example. What is cached beyond them leaves the cache,
+        as in `abort`, and those of them that stay known need slots again.
+
+        Blocks that aren't needed any more are given back, last first; what was written of them stays cached, and a
+        token added later never overwrites it: see `take_copies`. Raises SequenceStateError and InvalidArgumentError.
+        O(tokens dropped), and as `free` and `abort`.
         """
         self._check_owned(sequence, "truncate")
         end = check_count("num_tokens", num_tokens, sequence.num_prompt_tokens, sequence.num_tokens)
-        if self._retention.lacking:
-            self._retention.extend()
+        written = sequence.num_computed_tokens
+        if num_computed_tokens is not None:
+            written = check_count("num_computed_tokens", num_computed_tokens, 0, written)
+            self._forget_unwritten(sequence, written)
+        self._retention.extend(sequence)
         dropped = sequence.truncate_blocks(-(-end // self.block_size))
         sequence.truncate_tokens(end)
-        self._index.version += 1  # an earlier hit of this very sequence may be of tokens that it has no more
-        sequence.num_computed_tokens = min(sequence.num_computed_tokens, end)
-        sequence.num_registered_blocks = min(sequence.num_registered_blocks, end // self.block_size)
-        sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, end)
+        num_left = min(written, end)
+        sequence.num_computed_tokens = num_left
+        sequence.num_registered_blocks = min(sequence.num_registered_blocks, num_left // self.block_size)
+        sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left)
         sequence.appender = None  # the block that it ends in may be cached, or somebody else's too
         self._pool.release(dropped)
         self._in_flight.note(sequence)
@@ -80,7 +90,7 @@ class BranchingManager(SequenceManager):
     def renew(self, sequence: Sequence) -> None:
         """Say that the KV of a sequence from before a reset of the cache is valid after it, so that it is cached again.
 
-        For resets that no change of the weights was the reason of, or after computing its KV anew. Its full blocks are
+        For resets that had another reason than new weights, or after computing its KV anew. Its full blocks are
         cached at once, and what it fills later too. Raises SequenceStateError when it isn't this manager's or not from
         before a reset. O(its full blocks).
         """

@@ -20,10 +20,10 @@ from kvblocks.quotas import TenantQuotas
 class CachedRuns:
     """The runs of blocks of `block_size` tokens, by their keys.
 
-    version: goes up whenever a block stops being cached or a sequence loses tokens; while it stands still, every
-    earlier match holds. num_cached_blocks: blocks that hold a cached prefix, spares included. events: since last
-    taken; None: not recorded. history: of what is cached no more; None: not kept. names_changes: whether either is
-    on, so that digests are computed as blocks are cached. quotas: of tenants; None: there are none.
+    version: goes up whenever a block stops being cached; while it stands still, every earlier match holds.
+    num_cached_blocks: blocks that hold a cached prefix, spares included. events: since last taken; None: not
+    recorded. history: of what is cached no more; None: not kept. names_changes: whether either is on, so that digests
+    are computed as blocks are cached. quotas: of tenants; None: there are none.
     """
 
     def __init__(self, block_size: int, hash_function: HashFunction, *, enable_events: bool = False) -> None:

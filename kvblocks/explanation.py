@@ -88,7 +88,8 @@ def explain_miss(index: PrefixIndex, sequence: Sequence, num_taken_blocks: int) 
             our_keys=tuple(our_keys),
             their_keys=tuple(their_keys),
         )
-    num_common = _num_common_tokens(node, roots, bytes(tokens[num_cached * 4 * size : (num_cached + 1) * 4 * size]))
+    missed = bytes(tokens[num_cached * 4 * size : (num_cached + 1) * 4 * size])
+    num_common = _num_common_tokens(node, roots, missed, keys.get(num_cached))
     if num_common:
         return Explanation("partly equal", num_cached, num_full, num_common_tokens=num_common)
     return Explanation("never cached", num_cached, num_full)
@@ -117,14 +118,13 @@ def _is_equal(one: bytearray, start: int, other: memoryview, other_start: int, n
     return len(part) == num_bytes and one.startswith(part, start)
 
 
-def _num_common_tokens(node: Node, roots: list[Run], tokens: bytes) -> int:
-    """Return how many first tokens of a block the most similar block cached below `node` shares with it."""
+def _num_common_tokens(node: Node, roots: list[Run], tokens: bytes, key: bytes | None) -> int:
+    """Return how many first tokens of a block the most similar one cached below `node` under its keys shares with it."""
     run, position = node
-    below = [bytes(root.tokens[: len(tokens)]) for root in roots]
-    if run is not None:
-        below = [bytes(child.tokens[: len(tokens)]) for child in (run.children or {}).get(position, {})]
-        if position + 1 < len(run.blocks):
-            below.append(bytes(run.tokens[(position + 1) * len(tokens) : (position + 2) * len(tokens)]))
+    children = roots if run is None else list((run.children or {}).get(position, {}))
+    below = [bytes(child.tokens[: len(tokens)]) for child in children if child.key[3] == key]
+    if run is not None and position + 1 < len(run.blocks) and (run.extra_keys or {}).get(position + 1) == key:
+        below.append(bytes(run.tokens[(position + 1) * len(tokens) : (position + 2) * len(tokens)]))
     return max([_num_equal_tokens(tokens, other) for other in below], default=0)
 
 

@@ -19,6 +19,9 @@ class InFlight:
         self._block_size = block_size
         self._sequences: dict[Sequence, None] = {}
 
+    def __len__(self) -> int:
+        return len(self._sequences)
+
     def note(self, sequence: Sequence) -> None:
         """Take note of a sequence that got slots. O(1)."""
         if sequence.num_computed_tokens < sequence.num_tokens:
@@ -41,7 +44,7 @@ class InFlight:
             return None
         best: tuple[Sequence, int] | None = None
         for other in self._sequences:
-            if other.epoch is epoch and _caches(other):
+            if other is not sequence and other.epoch is epoch and _caches(other):
                 num_more = self._num_common_blocks(sequence, other, num_blocks) - num_blocks
                 if num_more > 0 and (best is None or num_more > best[1]):
                     best = other, num_more

@@ -14,9 +14,9 @@ caller's. The calls' names are those of vLLM v1's KVCacheManager.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from typing import Any, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex
 
-from kvblocks.arguments import Text, check_count, check_name
+from kvblocks.arguments import Text, check_count, check_name, is_number
 from kvblocks.branching import BranchingManager
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.events import CacheEvent
@@ -31,7 +31,7 @@ from kvblocks.retention import Pin, Priority, Refusal, Retention
 from kvblocks.sequence import Sequence
 from kvblocks.shared_prefixes import SharedPrefix, find_shared_prefixes
 from kvblocks.stats import CacheStats, QuotaUsage
-from kvblocks.tokens import TokenIds
+from kvblocks.tokens import TokenIds, pack_tokens
 
 
 class KVCacheManager(BranchingManager):
@@ -56,7 +56,7 @@ class KVCacheManager(BranchingManager):
         enable_caching: bool = True,
         enable_events: bool = False,
         num_history_blocks: SupportsIndex = 0,
-        pin_budget: float = 0.5,
+        pin_budget: SupportsFloat = 0.5,
         debug: bool = False,
     ) -> None:
         size = check_count("block_size", block_size, 1)
@@ -65,10 +65,10 @@ class KVCacheManager(BranchingManager):
         if num_remembered:
             index.keep_history(EvictionHistory(num_remembered))
         share: Any = pin_budget
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        if not is_number(share) or not 0 <= share <= 1:
             raise InvalidArgumentError(f"pin_budget: expected a share of the pool from 0.0 to 1.0, got {pin_budget!r}")
         pool = BlockPool(num_blocks, index)
-        retention = Retention(pool, int(share * len(pool.blocks)))
+        retention = Retention(pool, int(share * len(pool.blocks) + 1e-6))  # 0.29 of 100 is 29
         super().__init__(pool, retention, enable_caching=enable_caching, debug=debug)
 
     @property
@@ -78,12 +78,12 @@ class KVCacheManager(BranchingManager):
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds, those with cached prefixes included. O(1)."""
+        """Blocks that no sequence or pin holds, those with cached prefixes included. O(1)."""
         return self._pool.num_free_blocks
 
     @property
     def usage(self) -> float:
-        """Share of the pool that sequences hold, 0.0 to 1.0. O(1)."""
+        """Share of the pool that sequences and pins hold, 0.0 to 1.0. O(1)."""
         return 1.0 - self._pool.num_free_blocks / len(self._pool.blocks)
 
     @property
@@ -106,7 +106,8 @@ class KVCacheManager(BranchingManager):
 
         Sequences go on with their blocks; nothing of theirs, which is of before the reset, is cached until they are
         freed and allocated again, unless `renew` says that it is valid still. Pins stand, and hold their prefixes when
-        those are cached anew. O(1) but for giving memory back, and O(blocks that pins hold).
+        those are cached anew. O(1) but for giving memory back; O(blocks that pins hold); and O(cached blocks) with a
+        history, which remembers them.
         """
         self._index.clear()
         if self._retention.pins:
@@ -125,9 +126,10 @@ class KVCacheManager(BranchingManager):
         See `find_shared_prefixes`. Raises SequenceStateError (not this manager's) and InvalidArgumentError. Changes
         nothing. Near-linear in the batch's blocks.
         """
-        for sequence in sequences:
+        batch = list(sequences)
+        for sequence in batch:
             self._check_owned(sequence, "shared_prefixes")
-        return find_shared_prefixes(sequences, self.block_size, min_blocks, num_visible_tokens)
+        return find_shared_prefixes(batch, self.block_size, min_blocks, num_visible_tokens)
 
     def prefix_rows(self) -> list[PrefixRow]:
         """Return what is cached as the rows of a table, for people. Changes nothing. O(cached blocks)."""
@@ -155,7 +157,7 @@ class KVCacheManager(BranchingManager):
         lora: Text | None = None,
         extra_keys: Iterable[PositionKey] = (),
         priority: Priority = 50,
-        expires_at: float | None = None,
+        expires_at: SupportsFloat | None = None,
     ) -> Pin:
         """Keep the full blocks of a prefix cached, from now or from when they are computed, until `unpin` or expiry.
 
@@ -170,11 +172,11 @@ class KVCacheManager(BranchingManager):
         """
         if not self.enable_caching:
             raise InvalidArgumentError("pin: expected enable_caching=True when the manager was made, got False")
-        at: Any = expires_at
-        if at is not None and (isinstance(at, bool) or not isinstance(at, (int, float)) or at != at):  # noqa: PLR0124
+        if expires_at is not None and not is_number(expires_at):
             raise InvalidArgumentError(f"expires_at: expected a number or None, got {expires_at!r}")
-        prefix = Sequence("pin", token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
-        pin = self._retention.add(prefix, priority, at)
+        copied = bytes(memoryview(pack_tokens(token_ids)).cast("B"))  # a pin may outlive the caller's buffer
+        prefix = Sequence("pin", copied, salt=salt, lora=lora, extra_keys=extra_keys)
+        pin = self._retention.add(prefix, priority, expires_at)
         self._check_if_debugging()
         return pin
 
@@ -183,11 +185,14 @@ class KVCacheManager(BranchingManager):
         self._retention.remove(pin)
         self._check_if_debugging()
 
-    def expire_pins(self, now: float) -> list[Pin]:
+    def expire_pins(self, now: SupportsFloat) -> list[Pin]:
         """End and return the pins whose `expires_at` is not after `now`, on the clock that `expires_at` was told by.
 
-        Their blocks are free then, and reused before any that is still pinned. O(pins + blocks freed).
+        Their blocks are free then, and reused before any that is still pinned. Nothing expires by itself: call it now
+        and then. Raises InvalidArgumentError. O(pins + blocks freed).
         """
+        if not is_number(now):
+            raise InvalidArgumentError(f"now: expected a number, got {now!r}")
         expired = self._retention.expire(now)
         self._check_if_debugging()
         return expired

@@ -24,13 +24,14 @@ def find_blocks(index: PrefixIndex, sequence: Sequence) -> list[KVCacheBlock]:
 def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> None:
     """Raise SequenceStateError if `hit` is another sequence's or manager's, StaleHitError if it is outdated.
 
-    O(1) while nothing has been evicted since the lookup; else one more lookup.
+    O(1) while nothing has been evicted since the lookup, for a sequence that never lost tokens; else one more lookup.
     """
     if hit.sequence is not sequence:
         raise SequenceStateError(f"allocate_slots: expected a hit of {sequence}, got {hit}")
     if hit.index is not index:
         raise SequenceStateError(f"allocate_slots: expected a hit of this manager's cache, got another's: {hit}")
-    is_outdated = hit.version != index.version and find_blocks(index, sequence)[: len(hit.blocks)] != hit.blocks
+    is_doubtful = hit.version != index.version or sequence.was_truncated
+    is_outdated = is_doubtful and find_blocks(index, sequence)[: len(hit.blocks)] != hit.blocks
     if is_outdated or hit.num_tokens >= sequence.num_tokens:
         raise StaleHitError(f"allocate_slots: expected {hit} to be cached still; it isn't: look it up again")
 
@@ -78,23 +79,30 @@ def register_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytear
 def register_anew(index: PrefixIndex, sequence: Sequence) -> None:
     """Cache all full blocks of a sequence from before a reset. O(their number).
 
-    Those that it shares with a sequence which was registered anew earlier are cached already; they are its first ones.
+    Those that it shares with a sequence which was registered anew earlier may be cached already, and stay as they are.
     """
-    num_full, num_cached = sequence.num_computed_tokens // index.block_size, 0
-    while num_cached < num_full and sequence.blocks[num_cached].is_cached:
-        num_cached += 1
-    cached = sequence.blocks[:num_cached]
-    digests = digests_ahead(index, sequence, index.epoch, cached, sequence.num_computed_tokens)
-    for block in sequence.blocks[num_cached:num_full]:
-        index.forget(block)  # what it held before the reset
+    blocks, num_full = sequence.blocks, sequence.num_computed_tokens // index.block_size
+    tokens, keys, size = sequence.packed_tokens(), sequence.encoded_keys(index.block_size), index.epoch.num_digest_bytes
+    digests = index.digests(ROOT, tokens, keys, 0, num_full) if index.names_changes else None
+    node, first = ROOT, 0
+    while first < num_full:
+        end = first
+        while end < num_full and not blocks[end].is_cached:
+            index.forget(blocks[end])  # what it held before the reset
+            end += 1
+        if end > first:
+            ahead = None if digests is None else digests[first * size : end * size]
+            index.insert(node, blocks[first:end], tokens, keys, first, ahead)
+        while end < num_full and blocks[end].is_cached:
+            end += 1
+        node, first = blocks[end - 1].node, end
     sequence.epoch = index.epoch
-    sequence.num_registered_blocks = num_cached
-    register_full_blocks(index, sequence, digests)
+    sequence.num_registered_blocks = num_full
 
 
 def forget_unwritten(index: PrefixIndex, sequence: Sequence, num_computed_tokens: int) -> None:
     """Stop caching what the sequence itself cached beyond its first `num_computed_tokens`, and all chained to that."""
-    first_own = sequence.num_readonly_tokens // index.block_size
+    first_own = -(-sequence.num_readonly_tokens // index.block_size)
     first_unwritten = max(first_own, num_computed_tokens // index.block_size)
-    for block in reversed(sequence.blocks[first_unwritten:]):
+    for block in reversed(sequence.blocks[first_unwritten : sequence.num_registered_blocks]):
         index.forget(block)

@@ -41,12 +41,13 @@ class Pin:
     from which it counts no more, None: never. blocks: those that it holds now.
     """
 
-    __slots__ = ("blocks", "expires_at", "priorities", "sequence")
+    __slots__ = ("blocks", "expires_at", "has_ended", "priorities", "sequence")
 
-    def __init__(self, sequence: Sequence, priorities: list[int], expires_at: float | None) -> None:
+    def __init__(self, sequence: Sequence, priorities: list[int], expires_at: Any) -> None:
         self.sequence = sequence
         self.priorities = priorities
         self.expires_at = expires_at
+        self.has_ended = False
         self.blocks: list[KVCacheBlock] = []
 
     @property
@@ -85,7 +86,8 @@ class Refusal:
 class Retention:
     """The pins of a pool, which together hold at most `max_blocks`.
 
-    lacking: those of them that don't hold all of their blocks. last_refusal: of the last call that got None.
+    lacking: those of them that don't hold all of their blocks, by their first block's tokens. last_refusal: of the last
+    call that got None.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
@@ -93,10 +95,13 @@ class Retention:
         self.max_blocks = max_blocks
         self.last_refusal: Refusal | None = None
         self.pins: dict[Pin, None] = {}
-        self.lacking: dict[Pin, None] = {}
+        self.lacking: dict[bytes, dict[Pin, None]] = {}
 
-    def add(self, sequence: Sequence, priority: Priority, expires_at: float | None) -> Pin:
-        """Pin a prefix. Raises InvalidArgumentError, and PinBudgetError when it would take too much. O(tokens)."""
+    def add(self, sequence: Sequence, priority: Priority, expires_at: Any) -> Pin:
+        """Pin a prefix. Raises InvalidArgumentError, and PinBudgetError when it would take too much.
+
+        expires_at: a number, or None. O(tokens + pins).
+        """
         pin = Pin(sequence, block_priorities(priority, sequence.num_tokens, self._pool.index.block_size), expires_at)
         num_pinned = sum([other.num_blocks for other in self.pins])
         if num_pinned + pin.num_blocks > self.max_blocks:
@@ -104,7 +109,8 @@ class Retention:
                 f"pin: expected pins of at most {self.max_blocks} blocks together, got {pin.num_blocks} more than"
                 f" the {num_pinned} that are pinned"
             )
-        self.pins[pin] = self.lacking[pin] = None
+        self.pins[pin] = None
+        self._note(pin)
         self._extend(pin)
         return pin
 
@@ -113,21 +119,26 @@ class Retention:
         if pin not in self.pins:
             raise InvalidArgumentError(f"unpin: expected a pin of this manager that hasn't ended, got {pin}")
         del self.pins[pin]
-        self.lacking.pop(pin, None)
-        self._pool.release(pin.blocks)
-        pin.blocks = []
+        blocks, pin.blocks, pin.has_ended = pin.blocks, [], True
+        self._note(pin)
+        self.extend(pin.sequence)  # another pin may have given up what this one held all the same
+        self._pool.release(blocks)
 
-    def expire(self, now: float) -> list[Pin]:
+    def expire(self, now: Any) -> list[Pin]:
         """End the pins whose time has come, as `remove`. O(pins + blocks freed)."""
         expired = [pin for pin in self.pins if pin.expires_at is not None and pin.expires_at <= now]
         for pin in expired:
             self.remove(pin)
         return expired
 
-    def extend(self) -> None:
-        """Hold what has become cached of pinned prefixes. A lookup for each that lacks something."""
-        for pin in list(self.lacking):
-            self._extend(pin)
+    def extend(self, sequence: Sequence) -> None:
+        """Hold what pins lack and `sequence`, which is about to let go of blocks, may have. A lookup for each of those.
+
+        Pins of other prefixes, by their first block, are not looked at.
+        """
+        if self.lacking:
+            for pin in list(self.lacking.get(_first_block(sequence, self._pool.index.block_size), ())):
+                self._extend(pin)
 
     def drop_uncached(self) -> None:
         """Let go of what is cached no more, after an abort or a reset. O(pinned blocks)."""
@@ -138,8 +149,7 @@ class Retention:
             gone = pin.blocks[num_cached:]
             del pin.blocks[num_cached:]
             self._pool.release(gone)
-            if gone:
-                self.lacking[pin] = None
+            self._note(pin)
 
     def refuses(self, num_blocks: int, touched: list[KVCacheBlock]) -> bool:
         """Whether `num_blocks` can't be had after `touched` are taken, even if pins give up what they may.
@@ -147,21 +157,17 @@ class Retention:
         Keeps the reason in last_refusal. Changes nothing else. O(pinned blocks + touched).
         """
         num_free = self._pool.num_free_blocks - sum([block.ref_cnt == 0 for block in touched])
-        held, giving = self._num_holds(KEEP + 1), self._num_holds(KEEP)
-        for block in touched:
-            held.pop(block, None)
-            giving.pop(block, None)
-        num_only_pinned = sum([block.ref_cnt == count for block, count in held.items()])
-        num_given = sum([block.ref_cnt == count for block, count in giving.items()])
-        if num_blocks <= num_free + num_given:
+        if self.pins and self._num_freeable(KEEP, touched, num_blocks - num_free) >= num_blocks - num_free:
             return False
-        self.last_refusal = Refusal(num_blocks, num_free, num_given, num_only_pinned - num_given)
+        num_given = self._num_freeable(KEEP, touched, len(self._pool.blocks))
+        num_pinned = self._num_freeable(KEEP + 1, touched, len(self._pool.blocks))
+        self.last_refusal = Refusal(num_blocks, num_free, num_given, num_pinned - num_given)
         return True
 
     def give_up(self, num_blocks: int) -> None:
         """Free `num_blocks` blocks of pins, by priority, then of the oldest pin. `refuses` must have said that it can.
 
-        O(blocks given up x log pins).
+        O(pins + blocks given up x log pins).
         """
         order = [(pin.priorities[len(pin.blocks) - 1], age, pin) for age, pin in enumerate(self.pins) if pin.blocks]
         heapify(order)
@@ -169,7 +175,7 @@ class Retention:
         while self._pool.num_free_blocks < num_wanted:
             _, age, pin = heappop(order)
             self._pool.release([pin.blocks.pop()])
-            self.lacking[pin] = None
+            self._note(pin)
             if pin.blocks:
                 heappush(order, (pin.priorities[len(pin.blocks) - 1], age, pin))
 
@@ -178,7 +184,8 @@ class Retention:
         assert sum([pin.num_blocks for pin in self.pins]) <= self.max_blocks, "pins: over their budget"
         for pin in self.pins:
             assert pin.blocks == find_blocks(self._pool.index, pin.sequence)[: len(pin.blocks)], f"{pin}: holds others"
-            assert (pin in self.lacking) == (len(pin.blocks) < pin.num_blocks), f"{pin}: not seen to lack anything"
+            lacking = self.lacking.get(_first_block(pin.sequence, self._pool.index.block_size), ())
+            assert (pin in lacking) == (len(pin.blocks) < pin.num_blocks), f"{pin}: not seen to lack anything"
             assert pin.priorities == sorted(pin.priorities, reverse=True), f"{pin}: a priority rises"
 
     def _extend(self, pin: Pin) -> None:
@@ -186,17 +193,35 @@ class Retention:
         more = find_blocks(self._pool.index, pin.sequence)[num_held : pin.num_blocks]
         self._pool.touch(more)
         pin.blocks += more
-        if len(pin.blocks) == pin.num_blocks:
-            del self.lacking[pin]
+        self._note(pin)
 
-    def _num_holds(self, below: int) -> dict[KVCacheBlock, int]:
-        """Return how many pins hold each block with a priority less than `below`."""
+    def _note(self, pin: Pin) -> None:
+        """Keep `lacking` true of a pin."""
+        first = _first_block(pin.sequence, self._pool.index.block_size)
+        if not pin.has_ended and len(pin.blocks) < pin.num_blocks:
+            self.lacking.setdefault(first, {})[pin] = None
+        elif first in self.lacking:
+            self.lacking[first].pop(pin, None)
+            if not self.lacking[first]:
+                del self.lacking[first]
+
+    def _num_freeable(self, below: int, touched: list[KVCacheBlock], num_wanted: int) -> int:
+        """Return how many blocks only pins with a priority less than `below` hold, counting to about `num_wanted`."""
+        held = set(touched)
         holds: dict[KVCacheBlock, int] = {}
+        num_freeable = 0
         for pin in self.pins:
             for block, priority in zip(pin.blocks, pin.priorities, strict=False):
-                if priority < below:
+                if priority < below and block not in held:
                     holds[block] = holds.get(block, 0) + 1
-        return holds
+                    num_freeable += holds[block] == block.ref_cnt
+            if num_freeable >= num_wanted:
+                break
+        return num_freeable
+
+
+def _first_block(sequence: Sequence, block_size: int) -> bytes:
+    return bytes(sequence.packed_tokens()[: 4 * block_size])
 
 
 def block_priorities(priority: Priority, num_tokens: int, block_size: int) -> list[int]:
@@ -206,11 +231,13 @@ def block_priorities(priority: Priority, num_tokens: int, block_size: int) -> li
     behind the last range are not pinned. Raises InvalidArgumentError unless that leaves at least one. O(blocks +
     ranges).
     """
-    ranges: list[tuple[Any, Any, Any]]
-    if hasattr(priority, "__iter__"):
-        ranges = [_check_range(item, num_tokens) for item in priority]
+    given: Any = priority
+    try:
+        items = list(given)
+    except TypeError:  # not an iterable: one number, for all of it
+        ranges = [(0, num_tokens, check_count("priority", given, 0, KEEP))]
     else:
-        ranges = [(0, num_tokens, check_count("priority", priority, 0, KEEP))]
+        ranges = [_check_range(item, num_tokens) for item in items]
     end = max([stop for _, stop, _ in ranges], default=0)
     priorities = [0] * min(-(-end // block_size), num_tokens // block_size)
     if not priorities:

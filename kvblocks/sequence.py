@@ -54,6 +54,7 @@ class Sequence:
         "salt",
         "sequence_id",
         "tokens",
+        "was_truncated",
     )
 
     def __init__(
@@ -79,6 +80,7 @@ class Sequence:
             self.extra_keys = _check_position_keys(extra_keys, self.num_tokens)
         self.has_keys = salt is not None or lora is not None or self.extra_keys != ()
         self._encoded_keys: tuple[int, dict[int, bytes] | None] | None = None
+        self.was_truncated = False  # an earlier hit may be of tokens that it has no more
         self.owner: object | None = None
         self.appender: object | None = None  # the owner, while the next token certainly goes to a block of its own
         self.reset_blocks()
@@ -136,6 +138,7 @@ class Sequence:
     def truncate_tokens(self, num_tokens: int) -> None:
         """Drop what was appended behind the first `num_tokens`. Only for the manager. O(tokens dropped)."""
         if num_tokens < self.num_tokens:
+            self.was_truncated = True
             try:
                 del self.tokens[num_tokens:]  # type: ignore[union-attr]  # a view has no appended tokens
             except BufferError:  # somebody looks at the array still: leave it to them

@@ -138,7 +138,8 @@ class SequenceManager:
         Raises SequenceStateError, InvalidTokensError and, for repeated sequences or too few or many tokens,
         InvalidArgumentError. O(sequences).
         """
-        if not sequences and not list(token_ids):
+        if not sequences:
+            _check_step(sequences, len(list(token_ids)))
             return []
         tokens = pack_tokens(token_ids)
         if len(sequences) != len(tokens):
@@ -190,7 +191,7 @@ class SequenceManager:
         """
         self._check_owned(sequence, "free")
         if self._retention.lacking:
-            self._retention.extend()
+            self._retention.extend(sequence)
         self._pool.release(sequence.blocks)
         del self._sequences[sequence.sequence_id]
         self._in_flight.drop(sequence)
@@ -206,10 +207,13 @@ class SequenceManager:
         """
         self._check_owned(sequence, "abort")
         written = check_count("num_computed_tokens", num_computed_tokens, 0, sequence.num_computed_tokens)
-        forget_unwritten(self._index, sequence, written)
+        self._forget_unwritten(sequence, written)
+        self.free(sequence)
+
+    def _forget_unwritten(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        forget_unwritten(self._index, sequence, num_computed_tokens)
         if self._retention.pins:
             self._retention.drop_uncached()
-        self.free(sequence)
 
     def _check_start(self, sequence: Sequence, hit: CacheHit | None) -> int:
         if sequence.sequence_id in self._sequences:

@@ -212,6 +212,7 @@ class SlotAllocator:
 
     def _replace(self, sequence: Sequence, place: int, block: KVCacheBlock) -> None:
         source = sequence.blocks[place]
+        self._retention.extend(sequence)
         sequence.replace_block(place, block)
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, place * self._block_size)
         sequence.appender = sequence.owner

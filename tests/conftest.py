@@ -2,12 +2,16 @@
 
 import os
 import sys
+from pathlib import Path
 
 # Before anything imports torch, which reads them once. Setting them costs core tests nothing; importing torch would.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Read when triton is first imported, by whichever test comes first: without a GPU its interpreter runs the kernels.
+if not [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd")]:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
