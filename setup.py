@@ -16,7 +16,7 @@ MODULES = (
     *("arguments", "tokens", "hashing", "eviction_history", "tenant", "epoch", "block"),
     *("free_queue", "sequence", "quotas", "cached_runs", "prefix_index", "block_sampler"),
     *("in_flight", "cache_hit", "pool", "registration", "retention", "slots", "explanation"),
-    *("sequence_manager", "branching", "shared_prefixes", "picture", "manager"),
+    *("sequence_manager", "branching", "shared_prefixes", "picture", "manager", "metrics"),
     *("prefix_match", "prefix_pins", "prefix_store", "prefix_cache"),
 )
 

@@ -52,9 +52,9 @@ class BranchingManager(SequenceManager):
     ) -> None:
         """Drop all but the first `num_tokens` tokens of a sequence, such as rejected drafts, and its room beyond them.
 
-        num_tokens: from the prompt's to all known ones. num_computed_tokens: those that have their KV written; None:
-        all that were given slots, drafts that were verified for example. What is cached beyond them leaves the cache,
-        as in `abort`, and those of them that stay known need slots again.
+        num_tokens: from the prompt's to all known ones. num_computed_tokens: how many have their KV written, at least
+        those that are kept; None: all that were given slots, such as drafts that were verified. What is cached beyond
+        them leaves the cache, as in `abort`.
 
         Blocks that aren't needed any more are given back, last first; what was written of them stays cached, and a
         token added later never overwrites it: see `take_copies`. Raises SequenceStateError and InvalidArgumentError.
@@ -62,14 +62,13 @@ class BranchingManager(SequenceManager):
         """
         self._check_owned(sequence, "truncate")
         end = check_count("num_tokens", num_tokens, sequence.num_prompt_tokens, sequence.num_tokens)
-        written = sequence.num_computed_tokens
+        num_left = min(sequence.num_computed_tokens, end)
         if num_computed_tokens is not None:
-            written = check_count("num_computed_tokens", num_computed_tokens, 0, written)
-            self._forget_unwritten(sequence, written)
+            most = sequence.num_computed_tokens
+            self._forget_unwritten(sequence, check_count("num_computed_tokens", num_computed_tokens, num_left, most))
         self._retention.extend(sequence)
         dropped = sequence.truncate_blocks(-(-end // self.block_size))
         sequence.truncate_tokens(end)
-        num_left = min(written, end)
         sequence.num_computed_tokens = num_left
         sequence.num_registered_blocks = min(sequence.num_registered_blocks, num_left // self.block_size)
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left)

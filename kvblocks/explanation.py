@@ -119,7 +119,7 @@ def _is_equal(one: bytearray, start: int, other: memoryview, other_start: int, n
 
 
 def _num_common_tokens(node: Node, roots: list[Run], tokens: bytes, key: bytes | None) -> int:
-    """Return how many first tokens of a block the most similar one cached below `node` under its keys shares with it."""
+    """Return how many first tokens of a block the most similar one below `node` with its keys has too."""
     run, position = node
     children = roots if run is None else list((run.children or {}).get(position, {}))
     below = [bytes(child.tokens[: len(tokens)]) for child in children if child.key[3] == key]

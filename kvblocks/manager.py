@@ -12,11 +12,12 @@ A manager has one owner at a time: it takes no lock, and calls from several thre
 caller's. The calls' names are those of vLLM v1's KVCacheManager.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import Any, SupportsFloat, SupportsIndex
 
 from kvblocks.arguments import Text, check_count, check_name, is_number
+from kvblocks.block_sampler import BlockSampler, choose_sample
 from kvblocks.branching import BranchingManager
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.events import CacheEvent
@@ -85,6 +86,11 @@ class KVCacheManager(BranchingManager):
     def usage(self) -> float:
         """Share of the pool that sequences and pins hold, 0.0 to 1.0. O(1)."""
         return 1.0 - self._pool.num_free_blocks / len(self._pool.blocks)
+
+    @property
+    def num_taken_blocks(self) -> int:
+        """Blocks handed out since the manager was made: the one clock that a cache has by itself. O(1)."""
+        return self._slots.num_taken_blocks
 
     @property
     def stats(self) -> CacheStats:
@@ -235,6 +241,24 @@ class KVCacheManager(BranchingManager):
         Raises InvalidArgumentError unless the manager was made with enable_events=True.
         """
         return self._index.take_events()
+
+    def start_sampling(self, every: SupportsIndex, now: Callable[[], float], bounds: tuple[float, ...]) -> BlockSampler:
+        """Record the lives of about one block in `every` from now on; `metrics.CacheMetrics` is what shows them.
+
+        now, bounds: see `BlockSampler`. Raises InvalidArgumentError, also when they are being recorded. O(num_blocks).
+        """
+        sample = choose_sample(self._pool.blocks, check_count("every", every, 1))
+        if self._pool.sampler is not None:
+            raise InvalidArgumentError(
+                "expected a manager whose blocks nobody samples, got one that has metrics: close them"
+            )
+        self._pool.sampler = BlockSampler(sample, now, bounds)
+        return self._pool.sampler
+
+    def stop_sampling(self, sampler: BlockSampler) -> None:
+        """Tell `sampler` nothing more. Does nothing when it isn't told anything. O(1)."""
+        if self._pool.sampler is sampler:
+            self._pool.sampler = None
 
     def free_block_ids(self) -> list[int]:
         """Return the ids of the free blocks, next to be taken first. O(free blocks)."""

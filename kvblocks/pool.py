@@ -19,8 +19,8 @@ from kvblocks.quotas import TenantQuotas
 class BlockPool:
     """`num_blocks` blocks with ids 0 to num_blocks - 1, handed out least recently used first: 0, 1, 2, … when fresh.
 
-    index: where their contents may be cached. blocks: all of them, by id. sampler: told what happens to blocks, if
-    there is one. Raises InvalidArgumentError. O(num_blocks).
+    index: where their contents may be cached. blocks: all of them, by id. sampler: told what happens to blocks; None:
+    nobody is. Raises InvalidArgumentError. O(num_blocks).
     """
 
     def __init__(self, num_blocks: SupportsIndex, index: PrefixIndex) -> None:
@@ -70,9 +70,11 @@ class BlockPool:
 
     def take_one(self) -> KVCacheBlock:
         """`take` of one block; there must be one. O(1)."""
-        if self.sampler is not None or (self.index.quotas is not None and self.index.quotas.over):
-            return self.take(1)[0]
+        if self.index.quotas is not None and self.index.quotas.over:
+            return self._take_fairly(self.index.quotas)
         block = self._queue.popleft()
+        if self.sampler is not None:
+            self.sampler.note_taken([block])
         if block.run is not None:
             self.num_evicted_blocks += self.index.evict_one(block)
         return block

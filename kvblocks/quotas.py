@@ -16,7 +16,7 @@ from kvblocks.tenant import Tenant
 
 
 class TenantQuotas:
-    """The tenants there are, by salt. over: those that may be beyond their quotas."""
+    """The tenants there are, by salt. over: those that are beyond their quotas."""
 
     def __init__(self) -> None:
         self.default_max_blocks: int | None = None
@@ -35,7 +35,8 @@ class TenantQuotas:
 
     def tenants(self) -> list[Tenant]:
         """Return the tenants that have a quota of their own or anything cached, in order of their making."""
-        return [tenant for tenant in self._tenants.values() if tenant.salt in self._named or tenant.num_cached_blocks]
+        tenants = list(self._tenants.values())  # at once, since another thread may ask for metrics
+        return [tenant for tenant in tenants if tenant.salt in self._named or tenant.num_cached_blocks]
 
     def set_quota(self, salt: str | None, max_blocks: int | None) -> None:
         """Give the sequences of one salt a quota; None takes it away. `recount` must follow. O(1)."""
@@ -71,6 +72,9 @@ class TenantQuotas:
             run.tenant = self.tenant_of(extra_keys) if parent is None else parent.tenant
             if run.tenant is not None:
                 run.tenant.add(run.num_cached_blocks())
+        by_name = sorted(self.over, key=_name)  # nobody knows who went over first
+        self.over.clear()
+        self.over.update(dict.fromkeys(by_name))
         self.note_released(free_blocks)
 
     def note_released(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -78,26 +82,17 @@ class TenantQuotas:
         for block in blocks:
             run = block.run
             if block.ref_cnt == 0 and run is not None and run.tenant is not None:
-                run.tenant.free_blocks[block] = None
-                run.tenant.free_blocks.move_to_end(block)
+                run.tenant.note_free(block)
 
     def next_victim(self) -> KVCacheBlock | None:
-        """Return the least recently used free block of the tenant furthest beyond its quota, None if none has any.
+        """Return the least recently used free block of the tenant longest beyond its quota, None if none has any.
 
-        O(tenants over their quotas), and O(1) on average for blocks that were taken meanwhile.
+        O(1) on average, and O(tenants beyond their quotas that have everything in use).
         """
-        over = sorted(self.over, key=_most_excess_first)
-        for tenant in over:
-            if tenant.num_excess_blocks <= 0:
-                del self.over[tenant]
-                continue
-            blocks = tenant.free_blocks
-            while blocks:
-                block: KVCacheBlock = next(iter(blocks))
-                run = block.run
-                if block.ref_cnt == 0 and run is not None and run.tenant is tenant and run.epoch.is_current:
-                    return block
-                del blocks[block]
+        for tenant in self.over:
+            block: KVCacheBlock | None = tenant.first_free()
+            if block is not None:
+                return block
         return None
 
     def clear(self) -> None:
@@ -112,8 +107,8 @@ class TenantQuotas:
         self._sweep_at = max(1000, 2 * len(kept))  # so that sweeping costs O(1) a tenant on average
 
 
-def _most_excess_first(tenant: Tenant) -> tuple[int, str]:
-    return -tenant.num_excess_blocks, tenant.salt or ""
+def _name(tenant: Tenant) -> str:
+    return tenant.salt or ""
 
 
 def _salt_in(extra_keys: bytes | None) -> str | None:

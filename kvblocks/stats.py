@@ -1,6 +1,7 @@
-"""Counters of a manager, as plain values."""
+"""Counters of a manager, as plain values: frozen records of a moment."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,16 @@ class CacheStats:
         """Share of the queried tokens that needed no computing, 0.0 to 1.0; 0.0 before the first query."""
         return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
 
+    @property
+    def request_hit_rate(self) -> float:
+        """Share of the queries that came with a hit, 0.0 to 1.0; 0.0 before the first one."""
+        return self.num_hits / self.num_queries if self.num_queries else 0.0
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that sequences and pins hold, 0.0 to 1.0."""
+        return 1.0 - self.num_free_blocks / self.num_blocks
+
 
 @dataclass(frozen=True, slots=True)
 class QuotaUsage:
@@ -36,3 +47,105 @@ class QuotaUsage:
     salt: str | None
     max_cached_blocks: int
     num_cached_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinUsage:
+    """All pins together.
+
+    num_pins: those that haven't ended. num_wanted_blocks: what they are for, and what the budget counts.
+    num_held_blocks: what they protect now, counted once for each pin. num_pinned_blocks: blocks that any protects.
+    """
+
+    num_pins: int
+    num_wanted_blocks: int
+    num_held_blocks: int
+    num_pinned_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class HitCounts:
+    """Queries, hits and their tokens, as in `CacheStats`, over some stretch of time."""
+
+    num_queries: int = 0
+    num_hits: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the queried tokens that needed no computing, 0.0 to 1.0; 0.0 if there are none."""
+        return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
+
+    @property
+    def request_hit_rate(self) -> float:
+        """Share of the queries that came with a hit, 0.0 to 1.0; 0.0 if there are none."""
+        return self.num_hits / self.num_queries if self.num_queries else 0.0
+
+    def plus(self, other: "HitCounts", sign: int = 1) -> "HitCounts":
+        """Return the sum, or with sign -1 the difference."""
+        return HitCounts(
+            self.num_queries + sign * other.num_queries,
+            self.num_hits + sign * other.num_hits,
+            self.num_queried_tokens + sign * other.num_queried_tokens,
+            self.num_hit_tokens + sign * other.num_hit_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramValues:
+    """Counts of values by upper bounds, and their sum.
+
+    bounds: ascending; a value counts for the first one that isn't below it. counts: one more than bounds, the last for
+    values above them all; not cumulative.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def num_values(self) -> int:
+        """Values recorded."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float | None:
+        """Their mean, None if there are none."""
+        return self.total / self.num_values if self.num_values else None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSnapshot:
+    """What `CacheMetrics` knows at a moment.
+
+    time: of the snapshot; like all ages and durations here, in `time_unit`: blocks taken from the pool, or seconds.
+    stats: since the manager was made. window: the last requests. quotas: as `manager.quotas()`.
+    num_sampled_blocks: blocks whose lives are watched; the rest is about them. lifetimes, idle_times, reuse_gaps: see
+    `BlockSampler`. last_idle_time: of the block that was evicted last, None before the first. queue_age: how long the
+    block has been free that was released first of those that still are, None if there is none.
+    """
+
+    time: float
+    time_unit: Literal["blocks", "seconds"]
+    stats: CacheStats
+    window: HitCounts
+    pins: PinUsage
+    quotas: tuple[QuotaUsage, ...]
+    num_sampled_blocks: int
+    lifetimes: HistogramValues
+    idle_times: HistogramValues
+    reuse_gaps: HistogramValues
+    last_idle_time: float | None
+    queue_age: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as nested dicts, lists and numbers, with the rates, for JSON. Salts are in it as they are."""
+        values = asdict(self)
+        values["quotas"] = list(values["quotas"])
+        for name in ("lifetimes", "idle_times", "reuse_gaps"):
+            values[name] |= {key: list(values[name][key]) for key in ("bounds", "counts")}
+        values["stats"] |= {"hit_rate": self.stats.hit_rate, "request_hit_rate": self.stats.request_hit_rate}
+        values["stats"]["usage"] = self.stats.usage
+        values["window"] |= {"hit_rate": self.window.hit_rate, "request_hit_rate": self.window.request_hit_rate}
+        return values

@@ -18,7 +18,7 @@ class ModelSequence:
     table: list[int] = field(default_factory=list)
     num_prompt: int = 0
     num_computed: int = 0
-    num_readonly_blocks: int = 0
+    num_readonly: int = 0
     num_registered: int = 0
     is_allocated: bool = False
     is_of_this_epoch: bool = False
@@ -53,6 +53,7 @@ class DumbModel:
         self.pins: list[ModelPin] = []
         self.quotas: dict[str | None, int] = {}
         self.default_quota: int | None = None
+        self.over: list[str | None] = []
 
     def hit(self, sequence: ModelSequence) -> list[int]:
         blocks: list[int] = []
@@ -76,7 +77,8 @@ class DumbModel:
             sequence.is_allocated = sequence.is_of_this_epoch = True
             self.hold(hit)
             sequence.table = list(hit)
-            sequence.num_readonly_blocks = sequence.num_registered = len(hit)
+            sequence.num_registered = len(hit)
+            sequence.num_readonly = len(hit) * self.block_size
         self.add_blocks(sequence, num_missing, self.must_copy(sequence))
         sequence.num_computed = end
         self.register(sequence)
@@ -106,12 +108,12 @@ class DumbModel:
             return None
         blocks = self.take(len(changing))
         changes = []
-        for (i, position), block in zip(changing, blocks, strict=True):
-            self.put(sequences[i], position, block)
-            changes.append((i, position, block))
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.tokens.append(token)
             sequence.num_computed += 1
+        for (i, position), block in zip(changing, blocks, strict=True):
+            self.put(sequences[i], position, block)
+            changes.append((i, position, block))
         for sequence in sequences:
             self.register(sequence)
         return changes
@@ -135,9 +137,10 @@ class DumbModel:
     def put(self, sequence: ModelSequence, position: int, block: int) -> None:
         if position < len(sequence.table):
             self.copies.append((sequence.table[position], block))
+            self.extend_pins(sequence)
             self.drop([sequence.table[position]])
             sequence.table[position] = block
-            sequence.num_readonly_blocks = min(sequence.num_readonly_blocks, position)
+            sequence.num_readonly = min(sequence.num_readonly, position * self.block_size)
         else:
             sequence.table.append(block)
 
@@ -156,8 +159,7 @@ class DumbModel:
     def take_one(self) -> int:
         block = self.queue[0]
         if block in self.content:
-            over = [(quota - self.num_cached(salt), salt or "", salt) for salt, quota in self.all_quotas().items()]
-            for _, _, salt in sorted(item for item in over if item[0] < 0):
+            for salt in self.over:
                 theirs = [other for other in self.queue if other in self.content and self.content[other][0] == salt]
                 if theirs:
                     block = theirs[0]
@@ -191,6 +193,26 @@ class DumbModel:
             self.content[sequence.table[position]] = prefix
             self.cached.setdefault(prefix, []).append(sequence.table[position])
             sequence.num_registered = position + 1
+        self.note_counts()
+
+    def note_counts(self) -> None:
+        """Keep who is over a quota, longest first."""
+        quotas = self.all_quotas()
+        now = [salt for salt, quota in quotas.items() if self.num_cached(salt) > quota]
+        self.over = [salt for salt in self.over if salt in now]
+        self.over += sorted((salt for salt in now if salt not in self.over), key=lambda salt: salt or "")
+
+    def set_quota(self, salt: str | None, quota: int | None) -> None:
+        self.quotas.pop(salt, None)
+        if quota is not None:
+            self.quotas[salt] = quota
+        self.over = []
+        self.note_counts()
+
+    def set_default_quota(self, quota: int | None) -> None:
+        self.default_quota = quota
+        self.over = []
+        self.note_counts()
 
     def forget(self, block: int, cause: str) -> None:
         prefix = self.content.pop(block, None)
@@ -202,6 +224,7 @@ class DumbModel:
                 self.gone[longer] = cause
                 for holder in self.cached.pop(longer):
                     self.content.pop(holder, None)
+        self.note_counts()
 
     def hangs_from(self, longer: Prefix, prefix: Prefix) -> bool:
         salt, lora, tokens, keys = prefix
@@ -223,18 +246,21 @@ class DumbModel:
     # What ends, parts and goes back.
 
     def free(self, sequence: ModelSequence) -> None:
-        self.extend_pins()
+        self.extend_pins(sequence)
         self.drop(sequence.table)
         sequence.table = []
-        sequence.num_computed = sequence.num_readonly_blocks = sequence.num_registered = 0
+        sequence.num_computed = sequence.num_readonly = sequence.num_registered = 0
         sequence.is_allocated = sequence.is_of_this_epoch = False
 
     def abort(self, sequence: ModelSequence, num_computed: int) -> None:
-        first = max(sequence.num_readonly_blocks, num_computed // self.block_size)
-        for block in reversed(sequence.table[first:]):
+        self.forget_unwritten(sequence, num_computed)
+        self.free(sequence)
+
+    def forget_unwritten(self, sequence: ModelSequence, num_computed: int) -> None:
+        first = max(-(-sequence.num_readonly // self.block_size), num_computed // self.block_size)
+        for block in reversed(sequence.table[first : sequence.num_registered]):
             self.forget(block, "aborted")
         self.shrink_pins()
-        self.free(sequence)
 
     def reset(self, sequences: list[ModelSequence]) -> None:
         self.gone |= dict.fromkeys(self.cached, "reset")
@@ -242,17 +268,18 @@ class DumbModel:
         self.cached.clear()
         for sequence in sequences:
             sequence.is_of_this_epoch = False
+        self.over = []
         self.shrink_pins()
 
     def renew(self, sequence: ModelSequence) -> None:
         sequence.is_of_this_epoch = True
-        sequence.num_registered = 0
-        while sequence.num_registered < len(sequence.table) and (
-            sequence.table[sequence.num_registered] in self.content
-            and sequence.num_registered < sequence.num_computed // self.block_size
-        ):
-            sequence.num_registered += 1
-        self.register(sequence)
+        sequence.num_registered = sequence.num_computed // self.block_size
+        for position, block in enumerate(sequence.table[: sequence.num_registered]):
+            if block not in self.content:
+                prefix = sequence.prefix(position + 1, self.block_size)
+                self.content[block] = prefix
+                self.cached.setdefault(prefix, []).append(block)
+        self.note_counts()
 
     def fork(self, sequence: ModelSequence, name: str) -> ModelSequence:
         table = sequence.table[: -(-sequence.num_computed // self.block_size)]
@@ -266,20 +293,23 @@ class DumbModel:
             table,
             sequence.num_prompt,
             sequence.num_computed,
-            max(sequence.num_readonly_blocks, sequence.num_computed // self.block_size),
+            max(sequence.num_readonly, sequence.num_computed // self.block_size * self.block_size),
             sequence.num_registered,
             is_allocated=True,
             is_of_this_epoch=sequence.is_of_this_epoch,
         )
 
-    def truncate(self, sequence: ModelSequence, num_tokens: int) -> None:
-        self.extend_pins()
+    def truncate(self, sequence: ModelSequence, num_tokens: int, num_computed: int | None) -> None:
+        if num_computed is not None:
+            self.forget_unwritten(sequence, num_computed)
+        self.extend_pins(sequence)
         num_kept = -(-num_tokens // self.block_size)
         self.drop(sequence.table[num_kept:])
         del sequence.table[num_kept:], sequence.tokens[num_tokens:]
-        sequence.num_computed = min(sequence.num_computed, num_tokens)
-        sequence.num_registered = min(sequence.num_registered, num_tokens // self.block_size)
-        sequence.num_readonly_blocks = min(sequence.num_readonly_blocks, num_tokens // self.block_size)
+        num_left = min(sequence.num_computed, num_tokens)
+        sequence.num_computed = num_left
+        sequence.num_registered = min(sequence.num_registered, num_left // self.block_size)
+        sequence.num_readonly = min(sequence.num_readonly, num_left)
 
     # Pins.
 
@@ -289,11 +319,14 @@ class DumbModel:
 
     def unpin(self, pin: ModelPin) -> None:
         self.pins.remove(pin)
+        self.extend_pins(pin.prefix)
         self.drop(pin.held)
 
-    def extend_pins(self) -> None:
+    def extend_pins(self, sequence: ModelSequence) -> None:
+        """Pins hold what they lack when a sequence that begins like them is about to let go of blocks."""
         for pin in self.pins:
-            self.extend_pin(pin)
+            if pin.prefix.tokens[: self.block_size] == sequence.tokens[: self.block_size]:
+                self.extend_pin(pin)
 
     def extend_pin(self, pin: ModelPin) -> None:
         more = self.hit(pin.prefix)[len(pin.held) : len(pin.priorities)]

@@ -242,8 +242,11 @@ class History:
         if pair is not None:
             sequence, model = pair
             num_tokens = chooser.integer(model.num_prompt, len(model.tokens))
-            self.manager.truncate(sequence, num_tokens)
-            self.model.truncate(model, num_tokens)
+            low = min(num_tokens, model.num_computed)
+            num_computed = chooser.choose([None, None, chooser.integer(low, model.num_computed)])
+            self.manager.truncate(sequence, num_tokens, num_computed_tokens=num_computed)
+            self.model.truncate(model, num_tokens, num_computed)
+            self.memory.truncate(sequence)
 
     def renew(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
@@ -306,12 +309,10 @@ class History:
         salt, quota = chooser.choose([None, "salt", "other salt", "default"]), chooser.choose([None, 0, 1, 3])
         if salt == "default":
             self.manager.set_default_quota(quota)
-            self.model.default_quota = quota
+            self.model.set_default_quota(quota)
             return
         self.manager.set_quota(salt, quota)
-        self.model.quotas.pop(salt, None)
-        if quota is not None:
-            self.model.quotas[salt] = quota
+        self.model.set_quota(salt, quota)
 
     def free(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
@@ -342,9 +343,9 @@ class History:
         """Abort a sequence whose own blocks another one has hit, which goes on without what it hangs from."""
         size = self.model.block_size
         for sequence, model in self.pairs:
-            own = model.table[model.num_readonly_blocks : model.num_registered]
+            own = model.table[model.num_readonly // size : model.num_registered]
             if any(self.model.owners[block] > 1 for block in own):
-                num_computed = chooser.integer(0, model.num_readonly_blocks * size)
+                num_computed = chooser.integer(0, model.num_readonly)
                 num_computed = min(num_computed, model.num_computed)
                 self.manager.abort(sequence, num_computed)
                 self.model.abort(model, num_computed)

@@ -26,6 +26,11 @@ class KVMemory:
                     self.slots[self.slot(sequence, position)] = self.content(sequence, position)
         self.num_written = {sequence: sequence.num_computed_tokens for sequence in sequences}
 
+    def truncate(self, sequence: kvblocks.Sequence) -> None:
+        """What comes after the tokens that the sequence has left is to be written anew."""
+        num_written = self.num_written.get(sequence, 0)
+        self.num_written[sequence] = min(num_written, sequence.num_computed_tokens)
+
     def check(self) -> None:
         for sequence in self.num_written:
             for position in range(sequence.num_computed_tokens):

@@ -63,7 +63,7 @@ KERNELS_DOOR = "kvblocks.engine.attention"
 CORE_PACKAGES = frozenset({"xxhash"})
 KERNEL_PACKAGES = frozenset({"torch", "triton"})
 ENGINE_PACKAGES = frozenset(
-    {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "filelock", "rich", "typer"}
+    {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "filelock", "rich", "typer", "prometheus_client"}
 )
 
 # The core and the kernels do no input or output, and take time, seeds and settings as arguments.

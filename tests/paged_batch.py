@@ -38,7 +38,8 @@ class PagedBatch:
         generator = torch.Generator().manual_seed(seed)
         num_heads, num_kv_heads = heads
         num_blocks = [-(-context // block_size) for _, context in lengths]
-        blocks = torch.randperm(sum(num_blocks) + 2, generator=generator, dtype=torch.int32)
+        # Block 0, which masked lanes would read, is nobody's.
+        blocks = torch.randperm(sum(num_blocks) + 1, generator=generator, dtype=torch.int32) + 1
         # Entries behind a sequence's last block name a block of poison.
         self.block_tables = torch.full((len(lengths), max([1, *num_blocks]) + 1), int(blocks[-1]), dtype=torch.int32)
         slots = []
@@ -47,7 +48,12 @@ class PagedBatch:
             self.block_tables[index, : stop - start] = blocks[start:stop]
             positions = torch.arange(lengths[index][1])
             slots.append(blocks[start:stop].long()[positions // block_size] * block_size + positions % block_size)
-        shape = (2, len(blocks), *((num_kv_heads, block_size) if heads_first else (block_size, num_kv_heads)), head_dim)
+        shape = (
+            2,
+            len(blocks) + 1,
+            *((num_kv_heads, block_size) if heads_first else (block_size, num_kv_heads)),
+            head_dim,
+        )
         caches = torch.full(shape, torch.nan)
         if heads_first:
             caches = caches.transpose(2, 3)
@@ -90,6 +96,36 @@ def check_close(output, lse, expected, expected_lse, weighed, rounding, sum_erro
     worst = (error - (2 * rounding * weighed + sum_error)).max() if error.numel() else -1
     assert worst <= 0, f"output is off by up to {error.max():.2e}, {worst:.2e} more than rounding explains"
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=0, atol=sum_error)
+
+
+def slots_read(monkeypatch, cache, call):
+    """The slots of `cache` of which `call` reads anything, by the interpreter; masked lanes read nothing."""
+    from triton.runtime import interpreter
+
+    load = interpreter.InterpreterBuilder.create_masked_load
+    slots = set()
+    element_bytes, slot_elements = cache.element_size(), cache[0, 0].numel()
+
+    def recording_load(builder, pointers, mask, *rest):
+        offsets = (pointers.data[mask.data].astype("int64") - cache.data_ptr()) // element_bytes
+        inside = offsets[(offsets >= 0) & (offsets < cache.numel())]
+        slots.update((inside // slot_elements).tolist())
+        return load(builder, pointers, mask, *rest)
+
+    assert cache.is_contiguous()
+    with monkeypatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_masked_load", recording_load)
+        call()
+    return slots
+
+
+def slots_owned(batch):
+    """The slots of a batch's sequences."""
+    block_size = batch.key_cache.shape[1]
+    owned = set()
+    for table, length in zip(batch.block_tables.tolist(), batch.seq_lens.tolist(), strict=True):
+        owned |= {table[position // block_size] * block_size + position % block_size for position in range(length)}
+    return owned
 
 
 def store_fp8(batch, *, k_scale, v_scale):

@@ -85,17 +85,17 @@ def test_salts_that_come_and_go_do_not_add_up() -> None:
     assert [tenant.salt for tenant in quotas.tenants()] == [f"user-{n}" for n in range(0, 5000, 500)]
 
 
-def test_the_one_furthest_over_goes_first() -> None:
+def test_the_one_longest_over_goes_first() -> None:
     manager = KVCacheManager(12, 4, debug=True)
     for salt in ("a", "b"):
         manager.set_quota(salt, 1)
     compute(manager, range(16), "modest")
     compute(manager, range(12), "a")
     compute(manager, range(20), "b")
-    compute(manager, range(200, 208))  # b had 5, now 3
-    assert [quota.num_cached_blocks for quota in manager.quotas()] == [3, 3]
+    compute(manager, range(200, 208))  # a was over first
+    assert [quota.num_cached_blocks for quota in manager.quotas()] == [1, 5]
     compute(manager, range(300, 308))
-    assert [quota.num_cached_blocks for quota in manager.quotas()] == [2, 2]
+    assert [quota.num_cached_blocks for quota in manager.quotas()] == [1, 3]
     assert num_hit(manager, range(16), "modest") == 16
 
 

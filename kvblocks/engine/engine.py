@@ -29,6 +29,7 @@ from kvblocks.engine.scheduler import Scheduler, StepLimits
 from kvblocks.engine.tokenizer import StreamDecoder
 from kvblocks.errors import InvalidArgumentError, InvalidTokensError, KVBlocksError
 from kvblocks.manager import KVCacheManager
+from kvblocks.metrics import CacheMetrics
 from kvblocks.sequence import Sequence as KVSequence
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
@@ -48,7 +49,7 @@ class Engine:
     device: "cpu", "cuda", "cuda:1", or "auto": cuda if there is one, or where a `LoadedModel` is. On cuda the attention
     is plain torch too, for now.
 
-    Attributes to read: model, manager, scheduler, runner. `limits` may be replaced.
+    Attributes to read: model, manager, metrics, scheduler, runner. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError. Loads the model.
     """
 
@@ -71,6 +72,7 @@ class Engine:
         if num_blocks is None:
             num_blocks = max(1, DEFAULT_KV_CACHE_BYTES // kv_block_bytes(config, block_size, weights.embedding.dtype))
         self.manager = KVCacheManager(num_blocks, block_size, enable_caching=enable_prefix_caching)
+        self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
         self.scheduler = Scheduler(self.manager, config.max_position_embeddings)
         strategy = choose_determinism(config, weights) if deterministic else NATURAL
         self.runner = ModelRunner(LlamaModel(config, weights, strategy=strategy), num_blocks, block_size)
@@ -157,6 +159,7 @@ class Engine:
             self.scheduler.abort(chunks)
             raise
         self.scheduler.complete(chunks, token_ids)
+        self.metrics.observe()
         for generation, token_id in zip(sampling, token_ids, strict=True):
             generation.record(token_id, time.perf_counter())
 

@@ -1,0 +1,150 @@
+"""`CacheMetrics` as a collector of `prometheus_client`: a scrape takes a snapshot, and nothing is counted twice.
+
+    metrics = CacheMetrics(manager, clock=time.monotonic)
+    KVBlocksCollector(metrics, registry=prometheus_client.REGISTRY)
+    prometheus_client.start_http_server(9000)
+
+Salts may be secrets, and there may be millions of them, so by default no series names a tenant: only their number and
+how many are over their quota. A `tenant_label` opts in. Hashing salts would not keep them secret: who can guess a salt
+can hash it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.metrics import CacheMetrics
+from kvblocks.stats import HistogramValues, MetricsSnapshot, QuotaUsage
+
+# Of CacheStats: attribute, name without prefix and _total, help.
+_COUNTERS = (
+    ("num_queries", "queries", "Sequences allocated from the start; a preempted one that is resumed counts again."),
+    ("num_hits", "hits", "Of the queries, those that came with a prefix hit."),
+    ("num_queried_tokens", "queried_tokens", "Tokens that the queries had when they were allocated."),
+    ("num_hit_tokens", "hit_tokens", "Of the queried tokens, those whose KV was cached and needed no computing."),
+    ("num_taken_blocks", "taken_blocks", "Blocks handed out by the pool."),
+    ("num_evicted_blocks", "evicted_blocks", "Blocks that stopped being cached because they were handed out."),
+)
+_GAUGES = (
+    ("num_blocks", "pool_blocks", "Blocks in the pool."),
+    ("num_free_blocks", "free_blocks", "Blocks that no sequence or pin holds, those with cached prefixes included."),
+    ("num_cached_blocks", "cached_blocks", "Blocks that hold a cached prefix, held or free."),
+    ("usage", "usage_ratio", "Share of the pool that sequences and pins hold."),
+)
+_WINDOW_GAUGES = (
+    ("num_queries", "recent_queries", "Queries that the recent ratios are about."),
+    ("hit_rate", "recent_token_hit_ratio", "Share of the recently queried tokens that were cached."),
+    ("request_hit_rate", "recent_request_hit_ratio", "Share of the recent queries that came with a prefix hit."),
+)
+_PIN_GAUGES = (
+    ("num_pins", "pins", "Pins that have not ended."),
+    ("num_wanted_blocks", "pin_wanted_blocks", "Blocks that pins are for, counted once for each pin."),
+    ("num_held_blocks", "pin_held_blocks", "Blocks that pins protect now, counted once for each pin."),
+    ("num_pinned_blocks", "pinned_blocks", "Blocks that any pin protects now."),
+)
+_HISTOGRAMS = (
+    ("lifetimes", "block_lifetime", "From a sampled block's being taken until it is evicted"),
+    ("idle_times", "block_idle_before_eviction", "From a sampled block's last release until it is evicted"),
+    ("reuse_gaps", "block_reuse_gap", "From a sampled block's release until a hit takes it back"),
+)
+_AGES = (
+    ("last_idle_time", "last_eviction_idle", "How long the sampled block that was evicted last had been free"),
+    ("queue_age", "queue_age", "How long the sampled block has been free that was released first"),
+)
+
+TenantLabel = Callable[[str | None], str | None]
+"""From a salt (None: sequences without one) to what is shown of it; None: nothing is."""
+
+
+class KVBlocksCollector(Collector):
+    """Gives a manager's metrics to Prometheus; all names begin with `kvblocks_`.
+
+    registry: where it registers itself; None: nowhere, `registry.register(collector)` does it. A registry takes one.
+    tenant_label: which tenants get series of their own, and by what label; tenants of equal labels are added up. None:
+    none does, so that no salt leaks. Durations are in seconds if the metrics have a clock, else in blocks taken from
+    the pool, and named accordingly.
+
+    Scrapes may come from another thread than the manager's, as they do from `start_http_server`. Each costs a
+    `CacheMetrics.snapshot`. Raises InvalidArgumentError, and ValueError when the registry has such names already.
+    """
+
+    def __init__(
+        self,
+        metrics: CacheMetrics,
+        *,
+        registry: CollectorRegistry | None = None,
+        tenant_label: TenantLabel | None = None,
+    ) -> None:
+        if not isinstance(metrics, CacheMetrics):
+            raise InvalidArgumentError(f"metrics: expected CacheMetrics, got {type(metrics).__name__}")
+        self._metrics = metrics
+        self._tenant_label = tenant_label
+        if registry is not None:
+            registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families of now."""
+        snapshot = self._metrics.snapshot()
+        for attribute, name, text in _COUNTERS:
+            yield CounterMetricFamily(f"kvblocks_{name}", text, value=getattr(snapshot.stats, attribute))
+        yield from _gauges(snapshot.stats, _GAUGES)
+        yield from _gauges(snapshot.window, _WINDOW_GAUGES)
+        yield from _gauges(snapshot.pins, _PIN_GAUGES)
+        yield from self._tenants(snapshot.quotas)
+        yield from _lives(snapshot)
+
+    def _tenants(self, quotas: tuple[QuotaUsage, ...]) -> Iterator[Metric]:
+        num_over = sum(quota.num_cached_blocks > quota.max_cached_blocks for quota in quotas)
+        text = "Salts that have a quota of their own, or one by default and anything cached."
+        yield GaugeMetricFamily("kvblocks_tenants", text, value=len(quotas))
+        yield GaugeMetricFamily("kvblocks_tenants_over_quota", "Of those, the ones with more cached.", value=num_over)
+        if self._tenant_label is None:
+            return
+        sums: dict[str, tuple[int, int]] = {}
+        for quota in quotas:
+            label = self._tenant_label(quota.salt)
+            if label is not None:
+                num_cached, most = sums.get(label, (0, 0))
+                sums[label] = num_cached + quota.num_cached_blocks, most + quota.max_cached_blocks
+        cached = GaugeMetricFamily("kvblocks_tenant_cached_blocks", "Blocks that it has cached.", labels=["tenant"])
+        allowed = GaugeMetricFamily("kvblocks_tenant_quota_blocks", "Its quota of them.", labels=["tenant"])
+        for label, (num_cached, most) in sums.items():
+            cached.add_metric([label], num_cached)
+            allowed.add_metric([label], most)
+        yield cached
+        yield allowed
+
+
+def _gauges(record: Any, table: Iterable[tuple[str, str, str]]) -> Iterator[Metric]:
+    for attribute, name, text in table:
+        yield GaugeMetricFamily(f"kvblocks_{name}", text, value=getattr(record, attribute))
+
+
+def _lives(snapshot: MetricsSnapshot) -> Iterator[Metric]:
+    """What is known of the sampled blocks. An age that isn't known has no series."""
+    unit = "seconds" if snapshot.time_unit == "seconds" else "taken_blocks"
+    words = "in seconds." if unit == "seconds" else "in blocks taken from the pool."
+    sampled = snapshot.num_sampled_blocks
+    yield GaugeMetricFamily("kvblocks_sampled_blocks", "Blocks whose lives are watched.", sampled)
+    for attribute, name, text in _HISTOGRAMS:
+        values: HistogramValues = getattr(snapshot, attribute)
+        yield HistogramMetricFamily(
+            f"kvblocks_{name}_{unit}", f"{text}, {words}", buckets=_cumulative(values), sum_value=values.total
+        )
+    for attribute, name, text in _AGES:
+        age = getattr(snapshot, attribute)
+        if age is not None:
+            yield GaugeMetricFamily(f"kvblocks_{name}_{unit}", f"{text}, {words}", value=age)
+
+
+def _cumulative(values: HistogramValues) -> list[tuple[str, float]]:
+    """Return the buckets as Prometheus has them: each counts all values up to its bound."""
+    buckets, num_values = [], 0
+    for bound, count in zip((*map(str, values.bounds), "+Inf"), values.counts, strict=True):
+        num_values += count
+        buckets.append((bound, float(num_values)))
+    return buckets

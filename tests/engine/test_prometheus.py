@@ -1,0 +1,185 @@
+"""The collector: what a scrape says is what the snapshot says."""
+
+import urllib.request
+from types import SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvblocks import InvalidArgumentError, KVCacheManager, Sequence
+from kvblocks.engine import Engine
+from kvblocks.engine.prometheus import KVBlocksCollector
+from kvblocks.metrics import CacheMetrics
+from kvblocks.stats import HitCounts
+
+
+def compute(manager: KVCacheManager, tokens: Any, salt: str | None = None) -> None:
+    sequence = Sequence("passing", tokens, salt=salt)
+    assert manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence)) is not None
+    manager.free(sequence)
+
+
+def scrape(registry: CollectorRegistry) -> dict[Any, float]:
+    """All samples by name and labels; no series comes twice, and each family has its help."""
+    samples: dict[Any, float] = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        assert family.documentation.endswith(".")
+        assert family.type in {"counter", "gauge", "histogram"}
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in samples
+            assert (family.type == "counter") == sample.name.endswith("_total")
+            samples[key] = sample.value
+    return samples
+
+
+@pytest.fixture
+def busy() -> tuple[KVCacheManager, CacheMetrics]:
+    """A manager that has hits, evictions, pins, tenants and a running sequence."""
+    manager = KVCacheManager(16, 4)
+    metrics = CacheMetrics(manager, sample_every=1)
+    manager.set_quota("ann", 2)
+    manager.set_quota("bob", 5)
+    manager.pin(range(8))
+    for start in (0, 0, 100, 200, 0, 300):
+        for salt in (None, "ann", "bob"):
+            compute(manager, range(start, start + 14), salt)
+    manager.allocate_slots(Sequence("running", range(500, 506)))
+    return manager, metrics
+
+
+def test_a_scrape_says_what_the_snapshot_says(busy):
+    manager, metrics = busy
+    registry = CollectorRegistry()
+    KVBlocksCollector(metrics, registry=registry)
+    samples, now = scrape(registry), metrics.snapshot()
+    stats = manager.stats
+    assert min(stats.num_hits, stats.num_evicted_blocks, now.reuse_gaps.num_values, now.lifetimes.num_values) > 0
+    expected = {
+        "queries_total": stats.num_queries,
+        "hits_total": stats.num_hits,
+        "queried_tokens_total": stats.num_queried_tokens,
+        "hit_tokens_total": stats.num_hit_tokens,
+        "taken_blocks_total": stats.num_taken_blocks,
+        "evicted_blocks_total": stats.num_evicted_blocks,
+        "pool_blocks": 16,
+        "free_blocks": stats.num_free_blocks,
+        "cached_blocks": stats.num_cached_blocks,
+        "usage_ratio": 4 / 16,
+        "recent_queries": now.window.num_queries,
+        "recent_token_hit_ratio": now.window.hit_rate,
+        "recent_request_hit_ratio": now.window.request_hit_rate,
+        "pins": 1,
+        "pin_wanted_blocks": 2,
+        "pin_held_blocks": 2,
+        "pinned_blocks": 2,
+        "tenants": 2,
+        "tenants_over_quota": sum(quota.num_cached_blocks > quota.max_cached_blocks for quota in now.quotas),
+        "sampled_blocks": 16,
+        "last_eviction_idle_taken_blocks": now.last_idle_time,
+        "queue_age_taken_blocks": now.queue_age,
+    }
+    histograms = {
+        "block_lifetime_taken_blocks": now.lifetimes,
+        "block_idle_before_eviction_taken_blocks": now.idle_times,
+        "block_reuse_gap_taken_blocks": now.reuse_gaps,
+    }
+    series = {(f"kvblocks_{name}", ()): value for name, value in expected.items()}
+    for name, values in histograms.items():
+        series[f"kvblocks_{name}_sum", ()] = values.total
+        series[f"kvblocks_{name}_count", ()] = values.num_values
+        for place, bound in enumerate([*values.bounds, "+Inf"]):
+            series[f"kvblocks_{name}_bucket", (("le", str(bound)),)] = sum(values.counts[: place + 1])
+    assert samples == series
+
+
+def test_a_scrape_is_of_its_moment(busy):
+    manager, metrics = busy
+    registry = CollectorRegistry()
+    KVBlocksCollector(metrics, registry=registry)
+    before = scrape(registry)
+    compute(manager, range(900, 908))
+    after = scrape(registry)
+    assert after["kvblocks_queries_total", ()] == before["kvblocks_queries_total", ()] + 1
+    assert after["kvblocks_taken_blocks_total", ()] == before["kvblocks_taken_blocks_total", ()] + 2
+
+
+def test_no_salt_is_shown_unless_asked_for(busy):
+    manager, metrics = busy
+    manager.set_quota("a secret", 1)
+    registry = CollectorRegistry()
+    KVBlocksCollector(metrics, registry=registry)
+    shown = generate_latest(registry).decode()
+    assert not any(salt in shown for salt in ("ann", "bob", "secret"))
+    assert "tenant=" not in shown
+
+
+def test_tenants_by_labels_of_ones_own(busy):
+    manager, metrics = busy
+    manager.set_quota("a secret", 1)
+    manager.set_quota(None, 7)
+    labels = {"ann": 'team "A"', "bob": 'team "A"', None: "unsalted"}
+    registry = CollectorRegistry()
+    KVBlocksCollector(metrics, registry=registry, tenant_label=labels.get)
+    samples = scrape(registry)
+    shown = {key: value for key, value in samples.items() if key[1] and key[1][0][0] == "tenant"}
+    cached = {quota.salt: quota.num_cached_blocks for quota in manager.quotas()}
+    assert shown == {
+        ("kvblocks_tenant_cached_blocks", (("tenant", 'team "A"'),)): cached["ann"] + cached["bob"],
+        ("kvblocks_tenant_quota_blocks", (("tenant", 'team "A"'),)): 7,
+        ("kvblocks_tenant_cached_blocks", (("tenant", "unsalted"),)): cached[None],
+        ("kvblocks_tenant_quota_blocks", (("tenant", "unsalted"),)): 7,
+    }
+    assert samples["kvblocks_tenants", ()] == 4
+
+
+def test_a_fresh_manager_has_no_ages(recwarn):
+    registry = CollectorRegistry(auto_describe=True)
+    KVBlocksCollector(CacheMetrics(KVCacheManager(4, 4), clock=lambda: 5.0), registry=registry)
+    names = {name for name, _ in scrape(registry)}
+    assert "kvblocks_block_lifetime_seconds_bucket" in names
+    assert not any("queue_age" in name or "last_eviction" in name or "taken_blocks_bucket" in name for name in names)
+
+
+def test_bad_arguments():
+    with pytest.raises(InvalidArgumentError, match="metrics: expected CacheMetrics, got KVCacheManager"):
+        KVBlocksCollector(KVCacheManager(4, 4))
+    registry = CollectorRegistry(auto_describe=True)
+    KVBlocksCollector(CacheMetrics(KVCacheManager(4, 4)), registry=registry)
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        KVBlocksCollector(CacheMetrics(KVCacheManager(4, 4)), registry=registry)
+
+
+def test_an_engine_has_metrics_in_seconds(tiny_folder):
+    engine = Engine(tiny_folder, num_blocks=16, block_size=4)
+    prompt = list(range(20, 40))
+    engine.generate([prompt], max_tokens=3, ignore_eos=True)
+    engine.generate([prompt, prompt], max_tokens=3, ignore_eos=True)
+    now = engine.metrics.snapshot()
+    assert now.window == HitCounts(num_queries=3, num_hits=2, num_queried_tokens=60, num_hit_tokens=38)
+    assert now.time_unit == "seconds" and now.queue_age is not None
+    registry = CollectorRegistry()
+    KVBlocksCollector(engine.metrics, registry=registry)
+    assert scrape(registry)["kvblocks_hit_tokens_total", ()] == 38
+    steps = []
+    engine.metrics = SimpleNamespace(observe=lambda: steps.append(1))
+    engine.generate([prompt], max_tokens=3, ignore_eos=True)
+    assert len(steps) == 3
+
+
+def test_prometheus_own_server_shows_them(busy):
+    _, metrics = busy
+    registry = CollectorRegistry()
+    collector = KVBlocksCollector(metrics)
+    registry.register(collector)
+    server, thread = prometheus_client.start_http_server(0, addr="127.0.0.1", registry=registry)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=30) as answer:
+            assert f"kvblocks_queries_total {float(metrics.snapshot().stats.num_queries)}" in answer.read().decode()
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
