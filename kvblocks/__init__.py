@@ -26,6 +26,7 @@ from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEv
 from kvblocks.explanation import Explanation
 from kvblocks.free_queue import FreeBlockQueue
 from kvblocks.manager import KVCacheManager
+from kvblocks.metrics import CacheMetrics
 from kvblocks.picture import PrefixRow
 from kvblocks.pool import BlockPool
 from kvblocks.prefix_cache import PrefixCache
@@ -34,7 +35,7 @@ from kvblocks.prefix_pins import PinnedPrefix
 from kvblocks.retention import Pin, Refusal
 from kvblocks.sequence import Sequence
 from kvblocks.shared_prefixes import SharedPrefix
-from kvblocks.stats import CacheStats, QuotaUsage
+from kvblocks.stats import CacheStats, MetricsSnapshot, QuotaUsage
 from kvblocks.version import __version__
 
 __compiled__: bool = not str(block.__file__).endswith(".py")
@@ -51,6 +52,7 @@ __all__ = [
     "BlockStored",
     "CacheEvent",
     "CacheHit",
+    "CacheMetrics",
     "CacheStats",
     "Explanation",
     "FreeBlockQueue",
@@ -59,6 +61,7 @@ __all__ = [
     "KVBlocksError",
     "KVCacheBlock",
     "KVCacheManager",
+    "MetricsSnapshot",
     "Pin",
     "PinBudgetError",
     "PinnedPrefix",

@@ -108,6 +108,28 @@ class TestFork:
         manager.append_slots(twin, [9])
         assert (list(prompt), first.num_tokens, twin.token_ids()) == (list(range(6)), 6, [*range(6), 9])
 
+    def test_the_last_of_a_step_to_leave_a_block_keeps_it(self) -> None:
+        manager = KVCacheManager(16, 4)
+        first = started(manager, 0, range(5))
+        samples = [first, *(manager.fork(first, n) for n in (1, 2, 3))]
+        assert manager.append_step(samples, [9, 9, 9, 9]) == [(0, 1, 2), (1, 1, 3), (2, 1, 4)]
+        assert manager.take_copies() == [(1, 2), (1, 3), (1, 4)]
+        manager.check()
+
+    def test_reserving_nothing_copies_nothing(self) -> None:
+        manager = KVCacheManager(16, 4)
+        twin = manager.fork(started(manager, 0, range(5)), 1)
+        assert manager.reserve_slots(twin, 0) == []
+        assert manager.take_copies() == []
+
+    def test_what_a_twin_must_not_write(self) -> None:
+        manager = KVCacheManager(16, 4)
+        first = started(manager, 0, range(10))
+        assert (first.num_readonly_tokens, manager.fork(first, 1).num_readonly_tokens) == (0, 8)
+        manager.free(first)
+        again = started(manager, 2, range(8))
+        assert (again.num_readonly_tokens, manager.fork(again, 3).num_readonly_tokens) == (8, 8)
+
     def test_what_it_refuses(self) -> None:
         manager = KVCacheManager(16, 4)
         first = started(manager, 0, range(6))
@@ -185,6 +207,54 @@ class TestTruncate:
         with pytest.raises(SequenceStateError, match="truncate: expected"):
             manager.truncate(sequence, 6)
 
+    def test_truncated_by_another_manager(self) -> None:
+        one, other = KVCacheManager(16, 2), KVCacheManager(16, 2)
+        sequence = started(one, 0, [0, 1])
+        one.append_slots(sequence, [2, 3, 4])
+        one.free(sequence)
+        hit = one.get_computed_blocks(sequence)
+        other.allocate_slots(sequence)
+        other.truncate(sequence, 2)
+        other.free(sequence)
+        sequence.append_tokens([9, 9, 9])
+        with pytest.raises(StaleHitError):
+            one.allocate_slots(sequence, hit=hit)
+
+    def test_a_hit_that_has_become_the_whole_sequence_is_stale(self) -> None:
+        manager = KVCacheManager(16, 2)
+        sequence = started(manager, 0, [0, 1])
+        manager.append_slots(sequence, [2, 3, 4])
+        manager.free(sequence)
+        hit = manager.get_computed_blocks(sequence)
+        manager.allocate_slots(sequence)
+        manager.truncate(sequence, 4)
+        manager.free(sequence)
+        with pytest.raises(StaleHitError):
+            manager.allocate_slots(sequence, hit=hit)
+
+    def test_a_token_that_no_step_computed_does_not_stay_cached(self) -> None:
+        manager = KVCacheManager(16, 4)
+        sequence = started(manager, 0, range(7))
+        manager.append_slots(sequence, [7])
+        manager.truncate(sequence, 7, num_computed_tokens=7)
+        assert manager.get_computed_blocks(Sequence(1, range(9))).num_tokens == 4
+        assert manager.append_slots(sequence, [70]) == []  # nobody reads the block, so it is written in place
+        assert manager.get_computed_blocks(Sequence(1, [*range(7), 70, 1])).num_tokens == 8
+        with pytest.raises(InvalidArgumentError, match="num_computed_tokens: expected an int from 7 to 8, got 6"):
+            manager.truncate(sequence, 7, num_computed_tokens=6)
+        manager.check()
+
+    def test_an_abort_after_it_leaves_what_others_wrote(self) -> None:
+        manager = KVCacheManager(16, 4, debug=True)
+        writer = started(manager, 0, range(8))
+        sequence = Sequence(1, range(4))
+        sequence.append_tokens([4, 5, 6, 7, 8])
+        manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence))
+        manager.truncate(sequence, 6)
+        manager.abort(sequence, 6)
+        assert manager.get_computed_blocks(Sequence(2, range(9))).num_tokens == 8
+        manager.free(writer)
+
 
 class TestLookahead:
     def test_drafts_are_not_cached_before_they_are_accepted(self) -> None:
@@ -221,6 +291,31 @@ class TestRenew:
         for sequence in (first, second):
             manager.free(sequence)
         assert manager.stats.num_cached_blocks == 3
+
+    def test_blocks_that_are_cached_again_already_stay_as_they_are(self) -> None:
+        manager = KVCacheManager(32, 4, pin_budget=1.0, debug=True)
+        first = started(manager, "first", range(4))
+        manager.append_slots(first, [4, 5, 6, 7])
+        twin = manager.fork(first, "twin")
+        manager.reset_prefix_cache()
+        started(manager, "other", range(4))
+        manager.renew(first)
+        manager.truncate(first, 4)
+        manager.abort(first, 0)
+        started(manager, "longer", range(13))
+        pin = manager.pin(range(12))
+        manager.renew(twin)
+        assert pin.num_held_blocks == 3
+        assert manager.get_computed_blocks(Sequence("probe", range(13))).num_tokens == 12
+
+    def test_forks_of_whole_blocks(self) -> None:
+        manager = KVCacheManager(16, 4, debug=True)
+        first = started(manager, 0, range(8))
+        twin = manager.fork(first, 1)
+        manager.reset_prefix_cache()
+        manager.renew(twin)
+        manager.renew(first)
+        assert manager.stats.num_cached_blocks == 2
 
     def test_without_it_nothing_of_before_the_reset_is_cached(self) -> None:
         manager = KVCacheManager(16, 4)

@@ -92,6 +92,32 @@ def test_a_block_that_begins_alike() -> None:
     assert "only its first 1 tokens in common" in str(explanation)
 
 
+def test_what_begins_alike_under_other_keys_does_not_count() -> None:
+    manager = KVCacheManager(8, 4)
+    compute(manager, 0, range(4), salt="a")
+    assert manager.explain(Sequence(1, [0, 1, 2, 30], salt="b")).cause == "never cached"
+
+
+def test_an_abort_is_nobodys_eviction() -> None:
+    manager = KVCacheManager(8, 4, num_history_blocks=10)
+    dies = Sequence("dies", range(8))
+    manager.allocate_slots(dies)
+    manager.abort(dies, 0)
+    removal = manager.explain(dies).removal
+    assert removal is not None
+    assert removal.sequence_id is None
+
+
+def test_a_step_says_for_whom_it_took_each_block() -> None:
+    manager = KVCacheManager(4, 2, num_history_blocks=10)
+    sequences = [Sequence(name, [ord(name), ord(name)]) for name in "ab"]
+    for sequence in sequences:
+        manager.allocate_slots(sequence)
+    compute(manager, "old", [1, 2, 3, 4])
+    manager.append_step(sequences, [5, 6])
+    assert str(manager.explain(Sequence("x", [1, 2]))).endswith("was evicted for sequence 'b', 0 blocks ago")
+
+
 def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     manager = KVCacheManager(4, 4, num_history_blocks=2)
     for name in range(6):

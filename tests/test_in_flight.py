@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvblocks import KVCacheManager, Sequence
+from kvblocks.in_flight import InFlight
 
 
 def look_up(manager: KVCacheManager, tokens: Any, **keys: Any) -> tuple[int, int, Any]:
@@ -88,3 +89,25 @@ def test_truncated_and_forked_prefills() -> None:
     assert look_up(manager, range(40))[1] == 36
     manager.truncate(first, 24)
     assert look_up(manager, range(40)) == (4, 36, "twin")
+
+
+def test_nobody_waits_for_itself() -> None:
+    manager = KVCacheManager(64, 4)
+    first = Sequence("first", range(40))
+    hit = manager.get_computed_blocks(first)
+    manager.allocate_slots(first, 8, hit=hit)
+    assert (hit.pending_tokens, hit.pending_sequence) == (0, None)
+
+
+def test_it_forgets_who_has_finished() -> None:
+    manager = KVCacheManager(64, 4)
+    in_flight = InFlight(4)
+    one, other = Sequence(1, range(8)), Sequence(2, range(8))
+    manager.allocate_slots(one, 3)
+    in_flight.note(one)
+    in_flight.note(other)
+    assert len(in_flight) == 2
+    manager.allocate_slots(one)
+    in_flight.note(one)
+    in_flight.drop(other)
+    assert len(in_flight) == 0

@@ -263,7 +263,7 @@ def test_equal_histories_give_equal_pictures() -> None:
     dots = []
     for _ in range(2):
         history = History(40, 1)
-        walk(history, RandomChooser(5), num_steps=300)
+        walk(history, RandomChooser(5), num_steps=290)
         dots.append(history.manager.to_dot())
     assert dots[0] == dots[1]
     assert len(dots[0]) > 500

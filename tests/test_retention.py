@@ -1,5 +1,6 @@
 """Pins one by one; their long histories are test_stateful.py's."""
 
+from array import array
 from typing import Any
 
 import pytest
@@ -146,6 +147,67 @@ def test_a_pin_lets_go_of_what_an_abort_takes_from_the_cache() -> None:
     manager.abort(sequence, 5)
     assert pin.num_held_blocks == 1
     assert manager.num_free_blocks == 9
+
+
+def test_a_pin_takes_over_what_another_one_lets_go_of() -> None:
+    manager = KVCacheManager(10, 4, debug=True)
+    compute(manager, range(8))
+    compute(manager, range(100, 104))
+    keep, soft = manager.pin(range(8), priority=100), manager.pin(range(8), priority=0)
+    manager.pin(range(100, 104), priority=1)
+    big = Sequence("big", range(500, 532))
+    assert (
+        manager.allocate_slots(big) is not None
+    )  # the soft pin gives up in vain, since the other one keeps the blocks
+    assert (keep.num_held_blocks, soft.num_held_blocks) == (2, 0)
+    manager.unpin(keep)
+    assert soft.num_held_blocks == 2
+    manager.free(big)
+    flood(manager)
+    assert num_hit(manager, range(9)) == 8
+
+
+def test_a_refusal_counts_neither_the_hits_blocks_nor_running_ones() -> None:
+    manager = KVCacheManager(6, 4, debug=True)
+    compute(manager, range(8))
+    manager.pin(range(8), priority=100)
+    compute(manager, range(100, 108))
+    manager.pin(range(100, 104), priority=100)
+    holder = Sequence("holder", range(100, 105))
+    manager.allocate_slots(holder, hit=manager.get_computed_blocks(holder))
+    wanted = Sequence("wanted", range(24))
+    assert manager.allocate_slots(wanted, hit=manager.get_computed_blocks(wanted)) is None
+    refusal = manager.last_refusal
+    assert refusal is not None
+    assert (refusal.num_free_blocks, refusal.num_given_blocks, refusal.num_kept_blocks) == (2, 0, 0)
+
+
+def test_a_pin_does_not_depend_on_the_callers_buffer() -> None:
+    manager = KVCacheManager(10, 4, debug=True)
+    compute(manager, range(8))
+    tokens = array("I", range(8))
+    pin = manager.pin(tokens)
+    tokens[0] = 99
+    manager.check()
+    assert pin.sequence.token_ids() == list(range(8))
+
+
+def test_integers_are_exact_times() -> None:
+    manager = KVCacheManager(10, 4)
+    pin = manager.pin(range(8), expires_at=2**53 + 1)
+    assert manager.expire_pins(2**53) == []
+    assert manager.expire_pins(2**53 + 1) == [pin]
+
+
+@pytest.mark.parametrize("now", [float("nan"), "now", None, True])
+def test_no_time(now: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="now: expected a number, got"):
+        KVCacheManager(10, 4).expire_pins(now)
+
+
+def test_a_budget_is_the_share_that_it_says() -> None:
+    manager = KVCacheManager(100, 4, pin_budget=0.29)
+    assert manager.pin(range(29 * 4)).num_blocks == 29
 
 
 @pytest.mark.parametrize(
