@@ -14,6 +14,7 @@ Which slots, rows and masks a call needs is the same in every layer of a model: 
 out once, `attend` then runs it for each layer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +88,23 @@ def store(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sl
         slot_mapping, key, value = slot_mapping[kept], key[kept], value[kept]
     key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
     value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+
+
+def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
+    """Copy whole blocks within each cache, as if pair after pair: a pair sees what the pairs before it have written.
+
+    caches: of shape [num_blocks, ...], all with the same num_blocks; pairs: int64 [num_pairs, 2], source and
+    destination block ids, on any device. Changes the caches.
+    """
+    origins: dict[int, int] = {}  # where what a block will hold is now: pairs in a row become copies all at once
+    for source, destination in pairs.tolist():
+        origins[destination] = origins.get(source, source)
+    moves = [(origin, destination) for destination, origin in origins.items() if origin != destination]
+    if not moves:
+        return
+    sources, destinations = torch.tensor(moves, device=caches[0].device).unbind(1)
+    for cache in caches:
+        cache.index_copy_(0, destinations, cache.index_select(0, sources))
 
 
 def paged_attention(

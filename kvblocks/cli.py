@@ -97,14 +97,20 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(min=0, help="For a temperature above 0.")] = None,
+    n: Annotated[int, typer.Option(min=1, help="How many answers; they are equal at temperature 0.")] = 1,
 ) -> None:
-    """Answer a prompt, printing the text as it comes."""
+    """Answer a prompt, printing the text as it comes; several answers are printed one after another."""
     from kvblocks.engine.engine import Engine
 
     engine = Engine(_load(model))
     tokenizer = engine.model.tokenizer
     is_chat = tokenizer is not None and tokenizer.has_chat_template
     tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if tokenizer and is_chat else prompt
+    if n > 1:
+        completions = engine.generate([tokens], n=n, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        for number, completion in enumerate(completions, 1):
+            print(f"[{number}/{n}]\n{completion.text}")
+        return
     for piece in engine.stream([tokens], max_tokens=max_tokens, temperature=temperature, seed=seed):
         print(piece.text, end="", flush=True)
     print()

@@ -71,6 +71,13 @@ def test_a_wrong_option_is_bad_usage(capsys):
     assert "--nonsense" in error
 
 
+@pytest.mark.parametrize("n", ["0", "-1", "two"])
+def test_answers_are_counted_from_one(n, capsys):
+    code, _, error = run(["generate", "hello", "--n", n], capsys)
+    assert code == 2
+    assert "--n" in error
+
+
 def test_fetch_prints_the_folder_as_its_last_line(capsys, monkeypatch, tmp_path):
     def fetch_model(name, progress):
         assert name == "smollm2"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvblocks.engine.engine import Engine
     from kvblocks.engine.errors import ModelError
     from kvblocks.engine.runner import LoadedModel
-    from kvblocks.engine.scheduler import StepLimits
+    from kvblocks.engine.step import StepLimits
 
 __all__ = ["Completion", "Engine", "LoadedModel", "ModelError", "Piece", "StepLimits"]
 
@@ -22,9 +22,9 @@ __all__ = ["Completion", "Engine", "LoadedModel", "ModelError", "Piece", "StepLi
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvblocks.engine import completion, engine, errors, runner, scheduler
+    from kvblocks.engine import completion, engine, errors, runner, step
 
-    for module in (completion, engine, errors, runner, scheduler):
+    for module in (completion, engine, errors, runner, step):
         if name in vars(module):
             return vars(module)[name]
     raise AssertionError(f"{name}: in __all__, but in none of the modules")

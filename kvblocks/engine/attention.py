@@ -7,8 +7,9 @@ Invariant: all K and V of a step are stored in a layer before any of its queries
 share blocks that another sequence of the same step fills.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -60,6 +61,20 @@ class KVCache:
     def num_bytes(self) -> int:
         """Memory of all layers."""
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks in every layer, one (source, destination) pair after the other, or as if so.
+
+        Raises InvalidArgumentError, changing nothing, for ids that aren't the cache's. O(pairs x bytes of a block).
+        """
+        if not pairs:
+            return
+        for block_id in chain.from_iterable(pairs):
+            if not 0 <= block_id < self.num_blocks:
+                raise InvalidArgumentError(
+                    f"copy_blocks: expected block ids from 0 to {self.num_blocks - 1}, got {block_id}"
+                )
+        reference.copy_blocks((*self.keys, *self.values), torch.tensor(pairs, dtype=torch.int64))
 
 
 class StepAttention(Protocol):

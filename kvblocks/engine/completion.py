@@ -7,12 +7,13 @@ from kvblocks.engine.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answer to one prompt, and what it cost.
+    """The answer to one prompt, or one of several, and what it cost.
 
     text: without special tokens; "" if the model has no tokenizer. token_ids: all that were generated, the stop token
-    included. num_cached_tokens: tokens of the prompt that the cache had. num_computed_tokens: tokens that went through
-    the model, of the prompt and generated, those recomputed after a preemption included; the last one generated never
-    does. ttft_s: seconds from the call to the first token, waiting included. finish_reason: "stop" or "length".
+    included. num_cached_tokens: tokens of the prompt that needed no computing for it: the cache had them, or another
+    sample computed them for all. num_computed_tokens: tokens that went through the model, of the prompt and generated,
+    those recomputed after a preemption included; the last one generated never does. ttft_s: seconds from the call to
+    the first token, waiting included. finish_reason: "stop" or "length".
     """
 
     text: str
@@ -26,9 +27,13 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One generated token. prompt_index: whose. text: what it makes certain, or "". completion: with the last one."""
+    """One generated token. text: what it makes certain, or "". completion: with the last one.
+
+    prompt_index, sample_index: whose it is; samples of a prompt count from 0.
+    """
 
     prompt_index: int
     token_id: int
     text: str
     completion: Completion | None = None
+    sample_index: int = 0

@@ -8,9 +8,8 @@ advances all.
 """
 
 import time
-from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from itertools import count
+from collections.abc import Iterator, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,14 @@ from kvblocks.arguments import check_count
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.determinism import choose_determinism
 from kvblocks.engine.errors import ModelError
+from kvblocks.engine.generation import Generation
 from kvblocks.engine.model import LlamaModel
 from kvblocks.engine.request import Request
 from kvblocks.engine.rows import NATURAL
 from kvblocks.engine.runner import LoadedModel, ModelRunner, kv_block_bytes
-from kvblocks.engine.sampler import Sampler, sample_step
-from kvblocks.engine.scheduler import Scheduler, StepLimits
+from kvblocks.engine.sampler import make_samplers, sample_step
+from kvblocks.engine.scheduler import Scheduler
+from kvblocks.engine.step import StepLimits
 from kvblocks.engine.tokenizer import StreamDecoder
 from kvblocks.errors import InvalidArgumentError, InvalidTokensError, KVBlocksError
 from kvblocks.manager import KVCacheManager
@@ -76,7 +77,7 @@ class Engine:
         self.scheduler = Scheduler(self.manager, config.max_position_embeddings)
         strategy = choose_determinism(config, weights) if deterministic else NATURAL
         self.runner = ModelRunner(LlamaModel(config, weights, strategy=strategy), num_blocks, block_size)
-        self._generations: dict[Hashable, _Generation] = {}
+        self._generations: dict[Request, Generation] = {}
         self._sequence_ids = count()
 
     @property
@@ -94,81 +95,95 @@ class Engine:
         self,
         prompts: Sequence[Prompt],
         *,
+        n: int = 1,
         max_tokens: int = 64,
         temperature: float = 0.0,
         seed: int | None = None,
         ignore_eos: bool = False,
     ) -> list[Completion]:
-        """Answer all prompts and return the completions in their order.
+        """Answer all prompts, each `n` times, and return the completions in order: all of the first prompt, and so on.
 
         prompts: texts, encoded as they are (see `engine.model.tokenizer.apply_chat_template` for chats), or token ids.
-        temperature: 0 is greedy. seed: every prompt gets random numbers of its own from it, so the same prompt with the
-        same seed has the same samples, whatever else is in the batch; None: others each time. ignore_eos: go on until
-        max_tokens.
+        n: the prompt is computed once for all its samples, and its KV is there once; the first sample's completion
+        counts what it cost. temperature: 0 is greedy, and all samples are equal. seed: every prompt gets random numbers
+        of its own from it, so the same prompt with the same seed has the same samples, whatever else is in the batch;
+        sample k is that of a call with n=1 and `sampler.sample_seed(seed, k)`. None: others each time. ignore_eos: go
+        on until max_tokens.
 
         Raises, before anything is computed, InvalidArgumentError (a prompt that is empty or unreadable, or could never
-        fit, and options out of range) and ModelError (text without a tokenizer); and what the model raises, having
-        dropped all of these prompts; the engine can be used again.
+        fit, and options out of range), PoolExhaustedError (it can't fit while the present pins stand) and ModelError
+        (text without a tokenizer); and what `step` raises, having dropped all of these prompts; the engine can be used
+        again.
         """
-        completions: dict[int, Completion] = {}
-        for piece in self.stream(
-            prompts, max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos
-        ):
-            if piece.completion is not None:
-                completions[piece.prompt_index] = piece.completion
-        return [completions[index] for index in range(len(completions))]
+        completions = [
+            (piece.prompt_index, piece.sample_index, piece.completion)
+            for piece in self.stream(
+                prompts, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos
+            )
+            if piece.completion is not None
+        ]
+        return [completion for _, _, completion in sorted(completions, key=lambda item: item[:2])]
 
     def stream(
         self,
         prompts: Sequence[Prompt],
         *,
+        n: int = 1,
         max_tokens: int = 64,
         temperature: float = 0.0,
         seed: int | None = None,
         ignore_eos: bool = False,
     ) -> Iterator[Piece]:
-        """Answer all prompts, giving every token as it comes; the last piece of a prompt has its completion.
+        """Answer all prompts, giving every token as it comes; the last piece of an answer has its completion.
 
         As `generate`. Prompts are checked at once, and start with the first piece asked for; closing the iterator drops
         those that are unfinished.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidArgumentError(f"prompts: expected a list of prompts, got {type(prompts).__name__}")
+        num_samples = check_count("n", n, 1)
         stop_token_ids = frozenset[int]() if ignore_eos else self.model.stop_token_ids
+        tokenizer = self.model.tokenizer
         generations = []
         for index, prompt in enumerate(prompts):
-            sampler = Sampler(temperature, seed)
+            samplers = make_samplers(num_samples, temperature, seed)
             request = self._new_request(index, prompt, max_tokens, stop_token_ids)
-            decoder = None if self.model.tokenizer is None else StreamDecoder(self.model.tokenizer)
-            generations.append(_Generation(index, request, sampler, decoder))
+            requests = [request, *(request.add_sample(next(self._sequence_ids)) for _ in samplers[1:])]
+            for number, (sample, sampler) in enumerate(zip(requests, samplers, strict=True)):
+                decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+                generations.append(Generation(index, number, sample, sampler, decoder))
         return self._run(generations)
 
     def step(self) -> None:
         """Compute one step of all unfinished requests. `stream` and `generate` call this; so may you, to go ahead.
 
-        Raises what the model or the sampler raises; nothing is lost then, and the next step tries again.
+        Raises what the model or the sampler raises, and PoolExhaustedError if pins keep so much of the pool that
+        nothing can go on; nothing is lost then, and the next step tries again.
         """
         chunks = self.scheduler.schedule()
         if not chunks:
             return
-        sampling = [self._generations[chunk.request.sequence.sequence_id] for chunk in chunks if chunk.samples]
+        sampling = [
+            [self._generations[request] for request in chunk.sampled_requests] for chunk in chunks if chunk.samples
+        ]
         try:
             logits = self.runner.run(chunks)
-            token_ids = sample_step(logits, [generation.sampler for generation in sampling])
+            token_ids = sample_step(logits, [[generation.sampler for generation in row] for row in sampling])
         except BaseException:
             self.scheduler.abort(chunks)
             raise
         self.scheduler.complete(chunks, token_ids)
         self.metrics.observe()
-        for generation, token_id in zip(sampling, token_ids, strict=True):
+        for generation, token_id in zip(chain.from_iterable(sampling), token_ids, strict=True):
             generation.record(token_id, time.perf_counter())
 
-    def _run(self, generations: "list[_Generation]") -> Iterator[Piece]:
+    def _run(self, generations: list[Generation]) -> Iterator[Piece]:
         """Queue the requests, step until they are finished, and give their pieces out."""
         try:
             for generation in generations:
-                self.scheduler.add(generation.request)
-                self._generations[generation.request.sequence.sequence_id] = generation
+                self._generations[generation.request] = generation
+                if generation.sample_index == 0:
+                    self.scheduler.add(generation.request)
                 generation.start_s = time.perf_counter()
             while True:
                 for generation in generations:
@@ -178,10 +193,10 @@ class Engine:
                     return
                 self.step()
         finally:
-            for generation in generations:
+            for generation in reversed(generations):  # the samples of a prompt before the one that computes it for them
                 if generation.request.finish_reason is None:
                     self.scheduler.cancel(generation.request)
-                self._generations.pop(generation.request.sequence.sequence_id, None)
+                self._generations.pop(generation.request, None)
 
     def _new_request(self, index: int, prompt: Prompt, max_tokens: int, stop_token_ids: frozenset[int]) -> Request:
         """Check a prompt and make its request. Raises InvalidArgumentError and ModelError, saying which it is."""
@@ -203,43 +218,6 @@ class Engine:
         if self.model.tokenizer is None:
             raise ModelError("expected token ids, since the model's folder has no tokenizer.json; got text")
         return self.model.tokenizer.encode(prompt)
-
-
-class _Generation:
-    """A request on its way to a completion: what the scheduler need not know."""
-
-    def __init__(self, index: int, request: Request, sampler: Sampler, decoder: StreamDecoder | None) -> None:
-        self.index = index
-        self.request = request
-        self.sampler = sampler
-        self.pieces: deque[Piece] = deque()
-        self.start_s = 0.0
-        self._decoder = decoder
-        self._text = ""
-        self._ttft_s: float | None = None
-
-    def record(self, token_id: int, now_s: float) -> None:
-        """Turn a sampled token into a piece; if it was the last one, with the completion."""
-        if self._ttft_s is None:
-            self._ttft_s = now_s - self.start_s
-        text = "" if self._decoder is None else self._decoder.feed([token_id])
-        reason = self.request.finish_reason
-        if reason is None:
-            self._text += text
-            self.pieces.append(Piece(self.index, token_id, text))
-            return
-        if self._decoder is not None:
-            text += self._decoder.finish()
-        completion = Completion(
-            text=self._text + text,
-            token_ids=self.request.output_token_ids,
-            num_prompt_tokens=self.request.sequence.num_prompt_tokens,
-            num_cached_tokens=self.request.num_cached_tokens,
-            num_computed_tokens=self.request.num_computed_tokens,
-            ttft_s=self._ttft_s,
-            finish_reason=reason,
-        )
-        self.pieces.append(Piece(self.index, token_id, text, completion))
 
 
 def _choose_device(device: str, loaded: torch.device | None) -> torch.device:

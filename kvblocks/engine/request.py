@@ -3,12 +3,17 @@
 A sampled token joins the sequence at once, without a slot; the next step makes room for it like for any other token
 that isn't computed yet. So a request that loses its blocks loses no token, and prefill, decode and recompute are the
 same case. The scheduler alone changes a request.
+
+Several samples of one prompt are requests of their own, with one difference at the start: until the prompt is computed
+only the first of them is scheduled. Then all get a token from its logits, and the others its blocks, by forking.
 """
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kvblocks.arguments import check_count
+from kvblocks.errors import SequenceStateError
 from kvblocks.sequence import Sequence
 
 FinishReason = Literal["stop", "length"]
@@ -18,9 +23,11 @@ FinishReason = Literal["stop", "length"]
 class Request:
     """One sequence to continue by at most `max_tokens` tokens; one of `stop_token_ids` ends it earlier.
 
-    num_cached_tokens: those that needed no computing when it was first admitted. num_computed_tokens: tokens that went
-    through the model for it, recomputed ones included. num_preemptions: how often it lost its blocks to an older one.
-    finish_reason: None while it is unfinished. Raises InvalidArgumentError.
+    num_cached_tokens: those of the prompt that needed no computing for it: what the cache had when it was first
+    admitted, or the whole prompt when it was forked. num_computed_tokens: tokens that went through the model for it,
+    recomputed ones included. num_preemptions: how often it lost its blocks to an older one. finish_reason: None while
+    it is unfinished. siblings: the other samples of the prompt, until that is computed. sequence: another object once
+    the request was forked. Raises InvalidArgumentError.
     """
 
     sequence: Sequence
@@ -30,6 +37,7 @@ class Request:
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
+    siblings: "list[Request]" = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_count("max_tokens", self.max_tokens, 1)
@@ -43,3 +51,36 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """The tokens generated so far, a stop token included. O(tokens generated)."""
         return self.sequence.token_ids(self.sequence.num_prompt_tokens)
+
+    def add_sample(self, sequence_id: Hashable) -> "Request":
+        """Return a request for one more sample of the prompt, which comes with this one when that is queued.
+
+        sequence_id: another than those of all other requests. Raises SequenceStateError when this one has tokens
+        generated already. O(prompt).
+        """
+        if self.num_output_tokens:
+            raise SequenceStateError(
+                f"add_sample: expected a request that has generated nothing, got {self.num_output_tokens} tokens"
+            )
+        sample = Request(self.sequence.fork(sequence_id), self.max_tokens, self.stop_token_ids)
+        self.siblings.append(sample)
+        return sample
+
+    def take_token(self, token_id: int) -> None:
+        """Add a sampled token, which may finish the request. Only for the scheduler. O(1)."""
+        self.sequence.append_tokens([token_id])
+        if token_id in self.stop_token_ids:
+            self.finish_reason = "stop"
+        elif self.num_output_tokens == self.max_tokens:
+            self.finish_reason = "length"
+
+    def hand_over(self) -> "Request":
+        """Make the next sample the one that is scheduled for all, and return it. Only for the scheduler.
+
+        It takes what the prompt has cost so far upon itself, as this one would have. O(samples).
+        """
+        heir, *others = self.siblings
+        self.siblings, heir.siblings = [], others
+        heir.num_cached_tokens, heir.num_computed_tokens = self.num_cached_tokens, self.num_computed_tokens
+        heir.num_preemptions = self.num_preemptions
+        return heir

@@ -17,7 +17,7 @@ from kvblocks.engine.errors import ModelError
 from kvblocks.engine.fetch import KNOWN_MODELS, fetch_model
 from kvblocks.engine.loader import load_weights
 from kvblocks.engine.model import LlamaModel
-from kvblocks.engine.scheduler import ScheduledChunk
+from kvblocks.engine.step import ScheduledChunk
 from kvblocks.engine.tokenizer import Tokenizer
 from kvblocks.engine.weights import LlamaWeights
 from kvblocks.errors import InvalidArgumentError
@@ -69,9 +69,13 @@ class ModelRunner:
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
 
     def run(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
-        """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache."""
+        """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
+
+        Copies what the chunks say first: blocks that were shared until now, and that this step writes to.
+        """
         rows = [self._rows(chunk) for chunk in chunks]
         batch = StepBatch.build(rows, self.kv_cache.block_size, self.model.weights.embedding.device)
+        self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
         return self.model.forward(batch, self.kv_cache)
 
     @staticmethod

@@ -6,10 +6,12 @@ does not depend on what else is in the batch, nor on preemption.
 
 import math
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
+from kvblocks.arguments import check_count
 from kvblocks.engine.errors import ModelError
 from kvblocks.errors import InvalidArgumentError
 
@@ -40,8 +42,31 @@ class Sampler:
         return int(torch.searchsorted(sums, drawn, right=True).clamp_(max=len(sums) - 1))
 
 
-def sample_step(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """One token for each row of `logits` [len(samplers), vocab]. Raises ModelError, before any is drawn, for NaN."""
+def sample_seed(seed: int, number: int) -> int:
+    """The seed of a prompt's sample `number`, counted from 0, in a call with `seed`: that seed itself for the first.
+
+    The others' are hashed, so that calls with neighbouring seeds have no sample in common. seed: 0 to 2**64 - 1. Raises
+    InvalidArgumentError.
+    """
+    checked, place = check_count("seed", seed, 0, 2**64 - 1), check_count("number", number, 0, 2**64 - 1)
+    if not place:
+        return checked
+    digest = blake2b(checked.to_bytes(8, "little") + place.to_bytes(8, "little"), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def make_samplers(num_samples: int, temperature: float, seed: int | None) -> list[Sampler]:
+    """A sampler for each sample of a prompt, with seeds of their own. Raises InvalidArgumentError. O(num_samples)."""
+    first = Sampler(temperature, seed)
+    seeds = [None if seed is None else sample_seed(seed, number) for number in range(1, num_samples)]
+    return [first, *(Sampler(temperature, own_seed) for own_seed in seeds)]
+
+
+def sample_step(logits: Tensor, samplers: Sequence[Sequence[Sampler]]) -> list[int]:
+    """A token for each sampler, in order, where `samplers[i]` are those of row i of `logits` [len(samplers), vocab].
+
+    Raises ModelError, before any is drawn, for NaN. O(samplers x vocab).
+    """
     if bool(logits.isnan().any()):
         raise ModelError("expected logits that are numbers, got NaN: the weights or the KV cache are broken")
-    return [sampler.sample(row) for sampler, row in zip(samplers, logits, strict=True)]
+    return [sampler.sample(row) for row, own in zip(logits, samplers, strict=True) for sampler in own]

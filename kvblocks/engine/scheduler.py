@@ -9,58 +9,34 @@ Invariants:
   `schedule`: running requests first, oldest first; a victim is always the youngest, which the step hasn't reached.
 - Waiting requests come last, and only into a step that took blocks from nobody; otherwise a victim would get its
   blocks back at once, and lose them again in the next step.
-- The oldest running request is never preempted: alone it fits, or `add` would have refused it. So there is progress
-  in every step.
-- Waiting requests are admitted in order of arrival; preempted ones wait in front.
+- The oldest running request gets on in every step: alone it fits, or `add` would have refused it. Pins may have grown
+  since; a step that they leave nothing for raises, before it has changed anything.
+- Waiting requests are admitted in order of arrival, preempted ones in front. One whose prefix a running request is
+  about to compute, in chunks, waits for that, and lets others pass. Nobody waits for somebody who waits, since whoever
+  computes has blocks; and whoever passes doesn't begin with what the other one waits for, so it can't prolong the wait.
+- Samples of one prompt are forked when its last chunk was computed, between two steps: whatever they share is written.
+  Until then nobody who came later takes their places; if there aren't enough, the rest wait, in front.
 
 The order of work, and recomputing as the only kind of preemption, are those of vLLM v1's scheduler.
 """
 
 from collections import deque
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
-from kvblocks.arguments import check_count
+from kvblocks.cache_hit import CacheHit
+from kvblocks.engine.capacity import check_fits, check_oldest, exhausted
 from kvblocks.engine.request import Request
+from kvblocks.engine.step import ScheduledChunk, StepLimits
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.manager import KVCacheManager
-
-
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    """How much one step computes at most: tokens of all sequences together, and sequences. Raises InvalidArgumentError.
-
-    Every running sequence needs room for one token, so there are at least as many tokens as sequences.
-    """
-
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
-
-    def __post_init__(self) -> None:
-        check_count("max_num_seqs", self.max_num_seqs, 1)
-        check_count("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs)
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """The next `num_tokens` tokens of a request, from position `start`. `samples`: the last one's logits are wanted."""
-
-    request: Request
-    start: int
-    num_tokens: int
-    samples: bool
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens to compute. O(num_tokens)."""
-        return self.request.sequence.token_ids(self.start, self.start + self.num_tokens)
 
 
 class Scheduler:
     """Schedules requests on `manager`, whose sequences are all its own.
 
     max_model_len: tokens that the model can have in context. limits: may be replaced between steps.
-    waiting, running: unfinished requests, oldest first. Read them, but let the scheduler change them.
+    waiting, running: unfinished requests, oldest first; samples of a prompt that isn't computed yet are among the
+    `siblings` of its first one. Read them, but let the scheduler change them.
     """
 
     def __init__(self, manager: KVCacheManager, max_model_len: int, limits: StepLimits | None = None) -> None:
@@ -76,72 +52,61 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def check_fits(self, request: Request) -> None:
-        """Raise InvalidArgumentError if the request could never finish, even alone. Changes nothing. O(1)."""
-        num_prompt_tokens = request.sequence.num_prompt_tokens
-        num_tokens = num_prompt_tokens + request.max_tokens
-        asked = f"{num_tokens} (a prompt of {num_prompt_tokens} and max_tokens {request.max_tokens})"
-        if num_tokens > self.max_model_len:
-            raise InvalidArgumentError(
-                f"expected at most {self.max_model_len} tokens, the model's context, got {asked}"
-            )
-        num_slots = self.manager.num_blocks * self.manager.block_size
-        if num_tokens - 1 > num_slots:  # the last token generated needs no slot
-            raise InvalidArgumentError(
-                f"expected at most {num_slots + 1} tokens, what the pool's {self.manager.num_blocks} blocks of"
-                f" {self.manager.block_size} can serve, got {asked}"
-            )
+        """Raise if the request could not finish, even alone. Changes nothing.
+
+        InvalidArgumentError: it never could; PoolExhaustedError: not while the present pins stand. How many samples it
+        is for doesn't matter: they can go one after another. O(1), and O(tokens pinned + prompt) with pins.
+        """
+        check_fits(self.manager, request, self.max_model_len)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidArgumentError, changing nothing, if it could never finish. O(1)."""
+        """Queue a request, and its siblings with it. Raises what `check_fits` does, changing nothing. As that."""
         self.check_fits(request)
         self.waiting.append(request)
 
     def schedule(self) -> list[ScheduledChunk]:
         """Return what the next step computes, with slots for all of it; empty only if there is no work.
 
-        Allocates, and preempts the youngest requests when the pool runs dry. O(requests of the step + new blocks).
+        Allocates, and preempts the youngest requests when the pool runs dry. Raises PoolExhaustedError, changing
+        nothing, when pins keep so much that not even the oldest request can go on; unpin, or cancel it, and call again.
+        O(requests of the step + new blocks + tokens of waiting requests that are looked up).
         """
         chunks: list[ScheduledChunk] = []
         budget = self.limits.max_num_batched_tokens
         num_running = len(self.running)
         while len(chunks) < len(self.running) and budget:
-            chunk = self._continue(self.running[len(chunks)], budget)
+            chunk = self._continue(self.running[len(chunks)], budget, is_oldest=not chunks)
             if chunk is None:
                 self._preempt_youngest()
             else:
                 chunks.append(chunk)
                 budget -= chunk.num_tokens
-        if len(self.running) < num_running:
-            return chunks
-        while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
-            chunk = self._start(self.waiting[0], budget)
-            if chunk is None:
-                break
-            self.running.append(self.waiting.popleft())
-            chunks.append(chunk)
-            budget -= chunk.num_tokens
+        if len(self.running) == num_running or not chunks:  # without any, the oldest one itself starts anew
+            self._admit(chunks, budget)
+        if self.waiting and not chunks:
+            raise exhausted(self.manager, self.waiting[0])
         return chunks
 
     def complete(self, chunks: Items[ScheduledChunk], token_ids: Items[int]) -> None:
         """Record a step that was computed. Requests that are finished give their blocks back, cached as they are.
 
-        token_ids: one sampled token for each of `chunks` that samples, in their order. O(requests of the step).
+        token_ids: one sampled token for each of `chunk.sampled_requests`, chunk by chunk, in their order. Raises
+        InvalidArgumentError, changing nothing, for more or fewer. O(requests of the step), and O(prompt) for each
+        sample that is forked.
         """
+        num_sampled = sum(len(chunk.sampled_requests) for chunk in chunks)
+        if len(token_ids) != num_sampled:
+            raise InvalidArgumentError(f"complete: expected {num_sampled} sampled tokens, got {len(token_ids)}")
         sampled = iter(token_ids)
         for chunk in chunks:
-            request = chunk.request
-            request.num_computed_tokens += chunk.num_tokens
-            if not chunk.samples:
-                continue
-            token_id = next(sampled)
-            request.sequence.append_tokens([token_id])
-            if token_id in request.stop_token_ids:
-                request.finish_reason = "stop"
-            elif request.num_output_tokens == request.max_tokens:
-                request.finish_reason = "length"
-            if request.finish_reason is not None:
-                self.running.remove(request)
-                self.manager.free(request.sequence)
+            chunk.request.num_computed_tokens += chunk.num_tokens
+            samples = chunk.sampled_requests
+            if len(samples) > 1:
+                self._fork(chunk.request)
+            for request in samples:
+                request.take_token(next(sampled))
+                if request.finish_reason is not None:
+                    self._remove(request)
 
     def abort(self, chunks: Items[ScheduledChunk]) -> None:
         """Undo a step that died: nothing that it should have written stays cached; its requests wait again, in front.
@@ -154,32 +119,89 @@ class Scheduler:
             self.waiting.appendleft(chunk.request)
 
     def cancel(self, request: Request) -> None:
-        """Drop an unfinished request, between two steps; what is cached of it stays. O(requests)."""
+        """Drop an unfinished request, between two steps; what is cached of it stays, and so do its siblings.
+
+        O(requests), and O(prompt) when the next sample takes its place.
+        """
+        if request.siblings and request in self.waiting:
+            self.waiting[self.waiting.index(request)] = request.hand_over()
+            return
+        if request.siblings and request in self.running:
+            heir = request.hand_over()
+            heir.sequence = self.manager.fork(request.sequence, heir.sequence.sequence_id)
+            self.running.insert(self.running.index(request), heir)
+        self._remove(request)
+
+    def _continue(self, request: Request, budget: int, *, is_oldest: bool) -> ScheduledChunk | None:
+        """Make room for a running request's next tokens: the rest of its prompt, or the token sampled last."""
+        sequence = request.sequence
+        start, most = sequence.num_computed_tokens, self.limits.chunk_tokens(budget)
+        num_tokens = min(most, sequence.num_tokens - start)
+        if self.manager.allocate_slots(sequence, num_tokens) is None:
+            if is_oldest:
+                check_oldest(self.manager, request, start + num_tokens, most)
+            return None
+        return self._chunk(request, start)
+
+    def _admit(self, chunks: list[ScheduledChunk], budget: int) -> None:
+        """Add the first chunks of waiting requests to the step, but for those whose prefix somebody is computing."""
+        most = self.limits.max_num_seqs
+        num_seqs = sum(1 + len(request.siblings) for request in self.running)
+        place = 0  # of the first that isn't passed over; as many as could run are, at most
+        while budget and num_seqs < most and place < min(len(self.waiting), most):
+            request = self.waiting[place]
+            hit = self.manager.get_computed_blocks(request.sequence)
+            if self.limits.wait_for_prefixes and hit.pending_tokens:
+                place += 1
+                continue
+            chunk = self._start(request, hit, budget)
+            if chunk is None:
+                return
+            del self.waiting[place]
+            self.running.append(request)
+            chunks.append(chunk)
+            budget -= chunk.num_tokens
+            num_seqs += 1 + len(request.siblings)
+
+    def _start(self, request: Request, hit: CacheHit, budget: int) -> ScheduledChunk | None:
+        """Make room for the first tokens of a waiting request that aren't in the cache."""
+        num_tokens = min(self.limits.chunk_tokens(budget), request.sequence.num_tokens - hit.num_tokens)
+        if self.manager.allocate_slots(request.sequence, num_tokens, hit=hit) is None:
+            return None
+        if not request.num_computed_tokens:
+            request.num_cached_tokens = hit.num_tokens
+        return self._chunk(request, hit.num_tokens)
+
+    def _chunk(self, request: Request, start: int) -> ScheduledChunk:
+        """The chunk from `start` to where the request has just been given slots."""
+        end = request.sequence.num_computed_tokens
+        copies = tuple(self.manager.take_copies())
+        return ScheduledChunk(request, start, end - start, end == request.sequence.num_tokens, copies)
+
+    def _fork(self, request: Request) -> None:
+        """Make the samples of a computed prompt requests of their own: as many as may run, the others wait in front."""
+        siblings, request.siblings = request.siblings, []
+        num_forks = max(0, self.limits.max_num_seqs - len(self.running))
+        forks, others = siblings[:num_forks], siblings[num_forks:]
+        for sample in siblings:
+            sample.num_cached_tokens = request.sequence.num_prompt_tokens
+        for sample in forks:
+            sample.sequence = self.manager.fork(request.sequence, sample.sequence.sequence_id)
+        place = self.running.index(request) + 1
+        self.running[place:place] = forks
+        self.waiting.extendleft(reversed(others))
+
+    def _remove(self, request: Request) -> None:
+        """Take a request out of wherever it is, and its blocks from it."""
         if request in self.running:
             self.running.remove(request)
             self.manager.free(request.sequence)
         elif request in self.waiting:
             self.waiting.remove(request)
-
-    def _continue(self, request: Request, budget: int) -> ScheduledChunk | None:
-        """Make room for a running request's next tokens: the rest of its prompt, or the token sampled last."""
-        sequence = request.sequence
-        start = sequence.num_computed_tokens
-        num_tokens = min(budget, sequence.num_tokens - start)
-        if self.manager.allocate_slots(sequence, num_tokens) is None:
-            return None
-        return ScheduledChunk(request, start, num_tokens, start + num_tokens == sequence.num_tokens)
-
-    def _start(self, request: Request, budget: int) -> ScheduledChunk | None:
-        """Look a waiting request up in the cache, and make room for the first tokens that aren't there."""
-        sequence = request.sequence
-        hit = self.manager.get_computed_blocks(sequence)
-        num_tokens = min(budget, sequence.num_tokens - hit.num_tokens)
-        if self.manager.allocate_slots(sequence, num_tokens, hit=hit) is None:
-            return None
-        if not request.num_computed_tokens:
-            request.num_cached_tokens = hit.num_tokens
-        return ScheduledChunk(request, hit.num_tokens, num_tokens, hit.num_tokens + num_tokens == sequence.num_tokens)
+        else:
+            for other in (*self.running, *self.waiting):
+                if request in other.siblings:
+                    other.siblings.remove(request)
 
     def _preempt_youngest(self) -> None:
         """Take the youngest request's blocks, to be recomputed later; what stays cached of them it will hit again."""

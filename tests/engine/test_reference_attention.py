@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvblocks.kernels.reference import paged_attention, store, tiled_paged_attention
+from kvblocks.kernels.reference import copy_blocks, paged_attention, store, tiled_paged_attention
 
 KINDS = pytest.mark.parametrize("attention", [paged_attention, tiled_paged_attention])
 # float32 sums of at most some hundred terms of order 1, compared with float64: rounding stays below 1e-5.
@@ -146,3 +146,42 @@ def test_store_of_skipped_rows_only_changes_nothing():
     cache = torch.ones(2, 2, 1, 4)
     store(torch.zeros(3, 1, 4), torch.zeros(3, 1, 4), cache, cache, torch.tensor([-1, -1, -1]))
     assert torch.equal(cache, torch.ones(2, 2, 1, 4))
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def copy_one_by_one(cache, pairs):
+    expected = cache.clone()
+    for source, destination in pairs:
+        expected[destination] = expected[source].clone()
+    return expected
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        pytest.param([], id="none"),
+        pytest.param([(0, 3), (1, 4)], id="apart"),
+        pytest.param([(0, 3), (0, 4), (0, 5)], id="one to many"),
+        pytest.param([(0, 1), (1, 2), (2, 3)], id="a chain: each copies what was copied"),
+        pytest.param([(2, 3), (1, 2), (0, 1)], id="a source is reused as a destination"),
+        pytest.param([(0, 2), (1, 0), (2, 1)], id="an exchange"),
+        pytest.param([(0, 5), (1, 5)], id="one block twice: the last one counts"),
+        pytest.param([(4, 4), (0, 1), (1, 0)], id="nothing in the end but one"),
+    ],
+)
+def test_blocks_are_copied_as_if_one_after_another(pairs):
+    caches = [torch.randn(6, 2, 3, 4), torch.randn(6, 5)]
+    expected = [copy_one_by_one(cache, pairs) for cache in caches]
+    copy_blocks(caches, torch.tensor(pairs, dtype=torch.int64).view(-1, 2))
+    for cache, copy in zip(caches, expected, strict=True):
+        assert torch.equal(cache, copy)
+
+
+@given(pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
+def test_any_copies_are_as_if_one_after_another(pairs):
+    cache = torch.arange(12.0).view(6, 2)
+    expected = copy_one_by_one(cache, pairs)
+    copy_blocks([cache], torch.tensor(pairs, dtype=torch.int64).view(-1, 2))
+    assert torch.equal(cache, expected)

@@ -1,91 +1,18 @@
-"""The scheduler without a model: what it computes in each step, and what no history may bring about.
-
-`FakeCache` stands for the model. Each slot remembers of which whole prefix its KV would be, so reading a context
-through a block table shows every wrong hit, every unwritten and every overwritten slot.
-"""
+"""The scheduler without a model: what it computes in each step, and what no history may bring about."""
 
 import subprocess
 import sys
-import zlib
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.fake_cache import BLOCK_SIZE, FakeCache, add, answer_alone, make, run_any_step, step, unfinished_requests
 from kvblocks import KVCacheManager, Sequence
 from kvblocks.engine.request import Request
-from kvblocks.engine.scheduler import Scheduler, StepLimits
+from kvblocks.engine.scheduler import Scheduler
+from kvblocks.engine.step import StepLimits
 from kvblocks.errors import InvalidArgumentError
-
-BLOCK_SIZE = 4
-NUM_TOKEN_IDS = 3
-
-
-def next_token(salt, tokens):
-    """What the fake model generates after `tokens`: it depends on all of them."""
-    return zlib.crc32(repr((salt, *tokens)).encode()) % NUM_TOKEN_IDS
-
-
-def answer_alone(salt, prompt, max_tokens, stop_token_ids=frozenset()):
-    """What a request must get, whatever else happens."""
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < max_tokens:
-        tokens.append(next_token(salt, tokens))
-        if tokens[-1] in stop_token_ids:
-            break
-    return tokens[len(prompt) :]
-
-
-class FakeCache:
-    """Slots that remember prefixes, and the model that fills and reads them."""
-
-    def __init__(self, block_size):
-        self.block_size = block_size
-        self.slots = {}
-
-    def slot(self, sequence, position):
-        return sequence.block_ids[position // self.block_size] * self.block_size + position % self.block_size
-
-    def store(self, chunks, *, poison=False):
-        """Write what the chunks compute, as a step does before it attends: all but what lies in shared blocks."""
-        for chunk in chunks:
-            sequence = chunk.request.sequence
-            for position in range(chunk.start, chunk.start + chunk.num_tokens):
-                if position >= sequence.num_readonly_tokens:
-                    prefix = None if poison else (sequence.salt, *sequence.token_ids(0, position + 1))
-                    self.slots[self.slot(sequence, position)] = prefix
-
-    def run(self, chunks):
-        """Compute a step. Returns a token for each chunk that samples."""
-        self.store(chunks)
-        for chunk in chunks:
-            sequence = chunk.request.sequence
-            tokens = sequence.token_ids()
-            assert chunk.token_ids == tokens[chunk.start : chunk.start + chunk.num_tokens]
-            for position in range(chunk.start + chunk.num_tokens):
-                held = self.slots.get(self.slot(sequence, position), "nothing")
-                assert held == (sequence.salt, *tokens[: position + 1]), f"{sequence}, position {position}: {held}"
-        return [next_token(c.request.sequence.salt, c.request.sequence.token_ids()) for c in chunks if c.samples]
-
-
-def make(num_blocks, *, max_num_batched_tokens=16, max_num_seqs=8, enable_caching=True, max_model_len=1000):
-    manager = KVCacheManager(num_blocks, BLOCK_SIZE, enable_caching=enable_caching)
-    return Scheduler(manager, max_model_len, StepLimits(max_num_batched_tokens, max_num_seqs))
-
-
-def add(scheduler, name, prompt, max_tokens=4, **options):
-    request = Request(Sequence(name, prompt), max_tokens, **options)
-    scheduler.add(request)
-    return request
-
-
-def step(scheduler, cache):
-    """One step: (request's name, start, tokens) of each chunk."""
-    chunks = scheduler.schedule()
-    scheduler.complete(chunks, cache.run(chunks))
-    scheduler.manager.check()
-    return [(chunk.request.sequence.sequence_id, chunk.start, chunk.num_tokens) for chunk in chunks]
-
 
 # --- single steps ----------------------------------------------------------------------------------------------------
 
@@ -129,8 +56,8 @@ def test_the_youngest_is_preempted_and_recomputed():
     assert (old.num_preemptions, old.num_computed_tokens) == (0, 7 + 8)
     assert young.num_preemptions == 1
     assert young.num_computed_tokens > 7 + 5
-    assert old.output_token_ids == answer_alone(None, [0] * 7, 9)
-    assert young.output_token_ids == answer_alone(None, [1] * 7, 6)
+    assert old.output_token_ids == answer_alone((None, 0), [0] * 7, 9)
+    assert young.output_token_ids == answer_alone((None, 0), [1] * 7, 6)
 
 
 def test_no_one_is_admitted_in_a_step_that_took_blocks_away():
@@ -153,9 +80,18 @@ def test_limits_are_kept_and_may_change():
     assert [name for name, _, _ in step(scheduler, cache)] == ["a", "b", "c"]
 
 
+def test_a_long_prompt_leaves_room_for_others_if_its_chunks_are_limited():
+    scheduler, cache = make(50, max_num_chunk_tokens=5), FakeCache(BLOCK_SIZE)
+    add(scheduler, "a", [0] * 12)
+    add(scheduler, "b", [1] * 14)
+    assert step(scheduler, cache) == [("a", 0, 5), ("b", 0, 5)]
+    assert step(scheduler, cache) == [("a", 5, 5), ("b", 5, 5)]
+    assert step(scheduler, cache) == [("a", 10, 2), ("b", 10, 4)]
+
+
 def test_a_stop_token_ends_a_request():
     scheduler, cache = make(10), FakeCache(BLOCK_SIZE)
-    (first,) = answer_alone(None, [0, 1], 1)
+    (first,) = answer_alone((None, 0), [0, 1], 1)
     request = add(scheduler, "a", [0, 1], stop_token_ids=frozenset({first}))
     step(scheduler, cache)
     assert (request.finish_reason, request.output_token_ids) == ("stop", [first])
@@ -186,8 +122,8 @@ def test_a_step_that_died_leaves_nothing_cached_and_loses_nothing():
     assert scheduler.manager.get_computed_blocks(Sequence("c", [0] * 9)).num_tokens == 0
     while scheduler.has_work:
         step(scheduler, cache)
-    assert a.output_token_ids == answer_alone(None, [0] * 9, 4)
-    assert b.output_token_ids == answer_alone(None, [0] * 10, 4)
+    assert a.output_token_ids == answer_alone((None, 0), [0] * 9, 4)
+    assert b.output_token_ids == answer_alone((None, 0), [0] * 10, 4)
     assert (a.num_cached_tokens, a.num_computed_tokens) == (0, 9 + 3)
 
 
@@ -229,6 +165,8 @@ def test_max_tokens_must_be_positive(max_tokens):
             {"max_num_batched_tokens": 8, "max_num_seqs": 9},
             "max_num_batched_tokens: expected an int of at least 9, got 8",
         ),
+        ({"max_num_chunk_tokens": 0}, "max_num_chunk_tokens: expected an int of at least 1, got 0"),
+        ({"wait_for_prefixes": 1}, "wait_for_prefixes: expected True or False, got 1"),
     ],
 )
 def test_limits_must_make_sense(limits, message):
@@ -252,6 +190,7 @@ ARRIVALS = st.lists(
             | st.integers(1, 24).map(lambda size: [0] * size),
             "max_tokens": st.integers(1, 12),
             "stops": st.booleans(),
+            "num_samples": st.sampled_from([1, 1, 1, 2, 3, 7]),
         }
     ),
     min_size=1,
@@ -263,53 +202,52 @@ ARRIVALS = st.lists(
 @given(
     arrivals=ARRIVALS,
     num_blocks=st.integers(9, 16),  # 35 tokens need 9 blocks, so anything fits alone and little fits together
-    limits=st.tuples(st.integers(1, 24), st.integers(1, 6)).filter(lambda pair: pair[0] >= pair[1]),
+    limits=st.builds(
+        StepLimits, st.integers(6, 24), st.integers(1, 6), st.sampled_from([None, None, 1, 3, 5]), st.booleans()
+    )
+    | st.just(StepLimits(1, 1)),
     caching=st.sampled_from(["on", "on", "on", "few digests", "off"]),
     dying_steps=st.sets(st.integers(0, 30), max_size=4),
+    cancels=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=4),
 )
-def test_any_history(arrivals, num_blocks, limits, caching, dying_steps):
+def test_any_history(arrivals, num_blocks, limits, caching, dying_steps, cancels):
     hash_algorithm = (lambda text: bytes([sum(text) % 8])) if caching == "few digests" else "xxh3_128"
     manager = KVCacheManager(
         num_blocks, BLOCK_SIZE, hash_algorithm=hash_algorithm, enable_caching=caching != "off", enable_events=True
     )
-    scheduler, cache = Scheduler(manager, 1000, StepLimits(*limits)), FakeCache(BLOCK_SIZE)
+    scheduler, cache = Scheduler(manager, 1000, limits), FakeCache(BLOCK_SIZE)
     stop_token_ids = frozenset({0})
-    requests, num_steps = [], 0
+    requests, cancelled, num_steps = [], set(), 0
     pending = sorted(enumerate(arrivals), key=lambda arrival: arrival[1]["step"])
     while pending or scheduler.has_work:
         while pending and (pending[0][1]["step"] <= num_steps or not scheduler.has_work):
             index, arrival = pending.pop(0)
-            sequence = Sequence(index, arrival["prompt"], salt=arrival["salt"])
+            sequence = Sequence((index, 0), arrival["prompt"], salt=arrival["salt"])
             request = Request(sequence, arrival["max_tokens"], stop_token_ids if arrival["stops"] else frozenset())
+            samples = [request.add_sample((index, number)) for number in range(1, arrival["num_samples"])]
             scheduler.add(request)
-            requests.append((request, arrival))
-        run_any_step(scheduler, cache, dies=num_steps in dying_steps)
+            requests += [(sample, arrival) for sample in (request, *samples)]
+        for at, which in cancels:
+            unfinished = unfinished_requests(scheduler)
+            if at == num_steps and unfinished:
+                cancelled.add(unfinished[which % len(unfinished)])
+                scheduler.cancel(unfinished[which % len(unfinished)])
+                manager.check()
+        if scheduler.has_work:
+            run_any_step(scheduler, cache, dies=num_steps in dying_steps)
+            manager.take_events()
         num_steps += 1
         assert num_steps < 3000
     assert manager.num_free_blocks == num_blocks
     for request, arrival in requests:
+        if request in cancelled:
+            continue
         prompt, stops = arrival["prompt"], stop_token_ids if arrival["stops"] else frozenset()
-        expected = answer_alone(arrival["salt"], prompt, arrival["max_tokens"], stops)
+        number = request.sequence.sequence_id[1]
+        expected = answer_alone((arrival["salt"], number), prompt, arrival["max_tokens"], stops)
         assert request.output_token_ids == expected
-        assert request.num_cached_tokens < len(prompt)  # a preempted one may hit more later, which is not what it says
+        # A preempted one may hit more later, which is not what it says.
+        assert request.num_cached_tokens < len(prompt) + (number > 0)
         assert request.finish_reason == ("stop" if expected[-1] in stops else "length")
         if not request.num_preemptions and not dying_steps:
             assert request.num_computed_tokens + request.num_cached_tokens == len(prompt) + len(expected) - 1
-
-
-def run_any_step(scheduler, cache, *, dies):
-    unfinished = [*scheduler.running, *scheduler.waiting]
-    chunks = scheduler.schedule()
-    assert chunks, "a step without progress"
-    assert all(chunk.num_tokens >= 1 for chunk in chunks)
-    assert sum(chunk.num_tokens for chunk in chunks) <= scheduler.limits.max_num_batched_tokens
-    assert len(scheduler.running) <= scheduler.limits.max_num_seqs
-    assert sorted(map(id, unfinished)) == sorted(map(id, [*scheduler.running, *scheduler.waiting]))
-    scheduler.manager.check()
-    if dies:
-        cache.store(chunks, poison=True)
-        scheduler.abort(chunks)
-    else:
-        scheduler.complete(chunks, cache.run(chunks))
-    scheduler.manager.check()
-    scheduler.manager.take_events()
