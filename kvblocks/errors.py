@@ -30,7 +30,7 @@ class BlockStateError(KVBlocksError):
 
 
 class PoolExhaustedError(KVBlocksError):
-    """More blocks were asked of the pool than it has free. The manager answers None instead."""
+    """More blocks were asked than can be had. The manager answers None; the engine's scheduler raises this."""
 
 
 class PinBudgetError(KVBlocksError):
