@@ -20,13 +20,14 @@ CORE_TESTS := $(filter-out $(addprefix tests/test_,bench.py bench_metrics.py ben
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help demo test test-compiled check format clean distclean
+.PHONY: help demo test test-compiled gpu-test check format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    answer questions that share a long prompt, without and with prefix caching, and compare'
 	@echo 'make test    run the tests'
 	@echo 'make test-compiled  the same for the core, compiled with mypyc (needs a C compiler)'
+	@echo 'make gpu-test  the kernels on a GPU, and what they reach there'
 	@echo 'make check   format, lint, types, floors and the contents of the wheel: what CI asks beside the tests'
 	@echo 'make format  rewrite the sources as `make check` wants them'
 	@echo 'make clean   remove caches and build outputs; make distclean: .venv too'
@@ -52,6 +53,12 @@ test-compiled: $(DEV_STAMP)
 	rm -rf build/compiled
 	KVBLOCKS_COMPILE=1 PIP_CONSTRAINT=constraints.txt $(PIP) --quiet --no-deps --target build/compiled .
 	KVBLOCKS_EXPECT_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest $(PYTEST_ARGS) $(CORE_TESTS)
+
+# On a machine with a GPU: the kernels natively, then their bench. Its own torch and triton serve as well: see README.md.
+gpu-test: $(DEV_STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels
+	mkdir -p build
+	$(BIN)/python -m bench.attention --json build/attention.json
 
 check: $(DEV_STAMP)
 	$(BIN)/python -m ruff format --check .

@@ -1,0 +1,197 @@
+"""Decoding where requests share blocks: one pass over what groups share, one over what each has alone, and a merge.
+
+The result is that of `decode`. It pays where many requests share many blocks: `decode` reads these once for each, this
+reads them once for each group. The merge takes the parts of all levels and splits in one launch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvblocks.kernels.decode import decode
+from kvblocks.kernels.layout import check_devices, check_dtype, check_indices, check_last_stride, check_shape
+from kvblocks.kernels.prefix_decode import prefix_decode
+from kvblocks.kernels.runs import SharedRuns
+
+_TILE_HEADS = 4
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@dataclass(frozen=True)
+class OwnParts:
+    """What each request attends to alone, int32: block_tables, [num_rows, max_blocks], and seq_lens, [num_rows]."""
+
+    block_tables: Tensor
+    seq_lens: Tensor
+
+
+@triton.jit
+def own_parts_kernel(
+    table_ptr,
+    len_ptr,
+    num_shared_ptr,
+    own_table_ptr,
+    own_len_ptr,
+    stride_table,
+    stride_own_table,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Move one row's blocks from `num_shared` on to the front. Grid: (num_rows,). Shapes as in `own_parts`."""
+    row = tl.program_id(0).to(tl.int64)
+    num_shared = tl.load(num_shared_ptr + row)
+    seq_len = tl.maximum(tl.load(len_ptr + row) - num_shared * BLOCK_SIZE, 0)
+    num_blocks = tl.cdiv(seq_len, BLOCK_SIZE)
+    table_ptr += row * stride_table + num_shared
+    own_table_ptr += row * stride_own_table
+    for first in tl.range(0, num_blocks, CHUNK):
+        column = first + tl.arange(0, CHUNK)
+        block = tl.load(table_ptr + column, mask=column < num_blocks, other=0)
+        tl.store(own_table_ptr + column, block, mask=column < num_blocks)
+    tl.store(own_len_ptr + row, seq_len)
+
+
+@triton.jit(do_not_specialize=["num_states", "num_rows"])
+def merge_shared_kernel(
+    own_ptr,
+    own_lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    num_shared_ptr,
+    output_ptr,
+    lse_ptr,
+    num_states,
+    num_rows,
+    num_heads,
+    HEAD_DIM: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+):
+    """Merge TILE_HEADS heads of one row. Grid: (num_rows, ceil(num_heads / TILE_HEADS)); everything is contiguous.
+
+    own, output: [num_rows, num_heads, HEAD_DIM]; part: fp32 [num_states, num_rows, num_heads, HEAD_DIM], read where its
+    lse is above -inf.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
+    element = tl.arange(0, HEAD_DIM)[None, :]
+    is_head = head < num_heads
+    at = row * num_heads + head
+    top = tl.load(own_lse_ptr + at, mask=is_head, other=-float("inf")) * _LOG2_E
+    total = tl.where(top > -float("inf"), 1.0, 0.0)
+    output = tl.load(own_ptr + at[:, None] * HEAD_DIM + element, mask=is_head[:, None], other=0.0).to(tl.float32)
+    if tl.load(num_shared_ptr + row) == 0:
+        num_states = 0
+    for state in tl.range(0, num_states):
+        part_at = (state * num_rows + row) * num_heads + head
+        lse = tl.load(part_lse_ptr + part_at, mask=is_head, other=-float("inf")) * _LOG2_E
+        is_part = (lse > -float("inf"))[:, None]
+        part = tl.load(part_ptr + part_at[:, None] * HEAD_DIM + element, mask=is_part, other=0.0)
+        new_top = tl.maximum(top, lse)
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        kept = tl.exp2(top - base)
+        weight = tl.exp2(lse - base)
+        output = output * kept[:, None] + part * weight[:, None]
+        total = total * kept + weight
+        top = new_top
+    has_seen = total > 0
+    divisor = tl.where(has_seen, total, 1.0)
+    output = output / divisor[:, None]
+    lse = tl.where(has_seen, (top + tl.log2(divisor)) * _LN_2, -float("inf"))
+    output_at = output_ptr + at[:, None] * HEAD_DIM + element
+    tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_head[:, None])
+    tl.store(lse_ptr + at, lse, mask=is_head)
+
+
+def own_parts(block_tables: Tensor, seq_lens: Tensor, runs: SharedRuns, block_size: int) -> OwnParts:
+    """What is left of each request behind the runs that it shares.
+
+    block_tables: int32 [num_rows, max_blocks]; seq_lens: int32 [num_rows], each at least as long as the row's runs.
+    It is the same in every layer: make it once per step. One launch. Raises KernelArgumentError. Changes nothing, and
+    never waits for the device.
+    """
+    num_rows = block_tables.shape[0]
+    check_dtype("block_tables", block_tables, (torch.int32,))
+    check_last_stride("block_tables", block_tables)
+    check_indices("seq_lens", seq_lens, num_rows)
+    check_indices("runs.num_shared", runs.num_shared, num_rows)
+    check_devices(block_tables=block_tables, seq_lens=seq_lens, num_shared=runs.num_shared)
+    own = OwnParts(
+        torch.empty(block_tables.shape, dtype=torch.int32, device=block_tables.device), torch.empty_like(seq_lens)
+    )
+    if num_rows > 0:
+        own_parts_kernel[(num_rows,)](
+            *(block_tables, seq_lens, runs.num_shared, own.block_tables, own.seq_lens),
+            *(block_tables.stride(0), own.block_tables.stride(0)),
+            BLOCK_SIZE=block_size,
+            CHUNK=256,
+        )
+    return own
+
+
+def cascade_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    own: OwnParts,
+    block_tables: Tensor,
+    runs: SharedRuns,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`decode` for a batch in which requests share runs of blocks.
+
+    query: [num_rows, num_heads, head_dim], one row a request; key_cache, value_cache: as in `decode`; own:
+    `own_parts(block_tables, seq_lens, runs, block_size)`; block_tables: int32 [num_rows, max_blocks]; `runs`: see
+    there. There is no window: where a row's window has left a shared run, its group is no group.
+
+    Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and the natural logarithm of what it was
+    divided by, fp32 [num_rows, num_heads]. Three passes: launches as `decode` and two more. Raises KernelArgumentError.
+    Changes nothing, and never waits for the device.
+    """
+    check_shape("own.seq_lens", own.seq_lens, (block_tables.shape[0],))
+    tensors = (query, key_cache, value_cache)
+    parts, part_lse = prefix_decode(
+        *(*tensors, block_tables, runs),
+        scale=scale,
+        softcap=softcap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        num_splits=num_splits,
+    )
+    alone = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    _, alone_lse = decode(
+        *(*tensors, own.block_tables, own.seq_lens),
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        output=alone,
+    )
+    return _merge_shared((alone, alone_lse), (parts, part_lse), runs, query.dtype)
+
+
+def _merge_shared(
+    alone: tuple[Tensor, Tensor], parts: tuple[Tensor, Tensor], runs: SharedRuns, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Merge each row's own output and lse with its partial ones."""
+    num_rows, num_heads, head_dim = alone[0].shape
+    output = torch.empty(alone[0].shape, dtype=dtype, device=alone[0].device)
+    lse = torch.empty_like(alone[1])
+    if num_rows > 0:
+        merge_shared_kernel[num_rows, triton.cdiv(num_heads, _TILE_HEADS)](
+            *(*alone, *parts, runs.num_shared, output, lse, parts[0].shape[0], num_rows, num_heads),
+            HEAD_DIM=head_dim,
+            TILE_HEADS=_TILE_HEADS,
+            num_warps=4,
+        )
+    return output, lse

@@ -1,0 +1,188 @@
+"""Copy whole blocks of all layers: within the caches, and to and from one staging buffer.
+
+Copies move bytes and know nothing of K, V or layers: a `CacheTable` lists the caches, on the device, so that one launch
+serves all of them. It is made once, when the caches are allocated. A staging buffer holds a block of every cache next
+to each other, so that blocks go to host memory, or come from it, in one transfer: `buffer.copy_(staging,
+non_blocking=True)`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvblocks.kernels.layout import (
+    KernelArgumentError,
+    check_contiguous,
+    check_devices,
+    check_dtype,
+    check_indices,
+    check_shape,
+)
+
+_WORD_BYTES = 8
+_ALIGNMENT = 16
+"""Bytes that addresses must be multiples of: two words are then moved by one instruction."""
+
+_CHUNK_WORDS = 1024
+"""Words that a program moves at once: 64 bytes per thread."""
+
+
+@dataclass(frozen=True)
+class CacheTable:
+    """The caches of all layers, for the kernels of this module. Make one with `CacheTable.of`.
+
+    `addresses`: int64 [num_caches], on the caches' device, where each begins; the caches must outlive the table, so it
+    keeps them. A block takes `block_bytes` in each cache, the next one begins `stride_bytes` after it.
+    """
+
+    caches: tuple[Tensor, ...]
+    addresses: Tensor
+    block_bytes: int
+    stride_bytes: int
+
+    @classmethod
+    def of(cls, caches: Tensor | Sequence[Tensor]) -> "CacheTable":
+        """The table of some caches: a list of tensors [num_blocks, ...] of one shape, or one [num_caches, ...] tensor.
+
+        The elements of a block must lie next to each other, in any order; blocks may lie apart. Raises
+        KernelArgumentError. Waits for the device once, so it is nothing for a decode step or a CUDA graph.
+        """
+        tensors = tuple(caches.unbind(0) if isinstance(caches, Tensor) else caches)
+        if not tensors:
+            raise KernelArgumentError("caches: expected at least one, got none")
+        first = tensors[0]
+        if first.dim() < 2 or first.numel() == 0:
+            raise KernelArgumentError(f"caches: expected the shape [num_blocks, ...], got {tuple(first.shape)}")
+        for index, tensor in enumerate(tensors):
+            name = f"caches[{index}]"
+            check_shape(name, tensor, tuple(first.shape))
+            check_dtype(name, tensor, (first.dtype,))
+            check_devices(**{"caches[0]": first, name: tensor})
+            if tensor.stride() != first.stride():
+                raise KernelArgumentError(f"{name}: expected the strides {first.stride()}, got {tensor.stride()}")
+        block_bytes = first[0].numel() * first.element_size()
+        stride_bytes = first.stride(0) * first.element_size()
+        _check_blocks(first, block_bytes, stride_bytes)
+        starts = [tensor.data_ptr() for tensor in tensors]
+        if any(start % _ALIGNMENT for start in starts):
+            raise KernelArgumentError(f"caches: expected addresses in multiples of {_ALIGNMENT} bytes, got {starts}")
+        addresses = torch.tensor(starts, dtype=torch.int64, device=first.device)
+        return cls(tensors, addresses, block_bytes, stride_bytes)
+
+    @property
+    def staging_bytes(self) -> int:
+        """What one block of all caches takes in a staging buffer."""
+        return len(self.caches) * self.block_bytes
+
+
+@triton.jit
+def copy_kernel(address_ptr, pair_ptr, num_pairs, block_words, stride_words, CHUNK: tl.constexpr):
+    """Copy one chunk of every pair's block in one cache, pair after pair. Grid: (chunks of a block, num_caches).
+
+    address_ptr: int64 [num_caches]; pair_ptr: int64 [num_pairs, 2]. No other program touches a chunk's bytes, so the
+    pairs take effect in order. num_stages=1: a load must not be moved before the store of the pair before.
+    """
+    word = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    is_word = word < block_words
+    cache = tl.multiple_of(tl.load(address_ptr + tl.program_id(1)).to(tl.pointer_type(tl.int64)), 16)
+    for index in tl.range(num_pairs, num_stages=1):
+        source = tl.load(pair_ptr + 2 * index)
+        destination = tl.load(pair_ptr + 2 * index + 1)
+        content = tl.load(cache + source * stride_words + word, mask=is_word)
+        tl.store(cache + destination * stride_words + word, content, mask=is_word)
+        # The next pair's source may be this one's destination, loaded by another thread.
+        tl.debug_barrier()
+
+
+@triton.jit
+def stage_kernel(
+    address_ptr, id_ptr, staging_ptr, block_words, stride_words, CHUNK: tl.constexpr, GATHERING: tl.constexpr
+):
+    """Move one chunk of one block between one cache and the staging buffer. Grid: (num_ids, chunks, num_caches).
+
+    address_ptr: int64 [num_caches]; id_ptr: int64 [num_ids]; staging_ptr: int64 [num_ids, num_caches, block_words].
+    """
+    index = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(2)
+    word = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    is_word = word < block_words
+    cache = tl.multiple_of(tl.load(address_ptr + layer).to(tl.pointer_type(tl.int64)), 16)
+    block = cache + tl.load(id_ptr + index) * stride_words
+    staged = staging_ptr + (index * tl.num_programs(2) + layer) * block_words
+    if GATHERING:
+        tl.store(staged + word, tl.load(block + word, mask=is_word), mask=is_word)
+    else:
+        tl.store(block + word, tl.load(staged + word, mask=is_word), mask=is_word)
+
+
+def copy_blocks(table: CacheTable, pairs: Tensor) -> None:
+    """Copy blocks within every cache, as if pair after pair: a pair sees what the pairs before it have written.
+
+    pairs: int64 [num_pairs, 2], source and destination block ids. A pair of equal ids changes nothing, so it can pad.
+    One launch, O(num_pairs) one after another, in parallel over caches and the bytes of a block. Raises
+    KernelArgumentError. Changes the caches.
+    """
+    check_shape("pairs", pairs, (*pairs.shape[:1], 2))
+    check_dtype("pairs", pairs, (torch.int64,))
+    check_contiguous("pairs", pairs)
+    check_devices(caches=table.addresses, pairs=pairs)
+    words = table.block_bytes // _WORD_BYTES
+    if len(pairs) > 0:
+        copy_kernel[(triton.cdiv(words, _CHUNK_WORDS), len(table.caches))](
+            *(table.addresses, pairs, len(pairs), words, table.stride_bytes // _WORD_BYTES), CHUNK=_CHUNK_WORDS
+        )
+
+
+def gather_blocks(table: CacheTable, block_ids: Tensor, staging: Tensor) -> None:
+    """Copy blocks of all caches into a staging buffer.
+
+    block_ids: int64 [num_ids]; staging: uint8 [num_ids, table.staging_bytes], contiguous: row i is block block_ids[i]
+    of the first cache, of the second, and so on, as it lies in memory. Raises KernelArgumentError. Changes `staging`.
+    """
+    _stage(table, block_ids, staging, gathering=True)
+
+
+def scatter_blocks(table: CacheTable, block_ids: Tensor, staging: Tensor) -> None:
+    """Copy a staging buffer, as `gather_blocks` fills it, into blocks of all caches.
+
+    Shapes as there; each id at most once. Raises KernelArgumentError. Changes the caches.
+    """
+    _stage(table, block_ids, staging, gathering=False)
+
+
+def _stage(table: CacheTable, block_ids: Tensor, staging: Tensor, *, gathering: bool) -> None:
+    check_indices("block_ids", block_ids, block_ids.numel(), torch.int64)
+    check_shape("staging", staging, (len(block_ids), table.staging_bytes))
+    check_dtype("staging", staging, (torch.uint8,))
+    check_contiguous("staging", staging)
+    check_devices(caches=table.addresses, block_ids=block_ids, staging=staging)
+    if staging.data_ptr() % _ALIGNMENT:
+        raise KernelArgumentError(
+            f"staging: expected an address in multiples of {_ALIGNMENT} bytes, got {staging.data_ptr()}"
+        )
+    words = table.block_bytes // _WORD_BYTES
+    if len(block_ids) > 0:
+        stage_kernel[(len(block_ids), triton.cdiv(words, _CHUNK_WORDS), len(table.caches))](
+            *(table.addresses, block_ids, staging.view(torch.int64), words, table.stride_bytes // _WORD_BYTES),
+            CHUNK=_CHUNK_WORDS,
+            GATHERING=gathering,
+        )
+
+
+def _check_blocks(cache: Tensor, block_bytes: int, stride_bytes: int) -> None:
+    """Raise KernelArgumentError unless each block is one run of bytes, and no two overlap."""
+    expected = 1
+    for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
+        if size > 1 and stride != expected:
+            raise KernelArgumentError(f"caches: expected blocks without gaps, got strides {cache.stride()}")
+        expected *= size
+    if block_bytes % _ALIGNMENT or stride_bytes % _ALIGNMENT:
+        raise KernelArgumentError(
+            f"caches: expected blocks in multiples of {_ALIGNMENT} bytes, got {block_bytes} every {stride_bytes}"
+        )
+    if stride_bytes < block_bytes and len(cache) > 1:
+        raise KernelArgumentError(f"caches: expected blocks that do not overlap, got strides {cache.stride()}")

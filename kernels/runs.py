@@ -1,0 +1,97 @@
+"""Which requests share which runs of blocks: what `prefix_decode` is told about a batch.
+
+Invariants of the values, which `SharedRuns.build` checks and no kernel can: a row's runs follow one another from column
+0 of its block table without a gap, and no two groups of one level share a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvblocks.kernels.layout import AttentionShape, KernelArgumentError, check_devices, check_indices
+
+SharedRun = tuple[Sequence[int], int, int]
+"""A group as `SharedRuns.build` takes it: its members, and the block columns where its run starts and stops."""
+
+
+@dataclass(frozen=True)
+class SharedRuns:
+    """Which rows share which blocks, as int32 tensors on the device.
+
+    Group g has the members `members[group_start[g] : group_start[g + 1]]`: rows of the query, which are rows of the
+    block tables. Their tables agree in the columns from `run_start[g]` to before `run_stop[g]`, and all these blocks
+    are full. `level[g]` is below `num_levels`, and differs between groups that share a member. `num_shared`,
+    [num_rows], is where a row's last run stops, or 0: its own part starts there.
+
+    Tensors may be longer than what they hold, for CUDA graphs: more groups start at the end of the last, without
+    members. Values are taken as they are; `build` checks them.
+    """
+
+    members: Tensor
+    group_start: Tensor
+    run_start: Tensor
+    run_stop: Tensor
+    level: Tensor
+    num_shared: Tensor
+    num_levels: int
+
+    @classmethod
+    def build(cls, groups: Sequence[SharedRun], num_rows: int, device: torch.device | str = "cpu") -> "SharedRuns":
+        """Runs from lists. A row's runs, in the order of `groups`, must follow one another from column 0.
+
+        Raises KernelArgumentError. O(members).
+        """
+        num_shared, depth = [0] * num_rows, [0] * num_rows
+        members: list[int] = []
+        group_start, level = [0], []
+        for rows, start, stop in groups:
+            if len(rows) == 0 or stop <= start or min(rows) < 0 or max(rows) >= num_rows or len(set(rows)) < len(rows):
+                raise KernelArgumentError(
+                    f"groups: expected different rows below {num_rows} and a run of at least one block, got rows "
+                    f"{list(rows)} and columns {start} to {stop}"
+                )
+            for row in rows:
+                if num_shared[row] != start:
+                    raise KernelArgumentError(
+                        f"groups: expected row {row}'s next run to start at {num_shared[row]}, got {start}"
+                    )
+            level.append(max(depth[row] for row in rows))
+            for row in rows:
+                num_shared[row], depth[row] = stop, level[-1] + 1
+            members += rows
+            group_start.append(len(members))
+        columns = {
+            "members": members,
+            "group_start": group_start,
+            "run_start": [start for _, start, _ in groups],
+            "run_stop": [stop for _, _, stop in groups],
+            "level": level,
+            "num_shared": num_shared,
+        }
+        tensors = {name: torch.tensor(column, dtype=torch.int32).to(device) for name, column in columns.items()}
+        return cls(**tensors, num_levels=max(depth, default=0))
+
+    def check(self, shape: AttentionShape) -> None:
+        """Raise KernelArgumentError unless these runs' tensors fit a batch of decodes of this shape."""
+        if shape.num_rows != shape.num_seqs:
+            raise KernelArgumentError(
+                f"query: expected a row for each of {shape.num_seqs} tables, got {shape.num_rows}"
+            )
+        check_indices("runs.members", self.members, self.members.shape[0])
+        check_indices("runs.group_start", self.group_start, self.num_groups + 1)
+        check_indices("runs.run_start", self.run_start, self.num_groups)
+        check_indices("runs.run_stop", self.run_stop, self.num_groups)
+        check_indices("runs.level", self.level, self.num_groups)
+        check_indices("runs.num_shared", self.num_shared, shape.num_rows)
+        tensors = (self.members, self.group_start, self.run_start, self.run_stop, self.level)
+        for tensor in tensors:
+            check_devices(num_shared=self.num_shared, runs=tensor)
+        if self.num_levels < 0:
+            raise KernelArgumentError(f"runs.num_levels: expected at least 0, got {self.num_levels}")
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that the tensors have room for."""
+        return self.run_start.shape[0]

@@ -1,0 +1,167 @@
+"""How each kernel is launched: tiles, warps and stages, by architecture, head_dim and the width of K and V.
+
+A table that is checked in, not a search at run time: the first call of a process costs no search, and the same machine
+always runs the same code. The entries below are chosen by reasoning and by compiling ahead of time (no spills, loads of
+K and V in flight while the tile before is computed); none has been measured on a GPU yet. `bench/sweep_kernels.py`
+measures them on one and prints the entries to put here.
+
+Each kernel has a dictionary of its own, from (family, head_dim, bytes of an element of K) to a `Launch`. The families
+are below; "any" stands for an architecture without entries, and for Triton's interpreter.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+FAMILIES = ("sm80", "sm89", "sm90", "sm100", "gfx942", "any")
+"""A100; consumer Ampere and Ada (sm86 to sm89: less shared memory); H100, H200; B200; MI300; the rest."""
+
+Key = tuple[str, int, int]
+"""(family, head_dim, bytes of an element of K)."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One way to launch a kernel. What a field means for a kernel that has no such thing: nothing.
+
+    `tile_keys`: keys of K and V in a step of the inner loop; `tile_rows`: query rows of a program, heads of a group
+    counted one by one; `programs_per_sm`: programs of a fixed grid.
+    """
+
+    tile_keys: int
+    num_warps: int
+    num_stages: int
+    tile_rows: int = 16
+    programs_per_sm: int = 1
+
+
+def family(device: torch.device) -> str:
+    """The family of a device's architecture. Asks the driver for its properties, never waits for the device."""
+    if device.type != "cuda":
+        return "any"
+    if torch.version.hip is not None:
+        name: str = torch.cuda.get_device_properties(device).gcnArchName
+        return "gfx942" if name.startswith("gfx942") else "any"
+    major, minor = torch.cuda.get_device_capability(device)
+    names = {8: "sm80" if minor == 0 else "sm89", 9: "sm90", 10: "sm100"}
+    return names.get(major, "any")  # sm120 has a third less shared memory than sm100, and other tensor cores
+
+
+def find(kernel: Mapping[Key, Launch], device: torch.device, head_dim: int, element_bytes: int) -> Launch:
+    """The entry of a kernel's dictionary for a device. Every dictionary has all head_dims and widths under "any"."""
+    found = kernel.get((family(device), head_dim, element_bytes))
+    return found if found is not None else kernel["any", head_dim, element_bytes]
+
+
+def count_programs(device: torch.device, launch: Launch) -> int:
+    """How many programs a fixed grid has: so many on each SM; where there are none, in the interpreter, so many."""
+    if device.type != "cuda":
+        return launch.programs_per_sm
+    return launch.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# K and V are read once and little is computed with them, so what counts is how many bytes an SM has on their way: at
+# least the memory's bandwidth times its latency, some 25 KiB for an SM of an H100. A tile of 16 KiB of K, and as many
+# of V, in two buffers and two or three programs on an SM make several times that, and fit in its memory and registers.
+DECODE: dict[Key, Launch] = {
+    ("sm80", 64, 2): Launch(128, 4, 3, programs_per_sm=2),
+    ("sm80", 64, 4): Launch(64, 4, 3, programs_per_sm=2),
+    ("sm80", 128, 2): Launch(64, 4, 3, programs_per_sm=2),
+    ("sm80", 128, 4): Launch(32, 4, 3, programs_per_sm=2),
+    ("sm80", 256, 2): Launch(32, 4, 3, programs_per_sm=2),
+    ("sm80", 256, 4): Launch(16, 4, 3, programs_per_sm=1),
+    ("sm90", 64, 1): Launch(64, 4, 4, programs_per_sm=3),
+    ("sm90", 64, 2): Launch(128, 4, 3, programs_per_sm=3),
+    ("sm90", 64, 4): Launch(64, 4, 3, programs_per_sm=3),
+    ("sm90", 128, 1): Launch(64, 4, 4, programs_per_sm=2),
+    ("sm90", 128, 2): Launch(64, 4, 3, programs_per_sm=3),
+    ("sm90", 128, 4): Launch(32, 4, 3, programs_per_sm=2),
+    ("sm90", 256, 1): Launch(32, 4, 4, programs_per_sm=2),
+    ("sm90", 256, 2): Launch(32, 4, 3, programs_per_sm=2),
+    ("sm90", 256, 4): Launch(16, 4, 3, programs_per_sm=2),
+    ("sm100", 64, 1): Launch(64, 4, 4, programs_per_sm=3),
+    ("sm100", 64, 2): Launch(128, 4, 3, programs_per_sm=3),
+    ("sm100", 64, 4): Launch(32, 4, 4, programs_per_sm=3),
+    ("sm100", 128, 1): Launch(64, 4, 4, programs_per_sm=2),
+    ("sm100", 128, 2): Launch(64, 4, 3, programs_per_sm=3),
+    ("sm100", 128, 4): Launch(32, 4, 3, programs_per_sm=2),
+    ("sm100", 256, 1): Launch(32, 4, 4, programs_per_sm=2),
+    ("sm100", 256, 2): Launch(32, 4, 3, programs_per_sm=2),
+    ("sm100", 256, 4): Launch(16, 4, 3, programs_per_sm=2),
+    ("gfx942", 64, 2): Launch(64, 4, 2, programs_per_sm=2),
+    ("gfx942", 64, 4): Launch(32, 4, 2, programs_per_sm=2),
+    ("gfx942", 128, 2): Launch(32, 4, 2, programs_per_sm=2),
+    ("gfx942", 128, 4): Launch(16, 4, 2, programs_per_sm=2),
+    ("gfx942", 256, 2): Launch(16, 4, 2, programs_per_sm=2),
+    ("gfx942", 256, 4): Launch(16, 4, 1, programs_per_sm=1),
+    ("any", 64, 1): Launch(64, 4, 4, programs_per_sm=2),
+    ("any", 64, 2): Launch(64, 4, 3, programs_per_sm=2),
+    ("any", 64, 4): Launch(32, 4, 3, programs_per_sm=2),
+    ("any", 128, 1): Launch(32, 4, 4, programs_per_sm=2),
+    ("any", 128, 2): Launch(32, 4, 3, programs_per_sm=2),
+    ("any", 128, 4): Launch(16, 4, 3, programs_per_sm=2),
+    ("any", 256, 1): Launch(16, 4, 4, programs_per_sm=2),
+    ("any", 256, 2): Launch(16, 4, 3, programs_per_sm=2),
+    ("any", 256, 4): Launch(16, 4, 2, programs_per_sm=1),
+}
+"""`decode`, both ways of splitting."""
+
+# A tile of 128 rows feeds the matrix units of sm90 and sm100 (64 rows an instruction of a warpgroup, two warpgroups);
+# older ones run out of registers there. Queries in fp32 are multiplied without matrix units, in small tiles.
+EXTEND: dict[Key, Launch] = {
+    ("sm80", 64, 2): Launch(64, 8, 3, tile_rows=128),
+    ("sm80", 64, 4): Launch(32, 4, 2, tile_rows=32),
+    ("sm80", 128, 2): Launch(32, 8, 3, tile_rows=128),
+    ("sm80", 128, 4): Launch(16, 4, 2, tile_rows=32),
+    ("sm80", 256, 2): Launch(32, 8, 2, tile_rows=64),
+    ("sm80", 256, 4): Launch(16, 8, 2, tile_rows=32),
+    ("sm90", 64, 1): Launch(64, 8, 3, tile_rows=128),
+    ("sm90", 64, 2): Launch(128, 8, 3, tile_rows=128),
+    ("sm90", 64, 4): Launch(16, 4, 2, tile_rows=32),
+    ("sm90", 128, 1): Launch(64, 8, 3, tile_rows=128),
+    ("sm90", 128, 2): Launch(64, 8, 3, tile_rows=128),
+    ("sm90", 128, 4): Launch(16, 8, 2, tile_rows=32),
+    ("sm90", 256, 1): Launch(32, 8, 2, tile_rows=64),
+    ("sm90", 256, 2): Launch(32, 8, 2, tile_rows=128),
+    ("sm90", 256, 4): Launch(16, 8, 2, tile_rows=16),
+    ("sm100", 64, 1): Launch(64, 8, 3, tile_rows=128),
+    ("sm100", 64, 2): Launch(128, 8, 3, tile_rows=128),
+    ("sm100", 64, 4): Launch(16, 4, 2, tile_rows=32),
+    ("sm100", 128, 1): Launch(64, 8, 3, tile_rows=128),
+    ("sm100", 128, 2): Launch(64, 8, 3, tile_rows=128),
+    ("sm100", 128, 4): Launch(16, 8, 2, tile_rows=32),
+    ("sm100", 256, 1): Launch(32, 8, 2, tile_rows=128),
+    ("sm100", 256, 2): Launch(32, 8, 2, tile_rows=128),
+    ("sm100", 256, 4): Launch(16, 8, 2, tile_rows=16),
+    ("gfx942", 64, 2): Launch(64, 4, 2, tile_rows=128),
+    ("gfx942", 64, 4): Launch(32, 4, 2, tile_rows=32),
+    ("gfx942", 128, 2): Launch(32, 4, 2, tile_rows=128),
+    ("gfx942", 128, 4): Launch(16, 4, 2, tile_rows=32),
+    ("gfx942", 256, 1): Launch(32, 4, 2, tile_rows=64),
+    ("gfx942", 256, 2): Launch(32, 4, 2, tile_rows=64),
+    ("gfx942", 256, 4): Launch(16, 4, 2, tile_rows=32),
+    ("any", 64, 1): Launch(32, 4, 2, tile_rows=64),
+    ("any", 64, 2): Launch(32, 4, 2, tile_rows=64),
+    ("any", 64, 4): Launch(32, 4, 2, tile_rows=32),
+    ("any", 128, 1): Launch(32, 4, 2, tile_rows=64),
+    ("any", 128, 2): Launch(32, 4, 2, tile_rows=64),
+    ("any", 128, 4): Launch(16, 8, 2, tile_rows=32),
+    ("any", 256, 1): Launch(32, 8, 2, tile_rows=64),
+    ("any", 256, 2): Launch(32, 8, 2, tile_rows=64),
+    ("any", 256, 4): Launch(16, 8, 2, tile_rows=16),
+}
+"""`extend`, where sequences have many rows each."""
+
+EXTEND_NARROW: dict[Key, Launch] = {key: launch for key, launch in EXTEND.items() if key[2] == 4} | {
+    ("any", 64, 1): Launch(64, 4, 3, tile_rows=32),
+    ("any", 64, 2): Launch(128, 4, 2, tile_rows=32),
+    ("any", 128, 1): Launch(64, 4, 3, tile_rows=32),
+    ("any", 128, 2): Launch(64, 4, 2, tile_rows=32),
+    ("any", 256, 1): Launch(32, 4, 2, tile_rows=32),
+    ("any", 256, 2): Launch(32, 4, 2, tile_rows=32),
+}
+"""`extend`, where sequences have few rows each: what counts is to read K and V fast, as in decoding."""
+
+PREFIX_DECODE: dict[Key, Launch] = EXTEND
+"""`prefix_decode`: the loop over keys that all rows see is that of `extend`."""

@@ -1,0 +1,239 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_batch import ROUNDING, PagedBatch, check_close, slots_owned, slots_read, store_fp8
+
+from kvblocks.kernels import oracle
+from kvblocks.kernels.cascade import cascade_decode, own_parts
+from kvblocks.kernels.decode import decode
+from kvblocks.kernels.layout import KernelArgumentError
+from kvblocks.kernels.merge import merge_state
+from kvblocks.kernels.prefix_decode import prefix_decode
+from kvblocks.kernels.runs import SharedRuns
+
+# Six requests share three blocks, of which two groups share more; two requests share nothing.
+NESTED = [([0, 2, 3, 5, 6, 7], 0, 3), ([0, 3], 3, 8), ([2, 5, 7], 3, 4), ([5, 7], 4, 5)]
+NESTED_LENGTHS = [140, 33, 65, 300, 0, 81, 48, 80]
+
+
+def share(lengths, groups, *, device, **shape):
+    """A batch of decodes whose tables agree where `groups` say so, and the runs."""
+    batch = PagedBatch([(1, length) for length in lengths], device=device, **shape)
+    for members, start, stop in groups:
+        for member in members[1:]:
+            # What the member held there before is nobody's now.
+            for column in range(start, stop):
+                block = int(batch.block_tables[member, column])
+                batch.key_cache.view(torch.uint8)[block] = 0x7F if batch.key_cache.element_size() == 1 else 0xFF
+                batch.value_cache.view(torch.uint8)[block] = 0x7F if batch.value_cache.element_size() == 1 else 0xFF
+            batch.block_tables[member, start:stop] = batch.block_tables[members[0], start:stop]
+    return batch, SharedRuns.build(groups, len(lengths), device)
+
+
+def run_cascade(batch, runs, **options):
+    query, key_cache, value_cache, block_tables, _, seq_lens = batch.tensors
+    own = own_parts(block_tables, seq_lens, runs, key_cache.shape[1])
+    return cascade_decode(query, key_cache, value_cache, own, block_tables, runs, scale=batch.scale, **options)
+
+
+def check(batch, runs, *, num_splits=None, **options):
+    output, lse = run_cascade(batch, runs, num_splits=num_splits, **options)
+    assert output.dtype == batch.query.dtype and lse.dtype == torch.float32
+    batch.check(output, lse, **options)
+
+
+def test_poison_is_where_nobody_owns_a_slot(device):
+    batch, _ = share(NESTED_LENGTHS, NESTED, device=device)
+    is_clean = ~batch.key_cache.isnan().any(-1).any(-1).flatten()
+    assert set(is_clean.nonzero().flatten().tolist()) == slots_owned(batch)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 3, 7])
+def test_nested_groups(device, num_splits):
+    check(*share(NESTED_LENGTHS, NESTED, device=device), num_splits=num_splits)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "groups"),
+    [
+        pytest.param([40, 50], [], id="no groups"),
+        pytest.param([17], [([0], 0, 1)], id="a group of one"),
+        pytest.param([64, 64, 64], [([0, 1, 2], 0, 4)], id="everything shared"),
+        pytest.param([100, 0, 33], [([0, 2], 0, 2)], id="a row of padding"),
+        pytest.param([20] * 40, [(list(range(39, -1, -1)), 0, 1)], id="more members than a tile has rows"),
+        pytest.param([20] * 9, [([0, 8], 0, 1), ([3, 1], 0, 1), ([2, 4, 5], 0, 1)], id="groups side by side"),
+        pytest.param([2000, 1999], [([1, 0], 0, 124)], id="a long run"),
+    ],
+)
+def test_shapes_of_groups(device, lengths, groups):
+    check(*share(lengths, groups, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_dtypes_and_block_sizes(device, dtype, block_size):
+    lengths = [3 * block_size + 5, 3 * block_size, 2 * block_size + 7]
+    groups = [([2, 0, 1], 0, 2), ([1, 0], 2, 3)]
+    check(*share(lengths, groups, device=device, dtype=dtype, block_size=block_size, head_dim=128))
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (16, 2), (71, 1)])
+def test_heads(device, head_dim, heads):
+    check(*share([50, 40, 35], [([0, 1, 2], 0, 2)], device=device, heads=heads, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_caches_in_e4m3(device, dtype):
+    batch, runs = share(NESTED_LENGTHS, NESTED, device=device, dtype=dtype)
+    scales = {"k_scale": 0.03, "v_scale": 0.02}
+    check(store_fp8(batch, **scales), runs, **scales)
+
+
+def test_softcap_and_sinks(device):
+    batch, runs = share(NESTED_LENGTHS, NESTED, device=device)
+    check(batch, runs, softcap=3.0)
+    check(batch, runs, sinks=batch.sinks)  # counted once, also where nothing is a request's alone
+
+
+def test_parts_are_attention_over_the_runs_alone(device):
+    batch, runs = share(NESTED_LENGTHS, NESTED, device=device)
+    query, key_cache, value_cache, tables, *_ = batch.tensors
+    num_splits = 2
+    outputs, lses = prefix_decode(query, key_cache, value_cache, tables, runs, scale=0.1, num_splits=num_splits)
+    assert outputs.shape == (3 * num_splits, 8, 4, 64) and outputs.dtype == torch.float32
+    unseen = torch.ones(lses.shape[:2], dtype=torch.bool)
+    for (members, start, stop), level in zip(NESTED, runs.level.tolist(), strict=True):
+        states = slice(level * num_splits, (level + 1) * num_splits)
+        for row in members:
+            one = (query[row : row + 1], key_cache, value_cache, tables[row : row + 1, start:stop])
+            lengths = torch.tensor([0, 1]), torch.tensor([(stop - start) * 16])
+            expected = oracle.attention(*one, *lengths, scale=0.1)
+            weighed, _ = oracle.attention(*one[:2], value_cache.abs(), one[3], *lengths, scale=0.1)
+            parts = [part[row : row + 1] for part in outputs[states]], [part[row : row + 1] for part in lses[states]]
+            check_close(*oracle.merge(*parts), *expected, weighed, ROUNDING[torch.float32])
+            unseen[states, row] = False
+    assert (lses.cpu()[unseen] == -torch.inf).all() and unseen.sum() == num_splits * (3 * 8 - 13)
+
+
+def test_parts_merge_with_merge_state_too(device):
+    batch, runs = share(NESTED_LENGTHS, NESTED, device=device)
+    query, key_cache, value_cache, tables, _, seq_lens = batch.tensors
+    caches = key_cache, value_cache
+    own = own_parts(tables, seq_lens, runs, 16)
+    parts = [list(part) for part in prefix_decode(query, *caches, tables, runs, scale=batch.scale)]
+    alone = decode(query, *caches, own.block_tables, own.seq_lens, scale=batch.scale)
+    batch.check(*merge_state([alone[0], *parts[0]], [alone[1], *parts[1]]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter records what is read; a GPU can't")
+@pytest.mark.parametrize("cache", ["key_cache", "value_cache"])
+def test_no_slot_is_read_that_no_request_owns(device, monkeypatch, cache):
+    batch, runs = share(NESTED_LENGTHS, NESTED, device=device)
+    read = slots_read(monkeypatch, getattr(batch, cache), lambda: run_cascade(batch, runs, num_splits=3))
+    assert read == slots_owned(batch)
+
+
+def test_own_parts_are_what_lies_behind_the_runs(device):
+    batch, runs = share(NESTED_LENGTHS, NESTED, device=device)
+    assert runs.num_shared.tolist() == [8, 0, 4, 8, 0, 5, 3, 5]
+    own = own_parts(batch.block_tables, batch.seq_lens, runs, 16)
+    assert own.seq_lens.tolist() == [12, 33, 1, 172, 0, 1, 0, 0]
+    for row, (start, length) in enumerate(zip(runs.num_shared.tolist(), own.seq_lens.tolist(), strict=True)):
+        num_blocks = -(-length // 16)
+        expected = batch.block_tables[row, start : start + num_blocks]
+        assert torch.equal(own.block_tables[row, :num_blocks], expected)
+    many = torch.arange(3000, dtype=torch.int32, device=device).reshape(2, 1500)
+    few = SharedRuns.build([([0], 0, 1)], 2, device)
+    own = own_parts(many, torch.full((2,), 16 * 1500, dtype=torch.int32, device=device), few, 16)
+    assert torch.equal(own.block_tables[0, :1499], many[0, 1:]) and torch.equal(own.block_tables[1], many[1])
+
+
+def test_groups_without_members_are_padding(device):
+    batch, runs = share(NESTED_LENGTHS, NESTED, device=device)
+    nothing = torch.zeros(5, dtype=torch.int32, device=device)
+    padded = SharedRuns(
+        members=torch.cat([runs.members, nothing + 4]),
+        group_start=torch.cat([runs.group_start, nothing + len(runs.members)]),
+        run_start=torch.cat([runs.run_start, nothing]),
+        run_stop=torch.cat([runs.run_stop, nothing + 100]),
+        level=torch.cat([runs.level, nothing]),
+        num_shared=runs.num_shared,
+        num_levels=4,
+    )
+    check(batch, padded)
+
+
+@st.composite
+def forests(draw):
+    """Lengths and nested groups: each group is cut into smaller ones that share more."""
+    num_rows = draw(st.integers(1, 10))
+    groups, depth = [], [0] * num_rows
+    open_groups = [draw(st.permutations(range(num_rows)))]
+    while open_groups and len(groups) < 6:
+        rows = open_groups.pop()
+        cut = draw(st.integers(0, len(rows)))
+        for part in (rows[:cut], rows[cut:]):
+            if part and draw(st.booleans()):
+                start = depth[part[0]]
+                stop = start + draw(st.integers(1, 5))
+                groups.append((list(part), start, stop))
+                for row in part:
+                    depth[row] = stop
+                open_groups.append(part)
+    return [16 * depth[row] + draw(st.integers(0, 40)) for row in range(num_rows)], groups
+
+
+@settings(max_examples=25)
+@given(forest=forests(), num_splits=st.integers(1, 4), has_sinks=st.booleans(), seed=st.integers(0, 1 << 16))
+def test_small_random_forests(device, forest, num_splits, has_sinks, seed):
+    batch, runs = share(*forest, device=device, seed=seed)
+    check(batch, runs, num_splits=num_splits, sinks=batch.sinks if has_sinks else None)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([([0, 4], 0, 1)], "expected different rows below 4 .* got rows .0, 4. and columns 0 to 1"),
+        ([([0, -1], 0, 1)], "expected different rows below 4"),
+        ([([0, 0], 0, 1)], "expected different rows below 4"),
+        ([([], 0, 1)], "expected different rows below 4"),
+        ([([0, 1], 0, 0)], "a run of at least one block"),
+        ([([0, 1], 1, 2)], "expected row 0's next run to start at 0, got 1"),
+        ([([0, 1], 0, 2), ([1, 2], 2, 3)], "expected row 2's next run to start at 0, got 2"),
+    ],
+)
+def test_wrong_groups_are_named(groups, message):
+    with pytest.raises(KernelArgumentError, match=message):
+        SharedRuns.build(groups, 4)
+
+
+def test_wrong_arguments_are_named(device):
+    batch, runs = share([40, 50], [([0, 1], 0, 2)], device=device)
+    batch.query = torch.cat([batch.query, batch.query[:1]])
+    with pytest.raises(KernelArgumentError, match="query: expected a row for each of 2 tables, got 3"):
+        run_cascade(batch, runs)
+    batch, _ = share([40, 50, 60], [([0, 1], 0, 2)], device=device)
+    with pytest.raises(KernelArgumentError, match=r"num_shared: expected the shape \(3,\), got \(2,\)"):
+        run_cascade(batch, runs)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_a_captured_call_serves_other_groups(device):
+    batch, runs = share([100, 90, 80], [([0, 1, 2], 0, 2), ([0, 1], 2, 4)], device=device, dtype=torch.bfloat16)
+    run_cascade(batch, runs)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")  # and it never waits
+    try:
+        with torch.cuda.graph(graph):
+            results = run_cascade(batch, runs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    fewer = SharedRuns.build([([0, 1], 0, 4)], 3, device)
+    runs.members[:2] = fewer.members
+    runs.group_start.copy_(torch.tensor([0, 2, 2]))
+    runs.run_stop[0] = 4
+    runs.num_shared.copy_(fewer.num_shared)
+    graph.replay()
+    batch.check(*results)

@@ -1,0 +1,60 @@
+from itertools import product
+
+import pytest
+import torch
+
+from kvblocks.kernels import table
+from kvblocks.kernels.layout import BLOCK_SIZES, HEAD_DIMS
+from kvblocks.kernels.table import Launch
+
+KERNELS = {name: value for name, value in vars(table).items() if name.isupper() and isinstance(value, dict)}
+
+
+def test_the_tables_are_found():
+    assert "DECODE" in KERNELS
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_every_shape_has_an_entry_whatever_the_device(kernel):
+    for head_dim, element_bytes in product(HEAD_DIMS, (1, 2, 4)):
+        found = table.find(kernel, torch.device("cpu"), head_dim, element_bytes)
+        assert found is kernel["any", head_dim, element_bytes]
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_entries_are_for_what_exists(kernel):
+    for (family, head_dim, element_bytes), launch in kernel.items():
+        assert family in table.FAMILIES
+        assert head_dim in HEAD_DIMS
+        assert element_bytes in {1, 2, 4}
+        for size in (launch.tile_keys, launch.tile_rows, launch.num_warps):
+            assert size & (size - 1) == 0, "expected powers of 2"
+        assert launch.tile_keys >= min(BLOCK_SIZES)
+        assert launch.num_stages >= 1
+        assert launch.programs_per_sm >= 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "family"),
+    [((7, 5), "any"), ((8, 0), "sm80"), ((8, 6), "sm89"), ((8, 9), "sm89"), ((9, 0), "sm90"), ((10, 0), "sm100")],
+)
+def test_families_of_nvidia(monkeypatch, capability, family):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert table.family(torch.device("cuda")) == family
+    kernel = {(family, 64, 2): Launch(16, 4, 1), ("any", 64, 2): Launch(32, 4, 1)}
+    assert table.find(kernel, torch.device("cuda"), 64, 2) == kernel[family, 64, 2]
+    assert table.find({("any", 64, 2): Launch(32, 4, 1)}, torch.device("cuda"), 64, 2).tile_keys == 32
+
+
+class Properties:
+    gcnArchName = "gfx942:sramecc+:xnack-"  # noqa: N815 - AMD's name for it
+    multi_processor_count = 304
+
+
+def test_families_of_amd_and_the_size_of_a_fixed_grid(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    assert table.family(torch.device("cuda")) == "gfx942"
+    assert table.count_programs(torch.device("cuda"), Launch(16, 4, 1, programs_per_sm=2)) == 608
+    assert table.count_programs(torch.device("cpu"), Launch(16, 4, 1, programs_per_sm=2)) == 2
