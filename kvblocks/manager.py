@@ -173,8 +173,8 @@ class KVCacheManager(BranchingManager):
         and those of 100 never. expires_at: on the caller's clock, see `expire_pins`; None: never.
 
         Raises PinBudgetError when all pins together would be for more than `pin_budget` allows (a block in two pins
-        counts twice), InvalidArgumentError and InvalidTokensError. O(tokens); and while it lacks blocks, a lookup
-        whenever a sequence is freed.
+        counts twice), InvalidArgumentError and InvalidTokensError. O(tokens + pins); and while it lacks blocks, a
+        lookup whenever a sequence that begins like it is freed.
         """
         if not self.enable_caching:
             raise InvalidArgumentError("pin: expected enable_caching=True when the manager was made, got False")

@@ -187,7 +187,7 @@ class SequenceManager:
         All that it was given slots for must have been computed. A token that was appended last and that no step has
         computed must not stay cached: then call `abort` with num_tokens - 1. The sequence keeps its tokens and can be
         allocated again. Raises SequenceStateError when it isn't this manager's or holds no blocks (a double free).
-        O(blocks).
+        O(blocks), and a lookup for each pin that begins alike and lacks blocks.
         """
         self._check_owned(sequence, "free")
         if self._retention.lacking:
@@ -202,8 +202,8 @@ class SequenceManager:
         """Free a sequence of a step that died; of its tokens, the first `num_computed_tokens` have their KV written.
 
         What it caches beyond them is cached no more, nor is anything chained to that. Abort every sequence of the
-        step, those that may have hit such a block included: they keep it in their tables until then. Raises
-        SequenceStateError, InvalidArgumentError. O(blocks).
+        step, also those that may have hit such a block, which they keep in their tables until then, and those that
+        waited for a copy (`take_copies`). Raises SequenceStateError, InvalidArgumentError. O(blocks + blocks of pins).
         """
         self._check_owned(sequence, "abort")
         written = check_count("num_computed_tokens", num_computed_tokens, 0, sequence.num_computed_tokens)

@@ -101,6 +101,25 @@ def test_priorities_by_range_never_rise_along_a_prefix() -> None:
     assert block_priorities(30, 11, 4) == [30, 30]
 
 
+def test_what_lies_behind_the_last_range_is_not_pinned() -> None:
+    manager = KVCacheManager(10, 4)
+    compute(manager, range(8))
+    assert manager.pin(range(8), priority=[(0, 4, 50)]).num_blocks == 1
+
+
+def test_ends_of_low_priority_go_before_a_pin_between() -> None:
+    manager = KVCacheManager(10, 4, debug=True)
+    compute(manager, range(12))
+    compute(manager, range(100, 104))
+    mixed = manager.pin(range(12), priority=[(0, 4, 80), (4, 12, 10)])
+    middle = manager.pin(range(100, 104), priority=50)
+    running = Sequence("big", range(500, 532))  # 8 blocks, 6 are free
+    assert manager.allocate_slots(running) is not None
+    assert (mixed.num_held_blocks, middle.num_held_blocks) == (1, 1)
+    manager.append_slots(running, [1])
+    assert (mixed.num_held_blocks, middle.num_held_blocks) == (1, 0)
+
+
 def test_expiry_is_by_the_callers_clock() -> None:
     manager = KVCacheManager(10, 4, debug=True)
     compute(manager, range(8))
