@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvblocks.engine.batch import StepBatch
 from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.layer_attention import LayerAttention
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels import reference
 
@@ -86,7 +87,7 @@ class StepAttention(Protocol):
         key, value: [num_rows, num_kv_heads, head_dim]; slot_mapping: int64 [num_rows]. Changes the cache.
         """
 
-    def attend(self, layer: int, query: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
         """Attention of all the batch's rows, in its order: [num_tokens, num_heads, head_dim] to the same shape."""
 
 
@@ -110,14 +111,13 @@ class _PlannedStep:
 
     plan: reference.AttentionPlan
     kv_cache: KVCache
-    scale: float
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         reference.store(key, value, self.kv_cache.keys[layer], self.kv_cache.values[layer], slot_mapping)
 
-    def attend(self, layer: int, query: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
         keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
-        return reference.attend(self.plan, query, keys, values, scale=self.scale)
+        return reference.attend(self.plan, query, keys, values, scale=how.scale)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class TorchAttention:
         """Plan the step. O(tokens in context)."""
         planner: Planner = reference.plan_tiled if self.is_tiled else reference.plan_paged
         plan = planner(batch.block_tables, batch.query_start, batch.seq_lens, kv_cache.block_size)
-        return _PlannedStep(plan, kv_cache, scale=kv_cache.keys[0].shape[-1] ** -0.5)
+        return _PlannedStep(plan, kv_cache)
 
 
 @dataclass(frozen=True)

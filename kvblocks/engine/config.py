@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvblocks.engine.errors import ModelError
+from kvblocks.engine.layer_attention import LayerAttention
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
@@ -49,6 +50,11 @@ class LlamaConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def attention(self) -> tuple[LayerAttention, ...]:
+        """How each layer attends. O(layers)."""
+        return (LayerAttention(scale=self.head_dim**-0.5),) * self.num_layers
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "LlamaConfig":

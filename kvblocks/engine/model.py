@@ -67,14 +67,14 @@ class LlamaModel:
         step = self.attention.begin(batch, kv_cache)
         hidden = F.embedding(layout.token_ids, self.weights.embedding)
         cos, sin = self._rope.cos[layout.positions], self._rope.sin[layout.positions]
-        for index, layer in enumerate(self.weights.layers):
+        for index, (layer, how) in enumerate(zip(self.weights.layers, self.config.attention, strict=True)):
             queries = []
             for rows in parts:
                 query, key, value = self._layers.project(layer, hidden[rows], cos[rows], sin[rows])
                 step.store(index, key, value, layout.slot_mapping[rows])
                 queries.append(query)
             query = queries[0] if len(queries) == 1 else torch.cat(queries)
-            attended = layout.put_own(step.attend(index, layout.take_own(query)))
+            attended = layout.put_own(step.attend(index, layout.take_own(query), how))
             for rows in parts:
                 self._layers.mix(layer, hidden[rows], attended[rows])
         return self._logits(hidden.index_select(0, layout.logits_rows))

@@ -1,0 +1,18 @@
+"""What one layer's attention does beside the matrices: the numbers that differ from layer to layer of a model."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """How a layer attends.
+
+    A score is `scale * (q . k)`, then `softcap * tanh(score / softcap)` if there is a softcap. A row at position p
+    sees the keys from p - window + 1 to p, or all up to p without a window. `group` is the KV-cache group that the
+    layer belongs to: its block tables and slots are those of that group.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    group: int = 0
