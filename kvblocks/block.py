@@ -122,19 +122,34 @@ class Run:
         num_blocks = len(self.blocks) - position
         if num_blocks > max_blocks:  # noqa: PLR1730  # min() costs three times as much
             num_blocks = max_blocks
-        in_run, in_tokens = position * size, first * size
-        if not self.tokens.startswith(tokens[in_tokens : in_tokens + num_blocks * size], in_run):
-            low, high = 0, num_blocks  # the first `low` blocks are equal, the first `high` aren't
-            while high - low > 1:
-                middle = (low + high) // 2
-                part = tokens[in_tokens + low * size : in_tokens + middle * size]
-                if self.tokens.startswith(part, in_run + low * size):
-                    low = middle
-                else:
-                    high = middle
-            num_blocks = low
+        start = first * size
+        if not self.tokens.startswith(tokens[start : start + num_blocks * size], position * size):
+            num_blocks = self.num_equal_tokens(position, tokens, first, num_blocks)
         if self.extra_keys is None and extra_keys is None:
             return num_blocks
+        return self.num_equal_keys(position, extra_keys, first, num_blocks)
+
+    def num_equal_tokens(self, position: int, tokens: memoryview, first: int, num_blocks: int) -> int:
+        """Return how many of `num_blocks` blocks, not all of them, have equal tokens. As `num_common`."""
+        size = self.epoch.block_bytes
+        in_run, in_tokens = position * size, first * size
+        low, high = 0, num_blocks  # the first `low` blocks are equal, the first `high` aren't
+        middle = 0
+        if self.children:  # where another prompt parted from this one, the next one probably does too
+            middle = next(reversed(self.children)) + 1 - position
+        while high - low > 1:
+            if not low < middle < high:
+                middle = (low + high) // 2
+            part = tokens[in_tokens + low * size : in_tokens + middle * size]
+            if self.tokens.startswith(part, in_run + low * size):
+                low = middle
+                middle += 1
+            else:
+                high = middle
+        return low
+
+    def num_equal_keys(self, position: int, extra_keys: dict[int, bytes] | None, first: int, num_blocks: int) -> int:
+        """Return how many of `num_blocks` blocks have equal extra keys, up to the first that hasn't."""
         ours, theirs = self.extra_keys or {}, extra_keys or {}
         if num_blocks < len(ours) + len(theirs):
             keyed = set(range(num_blocks))

@@ -171,8 +171,9 @@ class CachedRuns:
     def _cut(self, run: Run, position: int, removed: list[bytes]) -> None:
         """Forget `run` from `position` on, after everything that is chained to that."""
         chain = [(run, position)]
-        for above, start in chain:  # grows while it is walked: parents before children
-            chain += [(child, 0) for child in above.children_from(start)]
+        if run.children:
+            for above, start in chain:  # grows while it is walked: parents before children
+                chain += [(child, 0) for child in above.children_from(start)]
         for below, start in reversed(chain):
             if self.names_changes:
                 removed += [below.digest(index) for index in range(len(below.blocks) - 1, start - 1, -1)]

@@ -19,7 +19,6 @@ from threading import RLock
 from typing import Any, SupportsIndex
 
 from kvblocks.arguments import Text, check_count, check_name
-from kvblocks.block import KVCacheBlock
 from kvblocks.errors import BlockStateError, InvalidArgumentError, StaleHitError
 from kvblocks.hashing import PositionKey
 from kvblocks.prefix_match import Hold, PrefixInsert, PrefixMatch
@@ -121,7 +120,8 @@ class PrefixCache:
                 self._pins.add(sequence, path, None)
             else:
                 self._store.let_go(path)
-            unused = [given for given, block in zip(ids, path, strict=False) if given != block.block_id]
+            found = path[: len(path) - num_new]
+            unused = [given for given, block in zip(ids, found, strict=False) if given != block.block_id]
             self._store.drop_payloads()
             return PrefixInsert(len(path), num_new, unused + ids[len(path) :], evicted)
 
@@ -269,7 +269,7 @@ class PrefixCache:
             if match.is_read:
                 match.renew(blocks, version)
             else:
-                self._show(match, blocks)
+                match.show(blocks, self.block_size, version, self._store.payload(match.sequence, blocks))
             return hold
 
     def let_go(self, hold: Hold) -> None:
@@ -277,19 +277,17 @@ class PrefixCache:
         self._left.append(hold)
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
-        self._settle()
+        if self._left:
+            self._settle()
+        store = self._store
         match = PrefixMatch(self, sequence)
-        blocks = self._store.find(sequence)
-        self._show(match, blocks)
-        self._store.renew(blocks)
+        blocks = store.find(sequence)
+        match.show(blocks, self.block_size, store.index.version, store.payload(sequence, blocks))
+        store.renew(blocks)
         self._num_queries += 1
         self._num_queried_tokens += sequence.num_tokens
         self._num_hit_tokens += len(blocks) * self.block_size
         return match
-
-    def _show(self, match: PrefixMatch, blocks: list[KVCacheBlock]) -> None:
-        payload = self._store.payload(match.sequence, blocks)
-        match.show(blocks, self.block_size, self._store.index.version, payload)
 
     def _settle(self) -> None:
         """Let go of the matches that were left since the last call."""

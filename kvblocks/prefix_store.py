@@ -108,7 +108,7 @@ class PrefixStore:
         num_missing = len(kv_block_ids) - num_found - (self.max_blocks - len(self.blocks))
         evicted = self.evict(num_missing) if num_missing > 0 else []
         room = self.max_blocks - len(self.blocks)
-        new = [self._take(kv_block_id) for kv_block_id in kv_block_ids[num_found : num_found + room]]
+        new = self._take(kv_block_ids[num_found : num_found + room])
         if new:
             node = path[-1].node if path else ROOT
             keys = sequence.encoded_keys(self.block_size)
@@ -123,14 +123,15 @@ class PrefixStore:
         blocks = self._queue.popleft_n(min(num_blocks, self._queue.num_free_blocks))
         num_evicted = self.index.evict(blocks)
         assert num_evicted == len(blocks), f"evict: {num_evicted} blocks went with {len(blocks)} leaves"
-        for block in blocks:
-            del self.blocks[block.block_id]
+        kv_block_ids = [block.block_id for block in blocks]
+        for kv_block_id in kv_block_ids:
+            del self.blocks[kv_block_id]
         if self._payloads:
             for block in blocks:
                 if block in self._payloads:
                     self._dropped.append(self._payloads.pop(block))
         self._stock += blocks
-        return [block.block_id for block in blocks]
+        return kv_block_ids
 
     def attach(self, sequence: Sequence, payload: Any) -> bool:
         """Keep `payload` with the sequence's last full block; None: keep nothing. Whether that block is here."""
@@ -146,7 +147,7 @@ class PrefixStore:
 
     def payload(self, sequence: Sequence, path: list[KVCacheBlock]) -> Any:
         """Return what was attached to exactly this sequence, whose cached blocks are `path`. O(block_size)."""
-        if not path or not self._payloads or len(path) < sequence.num_tokens // self.block_size:
+        if not self._payloads or not path or len(path) < sequence.num_tokens // self.block_size:
             return None
         kept = self._payloads.get(path[-1])
         return kept[2] if kept is not None and kept[:2] == self._tail(sequence) else None
@@ -178,6 +179,8 @@ class PrefixStore:
         assert self._payloads.keys() <= num_holds.keys(), "store: a payload without its block"
 
     def _check_insertable(self, kv_block_ids: list[int], path: list[KVCacheBlock]) -> None:
+        if self.blocks.keys().isdisjoint(kv_block_ids):
+            return
         for position, kv_block_id in enumerate(kv_block_ids):
             block = self.blocks.get(kv_block_id)
             if block is not None and (position >= len(path) or path[position] is not block):
@@ -186,15 +189,20 @@ class PrefixStore:
                     "which does; evict it first"
                 )
 
-    def _take(self, kv_block_id: int) -> KVCacheBlock:
-        if self._stock:
-            block = self._stock.pop()
+    def _take(self, kv_block_ids: list[int]) -> list[KVCacheBlock]:
+        """Return blocks with these ids, held once, from the stock as far as it goes."""
+        stock = self._stock
+        first = max(len(stock) - len(kv_block_ids), 0)
+        blocks = stock[first:]
+        del stock[first:]
+        for block, kv_block_id in zip(blocks, kv_block_ids, strict=False):
             block.block_id = kv_block_id
-        else:
+        for kv_block_id in kv_block_ids[len(blocks) :]:
             block = KVCacheBlock(kv_block_id)
             block.ref_cnt = 1
-        self.blocks[kv_block_id] = block
-        return block
+            blocks.append(block)
+        self.blocks.update(zip(kv_block_ids, blocks, strict=True))
+        return blocks
 
     def _tail(self, sequence: Sequence) -> tuple[bytes, bytes | None]:
         """What a sequence has after its last full block: tokens, and their encoded keys."""

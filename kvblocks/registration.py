@@ -17,8 +17,8 @@ from kvblocks.sequence import Sequence
 def find_blocks(index: PrefixIndex, sequence: Sequence) -> list[KVCacheBlock]:
     """Return the full blocks that hold the longest cached prefix of the sequence's known tokens. Changes nothing."""
     block_size = index.block_size
-    keys = sequence.encoded_keys(block_size)
-    return index.match(sequence.packed_tokens(), keys, sequence.num_tokens // block_size)
+    keys = sequence.encoded_keys(block_size) if sequence.has_keys else None
+    return index.match(memoryview(sequence.tokens).cast("B"), keys, sequence.num_tokens // block_size)
 
 
 def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> None:

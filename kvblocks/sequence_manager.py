@@ -52,7 +52,8 @@ class SequenceManager:
         block_size = self.block_size
         if self.enable_caching:
             keys = sequence.encoded_keys(block_size) if sequence.has_keys else None
-            blocks = self._index.match(sequence.packed_tokens(), keys, sequence.num_tokens // block_size)
+            tokens = memoryview(sequence.tokens).cast("B")
+            blocks = self._index.match(tokens, keys, sequence.num_tokens // block_size)
         return CacheHit(sequence, blocks, len(blocks) * block_size, self._index, self._in_flight)
 
     def allocate_slots(
