@@ -86,7 +86,7 @@ class GroupPool(BlockPool):
         orphans = self.group_index.orphans
         if orphans:
             self.group_index.orphans = []
-            for block in orphans:
+            for block in sorted(orphans, key=_block_id, reverse=True):
                 if not block.ref_cnt and block.run is None:
                     self._tiers.put_first(block)
 
@@ -106,3 +106,7 @@ class GroupPool(BlockPool):
     def _make_queue(self) -> FreeBlockQueue:
         self._tiers = GroupQueue(self.blocks)
         return self._tiers
+
+
+def _block_id(block: KVCacheBlock) -> int:
+    return block.block_id

@@ -52,7 +52,8 @@ class GroupSlots(SlotAllocator):
     ) -> list[KVCacheBlock] | None:
         """Give a sequence without blocks those of `hit` and what its first `end` tokens need beyond them, as ever."""
         found = hit if isinstance(hit, GroupHit) else None
-        tables = GroupTables(self._layout, self._landmarks(sequence, found))
+        ends = [] if found is None else [found.num_readonly_tokens, found.num_matched_tokens]
+        tables = GroupTables(self._layout, [*ends, sequence.num_prompt_tokens])
         held: list[KVCacheBlock] = []
         touched: list[KVCacheBlock] = []
         if found is not None:
@@ -192,13 +193,6 @@ class GroupSlots(SlotAllocator):
         tables = sequence.groups
         assert tables is not None
         return [sequence.blocks, *[table.blocks for table in tables.tables]]
-
-    def _landmarks(self, sequence: Sequence, hit: GroupHit | None) -> tuple[int, ...]:
-        step = self._layout.hit_size
-        ends = {sequence.num_prompt_tokens // step * step}
-        if hit is not None:
-            ends |= {hit.num_readonly_tokens, hit.num_matched_tokens // step * step}
-        return tuple(sorted(ends - {0}))
 
     def _lacks_for(self, needs: list[Need]) -> bool:
         """Whether the pool can't serve all of them, after their sequences have let go of what they need no more."""

@@ -4,7 +4,7 @@ A windowed group's table forgets its beginning: a place whose block has left the
 places stand never changes, so token i is always in place i // block_size.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from kvblocks.block import KVCacheBlock
 from kvblocks.errors import SequenceStateError
@@ -89,9 +89,10 @@ class GroupTables:
 
     __slots__ = ("landmarks", "layout", "new_blocks", "tables")
 
-    def __init__(self, layout: GroupLayout, landmarks: tuple[int, ...]) -> None:
+    def __init__(self, layout: GroupLayout, ends: Iterable[int]) -> None:
+        """ends: where hits may end; the landmarks are the last multiples of hit_size before them."""
         self.layout = layout
-        self.landmarks = landmarks
+        self.landmarks = tuple(sorted({end // layout.hit_size * layout.hit_size for end in ends} - {0}))
         self.tables = [GroupTable(companion) for companion in layout.companions]
         self.new_blocks: list[list[KVCacheBlock]] = [[] for _ in layout.groups]
 
