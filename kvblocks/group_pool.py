@@ -81,6 +81,11 @@ class GroupPool(BlockPool):
         if self.sampler is not None:
             self.sampler.note_released(blocks)
 
+    def give_back(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """`release` of blocks of a further table's end; those that hold nothing are reused next. O(blocks)."""
+        self.release_early([block for block in blocks if not block.is_cached])
+        self.release([block for block in blocks if block.is_cached])
+
     def settle(self) -> None:
         """Have free blocks that can be hit no more reused next. O(their number)."""
         orphans = self.group_index.orphans

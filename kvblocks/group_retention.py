@@ -89,7 +89,7 @@ class GroupRetention(Retention):
 
     def _drop_hanging(self, pin: Pin) -> None:
         hanging, pin.hanging = pin.hanging, []
-        self._pool.release(hanging)
+        self._group_pool.give_back(hanging)
         self._note(pin)
 
     def _num_freeable(self, below: int, touched: list[KVCacheBlock], num_wanted: int) -> int:

@@ -164,7 +164,7 @@ class GroupSlots(SlotAllocator):
         tables, sequence.groups = sequence.groups, None
         assert tables is not None
         for table in tables.tables:
-            self._give_back(table.blocks)
+            self._group_pool.give_back(table.blocks)
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
         """Let a twin hold what the further tables hold of the computed tokens. O(blocks)."""
@@ -181,7 +181,7 @@ class GroupSlots(SlotAllocator):
         tables = sequence.groups
         assert tables is not None
         for table in tables.tables:
-            self._give_back(table.truncate(-(-num_tokens // table.companion.block_size)))
+            self._group_pool.give_back(table.truncate(-(-num_tokens // table.companion.block_size)))
 
     def register_anew(self, sequence: Sequence) -> None:
         """Cache what hangs from a sequence's blocks, which were cached anew after a reset. O(blocks)."""
@@ -216,11 +216,6 @@ class GroupSlots(SlotAllocator):
                     (kept if block.is_cached and tables.is_landmark(table, place) else others).append(block)
                 self._group_pool.release_early(others)
                 self._pool.release(kept)
-
-    def _give_back(self, blocks: list[KVCacheBlock]) -> None:
-        """Release blocks that end a table."""
-        self._group_pool.release_early([block for block in blocks if not block.is_cached])
-        self._pool.release([block for block in blocks if block.is_cached])
 
     def _finish(self, need: Need, end: int, digests: bytearray | None) -> list[KVCacheBlock]:
         """Give a sequence what it needs, and cache what its first `end` tokens fill."""
