@@ -48,6 +48,33 @@ class GroupIndex(PrefixIndex):
         row = self.row(primary)
         return None if row is None else row[place]
 
+    def companions(
+        self, companion: Companion, primaries: list[KVCacheBlock], first: int, end: int
+    ) -> list[KVCacheBlock]:
+        """Return a group's cached blocks first to end - 1 of the prefix that `primaries` hold; those behind a missing one.
+
+        O(end - first).
+        """
+        found: list[KVCacheBlock] = []
+        run: Run | None = None
+        rows: dict[int, Row] | None = None
+        place, is_alike = companion.first_place, companion.block_size == self.block_size
+        for number in range(end - 1, first - 1, -1):
+            position = number
+            if not is_alike:
+                position, place = companion.home(number)
+            primary = primaries[position]
+            if primary.run is not run:
+                run = primary.run
+                rows = None if run is None else self._rows.get(run)
+            row = None if rows is None else rows.get(primary.index)
+            block = None if row is None else row[place]
+            if block is None:
+                break
+            found.append(block)
+        found.reverse()
+        return found
+
     def hang(self, primary: KVCacheBlock, place: int, block: KVCacheBlock) -> bool:
         """Cache `block`, which isn't cached, where `primary` is, unless the place is taken by an owned one. O(1).
 

@@ -1,8 +1,9 @@
 """Identities without KV: what stands in the primary group's place where no group has full attention.
 
-A ghost is a block that has no memory. Sequences hold ghosts in their primary tables, and the prefix index keeps them
-in its runs, as it does blocks; so what hangs from them is exact for the same reason, whatever the hash. There are as
-many as sequences need; of those that nobody holds, only a bounded number stay, and the least recently used go first.
+A ghost is a block that has no memory. Sequences hold ghosts in their primary tables, and the prefix index keeps them in
+its runs, as it does blocks; so what hangs from them is exact for the same reason, whatever the hash. There are as many
+as sequences need, and those that nobody holds stay for later hits; but beyond a number of these, the least recently
+used is reused before another one is made.
 
 Invariants: ids begin where the pool's end.
 """
@@ -14,11 +15,11 @@ from kvblocks.companions import GroupIndex
 from kvblocks.free_queue import FreeBlockQueue
 
 KEPT_PER_BLOCK = 16
-"""Free ghosts that are kept for each block of the pool. One takes about 150 bytes, tokens of 16 included."""
+"""Free ghosts for each block of the pool, beyond which they are reused. One takes about 150 bytes, with 16 tokens."""
 
 
 class GhostBlocks:
-    """The ghosts of a pool of `num_blocks`; at most `max_free` of those that nobody holds are kept."""
+    """The ghosts of a pool of `num_blocks`; once more than `max_free` are held by nobody, those are reused."""
 
     def __init__(self, num_blocks: int, index: GroupIndex) -> None:
         self.first_id = num_blocks

@@ -33,8 +33,7 @@ class GroupHit(CacheHit):
         self.tables: list[tuple[int, list[KVCacheBlock]]] = []
         for companion in index.layout.companions:
             first, end = needed_blocks(companion, self.num_readonly_tokens, sequence.num_tokens)
-            found = [index.companion(blocks[position], place) for position, place in _homes(companion, first, end)]
-            self.tables.append((first, [block for block in found if block is not None]))
+            self.tables.append((first, index.companions(companion, blocks, first, end)))
 
     @property
     def num_matched_tokens(self) -> int:
@@ -52,11 +51,10 @@ class GroupHit(CacheHit):
 
     def has_lost_companions(self) -> bool:
         """Whether a block of another group than the primary one hangs no more where it did. O(blocks)."""
-        for companion, (first, held) in zip(self.group_index.layout.companions, self.tables, strict=True):
-            homes = _homes(companion, first, first + len(held))
-            for (position, place), block in zip(homes, held, strict=True):
-                if self.group_index.companion(self.blocks[position], place) is not block:
-                    return True
+        index = self.group_index
+        for companion, (first, held) in zip(index.layout.companions, self.tables, strict=True):
+            if index.companions(companion, self.blocks, first, first + len(held)) != held:
+                return True
         return False
 
 
@@ -110,12 +108,5 @@ def _last_missing(
 ) -> int | None:
     """Return the last block of a group that a hit of `end` tokens needs and that isn't cached, None if all are."""
     first, last = needed_blocks(companion, end, num_tokens)
-    for number in range(last - 1, first - 1, -1):
-        position, place = companion.home(number)
-        if index.companion(matched[position], place) is None:
-            return number
-    return None
-
-
-def _homes(companion: Companion, first: int, end: int) -> list[tuple[int, int]]:
-    return [companion.home(number) for number in range(first, end)]
+    found = index.companions(companion, matched, first, last)
+    return last - 1 - len(found) if len(found) < last - first else None

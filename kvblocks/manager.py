@@ -159,10 +159,12 @@ class KVCacheManager(GroupManager):
 
     def prefix_rows(self) -> list[PrefixRow]:
         """Return what is cached as the rows of a table, for people. Changes nothing. O(cached blocks)."""
+        self._check_has_primary("prefix_rows")
         return prefix_rows(self._index)
 
     def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
         """Return what is cached as a Graphviz document, of at most `max_nodes` nodes. As `prefix_rows`."""
+        self._check_has_primary("to_dot")
         return to_dot(prefix_rows(self._index), max_nodes)
 
     @property

@@ -8,6 +8,8 @@ from collections import Counter
 
 from dumb_model import DumbModel, ModelPin, ModelSequence, Prefix
 
+from kvblocks import ghosts
+
 Spec = tuple[int, int | None]
 """(block size, window or None)"""
 
@@ -24,7 +26,7 @@ class DumbGroups(DumbModel):
         self.early: list[int] = []
         self.late = self.queue
         self.ghosts: list[int] = []
-        self.max_ghosts = 16 * num_blocks
+        self.max_ghosts = ghosts.KEPT_PER_BLOCK * num_blocks
         self.orphans: list[int] = []
         self.tables: dict[ModelSequence, dict[int, list[int | None]]] = {}
         self.landmarks: dict[ModelSequence, set[int]] = {}
@@ -101,7 +103,7 @@ class DumbGroups(DumbModel):
         ends: frozenset[int] = frozenset(),
         is_whole: bool = False,
     ) -> bool:
-        """ends, is_whole: of a hit: where it and what it matched end, and whether it was all of the tokens then known."""
+        """ends, is_whole: of a hit: where it and what it matched end; whether it was all of the tokens then known."""
         if sequence.is_allocated:
             return self.serve([(sequence, sequence.num_computed, end + num_lookahead, end)]) is not None
         hit_end = len(hit) * self.block_size
@@ -464,4 +466,3 @@ class DumbGroups(DumbModel):
             if not all(block in self.content for block in [*self.hanging[pin], *pin.held]):
                 self.drop_hanging(pin)
         super().shrink_pins()
-

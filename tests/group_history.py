@@ -7,7 +7,7 @@ import pytest
 from dumb_groups import DumbGroups
 from dumb_model import ModelPin, ModelSequence
 from group_memory import GroupMemory
-from history import MAX_RUNNING, MAX_TOKENS, OPERATIONS, Chooser, History
+from history import MAX_TOKENS, OPERATIONS, Chooser, History
 
 import kvblocks
 from kvblocks import (
@@ -71,7 +71,13 @@ class GroupHistory(History):
         return any(table != self.ids(hit.group_blocks(group)) for group, table in ids.items())
 
     def start(
-        self, sequence: kvblocks.Sequence, model: ModelSequence, end: int, hit: Any, call: Callable[[], Any], num: int = 0
+        self,
+        sequence: kvblocks.Sequence,
+        model: ModelSequence,
+        end: int,
+        hit: Any,
+        call: Callable[[], Any],
+        num: int = 0,
     ) -> None:
         held, ends, is_whole = [], frozenset(), False
         if hit is not None:
@@ -119,9 +125,7 @@ class GroupHistory(History):
         if is_quick:  # looks at no window
             assert self.manager.append_slots(sequence, tokens) == []
             model.num_computed += 1
-        elif not self.grow(
-            sequence, model, len(model.tokens), [], lambda: self.manager.append_slots(sequence, tokens)
-        ):
+        elif not self.grow(sequence, model, len(model.tokens), [], lambda: self.manager.append_slots(sequence, tokens)):
             del model.tokens[-len(tokens) :]
 
     def append_step(self, chooser: Chooser) -> None:
@@ -204,7 +208,9 @@ class GroupHistory(History):
 
     def snapshot(self) -> object:
         tables = [
-            [list(s.group_block_ids(group)) for group in range(len(self.model.specs))] for s, m in self.pairs if m.is_allocated
+            [list(s.group_block_ids(group)) for group in range(len(self.model.specs))]
+            for s, m in self.pairs
+            if m.is_allocated
         ]
         hanging = [pin.hanging for pin in self.manager.pins]
         return super().snapshot(), tables, hanging, self.manager.group_usage()
@@ -280,7 +286,9 @@ class GroupHistory(History):
     def check_usage(self) -> None:
         for usage in self.manager.group_usage():
             table = None if usage.group == self.model.primary else usage.group
-            tables = [s.table if table is None else self.model.tables[s][table] for _, s in self.pairs if s.is_allocated]
+            tables = [
+                s.table if table is None else self.model.tables[s][table] for _, s in self.pairs if s.is_allocated
+            ]
             assert usage.num_owned_blocks == len({block for row in tables for block in row if block is not None})
             places = [4 if table is None else 6]
             contents = [c for c in self.model.content.values() if len(c) in places and (table is None or c[4] == table)]
@@ -328,11 +336,13 @@ _REPLACED = {
     for name in ("allocate", "allocate_twin", "preempt_and_resume", "append", "append_step", "truncate", "pin")
 }
 GROUP_OPERATIONS = tuple(
-    [(_REPLACED.get(operation.__name__, operation), weight) for operation, weight in OPERATIONS if operation.__name__ != "set_quota"]
+    [
+        (_REPLACED.get(operation.__name__, operation), weight)
+        for operation, weight in OPERATIONS
+        if operation.__name__ != "set_quota"
+    ]
 )
 """As `history.OPERATIONS`, without quotas: tests/test_groups.py has those."""
-
-assert MAX_RUNNING
 
 
 def walk(history: GroupHistory, chooser: Any, num_steps: int, reset_every: int = 150) -> None:
