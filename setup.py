@@ -15,8 +15,8 @@ from setuptools.command.build_ext import build_ext
 MODULES = (
     *("arguments", "tokens", "hashing", "eviction_history", "tenant", "epoch", "block"),
     *("free_queue", "sequence", "quotas", "cached_runs", "prefix_index", "block_sampler"),
-    *("group_tables", "group_queue", "companions", "ghosts", "group_pool", "group_lookup", "group_need"),
-    *("group_registration", "group_retention", "group_slots", "group_explanation", "group_manager"),
+    *("group_layout", "group_tables", "group_queue", "companions", "ghosts", "group_pool", "group_lookup"),
+    *("group_need", "group_registration", "group_retention", "group_slots", "group_explanation", "group_manager"),
     *("in_flight", "cache_hit", "pool", "registration", "retention", "slots", "explanation"),
     *("sequence_manager", "branching", "shared_prefixes", "picture", "manager", "metrics"),
     *("prefix_match", "prefix_pins", "prefix_store", "prefix_cache"),

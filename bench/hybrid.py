@@ -2,8 +2,8 @@
 
     python -m bench.hybrid [--trace FILE] [--requests N] [--gib 8 32] [--json FILE]
 
-FILE: a trace of Mooncake's (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces), jsonl or jsonl.gz, a request
-a line: input_length, output_length, hash_ids (an id for each 512 tokens of the prompt; equal ids mean equal
+FILE: a trace of Mooncake's (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces), jsonl or jsonl.gz, a
+request a line: input_length, output_length, hash_ids (an id for each 512 tokens of the prompt; equal ids mean equal
 prefixes). Without one, a small trace is generated that has conversations and shared system prompts.
 
 The model is Gemma 3 4B's: 34 layers of 4 KV heads of 256, five with a window of 1024 to one with full attention, in
@@ -12,10 +12,10 @@ groups that `kvblocks.plan` makes ("groups"); and that with what leaves a window
 is ("groups, by last use"), which shows what the order of reuse does. Requests come in the trace's order, a number of
 them at a time, prompts in chunks, a token a step; when the pool is full the youngest starts over.
 
-To be quick, 16 tokens of the trace are one here, and likewise the window, the chunks and the blocks of 128 tokens;
-that changes no rate. What a prompt has behind its last 512 tokens is left out: its id says nothing of what a longer
-prompt shares with it. Outputs are of tokens that never come again, since the trace doesn't say them: so a next turn hits
-its predecessor's prompt, and what follows is new. What it doesn't show: time. Arrival times are not used.
+To be quick, 16 tokens of the trace are one here, and likewise the window, the chunks and the blocks of 128 tokens; that
+changes no rate. What a prompt has behind its last 512 tokens is left out: its id says nothing of what a longer prompt
+shares with it. Outputs are of tokens that never come again, since the trace doesn't say them: so a next turn hits its
+predecessor's prompt, and what follows is new. What it doesn't show: time. Arrival times are not used.
 """
 
 import argparse
@@ -55,8 +55,9 @@ class Outcome:
     """What came of a trace. Rates are shares of the prompts' tokens.
 
     hit_rate: of those that needed no computing when their request first started. limited_rate: of those that the
-    full-attention group had cached and a window had not, whenever one started. mean_running: sequences. bytes_per_token:
-    that running sequences held, for each token of theirs. num_preemptions: of sequences that started over.
+    full-attention group had cached and a window had not, whenever one started. mean_running: sequences.
+    bytes_per_token: that running sequences held, for each token of theirs. num_preemptions: of sequences that started
+    over.
     """
 
     manager: str
@@ -185,9 +186,8 @@ def main() -> None:
     facts = conditions(trace=name, num_requests=len(lines), window=WINDOW * SCALE, block_size=BLOCK_SIZE * SCALE)
     facts = {key: value for key, value in facts.items() if key not in ("num_blocks", "collector")}
     print_conditions(facts)
-    print(
-        f"\n{'GiB':>5}  {'manager':20}{'blocks':>8}{'hit rate':>10}{'limited':>9}{'running':>9}{'bytes/token':>13}{'preempted':>11}"
-    )
+    head = f"{'GiB':>5}  {'manager':20}{'blocks':>8}{'hit rate':>10}{'limited':>9}"
+    print(f"\n{head}{'running':>9}{'bytes/token':>13}{'preempted':>11}")
     outcomes = []
     for gib in given.gib:
         for title, manager, block_bytes in managers(int(gib * 2**30)):

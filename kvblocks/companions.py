@@ -17,7 +17,7 @@ from struct import pack
 from kvblocks.block import KVCacheBlock, Run
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from kvblocks.eviction_history import RemovalCause
-from kvblocks.groups import Companion, GroupLayout
+from kvblocks.group_layout import Companion, GroupLayout
 from kvblocks.hashing import HashFunction
 from kvblocks.prefix_index import PrefixIndex
 
@@ -51,9 +51,9 @@ class GroupIndex(PrefixIndex):
     def companions(
         self, companion: Companion, primaries: list[KVCacheBlock], first: int, end: int
     ) -> list[KVCacheBlock]:
-        """Return a group's cached blocks first to end - 1 of the prefix that `primaries` hold; those behind a missing one.
+        """Return a group's cached blocks first to end - 1 of the prefix that `primaries` hold.
 
-        O(end - first).
+        Only those behind the last missing one. O(end - first).
         """
         found: list[KVCacheBlock] = []
         run: Run | None = None

@@ -12,7 +12,7 @@ from kvblocks.arguments import check_count
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
 from kvblocks.companions import GroupIndex
-from kvblocks.groups import Companion
+from kvblocks.group_layout import Companion
 from kvblocks.in_flight import InFlight
 from kvblocks.registration import find_blocks
 from kvblocks.sequence import Sequence

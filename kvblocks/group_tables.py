@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable
 
 from kvblocks.block import KVCacheBlock
 from kvblocks.errors import SequenceStateError
-from kvblocks.groups import Companion, GroupLayout
+from kvblocks.group_layout import Companion, GroupLayout
 
 DEAD_BLOCK_ID = 0
 """What stands in the dead places of a list of ids: an id in range, so that nothing breaks; never to be read."""

@@ -24,11 +24,12 @@ from kvblocks.events import CacheEvent
 from kvblocks.eviction_history import EvictionHistory
 from kvblocks.explanation import Explanation, explain_miss
 from kvblocks.group_explanation import explain_group_miss
+from kvblocks.group_layout import make_layout
 from kvblocks.group_manager import GroupManager
 from kvblocks.group_pool import GroupPool
 from kvblocks.group_retention import GroupRetention
 from kvblocks.group_slots import GroupSlots
-from kvblocks.groups import Group, make_layout
+from kvblocks.groups import Group
 from kvblocks.hashing import HashFunction, PositionKey, get_hash_function
 from kvblocks.picture import PrefixRow, prefix_rows, to_dot
 from kvblocks.pool import BlockPool
@@ -164,8 +165,7 @@ class KVCacheManager(GroupManager):
 
     def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
         """Return what is cached as a Graphviz document, of at most `max_nodes` nodes. As `prefix_rows`."""
-        self._check_has_primary("to_dot")
-        return to_dot(prefix_rows(self._index), max_nodes)
+        return to_dot(self.prefix_rows(), max_nodes)
 
     @property
     def pins(self) -> list[Pin]:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, SupportsIndex
 
 from kvblocks.arguments import check_count, is_number
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups import Group, check_groups
+from kvblocks.group_layout import check_groups
+from kvblocks.groups import Group
 
 DTYPE_BYTES = {
     "float64": 8,

@@ -25,6 +25,7 @@ FLOORS = {
     "kvblocks.epoch": 0,
     "kvblocks.block": 0,
     "kvblocks.groups": 0,
+    "kvblocks.group_layout": 0,
     "kvblocks.free_queue": 1,
     "kvblocks.sequence": 1,
     "kvblocks.quotas": 1,
