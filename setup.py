@@ -15,6 +15,8 @@ from setuptools.command.build_ext import build_ext
 MODULES = (
     *("arguments", "tokens", "hashing", "eviction_history", "tenant", "epoch", "block"),
     *("free_queue", "sequence", "quotas", "cached_runs", "prefix_index", "block_sampler"),
+    *("group_layout", "group_tables", "group_queue", "companions", "ghosts", "group_pool", "group_lookup"),
+    *("group_need", "group_registration", "group_retention", "group_slots", "group_explanation", "group_manager"),
     *("in_flight", "cache_hit", "pool", "registration", "retention", "slots", "explanation"),
     *("sequence_manager", "branching", "shared_prefixes", "picture", "manager", "metrics"),
     *("prefix_match", "prefix_pins", "prefix_store", "prefix_cache"),
@@ -37,7 +39,7 @@ def extensions() -> list:
     """Return mypyc's extensions for the core. Needs mypy."""
     from mypyc.build import mypycify
 
-    # errors, events and stats stay plain: records gain nothing, and people pickle and subclass them.
+    # errors, events, groups, pool_plan and stats stay plain: records gain nothing, and people pickle and subclass them.
     # The dotted name puts the shared library inside the package, so that the wheel has no second top-level module.
     files = [f"kvblocks/{module}.py" for module in MODULES]
     return mypycify(["--strict", "--config-file=", *files], opt_level="3", debug_level="0", group_name="kvblocks.core")

@@ -25,17 +25,19 @@ from kvblocks.errors import (
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from kvblocks.explanation import Explanation
 from kvblocks.free_queue import FreeBlockQueue
+from kvblocks.groups import FullAttention, Group, SlidingWindow
 from kvblocks.manager import KVCacheManager
 from kvblocks.metrics import CacheMetrics
 from kvblocks.picture import PrefixRow
 from kvblocks.pool import BlockPool
+from kvblocks.pool_plan import KVLayer, Plan, plan
 from kvblocks.prefix_cache import PrefixCache
 from kvblocks.prefix_match import PrefixInsert, PrefixMatch
 from kvblocks.prefix_pins import PinnedPrefix
 from kvblocks.retention import Pin, Refusal
 from kvblocks.sequence import Sequence
 from kvblocks.shared_prefixes import SharedPrefix
-from kvblocks.stats import CacheStats, MetricsSnapshot, QuotaUsage
+from kvblocks.stats import CacheStats, GroupUsage, MetricsSnapshot, QuotaUsage
 from kvblocks.version import __version__
 
 __compiled__: bool = not str(block.__file__).endswith(".py")
@@ -56,15 +58,20 @@ __all__ = [
     "CacheStats",
     "Explanation",
     "FreeBlockQueue",
+    "FullAttention",
+    "Group",
+    "GroupUsage",
     "InvalidArgumentError",
     "InvalidTokensError",
     "KVBlocksError",
     "KVCacheBlock",
     "KVCacheManager",
+    "KVLayer",
     "MetricsSnapshot",
     "Pin",
     "PinBudgetError",
     "PinnedPrefix",
+    "Plan",
     "PoolExhaustedError",
     "PrefixCache",
     "PrefixInsert",
@@ -75,7 +82,9 @@ __all__ = [
     "Sequence",
     "SequenceStateError",
     "SharedPrefix",
+    "SlidingWindow",
     "StaleHitError",
     "__compiled__",
     "__version__",
+    "plan",
 ]

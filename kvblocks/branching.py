@@ -40,7 +40,9 @@ class BranchingManager(SequenceManager):
         twin.num_registered_blocks = sequence.num_registered_blocks
         twin.num_readonly_tokens = max(sequence.num_readonly_tokens, num_tokens // block_size * block_size)
         twin.owner = twin.appender = self
-        if num_tokens % block_size:
+        if self._group_slots is not None:
+            self._group_slots.fork(sequence, twin)
+        if num_tokens % self._largest_size:
             sequence.appender = twin.appender = None
         self._sequences[sequence_id] = twin
         self._in_flight.note(twin)
@@ -58,14 +60,20 @@ class BranchingManager(SequenceManager):
 
         Blocks that aren't needed any more are given back, last first; what was written of them stays cached, and a
         token added later never overwrites it: see `take_copies`. Raises SequenceStateError and InvalidArgumentError.
-        O(tokens dropped), and as `free` and `abort`.
+        With windowed groups it goes back at least to what was computed before the last call that made room for tokens;
+        further back only while all that the next token sees is held, else SequenceStateError. O(tokens dropped), and as
+        `free` and `abort`.
         """
         self._check_owned(sequence, "truncate")
         end = check_count("num_tokens", num_tokens, sequence.num_prompt_tokens, sequence.num_tokens)
         num_left = min(sequence.num_computed_tokens, end)
+        most = written = sequence.num_computed_tokens
         if num_computed_tokens is not None:
-            most = sequence.num_computed_tokens
-            self._forget_unwritten(sequence, check_count("num_computed_tokens", num_computed_tokens, num_left, most))
+            written = check_count("num_computed_tokens", num_computed_tokens, num_left, most)
+        if sequence.groups is not None:
+            sequence.groups.check_truncate(num_left, sequence.sequence_id)
+        if num_computed_tokens is not None:
+            self._forget_unwritten(sequence, written)
         self._retention.extend(sequence)
         dropped = sequence.truncate_blocks(-(-end // self.block_size))
         sequence.truncate_tokens(end)
@@ -74,6 +82,8 @@ class BranchingManager(SequenceManager):
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left)
         sequence.appender = None  # the block that it ends in may be cached, or somebody else's too
         self._pool.release(dropped)
+        if self._group_slots is not None:
+            self._group_slots.truncate(sequence, end)
         self._in_flight.note(sequence)
         self._check_if_debugging()
 
@@ -83,8 +93,7 @@ class BranchingManager(SequenceManager):
         Only sequences that were forked or truncated need any. The engine copies the blocks' KV in all layers, one pair
         after the other or as if so, before it stores any of the step's keys and values. O(1).
         """
-        copies, self._slots.copies = self._slots.copies, []
-        return copies
+        return self._slots.take_copies()
 
     def renew(self, sequence: Sequence) -> None:
         """Say that the KV of a sequence from before a reset of the cache is valid after it, so that it is cached again.
@@ -97,4 +106,6 @@ class BranchingManager(SequenceManager):
         if not self.enable_caching or sequence.epoch is self._index.epoch:
             raise SequenceStateError(f"renew: expected a sequence from before a reset of the cache, got {sequence}")
         register_anew(self._index, sequence)
+        if self._group_slots is not None:
+            self._group_slots.register_anew(sequence)
         self._check_if_debugging()

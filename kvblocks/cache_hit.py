@@ -1,5 +1,6 @@
 """What a lookup found: the answer of `get_computed_blocks`, to be handed to `allocate_slots`."""
 
+from kvblocks.arguments import check_count
 from kvblocks.block import KVCacheBlock
 from kvblocks.in_flight import InFlight
 from kvblocks.prefix_index import PrefixIndex
@@ -37,18 +38,34 @@ class CacheHit:
         self.version = index.version
 
     @property
+    def num_matched_tokens(self) -> int:
+        """Tokens that the primary group alone has cached; more than num_readonly_tokens where another one has less."""
+        return self.num_readonly_tokens
+
+    def group_blocks(self, group: int) -> list[KVCacheBlock | None]:
+        """Return the blocks of a group's table, None where it needs none. Raises InvalidArgumentError. O(blocks)."""
+        check_count("group", group, 0, 0)
+        return [*self.blocks]
+
+    def has_lost_companions(self) -> bool:
+        """Whether a block of another group than the primary one is cached no more where it was."""
+        return False
+
+    @property
     def pending_tokens(self) -> int:
         """Tokens behind the hit that `pending_sequence` is about to compute; 0 when nobody is. As of now.
 
         A scheduler may wait for them rather than compute them twice. O(sequences with unfinished prefill).
         """
-        found = self.in_flight.find(self.sequence, len(self.blocks), self.index.epoch)
+        num_matched = self.num_matched_tokens // self.index.block_size
+        found = self.in_flight.find(self.sequence, num_matched, self.index.epoch)
         return 0 if found is None else found[1] * self.index.block_size
 
     @property
     def pending_sequence(self) -> Sequence | None:
         """The allocated sequence that `pending_tokens` is about, None when there is none. O(as that)."""
-        found = self.in_flight.find(self.sequence, len(self.blocks), self.index.epoch)
+        num_matched = self.num_matched_tokens // self.index.block_size
+        found = self.in_flight.find(self.sequence, num_matched, self.index.epoch)
         return None if found is None else found[0]
 
     def __repr__(self) -> str:

@@ -118,6 +118,11 @@ class CachedRuns:
 
     def check(self) -> None:
         """Raise AssertionError unless the module's invariants hold. O(cached blocks)."""
+        num_cached = self._check_runs()
+        assert num_cached == self.num_cached_blocks, f"index: {num_cached} cached, {self.num_cached_blocks} counted"
+
+    def _check_runs(self) -> int:
+        """Check the runs; returns how many blocks they hold, spares included."""
         num_cached = 0
         for key, run in self._runs.items():
             assert run.key == key and run.epoch is self.epoch and run.blocks, f"{run}: not a live run under its key"
@@ -127,7 +132,7 @@ class CachedRuns:
             for child in run.children_from(0):
                 assert self._runs.get(child.key) is child, f"{run}: a child isn't in the map"
             num_cached += run.check()
-        assert num_cached == self.num_cached_blocks, f"index: {num_cached} cached, {self.num_cached_blocks} counted"
+        return num_cached
 
     def _evict_stretch(self, run: Run, blocks: list[KVCacheBlock], i: int, removed: list[bytes]) -> int:
         """Evict blocks[i], and with it those that follow it as they stood in its run. Returns how many blocks."""

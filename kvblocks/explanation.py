@@ -14,7 +14,7 @@ from kvblocks.prefix_index import PrefixIndex
 from kvblocks.registration import find_blocks
 from kvblocks.sequence import Sequence
 
-MissCause = Literal["no miss", "never cached", "evicted", "aborted", "reset", "other keys", "partly equal"]
+MissCause = Literal["no miss", "never cached", "evicted", "aborted", "reset", "other keys", "partly equal", "group"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,11 @@ class Explanation:
     `removal`, `num_blocks_since` blocks taken from the pool ago. "other keys": it is cached under `their_keys`
     instead of `our_keys` (salt, LoRA, keys by position, as `decode_extra_keys` returns them), first at block
     `keys_block`. "partly equal": the block cached there has only its first `num_common_tokens` tokens in common.
-    "never cached": nothing like it is cached, or it went longer ago than the history remembers.
+    "never cached": nothing like it is cached, or it went longer ago than the history remembers. "group": the primary
+    group has more, see `num_matched_blocks`, but `group`, with its `window`, lacks the tokens `missing_tokens` (first,
+    end), which a longer hit would need; `removal` says how they went, None: that isn't remembered, or they never were.
+
+    Blocks are the primary group's. group: the one that ended the hit; None where there is only one.
     """
 
     cause: MissCause
@@ -37,11 +41,17 @@ class Explanation:
     keys_block: int = 0
     our_keys: tuple[ExtraKey, ...] = ()
     their_keys: tuple[ExtraKey, ...] = ()
+    group: int | None = None
+    window: int | None = None
+    num_matched_blocks: int = 0
+    missing_tokens: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         found = f"{self.num_cached_blocks} of {self.num_full_blocks} full blocks are cached"
         if self.cause == "no miss":
             return found
+        if self.missing_tokens is not None:
+            return f"{found} in all groups; {self._group_miss(*self.missing_tokens)}"
         missed = f"{found}; block {self.num_cached_blocks} "
         if self.removal is not None and self.cause in ("evicted", "aborted", "reset"):
             by = "" if self.removal.sequence_id is None else f" for sequence {self.removal.sequence_id!r}"
@@ -55,6 +65,14 @@ class Explanation:
         if self.cause == "partly equal":
             return f"{missed}has only its first {self.num_common_tokens} tokens in common with what is cached there"
         return f"{missed}was never cached, as far as is remembered"
+
+    def _group_miss(self, first: int, end: int) -> str:
+        kind = "full attention" if self.window is None else f"a window of {self.window}"
+        lacks = f"{self.num_matched_blocks} are in the primary one, but group {self.group} ({kind}) lacks"
+        how = "as far as is remembered they were never cached"
+        if self.removal is not None:
+            how = f"they were {self.removal.cause} {self.num_blocks_since} blocks ago"
+        return f"{lacks} tokens {first} to {end - 1}; {how}"
 
 
 def explain_miss(index: PrefixIndex, sequence: Sequence, num_taken_blocks: int) -> Explanation:

@@ -144,11 +144,16 @@ class FreeBlockQueue:
 
     def check(self) -> None:
         """Raise AssertionError unless the links agree, the length is right and no queued block is owned. O(queue)."""
-        num_seen, previous = 0, self._root
-        for block in self:
+        num_seen = self._check_circle(self._root)
+        assert num_seen == self.num_free_blocks, f"queue: {num_seen} linked, {self.num_free_blocks} counted"
+
+    def _check_circle(self, root: KVCacheBlock) -> int:
+        """Check the circle through `root`; returns how many blocks are in it."""
+        num_seen, previous, block = 0, root, root.next_free_block
+        while block is not root:
             assert block.prev_free_block is previous, f"{block}: back link leads to {block.prev_free_block}"
             assert block.ref_cnt == 0, f"{block} is queued and owned"
-            num_seen, previous = num_seen + 1, block
+            num_seen, previous, block = num_seen + 1, block, block.next_free_block
             assert num_seen <= self.num_free_blocks, f"queue: more than {self.num_free_blocks} blocks are linked"
-        assert self._root.prev_free_block is previous, "queue: the end doesn't lead to the last block"
-        assert num_seen == self.num_free_blocks, f"queue: {num_seen} linked, {self.num_free_blocks} counted"
+        assert root.prev_free_block is previous, "queue: the end doesn't lead to the last block"
+        return num_seen

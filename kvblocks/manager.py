@@ -18,11 +18,18 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 from kvblocks.arguments import Text, check_count, check_name, is_number
 from kvblocks.block_sampler import BlockSampler, choose_sample
-from kvblocks.branching import BranchingManager
+from kvblocks.companions import GroupIndex
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.events import CacheEvent
 from kvblocks.eviction_history import EvictionHistory
 from kvblocks.explanation import Explanation, explain_miss
+from kvblocks.group_explanation import explain_group_miss
+from kvblocks.group_layout import make_layout
+from kvblocks.group_manager import GroupManager
+from kvblocks.group_pool import GroupPool
+from kvblocks.group_retention import GroupRetention
+from kvblocks.group_slots import GroupSlots
+from kvblocks.groups import Group
 from kvblocks.hashing import HashFunction, PositionKey, get_hash_function
 from kvblocks.picture import PrefixRow, prefix_rows, to_dot
 from kvblocks.pool import BlockPool
@@ -31,13 +38,15 @@ from kvblocks.quotas import TenantQuotas
 from kvblocks.retention import Pin, Priority, Refusal, Retention
 from kvblocks.sequence import Sequence
 from kvblocks.shared_prefixes import SharedPrefix, find_shared_prefixes
+from kvblocks.slots import SlotAllocator
 from kvblocks.stats import CacheStats, QuotaUsage
 from kvblocks.tokens import TokenIds, pack_tokens
 
 
-class KVCacheManager(BranchingManager):
-    """Manages a pool of `num_blocks` blocks of `block_size` tokens for one group of full-attention layers.
+class KVCacheManager(GroupManager):
+    """Manages a pool of `num_blocks` blocks of `block_size` tokens (None: 16, or what the groups say).
 
+    groups: the groups of the model's layers, see `groups`; None: all layers attend to everything before a token.
     hash_algorithm: "xxh3_128", "sha256" or a callable bytes -> bytes; names blocks to the outside, never decides a
     hit. enable_caching: whether prefixes are reused. enable_events: whether changes of the cached set are recorded
     for `take_events`; then take them regularly, since they are kept until taken. num_history_blocks: how many
@@ -51,8 +60,9 @@ class KVCacheManager(BranchingManager):
     def __init__(
         self,
         num_blocks: SupportsIndex,
-        block_size: SupportsIndex = 16,
+        block_size: SupportsIndex | None = None,
         *,
+        groups: Iterable[Group] | None = None,
         hash_algorithm: Text | HashFunction = "xxh3_128",
         enable_caching: bool = True,
         enable_events: bool = False,
@@ -60,17 +70,26 @@ class KVCacheManager(BranchingManager):
         pin_budget: SupportsFloat = 0.5,
         debug: bool = False,
     ) -> None:
-        size = check_count("block_size", block_size, 1)
-        index = PrefixIndex(size, get_hash_function(hash_algorithm), enable_events=enable_events)
+        layout = make_layout(block_size, groups)
+        hash_function = get_hash_function(hash_algorithm)
+        group_index = None if layout.is_single else GroupIndex(layout, hash_function, enable_events=enable_events)
+        index = group_index or PrefixIndex(layout.block_size, hash_function, enable_events=enable_events)
         num_remembered = check_count("num_history_blocks", num_history_blocks, 0)
         if num_remembered:
             index.keep_history(EvictionHistory(num_remembered))
         share: Any = pin_budget
         if not is_number(share) or not 0 <= share <= 1:
             raise InvalidArgumentError(f"pin_budget: expected a share of the pool from 0.0 to 1.0, got {pin_budget!r}")
-        pool = BlockPool(num_blocks, index)
-        retention = Retention(pool, int(share * len(pool.blocks) + 1e-6))  # 0.29 of 100 is 29
-        super().__init__(pool, retention, enable_caching=enable_caching, debug=debug)
+        max_pinned = int(share * check_count("num_blocks", num_blocks, 1) + 1e-6)  # 0.29 of 100 is 29
+        if group_index is None:
+            pool = BlockPool(num_blocks, index)
+            retention = Retention(pool, max_pinned)
+            slots = SlotAllocator(pool, retention)
+        else:
+            pool = group_pool = GroupPool(num_blocks, group_index)
+            retention = GroupRetention(group_pool, max_pinned)
+            slots = GroupSlots(group_pool, retention)
+        super().__init__(pool, retention, slots, enable_caching=enable_caching, debug=debug)
 
     @property
     def num_blocks(self) -> int:
@@ -104,7 +123,8 @@ class KVCacheManager(BranchingManager):
             num_evicted_blocks=self._pool.num_evicted_blocks,
             num_blocks=len(self._pool.blocks),
             num_free_blocks=self._pool.num_free_blocks,
-            num_cached_blocks=self._index.num_cached_blocks,
+            num_cached_blocks=self._pool.num_cached_blocks,
+            num_limited_tokens=0 if self._group_slots is None else self._group_slots.num_limited_tokens,
         )
 
     def reset_prefix_cache(self) -> None:
@@ -129,21 +149,23 @@ class KVCacheManager(BranchingManager):
     ) -> list[SharedPrefix]:
         """Return the groups of `sequences`, a batch, that share blocks, for cascade attention; parents before children.
 
-        See `find_shared_prefixes`. Raises SequenceStateError (not this manager's) and InvalidArgumentError. Changes
-        nothing. Near-linear in the batch's blocks.
+        See `find_shared_prefixes`. With several groups they are those of the primary one. Raises SequenceStateError
+        (not this manager's) and InvalidArgumentError. Changes nothing. Near-linear in the batch's blocks.
         """
         batch = list(sequences)
+        self._check_has_primary("shared_prefixes")
         for sequence in batch:
             self._check_owned(sequence, "shared_prefixes")
         return find_shared_prefixes(batch, self.block_size, min_blocks, num_visible_tokens)
 
     def prefix_rows(self) -> list[PrefixRow]:
         """Return what is cached as the rows of a table, for people. Changes nothing. O(cached blocks)."""
+        self._check_has_primary("prefix_rows")
         return prefix_rows(self._index)
 
     def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
         """Return what is cached as a Graphviz document, of at most `max_nodes` nodes. As `prefix_rows`."""
-        return to_dot(prefix_rows(self._index), max_nodes)
+        return to_dot(self.prefix_rows(), max_nodes)
 
     @property
     def pins(self) -> list[Pin]:
@@ -210,6 +232,7 @@ class KVCacheManager(BranchingManager):
         blocks then go before anybody else's cached ones. Blocks in use count, and are never taken. Raises
         InvalidArgumentError. O(pool).
         """
+        self._check_has_primary("set_quota")
         name = check_name("salt", salt)
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
         quotas = TenantQuotas() if self._index.quotas is None else self._index.quotas
@@ -218,6 +241,7 @@ class KVCacheManager(BranchingManager):
 
     def set_default_quota(self, max_blocks: SupportsIndex | None) -> None:
         """`set_quota` for each salt, other than None, that has none of its own. O(pool)."""
+        self._check_has_primary("set_default_quota")
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
         quotas = TenantQuotas() if self._index.quotas is None else self._index.quotas
         quotas.set_default(number)
@@ -231,8 +255,11 @@ class KVCacheManager(BranchingManager):
     def explain(self, sequence: Sequence) -> Explanation:
         """Say why the longest cached prefix of a sequence ends where it does. Changes nothing.
 
-        Needs num_history_blocks to know of evictions, aborts and resets. For people: O(runs in the cache + tokens).
+        Needs num_history_blocks to know of evictions, aborts and resets. With several groups it names the one that
+        ended the hit. For people: O(runs in the cache + tokens).
         """
+        if self._group_index is not None:
+            return explain_group_miss(self._group_index, sequence, self._slots.num_taken_blocks)
         return explain_miss(self._index, sequence, self._slots.num_taken_blocks)
 
     def take_events(self) -> list[CacheEvent]:

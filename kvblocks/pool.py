@@ -28,12 +28,17 @@ class BlockPool:
         self.index = index
         self.num_evicted_blocks = 0
         self.sampler: BlockSampler | None = None
-        self._queue = FreeBlockQueue(self.blocks)
+        self._queue = self._make_queue()
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that nobody owns, those with cached contents included. O(1)."""
         return self._queue.num_free_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks whose contents are cached. O(1)."""
+        return self.index.num_cached_blocks
 
     def free_block_ids(self) -> list[int]:
         """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
@@ -130,6 +135,7 @@ class BlockPool:
         assert num_free == self.num_free_blocks, f"pool: {num_free} without an owner, {self.num_free_blocks} queued"
         self.index.check()
         # The index reaches as many blocks as think that they are cached, so it reaches just those.
-        assert num_cached == self.index.num_cached_blocks, (
-            f"pool: {num_cached} cached, {self.index.num_cached_blocks} found"
-        )
+        assert num_cached == self.num_cached_blocks, f"pool: {num_cached} cached, {self.num_cached_blocks} found"
+
+    def _make_queue(self) -> FreeBlockQueue:
+        return FreeBlockQueue(self.blocks)

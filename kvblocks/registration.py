@@ -31,7 +31,9 @@ def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> None:
     if hit.index is not index:
         raise SequenceStateError(f"allocate_slots: expected a hit of this manager's cache, got another's: {hit}")
     is_doubtful = hit.version != index.version or sequence.was_truncated
-    is_outdated = is_doubtful and find_blocks(index, sequence)[: len(hit.blocks)] != hit.blocks
+    is_outdated = is_doubtful and (
+        find_blocks(index, sequence)[: len(hit.blocks)] != hit.blocks or hit.has_lost_companions()
+    )
     if is_outdated or hit.num_tokens >= sequence.num_tokens:
         raise StaleHitError(f"allocate_slots: expected {hit} to be cached still; it isn't: look it up again")
 

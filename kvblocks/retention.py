@@ -38,10 +38,12 @@ class Pin:
     """A standing wish to keep a prefix cached. Made by `KVCacheManager.pin`; tell pins apart by identity.
 
     sequence: the prefix, with its salt and keys. priorities: of its full blocks, first to last. expires_at: the time
-    from which it counts no more, None: never. blocks: those that it holds now.
+    from which it counts no more, None: never. blocks: those that it holds now. hanging: of groups beside the primary
+    one, those that a hit of the whole prefix needs, if it holds all of them. num_wanted_blocks: that it is for in all
+    groups, and that count towards the budget.
     """
 
-    __slots__ = ("blocks", "expires_at", "has_ended", "priorities", "sequence")
+    __slots__ = ("blocks", "expires_at", "hanging", "has_ended", "num_wanted_blocks", "priorities", "sequence")
 
     def __init__(self, sequence: Sequence, priorities: list[int], expires_at: Any) -> None:
         self.sequence = sequence
@@ -49,16 +51,18 @@ class Pin:
         self.expires_at = expires_at
         self.has_ended = False
         self.blocks: list[KVCacheBlock] = []
+        self.hanging: list[KVCacheBlock] = []
+        self.num_wanted_blocks = len(priorities)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that it is for, and that count towards the budget. O(1)."""
+        """Blocks that it is for, of the primary group. O(1)."""
         return len(self.priorities)
 
     @property
     def num_held_blocks(self) -> int:
         """Blocks that it protects now: those that are cached and weren't given up. O(1)."""
-        return len(self.blocks)
+        return len(self.blocks) + len(self.hanging)
 
     def __repr__(self) -> str:
         until = "" if self.expires_at is None else f", until {self.expires_at}"
@@ -103,11 +107,12 @@ class Retention:
         expires_at: a number, or None. O(tokens + pins).
         """
         pin = Pin(sequence, block_priorities(priority, sequence.num_tokens, self._pool.index.block_size), expires_at)
-        num_pinned = sum([other.num_blocks for other in self.pins])
-        if num_pinned + pin.num_blocks > self.max_blocks:
+        self._count_wanted(pin)
+        num_pinned = sum([other.num_wanted_blocks for other in self.pins])
+        if num_pinned + pin.num_wanted_blocks > self.max_blocks:
             raise PinBudgetError(
-                f"pin: expected pins of at most {self.max_blocks} blocks together, got {pin.num_blocks} more than"
-                f" the {num_pinned} that are pinned"
+                f"pin: expected pins of at most {self.max_blocks} blocks together, got {pin.num_wanted_blocks} more"
+                f" than the {num_pinned} that are pinned"
             )
         self.pins[pin] = None
         self._note(pin)
@@ -174,18 +179,18 @@ class Retention:
         num_wanted = self._pool.num_free_blocks + num_blocks
         while self._pool.num_free_blocks < num_wanted:
             _, age, pin = heappop(order)
-            self._pool.release([pin.blocks.pop()])
+            self._give_up_end(pin)
             self._note(pin)
             if pin.blocks:
                 heappush(order, (pin.priorities[len(pin.blocks) - 1], age, pin))
 
     def check(self) -> None:
         """Raise AssertionError unless the module's invariants hold. O(pinned blocks)."""
-        assert sum([pin.num_blocks for pin in self.pins]) <= self.max_blocks, "pins: over their budget"
+        assert sum([pin.num_wanted_blocks for pin in self.pins]) <= self.max_blocks, "pins: over their budget"
         for pin in self.pins:
             assert pin.blocks == find_blocks(self._pool.index, pin.sequence)[: len(pin.blocks)], f"{pin}: holds others"
             lacking = self.lacking.get(_first_block(pin.sequence, self._pool.index.block_size), ())
-            assert (pin in lacking) == (len(pin.blocks) < pin.num_blocks), f"{pin}: not seen to lack anything"
+            assert (pin in lacking) == self._lacks(pin), f"{pin}: not seen to lack anything"
             assert pin.priorities == sorted(pin.priorities, reverse=True), f"{pin}: a priority rises"
 
     def _extend(self, pin: Pin) -> None:
@@ -198,12 +203,25 @@ class Retention:
     def _note(self, pin: Pin) -> None:
         """Keep `lacking` true of a pin."""
         first = _first_block(pin.sequence, self._pool.index.block_size)
-        if not pin.has_ended and len(pin.blocks) < pin.num_blocks:
+        if not pin.has_ended and self._lacks(pin):
             self.lacking.setdefault(first, {})[pin] = None
         elif first in self.lacking:
             self.lacking[first].pop(pin, None)
             if not self.lacking[first]:
                 del self.lacking[first]
+
+    def tables(self) -> list[list[KVCacheBlock]]:
+        """Return all that pins hold. O(pins)."""
+        return [pin.blocks for pin in self.pins]
+
+    def _count_wanted(self, pin: Pin) -> None:
+        """Set what counts towards the budget, of a pin that is being made."""
+
+    def _lacks(self, pin: Pin) -> bool:
+        return len(pin.blocks) < pin.num_blocks
+
+    def _give_up_end(self, pin: Pin) -> None:
+        self._pool.release([pin.blocks.pop()])
 
     def _num_freeable(self, below: int, touched: list[KVCacheBlock], num_wanted: int) -> int:
         """Return how many blocks only pins with a priority less than `below` hold, counting to about `num_wanted`."""

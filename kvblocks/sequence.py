@@ -15,6 +15,7 @@ from kvblocks.arguments import Text, check_count, check_name, check_text
 from kvblocks.block import KVCacheBlock
 from kvblocks.epoch import Epoch
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.group_tables import GroupTable, GroupTables
 from kvblocks.hashing import PositionKey, encode_extra_keys
 from kvblocks.tokens import TokenIds, pack_tokens
 
@@ -43,6 +44,7 @@ class Sequence:
         "blocks",
         "epoch",
         "extra_keys",
+        "groups",
         "has_keys",
         "lora",
         "num_computed_tokens",
@@ -82,6 +84,7 @@ class Sequence:
         self._encoded_keys: tuple[int, dict[int, bytes] | None] | None = None
         self.was_truncated = False  # an earlier hit may be of tokens that it has no more
         self.owner: object | None = None
+        self.groups: GroupTables | None = None  # the tables beside `blocks`, of a manager of several groups
         self.appender: object | None = None  # the owner, while the next token certainly goes to a block of its own
         self.reset_blocks()
 
@@ -91,12 +94,48 @@ class Sequence:
 
         While the sequence is allocated the table only grows, except that `truncate` shortens it and that a sequence
         which was forked or truncated gets another block in the place of its last, unfilled one. The list is the
-        sequence's own; don't change it. O(blocks added since the last look).
+        sequence's own; don't change it. With several groups it is the table of the primary one, the first that has full
+        attention, or group 0's if there is none; see `group_block_ids`. O(blocks added since the last look).
         """
         block_ids = self._block_ids
         if len(block_ids) < len(self.blocks):
+            if self.groups is not None and self.groups.layout.primary is None:
+                return self.group_block_ids(0)
             block_ids += [block.block_id for block in self.blocks[len(block_ids) :]]
         return block_ids
+
+    def group_block_ids(self, group: SupportsIndex = 0) -> list[int]:
+        """Return the block table of a KV-cache group: token i is in the block at place i // the group's block size.
+
+        Places before `first_live_block` are dead: what they held has left the window. They hold 0, an id in range
+        that must not be read. As `block_ids` otherwise: the list is the sequence's own, its end grows, and dead places
+        become 0. Raises InvalidArgumentError. O(groups), and O(blocks added) for the primary one.
+        """
+        table = self._group_table(group)
+        return self.block_ids if table is None else table.block_ids
+
+    def group_blocks(self, group: SupportsIndex = 0) -> list[KVCacheBlock | None]:
+        """Return the blocks of a KV-cache group's table, None in dead places. As `group_block_ids`. O(blocks)."""
+        table = self._group_table(group)
+        if table is None:
+            return [*self.blocks]
+        return [*[None] * table.num_dead, *table.blocks]
+
+    def first_live_block(self, group: SupportsIndex = 0) -> int:
+        """Return the first place of a KV-cache group's table that isn't dead. As `group_block_ids`. O(groups)."""
+        table = self._group_table(group)
+        return 0 if table is None else table.num_dead
+
+    @property
+    def new_group_blocks(self) -> list[list[KVCacheBlock]]:
+        """By group, the blocks that the last call which made room gave; of a manager of several groups. O(1)."""
+        return [] if self.groups is None else self.groups.new_blocks
+
+    def _group_table(self, group: SupportsIndex) -> GroupTable | None:
+        if self.groups is None:
+            check_count("group", group, 0, 0)
+            return None
+        return self.groups.table(check_count("group", group, 0, len(self.groups.layout.groups) - 1))
 
     @property
     def is_allocated(self) -> bool:

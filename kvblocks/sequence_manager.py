@@ -11,7 +11,10 @@ from typing import SupportsIndex
 from kvblocks.arguments import check_count
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
+from kvblocks.companions import GroupIndex
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
+from kvblocks.group_lookup import find_hit
+from kvblocks.group_slots import GroupSlots
 from kvblocks.in_flight import InFlight
 from kvblocks.pool import BlockPool
 from kvblocks.registration import check_hit, forget_unwritten
@@ -24,19 +27,26 @@ from kvblocks.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 class SequenceManager:
     """Gives the blocks of `pool` to sequences and takes them back. A part of `KVCacheManager`; not made by itself."""
 
-    def __init__(self, pool: BlockPool, retention: Retention, *, enable_caching: bool, debug: bool) -> None:
+    def __init__(
+        self, pool: BlockPool, retention: Retention, slots: SlotAllocator, *, enable_caching: bool, debug: bool
+    ) -> None:
         self.block_size = pool.index.block_size
         self.enable_caching = enable_caching
         self._pool = pool
         self._index = pool.index
         self._retention = retention
-        self._slots = SlotAllocator(pool, retention)
+        self._slots = slots
+        self._group_slots = slots if isinstance(slots, GroupSlots) else None
+        self._group_index = pool.index if isinstance(pool.index, GroupIndex) else None
         self._in_flight = InFlight(self.block_size)
         self._sequences: dict[Hashable, Sequence] = {}
         self._debug = debug
         # When debugging, every append goes the long way; when changes are named, those that fill a block do.
-        self._last_place = 0 if debug else self.block_size - 1
-        self._fills_quickly = not debug and not self._index.names_changes
+        self._edge_size = self.block_size if self._group_index is None else self._group_index.layout.edge_size
+        self._largest_size = self.block_size if self._group_index is None else self._group_index.layout.hit_size
+        self._last_place = 0 if debug else self._edge_size - 1
+        self._fills_quickly = not debug and not self._index.names_changes and self._group_index is None
+        self._looks_up_one = enable_caching and self._group_index is None
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
 
     def get_computed_blocks(self, sequence: Sequence) -> CacheHit:
@@ -50,10 +60,12 @@ class SequenceManager:
             raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {sequence}")
         blocks: list[KVCacheBlock] = []
         block_size = self.block_size
-        if self.enable_caching:
+        if self._looks_up_one:
             keys = sequence.encoded_keys(block_size) if sequence.has_keys else None
             tokens = memoryview(sequence.tokens).cast("B")
             blocks = self._index.match(tokens, keys, sequence.num_tokens // block_size)
+        elif self._group_index is not None:
+            return find_hit(self._group_index, sequence, self._in_flight, enable_caching=self.enable_caching)
         return CacheHit(sequence, blocks, len(blocks) * block_size, self._index, self._in_flight)
 
     def allocate_slots(
@@ -112,7 +124,7 @@ class SequenceManager:
             and type(token_ids) is list
             and len(token_ids) == 1
         ):
-            if 0 < num_tokens % self.block_size < self._last_place:
+            if 0 < num_tokens % self._edge_size < self._last_place:
                 # It fits the last block without filling it: 14 of 16 decoded tokens, and nothing else changes.
                 try:
                     sequence.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
@@ -147,7 +159,7 @@ class SequenceManager:
             _check_step(sequences, len(tokens))
         at_edge: list[int] = []
         unsure: list[int] = []
-        block_size, last_place, i = self.block_size, self.block_size - 1, 0
+        block_size, last_place, i = self._edge_size, self._edge_size - 1, 0
         try:
             for i, sequence in enumerate(sequences):
                 num_tokens = sequence.num_tokens
@@ -196,8 +208,11 @@ class SequenceManager:
         self._pool.release(sequence.blocks)
         del self._sequences[sequence.sequence_id]
         self._in_flight.drop(sequence)
+        if sequence.groups is not None and self._group_slots is not None:
+            self._group_slots.release(sequence)
         sequence.reset_blocks()
-        self._check_if_debugging()
+        if self._debug:
+            self.check()
 
     def abort(self, sequence: Sequence, num_computed_tokens: SupportsIndex) -> None:
         """Free a sequence of a step that died; of its tokens, the first `num_computed_tokens` have their KV written.
@@ -244,7 +259,7 @@ class SequenceManager:
         self, sequence: Sequence, end: int, num_lookahead_tokens: int, hit: CacheHit | None
     ) -> list[KVCacheBlock] | None:
         epoch = self._index.epoch if self.enable_caching else None
-        blocks = self._slots.start(sequence, epoch, end, num_lookahead_tokens, hit.blocks if hit is not None else [])
+        blocks = self._slots.start(sequence, epoch, end, num_lookahead_tokens, hit)
         if blocks is None:
             return None
         sequence.owner = sequence.appender = self
@@ -259,12 +274,14 @@ class SequenceManager:
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants of docs/design.md hold (never under python -O). O(pool)."""
-        tables = [sequence.blocks for sequence in self._sequences.values()]
-        self._pool.check(tables + [pin.blocks for pin in self._retention.pins])
+        tables = [table for sequence in self._sequences.values() for table in self._slots.tables(sequence)]
+        self._pool.check(tables + self._retention.tables())
         self._retention.check()
         for sequence_id, sequence in self._sequences.items():
             assert sequence.owner is self and sequence.sequence_id == sequence_id, f"{sequence}: not under its own id"
             sequence.check(self.block_size)
+            for table in [] if sequence.groups is None else sequence.groups.tables:
+                table.check(sequence.num_computed_tokens)
 
     def _check_if_debugging(self) -> None:
         if self._debug:

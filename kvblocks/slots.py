@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence as Items
 
 from kvblocks.block import KVCacheBlock
+from kvblocks.cache_hit import CacheHit
 from kvblocks.epoch import Epoch
 from kvblocks.pool import BlockPool
 from kvblocks.registration import digests_ahead, register_full_blocks
@@ -34,7 +35,7 @@ class SlotAllocator:
         self.copies: list[tuple[int, int]] = []
 
     def start(
-        self, sequence: Sequence, epoch: Epoch | None, end: int, num_lookahead_tokens: int, hit: list[KVCacheBlock]
+        self, sequence: Sequence, epoch: Epoch | None, end: int, num_lookahead_tokens: int, hit: CacheHit | None
     ) -> list[KVCacheBlock] | None:
         """Give a sequence without blocks those of `hit` and what its first `end` tokens need beyond them.
 
@@ -42,14 +43,15 @@ class SlotAllocator:
 
         Returns the new blocks; None, with nothing changed, when the pool can't serve it. O(blocks).
         """
-        num_missing = max(0, -(-(end + num_lookahead_tokens) // self._block_size) - len(hit))
-        if not self._pool.can_take(num_missing, hit) and self._retention.refuses(num_missing, hit):
+        held = hit.blocks if hit is not None else []
+        num_missing = max(0, -(-(end + num_lookahead_tokens) // self._block_size) - len(held))
+        if not self._pool.can_take(num_missing, held) and self._retention.refuses(num_missing, held):
             return None
-        digests = digests_ahead(self._index, sequence, epoch, hit, end)
-        self._pool.touch(hit)
+        digests = digests_ahead(self._index, sequence, epoch, held, end)
+        self._pool.touch(held)
         sequence.epoch = epoch
-        sequence.blocks += hit
-        sequence.num_registered_blocks = len(hit)
+        sequence.blocks += held
+        sequence.num_registered_blocks = len(held)
         blocks = self._take(num_missing, sequence)
         sequence.blocks += blocks
         sequence.num_computed_tokens = end
@@ -150,6 +152,15 @@ class SlotAllocator:
         for sequence, ahead in zip(ended, digests, strict=True):
             register_full_blocks(self._index, sequence, ahead)
         return changes
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the copies since the last call, and forget them. O(1)."""
+        copies, self.copies = self.copies, []
+        return copies
+
+    def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
+        """Return all that a sequence holds, by table. O(1)."""
+        return [sequence.blocks]
 
     def _grow_by_one(
         self, sequences: Items[Sequence], growing: list[int], shared: dict[int, int]

@@ -11,7 +11,8 @@ class CacheStats:
     num_queries, num_hits: sequences that were allocated from the start, and those of them that came with a hit.
     num_queried_tokens, num_hit_tokens: their tokens, and those that needed no computing. num_taken_blocks: blocks
     handed out. num_evicted_blocks: blocks that stopped being cached because they were handed out. num_blocks,
-    num_free_blocks, num_cached_blocks: of the pool, now; free and cached overlap.
+    num_free_blocks, num_cached_blocks: of the pool, now; free and cached overlap. num_limited_tokens: that were
+    computed although the primary group had them cached, since another group hadn't; 0 with one group.
     """
 
     num_queries: int
@@ -23,6 +24,7 @@ class CacheStats:
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
+    num_limited_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -46,6 +48,15 @@ class QuotaUsage:
 
     salt: str | None
     max_cached_blocks: int
+    num_cached_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUsage:
+    """What a KV-cache group uses: blocks that sequences hold, each once, and blocks that are cached, free or not."""
+
+    group: int
+    num_owned_blocks: int
     num_cached_blocks: int
 
 

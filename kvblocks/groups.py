@@ -1,0 +1,65 @@
+"""KV-cache groups: what an engine says of its layers, where they don't all attend alike.
+
+A group is a set of layers that share a block table: they attend alike (all of the past, or a window of it) and a block
+of theirs holds as many tokens. One pool serves all groups, so a block id stands for the same number of bytes in each;
+`plan` puts a model's layers into such groups.
+
+What follows from them for the manager is `group_layout`'s.
+
+Groups of layers with a block table each, over one pool, are vLLM's hybrid KV-cache manager's.
+"""
+
+from dataclasses import dataclass
+
+from kvblocks.arguments import check_count
+
+
+@dataclass(frozen=True)
+class FullAttention:
+    """Layers that attend to everything before a token. block_size: tokens in a block. Raises InvalidArgumentError."""
+
+    block_size: int
+
+    def __post_init__(self) -> None:
+        check_count("block_size", self.block_size, 1)
+
+    @property
+    def window(self) -> int | None:
+        """None: there is none."""
+        return None
+
+    def num_blocks(self, num_tokens: int, num_step_tokens: int = 1) -> int:
+        """Return how many blocks a sequence of `num_tokens` holds at most; `num_step_tokens` make no difference."""
+        check_count("num_step_tokens", num_step_tokens, 1)
+        return -(-check_count("num_tokens", num_tokens, 0) // self.block_size)
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Layers in which a token at position p attends to p - window + 1 to p.
+
+    block_size: tokens in a block. window: at least 1; what Hugging Face's configs call sliding_window. Raises
+    InvalidArgumentError.
+    """
+
+    block_size: int
+    window: int
+
+    def __post_init__(self) -> None:
+        check_count("block_size", self.block_size, 1)
+        check_count("window", self.window, 1)
+
+    def num_blocks(self, num_tokens: int, num_step_tokens: int = 1) -> int:
+        """Return how many blocks a sequence of `num_tokens` holds at most.
+
+        num_step_tokens: the most that a step computes of it, such as a chunk of a prompt; the step holds what all of
+        them see.
+        """
+        num_seen = check_count("num_step_tokens", num_step_tokens, 1) + self.window - 1
+        # The tokens may begin with the last of a block, and end with the first of another.
+        most = 1 if num_seen == 1 else (num_seen - 2) // self.block_size + 2
+        return min(most, -(-check_count("num_tokens", num_tokens, 0) // self.block_size))
+
+
+Group = FullAttention | SlidingWindow
+"""A group of layers that share a block table."""

@@ -1,0 +1,447 @@
+"""Groups of layers, promise by promise. What they come to together is test_group_stateful.py's."""
+
+from typing import Any
+
+import pytest
+
+from kvblocks import (
+    BlockStored,
+    CacheMetrics,
+    FullAttention,
+    Group,
+    GroupUsage,
+    InvalidArgumentError,
+    KVCacheManager,
+    PinBudgetError,
+    Sequence,
+    SequenceStateError,
+    SlidingWindow,
+    StaleHitError,
+)
+
+FULL, WINDOW = FullAttention(4), SlidingWindow(4, 6)
+
+
+def compute(manager: KVCacheManager, name: str, tokens: list[int], chunk: int | None = None, **keys: Any) -> int:
+    """A request that comes and goes; the tokens that its hit had."""
+    sequence = Sequence(name, tokens, **keys)
+    hit = manager.get_computed_blocks(sequence)
+    start = hit.num_tokens
+    size = chunk or len(tokens)
+    assert manager.allocate_slots(sequence, min(size, len(tokens) - start), hit=hit) is not None
+    while sequence.num_computed_tokens < len(tokens):
+        manager.allocate_slots(sequence, min(size, len(tokens) - sequence.num_computed_tokens))
+    manager.free(sequence)
+    manager.check()
+    return start
+
+
+def hit_tokens(manager: KVCacheManager, tokens: list[int], **keys: Any) -> int:
+    return manager.get_computed_blocks(Sequence("probe", tokens, **keys)).num_tokens
+
+
+def lost_window(**options: Any) -> KVCacheManager:
+    """A manager whose full group has 0 to 40 cached, while the window has lost what a hit of up to 16 needs."""
+    manager = KVCacheManager(20, groups=[FULL, WINDOW], **options)
+    compute(manager, "a", list(range(40)), chunk=8)
+    compute(manager, "b", list(range(100, 108)))
+    hit = manager.get_computed_blocks(Sequence("probe", range(13)))
+    assert (hit.num_tokens, hit.num_matched_tokens) == (0, 12)
+    return manager
+
+
+class TestSpecs:
+    @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 9])
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    @pytest.mark.parametrize("step", [1, 3, 7])
+    def test_num_blocks_is_the_most_that_is_ever_held(self, window: int, size: int, step: int) -> None:
+        spec = SlidingWindow(size, window)
+        manager = KVCacheManager(200, groups=[spec, FullAttention(size)])
+        most = 0
+        for first in range(1, step + 1):  # a first chunk of each length, so that chunks begin anywhere
+            sequence = Sequence("a", range(40))
+            manager.allocate_slots(sequence, first)
+            while sequence.num_computed_tokens < 40:
+                num_new = min(step, 40 - sequence.num_computed_tokens)
+                manager.allocate_slots(sequence, num_new)
+                held = len([block for block in sequence.group_blocks(0) if block is not None])
+                assert held <= spec.num_blocks(sequence.num_computed_tokens, step)
+                most = max(most, held)
+            assert len(sequence.group_blocks(1)) == FullAttention(size).num_blocks(40, step) == -(-40 // size)
+            manager.free(sequence)
+        assert most == spec.num_blocks(40, step)
+
+    def test_few_tokens_need_few_blocks(self) -> None:
+        assert SlidingWindow(16, 512).num_blocks(5) == 1
+        assert SlidingWindow(16, 512).num_blocks(0) == FullAttention(16).num_blocks(0) == 0
+        assert SlidingWindow(16, 512).num_blocks(100_000) == 33
+        assert SlidingWindow(16, 512).num_blocks(100_000, 2048) == 161
+
+    @pytest.mark.parametrize("bad", [0, -1, 1.5, "4", None, True])
+    def test_bad_numbers(self, bad: Any) -> None:
+        for make in (lambda: FullAttention(bad), lambda: SlidingWindow(bad, 4), lambda: SlidingWindow(4, bad)):
+            with pytest.raises(InvalidArgumentError, match="expected an int of at least 1"):
+                make()
+
+    @pytest.mark.parametrize("groups", [[], [4], None.__class__, [FULL, "window"]])
+    def test_bad_groups(self, groups: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match="groups: expected FullAttention and SlidingWindow items"):
+            KVCacheManager(8, groups=groups)
+
+    def test_block_sizes_divide_each_other(self) -> None:
+        with pytest.raises(InvalidArgumentError, match="divides the next larger one, got 4 and 6"):
+            KVCacheManager(8, groups=[FULL, SlidingWindow(2, 4), SlidingWindow(6, 4)])
+
+    def test_a_block_size_beside_the_groups_agrees(self) -> None:
+        assert KVCacheManager(8, 4, groups=[WINDOW, FULL]).block_size == 4
+        with pytest.raises(InvalidArgumentError, match="which is 4 for the primary one, got 8 too"):
+            KVCacheManager(8, 8, groups=[SlidingWindow(8, 4), FULL])
+
+
+class TestOneFullGroup:
+    def test_it_is_the_manager_without_groups(self) -> None:
+        manager = KVCacheManager(8, groups=[FULL])
+        assert manager.groups == KVCacheManager(8, 4).groups == (FULL,)
+        assert (manager.block_size, manager.hit_size) == (4, 4)
+        sequence = Sequence("a", range(9))
+        manager.allocate_slots(sequence)
+        assert sequence.groups is None
+        assert sequence.group_block_ids() == sequence.group_block_ids(0) == sequence.block_ids == [0, 1, 2]
+        assert sequence.group_blocks(0) == sequence.blocks
+        assert (sequence.first_live_block(0), sequence.new_group_blocks) == (0, [])
+        assert manager.append_group_step([sequence], [5]) == []
+        manager.append_slots(sequence, [6, 7])
+        assert manager.append_group_step([sequence], [8]) == [(0, 0, 3, 3)]
+        assert manager.take_group_copies() == []
+        assert manager.group_usage() == [GroupUsage(0, 4, 3)]
+        hit = manager.get_computed_blocks(Sequence("b", range(10)))
+        assert (hit.num_matched_tokens, hit.group_blocks(0)) == (8, hit.blocks)
+
+    @pytest.mark.parametrize("groups", [[FULL], [FULL, WINDOW]])
+    def test_a_group_that_there_is_not(self, groups: list[Group]) -> None:
+        manager = KVCacheManager(8, groups=groups)
+        sequence = Sequence("a", range(9))
+        hit = manager.get_computed_blocks(sequence)
+        manager.allocate_slots(sequence, hit=hit)
+        for ask in (sequence.group_block_ids, sequence.group_blocks, sequence.first_live_block, hit.group_blocks):
+            with pytest.raises(
+                InvalidArgumentError, match=f"group: expected an int from 0 to {len(groups) - 1}, got 2"
+            ):
+                ask(2)
+
+
+class TestTables:
+    def test_what_leaves_the_window_is_reused(self) -> None:
+        manager = KVCacheManager(9, groups=[FULL, WINDOW])
+        sequence = Sequence("a", range(16))
+        manager.allocate_slots(sequence, 8)
+        assert (sequence.group_block_ids(0), sequence.group_block_ids(1)) == ([0, 1], [2, 3])
+        manager.allocate_slots(sequence)
+        assert (sequence.group_block_ids(0), sequence.group_block_ids(1)) == ([0, 1, 4, 5], [2, 3, 6, 7])
+        assert [[block.block_id for block in part] for part in sequence.new_group_blocks] == [[4, 5], [6, 7]]
+        manager.append_slots(sequence, [7])  # sees 11 and later: block 2 is free, then 3
+        assert sequence.group_block_ids(1) == [0, 0, 6, 7, 2]
+        assert (sequence.group_block_ids(0), sequence.first_live_block(1)) == ([0, 1, 4, 5, 8], 2)
+        assert sequence.group_blocks(1)[:2] == [None, None]
+        assert manager.free_block_ids() == [3]
+
+    def test_a_call_can_use_what_it_lets_go_of(self) -> None:
+        manager = KVCacheManager(9, groups=[FULL, WINDOW])
+        sequence = Sequence("a", range(17))
+        manager.allocate_slots(sequence, 16)
+        assert manager.num_free_blocks == 1
+        other = Sequence("b", [5])
+        assert manager.allocate_slots(other) is None
+        assert manager.allocate_slots(sequence) is not None
+        assert manager.num_free_blocks == 1
+
+    def test_append_step_asks_for_the_groups(self) -> None:
+        manager = KVCacheManager(20, groups=[WINDOW, FULL])
+        sequence = Sequence("a", range(8))
+        manager.allocate_slots(sequence)
+        with pytest.raises(InvalidArgumentError, match="one group, got 2: use append_group_step"):
+            manager.append_step([sequence], [1])
+        assert (sequence.num_tokens, sequence.num_computed_tokens) == (8, 8)
+        assert manager.append_group_step([sequence], [1]) == [(0, 0, 2, 4), (0, 1, 2, 5)]
+        assert manager.append_group_step([], []) == []
+
+    def test_one_window_alone_needs_no_group_in_its_changes(self) -> None:
+        manager = KVCacheManager(20, groups=[WINDOW])
+        sequence = Sequence("a", range(8))
+        manager.allocate_slots(sequence)
+        assert manager.append_step([sequence], [1]) == [(0, 2, 2)]
+        assert sequence.block_ids == sequence.group_block_ids(0) == [0, 1, 2]
+
+    def test_truncate_goes_back_to_what_the_last_call_found(self) -> None:
+        manager = KVCacheManager(20, groups=[FULL, WINDOW])
+        sequence = Sequence("a", range(10))
+        manager.allocate_slots(sequence)
+        manager.append_slots(sequence, [1, 2, 3, 4])
+        manager.append_slots(sequence, [5, 6, 7, 8])  # from 14 on: nothing before 9 is seen
+        with pytest.raises(SequenceStateError, match="sees nothing before 8, where group 1, with a window of 6"):
+            manager.truncate(sequence, 12)
+        assert sequence.num_tokens == 18
+        manager.truncate(sequence, 14)
+        assert sequence.token_ids(10) == [1, 2, 3, 4]
+        manager.append_slots(sequence, [6])
+        manager.check()
+
+    def test_copies_say_their_group(self) -> None:
+        manager = KVCacheManager(30, groups=[SlidingWindow(2, 6), FULL])
+        sequence = Sequence("a", range(7))
+        manager.allocate_slots(sequence)
+        twin = manager.fork(sequence, "twin")
+        assert manager.append_group_step([sequence, twin], [1, 2]) == [(0, 0, 3, 6), (0, 1, 1, 7)]
+        assert manager.take_group_copies() == [(0, 3, 6), (1, 5, 7)]
+        manager.free(twin)
+        manager.free(sequence)
+        manager.check()
+
+    def test_take_copies_leaves_no_groups_behind(self) -> None:
+        manager = KVCacheManager(30, groups=[FULL, WINDOW])
+        sequence = Sequence("a", range(6))
+        manager.allocate_slots(sequence)
+        twin = manager.fork(sequence, "twin")
+        manager.append_slots(twin, [1])
+        assert manager.take_copies() == [(1, 4), (3, 5)]
+        assert manager.take_group_copies() == []
+
+
+class TestHits:
+    def test_a_window_needs_its_last_tokens_only(self) -> None:
+        manager = KVCacheManager(40, groups=[FULL, WINDOW])
+        compute(manager, "a", list(range(32)), chunk=8)
+        hit = manager.get_computed_blocks(Sequence("b", [*range(32), 5]))
+        assert hit.num_tokens == 32
+        assert [block is not None for block in hit.group_blocks(1)] == [False] * 6 + [True] * 2
+        assert len([block for block in hit.group_blocks(0) if block is not None]) == 8
+
+    def test_a_whole_prompt_needs_one_token_more(self) -> None:
+        manager = KVCacheManager(40, groups=[FULL, SlidingWindow(4, 5)])
+        prompt = Sequence("a", range(16))
+        manager.allocate_slots(prompt)
+        manager.append_slots(prompt, [1])  # lets go of 0-11: token 16 sees 12 and later
+        longer, whole = Sequence("b", [*range(16), 9]), Sequence("c", range(16))
+        assert manager.get_computed_blocks(longer).group_blocks(1)[:3] == [None, None, None]
+        hit = manager.get_computed_blocks(whole)
+        assert (hit.num_tokens, hit.num_readonly_tokens) == (15, 16)
+        assert [block is not None for block in hit.group_blocks(1)] == [False, False, True, True]  # 15 sees 11
+        manager.allocate_slots(whole, hit=hit)
+        assert whole.num_readonly_tokens == 16
+
+    def test_hits_are_multiples_of_the_largest_block(self) -> None:
+        manager = KVCacheManager(40, groups=[SlidingWindow(8, 4), FULL, SlidingWindow(2, 3)])
+        assert manager.hit_size == 8
+        compute(manager, "a", list(range(30)))
+        assert hit_tokens(manager, list(range(22))) == 16
+        assert manager.get_computed_blocks(Sequence("b", range(22))).num_matched_tokens == 20
+
+    def test_a_stale_companion_makes_a_stale_hit(self) -> None:
+        manager = KVCacheManager(8, groups=[FULL, WINDOW])
+        compute(manager, "a", list(range(16)))
+        probe = Sequence("b", [*range(16), 5])
+        hit = manager.get_computed_blocks(probe)
+        assert hit.num_tokens == 16
+        compute(manager, "c", list(range(100, 108)))  # takes the prefix's end, and with it what hangs there
+        with pytest.raises(StaleHitError):
+            manager.allocate_slots(probe, hit=hit)
+
+    def test_where_prefixes_part_is_kept_from_the_second_time_on(self) -> None:
+        """Nobody knows where a system prompt ends until a second request parts there."""
+        manager = KVCacheManager(41, groups=[FULL, WINDOW])
+        system = list(range(16))
+        blocker = Sequence("blocker", range(900, 900 + 44))  # so that nothing is left but what is reused
+        for number in range(3):
+            tokens = [*system, *range(100 * number + 100, 100 * number + 132)]
+            assert compute(manager, f"a{number}", tokens, chunk=8) == (16 if number == 2 else 0)
+            if number == 1:
+                assert manager.stats.num_limited_tokens == 16
+            if number == 0:
+                manager.allocate_slots(blocker)
+        # Those of a later one reuse what left their windows, not what the system prompt's end needs.
+        for number in range(3, 9):
+            tokens = [*system, *range(100 * number + 100, 100 * number + 132)]
+            assert compute(manager, f"a{number}", tokens, chunk=8) == 16
+
+    def test_what_is_freed_at_an_end_outlives_what_left_a_window(self) -> None:
+        manager = KVCacheManager(28, groups=[FULL, WINDOW])
+        compute(manager, "a", list(range(24)), chunk=8)
+        sequence = Sequence("long", range(100, 140))
+        for _ in range(5):
+            assert manager.allocate_slots(sequence, 8) is not None
+        assert hit_tokens(manager, [*range(24), 1]) == 24
+
+    def test_the_newer_of_two_companions_stays(self) -> None:
+        manager = KVCacheManager(40, groups=[FULL, WINDOW])
+        compute(manager, "a", list(range(8)))
+        older = manager.get_computed_blocks(Sequence("b", [*range(8), 1])).group_blocks(1)
+        sequence = Sequence("c", range(8))
+        manager.allocate_slots(sequence)  # without a hit: it computes the same again
+        newer = manager.get_computed_blocks(Sequence("b", [*range(8), 1])).group_blocks(1)
+        assert newer == sequence.group_blocks(1) != older
+        first = [block.block_id for block in older if block is not None]
+        assert manager.free_block_ids()[: len(first)] == sorted(first)  # they can be hit no more
+
+    def test_an_abort_takes_companions_along_that_were_never_written(self) -> None:
+        """The primary blocks of 0 to 12 stay cached, since another sequence wrote them; the window's weren't."""
+        manager = lost_window()
+        probe = Sequence("probe", range(13))
+        sequence = Sequence("c", range(12))
+        manager.allocate_slots(sequence)
+        assert manager.get_computed_blocks(probe).num_tokens == 12
+        manager.abort(sequence, 0)
+        hit = manager.get_computed_blocks(probe)
+        assert (hit.num_tokens, hit.num_matched_tokens) == (0, 12)
+        manager.check()
+
+
+class TestAnswers:
+    def test_explain_names_the_group(self) -> None:
+        manager = KVCacheManager(22, groups=[FULL, WINDOW], num_history_blocks=100)
+        compute(manager, "a", list(range(32)), chunk=8)
+        assert manager.explain(Sequence("b", range(32))).cause == "no miss"
+        compute(manager, "b", list(range(100, 120)))
+        explanation = manager.explain(Sequence("c", range(18)))
+        assert (explanation.cause, explanation.group, explanation.window) == ("group", 1, 6)
+        assert explanation.num_matched_blocks == 4
+        assert explanation.missing_tokens is not None
+        assert "group 1 (a window of 6) lacks tokens" in str(explanation)
+        assert explanation.removal is not None and explanation.removal.cause == "evicted"
+        assert "they were evicted" in str(explanation)
+        other = manager.explain(Sequence("d", range(500, 520)))
+        assert (other.cause, other.group) == ("never cached", 0)
+
+    def test_explain_without_a_history(self) -> None:
+        text = str(lost_window().explain(Sequence("c", range(13))))
+        assert text.startswith("0 of 3 full blocks are cached in all groups; 3 are in the primary one")
+        assert text.endswith("lacks tokens 8 to 11; as far as is remembered they were never cached")
+
+    def test_events_name_groups_and_places(self) -> None:
+        manager = KVCacheManager(40, groups=[SlidingWindow(2, 5), FULL, SlidingWindow(8, 9)], enable_events=True)
+        sequence = Sequence("a", range(8), salt="s")
+        manager.allocate_slots(sequence)
+        stored = {group: [] for group in range(3)}
+        for event in manager.take_events():
+            assert isinstance(event, BlockStored) and event.group_idx is not None
+            stored[event.group_idx].append(event)
+        (full,) = stored[1]
+        first, second = full.block_hashes
+        names = [first + b"\1\0\0\0", second + b"\0\0\0\0", second + b"\1\0\0\0"]
+        assert [event.block_hashes for event in stored[0]] == [(name,) for name in names]  # 0 and 1: of no use to a hit
+        assert [event.parent_block_hash for event in stored[0]] == [first + b"\0\0\0\0", *names[:2]]
+        assert [event.token_ids for event in stored[0]] == [[2, 3], [4, 5], [6, 7]]
+        assert [(e.block_hashes, e.parent_block_hash, e.block_size) for e in stored[2]] == [((second,), None, 8)]
+        assert len(full.extra_keys) == 1
+        manager.abort(sequence, 0)
+        removed = [(event.group_idx, name) for event in manager.take_events() for name in event.block_hashes]
+        assert set(removed) == {*[(0, name) for name in names], (1, first), (1, second), (2, second)}
+        assert removed.index((0, names[1])) < removed.index((1, second))
+
+    def test_events_of_equal_blocks_have_their_keys(self) -> None:
+        manager = KVCacheManager(40, groups=[FULL, WINDOW], enable_events=True)
+        manager.allocate_slots(Sequence("a", range(8), extra_keys=[(5, 7, "image")]))
+        events = [event for event in manager.take_events() if isinstance(event, BlockStored)]
+        keys = {event.group_idx: event.extra_keys for event in events}
+        assert keys[1][0][1] == keys[0][0][1]
+
+    def test_ghosts_make_no_events(self) -> None:
+        manager = KVCacheManager(40, groups=[WINDOW], enable_events=True)
+        compute(manager, "a", list(range(8)))
+        assert {event.group_idx for event in manager.take_events() if isinstance(event, BlockStored)} == {0}
+        manager.reset_prefix_cache()
+        assert [type(event).__name__ for event in manager.take_events()] == ["AllBlocksCleared"]
+
+    def test_usage_and_metrics(self) -> None:
+        manager = KVCacheManager(40, groups=[FULL, WINDOW])
+        metrics = CacheMetrics(manager, sample_every=1)
+        sequence = Sequence("a", range(20))
+        manager.allocate_slots(sequence, 10)
+        manager.allocate_slots(sequence)
+        assert manager.group_usage() == [GroupUsage(0, 5, 5), GroupUsage(1, 4, 5)]
+        assert manager.stats.num_cached_blocks == 10
+        assert manager.prefix_rows()[0].num_blocks == 5
+        manager.free(sequence)
+        compute(manager, "b", list(range(300, 420)), chunk=8)
+        assert metrics.snapshot().lifetimes.num_values > 0
+        assert metrics.snapshot().stats.num_evicted_blocks > 0
+
+    def test_cascades_are_of_the_full_group(self) -> None:
+        manager = KVCacheManager(40, groups=[WINDOW, FULL])
+        a, b = Sequence("a", [*range(8), 1]), Sequence("b", [*range(8), 2])
+        for sequence in (a, b):
+            manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence))
+        (shared,) = manager.shared_prefixes([a, b])
+        assert list(shared.block_ids) == a.group_block_ids(1)[:2] == b.group_block_ids(1)[:2]
+
+    @pytest.mark.parametrize(
+        ("call", "ask"),
+        [
+            ("shared_prefixes", lambda manager: manager.shared_prefixes([])),
+            ("set_quota", lambda manager: manager.set_quota("a", 1)),
+            ("set_default_quota", lambda manager: manager.set_default_quota(1)),
+            ("prefix_rows", lambda manager: manager.prefix_rows()),
+            ("prefix_rows", lambda manager: manager.to_dot()),
+        ],
+    )
+    def test_what_needs_a_full_group_says_so(self, call: str, ask: Any) -> None:
+        with pytest.raises(InvalidArgumentError, match=f"{call}: expected a manager with a group of full attention"):
+            ask(KVCacheManager(8, groups=[WINDOW]))
+
+
+class TestQuotas:
+    def test_companions_count_and_go_with_their_prefix(self) -> None:
+        manager = KVCacheManager(24, groups=[FULL, SlidingWindow(4, 100)])
+        manager.set_quota("greedy", 4)
+        compute(manager, "a", list(range(16)), salt="greedy")
+        compute(manager, "b", list(range(16)), salt="modest")
+        assert {usage.salt: usage.num_cached_blocks for usage in manager.quotas()} == {"greedy": 8}
+        manager.set_quota("modest", 100)
+        assert {usage.salt: usage.num_cached_blocks for usage in manager.quotas()} == {"greedy": 8, "modest": 8}
+        compute(manager, "c", list(range(100, 124)))
+        assert hit_tokens(manager, [*range(16), 1], salt="modest") == 16
+        assert hit_tokens(manager, [*range(16), 1], salt="greedy") < 16
+        manager.check()
+
+
+class TestPins:
+    def test_a_pin_keeps_what_its_hit_needs(self) -> None:
+        manager = KVCacheManager(24, groups=[FULL, WINDOW])
+        compute(manager, "a", list(range(16)))
+        pin = manager.pin(range(16), priority=100)
+        assert (pin.num_blocks, pin.num_held_blocks, pin.num_wanted_blocks) == (4, 6, 6)
+        for number in range(5):
+            compute(manager, f"b{number}", list(range(100 * number + 100, 100 * number + 130)))
+        assert hit_tokens(manager, [*range(16), 1]) == 16
+        manager.unpin(pin)
+        assert manager.num_free_blocks == 24
+        manager.check()
+
+    def test_a_pin_takes_hold_before_the_window_has_passed(self) -> None:
+        manager = KVCacheManager(40, groups=[FULL, WINDOW])
+        pin = manager.pin(range(16))
+        compute(manager, "a", [*range(16), *range(100, 140)], chunk=8)
+        assert pin.num_held_blocks == pin.num_wanted_blocks == 6
+        assert hit_tokens(manager, [*range(16), 1]) == 16
+
+    def test_under_pressure_it_first_gives_up_what_hangs(self) -> None:
+        manager = KVCacheManager(12, groups=[FULL, WINDOW])
+        compute(manager, "a", list(range(16)))
+        pin = manager.pin(range(16), priority=10)
+        sequence = Sequence("b", range(100, 116))
+        assert manager.allocate_slots(sequence) is not None
+        assert (len(pin.blocks), pin.hanging) == (4, [])
+        manager.check()
+
+    def test_the_budget_counts_all_groups(self) -> None:
+        manager = KVCacheManager(10, groups=[FULL, WINDOW])
+        with pytest.raises(PinBudgetError, match="at most 5 blocks together, got 6 more"):
+            manager.pin(range(16))
+
+    def test_without_a_full_group_only_windows_count(self) -> None:
+        manager = KVCacheManager(8, groups=[WINDOW])
+        compute(manager, "a", list(range(24)))
+        pin = manager.pin(range(24), priority=100)
+        assert (pin.num_wanted_blocks, len(pin.hanging)) == (2, 2)
+        compute(manager, "b", list(range(100, 124)))
+        assert hit_tokens(manager, [*range(24), 1]) == 24
+        assert CacheMetrics(manager).snapshot().pins.num_pinned_blocks == 2
