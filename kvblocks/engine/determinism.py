@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvblocks.engine.config import LlamaConfig
-from kvblocks.engine.layers import Linear, LlamaLayers
+from kvblocks.engine.config import ModelConfig
+from kvblocks.engine.layers import DecoderLayers, Linear
 from kvblocks.engine.rows import PACKED16, TILE16, RowStrategy, chunks
-from kvblocks.engine.weights import LlamaWeights
+from kvblocks.engine.weights import ModelWeights
 
 RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Takes tensors with the same number of rows, gives tensors with that number of rows."""
@@ -29,7 +29,7 @@ RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 _MOVE = 7
 
 
-def choose_determinism(config: LlamaConfig, weights: LlamaWeights, *, linear: Linear = F.linear) -> RowStrategy:
+def choose_determinism(config: ModelConfig, weights: ModelWeights, *, linear: Linear = F.linear) -> RowStrategy:
     """PACKED16 for the current number of torch threads if this machine has what it needs, TILE16 otherwise.
 
     `linear` is the matrix product that the model will use. Costs about as much as 1,900 tokens of one layer and 300
@@ -42,10 +42,10 @@ def choose_determinism(config: LlamaConfig, weights: LlamaWeights, *, linear: Li
 
 @torch.inference_mode()
 def packed_rows_hold(
-    config: LlamaConfig, weights: LlamaWeights, strategy: RowStrategy, *, linear: Linear = F.linear
+    config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = F.linear
 ) -> bool:
     """Whether every row-wise function of the model gives a row the same bits at all of the strategy's row counts."""
-    layers, layer = LlamaLayers(config, linear), weights.layers[0]
+    layers, layer = DecoderLayers(config, linear), weights.layers[0]
     generator = torch.Generator().manual_seed(0)
 
     def random_rows(counts: tuple[int, ...], *shape: int) -> Tensor:

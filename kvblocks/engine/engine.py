@@ -20,7 +20,7 @@ from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.determinism import choose_determinism
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.generation import Generation
-from kvblocks.engine.model import LlamaModel
+from kvblocks.engine.model import DecoderModel
 from kvblocks.engine.request import Request
 from kvblocks.engine.rows import NATURAL
 from kvblocks.engine.runner import LoadedModel, ModelRunner, kv_block_bytes
@@ -76,7 +76,7 @@ class Engine:
         self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
         self.scheduler = Scheduler(self.manager, config.max_position_embeddings)
         strategy = choose_determinism(config, weights) if deterministic else NATURAL
-        self.runner = ModelRunner(LlamaModel(config, weights, strategy=strategy), num_blocks, block_size)
+        self.runner = ModelRunner(DecoderModel(config, weights, strategy=strategy), num_blocks, block_size)
         self._generations: dict[Request, Generation] = {}
         self._sequence_ids = count()
 
