@@ -8,7 +8,7 @@ share blocks that another sequence of the same step fills.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
@@ -102,22 +102,31 @@ class AttentionBackend(Protocol):
         """Prepare one step. The result is good for this batch only."""
 
 
-Planner = Callable[[Tensor, Tensor, Tensor, int], reference.AttentionPlan]
+Planner = Callable[[Tensor, Tensor, Tensor, int, int | None], reference.AttentionPlan]
 
 
 @dataclass(frozen=True)
 class _PlannedStep:
-    """A step of the torch backends: the plan that all layers share."""
+    """A step of the torch backends: a plan for each window, made when the first layer asks for it."""
 
-    plan: reference.AttentionPlan
+    batch: StepBatch
     kv_cache: KVCache
+    planner: Planner
+    plans: dict[int | None, reference.AttentionPlan] = field(default_factory=dict)
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         reference.store(key, value, self.kv_cache.keys[layer], self.kv_cache.values[layer], slot_mapping)
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
         keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
-        return reference.attend(self.plan, query, keys, values, scale=how.scale)
+        return reference.attend(self._plan(how), query, keys, values, scale=how.scale, softcap=how.softcap)
+
+    def _plan(self, how: LayerAttention) -> reference.AttentionPlan:
+        if how.window not in self.plans:
+            batch = self.batch
+            tables = (batch.block_tables, batch.query_start, batch.seq_lens)
+            self.plans[how.window] = self.planner(*tables, self.kv_cache.block_size, how.window)
+        return self.plans[how.window]
 
 
 @dataclass(frozen=True)
@@ -127,10 +136,8 @@ class TorchAttention:
     is_tiled: bool = False
 
     def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
-        """Plan the step. O(tokens in context)."""
-        planner: Planner = reference.plan_tiled if self.is_tiled else reference.plan_paged
-        plan = planner(batch.block_tables, batch.query_start, batch.seq_lens, kv_cache.block_size)
-        return _PlannedStep(plan, kv_cache)
+        """Plan the step. O(tokens in context), once for every window that the model has."""
+        return _PlannedStep(batch, kv_cache, reference.plan_tiled if self.is_tiled else reference.plan_paged)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The Llama model: one forward pass over a ragged batch, reading and writing a paged KV cache.
+"""The model: one forward pass over a ragged batch, reading and writing a paged KV cache.
 
 The pass is split in two kinds of work. Row-wise work (`layers`) is handed over as the row strategy says; attention is
 the backend's. In float32 with the natural strategy on a CPU, the logits are meant to equal those of `transformers`.
@@ -20,7 +20,7 @@ from kvblocks.errors import InvalidArgumentError
 
 
 class DecoderModel:
-    """A Llama model ready to run. It owns its weights and RoPE table; caches belong to the caller.
+    """A model ready to run. It owns its weights and RoPE tables; caches belong to the caller.
 
     `strategy` is NATURAL, or what `determinism.choose_determinism` returned. `attention` defaults to the torch
     backend that fits it; a deterministic strategy needs a tiled one. `linear` is the matrix product to use.
@@ -44,7 +44,10 @@ class DecoderModel:
         self.strategy = strategy
         self.attention = attention
         self._layers = DecoderLayers(config, linear)
-        self._rope = RopeTable.build(config, weights.embedding.dtype, weights.embedding.device)
+        self._ropes = {
+            rope: RopeTable.build(rope, config.max_position_embeddings, config.head_dim, weights.embedding)
+            for rope in dict.fromkeys(config.ropes)
+        }
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """A zeroed cache in the model's dtype, on its device."""
@@ -65,9 +68,11 @@ class DecoderModel:
         layout = RowLayout.build(batch, self.strategy)
         parts = list(chunks(layout.num_rows, self.strategy.row_counts))
         step = self.attention.begin(batch, kv_cache)
-        hidden = F.embedding(layout.token_ids, self.weights.embedding)
-        cos, sin = self._rope.cos[layout.positions], self._rope.sin[layout.positions]
-        for index, (layer, how) in enumerate(zip(self.weights.layers, self.config.attention, strict=True)):
+        hidden = self._embed(layout.token_ids)
+        angles = {rope: table.at(layout.positions) for rope, table in self._ropes.items()}
+        kinds = zip(self.weights.layers, self.config.attention, self.config.ropes, strict=True)
+        for index, (layer, how, rope) in enumerate(kinds):
+            cos, sin = angles[rope]
             queries = []
             for rows in parts:
                 query, key, value = self._layers.project(layer, hidden[rows], cos[rows], sin[rows])
@@ -78,6 +83,14 @@ class DecoderModel:
             for rows in parts:
                 self._layers.mix(layer, hidden[rows], attended[rows])
         return self._logits(hidden.index_select(0, layout.logits_rows))
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """The first layer's input: [num_rows, hidden]."""
+        hidden = F.embedding(token_ids, self.weights.embedding)
+        if self.config.architecture.scales_embedding:
+            # A tensor, so that the factor is rounded to the model's dtype: these models were trained with that.
+            hidden *= torch.tensor(self.config.hidden_size**0.5, dtype=hidden.dtype, device=hidden.device)
+        return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """float32 [num_rows, vocab], computed in the row counts that the strategy allows the head."""

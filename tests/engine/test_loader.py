@@ -5,9 +5,10 @@ import torch
 from safetensors.torch import save_file
 
 from engine.small_models import EVEN, ODD
-from kvblocks.engine.config import ModelConfig, RopeConfig
+from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.loader import expected_shapes, load_weights
+from kvblocks.engine.rope_config import RopeConfig
 
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,10 +75,11 @@ class TestConfig:
         ("changes", "message"),
         [
             (
-                {"architectures": ["Qwen3ForCausalLM"]},
-                r"supported architecture \(LlamaForCausalLM\), got Qwen3ForCausalLM",
+                {"architectures": ["Qwen3MoeForCausalLM"]},
+                r"\(LlamaForCausalLM, Qwen3ForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration\), "
+                "got Qwen3MoeForCausalLM",
             ),
-            ({"architectures": None, "model_type": "gemma3"}, "got none .model_type 'gemma3'"),
+            ({"architectures": None, "model_type": "gemma2"}, "got none .model_type 'gemma2'"),
             ({"hidden_act": "gelu"}, "hidden_act 'silu', got 'gelu'"),
             ({"quantization_config": {"quant_method": "awq"}}, "floating point, got quantization_config .*awq"),
             ({"rope_scaling": {"rope_type": "yarn"}}, r"rope_type \(default, linear, llama3\), got 'yarn'"),
