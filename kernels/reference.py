@@ -150,10 +150,10 @@ def _attend(
 ) -> Tensor:
     """Dense attention: [batch, num_heads, num_rows, head_dim] over [batch, num_kv_heads, num_keys, head_dim].
 
-    mask: bool, broadcast to the scores; None: row i of the last rows sees the keys up to its own.
+    mask: bool, broadcast to the scores; None: a single row sees all keys, row i of several the keys up to i.
     """
+    is_causal = mask is None and query.shape[2] > 1
     if softcap is None:
-        is_causal = mask is None and query.shape[2] > 1
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=True
         )
@@ -161,7 +161,9 @@ def _attend(
     shared = query.unflatten(1, (key.shape[1], -1))
     scores = (shared.flatten(2, 3) @ key.transpose(2, 3)).float() * scale
     scores = (torch.tanh(scores / softcap) * softcap).unflatten(2, shared.shape[2:4])
-    if mask is None:
+    if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    weights = scores.masked_fill(~mask if mask.dim() == 2 else ~mask.unsqueeze(1), -torch.inf).softmax(-1)
-    return (weights.to(query.dtype).flatten(2, 3) @ value).unflatten(2, shared.shape[2:4]).flatten(1, 2)
+    if mask is not None:
+        scores.masked_fill_(~mask if mask.dim() == 2 else ~mask.unsqueeze(1), -torch.inf)
+    weights = scores.softmax(-1).to(query.dtype)
+    return (weights.flatten(2, 3) @ value).unflatten(2, shared.shape[2:4]).flatten(1, 2)

@@ -1,17 +1,22 @@
-"""Small random Llama models, and ways to run them: shared by the engine's tests."""
+"""Small random models, and ways to run them: shared by the engine's tests."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
+from kvblocks.engine.architectures import GEMMA3 as GEMMA3_ARCHITECTURE
+from kvblocks.engine.architectures import QWEN3 as QWEN3_ARCHITECTURE
 from kvblocks.engine.batch import SequenceRows, StepBatch
 from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.loader import expected_shapes
 from kvblocks.engine.model import DecoderModel, KVCache
+from kvblocks.engine.rope_config import RopeConfig
 from kvblocks.engine.weights import LayerWeights, ModelWeights
 
 BLOCK_SIZE = 16
+WINDOW = 27  # no multiple of anything
 
 # Sizes that no vector width divides, so that every kernel has a remainder to treat; grouped heads; biases.
 ODD = ModelConfig(
@@ -38,6 +43,22 @@ EVEN = ModelConfig(
     max_position_embeddings=1024,
     tie_word_embeddings=True,
 )
+# Odd sizes again; norms of heads, and windows in some layers.
+QWEN3 = replace(ODD, architecture=QWEN3_ARCHITECTURE, windows=(None, WINDOW), attention_bias=False, mlp_bias=False)
+# Two kinds of layers with their own frequencies, all four norms, both softcaps.
+GEMMA3 = replace(
+    EVEN,
+    architecture=GEMMA3_ARCHITECTURE,
+    num_layers=4,
+    head_dim=16,
+    windows=(WINDOW, WINDOW, None, WINDOW),
+    local_rope=RopeConfig(theta=777.0),
+    query_scale=0.3,
+    attention_softcap=2.0,
+    logits_softcap=5.0,
+    vocab_size=131,
+)
+CONFIGS = {"odd": ODD, "even": EVEN, "qwen3": QWEN3, "gemma3": GEMMA3}
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> ModelWeights:
@@ -47,9 +68,10 @@ def random_weights(config: ModelConfig, seed: int = 0) -> ModelWeights:
     def matrix(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
 
-    def norm() -> torch.Tensor:
-        return 1 + matrix(config.hidden_size)
+    def norm(*shape: int) -> torch.Tensor:
+        return 1 + matrix(*(shape or (config.hidden_size,)))
 
+    architecture = config.architecture
     shapes = expected_shapes(config)
     hidden, wide = config.hidden_size, config.intermediate_size
     queries = config.num_heads * config.head_dim
@@ -66,10 +88,15 @@ def random_weights(config: ModelConfig, seed: int = 0) -> ModelWeights:
             output_bias=matrix(hidden) if config.attention_bias else None,
             gate_up_bias=matrix(2 * wide) if config.mlp_bias else None,
             down_bias=matrix(hidden) if config.mlp_bias else None,
+            qk_norm=norm(heads // config.head_dim - config.num_kv_heads, config.head_dim)
+            if architecture.has_qk_norms
+            else None,
+            attention_output_norm=norm() if architecture.has_output_norms else None,
+            mlp_output_norm=norm() if architecture.has_output_norms else None,
         )
         for _ in range(config.num_layers)
     )
-    embedding = matrix(*shapes["model.embed_tokens.weight"]) * hidden**0.5
+    embedding = matrix(*shapes["model.embed_tokens.weight"]) * (1 if architecture.scales_embedding else hidden**0.5)
     head = embedding if config.tie_word_embeddings else matrix(config.vocab_size, hidden)
     return ModelWeights(embedding, layers, norm(), head)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.small_models import BLOCK_SIZE, EVEN, ODD, prefill, random_tokens, random_weights, step
+from engine.small_models import BLOCK_SIZE, CONFIGS, EVEN, prefill, random_tokens, random_weights, step
 from kvblocks.engine.attention import TorchAttention
 from kvblocks.engine.batch import SequenceRows
 from kvblocks.engine.determinism import choose_determinism, packed_rows_hold
@@ -17,7 +17,6 @@ from kvblocks.engine.rows import NATURAL, PACKED16, TILE16
 from kvblocks.errors import InvalidArgumentError
 
 NUM_TOKENS = 150
-CONFIGS = {"odd": ODD, "even": EVEN}
 A, B, C = list(range(20)), list(range(20, 40)), list(range(40, 60))
 
 
