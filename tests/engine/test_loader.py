@@ -1,12 +1,17 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from engine.small_models import EVEN, ODD
+from engine.small_models import GEMMA3 as GEMMA3_MODEL
+from kvblocks.engine.architectures import GEMMA3 as GEMMA3_ARCHITECTURE
+from kvblocks.engine.architectures import GEMMA3_WITH_IMAGES, LLAMA, QWEN3
 from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.errors import ModelError
+from kvblocks.engine.layer_attention import LayerAttention
 from kvblocks.engine.loader import expected_shapes, load_weights
 from kvblocks.engine.rope_config import RopeConfig
 
@@ -22,6 +27,7 @@ FIELDS = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 2,
 }
+GEMMA3 = FIELDS | {"architectures": ["Gemma3ForCausalLM"]}
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -106,6 +112,68 @@ class TestConfig:
         with pytest.raises(ModelError, match=message):
             ModelConfig.from_folder(tmp_path)
 
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"hidden_activation": "gelu"}, "hidden_activation 'gelu_pytorch_tanh', got 'gelu'"),
+            ({"use_bidirectional_attention": True}, "causal attention, got use_bidirectional_attention true"),
+            (
+                {"layer_types": ["full_attention"]},
+                "a list of 2, each full_attention or sliding_.* got .'full_attention'",
+            ),
+            ({"layer_types": ["full_attention", "chunked_attention"]}, "got .*'chunked_attention'"),
+            ({"layer_types": 3}, "layer_types to be a list of 2, .* got 3"),
+            ({"sliding_window": 0}, "sliding_window to be a positive integer, got 0"),
+            ({"sliding_window_pattern": "6"}, "sliding_window_pattern to be a positive integer, got '6'"),
+            ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar to be a positive number, got -1"),
+            ({"final_logit_softcapping": 0}, "final_logit_softcapping to be a positive number, got 0"),
+            ({"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "supported rope_type .* got 'yarn'"),
+            ({"rope_parameters": {"sliding_attention": 3}}, "sliding_attention to be an object, got 3"),
+        ],
+    )
+    def test_what_is_not_supported_or_not_sensible_with_windows(self, changes, message):
+        with pytest.raises(ModelError, match=message):
+            ModelConfig.from_fields(GEMMA3 | changes)
+
+    def test_defaults_of_gemma3(self):
+        """A folder of a model of images says little about its text model."""
+        text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+        text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+        fields = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "eos_token_id": [1, 106]}
+        config = ModelConfig.from_fields(fields)
+        assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262_208)
+        assert config.windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4
+        assert config.rope == RopeConfig("linear", 1e6, 8.0)
+        assert config.local_rope == RopeConfig("default", 1e4)
+        assert config.query_scale == 1 / 16
+        assert config.tie_word_embeddings and config.eos_token_ids == (1, 106)
+        assert config.attention[5] == LayerAttention(1 / 16, None)
+        assert config.attention[6] == LayerAttention(1 / 16, 1024)
+
+    @pytest.mark.parametrize(
+        ("changes", "windows"),
+        [
+            ({}, ()),
+            ({"sliding_window": 64}, ()),
+            ({"use_sliding_window": True}, ()),
+            ({"use_sliding_window": True, "sliding_window": 64}, ()),
+            ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, (None, 64)),
+            ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, (64, 64)),
+            ({"sliding_window": 64, "layer_types": ["sliding_attention"] * 2}, ()),
+        ],
+    )
+    def test_windows_of_qwen3(self, changes, windows):
+        config = ModelConfig.from_fields(FIELDS | {"architectures": ["Qwen3ForCausalLM"]} | changes)
+        assert config.windows == windows
+        assert config.head_dim == 128
+
+    @pytest.mark.parametrize(
+        ("model_type", "architecture"), [("llama", LLAMA), ("qwen3", QWEN3), ("gemma3_text", GEMMA3_ARCHITECTURE)]
+    )
+    def test_the_model_type_says_it_where_architectures_are_missing(self, model_type, architecture):
+        fields = FIELDS | {"architectures": None, "model_type": model_type}
+        assert ModelConfig.from_fields(fields).architecture == architecture
+
     def test_no_folder(self, tmp_path):
         with pytest.raises(ModelError, match=r"model folder, got .*nowhere, which is not a folder"):
             ModelConfig.from_folder(tmp_path / "nowhere")
@@ -133,6 +201,30 @@ class TestWeights:
         assert torch.equal(weights.layers[1].gate_up_bias, torch.cat(biases))
         assert torch.equal(weights.layers[0].down, tensors["model.layers.0.mlp.down_proj.weight"])
         assert torch.equal(weights.lm_head, tensors["lm_head.weight"])
+
+    def test_norms_of_gemma3(self, tmp_path):
+        tensors = random_tensors(GEMMA3_MODEL)
+        save_file(tensors, tmp_path / "model.safetensors")
+        layer = load_weights(tmp_path, GEMMA3_MODEL, dtype=torch.bfloat16).layers[2]
+        prefix = "model.layers.2."
+        assert torch.equal(layer.input_norm, 1 + tensors[prefix + "input_layernorm.weight"])
+        assert torch.equal(layer.attention_output_norm, 1 + tensors[prefix + "post_attention_layernorm.weight"])
+        assert torch.equal(layer.mlp_norm, 1 + tensors[prefix + "pre_feedforward_layernorm.weight"])
+        assert torch.equal(layer.mlp_output_norm, 1 + tensors[prefix + "post_feedforward_layernorm.weight"])
+        heads = [1 + tensors[f"{prefix}self_attn.{name}_norm.weight"] for name in "qqqk"]
+        assert torch.equal(layer.qk_norm, torch.stack(heads))
+
+    @pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model."])
+    def test_the_text_part_of_a_model_of_images(self, tmp_path, prefix):
+        config = replace(GEMMA3_MODEL, architecture=GEMMA3_WITH_IMAGES)
+        tensors = random_tensors(config)
+        stored = {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        others = {"vision_tower.a": torch.zeros(1), "model.multi_modal_projector.b": torch.zeros(1)}
+        save_file(stored | others, tmp_path / "model.safetensors")
+        weights = load_weights(tmp_path, config)
+        assert torch.equal(weights.layers[3].down, tensors["model.layers.3.mlp.down_proj.weight"])
+        with pytest.raises(ModelError, match="missing in all|expected no tensor"):
+            load_weights(tmp_path, GEMMA3_MODEL)
 
     def test_tied_embeddings_are_one_tensor(self, tmp_path):
         # Some folders hold the tied head all the same.
