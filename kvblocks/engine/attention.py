@@ -17,14 +17,17 @@ from torch import Tensor
 
 from kvblocks.engine.batch import StepBatch
 from kvblocks.engine.config import ModelConfig
-from kvblocks.engine.layer_attention import LayerAttention
+from kvblocks.engine.layer_attention import LayerAttention, LayerPlace
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels import reference
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """K and V of every layer: one tensor [num_blocks, block_size, num_kv_heads, head_dim] each."""
+    """K and V of every layer: one tensor [num_blocks, block_size, num_kv_heads, head_dim] each.
+
+    Layers of different groups may be the same tensors: a block is one group's at a time.
+    """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -36,17 +39,22 @@ class KVCache:
         num_blocks: int,
         block_size: int,
         *,
+        layer_places: Sequence[LayerPlace] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> "KVCache":
-        """A zeroed cache for a model of this shape. Raises InvalidArgumentError for sizes below 1."""
+        """A zeroed cache for a model of this shape. Raises InvalidArgumentError for sizes below 1.
+
+        layer_places: of each layer; layers with the same slot, of different groups, share memory. None: none do.
+        """
         if num_blocks < 1 or block_size < 1:
             raise InvalidArgumentError(
                 f"expected num_blocks and block_size of at least 1, got {num_blocks} and {block_size}"
             )
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        layers = [torch.zeros(2, *shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        return cls(tuple(layer[0] for layer in layers), tuple(layer[1] for layer in layers))
+        slots = range(config.num_layers) if layer_places is None else [slot for _, slot in layer_places]
+        memory = {slot: torch.zeros(2, *shape, dtype=dtype, device=device) for slot in set(slots)}
+        return cls(tuple(memory[slot][0] for slot in slots), tuple(memory[slot][1] for slot in slots))
 
     @property
     def num_blocks(self) -> int:
@@ -60,11 +68,11 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all layers."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        """Memory of all layers, counted once where they share it."""
+        return sum(tensor.nbytes for tensor in self._memory)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks in every layer, one (source, destination) pair after the other, or as if so.
+        """Copy blocks in every layer of every group, one (source, destination) pair after the other, or as if so.
 
         Raises InvalidArgumentError, changing nothing, for ids that aren't the cache's. O(pairs x bytes of a block).
         """
@@ -75,7 +83,12 @@ class KVCache:
                 raise InvalidArgumentError(
                     f"copy_blocks: expected block ids from 0 to {self.num_blocks - 1}, got {block_id}"
                 )
-        reference.copy_blocks((*self.keys, *self.values), torch.tensor(pairs, dtype=torch.int64))
+        reference.copy_blocks(self._memory, torch.tensor(pairs, dtype=torch.int64))
+
+    @property
+    def _memory(self) -> tuple[Tensor, ...]:
+        """The tensors that the layers are, each of them once. O(layers)."""
+        return tuple({tensor.data_ptr(): tensor for tensor in (*self.keys, *self.values)}.values())
 
 
 class StepAttention(Protocol):
@@ -107,12 +120,12 @@ Planner = Callable[[Tensor, Tensor, Tensor, int, int | None], reference.Attentio
 
 @dataclass(frozen=True)
 class _PlannedStep:
-    """A step of the torch backends: a plan for each window, made when the first layer asks for it."""
+    """A step of the torch backends: a plan for each group and window, made when the first layer asks for it."""
 
     batch: StepBatch
     kv_cache: KVCache
     planner: Planner
-    plans: dict[int | None, reference.AttentionPlan] = field(default_factory=dict)
+    plans: dict[tuple[int, int | None], reference.AttentionPlan] = field(default_factory=dict)
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         reference.store(key, value, self.kv_cache.keys[layer], self.kv_cache.values[layer], slot_mapping)
@@ -122,11 +135,12 @@ class _PlannedStep:
         return reference.attend(self._plan(how), query, keys, values, scale=how.scale, softcap=how.softcap)
 
     def _plan(self, how: LayerAttention) -> reference.AttentionPlan:
-        if how.window not in self.plans:
+        kind = how.group, how.window
+        if kind not in self.plans:
             batch = self.batch
-            tables = (batch.block_tables, batch.query_start, batch.seq_lens)
-            self.plans[how.window] = self.planner(*tables, self.kv_cache.block_size, how.window)
-        return self.plans[how.window]
+            tables = (batch.block_tables[how.group], batch.query_start, batch.seq_lens)
+            self.plans[kind] = self.planner(*tables, self.kv_cache.block_size, how.window)
+        return self.plans[kind]
 
 
 @dataclass(frozen=True)

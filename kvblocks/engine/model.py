@@ -4,6 +4,9 @@ The pass is split in two kinds of work. Row-wise work (`layers`) is handed over 
 the backend's. In float32 with the natural strategy on a CPU, the logits are meant to equal those of `transformers`.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +15,7 @@ from kvblocks.engine.attention import AttentionBackend, KVCache, TiledTorchAtten
 from kvblocks.engine.batch import StepBatch
 from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.errors import ModelError
+from kvblocks.engine.layer_attention import LayerPlace
 from kvblocks.engine.layers import DecoderLayers, Linear
 from kvblocks.engine.rope import RopeTable
 from kvblocks.engine.rows import NATURAL, RowLayout, RowStrategy, chunks, pad_rows
@@ -24,6 +28,9 @@ class DecoderModel:
 
     `strategy` is NATURAL, or what `determinism.choose_determinism` returned. `attention` defaults to the torch
     backend that fits it; a deterministic strategy needs a tiled one. `linear` is the matrix product to use.
+    `layer_places` says which KV-cache group each layer belongs to; by default all are in one group.
+
+    Attributes: what it was made of, and `layer_attention`, how each layer attends.
     """
 
     def __init__(
@@ -34,6 +41,7 @@ class DecoderModel:
         strategy: RowStrategy = NATURAL,
         attention: AttentionBackend | None = None,
         linear: Linear = F.linear,
+        layer_places: Sequence[LayerPlace] | None = None,
     ) -> None:
         if attention is None:
             attention = TiledTorchAttention() if strategy.is_deterministic else TorchAttention()
@@ -43,6 +51,9 @@ class DecoderModel:
         self.weights = weights
         self.strategy = strategy
         self.attention = attention
+        self.layer_places = tuple(layer_places or [LayerPlace(0, slot) for slot in range(config.num_layers)])
+        kinds = zip(config.attention, self.layer_places, strict=True)
+        self.layer_attention = tuple(replace(how, group=place.group) for how, place in kinds)
         self._layers = DecoderLayers(config, linear)
         self._ropes = {
             rope: RopeTable.build(rope, config.max_position_embeddings, config.head_dim, weights.embedding)
@@ -51,18 +62,18 @@ class DecoderModel:
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """A zeroed cache in the model's dtype, on its device."""
-        embedding = self.weights.embedding
-        return KVCache.allocate(self.config, num_blocks, block_size, dtype=embedding.dtype, device=embedding.device)
+        dtype, device, places = self.weights.embedding.dtype, self.weights.embedding.device, self.layer_places
+        return KVCache.allocate(self.config, num_blocks, block_size, layer_places=places, dtype=dtype, device=device)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv_cache: KVCache) -> Tensor:
         """Run one step: float32 [num_logits, vocab], a row for each of `batch.logits_rows`.
 
         Raises InvalidArgumentError, before anything is written, if a token id is not in the vocabulary, a position is
-        not below max_position_embeddings or a block is not in the cache: this is the last guard, so that no caller
-        can read or write out of bounds; a scheduler should refuse such a request when it arrives. Raises ModelError
-        if the number of torch threads is not the one that the strategy was checked for. Changes the cache: K and V of
-        every row with a slot.
+        not below max_position_embeddings, a block is not in the cache, or a group has no block tables: this is the last
+        guard, so that no caller can read or write out of bounds; a scheduler should refuse such a request when it
+        arrives. Raises ModelError if the number of torch threads is not the one that the strategy was checked for.
+        Changes the cache: K and V of every row with a slot.
         """
         self._check(batch, kv_cache)
         layout = RowLayout.build(batch, self.strategy)
@@ -70,13 +81,13 @@ class DecoderModel:
         step = self.attention.begin(batch, kv_cache)
         hidden = self._embed(layout.token_ids)
         angles = {rope: table.at(layout.positions) for rope, table in self._ropes.items()}
-        kinds = zip(self.weights.layers, self.config.attention, self.config.ropes, strict=True)
+        kinds = zip(self.weights.layers, self.layer_attention, self.config.ropes, strict=True)
         for index, (layer, how, rope) in enumerate(kinds):
             cos, sin = angles[rope]
             queries = []
             for rows in parts:
                 query, key, value = self._layers.project(layer, hidden[rows], cos[rows], sin[rows])
-                step.store(index, key, value, layout.slot_mapping[rows])
+                step.store(index, key, value, layout.slot_mappings[how.group][rows])
                 queries.append(query)
             query = queries[0] if len(queries) == 1 else torch.cat(queries)
             attended = layout.put_own(step.attend(index, layout.take_own(query), how))
@@ -102,10 +113,13 @@ class DecoderModel:
         return (logits[0] if len(logits) == 1 else torch.cat(logits))[: hidden.shape[0]]
 
     def _check(self, batch: StepBatch, kv_cache: KVCache) -> None:
+        num_groups = 1 + max(place.group for place in self.layer_places)
+        if len(batch.block_tables) != num_groups:
+            raise InvalidArgumentError(f"expected block tables of {num_groups} groups, got {len(batch.block_tables)}")
         limits = (
             ("token ids", batch.token_ids, self.config.vocab_size),
             ("positions", batch.positions, self.config.max_position_embeddings),
-            ("block ids", batch.block_tables, kv_cache.num_blocks),
+            *(("block ids", table, kv_cache.num_blocks) for table in batch.block_tables),
         )
         for name, values, limit in limits:
             low, high = (int(bound) for bound in values.aminmax())
