@@ -166,4 +166,5 @@ def _attend(
     if mask is not None:
         scores.masked_fill_(~mask if mask.dim() == 2 else ~mask.unsqueeze(1), -torch.inf)
     weights = scores.softmax(-1).to(query.dtype)
-    return (weights.flatten(2, 3) @ value).unflatten(2, shared.shape[2:4]).flatten(1, 2)
+    attended: Tensor = (weights.flatten(2, 3) @ value).unflatten(2, shared.shape[2:4]).flatten(1, 2)
+    return attended

@@ -30,7 +30,7 @@ class DecoderModel:
     backend that fits it; a deterministic strategy needs a tiled one. `linear` is the matrix product to use.
     `layer_places` says which KV-cache group each layer belongs to; by default all are in one group.
 
-    Attributes: what it was made of, and `layer_attention`, how each layer attends.
+    Attributes: what it was made of; `layer_attention`, how each layer attends; `num_groups`, of the KV cache.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class DecoderModel:
         self.layer_places = tuple(layer_places or [LayerPlace(0, slot) for slot in range(config.num_layers)])
         kinds = zip(config.attention, self.layer_places, strict=True)
         self.layer_attention = tuple(replace(how, group=place.group) for how, place in kinds)
+        self.num_groups = 1 + max(place.group for place in self.layer_places)
         self._layers = DecoderLayers(config, linear)
         self._ropes = {
             rope: RopeTable.build(rope, config.max_position_embeddings, config.head_dim, weights.embedding)
@@ -113,9 +114,10 @@ class DecoderModel:
         return (logits[0] if len(logits) == 1 else torch.cat(logits))[: hidden.shape[0]]
 
     def _check(self, batch: StepBatch, kv_cache: KVCache) -> None:
-        num_groups = 1 + max(place.group for place in self.layer_places)
-        if len(batch.block_tables) != num_groups:
-            raise InvalidArgumentError(f"expected block tables of {num_groups} groups, got {len(batch.block_tables)}")
+        if len(batch.block_tables) != self.num_groups:
+            raise InvalidArgumentError(
+                f"expected block tables of {self.num_groups} groups, got {len(batch.block_tables)}"
+            )
         limits = (
             ("token ids", batch.token_ids, self.config.vocab_size),
             ("positions", batch.positions, self.config.max_position_embeddings),

@@ -78,18 +78,14 @@ class ModelRunner:
         self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
         return self.model.forward(batch, self.kv_cache)
 
-    @staticmethod
-    def _rows(chunk: ScheduledChunk) -> SequenceRows:
+    def _rows(self, chunk: ScheduledChunk) -> SequenceRows:
         sequence = chunk.request.sequence
+        first, *others = (sequence.group_block_ids(group) for group in range(self.model.num_groups))
         return SequenceRows(
             token_ids=chunk.token_ids,
             start=chunk.start,
-            block_ids=sequence.block_ids,
+            block_ids=first,
+            other_block_ids=others,
             num_readonly_tokens=sequence.num_readonly_tokens,
             wants_logits=chunk.samples,
         )
-
-
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype = torch.float32) -> int:
-    """Memory of one block in all layers, K and V."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
