@@ -99,14 +99,14 @@ class StepBatch:
             raise InvalidArgumentError(f"expected a block_size of at least 1, got {block_size}")
         for sequence in rows:
             sequence.check(block_size)
-        num_groups = {len(sequence.block_tables) for sequence in rows}
-        if len(num_groups) > 1:
-            raise InvalidArgumentError(f"expected sequences with as many block tables, got {sorted(num_groups)}")
+        num_others = {len(sequence.other_block_ids) for sequence in rows}
+        if len(num_others) > 1:
+            raise InvalidArgumentError(f"expected sequences with as many block tables, got {sorted(num_others)} more")
         lengths = [len(sequence.token_ids) for sequence in rows]
         query_start = [0, *accumulate(lengths)]
         if query_start[-1] == 0:
             raise InvalidArgumentError(f"expected a step of at least one token, got {len(rows)} sequences without any")
-        tables = [_block_table(rows, block_size, group) for group in range(*num_groups)]
+        tables = [_block_table(rows, block_size, group) for group in range(1 + max(num_others))]
         starts = torch.tensor([sequence.start for sequence in rows])
         readonly = torch.tensor([sequence.num_readonly_tokens for sequence in rows])
         owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))

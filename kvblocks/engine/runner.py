@@ -80,12 +80,11 @@ class ModelRunner:
 
     def _rows(self, chunk: ScheduledChunk) -> SequenceRows:
         sequence = chunk.request.sequence
-        first, *others = (sequence.group_block_ids(group) for group in range(self.model.num_groups))
         return SequenceRows(
             token_ids=chunk.token_ids,
             start=chunk.start,
-            block_ids=first,
-            other_block_ids=others,
+            block_ids=sequence.group_block_ids(0),
             num_readonly_tokens=sequence.num_readonly_tokens,
             wants_logits=chunk.samples,
+            other_block_ids=[sequence.group_block_ids(group) for group in range(1, self.model.num_groups)],
         )
