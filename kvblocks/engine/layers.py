@@ -4,8 +4,7 @@ In each function here, a row of the result is made of the same row of the input 
 That is what lets `rows` cut a step as it likes, and what `determinism` checks bit by bit.
 
 Activations are taken of a view whose rows are strided, not of a contiguous copy: torch then goes through it row by row,
-and an element's path (vector or scalar, whose bits differ) depends on its column alone. Logits are capped one row at a
-time for the same reason.
+and an element's path (vector or scalar, whose bits differ) depends on its column alone.
 """
 
 from collections.abc import Callable
@@ -59,11 +58,7 @@ class DecoderLayers:
         """float32 [num_rows, vocab] of `hidden` [num_rows, hidden]. Changes nothing."""
         logits = self.linear(self._norm(hidden, weights.final_norm), weights.lm_head, None).float()
         cap = self.config.logits_softcap
-        if cap is not None:
-            for row in logits.div_(cap):
-                row.tanh_()
-            logits.mul_(cap)
-        return logits
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _activate(self, gate: Tensor) -> Tensor:
         """The MLP's activation. Returns a new tensor."""

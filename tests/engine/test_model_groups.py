@@ -86,6 +86,8 @@ def test_memory_is_that_of_the_largest_group(weights):
     cache.keys[3][3] = 7.0
     cache.copy_blocks([(3, 6)])
     assert [bool((cache.keys[layer][6] == value).all()) for layer, value in enumerate([7, 5, 7, 7])] == [True] * 4
+    cache.copy_blocks([(6, 1), (2, 6), (1, 2)])  # 6 and 2 change places, once, though three layers are this memory
+    assert bool((cache.keys[3][2] == 7.0).all()) and bool((cache.keys[3][6] == 0.0).all())
 
 
 def test_every_group_needs_its_tables(weights):
