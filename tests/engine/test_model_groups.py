@@ -86,8 +86,10 @@ def test_memory_is_that_of_the_largest_group(weights):
     cache.keys[3][3] = 7.0
     cache.copy_blocks([(3, 6)])
     assert [bool((cache.keys[layer][6] == value).all()) for layer, value in enumerate([7, 5, 7, 7])] == [True] * 4
-    cache.copy_blocks([(6, 1), (2, 6), (1, 2)])  # 6 and 2 change places, once, though three layers are this memory
-    assert bool((cache.keys[3][2] == 7.0).all()) and bool((cache.keys[3][6] == 0.0).all())
+    for block in range(3):
+        cache.keys[3][block] = float(block)
+    cache.copy_blocks([(0, 9), (1, 0), (2, 1), (9, 2)])  # a turn: three of it, as many as layers, would be none
+    assert [float(cache.keys[3][block].mean()) for block in range(3)] == [1.0, 2.0, 0.0]
 
 
 def test_every_group_needs_its_tables(weights):
