@@ -9,10 +9,10 @@ Nothing is computed on the host but the grid, from shapes alone, so that a call 
 replayed with other lengths, as long as the shapes stay. Rows that no sequence has, which such calls are padded with,
 are treated as one more sequence, which sees nothing.
 
-A row's bits depend on the rows that share its tile, a little: which of its keys are in the part without masks, and which
-tiles are taken, follows from them. `batch_invariant` takes one part and one size of tile for all. What a row adds up, in
-which order, then follows from its own position: tiles of keys begin at multiples of the tile's size, and one of which a
-row sees nothing leaves it as it is (its weights are 0, and what it had is multiplied by 1).
+A row's bits depend on the rows that share its tile, a little: which of its keys are in the part without masks, and
+which tiles are taken, follows from them. `batch_invariant` takes one part and one size of tile for all. What a row adds
+up, in which order, then follows from its own position: tiles of keys begin at multiples of the tile's size, and one of
+which a row sees nothing leaves it as it is (its weights are 0, and what it had is multiplied by 1).
 """
 
 import torch
@@ -223,8 +223,8 @@ def extend(
 
     A row before position 0, or that no sequence has, sees nothing: its output is 0 and its lse -inf, or its sink.
 
-    batch_invariant: a row's bits depend on its query and position and its sequence's K and V only, not on the other rows
-    of the call; somewhat slower.
+    batch_invariant: a row's bits depend on its query and position and its sequence's K and V only, not on the other
+    rows of the call; somewhat slower.
 
     Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and the natural logarithm of what it was
     divided by, fp32 [num_rows, num_heads]. Raises KernelArgumentError. Changes nothing, and never waits for the device.

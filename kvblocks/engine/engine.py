@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from kvblocks.arguments import check_count
+from kvblocks.engine.backends import Backend
 from kvblocks.engine.completion import Completion, Piece
-from kvblocks.engine.determinism import choose_determinism
+from kvblocks.engine.dtypes import parse_dtype
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.generation import Generation
-from kvblocks.engine.model import LlamaModel
 from kvblocks.engine.request import Request
-from kvblocks.engine.rows import NATURAL
-from kvblocks.engine.runner import LoadedModel, ModelRunner, kv_block_bytes
+from kvblocks.engine.runner import LoadedModel, kv_block_bytes
 from kvblocks.engine.sampler import make_samplers, sample_step
 from kvblocks.engine.scheduler import Scheduler
 from kvblocks.engine.step import StepLimits
@@ -45,10 +44,15 @@ class Engine:
     num_blocks, block_size: the KV cache, in blocks and tokens a block; None: as many blocks as fit in
     DEFAULT_KV_CACHE_BYTES.
     enable_prefix_caching: whether prompts reuse the KV of earlier ones.
-    deterministic: logits have the same bits however prompts are cached, batched, chunked or preempted; on a CPU only,
-    somewhat slower, and for the number of torch threads at this moment.
-    device: "cpu", "cuda", "cuda:1", or "auto": cuda if there is one, or where a `LoadedModel` is. On cuda the attention
-    is plain torch too, for now.
+    deterministic: logits have the same bits however prompts are cached, batched, chunked or preempted; slower, and on a
+    CPU for the number of torch threads at this moment.
+    device: "cpu", "cuda", "cuda:1", or "auto": cuda if there is one, or where a `LoadedModel` is.
+    attention: "triton" (our kernels: CUDA devices, head_dim 64, 128 or 256, block_size 16, 32, 64 or 128), "torch"
+    (plain torch, anything anywhere), "flash-attn" (that package: CUDA, float16 or bfloat16, block_size in multiples of
+    256), or "auto": triton on cuda, torch on a CPU.
+    dtype: "float32", "float16", "bfloat16" or torch's own, of weights, KV cache and computing; None: float32 on a CPU,
+    the model's own on cuda, or what a `LoadedModel` has.
+    cuda_graphs: whether decode steps are captured and replayed, where there is CUDA and attention is triton.
 
     Attributes to read: model, manager, metrics, scheduler, runner. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError. Loads the model.
@@ -63,20 +67,24 @@ class Engine:
         enable_prefix_caching: bool = True,
         deterministic: bool = False,
         device: str = "auto",
+        attention: str = "auto",
+        dtype: str | torch.dtype | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         chosen = _choose_device(device, model.device if isinstance(model, LoadedModel) else None)
-        if deterministic and chosen.type != "cpu":
-            raise InvalidArgumentError(f"deterministic: expected device 'cpu', got {str(chosen)!r}")
         check_count("block_size", block_size, 1)
-        self.model = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen)
+        self.model = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
+        if parse_dtype(dtype) not in {None, self.model.dtype}:
+            raise InvalidArgumentError(f"dtype: expected {self.model.dtype}, the loaded model's, got {dtype!r}")
+        backend = Backend(attention, deterministic, cuda_graphs)
+        backend.choose_attention(self.model, block_size)  # before anything large is made
         config, weights = self.model.config, self.model.weights
         if num_blocks is None:
             num_blocks = max(1, DEFAULT_KV_CACHE_BYTES // kv_block_bytes(config, block_size, weights.embedding.dtype))
         self.manager = KVCacheManager(num_blocks, block_size, enable_caching=enable_prefix_caching)
         self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
         self.scheduler = Scheduler(self.manager, config.max_position_embeddings)
-        strategy = choose_determinism(config, weights) if deterministic else NATURAL
-        self.runner = ModelRunner(LlamaModel(config, weights, strategy=strategy), num_blocks, block_size)
+        self.runner = backend.make_runner(self.model, self.manager)
         self._generations: dict[Request, Generation] = {}
         self._sequence_ids = count()
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvblocks.engine.attention import AttentionBackend, KVCache, TiledTorchAttention, TorchAttention
+from kvblocks.engine.attention import AttentionBackend, KVCache, StepAttention, TiledTorchAttention, TorchAttention
 from kvblocks.engine.batch import StepBatch
 from kvblocks.engine.config import LlamaConfig
 from kvblocks.engine.errors import ModelError
@@ -62,9 +62,17 @@ class LlamaModel:
         every row with a slot.
         """
         self._check(batch, kv_cache)
+        return self.compute(batch, self.attention.begin(batch, kv_cache))
+
+    @torch.inference_mode()
+    def compute(self, batch: StepBatch, step: StepAttention) -> Tensor:
+        """As `forward`, with an attention that was begun and without its guards: for a caller that has checked.
+
+        Reads no value of a tensor on the host, so it never waits for a GPU and can be captured in a CUDA graph; only a
+        strategy that places rows (`RowStrategy.is_placed`) reads how many there are.
+        """
         layout = RowLayout.build(batch, self.strategy)
         parts = list(chunks(layout.num_rows, self.strategy.row_counts))
-        step = self.attention.begin(batch, kv_cache)
         hidden = F.embedding(layout.token_ids, self.weights.embedding)
         cos, sin = self._rope.cos[layout.positions], self._rope.sin[layout.positions]
         for index, (layer, how) in enumerate(zip(self.weights.layers, self.config.attention, strict=True)):
@@ -98,6 +106,10 @@ class LlamaModel:
             low, high = (int(bound) for bound in values.aminmax())
             if low < 0 or high >= limit:
                 raise InvalidArgumentError(f"expected {name} from 0 to {limit - 1}, got {low if low < 0 else high}")
+        self.check_threads()
+
+    def check_threads(self) -> None:
+        """Raise ModelError if the number of torch threads is not the one that the strategy was checked for."""
         wanted, num_threads = self.strategy.num_threads, torch.get_num_threads()
         if wanted is not None and wanted != num_threads:
             raise ModelError(

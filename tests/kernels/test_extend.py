@@ -278,5 +278,19 @@ def test_rows_keep_their_bits_whatever_else_is_in_the_batch(device):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="recording what is read needs Triton's interpreter")
 def test_a_batch_invariant_call_reads_nothing_else(device, monkeypatch):
     batch = PagedBatch(RAGGED, device=device)
-    call = partial(extend, *batch.tensors, scale=batch.scale, batch_invariant=True, window=17)
+    call = partial(extend, *batch.tensors, scale=batch.scale, batch_invariant=True)
     assert slots_read(monkeypatch, batch.value_cache, call) <= slots_owned(batch)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_what_has_left_the_windows_is_not_read(device, batch_invariant):
+    batch = PagedBatch([(3, 100), (1, 64), (10, 10)], device=device)
+    options = {"scale": batch.scale, "window": 21}
+    expected, _ = extend(*batch.tensors, **options)
+    slots = batch.key_cache.flatten(0, 1), batch.value_cache.flatten(0, 1)
+    for table, length, first in zip(batch.block_tables.tolist(), (100, 64, 10), (97, 63, 0), strict=True):
+        for position in range(max(first - 20, 0)):
+            for cache in slots:
+                cache[table[position // 16] * 16 + position % 16] = torch.nan
+        assert first < length
+    assert torch.equal(extend(*batch.tensors, **options, batch_invariant=batch_invariant)[0], expected)
