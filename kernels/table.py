@@ -181,7 +181,7 @@ class CascadeThreshold:
 
 # By reasoning, unmeasured on a GPU. A cascade adds launches to each layer, and writes each row's partial results in
 # fp32, one for each level and split, to read them again: with 32 heads of 128 a part costs as much traffic as K and V
-# of 8 tokens of 8 heads in bf16. So a run must be a few hundred tokens long; and as the rest of the step gets no faster, a
-# cascade that saves less than a third of the reading can't gain much.
+# of 8 tokens of 8 heads in bf16. So a run must be a few hundred tokens long; and as the rest of the step gets no
+# faster, a cascade that saves less than a third of the reading can't gain much.
 CASCADE = CascadeThreshold(min_run_tokens=512, min_saved_share=0.3)
 """For decode steps of the engine."""
