@@ -13,9 +13,7 @@ from kvblocks.engine.step_upload import DECODE_COLUMNS, StepUploader
 from kvblocks.errors import InvalidArgumentError
 
 CPU = torch.device("cpu")
-TENSORS = (
-    *("token_ids", "positions", "slot_mapping", "block_tables", "query_start", "seq_lens", "logits_rows"),
-)
+TENSORS = (*("token_ids", "positions", "slot_mapping", "block_tables", "query_start", "seq_lens", "logits_rows"),)
 
 
 def uploader_of(num_blocks=64, *, max_blocks=None, num_rows=2, block_size=BLOCK_SIZE):
