@@ -158,9 +158,10 @@ def test_a_table_grows_and_gives_rows_to_whoever_comes():
 
 def test_what_an_upload_that_failed_took_for_granted_is_forgotten(monkeypatch):
     uploader, rows = uploader_of(), [SequenceRows([1, 2, 3], 0, [5]), SequenceRows([1], 4, [6, 7])]
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="gone"):
-        patch.setattr(uploader, "_transfer", lambda sections: (_ for _ in ()).throw(RuntimeError("gone")))
+    monkeypatch.setattr(uploader, "_transfer", lambda sections: (_ for _ in ()).throw(RuntimeError("gone")))
+    with pytest.raises(RuntimeError, match="gone"):
         uploader.upload(rows)
+    monkeypatch.undo()
     check_step(uploader, rows)
 
 

@@ -87,7 +87,8 @@ def test_the_same_tokens_as_through_torch(model, prompts, scenario):
     assert got == answers(plain, prompts, **asking)
     assert isinstance(triton.runner, DeviceRunner)
     if scenario == "preempted":
-        assert sum(computed for *_, computed in got[0]) > sum(map(len, prompts)) + 4 * 13, "recomputed"
+        ample = answers(make_engine(model, "torch"), prompts, **asking)
+        assert sum(computed for *_, computed in got[0]) > sum(computed for *_, computed in ample[0]), "recomputed"
 
 
 @pytest.mark.parametrize("way", ["in buckets", "in buckets, preempted", "cascade", "cascade, in buckets"])
@@ -199,7 +200,7 @@ def test_cascade_refuses_what_is_no_decode_step(model):
 
 @pytest.fixture
 def products_by_rows(monkeypatch):
-    """Matrix products that give a row the same bits in every place, as a GPU's do and numpy's, the interpreter's, don't."""
+    """Products that give a row the same bits in every place, as a GPU's do; numpy's, the interpreter's, don't."""
     import numpy as np
 
     monkeypatch.setattr(
