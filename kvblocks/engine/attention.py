@@ -89,7 +89,8 @@ class KVCache:
         if self.copies_by_kernel:
             from kvblocks.kernels import copy  # needs triton
 
-            copy.copy_blocks(self._copy_table, ids.to(self.keys[0].device))
+            with torch.cuda.device_of(self.keys[0]):
+                copy.copy_blocks(self._copy_table, ids.to(self.keys[0].device))
         else:
             reference.copy_blocks((*self.keys, *self.values), ids)
 

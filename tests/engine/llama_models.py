@@ -74,6 +74,17 @@ def random_weights(config: LlamaConfig, seed: int = 0) -> LlamaWeights:
     return LlamaWeights(embedding, layers, norm(), head)
 
 
+def converted(weights: LlamaWeights, *target: torch.dtype | torch.device) -> LlamaWeights:
+    """Weights in another dtype, or on another device."""
+
+    def moved(value: torch.Tensor | None) -> torch.Tensor | None:
+        return None if value is None else value.to(*target)
+
+    layers = [LayerWeights(**{name: moved(value) for name, value in vars(layer).items()}) for layer in weights.layers]
+    fields = {name: moved(value) for name, value in vars(weights).items() if name != "layers"}
+    return LlamaWeights(**fields, layers=tuple(layers))
+
+
 def random_tokens(config: LlamaConfig, num_tokens: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.vocab_size, (num_tokens,), generator=generator).tolist()

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.llama_models import BLOCK_SIZE, EVEN, prefill, random_tokens, random_weights, step
+from engine.llama_models import BLOCK_SIZE, EVEN, converted, prefill, random_tokens, random_weights, step
 from kvblocks.engine.attention import TorchAttention
 from kvblocks.engine.batch import SequenceRows
 from kvblocks.engine.decode_step import MAX_BUCKET, DecodeBuckets, DecodeStep, GraphCapture, bucket_of, run_in_place
@@ -23,26 +23,13 @@ PROMPTS = [random_tokens(TINY, length, seed=length) for length in (40, 16, 5, 23
 TABLES = [[3, 1, 9], [4, 0], [7], [5, 11], [2]]
 
 
-def to_device(weights):
-    """The weights where the kernels run."""
-
-    def moved(value):
-        return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
-
-    layers = tuple(
-        type(layer)(**{name: moved(value) for name, value in vars(layer).items()}) for layer in weights.layers
-    )
-    fields = {name: moved(getattr(weights, name)) for name in ("embedding", "final_norm", "lm_head")}
-    return replace(weights, layers=layers, **fields)
-
-
 class Case:
     """A model with some prompts computed, and the same through torch: what a decode step must give."""
 
     def __init__(self, capture=run_in_place, **attention):
         weights = random_weights(TINY)
         self.plain = LlamaModel(TINY, weights, attention=TorchAttention())
-        self.model = LlamaModel(TINY, to_device(weights), attention=TritonAttention(**attention))
+        self.model = LlamaModel(TINY, converted(weights, DEVICE), attention=TritonAttention(**attention))
         self.plain_cache = self.plain.new_kv_cache(12, BLOCK_SIZE)
         for prompt, table in zip(PROMPTS, TABLES, strict=True):
             prefill(self.plain, self.plain_cache, prompt, table)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine import fake_flash_attn
-from engine.llama_models import EVEN, random_tokens, random_weights
+from engine.llama_models import EVEN, converted, random_tokens, random_weights
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine import flash_attention as flash_attention_module
 from kvblocks.engine.attention import KVCache
@@ -25,16 +25,7 @@ ROWS = [SequenceRows([1], 300, [3, 0]), SequenceRows([1] * 7, 250, [4, 1]), Sequ
 
 def half_precision():
     """The model in bfloat16: the package takes nothing wider."""
-    weights = random_weights(TINY)
-
-    def cast(value):
-        return value.bfloat16() if isinstance(value, torch.Tensor) else value
-
-    layers = tuple(
-        type(layer)(**{name: cast(value) for name, value in vars(layer).items()}) for layer in weights.layers
-    )
-    fields = {name: cast(getattr(weights, name)) for name in ("embedding", "final_norm", "lm_head")}
-    return LoadedModel(TINY, replace(weights, layers=layers, **fields))
+    return LoadedModel(TINY, converted(random_weights(TINY), torch.bfloat16))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.llama_models import BLOCK_SIZE, EVEN, ODD, prefill, random_tokens, random_weights, step
+from engine.llama_models import BLOCK_SIZE, EVEN, ODD, converted, prefill, random_tokens, random_weights, step
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine import backends as backends_module
 from kvblocks.engine.attention import KVCache, TorchAttention
@@ -22,6 +22,7 @@ from kvblocks.engine.layer_attention import LayerAttention
 from kvblocks.engine.model import LlamaModel
 from kvblocks.engine.triton_attention import TritonAttention
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.kernels.runs import SharedRuns
 from kvblocks.kernels.table import CascadeThreshold
 
 pytestmark = [
@@ -175,21 +176,38 @@ class OracleStep:
         return oracle.attention(query, *caches, *tensors, **options)[0].to(query.dtype)
 
 
+HOW = (LayerAttention(0.125), LayerAttention(0.2, window=7), LayerAttention(0.125, softcap=2.0))
+LAYERED = LayeredConfig(**vars(TINY) | {"num_layers": len(HOW)}, how=HOW)
+
+
+def logits_of(attention, rows, begin=None):
+    """The logits of some rows in caches of random numbers. begin: instead of the attention's own."""
+    model = LlamaModel(LAYERED, random_weights(LAYERED), attention=attention)
+    cache = model.new_kv_cache(num_blocks=9, block_size=BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(1)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    batch = StepBatch.build(rows, BLOCK_SIZE)
+    return model.compute(batch, (begin or attention.begin)(batch, cache))
+
+
 @pytest.mark.parametrize("rows", [MIXED, MIXED[:2], MIXED[2:]], ids=["mixed", "decodes", "no decode in front"])
 def test_each_layer_attends_in_its_own_way(rows):
-    how = (LayerAttention(0.125), LayerAttention(0.2, window=7), LayerAttention(0.125, softcap=2.0))
-    config = LayeredConfig(**vars(TINY) | {"num_layers": len(how)}, how=how)
-    logits = []
-    for attention in (TritonAttention(), TritonAttention(is_tiled=True), Oracle()):
-        model = LlamaModel(config, random_weights(config), attention=attention)
-        cache = model.new_kv_cache(num_blocks=9, block_size=BLOCK_SIZE)
-        generator = torch.Generator().manual_seed(1)
-        for tensor in (*cache.keys, *cache.values):
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
-        logits.append(step(model, cache, *rows))
-    assert logits[0].shape == (len(rows), TINY.vocab_size)
-    torch.testing.assert_close(logits[0], logits[2], rtol=0, atol=2e-4)
-    torch.testing.assert_close(logits[1], logits[2], rtol=0, atol=2e-4)
+    expected = logits_of(Oracle(), rows)
+    assert expected.shape == (len(rows), TINY.vocab_size)
+    for attention in (TritonAttention(), TritonAttention(is_tiled=True)):
+        torch.testing.assert_close(logits_of(attention, rows), expected, rtol=0, atol=2e-4)
+
+
+def test_each_layer_attends_in_its_own_way_in_a_cascade():
+    rows = [SequenceRows([5], 40, [0, 1, 2]), SequenceRows([6], 36, [0, 1, 3]), SequenceRows([7], 20, [4, 5])]
+    runs = SharedRuns.build([([0, 1], 0, 2)], len(rows))
+    attention = TritonAttention()
+
+    def begin(batch, cache):
+        return attention.begin_cascade(batch, cache, runs)
+
+    torch.testing.assert_close(logits_of(attention, rows, begin), logits_of(Oracle(), rows), rtol=0, atol=2e-4)
 
 
 def test_cascade_refuses_what_is_no_decode_step(model):
@@ -211,9 +229,7 @@ def products_by_rows(monkeypatch):
 @pytest.mark.usefixtures("products_by_rows")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_deterministic_logits_have_the_same_bits_however_they_are_computed(model, dtype):
-    weights = random_weights(TINY)
-    half = LoadedModel(TINY, _cast(weights, dtype))
-    engine = make_engine(half, "triton", deterministic=True)
+    engine = make_engine(replace(model, weights=converted(model.weights, dtype)), "triton", deterministic=True)
     computed = engine.runner.model
     assert computed.strategy.is_deterministic
     cache, prompt = computed.new_kv_cache(8, BLOCK_SIZE), random_tokens(TINY, 50, seed=3)
@@ -222,22 +238,6 @@ def test_deterministic_logits_have_the_same_bits_however_they_are_computed(model
     beside = SequenceRows(prompt[:5], 0, [6])
     alone = SequenceRows(prompt[49:], 49, [0, 1, 2, 3])
     assert torch.equal(step(computed, cache, beside, alone)[1], full)
-
-
-def _cast(weights, dtype):
-    def cast(value):
-        return value.to(dtype) if isinstance(value, torch.Tensor) else value
-
-    layers = tuple(
-        type(layer)(**{name: cast(value) for name, value in vars(layer).items()}) for layer in weights.layers
-    )
-    return replace(
-        weights,
-        embedding=cast(weights.embedding),
-        final_norm=cast(weights.final_norm),
-        lm_head=cast(weights.lm_head),
-        layers=layers,
-    )
 
 
 @pytest.mark.usefixtures("products_by_rows")
