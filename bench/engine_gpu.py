@@ -80,14 +80,14 @@ def random_model(shape: dict[str, int], device: torch.device, dtype: torch.dtype
     from safetensors.torch import save_file
 
     from kvblocks.engine import LoadedModel
-    from kvblocks.engine.config import LlamaConfig
+    from kvblocks.engine.config import ModelConfig
     from kvblocks.engine.loader import expected_shapes
 
     fields = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False} | shape
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: (torch.randn(size, generator=generator) / size[-1] ** 0.5).to(dtype)
-        for name, size in expected_shapes(LlamaConfig.from_fields(fields)).items()
+        for name, size in expected_shapes(ModelConfig.from_fields(fields)).items()
     }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(fields), encoding="utf-8")

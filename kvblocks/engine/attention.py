@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvblocks.engine.batch import StepBatch
-from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.layer_attention import LayerAttention
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels import reference
@@ -41,7 +41,7 @@ class KVCache:
     @classmethod
     def allocate(
         cls,
-        config: LlamaConfig,
+        config: ModelConfig,
         num_blocks: int,
         block_size: int,
         *,

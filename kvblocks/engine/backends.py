@@ -10,7 +10,7 @@ from kvblocks.engine.attention import AttentionBackend, TiledTorchAttention, Tor
 from kvblocks.engine.determinism import choose_determinism
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.flash_attention import FlashAttention, load_flash_attention
-from kvblocks.engine.model import LlamaModel
+from kvblocks.engine.model import DecoderModel
 from kvblocks.engine.rows import NATURAL
 from kvblocks.engine.runner import LoadedModel, ModelRunner
 from kvblocks.errors import InvalidArgumentError
@@ -57,12 +57,12 @@ class Backend:
         """
         attention = self.choose_attention(model, manager.block_size)
         strategy = choose_determinism(model.config, model.weights) if self.deterministic else NATURAL
-        computed = LlamaModel(model.config, model.weights, strategy=strategy, attention=attention)
+        computed = DecoderModel(model.config, model.weights, strategy=strategy, attention=attention)
         if isinstance(attention, TorchAttention):
             return ModelRunner(computed, manager.num_blocks, manager.block_size)
         return self._make_device_runner(computed, manager)
 
-    def _make_device_runner(self, model: LlamaModel, manager: KVCacheManager) -> ModelRunner:
+    def _make_device_runner(self, model: DecoderModel, manager: KVCacheManager) -> ModelRunner:
         from kvblocks.engine.cascade import CascadePlanner
         from kvblocks.engine.decode_step import GraphCapture
         from kvblocks.engine.device_runner import DeviceRunner

@@ -33,7 +33,7 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class ModelConfig:
     """The shape of a Llama model. `eos_token_ids` may be empty; sizes are in elements."""
 
     hidden_size: int
@@ -57,7 +57,7 @@ class LlamaConfig:
         return (LayerAttention(scale=self.head_dim**-0.5),) * self.num_layers
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> "LlamaConfig":
+    def from_folder(cls, path: str | Path) -> "ModelConfig":
         """Read config.json, and generation_config.json if there is one: its eos_token_id then takes precedence.
 
         Raises ModelError if the folder or config.json is missing or broken, or the model is of a kind not supported.
@@ -73,7 +73,7 @@ class LlamaConfig:
         return cls.from_fields(fields, eos_token_id=eos)
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any], *, eos_token_id: Any = None) -> "LlamaConfig":
+    def from_fields(cls, fields: Mapping[str, Any], *, eos_token_id: Any = None) -> "ModelConfig":
         """Make the configuration of what config.json holds; an `eos_token_id` takes precedence over the one in it.
 
         Raises ModelError if a field is missing or not a sensible value, or the model is of a kind not supported.

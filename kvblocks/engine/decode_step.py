@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvblocks.engine.attention import KVCache
 from kvblocks.engine.batch import StepShape
-from kvblocks.engine.model import LlamaModel
+from kvblocks.engine.model import DecoderModel
 from kvblocks.engine.resident_table import ResidentTable
 from kvblocks.engine.step_upload import DECODE_COLUMNS, UploadedStep, lay_out
 
@@ -33,7 +33,7 @@ class DecodeStep:
     `kv_cache` and of `table` as it is now.
     """
 
-    def __init__(self, model: LlamaModel, kv_cache: KVCache, table: ResidentTable, num_seqs: int) -> None:
+    def __init__(self, model: DecoderModel, kv_cache: KVCache, table: ResidentTable, num_seqs: int) -> None:
         self.columns = torch.zeros(DECODE_COLUMNS, num_seqs, dtype=torch.int32, device=table.blocks.device)
         self.columns[-1] = 1
         self._model = model
@@ -74,7 +74,7 @@ class DecodeBuckets:
     capture: what makes a step one that is replayed. Reads: num_replays.
     """
 
-    def __init__(self, model: LlamaModel, kv_cache: KVCache, table: ResidentTable, capture: Capture) -> None:
+    def __init__(self, model: DecoderModel, kv_cache: KVCache, table: ResidentTable, capture: Capture) -> None:
         self.num_replays = 0
         self._model = model
         self._kv_cache = kv_cache

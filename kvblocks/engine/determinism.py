@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.errors import ModelError
-from kvblocks.engine.layers import Linear, LlamaLayers
+from kvblocks.engine.layers import DecoderLayers, Linear
 from kvblocks.engine.rows import FIXED64, PACKED16, TILE16, RowStrategy, chunks
-from kvblocks.engine.weights import LlamaWeights
+from kvblocks.engine.weights import ModelWeights
 
 RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Takes tensors with the same number of rows, gives tensors with that number of rows."""
@@ -32,7 +32,7 @@ RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 _MOVE = 7
 
 
-def choose_determinism(config: LlamaConfig, weights: LlamaWeights, *, linear: Linear = F.linear) -> RowStrategy:
+def choose_determinism(config: ModelConfig, weights: ModelWeights, *, linear: Linear = F.linear) -> RowStrategy:
     """PACKED16, FIXED64 on a GPU, or TILE16: the first for which the machine has what it needs.
 
     On a CPU a strategy is good for the current number of torch threads. `linear` is the matrix product that the model
@@ -54,7 +54,7 @@ def choose_determinism(config: LlamaConfig, weights: LlamaWeights, *, linear: Li
 
 @torch.inference_mode()
 def packed_rows_hold(
-    config: LlamaConfig, weights: LlamaWeights, strategy: RowStrategy, *, linear: Linear = F.linear
+    config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = F.linear
 ) -> bool:
     """Whether every row-wise function of the model gives a row the same bits at all of the strategy's row counts."""
     return all(
@@ -65,7 +65,7 @@ def packed_rows_hold(
 
 @torch.inference_mode()
 def placed_rows_hold(
-    config: LlamaConfig, weights: LlamaWeights, strategy: RowStrategy, *, linear: Linear = F.linear
+    config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = F.linear
 ) -> bool:
     """Whether every row-wise function gives a row in its place the same bits, whatever is in the other rows."""
     return all(
@@ -75,10 +75,10 @@ def placed_rows_hold(
 
 
 def _row_functions(
-    config: LlamaConfig, weights: LlamaWeights, strategy: RowStrategy, linear: Linear
+    config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, linear: Linear
 ) -> list[tuple[RowFunction, Sequence[Tensor], tuple[int, ...]]]:
     """The model's row-wise functions, random inputs of the strategy's largest count, and the counts it allows them."""
-    layers, layer = LlamaLayers(config, linear), weights.layers[0]
+    layers, layer = DecoderLayers(config, linear), weights.layers[0]
     generator = torch.Generator().manual_seed(0)
 
     def random_rows(counts: tuple[int, ...], *shape: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvblocks.engine.batch import SequenceRows
 from kvblocks.engine.cascade import CascadePlanner
 from kvblocks.engine.decode_step import Capture, DecodeBuckets, bucket_of
-from kvblocks.engine.model import LlamaModel
+from kvblocks.engine.model import DecoderModel
 from kvblocks.engine.resident_table import ResidentTable
 from kvblocks.engine.runner import ModelRunner
 from kvblocks.engine.step import ScheduledChunk
@@ -33,7 +33,7 @@ class DeviceRunner(ModelRunner):
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: DecoderModel,
         num_blocks: int,
         block_size: int,
         *,
@@ -95,7 +95,7 @@ class DeviceRunner(ModelRunner):
         return self._buckets.run(columns, len(rows))
 
     def _check_rows(self, rows: Sequence[SequenceRows]) -> None:
-        """Raise what `LlamaModel.forward` would, without a look at the device. The uploader checks block ids."""
+        """Raise what `DecoderModel.forward` would, without a look at the device. The uploader checks block ids."""
         config = self.model.config
         self.model.check_threads()
         for sequence in rows:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvblocks.engine.attention import KVCache, StepAttention
 from kvblocks.engine.batch import StepBatch
-from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.layer_attention import LayerAttention
 from kvblocks.errors import InvalidArgumentError
@@ -74,7 +74,7 @@ class _FlashStep:
 
 
 def load_flash_attention(
-    config: LlamaConfig, block_size: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> FlashAttention:
     """The backend. Raises InvalidArgumentError for what the package can't do, and ModelError if it isn't installed."""
     if device.type not in DEVICE_TYPES:

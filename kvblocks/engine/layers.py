@@ -14,19 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.rope import rotate
-from kvblocks.engine.weights import LayerWeights, LlamaWeights
+from kvblocks.engine.weights import LayerWeights, ModelWeights
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`linear(rows, weight, bias)`: rows [num_rows, in], weight [out, in], bias [out] or None -> [num_rows, out]."""
 
 
 @dataclass(frozen=True)
-class LlamaLayers:
+class DecoderLayers:
     """The row-wise functions of a model. `linear` is the matrix product they use."""
 
-    config: LlamaConfig
+    config: ModelConfig
     linear: Linear = F.linear
 
     def project(self, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,7 +51,7 @@ class LlamaLayers:
         gate, up = self.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
         hidden += self.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
 
-    def logits(self, weights: LlamaWeights, hidden: Tensor) -> Tensor:
+    def logits(self, weights: ModelWeights, hidden: Tensor) -> Tensor:
         """float32 [num_rows, vocab] of `hidden` [num_rows, hidden]. Changes nothing."""
         return self.linear(self._norm(hidden, weights.final_norm), weights.lm_head, None).float()
 

@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvblocks.engine.config import LlamaConfig, read_json
+from kvblocks.engine.config import ModelConfig, read_json
 from kvblocks.engine.errors import ModelError
-from kvblocks.engine.weights import LayerWeights, LlamaWeights
+from kvblocks.engine.weights import LayerWeights, ModelWeights
 
 _EMBEDDING, _FINAL_NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -28,11 +28,11 @@ _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
 def load_weights(
     path: str | Path,
-    config: LlamaConfig,
+    config: ModelConfig,
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> LlamaWeights:
+) -> ModelWeights:
     """Load the weights that `config` describes from `path`, as `dtype` on `device`.
 
     Raises ModelError if the folder or a file is missing or broken, a tensor is missing, unexpected, of a wrong shape
@@ -43,7 +43,7 @@ def load_weights(
         _check(files, config)
         reader = _Reader(files, dtype, torch.device(device))
         embedding = reader.read(_EMBEDDING)
-        return LlamaWeights(
+        return ModelWeights(
             embedding=embedding,
             layers=tuple(_read_layer(reader, config, index) for index in range(config.num_layers)),
             final_norm=reader.read(_FINAL_NORM),
@@ -51,7 +51,7 @@ def load_weights(
         )
 
 
-def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor's name and shape in a folder with this configuration."""
     hidden, wide = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -95,7 +95,7 @@ class _Reader:
         return stacked
 
 
-def _read_layer(reader: _Reader, config: LlamaConfig, index: int) -> LayerWeights:
+def _read_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeights:
     prefix = f"model.layers.{index}."
 
     def read(kind: str, *names: str) -> Tensor:
@@ -149,7 +149,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _check(files: Mapping[str, Any], config: LlamaConfig) -> None:
+def _check(files: Mapping[str, Any], config: ModelConfig) -> None:
     """Compare names, shapes and dtypes with the configuration. Raises ModelError on the first difference."""
     shapes = expected_shapes(config)
     missing = [name for name in shapes if name not in files]

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from kvblocks.engine.attention import AttentionBackend, KVCache, StepAttention, TiledTorchAttention, TorchAttention
 from kvblocks.engine.batch import StepBatch
-from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.errors import ModelError
-from kvblocks.engine.layers import Linear, LlamaLayers
+from kvblocks.engine.layers import DecoderLayers, Linear
 from kvblocks.engine.rope import RopeTable
 from kvblocks.engine.rows import NATURAL, RowLayout, RowStrategy, chunks, pad_rows
-from kvblocks.engine.weights import LlamaWeights
+from kvblocks.engine.weights import ModelWeights
 from kvblocks.errors import InvalidArgumentError
 
 
-class LlamaModel:
+class DecoderModel:
     """A Llama model ready to run. It owns its weights and RoPE table; caches belong to the caller.
 
     `strategy` is NATURAL, or what `determinism.choose_determinism` returned. `attention` defaults to the torch
@@ -28,8 +28,8 @@ class LlamaModel:
 
     def __init__(
         self,
-        config: LlamaConfig,
-        weights: LlamaWeights,
+        config: ModelConfig,
+        weights: ModelWeights,
         *,
         strategy: RowStrategy = NATURAL,
         attention: AttentionBackend | None = None,
@@ -43,7 +43,7 @@ class LlamaModel:
         self.weights = weights
         self.strategy = strategy
         self.attention = attention
-        self._layers = LlamaLayers(config, linear)
+        self._layers = DecoderLayers(config, linear)
         self._rope = RopeTable.build(config, weights.embedding.dtype, weights.embedding.device)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:

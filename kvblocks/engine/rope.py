@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvblocks.engine.config import LlamaConfig, RopeConfig
+from kvblocks.engine.config import ModelConfig, RopeConfig
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RopeTable:
     sin: Tensor
 
     @classmethod
-    def build(cls, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> "RopeTable":
+    def build(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> "RopeTable":
         """Compute the table. O(positions * head_dim)."""
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies(config.rope, config.head_dim))

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from kvblocks.engine.batch import SequenceRows, StepBatch
-from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.dtypes import parse_dtype, stored_dtype
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.fetch import KNOWN_MODELS, fetch_model
 from kvblocks.engine.loader import load_weights
-from kvblocks.engine.model import LlamaModel
+from kvblocks.engine.model import DecoderModel
 from kvblocks.engine.step import ScheduledChunk
 from kvblocks.engine.tokenizer import Tokenizer
-from kvblocks.engine.weights import LlamaWeights
+from kvblocks.engine.weights import ModelWeights
 from kvblocks.errors import InvalidArgumentError
 
 
@@ -28,8 +28,8 @@ from kvblocks.errors import InvalidArgumentError
 class LoadedModel:
     """A model in memory, which engines may share. `tokenizer` is None if its folder has no tokenizer.json."""
 
-    config: LlamaConfig
-    weights: LlamaWeights
+    config: ModelConfig
+    weights: ModelWeights
     tokenizer: Tokenizer | None = None
 
     @classmethod
@@ -58,7 +58,7 @@ class LoadedModel:
         wanted = parse_dtype(dtype)
         if wanted is None:
             wanted = torch.float32 if torch.device(device).type == "cpu" else stored_dtype(folder)
-        config = LlamaConfig.from_folder(folder)
+        config = ModelConfig.from_folder(folder)
         tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
         return cls(config, load_weights(folder, config, dtype=wanted, device=device), tokenizer)
 
@@ -81,7 +81,7 @@ class LoadedModel:
 class ModelRunner:
     """Runs steps of one model over a KV cache of `num_blocks` blocks. Raises InvalidArgumentError for sizes below 1."""
 
-    def __init__(self, model: LlamaModel, num_blocks: int, block_size: int) -> None:
+    def __init__(self, model: DecoderModel, num_blocks: int, block_size: int) -> None:
         self.model = model
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
 
@@ -108,6 +108,6 @@ class ModelRunner:
         )
 
 
-def kv_block_bytes(config: LlamaConfig, block_size: int, dtype: torch.dtype = torch.float32) -> int:
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype = torch.float32) -> int:
     """Memory of one block in all layers, K and V."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvblocks.engine.attention import KVCache, StepAttention
 from kvblocks.engine.batch import StepBatch
-from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.layer_attention import LayerAttention
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels.cascade import OwnParts, cascade_decode, own_parts
@@ -106,7 +106,7 @@ class _CascadeStep(_TritonStep):
         return cascade_decode(query, keys, values, self.own, tables, self.runs, **options)[0]
 
 
-def check_supported(config: LlamaConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_supported(config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise InvalidArgumentError for what the kernels can't do, or can't do there."""
     if device.type != "cuda" and not is_interpreted():
         raise InvalidArgumentError(

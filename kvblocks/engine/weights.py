@@ -26,7 +26,7 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
-class LlamaWeights:
+class ModelWeights:
     """A whole model. With tied embeddings `lm_head` is `embedding` itself."""
 
     embedding: Tensor  # [vocab, hidden]

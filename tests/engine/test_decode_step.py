@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.llama_models import BLOCK_SIZE, EVEN, converted, prefill, random_tokens, random_weights, step
+from engine.small_models import BLOCK_SIZE, EVEN, converted, prefill, random_tokens, random_weights, step
 from kvblocks.engine.attention import TorchAttention
 from kvblocks.engine.batch import SequenceRows
 from kvblocks.engine.decode_step import MAX_BUCKET, DecodeBuckets, DecodeStep, GraphCapture, bucket_of, run_in_place
-from kvblocks.engine.model import LlamaModel
+from kvblocks.engine.model import DecoderModel
 from kvblocks.engine.resident_table import ResidentTable
 from kvblocks.engine.step_upload import StepUploader
 from kvblocks.engine.triton_attention import TritonAttention
@@ -28,8 +28,8 @@ class Case:
 
     def __init__(self, capture=run_in_place, **attention):
         weights = random_weights(TINY)
-        self.plain = LlamaModel(TINY, weights, attention=TorchAttention())
-        self.model = LlamaModel(TINY, converted(weights, DEVICE), attention=TritonAttention(**attention))
+        self.plain = DecoderModel(TINY, weights, attention=TorchAttention())
+        self.model = DecoderModel(TINY, converted(weights, DEVICE), attention=TritonAttention(**attention))
         self.plain_cache = self.plain.new_kv_cache(12, BLOCK_SIZE)
         for prompt, table in zip(PROMPTS, TABLES, strict=True):
             prefill(self.plain, self.plain_cache, prompt, table)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.llama_models import EVEN, converted, random_tokens, random_weights
+from engine.small_models import EVEN, converted, random_tokens, random_weights
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine.cascade import CascadePlanner
 from kvblocks.engine.device_runner import DeviceRunner

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine import fake_flash_attn
-from engine.llama_models import EVEN, converted, random_tokens, random_weights
+from engine.small_models import EVEN, converted, random_tokens, random_weights
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine import flash_attention as flash_attention_module
 from kvblocks.engine.attention import KVCache

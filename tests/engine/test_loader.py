@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.llama_models import EVEN, ODD
-from kvblocks.engine.config import LlamaConfig, RopeConfig
+from engine.small_models import EVEN, ODD
+from kvblocks.engine.config import ModelConfig, RopeConfig
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.loader import expected_shapes, load_weights
 
@@ -36,7 +36,7 @@ def random_tensors(config):
 class TestConfig:
     def test_fields(self, tmp_path):
         write_config(tmp_path)
-        assert LlamaConfig.from_folder(str(tmp_path)) == LlamaConfig(
+        assert ModelConfig.from_folder(str(tmp_path)) == ModelConfig(
             hidden_size=64,
             intermediate_size=96,
             num_layers=2,
@@ -52,13 +52,13 @@ class TestConfig:
     def test_defaults(self, tmp_path):
         fields = {name: FIELDS[name] for name in FIELDS if name not in ("num_key_value_heads", "eos_token_id")}
         (tmp_path / "config.json").write_text(json.dumps(fields))
-        config = LlamaConfig.from_folder(tmp_path)
+        config = ModelConfig.from_folder(tmp_path)
         assert config.num_kv_heads == 4
         assert config.eos_token_ids == ()
         assert config.rope == RopeConfig("default", 10000.0)
 
     def test_the_original_context_of_llama3_scaling_defaults_to_the_context(self):
-        config = LlamaConfig.from_fields(FIELDS | {"rope_parameters": SCALED | {"rope_theta": 1e5}})
+        config = ModelConfig.from_fields(FIELDS | {"rope_parameters": SCALED | {"rope_theta": 1e5}})
         assert config.rope == RopeConfig("llama3", 1e5, 8.0, 1.0, 4.0, 256)
 
     @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ class TestConfig:
     def test_eos_of_generation_config_takes_precedence(self, tmp_path, generation, expected):
         write_config(tmp_path)
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-        assert LlamaConfig.from_folder(tmp_path).eos_token_ids == expected
+        assert ModelConfig.from_folder(tmp_path).eos_token_ids == expected
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -103,21 +103,21 @@ class TestConfig:
     def test_what_is_not_supported_or_not_sensible(self, tmp_path, changes, message):
         write_config(tmp_path, **changes)
         with pytest.raises(ModelError, match=message):
-            LlamaConfig.from_folder(tmp_path)
+            ModelConfig.from_folder(tmp_path)
 
     def test_no_folder(self, tmp_path):
         with pytest.raises(ModelError, match=r"model folder, got .*nowhere, which is not a folder"):
-            LlamaConfig.from_folder(tmp_path / "nowhere")
+            ModelConfig.from_folder(tmp_path / "nowhere")
 
     def test_no_config(self, tmp_path):
         with pytest.raises(ModelError, match=r"config.json in .*, got none"):
-            LlamaConfig.from_folder(tmp_path)
+            ModelConfig.from_folder(tmp_path)
 
     @pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
     def test_not_json(self, tmp_path, text):
         (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
         with pytest.raises(ModelError, match=r"expected .*JSON.*config.json"):
-            LlamaConfig.from_folder(tmp_path)
+            ModelConfig.from_folder(tmp_path)
 
 
 class TestWeights:

@@ -13,12 +13,12 @@ import torch
 from transformers import LlamaConfig as TransformersConfig
 from transformers import LlamaForCausalLM
 
-from engine.llama_models import prefill, random_tokens, step
+from engine.small_models import prefill, random_tokens, step
 from kvblocks.engine.batch import SequenceRows
-from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.determinism import choose_determinism
 from kvblocks.engine.loader import load_weights
-from kvblocks.engine.model import LlamaModel
+from kvblocks.engine.model import DecoderModel
 from kvblocks.engine.rows import NATURAL, TILE16
 from kvblocks.errors import InvalidArgumentError
 
@@ -71,8 +71,8 @@ def pair(request, tmp_path_factory):
     """A model of transformers', and ours of the folder that it saved."""
     folder = tmp_path_factory.mktemp("model")
     reference = build(folder, KINDS[request.param])
-    config = LlamaConfig.from_folder(folder)
-    return reference, LlamaModel(config, load_weights(folder, config))
+    config = ModelConfig.from_folder(folder)
+    return reference, DecoderModel(config, load_weights(folder, config))
 
 
 def reference_logits(reference, token_ids):
@@ -123,7 +123,7 @@ def test_ragged_batch(pair):
 def test_deterministic_strategies(pair, strategy):
     reference, natural = pair
     choice = choose_determinism(natural.config, natural.weights) if strategy == "chosen" else TILE16
-    model = LlamaModel(natural.config, natural.weights, strategy=choice)
+    model = DecoderModel(natural.config, natural.weights, strategy=choice)
     cache = model.new_kv_cache(num_blocks=20, block_size=16)
     tokens = random_tokens(model.config, 170)
     expected = reference_logits(reference, tokens)
@@ -135,8 +135,8 @@ def test_sharded_weights(tmp_path):
     reference = build(tmp_path / "whole", {})
     reference.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
-    config = LlamaConfig.from_folder(tmp_path / "shards")
-    model = LlamaModel(config, load_weights(tmp_path / "shards", config))
+    config = ModelConfig.from_folder(tmp_path / "shards")
+    model = DecoderModel(config, load_weights(tmp_path / "shards", config))
     cache = model.new_kv_cache(num_blocks=4, block_size=16)
     tokens = random_tokens(config, 40)
     assert_same(prefill(model, cache, tokens, [0, 1, 2]), reference_logits(reference, tokens)[-1])
@@ -145,17 +145,17 @@ def test_sharded_weights(tmp_path):
 @pytest.mark.parametrize("kind", ["rope theta", "rope linear", "rope llama3"])
 def test_older_spelling_of_rope(tmp_path, kind):
     build(tmp_path, KINDS[kind])
-    newer = LlamaConfig.from_folder(tmp_path)
+    newer = ModelConfig.from_folder(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     parameters = fields.pop("rope_parameters")
     fields["rope_theta"] = parameters.pop("rope_theta")
     fields["rope_scaling"] = parameters if kind != "rope theta" else None
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert LlamaConfig.from_folder(tmp_path) == newer
+    assert ModelConfig.from_folder(tmp_path) == newer
     if kind == "rope linear":
         fields["rope_scaling"] = {"type": "linear", "factor": 4.0}
         (tmp_path / "config.json").write_text(json.dumps(fields))
-        assert LlamaConfig.from_folder(tmp_path) == newer
+        assert ModelConfig.from_folder(tmp_path) == newer
 
 
 class TestBounds:
@@ -164,8 +164,8 @@ class TestBounds:
     @pytest.fixture
     def model(self, tmp_path):
         build(tmp_path, {"max_position_embeddings": 40})
-        config = LlamaConfig.from_folder(tmp_path)
-        return LlamaModel(config, load_weights(tmp_path, config), strategy=NATURAL)
+        config = ModelConfig.from_folder(tmp_path)
+        return DecoderModel(config, load_weights(tmp_path, config), strategy=NATURAL)
 
     @pytest.mark.parametrize(
         ("rows", "message"),
@@ -198,11 +198,11 @@ class TestBounds:
 def test_smollm2(smollm2_folder):
     """The real model, as transformers loads it from the same folder: prefill, chunked prefill, decode."""
     reference = LlamaForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
-    config = LlamaConfig.from_folder(smollm2_folder)
+    config = ModelConfig.from_folder(smollm2_folder)
     tokens = random_tokens(config, 150)
     expected = reference_logits(reference, tokens)
     del reference
-    model = LlamaModel(config, load_weights(smollm2_folder, config))
+    model = DecoderModel(config, load_weights(smollm2_folder, config))
     cache = model.new_kv_cache(num_blocks=10, block_size=16)
     table = [7, 1, 9, 3, 5, 0, 2, 8, 4, 6]
     assert_same(prefill(model, cache, tokens[:149], table), expected[148])

@@ -9,17 +9,17 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.llama_models import BLOCK_SIZE, EVEN, ODD, converted, prefill, random_tokens, random_weights, step
+from engine.small_models import BLOCK_SIZE, EVEN, ODD, converted, prefill, random_tokens, random_weights, step
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine import backends as backends_module
 from kvblocks.engine.attention import KVCache, TorchAttention
 from kvblocks.engine.batch import SequenceRows, StepBatch
 from kvblocks.engine.cascade import CascadePlanner
-from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.decode_step import run_in_place
 from kvblocks.engine.device_runner import DeviceRunner
 from kvblocks.engine.layer_attention import LayerAttention
-from kvblocks.engine.model import LlamaModel
+from kvblocks.engine.model import DecoderModel
 from kvblocks.engine.triton_attention import TritonAttention
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels.runs import SharedRuns
@@ -146,7 +146,7 @@ MIXED = (
 
 
 @dataclass(frozen=True)
-class LayeredConfig(LlamaConfig):
+class LayeredConfig(ModelConfig):
     """A model whose layers attend as told."""
 
     how: tuple[LayerAttention, ...] = ()
@@ -182,7 +182,7 @@ LAYERED = LayeredConfig(**vars(TINY) | {"num_layers": len(HOW)}, how=HOW)
 
 def logits_of(attention, rows, begin=None):
     """The logits of some rows in caches of random numbers. begin: instead of the attention's own."""
-    model = LlamaModel(LAYERED, random_weights(LAYERED), attention=attention)
+    model = DecoderModel(LAYERED, random_weights(LAYERED), attention=attention)
     cache = model.new_kv_cache(num_blocks=9, block_size=BLOCK_SIZE)
     generator = torch.Generator().manual_seed(1)
     for tensor in (*cache.keys, *cache.values):
@@ -289,9 +289,9 @@ def test_on_a_cpu_triton_needs_its_interpreter():
     program = (
         "import os; os.environ.pop('TRITON_INTERPRET', None)\n"
         "import torch\n"
-        "from kvblocks.engine.config import LlamaConfig\n"
+        "from kvblocks.engine.config import ModelConfig\n"
         "from kvblocks.engine.triton_attention import check_supported\n"
-        "config = LlamaConfig(64, 64, 1, 1, 1, 64, 10, 10)\n"
+        "config = ModelConfig(64, 64, 1, 1, 1, 64, 10, 10)\n"
         "check_supported(config, 16, torch.float32, torch.device('cpu'))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)

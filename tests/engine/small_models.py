@@ -6,15 +6,15 @@ from itertools import pairwise
 import torch
 
 from kvblocks.engine.batch import SequenceRows, StepBatch
-from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.loader import expected_shapes
-from kvblocks.engine.model import KVCache, LlamaModel
-from kvblocks.engine.weights import LayerWeights, LlamaWeights
+from kvblocks.engine.model import DecoderModel, KVCache
+from kvblocks.engine.weights import LayerWeights, ModelWeights
 
 BLOCK_SIZE = 16
 
 # Sizes that no vector width divides, so that every kernel has a remainder to treat; grouped heads; biases.
-ODD = LlamaConfig(
+ODD = ModelConfig(
     hidden_size=52,
     intermediate_size=75,
     num_layers=2,
@@ -27,7 +27,7 @@ ODD = LlamaConfig(
     mlp_bias=True,
 )
 # SmolLM2's proportions: sizes that are multiples of 16, one K and V head for three query heads, tied embeddings.
-EVEN = LlamaConfig(
+EVEN = ModelConfig(
     hidden_size=192,
     intermediate_size=512,
     num_layers=2,
@@ -40,7 +40,7 @@ EVEN = LlamaConfig(
 )
 
 
-def random_weights(config: LlamaConfig, seed: int = 0) -> LlamaWeights:
+def random_weights(config: ModelConfig, seed: int = 0) -> ModelWeights:
     """Weights whose logits spread over a few units, so that differences show."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -71,10 +71,10 @@ def random_weights(config: LlamaConfig, seed: int = 0) -> LlamaWeights:
     )
     embedding = matrix(*shapes["model.embed_tokens.weight"]) * hidden**0.5
     head = embedding if config.tie_word_embeddings else matrix(config.vocab_size, hidden)
-    return LlamaWeights(embedding, layers, norm(), head)
+    return ModelWeights(embedding, layers, norm(), head)
 
 
-def converted(weights: LlamaWeights, *target: torch.dtype | torch.device) -> LlamaWeights:
+def converted(weights: ModelWeights, *target: torch.dtype | torch.device) -> ModelWeights:
     """Weights in another dtype, or on another device."""
 
     def moved(value: torch.Tensor | None) -> torch.Tensor | None:
@@ -82,21 +82,21 @@ def converted(weights: LlamaWeights, *target: torch.dtype | torch.device) -> Lla
 
     layers = [LayerWeights(**{name: moved(value) for name, value in vars(layer).items()}) for layer in weights.layers]
     fields = {name: moved(value) for name, value in vars(weights).items() if name != "layers"}
-    return LlamaWeights(**fields, layers=tuple(layers))
+    return ModelWeights(**fields, layers=tuple(layers))
 
 
-def random_tokens(config: LlamaConfig, num_tokens: int, seed: int = 0) -> list[int]:
+def random_tokens(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.vocab_size, (num_tokens,), generator=generator).tolist()
 
 
-def step(model: LlamaModel, cache: KVCache, *rows: SequenceRows) -> torch.Tensor:
+def step(model: DecoderModel, cache: KVCache, *rows: SequenceRows) -> torch.Tensor:
     """One step of the model: logits of the sequences that want them."""
     return model.forward(StepBatch.build(rows, cache.block_size), cache)
 
 
 def prefill(
-    model: LlamaModel, cache: KVCache, token_ids: Sequence[int], block_ids: Sequence[int], cuts: Sequence[int] = ()
+    model: DecoderModel, cache: KVCache, token_ids: Sequence[int], block_ids: Sequence[int], cuts: Sequence[int] = ()
 ) -> torch.Tensor:
     """Compute a prompt in the chunks that `cuts` leave: the last token's logits [vocab]."""
     bounds = [0, *cuts, len(token_ids)]
