@@ -1,7 +1,7 @@
-"""The paged KV cache, and the attention backends that work on it: the engine's only door to `kvblocks.kernels`.
+"""The paged KV cache, what an attention backend is, and the backends in plain torch.
 
 A backend is asked once per step for a `StepAttention`, which may work out whatever all layers share; the model then
-stores and attends layer by layer. A GPU backend implements the same two protocols.
+stores and attends layer by layer. `triton_attention` and `flash_attention` implement the same two protocols.
 
 Invariant: all K and V of a step are stored in a layer before any of its queries attends there, so that a sequence can
 share blocks that another sequence of the same step fills.
@@ -9,8 +9,10 @@ share blocks that another sequence of the same step fills.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,16 +23,21 @@ from kvblocks.engine.layer_attention import LayerAttention, LayerPlace
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels import reference
 
+if TYPE_CHECKING:
+    from kvblocks.kernels.copy import CacheTable
+
 
 @dataclass(frozen=True)
 class KVCache:
     """K and V of every layer: one tensor [num_blocks, block_size, num_kv_heads, head_dim] each.
 
-    Layers of different groups may be the same tensors: a block is one group's at a time.
+    Layers of different groups may be the same tensors: a block is one group's at a time. copies_by_kernel: whether
+    blocks are copied by one launch of a Triton kernel for all layers, rather than by torch.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    copies_by_kernel: bool = False
 
     @classmethod
     def allocate(
@@ -54,7 +61,8 @@ class KVCache:
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
         slots = range(config.num_layers) if layer_places is None else [slot for _, slot in layer_places]
         memory = {slot: torch.zeros(2, *shape, dtype=dtype, device=device) for slot in set(slots)}
-        return cls(tuple(memory[slot][0] for slot in slots), tuple(memory[slot][1] for slot in slots))
+        by_kernel = memory[0].is_cuda and find_spec("triton") is not None and config.head_dim % 8 == 0
+        return cls(tuple(memory[slot][0] for slot in slots), tuple(memory[slot][1] for slot in slots), by_kernel)
 
     @property
     def num_blocks(self) -> int:
@@ -83,7 +91,21 @@ class KVCache:
                 raise InvalidArgumentError(
                     f"copy_blocks: expected block ids from 0 to {self.num_blocks - 1}, got {block_id}"
                 )
-        reference.copy_blocks(self._memory, torch.tensor(pairs, dtype=torch.int64))
+        ids = torch.tensor(pairs, dtype=torch.int64)
+        if self.copies_by_kernel:
+            from kvblocks.kernels import copy  # needs triton
+
+            with torch.cuda.device_of(self.keys[0]):
+                copy.copy_blocks(self._copy_table, ids.to(self.keys[0].device))
+        else:
+            reference.copy_blocks(self._memory, ids)
+
+    @cached_property
+    def _copy_table(self) -> "CacheTable":
+        """The caches as the kernel takes them. Waits for the device once."""
+        from kvblocks.kernels.copy import CacheTable
+
+        return CacheTable.of(self._memory)
 
     @property
     def _memory(self) -> tuple[Tensor, ...]:

@@ -65,6 +65,26 @@ class SequenceRows:
 
 
 @dataclass(frozen=True)
+class StepShape:
+    """What the host knows of a step: reading it from a tensor would wait for the device.
+
+    num_decodes: how many sequences, from the first on, have exactly one row each. max_rows, max_seq_len: the most rows
+    of a sequence, and tokens in its context; both may be larger than the truth.
+    """
+
+    num_decodes: int
+    max_rows: int
+    max_seq_len: int
+
+    @classmethod
+    def of(cls, rows: Sequence[SequenceRows]) -> "StepShape":
+        """The shape of a step of these rows. O(sequences)."""
+        lengths = [len(sequence.token_ids) for sequence in rows]
+        num_decodes = next((place for place, length in enumerate(lengths) if length != 1), len(lengths))
+        return cls(num_decodes, max(lengths, default=0), max((sequence.seq_len for sequence in rows), default=0))
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """One step's rows and where their K and V live.
 
@@ -72,7 +92,8 @@ class StepBatch:
     block_size + offset, or -1: don't store. block_tables, of each group: int32 [num_seqs, max_blocks], the blocks that
     hold each sequence's context; entries after a sequence's last block are 0 and never read. query_start: int32
     [num_seqs + 1], each sequence's first row, then num_tokens. seq_lens: int32 [num_seqs], tokens in context including
-    this step's. logits_rows: int64 [num_logits], ascending: the rows whose logits are wanted.
+    this step's. logits_rows: int64 [num_logits], ascending: the rows whose logits are wanted. shape: the same, as far
+    as the host knows it.
     """
 
     token_ids: Tensor
@@ -82,6 +103,7 @@ class StepBatch:
     query_start: Tensor
     seq_lens: Tensor
     logits_rows: Tensor
+    shape: StepShape
 
     @property
     def num_tokens(self) -> int:
@@ -124,6 +146,7 @@ class StepBatch:
                 [stop - 1 for sequence, stop in zip(rows, query_start[1:], strict=True) if sequence.wants_logits],
                 dtype=torch.int64,
             ).to(device),
+            shape=StepShape.of(rows),
         )
 
 

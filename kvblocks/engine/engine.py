@@ -17,17 +17,16 @@ from typing import Any
 import torch
 
 from kvblocks.arguments import check_count
+from kvblocks.engine.backends import Backend
 from kvblocks.engine.cache_plan import plan_cache
 from kvblocks.engine.completion import Completion, Piece
-from kvblocks.engine.determinism import choose_determinism
+from kvblocks.engine.dtypes import parse_dtype
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.layer_attention import LayerPlace
 from kvblocks.engine.memory import read_memory
-from kvblocks.engine.model import DecoderModel
 from kvblocks.engine.request import Request
-from kvblocks.engine.rows import NATURAL
-from kvblocks.engine.runner import LoadedModel, ModelRunner
+from kvblocks.engine.runner import LoadedModel
 from kvblocks.engine.sampler import make_samplers, sample_step
 from kvblocks.engine.scheduler import Scheduler
 from kvblocks.engine.step import StepLimits
@@ -52,10 +51,15 @@ class Engine:
     kv_cache_memory: in place of num_blocks, what they may take together: bytes, a text such as "2GiB", or a share of
     the memory that is free once the model is loaded (a float, up to 1.0). Neither: DEFAULT_KV_CACHE_BYTES.
     enable_prefix_caching: whether prompts reuse the KV of earlier ones.
-    deterministic: logits have the same bits however prompts are cached, batched, chunked or preempted; on a CPU only,
-    somewhat slower, and for the number of torch threads at this moment.
-    device: "cpu", "cuda", "cuda:1", or "auto": cuda if there is one, or where a `LoadedModel` is. On cuda the attention
-    is plain torch too, for now.
+    deterministic: logits have the same bits however prompts are cached, batched, chunked or preempted; slower, and on a
+    CPU for the number of torch threads at this moment.
+    device: "cpu", "cuda", "cuda:1", or "auto": cuda if there is one, or where a `LoadedModel` is.
+    attention: "triton" (our kernels: CUDA devices, head_dim 64, 128 or 256, block_size 16, 32, 64 or 128), "torch"
+    (plain torch, anything anywhere), "flash-attn" (that package: CUDA, float16 or bfloat16, block_size in multiples of
+    256), or "auto": triton on cuda, torch on a CPU.
+    dtype: "float32", "float16", "bfloat16" or torch's own, of weights, KV cache and computing; None: float32 on a CPU,
+    the model's own on cuda, or what a `LoadedModel` has.
+    cuda_graphs: whether decode steps are captured and replayed, where there is CUDA and attention is triton.
 
     Attributes to read: model, plan, manager, metrics, scheduler, runner. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError. Loads the model.
@@ -71,23 +75,25 @@ class Engine:
         enable_prefix_caching: bool = True,
         deterministic: bool = False,
         device: str = "auto",
+        attention: str = "auto",
+        dtype: str | torch.dtype | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         chosen = _choose_device(device, model.device if isinstance(model, LoadedModel) else None)
-        if deterministic and chosen.type != "cpu":
-            raise InvalidArgumentError(f"deterministic: expected device 'cpu', got {str(chosen)!r}")
         check_count("block_size", block_size, 1)
-        self.model = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen)
-        config, weights = self.model.config, self.model.weights
+        self.model = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
+        if parse_dtype(dtype) not in {None, self.model.dtype}:
+            raise InvalidArgumentError(f"dtype: expected {self.model.dtype}, the loaded model's, got {dtype!r}")
+        backend = Backend(attention, deterministic, cuda_graphs)
+        backend.choose_attention(self.model, block_size)  # before anything large is made
         self.plan = _plan(self.model, num_blocks, kv_cache_memory, block_size)
         self.manager = KVCacheManager(
             self.plan.num_blocks, groups=self.plan.groups, enable_caching=enable_prefix_caching
         )
         self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
-        self.scheduler = Scheduler(self.manager, config.max_position_embeddings)
-        strategy = choose_determinism(config, weights) if deterministic else NATURAL
+        self.scheduler = Scheduler(self.manager, self.model.config.max_position_embeddings)
         places = [LayerPlace(*place) for place in self.plan.layer_groups]
-        decoder = DecoderModel(config, weights, strategy=strategy, layer_places=places)
-        self.runner = ModelRunner(decoder, self.plan.num_blocks, block_size)
+        self.runner = backend.make_runner(self.model, self.manager, places)
         self._generations: dict[Request, Generation] = {}
         self._sequence_ids = count()
 

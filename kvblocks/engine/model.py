@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvblocks.engine.attention import AttentionBackend, KVCache, TiledTorchAttention, TorchAttention
+from kvblocks.engine.attention import AttentionBackend, KVCache, StepAttention, TiledTorchAttention, TorchAttention
 from kvblocks.engine.batch import StepBatch
 from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.errors import ModelError
@@ -77,9 +77,17 @@ class DecoderModel:
         Changes the cache: K and V of every row with a slot.
         """
         self._check(batch, kv_cache)
+        return self.compute(batch, self.attention.begin(batch, kv_cache))
+
+    @torch.inference_mode()
+    def compute(self, batch: StepBatch, step: StepAttention) -> Tensor:
+        """As `forward`, with an attention that was begun and without its guards: for a caller that has checked.
+
+        Reads no value of a tensor on the host, so it never waits for a GPU and can be captured in a CUDA graph; only a
+        strategy that places rows (`RowStrategy.is_placed`) reads how many there are.
+        """
         layout = RowLayout.build(batch, self.strategy)
         parts = list(chunks(layout.num_rows, self.strategy.row_counts))
-        step = self.attention.begin(batch, kv_cache)
         hidden = self._embed(layout.token_ids)
         angles = {rope: table.at(layout.positions) for rope, table in self._ropes.items()}
         kinds = zip(self.weights.layers, self.layer_attention, self.config.ropes, strict=True)
@@ -101,7 +109,7 @@ class DecoderModel:
         hidden = F.embedding(token_ids, self.weights.embedding)
         if self.config.architecture.scales_embedding:
             # A tensor, so that the factor is rounded to the model's dtype: these models were trained with that.
-            hidden *= torch.tensor(self.config.hidden_size**0.5, dtype=hidden.dtype, device=hidden.device)
+            hidden *= torch.full((), self.config.hidden_size**0.5, dtype=hidden.dtype, device=hidden.device)
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -127,6 +135,10 @@ class DecoderModel:
             low, high = (int(bound) for bound in values.aminmax())
             if low < 0 or high >= limit:
                 raise InvalidArgumentError(f"expected {name} from 0 to {limit - 1}, got {low if low < 0 else high}")
+        self.check_threads()
+
+    def check_threads(self) -> None:
+        """Raise ModelError if the number of torch threads is not the one that the strategy was checked for."""
         wanted, num_threads = self.strategy.num_threads, torch.get_num_threads()
         if wanted is not None and wanted != num_threads:
             raise ModelError(

@@ -49,6 +49,7 @@ NATURAL = RowStrategy("natural")
 # fast as a natural one, since what happens between the products stays in the processor's cache.
 PACKED16 = RowStrategy("packed16", (*range(16, 129, 16), 256), (16, 32, 64))
 TILE16 = RowStrategy("tile16", (16,), (1,), is_placed=True)
+FIXED64 = RowStrategy("fixed64", (64,), (64,))
 
 
 def chunks(num_rows: int, row_counts: tuple[int, ...]) -> Iterator[slice]:

@@ -101,6 +101,17 @@ def random_weights(config: ModelConfig, seed: int = 0) -> ModelWeights:
     return ModelWeights(embedding, layers, norm(), head)
 
 
+def converted(weights: ModelWeights, *target: torch.dtype | torch.device) -> ModelWeights:
+    """Weights in another dtype, or on another device."""
+
+    def moved(value: torch.Tensor | None) -> torch.Tensor | None:
+        return None if value is None else value.to(*target)
+
+    layers = [LayerWeights(**{name: moved(value) for name, value in vars(layer).items()}) for layer in weights.layers]
+    fields = {name: moved(value) for name, value in vars(weights).items() if name != "layers"}
+    return ModelWeights(**fields, layers=tuple(layers))
+
+
 def random_tokens(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.vocab_size, (num_tokens,), generator=generator).tolist()

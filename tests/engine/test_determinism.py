@@ -13,7 +13,7 @@ from kvblocks.engine.batch import SequenceRows
 from kvblocks.engine.determinism import choose_determinism, packed_rows_hold
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model import DecoderModel
-from kvblocks.engine.rows import NATURAL, PACKED16, TILE16
+from kvblocks.engine.rows import FIXED64, NATURAL, PACKED16, TILE16
 from kvblocks.errors import InvalidArgumentError
 
 NUM_TOKENS = 150
@@ -155,7 +155,7 @@ def large_batches_differ(rows, weight, bias):
 
 def some_place_differs(rows, weight, bias):
     product = row_by_row(rows, weight, bias)
-    product[9] *= 1 + 1e-6
+    product[9:10] *= 1 + 1e-6
     return product
 
 
@@ -187,6 +187,42 @@ def only_the_last_product_differs(rows, weight, bias):
 )
 def test_tile16_is_chosen_where_they_are_not(linear):
     assert choose_determinism(EVEN, random_weights(EVEN), linear=linear) == TILE16
+
+
+def other_rows_count(rows, weight, bias):
+    """A product whose rows depend on the numbers in the others."""
+    return row_by_row(rows, weight, bias) + 1e-6 * rows.sum()
+
+
+class NeverTheSame:
+    """A product with other bits in every call."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, rows, weight, bias):
+        self.num_calls += 1
+        return row_by_row(rows, weight, bias) * (1 + 1e-6 * (self.num_calls % 7))
+
+
+@pytest.mark.parametrize("linear", [other_rows_count, NeverTheSame()])
+def test_where_nothing_holds_a_model_error_says_so(linear):
+    with pytest.raises(ModelError, match=r"rows don't depend on the numbers .*in torch\.float32 on 'cpu'"):
+        choose_determinism(EVEN, random_weights(EVEN), linear=linear)
+
+
+def test_fixed64_is_held_where_only_the_number_of_rows_matters():
+    weights = random_weights(EVEN)
+    assert not packed_rows_hold(EVEN, weights, PACKED16, linear=large_batches_differ)
+    assert packed_rows_hold(EVEN, weights, FIXED64, linear=large_batches_differ)
+    assert not packed_rows_hold(EVEN, weights, FIXED64, linear=some_place_differs)
+
+
+def test_fixed64_has_the_same_bits_however_a_prompt_is_cut():
+    model = DecoderModel(EVEN, random_weights(EVEN), strategy=FIXED64, linear=row_by_row)
+    cache = model.new_kv_cache(num_blocks=64, block_size=BLOCK_SIZE)
+    prompt = random_tokens(EVEN, 70)
+    assert torch.equal(prefill(model, cache, prompt, A), prefill(model, cache, prompt, B, cuts=(1, 40)))
 
 
 def test_the_check_covers_every_row_count_that_a_step_uses():
