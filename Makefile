@@ -27,7 +27,7 @@ help:
 	@echo 'make demo    answer questions that share a long prompt, without and with prefix caching, and compare'
 	@echo 'make test    run the tests'
 	@echo 'make test-compiled  the same for the core, compiled with mypyc (needs a C compiler)'
-	@echo 'make gpu-test  the kernels on a GPU, and what they reach there'
+	@echo 'make gpu-test  the kernels and the engine on a GPU, and what they reach there'
 	@echo 'make check   format, lint, types, floors and the contents of the wheel: what CI asks beside the tests'
 	@echo 'make format  rewrite the sources as `make check` wants them'
 	@echo 'make clean   remove caches and build outputs; make distclean: .venv too'
@@ -54,11 +54,12 @@ test-compiled: $(DEV_STAMP)
 	KVBLOCKS_COMPILE=1 PIP_CONSTRAINT=constraints.txt $(PIP) --quiet --no-deps --target build/compiled .
 	KVBLOCKS_EXPECT_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest $(PYTEST_ARGS) $(CORE_TESTS)
 
-# On a machine with a GPU: the kernels natively, then their bench. Its own torch and triton serve as well: see README.md.
+# On a machine with a GPU: the kernels and the engine natively, then their benches. Its own torch and triton serve as well: see README.md.
 gpu-test: $(DEV_STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels tests/engine/test_engine_gpu.py tests/engine/test_decode_step.py
 	mkdir -p build
 	$(BIN)/python -m bench.attention --json build/attention.json
+	$(BIN)/python -m bench.engine_gpu --json build/engine-gpu.json
 
 check: $(DEV_STAMP)
 	$(BIN)/python -m ruff format --check .

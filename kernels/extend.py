@@ -8,6 +8,11 @@ prompt see more keys, so they are started first.
 Nothing is computed on the host but the grid, from shapes alone, so that a call can be captured in a CUDA graph and
 replayed with other lengths, as long as the shapes stay. Rows that no sequence has, which such calls are padded with,
 are treated as one more sequence, which sees nothing.
+
+A row's bits depend on the rows that share its tile, a little: which of its keys are in the part without masks, and
+which tiles are taken, follows from them. `batch_invariant` takes one part and one size of tile for all. What a row adds
+up, in which order, then follows from its own position: tiles of keys begin at multiples of the tile's size, and one of
+which a row sees nothing leaves it as it is (its weights are 0, and what it had is multiplied by 1).
 """
 
 import torch
@@ -65,17 +70,22 @@ def attend_causal(
     STAGES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    UNIFORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Attention of rows at `position`, int32 [TILE_M], of which the first and the last are given, to their past.
 
-    The rest, and what is returned, as in `attend_pages`. Positions may be below 0: such rows see nothing.
+    UNIFORM: all keys are in the part with masks. The rest, and what is returned, as in `attend_pages`. Positions may be
+    below 0: such rows see nothing.
     """
     start = 0
     full_stop = tl.maximum(first_position + 1, 0) // TILE_N * TILE_N
     stop = tl.maximum(last_position + 1, 0)
     if HAS_WINDOW:
         start = tl.maximum(first_position - window + 1, 0) // TILE_N * TILE_N
+    if UNIFORM:
+        full_stop = start
+    elif HAS_WINDOW:
         full_start = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE_N) * TILE_N
         full_start = tl.minimum(full_start, full_stop)
         output, row_max, row_sum = attend_pages(
@@ -85,12 +95,13 @@ def attend_causal(
             INTERPRETED=INTERPRETED,
         )  # fmt: skip
         start = full_start
-    output, row_max, row_sum = attend_pages(
-        query, output, row_max, row_sum, position, start, full_stop, table_ptr, k_ptr, v_ptr,
-        stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
-        HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, MASKED=False, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=HAS_WINDOW,
-        INTERPRETED=INTERPRETED,
-    )  # fmt: skip
+    if not UNIFORM:
+        output, row_max, row_sum = attend_pages(
+            query, output, row_max, row_sum, position, start, full_stop, table_ptr, k_ptr, v_ptr,
+            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
+            HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, MASKED=False, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=HAS_WINDOW,
+            INTERPRETED=INTERPRETED,
+        )  # fmt: skip
     output, row_max, row_sum = attend_pages(
         query, output, row_max, row_sum, position, full_stop, stop, table_ptr, k_ptr, v_ptr,
         stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
@@ -137,6 +148,7 @@ def extend_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    UNIFORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """One tile of rows and one head of K and V.
@@ -177,7 +189,7 @@ def extend_kernel(
         seq_len - seq_rows + last, table_ptr + seq.to(tl.int64) * stride_table,
         k_ptr + kv_head.to(tl.int64) * stride_k_head, v_ptr + kv_head.to(tl.int64) * stride_v_head,
         stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
-        HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, HAS_SOFTCAP, HAS_WINDOW, INTERPRETED,
+        HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, HAS_SOFTCAP, HAS_WINDOW, UNIFORM, INTERPRETED,
     )  # fmt: skip
     output, lse = finish_rows(output * v_scale, row_max, row_sum)
     output_at = output_ptr + (at_row * stride_output_row + head * HEAD_DIM)[:, None] + element[None, :]
@@ -199,6 +211,7 @@ def extend(
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of a ragged batch over block tables.
 
@@ -210,6 +223,9 @@ def extend(
 
     A row before position 0, or that no sequence has, sees nothing: its output is 0 and its lse -inf, or its sink.
 
+    batch_invariant: a row's bits depend on its query and position and its sequence's K and V only, not on the other
+    rows of the call; somewhat slower.
+
     Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and the natural logarithm of what it was
     divided by, fp32 [num_rows, num_heads]. Raises KernelArgumentError. Changes nothing, and never waits for the device.
     """
@@ -219,7 +235,7 @@ def extend(
     check_devices(query=query, query_start=query_start)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    launch = _choose_launch(query, key_cache, shape)
+    launch = _choose_launch(query, key_cache, shape, is_fixed=batch_invariant)
     num_tiles = shape.num_rows // (tile_rows(shape, launch) // shape.group_size) + shape.num_seqs + 1
     if shape.num_rows > 0:
         extend_kernel[num_tiles, shape.cache.num_kv_heads](
@@ -231,14 +247,18 @@ def extend(
             HAS_SOFTCAP=softcap is not None,
             HAS_WINDOW=window is not None,
             HAS_SINKS=sinks is not None,
+            UNIFORM=batch_invariant,
             INTERPRETED=_INTERPRETED,
         )
     return output, lse
 
 
-def _choose_launch(query: Tensor, key_cache: Tensor, shape: AttentionShape) -> Launch:
-    """The table's entry: for short sequences of rows on average, as in speculative verification, one of small tiles."""
-    is_narrow = shape.num_rows * shape.group_size <= NARROW_ROWS * shape.num_seqs
+def _choose_launch(query: Tensor, key_cache: Tensor, shape: AttentionShape, *, is_fixed: bool) -> Launch:
+    """The table's entry: for short sequences of rows on average, as in speculative verification, one of small tiles.
+
+    is_fixed: the same entry whatever the rows are.
+    """
+    is_narrow = not is_fixed and shape.num_rows * shape.group_size <= NARROW_ROWS * shape.num_seqs
     # With queries in fp32 the tiles are computed in fp32, whatever K and V are stored as.
     element_bytes = 4 if query.dtype == torch.float32 else key_cache.element_size()
     return find(EXTEND_NARROW if is_narrow else EXTEND, query.device, shape.cache.head_dim, element_bytes)

@@ -165,3 +165,23 @@ EXTEND_NARROW: dict[Key, Launch] = {key: launch for key, launch in EXTEND.items(
 
 PREFIX_DECODE: dict[Key, Launch] = EXTEND
 """`prefix_decode`: the loop over keys that all rows see is that of `extend`."""
+
+
+@dataclass(frozen=True)
+class CascadeThreshold:
+    """From where on `cascade_decode` is taken instead of `decode`.
+
+    min_run_tokens: shorter shared runs don't count; min_saved_share: of the tokens in context that `decode` would read,
+    counted once for each request, so many must be saved.
+    """
+
+    min_run_tokens: int
+    min_saved_share: float
+
+
+# By reasoning, unmeasured on a GPU. A cascade adds launches to each layer, and writes each row's partial results in
+# fp32, one for each level and split, to read them again: with 32 heads of 128 a part costs as much traffic as K and V
+# of 8 tokens of 8 heads in bf16. So a run must be a few hundred tokens long; and as the rest of the step gets no
+# faster, a cascade that saves less than a third of the reading can't gain much.
+CASCADE = CascadeThreshold(min_run_tokens=512, min_saved_share=0.3)
+"""For decode steps of the engine."""

@@ -62,6 +62,14 @@ def see(row_position, position, window, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
+def is_in_reach(row_position, position, window, HAS_WINDOW: tl.constexpr):
+    """Whether any of the rows has keys at some positions in its window."""
+    if HAS_WINDOW:
+        return position > tl.min(row_position, 0) - window
+    return position >= 0
+
+
+@triton.jit
 def attend_pages(
     query,
     output,
@@ -95,8 +103,9 @@ def attend_pages(
     [TILE_M]; row_position: int32 [TILE_M]; table_ptr: the sequence's row of the block tables; k_ptr, v_ptr: the head's
     first element. No position from `stop` on is read.
 
-    MASKED: a row sees the positions up to its own, less those that have left its window. Without it every row sees
-    every position, and `stop - start` must be a multiple of TILE_N. Returns output, row_max and row_sum.
+    MASKED: a row sees the positions up to its own, less those that have left its window; what has left the windows of
+    all rows is not read. Without it every row sees every position, and `stop - start` must be a multiple of TILE_N.
+    Returns output, row_max and row_sum.
     """
     offset = tl.arange(0, TILE_N)
     element = tl.arange(0, HEAD_DIM)
@@ -110,9 +119,10 @@ def attend_pages(
         k_at = k_ptr + (page * stride_k_block + slot * stride_k_slot)[None, :] + element[:, None]
         v_at = v_ptr + (page * stride_v_block + slot * stride_v_slot)[:, None] + element[None, :]
         if MASKED:
-            # A slot that isn't the sequence's may hold NaN, which 0 times it still is: it is not read.
-            key = tl.load(k_at, mask=(position < stop)[None, :], other=0.0)
-            value = tl.load(v_at, mask=(position < stop)[:, None], other=0.0)
+            # A slot that isn't the sequence's, or isn't any more, may hold NaN, which 0 times it still is: no reading.
+            is_own = (position < stop) & is_in_reach(row_position, position, window, HAS_WINDOW)
+            key = tl.load(k_at, mask=is_own[None, :], other=0.0)
+            value = tl.load(v_at, mask=is_own[:, None], other=0.0)
         else:
             key = tl.load(k_at)
             value = tl.load(v_at)

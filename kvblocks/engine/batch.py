@@ -3,6 +3,8 @@
 `SequenceRows` is what the runner knows about one sequence; `StepBatch` is all of them as tensors, ready for any
 attention backend. The tokens of the sequences lie one after another ("rows" of the step), without padding.
 
+A model's layers belong to KV-cache groups; a sequence has a block table in each of them, and a row a slot.
+
 Invariant: a row's slot is -1 exactly when its position lies in a shared block, whose K and V are already there. Every
 other row is stored, in a block of its own sequence.
 """
@@ -21,9 +23,10 @@ from kvblocks.errors import InvalidArgumentError
 class SequenceRows:
     """The tokens of one sequence that a step computes.
 
-    `token_ids` stand at positions `start` and following; `block_ids` is the sequence's block table and covers them.
-    Positions below `num_readonly_tokens` lie in shared blocks, which nothing may write. With `wants_logits` the step
-    returns the logits of the last of the tokens.
+    `token_ids` stand at positions `start` and following; `block_ids` is the sequence's block table and covers them, and
+    so do `other_block_ids`, its tables in the groups after the first one. Places that no row sees may hold any id that
+    the cache has. Positions below `num_readonly_tokens` lie in shared blocks, which nothing may write. With
+    `wants_logits` the step returns the logits of the last of the tokens.
     """
 
     token_ids: Sequence[int]
@@ -31,6 +34,7 @@ class SequenceRows:
     block_ids: Sequence[int]
     num_readonly_tokens: int = 0
     wants_logits: bool = True
+    other_block_ids: Sequence[Sequence[int]] = ()
 
     def check(self, block_size: int) -> None:
         """Raise InvalidArgumentError if the numbers don't fit together. O(blocks)."""
@@ -39,14 +43,20 @@ class SequenceRows:
                 raise InvalidArgumentError(f"expected {name} of at least 0, got {getattr(self, name)}")
         if self.wants_logits and not self.token_ids:
             raise InvalidArgumentError("expected at least one token where logits are wanted, got none")
-        num_slots = len(self.block_ids) * block_size
-        if self.seq_len > num_slots:
-            raise InvalidArgumentError(
-                f"expected blocks for {self.seq_len} tokens (position {self.start} and {len(self.token_ids)} tokens), "
-                f"got {len(self.block_ids)} blocks of {block_size}, room for {num_slots}"
-            )
-        if min(self.block_ids, default=0) < 0:
-            raise InvalidArgumentError(f"expected block ids of at least 0, got {min(self.block_ids)}")
+        for block_ids in self.block_tables:
+            num_slots = len(block_ids) * block_size
+            if self.seq_len > num_slots:
+                raise InvalidArgumentError(
+                    f"expected blocks for {self.seq_len} tokens (position {self.start} and {len(self.token_ids)}"
+                    f" tokens), got {len(block_ids)} blocks of {block_size}, room for {num_slots}"
+                )
+            if min(block_ids, default=0) < 0:
+                raise InvalidArgumentError(f"expected block ids of at least 0, got {min(block_ids)}")
+
+    @property
+    def block_tables(self) -> tuple[Sequence[int], ...]:
+        """The block tables of all groups. O(groups)."""
+        return (self.block_ids, *self.other_block_ids)
 
     @property
     def seq_len(self) -> int:
@@ -55,23 +65,45 @@ class SequenceRows:
 
 
 @dataclass(frozen=True)
+class StepShape:
+    """What the host knows of a step: reading it from a tensor would wait for the device.
+
+    num_decodes: how many sequences, from the first on, have exactly one row each. max_rows, max_seq_len: the most rows
+    of a sequence, and tokens in its context; both may be larger than the truth.
+    """
+
+    num_decodes: int
+    max_rows: int
+    max_seq_len: int
+
+    @classmethod
+    def of(cls, rows: Sequence[SequenceRows]) -> "StepShape":
+        """The shape of a step of these rows. O(sequences)."""
+        lengths = [len(sequence.token_ids) for sequence in rows]
+        num_decodes = next((place for place, length in enumerate(lengths) if length != 1), len(lengths))
+        return cls(num_decodes, max(lengths, default=0), max((sequence.seq_len for sequence in rows), default=0))
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """One step's rows and where their K and V live.
 
-    token_ids, positions, slot_mapping: int64 [num_tokens]; slot = block_id * block_size + offset, or -1: don't store.
-    block_tables: int32 [num_seqs, max_blocks], the blocks that hold each sequence's context; entries after a sequence's
-    last block are 0 and never read. query_start: int32 [num_seqs + 1], each sequence's first row, then num_tokens.
-    seq_lens: int32 [num_seqs], tokens in context including this step's. logits_rows: int64 [num_logits], ascending: the
-    rows whose logits are wanted.
+    token_ids, positions: int64 [num_tokens]. slot_mappings, of each group: int64 [num_tokens]; slot = block_id *
+    block_size + offset, or -1: don't store. block_tables, of each group: int32 [num_seqs, max_blocks], the blocks that
+    hold each sequence's context; entries after a sequence's last block are 0 and never read. query_start: int32
+    [num_seqs + 1], each sequence's first row, then num_tokens. seq_lens: int32 [num_seqs], tokens in context including
+    this step's. logits_rows: int64 [num_logits], ascending: the rows whose logits are wanted. shape: the same, as far
+    as the host knows it.
     """
 
     token_ids: Tensor
     positions: Tensor
-    slot_mapping: Tensor
-    block_tables: Tensor
+    slot_mappings: tuple[Tensor, ...]
+    block_tables: tuple[Tensor, ...]
     query_start: Tensor
     seq_lens: Tensor
     logits_rows: Tensor
+    shape: StepShape
 
     @property
     def num_tokens(self) -> int:
@@ -82,39 +114,44 @@ class StepBatch:
     def build(cls, rows: Sequence[SequenceRows], block_size: int, device: torch.device | str = "cpu") -> "StepBatch":
         """Lay out `rows` as tensors on `device`; block tables are cut to the blocks that the context fills.
 
-        Raises InvalidArgumentError if a sequence's numbers don't fit together or there is no token at all.
-        O(tokens of the step + blocks in context). Changes nothing.
+        Raises InvalidArgumentError if a sequence's numbers don't fit together, sequences have unlike numbers of groups,
+        or there is no token at all. O(groups * (tokens of the step + blocks in context)). Changes nothing.
         """
         if block_size <= 0:
             raise InvalidArgumentError(f"expected a block_size of at least 1, got {block_size}")
         for sequence in rows:
             sequence.check(block_size)
+        num_others = {len(sequence.other_block_ids) for sequence in rows}
+        if len(num_others) > 1:
+            raise InvalidArgumentError(f"expected sequences with as many block tables, got {sorted(num_others)} more")
         lengths = [len(sequence.token_ids) for sequence in rows]
         query_start = [0, *accumulate(lengths)]
         if query_start[-1] == 0:
             raise InvalidArgumentError(f"expected a step of at least one token, got {len(rows)} sequences without any")
-        tables = _block_tables(rows, block_size)
+        tables = [_block_table(rows, block_size, group) for group in range(1 + max(num_others))]
         starts = torch.tensor([sequence.start for sequence in rows])
         readonly = torch.tensor([sequence.num_readonly_tokens for sequence in rows])
         owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))
         positions = torch.arange(query_start[-1]) + (starts - torch.tensor(query_start[:-1]))[owner]
-        slots = tables[owner, positions // block_size].long() * block_size + positions % block_size
+        places, offsets, is_readonly = positions // block_size, positions % block_size, positions < readonly[owner]
+        slots = [table[owner, places].long() * block_size + offsets for table in tables]
         return cls(
             token_ids=torch.tensor([t for sequence in rows for t in sequence.token_ids]).to(device),
             positions=positions.to(device),
-            slot_mapping=torch.where(positions < readonly[owner], -1, slots).to(device),
-            block_tables=tables.to(device),
+            slot_mappings=tuple(torch.where(is_readonly, -1, own).to(device) for own in slots),
+            block_tables=tuple(table.to(device) for table in tables),
             query_start=torch.tensor(query_start, dtype=torch.int32).to(device),
             seq_lens=torch.tensor([sequence.seq_len for sequence in rows], dtype=torch.int32).to(device),
             logits_rows=torch.tensor(
                 [stop - 1 for sequence, stop in zip(rows, query_start[1:], strict=True) if sequence.wants_logits],
                 dtype=torch.int64,
             ).to(device),
+            shape=StepShape.of(rows),
         )
 
 
-def _block_tables(rows: Sequence[SequenceRows], block_size: int) -> Tensor:
-    """int32 [num_seqs, max_blocks] on the CPU: the blocks that each context fills, then zeros."""
-    used = [list(sequence.block_ids[: -(-sequence.seq_len // block_size)]) for sequence in rows]
+def _block_table(rows: Sequence[SequenceRows], block_size: int, group: int) -> Tensor:
+    """int32 [num_seqs, max_blocks] on the CPU: the blocks of a group that each context fills, then zeros."""
+    used = [list(sequence.block_tables[group][: -(-sequence.seq_len // block_size)]) for sequence in rows]
     width = max(len(block_ids) for block_ids in used)
     return torch.tensor([block_ids + [0] * (width - len(block_ids)) for block_ids in used], dtype=torch.int32)

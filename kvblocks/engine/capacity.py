@@ -3,19 +3,26 @@
 The oldest request gets the blocks of all others if need be. So all that can stand in its way for good are the model's
 context, the size of the pool, and what pins of priority 100 keep of it: the blocks that it doesn't share with them.
 Where they do, a scheduler would wait for ever; it raises PoolExhaustedError instead, and the caller may unpin.
+
+A sequence needs blocks of every group of layers: in those with a window, for what a step sees and no more. So how long
+a request may be depends on how many tokens a step computes of it at most.
 """
 
+from bisect import bisect_right
+
 from kvblocks.block import KVCacheBlock
+from kvblocks.cache_hit import CacheHit
 from kvblocks.engine.request import Request
 from kvblocks.errors import InvalidArgumentError, PoolExhaustedError
 from kvblocks.manager import KVCacheManager
 from kvblocks.retention import KEEP
+from kvblocks.sequence import Sequence
 
 
-def check_fits(manager: KVCacheManager, request: Request, max_model_len: int) -> None:
-    """Raise if the request could never finish, even alone. Changes nothing.
+def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, num_step_tokens: int) -> None:
+    """Raise if the request could never finish, even alone, in steps of `num_step_tokens` of it. Changes nothing.
 
-    InvalidArgumentError: it never will; PoolExhaustedError: not while the present pins stand. O(1), and O(tokens
+    InvalidArgumentError: it never will; PoolExhaustedError: not while the present pins stand. O(groups), and O(tokens
     pinned + prompt) with pins.
     """
     sequence = request.sequence
@@ -23,20 +30,21 @@ def check_fits(manager: KVCacheManager, request: Request, max_model_len: int) ->
     asked = f"{num_tokens} (a prompt of {sequence.num_prompt_tokens} and max_tokens {request.max_tokens})"
     if num_tokens > max_model_len:
         raise InvalidArgumentError(f"expected at most {max_model_len} tokens, the model's context, got {asked}")
-    block_size = manager.block_size
-    num_slots = manager.num_blocks * block_size
-    if num_tokens - 1 > num_slots:  # the last token generated needs no slot
+    num_wanted = _num_blocks(manager, num_tokens - 1, num_step_tokens)  # the last token generated needs no slot
+    if num_wanted > manager.num_blocks:
+        most = _most_tokens(manager, manager.num_blocks, num_step_tokens, num_tokens)
         raise InvalidArgumentError(
-            f"expected at most {num_slots + 1} tokens, what the pool's {manager.num_blocks} blocks of"
-            f" {block_size} can serve, got {asked}"
+            f"expected at most {most + 1} tokens, what the pool's {manager.num_blocks} blocks of"
+            f" {manager.block_size} can serve, got {asked}"
         )
     kept = _kept_blocks(manager)
     if not kept:
         return
     num_left = manager.num_blocks - len(kept.difference(_find_cached(manager, request)[0]))
-    if num_tokens - 1 > num_left * block_size:
+    if num_wanted > num_left:
+        most = _most_tokens(manager, num_left, num_step_tokens, num_tokens)
         raise PoolExhaustedError(
-            f"expected at most {num_left * block_size + 1} tokens while pins keep {len(kept)} of the pool's"
+            f"expected at most {most + 1} tokens while pins keep {len(kept)} of the pool's"
             f" {manager.num_blocks} blocks, got {asked}: unpin something, or wait for pins to expire"
         )
 
@@ -53,8 +61,9 @@ def check_oldest(manager: KVCacheManager, request: Request, num_tokens: int, max
         return
     cached, num_cached_tokens = _find_cached(manager, request)
     num_tokens_anew = max(num_tokens, min(num_cached_tokens + max_num_tokens, request.sequence.num_tokens))
-    for num_wanted, blocks in ((num_tokens, request.sequence.blocks), (num_tokens_anew, cached)):
-        if num_wanted <= (manager.num_blocks - len(kept.difference(blocks))) * manager.block_size:
+    for num_wanted, blocks in ((num_tokens, _blocks(manager, request.sequence)), (num_tokens_anew, cached)):
+        num_left = manager.num_blocks - len(kept.difference(blocks))
+        if _num_blocks(manager, num_wanted, max_num_tokens) <= num_left:
             return
     raise exhausted(manager, request)
 
@@ -70,12 +79,30 @@ def exhausted(manager: KVCacheManager, request: Request) -> PoolExhaustedError:
     )
 
 
+def _num_blocks(manager: KVCacheManager, num_tokens: int, num_step_tokens: int) -> int:
+    """Blocks of all groups that a sequence holds at most."""
+    return sum(group.num_blocks(num_tokens, num_step_tokens) for group in manager.groups)
+
+
+def _most_tokens(manager: KVCacheManager, num_blocks: int, num_step_tokens: int, below: int) -> int:
+    """The longest sequence, shorter than `below`, that so many blocks hold. O(groups * log(below))."""
+    return bisect_right(range(below), num_blocks, key=lambda tokens: _num_blocks(manager, tokens, num_step_tokens)) - 1
+
+
+def _blocks(manager: KVCacheManager, holder: Sequence | CacheHit) -> list[KVCacheBlock]:
+    """What a sequence or a hit has in all groups. O(blocks)."""
+    tables = [holder.group_blocks(group) for group in range(len(manager.groups))]
+    return [block for table in tables for block in table if block is not None]
+
+
 def _kept_blocks(manager: KVCacheManager) -> set[KVCacheBlock]:
     """Blocks that pins never give up: those that they hold, and those that they will when a request lets go of them."""
     kept: set[KVCacheBlock] = set()
     for pin in manager.pins:
         cached = manager.get_computed_blocks(pin.sequence).blocks
         kept.update(block for block, priority in zip(cached, pin.priorities, strict=False) if priority >= KEEP)
+        if all(priority >= KEEP for priority in pin.priorities):
+            kept.update(pin.hanging)
     return kept
 
 
@@ -83,4 +110,4 @@ def _find_cached(manager: KVCacheManager, request: Request) -> tuple[list[KVCach
     """The blocks that the request would hit if it started now, and how many tokens it would not compute."""
     sequence = request.sequence
     hit = manager.get_computed_blocks(sequence.fork("probe") if sequence.is_allocated else sequence)
-    return hit.blocks, hit.num_tokens
+    return _blocks(manager, hit), hit.num_tokens

@@ -4,7 +4,9 @@
 over the row counts that the strategy allows, a row's bits depend neither on how many rows there are nor on its place
 among them. It varies with the processor, the library and the number of threads. So it is checked, at start, with the
 model's own functions and weights, at the current number of threads, for every row count that can occur and every
-place in it. If it doesn't hold, `tile16` needs no such property and is chosen.
+place in it. On a GPU, whose libraries choose by the number of rows, `fixed64` is next: the same property, of one
+number of rows. If neither holds, `tile16` needs no such property and is chosen, if at least a row's bits don't depend
+on the numbers in other rows.
 
 What is left to trust: that a kernel's order of operations depends on shapes and alignment, not on the numbers; and
 that the layers, which have one shape, behave as the first one does.
@@ -17,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvblocks.engine.config import LlamaConfig
-from kvblocks.engine.layers import Linear, LlamaLayers
-from kvblocks.engine.rows import PACKED16, TILE16, RowStrategy, chunks
-from kvblocks.engine.weights import LlamaWeights
+from kvblocks.engine.config import ModelConfig
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.layers import DecoderLayers, Linear
+from kvblocks.engine.rows import FIXED64, PACKED16, TILE16, RowStrategy, chunks
+from kvblocks.engine.weights import ModelWeights
 
 RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Takes tensors with the same number of rows, gives tensors with that number of rows."""
@@ -29,23 +32,53 @@ RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 _MOVE = 7
 
 
-def choose_determinism(config: LlamaConfig, weights: LlamaWeights, *, linear: Linear = F.linear) -> RowStrategy:
-    """PACKED16 for the current number of torch threads if this machine has what it needs, TILE16 otherwise.
+def choose_determinism(config: ModelConfig, weights: ModelWeights, *, linear: Linear = F.linear) -> RowStrategy:
+    """PACKED16, FIXED64 on a GPU, or TILE16: the first for which the machine has what it needs.
 
-    `linear` is the matrix product that the model will use. Costs about as much as 1,900 tokens of one layer and 300
-    rows of logits: 0.4 s for SmolLM2-135M. Changes nothing.
+    On a CPU a strategy is good for the current number of torch threads. `linear` is the matrix product that the model
+    will use. Raises ModelError if not even TILE16 holds. Costs about as much as 1,900 tokens of one layer and 300 rows
+    of logits: 0.4 s for SmolLM2-135M on a CPU. Changes nothing.
     """
+    is_cpu = weights.embedding.device.type == "cpu"
     if packed_rows_hold(config, weights, PACKED16, linear=linear):
-        return replace(PACKED16, num_threads=torch.get_num_threads())
-    return TILE16
+        return replace(PACKED16, num_threads=torch.get_num_threads()) if is_cpu else PACKED16
+    if not is_cpu and packed_rows_hold(config, weights, FIXED64, linear=linear):
+        return FIXED64
+    if placed_rows_hold(config, weights, TILE16, linear=linear):
+        return TILE16
+    raise ModelError(
+        "deterministic: expected matrix products whose rows don't depend on the numbers in other rows, got others from"
+        f" this machine's library, in {weights.embedding.dtype} on {str(weights.embedding.device)!r}"
+    )
 
 
 @torch.inference_mode()
 def packed_rows_hold(
-    config: LlamaConfig, weights: LlamaWeights, strategy: RowStrategy, *, linear: Linear = F.linear
+    config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = F.linear
 ) -> bool:
     """Whether every row-wise function of the model gives a row the same bits at all of the strategy's row counts."""
-    layers, layer = LlamaLayers(config, linear), weights.layers[0]
+    return all(
+        rows_are_independent(function, inputs, counts)
+        for function, inputs, counts in _row_functions(config, weights, strategy, linear)
+    )
+
+
+@torch.inference_mode()
+def placed_rows_hold(
+    config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = F.linear
+) -> bool:
+    """Whether every row-wise function gives a row in its place the same bits, whatever is in the other rows."""
+    return all(
+        rows_ignore_others(function, inputs)
+        for function, inputs, _ in _row_functions(config, weights, strategy, linear)
+    )
+
+
+def _row_functions(
+    config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, linear: Linear
+) -> list[tuple[RowFunction, Sequence[Tensor], tuple[int, ...]]]:
+    """The model's row-wise functions, random inputs of the strategy's largest count, and the counts it allows them."""
+    layers, layer = DecoderLayers(config, linear), weights.layers[0]
     generator = torch.Generator().manual_seed(0)
 
     def random_rows(counts: tuple[int, ...], *shape: int) -> Tensor:
@@ -67,11 +100,29 @@ def packed_rows_hold(
     hidden = random_rows(body, config.hidden_size)
     cos, sin = random_rows(body, config.head_dim // 2), random_rows(body, config.head_dim // 2)
     attended = random_rows(body, config.num_heads, config.head_dim)
-    return (
-        rows_are_independent(project, (hidden, cos, sin), body)
-        and rows_are_independent(mix, (hidden, attended), body)
-        and rows_are_independent(logits, (random_rows(head, config.hidden_size),), head)
-    )
+    return [
+        (project, (hidden, cos, sin), body),
+        (mix, (hidden, attended), body),
+        (logits, (random_rows(head, config.hidden_size),), head),
+    ]
+
+
+def rows_ignore_others(function: RowFunction, inputs: Sequence[Tensor]) -> bool:
+    """Whether each row of what `function` gives has the same bits when the others are computed of other numbers.
+
+    Every second row gets other numbers, then the others do; and the same numbers must give the same bits again.
+    """
+    expected = function(inputs)
+    if not all(torch.equal(got, wanted) for got, wanted in zip(function(inputs), expected, strict=True)):
+        return False
+    for kept, changed in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
+        others = [rows.clone() for rows in inputs]
+        for rows in others:
+            rows[changed] = rows[changed].flip(0) * 3 + 1
+        outputs = function(others)
+        if not all(torch.equal(got[kept], wanted[kept]) for got, wanted in zip(outputs, expected, strict=True)):
+            return False
+    return True
 
 
 def rows_are_independent(function: RowFunction, inputs: Sequence[Tensor], row_counts: tuple[int, ...]) -> bool:

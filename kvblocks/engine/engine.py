@@ -9,6 +9,7 @@ advances all.
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,16 @@ from typing import Any
 import torch
 
 from kvblocks.arguments import check_count
+from kvblocks.engine.backends import Backend
+from kvblocks.engine.cache_plan import plan_cache
 from kvblocks.engine.completion import Completion, Piece
-from kvblocks.engine.determinism import choose_determinism
+from kvblocks.engine.dtypes import parse_dtype
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.generation import Generation
-from kvblocks.engine.model import LlamaModel
+from kvblocks.engine.layer_attention import LayerPlace
+from kvblocks.engine.memory import read_memory
 from kvblocks.engine.request import Request
-from kvblocks.engine.rows import NATURAL
-from kvblocks.engine.runner import LoadedModel, ModelRunner, kv_block_bytes
+from kvblocks.engine.runner import LoadedModel
 from kvblocks.engine.sampler import make_samplers, sample_step
 from kvblocks.engine.scheduler import Scheduler
 from kvblocks.engine.step import StepLimits
@@ -31,6 +34,7 @@ from kvblocks.engine.tokenizer import StreamDecoder
 from kvblocks.errors import InvalidArgumentError, InvalidTokensError, KVBlocksError
 from kvblocks.manager import KVCacheManager
 from kvblocks.metrics import CacheMetrics
+from kvblocks.pool_plan import Plan
 from kvblocks.sequence import Sequence as KVSequence
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
@@ -42,15 +46,22 @@ class Engine:
     """A model that answers prompts, many at once, computing what they share once.
 
     model: "smollm2", a Hugging Face folder, or a `LoadedModel`, such as another engine's `model`: they share it then.
-    num_blocks, block_size: the KV cache, in blocks and tokens a block; None: as many blocks as fit in
-    DEFAULT_KV_CACHE_BYTES.
+    num_blocks, block_size: the KV cache, in blocks and tokens a block. A block holds the KV of one of the groups that
+    the model's layers form (`plan`): of all layers, where all of them see everything.
+    kv_cache_memory: in place of num_blocks, what they may take together: bytes, a text such as "2GiB", or a share of
+    the memory that is free once the model is loaded (a float, up to 1.0). Neither: DEFAULT_KV_CACHE_BYTES.
     enable_prefix_caching: whether prompts reuse the KV of earlier ones.
-    deterministic: logits have the same bits however prompts are cached, batched, chunked or preempted; on a CPU only,
-    somewhat slower, and for the number of torch threads at this moment.
-    device: "cpu", "cuda", "cuda:1", or "auto": cuda if there is one, or where a `LoadedModel` is. On cuda the attention
-    is plain torch too, for now.
+    deterministic: logits have the same bits however prompts are cached, batched, chunked or preempted; slower, and on a
+    CPU for the number of torch threads at this moment.
+    device: "cpu", "cuda", "cuda:1", or "auto": cuda if there is one, or where a `LoadedModel` is.
+    attention: "triton" (our kernels: CUDA devices, head_dim 64, 128 or 256, block_size 16, 32, 64 or 128), "torch"
+    (plain torch, anything anywhere), "flash-attn" (that package: CUDA, float16 or bfloat16, block_size in multiples of
+    256), or "auto": triton on cuda, torch on a CPU.
+    dtype: "float32", "float16", "bfloat16" or torch's own, of weights, KV cache and computing; None: float32 on a CPU,
+    the model's own on cuda, or what a `LoadedModel` has.
+    cuda_graphs: whether decode steps are captured and replayed, where there is CUDA and attention is triton.
 
-    Attributes to read: model, manager, metrics, scheduler, runner. `limits` may be replaced.
+    Attributes to read: model, plan, manager, metrics, scheduler, runner. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError. Loads the model.
     """
 
@@ -59,24 +70,30 @@ class Engine:
         model: str | Path | LoadedModel = "smollm2",
         *,
         num_blocks: int | None = None,
+        kv_cache_memory: float | str | None = None,
         block_size: int = 16,
         enable_prefix_caching: bool = True,
         deterministic: bool = False,
         device: str = "auto",
+        attention: str = "auto",
+        dtype: str | torch.dtype | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         chosen = _choose_device(device, model.device if isinstance(model, LoadedModel) else None)
-        if deterministic and chosen.type != "cpu":
-            raise InvalidArgumentError(f"deterministic: expected device 'cpu', got {str(chosen)!r}")
         check_count("block_size", block_size, 1)
-        self.model = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen)
-        config, weights = self.model.config, self.model.weights
-        if num_blocks is None:
-            num_blocks = max(1, DEFAULT_KV_CACHE_BYTES // kv_block_bytes(config, block_size, weights.embedding.dtype))
-        self.manager = KVCacheManager(num_blocks, block_size, enable_caching=enable_prefix_caching)
+        self.model = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
+        if parse_dtype(dtype) not in {None, self.model.dtype}:
+            raise InvalidArgumentError(f"dtype: expected {self.model.dtype}, the loaded model's, got {dtype!r}")
+        backend = Backend(attention, deterministic, cuda_graphs)
+        backend.choose_attention(self.model, block_size)  # before anything large is made
+        self.plan = _plan(self.model, num_blocks, kv_cache_memory, block_size)
+        self.manager = KVCacheManager(
+            self.plan.num_blocks, groups=self.plan.groups, enable_caching=enable_prefix_caching
+        )
         self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
-        self.scheduler = Scheduler(self.manager, config.max_position_embeddings)
-        strategy = choose_determinism(config, weights) if deterministic else NATURAL
-        self.runner = ModelRunner(LlamaModel(config, weights, strategy=strategy), num_blocks, block_size)
+        self.scheduler = Scheduler(self.manager, self.model.config.max_position_embeddings)
+        places = [LayerPlace(*place) for place in self.plan.layer_groups]
+        self.runner = backend.make_runner(self.model, self.manager, places)
         self._generations: dict[Request, Generation] = {}
         self._sequence_ids = count()
 
@@ -218,6 +235,26 @@ class Engine:
         if self.model.tokenizer is None:
             raise ModelError("expected token ids, since the model's folder has no tokenizer.json; got text")
         return self.model.tokenizer.encode(prompt)
+
+
+def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | str | None, block_size: int) -> Plan:
+    """The KV cache's layout and its number of blocks, as the caller asks for them. Raises InvalidArgumentError."""
+    layout = plan_cache(model.config, block_size, model.weights.embedding.dtype)
+    if num_blocks is not None:
+        if kv_cache_memory is not None:
+            raise InvalidArgumentError(
+                f"expected num_blocks or kv_cache_memory, got both: {num_blocks} and {kv_cache_memory!r}"
+            )
+        budget = check_count("num_blocks", num_blocks, 1) * layout.block_bytes
+    else:
+        budget = DEFAULT_KV_CACHE_BYTES if kv_cache_memory is None else read_memory(kv_cache_memory, model.device)
+        least = layout.block_bytes * len(layout.groups)
+        if budget < least:
+            raise InvalidArgumentError(
+                f"kv_cache_memory: expected at least {least} bytes, a block for each of {len(layout.groups)} groups of"
+                f" layers, got {budget}"
+            )
+    return replace(layout, num_blocks=budget // layout.block_bytes, num_bytes=budget)
 
 
 def _choose_device(device: str, loaded: torch.device | None) -> torch.device:

@@ -1,6 +1,14 @@
 """What one layer's attention does beside the matrices: the numbers that differ from layer to layer of a model."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer's K and V are: in the blocks of a KV-cache group, and in one of the slots that a block has."""
+
+    group: int
+    slot: int
 
 
 @dataclass(frozen=True)

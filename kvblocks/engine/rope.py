@@ -13,22 +13,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvblocks.engine.config import LlamaConfig, RopeConfig
+from kvblocks.engine.rope_config import RopeConfig
 
 
 @dataclass(frozen=True)
 class RopeTable:
-    """cos and sin of every position's angles: [max_position_embeddings, head_dim / 2], in the model's dtype."""
+    """cos and sin of every position's angles: [num_positions, head_dim / 2], in the model's dtype."""
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
-    def build(cls, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> "RopeTable":
-        """Compute the table. O(positions * head_dim)."""
-        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-        angles = torch.outer(positions, inverse_frequencies(config.rope, config.head_dim))
-        return cls(angles.cos().to(device, dtype), angles.sin().to(device, dtype))
+    def build(cls, rope: RopeConfig, num_positions: int, head_dim: int, like: Tensor) -> "RopeTable":
+        """Compute the table in `like`'s dtype, on its device. O(num_positions * head_dim)."""
+        positions = torch.arange(num_positions, dtype=torch.float32)
+        angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
+        return cls(angles.cos().to(like), angles.sin().to(like))
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin at int64 `positions` [num_rows]: twice [num_rows, head_dim / 2]."""
+        return self.cos[positions], self.sin[positions]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

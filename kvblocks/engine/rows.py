@@ -49,6 +49,7 @@ NATURAL = RowStrategy("natural")
 # fast as a natural one, since what happens between the products stays in the processor's cache.
 PACKED16 = RowStrategy("packed16", (*range(16, 129, 16), 256), (16, 32, 64))
 TILE16 = RowStrategy("tile16", (16,), (1,), is_placed=True)
+FIXED64 = RowStrategy("fixed64", (64,), (64,))
 
 
 def chunks(num_rows: int, row_counts: tuple[int, ...]) -> Iterator[slice]:
@@ -71,14 +72,15 @@ def pad_rows(rows: Tensor, row_counts: tuple[int, ...]) -> Tensor:
 class RowLayout:
     """The rows that the model computes for a step: the batch's own, and dummy rows where the strategy pads.
 
-    token_ids, positions, slot_mapping: int64 [num_rows]; a dummy row is token 0 at position 0 and is not stored.
+    token_ids, positions, and slot_mappings by group: int64 [num_rows]; a dummy row is token 0 at position 0 and is not
+    stored.
     logits_rows: int64 [num_logits]. own_rows: int64 [num_tokens], the place of each row of the batch; None: dummy
     rows, if any, come last.
     """
 
     token_ids: Tensor
     positions: Tensor
-    slot_mapping: Tensor
+    slot_mappings: tuple[Tensor, ...]
     logits_rows: Tensor
     own_rows: Tensor | None
     num_tokens: int
@@ -90,11 +92,13 @@ class RowLayout:
             return _place(batch, strategy.row_counts[0])
         counts = strategy.row_counts
         num_dummies = -batch.num_tokens % counts[0] if counts else 0
-        unstored = batch.slot_mapping.new_full((num_dummies,), -1)
+        unstored = batch.token_ids.new_full((num_dummies,), -1)
         return cls(
             token_ids=pad_rows(batch.token_ids, counts),
             positions=pad_rows(batch.positions, counts),
-            slot_mapping=torch.cat([batch.slot_mapping, unstored]) if num_dummies else batch.slot_mapping,
+            slot_mappings=tuple(
+                torch.cat([slots, unstored]) if num_dummies else slots for slots in batch.slot_mappings
+            ),
             logits_rows=batch.logits_rows,
             own_rows=None,
             num_tokens=batch.num_tokens,
@@ -139,7 +143,7 @@ def _place(batch: StepBatch, tile: int) -> RowLayout:
     return RowLayout(
         token_ids=spread(batch.token_ids, 0),
         positions=spread(batch.positions, 0),
-        slot_mapping=spread(batch.slot_mapping, -1),
+        slot_mappings=tuple(spread(slots, -1) for slots in batch.slot_mappings),
         logits_rows=own_rows[batch.logits_rows],
         own_rows=own_rows,
         num_tokens=batch.num_tokens,

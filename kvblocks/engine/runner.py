@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from kvblocks.engine.batch import SequenceRows, StepBatch
-from kvblocks.engine.config import LlamaConfig
+from kvblocks.engine.config import ModelConfig
+from kvblocks.engine.dtypes import parse_dtype, stored_dtype
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.fetch import KNOWN_MODELS, fetch_model
 from kvblocks.engine.loader import load_weights
-from kvblocks.engine.model import LlamaModel
+from kvblocks.engine.model import DecoderModel
 from kvblocks.engine.step import ScheduledChunk
 from kvblocks.engine.tokenizer import Tokenizer
-from kvblocks.engine.weights import LlamaWeights
+from kvblocks.engine.weights import ModelWeights
 from kvblocks.errors import InvalidArgumentError
 
 
@@ -27,13 +28,21 @@ from kvblocks.errors import InvalidArgumentError
 class LoadedModel:
     """A model in memory, which engines may share. `tokenizer` is None if its folder has no tokenizer.json."""
 
-    config: LlamaConfig
-    weights: LlamaWeights
+    config: ModelConfig
+    weights: ModelWeights
     tokenizer: Tokenizer | None = None
 
     @classmethod
-    def load(cls, model: str | Path, device: torch.device | str = "cpu") -> "LoadedModel":
-        """Load a known model by name, fetching it if need be, or a Hugging Face folder, in float32.
+    def load(
+        cls,
+        model: str | Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | str | None = None,
+    ) -> "LoadedModel":
+        """Load a known model by name, fetching it if need be, or a Hugging Face folder.
+
+        dtype: of weights, KV cache and computing: float32, float16 or bfloat16, by name or torch's; None: float32 on a
+        CPU, and elsewhere what the folder's config.json says, or float32.
 
         Raises ModelError, FetchError and InvalidArgumentError. O(bytes of the model).
         """
@@ -46,14 +55,22 @@ class LoadedModel:
             if not folder.is_dir():
                 known = ", ".join(sorted(KNOWN_MODELS))
                 raise ModelError(f"expected a known model ({known}) or a Hugging Face folder, got {str(model)!r}")
-        config = LlamaConfig.from_folder(folder)
+        wanted = parse_dtype(dtype)
+        if wanted is None:
+            wanted = torch.float32 if torch.device(device).type == "cpu" else stored_dtype(folder)
+        config = ModelConfig.from_folder(folder)
         tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
-        return cls(config, load_weights(folder, config, device=device), tokenizer)
+        return cls(config, load_weights(folder, config, dtype=wanted, device=device), tokenizer)
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.weights.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are, and what is computed in."""
+        return self.weights.embedding.dtype
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -64,7 +81,7 @@ class LoadedModel:
 class ModelRunner:
     """Runs steps of one model over a KV cache of `num_blocks` blocks. Raises InvalidArgumentError for sizes below 1."""
 
-    def __init__(self, model: LlamaModel, num_blocks: int, block_size: int) -> None:
+    def __init__(self, model: DecoderModel, num_blocks: int, block_size: int) -> None:
         self.model = model
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
 
@@ -73,23 +90,20 @@ class ModelRunner:
 
         Copies what the chunks say first: blocks that were shared until now, and that this step writes to.
         """
-        rows = [self._rows(chunk) for chunk in chunks]
+        rows = [self.rows_of(chunk, self.model.num_groups) for chunk in chunks]
         batch = StepBatch.build(rows, self.kv_cache.block_size, self.model.weights.embedding.device)
         self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
         return self.model.forward(batch, self.kv_cache)
 
     @staticmethod
-    def _rows(chunk: ScheduledChunk) -> SequenceRows:
+    def rows_of(chunk: ScheduledChunk, num_groups: int = 1) -> SequenceRows:
+        """What a chunk computes, as the batch takes it; its block tables are the sequence's own lists."""
         sequence = chunk.request.sequence
         return SequenceRows(
             token_ids=chunk.token_ids,
             start=chunk.start,
-            block_ids=sequence.block_ids,
+            block_ids=sequence.group_block_ids(0),
             num_readonly_tokens=sequence.num_readonly_tokens,
             wants_logits=chunk.samples,
+            other_block_ids=[sequence.group_block_ids(group) for group in range(1, num_groups)],
         )
-
-
-def kv_block_bytes(config: LlamaConfig, block_size: int, dtype: torch.dtype = torch.float32) -> int:
-    """Memory of one block in all layers, K and V."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize

@@ -57,7 +57,8 @@ class Scheduler:
         InvalidArgumentError: it never could; PoolExhaustedError: not while the present pins stand. How many samples it
         is for doesn't matter: they can go one after another. O(1), and O(tokens pinned + prompt) with pins.
         """
-        check_fits(self.manager, request, self.max_model_len)
+        num_step_tokens = self.limits.chunk_tokens(self.limits.max_num_batched_tokens)
+        check_fits(self.manager, request, self.max_model_len, num_step_tokens)
 
     def add(self, request: Request) -> None:
         """Queue a request, and its siblings with it. Raises what `check_fits` does, changing nothing. As that."""

@@ -17,9 +17,9 @@ def test_a_ragged_batch_as_tensors():
     assert batch.num_tokens == 8
     assert batch.token_ids.tolist() == [10, 11, 12, 13, 14, 20, 30, 31]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 9, 3, 4]
-    assert batch.slot_mapping.tolist() == [28, 29, 30, 31, 12, 21, 11, 36]
+    assert batch.slot_mappings[0].tolist() == [28, 29, 30, 31, 12, 21, 11, 36]
     # Cut to the blocks that the context fills, then filled up with zeros.
-    assert batch.block_tables.tolist() == [[7, 3, 0], [1, 0, 5], [2, 9, 0]]
+    assert batch.block_tables[0].tolist() == [[7, 3, 0], [1, 0, 5], [2, 9, 0]]
     assert batch.query_start.tolist() == [0, 5, 6, 8]
     assert batch.seq_lens.tolist() == [5, 10, 5]
     assert batch.logits_rows.tolist() == [4, 5]
@@ -27,21 +27,31 @@ def test_a_ragged_batch_as_tensors():
 
 def test_dtypes():
     batch = StepBatch.build([SequenceRows([1], start=0, block_ids=[0])], block_size=16)
-    for name in ("token_ids", "positions", "slot_mapping", "logits_rows"):
-        assert getattr(batch, name).dtype == torch.int64, name
-    for name in ("block_tables", "query_start", "seq_lens"):
-        assert getattr(batch, name).dtype == torch.int32, name
+    for tensor in (batch.token_ids, batch.positions, *batch.slot_mappings, batch.logits_rows):
+        assert tensor.dtype == torch.int64
+    for tensor in (*batch.block_tables, batch.query_start, batch.seq_lens):
+        assert tensor.dtype == torch.int32
+
+
+def test_each_group_has_tables_and_slots():
+    rows = [
+        SequenceRows([10, 11, 12], start=6, block_ids=[7, 3, 2], num_readonly_tokens=7, other_block_ids=[[0, 5, 9]]),
+        SequenceRows([20], start=0, block_ids=[1], other_block_ids=[[4]]),
+    ]
+    batch = StepBatch.build(rows, block_size=4)
+    assert [table.tolist() for table in batch.block_tables] == [[[7, 3, 2], [1, 0, 0]], [[0, 5, 9], [4, 0, 0]]]
+    assert [slots.tolist() for slots in batch.slot_mappings] == [[-1, 15, 8, 4], [-1, 23, 36, 16]]
 
 
 def test_positions_in_shared_blocks_have_no_slot():
     rows = SequenceRows([1, 2, 3], start=6, block_ids=[4, 5, 6], num_readonly_tokens=8)
-    assert StepBatch.build([rows], block_size=4).slot_mapping.tolist() == [-1, -1, 24]
+    assert StepBatch.build([rows], block_size=4).slot_mappings[0].tolist() == [-1, -1, 24]
 
 
 def test_a_full_hit_computes_one_token_and_stores_nothing():
     rows = SequenceRows([1], start=7, block_ids=[4, 5], num_readonly_tokens=8)
     batch = StepBatch.build([rows], block_size=4)
-    assert batch.slot_mapping.tolist() == [-1]
+    assert batch.slot_mappings[0].tolist() == [-1]
     assert batch.seq_lens.tolist() == [8]
 
 
@@ -68,6 +78,9 @@ def test_a_sequence_may_have_no_rows():
         ([SequenceRows([1], 0, [0], num_readonly_tokens=-2)], "num_readonly_tokens of at least 0, got -2"),
         ([SequenceRows([1, 2], 7, [0, 1])], "blocks for 9 tokens .* got 2 blocks of 4, room for 8"),
         ([SequenceRows([1], 0, [-1])], "block ids of at least 0, got -1"),
+        ([SequenceRows([1, 2], 3, [0, 1], other_block_ids=[[0]])], "got 1 blocks of 4, room for 4"),
+        ([SequenceRows([1], 0, [0], other_block_ids=[[-3]])], "block ids of at least 0, got -3"),
+        ([SequenceRows([1], 0, [0]), SequenceRows([1], 0, [0], other_block_ids=[[1]])], r"tables, got .0, 1. more"),
     ],
 )
 def test_numbers_that_do_not_fit_together_are_refused(rows, message):

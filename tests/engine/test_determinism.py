@@ -7,17 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.llama_models import BLOCK_SIZE, EVEN, ODD, prefill, random_tokens, random_weights, step
+from engine.small_models import BLOCK_SIZE, CONFIGS, EVEN, prefill, random_tokens, random_weights, step
 from kvblocks.engine.attention import TorchAttention
 from kvblocks.engine.batch import SequenceRows
 from kvblocks.engine.determinism import choose_determinism, packed_rows_hold
 from kvblocks.engine.errors import ModelError
-from kvblocks.engine.model import LlamaModel
-from kvblocks.engine.rows import NATURAL, PACKED16, TILE16
+from kvblocks.engine.model import DecoderModel
+from kvblocks.engine.rows import FIXED64, NATURAL, PACKED16, TILE16
 from kvblocks.errors import InvalidArgumentError
 
 NUM_TOKENS = 150
-CONFIGS = {"odd": ODD, "even": EVEN}
 A, B, C = list(range(20)), list(range(20, 40)), list(range(40, 60))
 
 
@@ -25,7 +24,7 @@ def build(config, strategy_name):
     """A random model with the strategy that this machine is given, or with the one that any machine can use."""
     weights = random_weights(config)
     strategy = choose_determinism(config, weights) if strategy_name == "chosen" else TILE16
-    return LlamaModel(config, weights, strategy=strategy)
+    return DecoderModel(config, weights, strategy=strategy)
 
 
 @pytest.fixture(params=["chosen", "tile16"])
@@ -156,7 +155,7 @@ def large_batches_differ(rows, weight, bias):
 
 def some_place_differs(rows, weight, bias):
     product = row_by_row(rows, weight, bias)
-    product[9] *= 1 + 1e-6
+    product[9:10] *= 1 + 1e-6
     return product
 
 
@@ -190,6 +189,42 @@ def test_tile16_is_chosen_where_they_are_not(linear):
     assert choose_determinism(EVEN, random_weights(EVEN), linear=linear) == TILE16
 
 
+def other_rows_count(rows, weight, bias):
+    """A product whose rows depend on the numbers in the others."""
+    return row_by_row(rows, weight, bias) + 1e-6 * rows.sum()
+
+
+class NeverTheSame:
+    """A product with other bits in every call."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, rows, weight, bias):
+        self.num_calls += 1
+        return row_by_row(rows, weight, bias) * (1 + 1e-6 * (self.num_calls % 7))
+
+
+@pytest.mark.parametrize("linear", [other_rows_count, NeverTheSame()])
+def test_where_nothing_holds_a_model_error_says_so(linear):
+    with pytest.raises(ModelError, match=r"rows don't depend on the numbers .*in torch\.float32 on 'cpu'"):
+        choose_determinism(EVEN, random_weights(EVEN), linear=linear)
+
+
+def test_fixed64_is_held_where_only_the_number_of_rows_matters():
+    weights = random_weights(EVEN)
+    assert not packed_rows_hold(EVEN, weights, PACKED16, linear=large_batches_differ)
+    assert packed_rows_hold(EVEN, weights, FIXED64, linear=large_batches_differ)
+    assert not packed_rows_hold(EVEN, weights, FIXED64, linear=some_place_differs)
+
+
+def test_fixed64_has_the_same_bits_however_a_prompt_is_cut():
+    model = DecoderModel(EVEN, random_weights(EVEN), strategy=FIXED64, linear=row_by_row)
+    cache = model.new_kv_cache(num_blocks=64, block_size=BLOCK_SIZE)
+    prompt = random_tokens(EVEN, 70)
+    assert torch.equal(prefill(model, cache, prompt, A), prefill(model, cache, prompt, B, cuts=(1, 40)))
+
+
 def test_the_check_covers_every_row_count_that_a_step_uses():
     weights = random_weights(EVEN)
     checked, used = set(), set()
@@ -202,7 +237,7 @@ def test_the_check_covers_every_row_count_that_a_step_uses():
         return linear
 
     packed_rows_hold(EVEN, weights, PACKED16, linear=record(checked))
-    model = LlamaModel(EVEN, weights, strategy=PACKED16, linear=record(used))
+    model = DecoderModel(EVEN, weights, strategy=PACKED16, linear=record(used))
     cache = model.new_kv_cache(num_blocks=64, block_size=BLOCK_SIZE)
     for num_tokens in range(1, 600, 9):
         prefill(model, cache, random_tokens(EVEN, num_tokens), list(range(40)))
@@ -212,7 +247,7 @@ def test_the_check_covers_every_row_count_that_a_step_uses():
 
 
 def test_these_tests_see_a_product_that_is_not_exact():
-    model = LlamaModel(EVEN, random_weights(EVEN), strategy=PACKED16, linear=large_batches_differ)
+    model = DecoderModel(EVEN, random_weights(EVEN), strategy=PACKED16, linear=large_batches_differ)
     cache = model.new_kv_cache(num_blocks=64, block_size=BLOCK_SIZE)
     prompt = random_tokens(EVEN, 300)
     assert not torch.equal(prefill(model, cache, prompt, A), prefill(model, cache, prompt, B, cuts=(100, 200)))
@@ -220,7 +255,7 @@ def test_these_tests_see_a_product_that_is_not_exact():
 
 def test_another_number_of_threads_is_refused():
     weights = random_weights(EVEN)
-    model = LlamaModel(EVEN, weights, strategy=choose_determinism(EVEN, weights, linear=row_by_row))
+    model = DecoderModel(EVEN, weights, strategy=choose_determinism(EVEN, weights, linear=row_by_row))
     cache = model.new_kv_cache(num_blocks=4, block_size=BLOCK_SIZE)
     torch.set_num_threads(2)
     with pytest.raises(ModelError, match="expected 1 torch threads, for which packed16 was checked, got 2"):
@@ -229,5 +264,5 @@ def test_another_number_of_threads_is_refused():
 
 def test_a_deterministic_strategy_needs_tiled_attention():
     with pytest.raises(InvalidArgumentError, match="tiled attention backend for tile16"):
-        LlamaModel(EVEN, random_weights(EVEN), strategy=TILE16, attention=TorchAttention())
-    assert not LlamaModel(EVEN, random_weights(EVEN), strategy=NATURAL).attention.is_tiled
+        DecoderModel(EVEN, random_weights(EVEN), strategy=TILE16, attention=TorchAttention())
+    assert not DecoderModel(EVEN, random_weights(EVEN), strategy=NATURAL).attention.is_tiled

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.llama_models import EVEN, ODD, random_tokens, random_weights
+from engine.small_models import EVEN, ODD, random_tokens, random_weights
 from kvblocks import InvalidTokensError, KVBlocksError
 from kvblocks.engine import Completion, Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine import engine as engine_module

@@ -1,13 +1,19 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.llama_models import EVEN, ODD
-from kvblocks.engine.config import LlamaConfig, RopeConfig
+from engine.small_models import EVEN, ODD
+from engine.small_models import GEMMA3 as GEMMA3_MODEL
+from kvblocks.engine.architectures import GEMMA3 as GEMMA3_ARCHITECTURE
+from kvblocks.engine.architectures import GEMMA3_WITH_IMAGES, LLAMA, QWEN3
+from kvblocks.engine.config import ModelConfig
 from kvblocks.engine.errors import ModelError
+from kvblocks.engine.layer_attention import LayerAttention
 from kvblocks.engine.loader import expected_shapes, load_weights
+from kvblocks.engine.rope_config import RopeConfig
 
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],
@@ -21,6 +27,7 @@ FIELDS = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 2,
 }
+GEMMA3 = FIELDS | {"architectures": ["Gemma3ForCausalLM"]}
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -36,7 +43,7 @@ def random_tensors(config):
 class TestConfig:
     def test_fields(self, tmp_path):
         write_config(tmp_path)
-        assert LlamaConfig.from_folder(str(tmp_path)) == LlamaConfig(
+        assert ModelConfig.from_folder(str(tmp_path)) == ModelConfig(
             hidden_size=64,
             intermediate_size=96,
             num_layers=2,
@@ -52,13 +59,13 @@ class TestConfig:
     def test_defaults(self, tmp_path):
         fields = {name: FIELDS[name] for name in FIELDS if name not in ("num_key_value_heads", "eos_token_id")}
         (tmp_path / "config.json").write_text(json.dumps(fields))
-        config = LlamaConfig.from_folder(tmp_path)
+        config = ModelConfig.from_folder(tmp_path)
         assert config.num_kv_heads == 4
         assert config.eos_token_ids == ()
         assert config.rope == RopeConfig("default", 10000.0)
 
     def test_the_original_context_of_llama3_scaling_defaults_to_the_context(self):
-        config = LlamaConfig.from_fields(FIELDS | {"rope_parameters": SCALED | {"rope_theta": 1e5}})
+        config = ModelConfig.from_fields(FIELDS | {"rope_parameters": SCALED | {"rope_theta": 1e5}})
         assert config.rope == RopeConfig("llama3", 1e5, 8.0, 1.0, 4.0, 256)
 
     @pytest.mark.parametrize(
@@ -68,16 +75,16 @@ class TestConfig:
     def test_eos_of_generation_config_takes_precedence(self, tmp_path, generation, expected):
         write_config(tmp_path)
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-        assert LlamaConfig.from_folder(tmp_path).eos_token_ids == expected
+        assert ModelConfig.from_folder(tmp_path).eos_token_ids == expected
 
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
             (
-                {"architectures": ["Qwen3ForCausalLM"]},
-                r"supported architecture \(LlamaForCausalLM\), got Qwen3ForCausalLM",
+                {"architectures": ["Qwen3MoeForCausalLM"]},
+                r"\(LlamaForCausalLM, Qwen3ForCausalLM, Gemma3ForCausalLM, Gemma3.*\), got Qwen3MoeForCausalLM",
             ),
-            ({"architectures": None, "model_type": "gemma3"}, "got none .model_type 'gemma3'"),
+            ({"architectures": None, "model_type": "gemma2"}, "got none .model_type 'gemma2'"),
             ({"hidden_act": "gelu"}, "hidden_act 'silu', got 'gelu'"),
             ({"quantization_config": {"quant_method": "awq"}}, "floating point, got quantization_config .*awq"),
             ({"rope_scaling": {"rope_type": "yarn"}}, r"rope_type \(default, linear, llama3\), got 'yarn'"),
@@ -103,21 +110,83 @@ class TestConfig:
     def test_what_is_not_supported_or_not_sensible(self, tmp_path, changes, message):
         write_config(tmp_path, **changes)
         with pytest.raises(ModelError, match=message):
-            LlamaConfig.from_folder(tmp_path)
+            ModelConfig.from_folder(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"hidden_activation": "gelu"}, "hidden_activation 'gelu_pytorch_tanh', got 'gelu'"),
+            ({"use_bidirectional_attention": True}, "causal attention, got use_bidirectional_attention true"),
+            (
+                {"layer_types": ["full_attention"]},
+                "a list of 2, each full_attention or sliding_.* got .'full_attention'",
+            ),
+            ({"layer_types": ["full_attention", "chunked_attention"]}, "got .*'chunked_attention'"),
+            ({"layer_types": 3}, "layer_types to be a list of 2, .* got 3"),
+            ({"sliding_window": 0}, "sliding_window to be a positive integer, got 0"),
+            ({"sliding_window_pattern": "6"}, "sliding_window_pattern to be a positive integer, got '6'"),
+            ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar to be a positive number, got -1"),
+            ({"final_logit_softcapping": 0}, "final_logit_softcapping to be a positive number, got 0"),
+            ({"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "supported rope_type .* got 'yarn'"),
+            ({"rope_parameters": {"sliding_attention": 3}}, "sliding_attention to be an object, got 3"),
+        ],
+    )
+    def test_what_is_not_supported_or_not_sensible_with_windows(self, changes, message):
+        with pytest.raises(ModelError, match=message):
+            ModelConfig.from_fields(GEMMA3 | changes)
+
+    def test_defaults_of_gemma3(self):
+        """A folder of a model of images says little about its text model."""
+        text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+        text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+        fields = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "eos_token_id": [1, 106]}
+        config = ModelConfig.from_fields(fields)
+        assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262_208)
+        assert config.windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4
+        assert config.rope == RopeConfig("linear", 1e6, 8.0)
+        assert config.local_rope == RopeConfig("default", 1e4)
+        assert config.query_scale == 1 / 16
+        assert config.tie_word_embeddings and config.eos_token_ids == (1, 106)
+        assert config.attention[5] == LayerAttention(1 / 16, None)
+        assert config.attention[6] == LayerAttention(1 / 16, 1024)
+
+    @pytest.mark.parametrize(
+        ("changes", "windows"),
+        [
+            ({}, ()),
+            ({"sliding_window": 64}, ()),
+            ({"use_sliding_window": True}, ()),
+            ({"use_sliding_window": True, "sliding_window": 64}, ()),
+            ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, (None, 64)),
+            ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, (64, 64)),
+            ({"sliding_window": 64, "layer_types": ["sliding_attention"] * 2}, ()),
+        ],
+    )
+    def test_windows_of_qwen3(self, changes, windows):
+        config = ModelConfig.from_fields(FIELDS | {"architectures": ["Qwen3ForCausalLM"]} | changes)
+        assert config.windows == windows
+        assert config.head_dim == 128
+
+    @pytest.mark.parametrize(
+        ("model_type", "architecture"), [("llama", LLAMA), ("qwen3", QWEN3), ("gemma3_text", GEMMA3_ARCHITECTURE)]
+    )
+    def test_the_model_type_says_it_where_architectures_are_missing(self, model_type, architecture):
+        fields = FIELDS | {"architectures": None, "model_type": model_type}
+        assert ModelConfig.from_fields(fields).architecture == architecture
 
     def test_no_folder(self, tmp_path):
         with pytest.raises(ModelError, match=r"model folder, got .*nowhere, which is not a folder"):
-            LlamaConfig.from_folder(tmp_path / "nowhere")
+            ModelConfig.from_folder(tmp_path / "nowhere")
 
     def test_no_config(self, tmp_path):
         with pytest.raises(ModelError, match=r"config.json in .*, got none"):
-            LlamaConfig.from_folder(tmp_path)
+            ModelConfig.from_folder(tmp_path)
 
     @pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
     def test_not_json(self, tmp_path, text):
         (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
         with pytest.raises(ModelError, match=r"expected .*JSON.*config.json"):
-            LlamaConfig.from_folder(tmp_path)
+            ModelConfig.from_folder(tmp_path)
 
 
 class TestWeights:
@@ -132,6 +201,30 @@ class TestWeights:
         assert torch.equal(weights.layers[1].gate_up_bias, torch.cat(biases))
         assert torch.equal(weights.layers[0].down, tensors["model.layers.0.mlp.down_proj.weight"])
         assert torch.equal(weights.lm_head, tensors["lm_head.weight"])
+
+    def test_norms_of_gemma3(self, tmp_path):
+        tensors = random_tensors(GEMMA3_MODEL)
+        save_file(tensors, tmp_path / "model.safetensors")
+        layer = load_weights(tmp_path, GEMMA3_MODEL, dtype=torch.bfloat16).layers[2]
+        prefix = "model.layers.2."
+        assert torch.equal(layer.input_norm, 1 + tensors[prefix + "input_layernorm.weight"])
+        assert torch.equal(layer.attention_output_norm, 1 + tensors[prefix + "post_attention_layernorm.weight"])
+        assert torch.equal(layer.mlp_norm, 1 + tensors[prefix + "pre_feedforward_layernorm.weight"])
+        assert torch.equal(layer.mlp_output_norm, 1 + tensors[prefix + "post_feedforward_layernorm.weight"])
+        heads = [1 + tensors[f"{prefix}self_attn.{name}_norm.weight"] for name in "qqqk"]
+        assert torch.equal(layer.qk_norm, torch.stack(heads))
+
+    @pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model."])
+    def test_the_text_part_of_a_model_of_images(self, tmp_path, prefix):
+        config = replace(GEMMA3_MODEL, architecture=GEMMA3_WITH_IMAGES)
+        tensors = random_tensors(config)
+        stored = {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        others = {"vision_tower.a": torch.zeros(1), "model.multi_modal_projector.b": torch.zeros(1)}
+        save_file(stored | others, tmp_path / "model.safetensors")
+        weights = load_weights(tmp_path, config)
+        assert torch.equal(weights.layers[3].down, tensors["model.layers.3.mlp.down_proj.weight"])
+        with pytest.raises(ModelError, match=r"missing in all|expected no tensor"):
+            load_weights(tmp_path, GEMMA3_MODEL)
 
     def test_tied_embeddings_are_one_tensor(self, tmp_path):
         # Some folders hold the tied head all the same.

@@ -11,10 +11,14 @@ CLOSE = {"rtol": 0, "atol": 1e-5}
 
 
 class Case:
-    """A ragged batch whose context lies in scattered blocks of caches that hold NaN everywhere else."""
+    """A ragged batch whose context lies in scattered blocks of caches that hold NaN everywhere else.
 
-    def __init__(self, lengths, *, heads=(4, 2), head_dim=8, block_size=4, seed=0):
+    With a window, what is before it is NaN too, and blocks that are wholly before it are others.
+    """
+
+    def __init__(self, lengths, *, heads=(4, 2), head_dim=8, block_size=4, seed=0, window=None, softcap=None):
         """lengths: (rows of this step, tokens in context) of each sequence."""
+        self.window, self.softcap = window, softcap
         generator = torch.Generator().manual_seed(seed)
         num_heads, num_kv_heads = heads
         num_blocks = [-(-context // block_size) for _, context in lengths]
@@ -29,10 +33,14 @@ class Case:
             blocks = [free.pop() for _ in range(num_blocks[index])]
             self.block_tables[index, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
             key, value = (torch.randn(context, num_kv_heads, head_dim, generator=generator) for _ in range(2))
-            slots = torch.tensor([blocks[i // block_size] * block_size + i % block_size for i in range(context)])
-            store(key, value, self.key_cache, self.value_cache, slots.long())
+            slots = torch.tensor([blocks[i // block_size] * block_size + i % block_size for i in range(context)]).long()
+            store(key, value, self.key_cache, self.value_cache, slots)
             self.keys.append(key)
             self.values.append(value)
+            first_seen = max(0, context - lengths[index][0] - window + 1) if window else 0
+            for cache in (self.key_cache, self.value_cache):
+                cache.flatten(0, 1)[slots[:first_seen]] = torch.nan
+            self.block_tables[index, : first_seen // block_size] = poisoned
         self.num_rows = [rows for rows, _ in lengths]
         self.query_start = torch.tensor([0, *self.num_rows]).cumsum(0).int()
         self.seq_lens = torch.tensor([context for _, context in lengths], dtype=torch.int32)
@@ -41,7 +49,8 @@ class Case:
 
     def run(self, attention):
         tables = (self.block_tables, self.query_start, self.seq_lens)
-        return attention(self.query, self.key_cache, self.value_cache, *tables, scale=self.scale)
+        options = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        return attention(self.query, self.key_cache, self.value_cache, *tables, **options)
 
     def expected(self):
         """Dense attention in float64, one query and one head at a time."""
@@ -50,16 +59,24 @@ class Case:
             first = int(self.query_start[index])
             group = self.query.shape[1] // key.shape[1]
             for i in range(self.num_rows[index]):
-                visible = len(key) - self.num_rows[index] + i + 1
+                end = len(key) - self.num_rows[index] + i + 1
+                visible = slice(max(0, end - self.window) if self.window else 0, end)
                 heads = []
                 for head, query in enumerate(self.query[first + i].double()):
-                    scores = key[:visible, head // group].double() @ query * self.scale
-                    heads.append(scores.softmax(0) @ self.values[index][:visible, head // group].double())
+                    scores = key[visible, head // group].double() @ query * self.scale
+                    if self.softcap:
+                        scores = self.softcap * torch.tanh(scores / self.softcap)
+                    heads.append(scores.softmax(0) @ self.values[index][visible, head // group].double())
                 rows.append(torch.stack(heads))
         return torch.stack(rows).float() if rows else torch.empty(self.query.shape)
 
 
+WINDOWS = pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
+
+
 @KINDS
+@WINDOWS
+@pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize(
     "lengths",
     [
@@ -73,8 +90,8 @@ class Case:
         pytest.param([(0, 4), (0, 0)], id="no rows at all"),
     ],
 )
-def test_equals_dense_attention(attention, lengths):
-    case = Case(lengths)
+def test_equals_dense_attention(attention, lengths, softcap, window):
+    case = Case(lengths, window=window, softcap=softcap)
     torch.testing.assert_close(case.run(attention), case.expected(), **CLOSE)
 
 
@@ -94,16 +111,29 @@ def ragged_lengths(draw):
 
 @KINDS
 @settings(max_examples=40)
-@given(lengths=ragged_lengths(), block_size=st.integers(1, 20), seed=st.integers(0, 99))
-def test_equals_dense_attention_in_random_cases(attention, lengths, block_size, seed):
-    case = Case(lengths, heads=(6, 3), head_dim=4, block_size=block_size, seed=seed)
+@given(
+    lengths=ragged_lengths(),
+    block_size=st.integers(1, 20),
+    seed=st.integers(0, 99),
+    window=st.none() | st.integers(1, 50),
+    softcap=st.sampled_from([None, 0.8]),
+)
+def test_equals_dense_attention_in_random_cases(attention, lengths, block_size, seed, window, softcap):
+    options = {"window": window, "softcap": softcap}
+    case = Case(lengths, heads=(6, 3), head_dim=4, block_size=block_size, seed=seed, **options)
     torch.testing.assert_close(case.run(attention), case.expected(), **CLOSE)
 
 
 @settings(max_examples=40)
-@given(lengths=ragged_lengths(), seed=st.integers(0, 99))
-def test_a_tiled_row_has_the_same_bits_alone_and_in_any_chunk(lengths, seed):
-    case = Case(lengths, heads=(6, 2), head_dim=10, seed=seed)
+@given(
+    lengths=ragged_lengths(),
+    seed=st.integers(0, 99),
+    window=st.none() | st.integers(1, 50),
+    softcap=st.sampled_from([None, 0.8]),
+)
+def test_a_tiled_row_has_the_same_bits_alone_and_in_any_chunk(lengths, seed, window, softcap):
+    options = {"window": window, "softcap": softcap}
+    case = Case(lengths, heads=(6, 2), head_dim=10, seed=seed, **options)
     together = case.run(tiled_paged_attention)
     for index, (num_rows, context) in enumerate(lengths):
         for row in range(num_rows):
@@ -118,6 +148,7 @@ def test_a_tiled_row_has_the_same_bits_alone_and_in_any_chunk(lengths, seed):
                 torch.tensor([0, 1], dtype=torch.int32),
                 torch.tensor([seq_len], dtype=torch.int32),
                 scale=case.scale,
+                **options,
             )
             assert torch.equal(alone[0], together[at])
 

@@ -22,9 +22,9 @@ def test_a_layout_holds_the_batch_and_dummies_that_are_not_stored(strategy, batc
     layout = RowLayout.build(batch, strategy)
     assert torch.equal(layout.take_own(layout.token_ids), batch.token_ids)
     assert torch.equal(layout.take_own(layout.positions), batch.positions)
-    assert torch.equal(layout.take_own(layout.slot_mapping), batch.slot_mapping)
+    assert torch.equal(layout.take_own(layout.slot_mappings[0]), batch.slot_mappings[0])
     assert torch.equal(layout.token_ids[layout.logits_rows], batch.token_ids[batch.logits_rows])
-    assert int((layout.slot_mapping >= 0).sum()) == batch.num_tokens
+    assert int((layout.slot_mappings[0] >= 0).sum()) == batch.num_tokens
     values = torch.randn(batch.num_tokens, 3)
     spread = layout.put_own(values)
     assert torch.equal(layout.take_own(spread), values)
@@ -35,7 +35,7 @@ def test_a_layout_holds_the_batch_and_dummies_that_are_not_stored(strategy, batc
 @given(batch=batches())
 def test_tile16_puts_a_position_at_its_place_in_no_more_tiles_than_needed(batch):
     layout = RowLayout.build(batch, TILE16)
-    own = layout.slot_mapping >= 0
+    own = layout.slot_mappings[0] >= 0
     assert torch.equal(torch.arange(layout.num_rows)[own] % 16, layout.positions[own] % 16)
     assert layout.num_rows == 16 * int((batch.positions % 16).bincount().max())
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.llama_models import EVEN, ODD, random_tokens, random_weights
+from engine.small_models import EVEN, ODD, random_tokens, random_weights
 from kvblocks import PoolExhaustedError, cli
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine.attention import KVCache

@@ -69,18 +69,19 @@ def attention_constants(launch: Any, head_dim: int) -> dict[str, Any]:
 
 
 def extend_tasks() -> Iterator[Compilation]:
-    """`extend`, plain; for head_dim 128 with all options too."""
-    for kernel, has_options in product(("EXTEND", "EXTEND_NARROW"), (False, True)):
+    """`extend`, plain; for head_dim 128 with all options, and batch-invariant, too."""
+    variants = {"": (False, False), " with options": (True, False), " with rows independent": (False, True)}
+    for kernel, (variant, (has_options, is_uniform)) in product(("EXTEND", "EXTEND_NARROW"), variants.items()):
         for target, head_dim, element_bytes, launch in entries(kernel):
-            if has_options and (kernel, head_dim, element_bytes) != ("EXTEND", 128, 2):
+            if variant and (kernel, head_dim, element_bytes) != ("EXTEND", 128, 2):
                 continue
             constants = attention_constants(launch, head_dim) | {"TILE_M": launch.tile_rows}
             yield Compilation(
-                f"{kernel.lower()}{' with options' if has_options else ''}, {head_dim} x {element_bytes} bytes",
+                f"{kernel.lower()}{variant}, {head_dim} x {element_bytes} bytes",
                 target,
                 *("extend", "extend_kernel"),
                 attention_types(element_bytes),
-                constants | dict.fromkeys(FLAGS, has_options),
+                constants | dict.fromkeys(FLAGS, has_options) | {"UNIFORM": is_uniform},
                 launch.num_warps,
             )
 

@@ -1,3 +1,7 @@
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -213,3 +217,80 @@ def test_a_captured_call_serves_other_lengths(device):
     batch.seq_lens.copy_(torch.tensor([333, 80]))
     graph.replay()
     batch.check(*results)
+
+
+def rows_of(batch, places, **options):
+    """`extend` on some rows of a batch of one sequence, cut as `places`, (first row, stop), say: one call for each."""
+    query, key_cache, value_cache, tables, _, seq_lens = batch.tensors
+    before = int(seq_lens[0]) - len(query)
+    parts = []
+    for first, stop in places:
+        start = torch.tensor([0, stop - first], dtype=torch.int32, device=query.device)
+        length = torch.tensor([before + stop], dtype=torch.int32, device=query.device)
+        parts.append(extend(query[first:stop], key_cache, value_cache, tables, start, length, **options)[0])
+    return torch.cat(parts)
+
+
+@pytest.fixture
+def dot_by_rows(monkeypatch):
+    """A matrix product that gives a row the same bits in every place, as a GPU's does.
+
+    The interpreter's is numpy's, which doesn't: without this the test would be one of the processor's library.
+    """
+    if not torch.cuda.is_available():
+
+        def matmul(first, second, dtype):
+            return (first[:, :, None] * second[None]).sum(1, dtype=dtype)
+
+        monkeypatch.setattr(np, "matmul", matmul)
+
+
+@pytest.mark.usefixtures("dot_by_rows")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (21, None), (None, 5.0)])
+def test_rows_keep_their_bits_however_a_prompt_is_cut(device, dtype, window, softcap):
+    batch = PagedBatch([(75, 110)], device=device, dtype=dtype)
+    options = {"scale": batch.scale, "window": window, "softcap": softcap, "batch_invariant": True}
+    whole = rows_of(batch, [(0, 75)], **options)
+    for cuts in ((0, 1, 2, 40, 75), (0, 13, 74, 75), (0, *range(69, 76))):
+        assert torch.equal(rows_of(batch, list(pairwise(cuts)), **options), whole), cuts
+    together, lse = extend(*batch.tensors, **options)
+    assert torch.equal(together, whole)
+    batch.check(together, lse, window=window, softcap=softcap)
+
+
+@pytest.mark.usefixtures("dot_by_rows")
+def test_rows_keep_their_bits_whatever_else_is_in_the_batch(device):
+    batch = PagedBatch(RAGGED, device=device)
+    query, key_cache, value_cache, tables, query_start, seq_lens = batch.tensors
+    together, _ = extend(*batch.tensors, scale=batch.scale, batch_invariant=True)
+    for index, (first, stop) in enumerate(pairwise(query_start.tolist())):
+        one = slice(index, index + 1)
+        start = torch.tensor([0, stop - first], dtype=torch.int32, device=device)
+        alone, _ = extend(
+            *(query[first:stop], key_cache, value_cache, tables[one], start, seq_lens[one]),
+            scale=batch.scale,
+            batch_invariant=True,
+        )
+        assert torch.equal(alone, together[first:stop]), index
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="recording what is read needs Triton's interpreter")
+def test_a_batch_invariant_call_reads_nothing_else(device, monkeypatch):
+    batch = PagedBatch(RAGGED, device=device)
+    call = partial(extend, *batch.tensors, scale=batch.scale, batch_invariant=True)
+    assert slots_read(monkeypatch, batch.value_cache, call) <= slots_owned(batch)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_what_has_left_the_windows_is_not_read(device, batch_invariant):
+    batch = PagedBatch([(3, 100), (1, 64), (10, 10)], device=device)
+    options = {"scale": batch.scale, "window": 21}
+    expected, _ = extend(*batch.tensors, **options)
+    slots = batch.key_cache.flatten(0, 1), batch.value_cache.flatten(0, 1)
+    for table, length, first in zip(batch.block_tables.tolist(), (100, 64, 10), (97, 63, 0), strict=True):
+        for position in range(max(first - 20, 0)):
+            for cache in slots:
+                cache[table[position // 16] * 16 + position % 16] = torch.nan
+        assert first < length
+    assert torch.equal(extend(*batch.tensors, **options, batch_invariant=batch_invariant)[0], expected)

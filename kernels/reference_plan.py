@@ -1,0 +1,178 @@
+"""Which slots, rows and masks paged attention in plain torch needs: the same in all layers that see equally far.
+
+What `reference` computes is planned here, once a step for every window that a model has.
+
+Invariant: a plan names no slot but those of the positions that some row of its sequence sees: none at or above
+`seq_len`, and none that lies before every row's window, whose block may be somebody else's by now. Where shapes need
+more keys than that, the first visible one is repeated and masked, because a masked NaN would still spoil the result
+(0 * NaN is NaN).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TILE_ROWS = 16
+"""Rows of a query tile in `tiled_paged_attention`."""
+
+_SLICE_ROWS = 128
+"""Rows of a query slice in `paged_attention`: few calls, and little work on keys that are masked anyway."""
+
+_GROUP_KEYS = 2048
+"""Keys of a group of decodes: grouping saves calls, and larger groups lose more by leaving the processor's cache."""
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """A run of consecutive queries of one sequence, computed in one call.
+
+    The queries are rows `first_row` to `first_row + num_rows` of the step. They are computed as rows `offset` and
+    following of a tile of `size` rows, over the keys from `first_key` to `last_key` of the sequence's slots; `mask` is
+    bool [size, last_key - first_key], or None when the tile is a whole prompt: row i then sees the keys up to i.
+    """
+
+    first_row: int
+    num_rows: int
+    offset: int
+    size: int
+    first_key: int
+    last_key: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class SequenceTiles:
+    """The tiles of one sequence, and the slots (int64 [num_keys]) of the keys that they share."""
+
+    slots: Tensor
+    tiles: tuple[QueryTile, ...]
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Sequences with one query each, computed in one call.
+
+    `rows` is int64 [num_seqs], `slots` int64 [num_seqs * num_keys], `mask` bool [num_seqs, 1, 1, num_keys], or None
+    when every sequence has exactly `num_keys` keys.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What one step attends to, in every layer with the same window and block tables."""
+
+    decodes: tuple[DecodeGroup, ...]
+    sequences: tuple[SequenceTiles, ...]
+
+
+def plan_paged(
+    block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, block_size: int, window: int | None = None
+) -> AttentionPlan:
+    """The plan of `paged_attention`. Shapes as there. O(tokens seen). Changes nothing."""
+    decodes: list[tuple[int, int, int, int]] = []
+    sequences: list[SequenceTiles] = []
+    for index, first_row, num_rows, end in _runs(query_start, seq_lens):
+        start = end - num_rows
+        first = _first_seen(start, window)
+        if num_rows == 1:
+            decodes.append((end - first, end, index, first_row))
+            continue
+        if start == 0 and _first_seen(end - 1, window) == 0:
+            tiles = [QueryTile(first_row, end, 0, end, 0, end, None)]
+        else:
+            mask = _mask(_SLICE_ROWS, end - first, window, block_tables)
+            tiles = []
+            for low in range(start, end, _SLICE_ROWS):
+                high, lowest = min(low + _SLICE_ROWS, end), _first_seen(low, window)
+                seen = mask[low - high :, lowest - high :]
+                row = first_row + low - start
+                tiles.append(QueryTile(row, high - low, 0, high - low, lowest - first, high - first, seen))
+        slots = _slots(block_tables[index], block_size, first, range(first, end))
+        sequences.append(SequenceTiles(slots, tuple(tiles)))
+    return AttentionPlan(tuple(_group_decodes(decodes, block_tables, block_size)), tuple(sequences))
+
+
+def plan_tiled(
+    block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, block_size: int, window: int | None = None
+) -> AttentionPlan:
+    """The plan of `tiled_paged_attention`. Shapes as there. O(tokens seen). Changes nothing.
+
+    A tile's keys begin at a multiple of TILE_ROWS too: its shape, and where it lies in memory that is aligned, then
+    hang on its position alone.
+    """
+    sequences: list[SequenceTiles] = []
+    for index, first_row, num_rows, end in _runs(query_start, seq_lens):
+        start = end - num_rows
+        first_tile = start // TILE_ROWS * TILE_ROWS
+        first = _first_seen(first_tile, window) // TILE_ROWS * TILE_ROWS
+        num_keys = -(-end // TILE_ROWS) * TILE_ROWS - first
+        mask = _mask(TILE_ROWS, num_keys, window, block_tables)
+        tiles: list[QueryTile] = []
+        for at in range(first_tile, end, TILE_ROWS):
+            low, high, stop = max(at, start), min(at + TILE_ROWS, end), at + TILE_ROWS
+            lowest = _first_seen(at, window) // TILE_ROWS * TILE_ROWS
+            seen, row = mask[:, lowest - stop :], first_row + low - start
+            tiles.append(QueryTile(row, high - low, low - at, TILE_ROWS, lowest - first, stop - first, seen))
+        seen_positions = range(_first_seen(start, window), end)
+        slots = _slots(block_tables[index], block_size, first, seen_positions, num_keys)
+        sequences.append(SequenceTiles(slots, tuple(tiles)))
+    return AttentionPlan((), tuple(sequences))
+
+
+def _first_seen(position: int, window: int | None) -> int:
+    """The first position that a row at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def _runs(query_start: Tensor, seq_lens: Tensor) -> list[tuple[int, int, int, int]]:
+    """(index, first row, number of rows, tokens in context) of each sequence that has rows."""
+    starts: list[int] = query_start.tolist()
+    ends: list[int] = seq_lens.tolist()
+    return [(i, starts[i], starts[i + 1] - starts[i], end) for i, end in enumerate(ends) if starts[i + 1] > starts[i]]
+
+
+def _mask(num_rows: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
+    """bool [num_rows, num_keys]: which of the last `num_keys` positions each of the last `num_rows` of them may see.
+
+    Its last r rows and k columns are the mask of the last r of k positions, so one tensor serves all tiles of a
+    sequence.
+    """
+    seen = torch.ones(num_rows, num_keys, dtype=torch.bool, device=like.device).tril(num_keys - num_rows)
+    return seen if window is None else seen.triu(num_keys - num_rows - window + 1)
+
+
+def _slots(block_table: Tensor, block_size: int, first: int, seen: range, num_keys: int | None = None) -> Tensor:
+    """int64 [num_keys]: the slots of the positions from `first` on; of those not in `seen`, its first one's."""
+    num_keys = len(seen) if num_keys is None else num_keys
+    positions = torch.arange(first, first + num_keys, device=block_table.device)
+    positions[(positions < seen.start) | (positions >= seen.stop)] = seen.start
+    return block_table[positions // block_size].long() * block_size + positions % block_size
+
+
+def _group_decodes(
+    decodes: list[tuple[int, int, int, int]], block_tables: Tensor, block_size: int
+) -> list[DecodeGroup]:
+    """Group (keys seen, tokens in context, sequence, row), with neighbours: all pay for the most keys of a group."""
+    groups: list[list[tuple[int, int, int, int]]] = []
+    for decode in sorted(decodes, reverse=True):
+        if not groups or (len(groups[-1]) + 1) * groups[-1][0][0] > _GROUP_KEYS:
+            groups.append([])
+        groups[-1].append(decode)
+    return [_decode_group(group, block_tables, block_size) for group in groups]
+
+
+def _decode_group(group: list[tuple[int, int, int, int]], block_tables: Tensor, block_size: int) -> DecodeGroup:
+    device = block_tables.device
+    lengths, ends, indices, rows = (torch.tensor(column, device=device) for column in zip(*group, strict=True))
+    num_keys = group[0][0]
+    keys = torch.arange(num_keys, device=device)
+    mask = keys < lengths[:, None]
+    positions = (ends - lengths)[:, None] + torch.where(mask, keys, 0)
+    blocks = block_tables[indices].long().gather(1, positions // block_size)
+    slots = (blocks * block_size + positions % block_size).flatten()
+    return DecodeGroup(rows, slots, None if group[-1][0] == num_keys else mask[:, None, None])

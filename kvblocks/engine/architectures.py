@@ -1,0 +1,98 @@
+"""The architectures that the engine computes, and what all models of one have in common.
+
+One decoder serves them all; what differs is data: here what the architecture fixes, in `ModelConfig` what each model's
+config.json says. Which one a folder holds is read from config.json, as `transformers`' AutoModel does.
+
+From: Llama (Touvron et al. 2023), Qwen3 (Yang et al. 2025), Gemma 3 (Gemma Team 2025).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvblocks.engine.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What all models of an architecture have in common.
+
+    name, model_type: as in config.json's "architectures" and "model_type". activation: of the MLP's gate, in the field
+    `activation_field`. has_qk_norms: queries and keys are normed, head by head, before they are rotated.
+    has_output_norms: what attention and MLP give is normed before it is added. has_centered_norms: norms' weights are
+    stored less 1, and applied before rounding to the model's dtype. scales_embedding: embeddings are multiplied by the
+    root of hidden_size. defaults: fields that a config.json may leave out. prefixes: how the tensors' names may begin,
+    and what these beginnings stand for here. ignored_prefixes: of tensors that text needs not.
+    """
+
+    name: str
+    model_type: str
+    activation: str = "silu"
+    activation_field: str = "hidden_act"
+    has_qk_norms: bool = False
+    has_output_norms: bool = False
+    has_centered_norms: bool = False
+    scales_embedding: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    prefixes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    ignored_prefixes: tuple[str, ...] = ()
+
+
+LLAMA = Architecture("LlamaForCausalLM", "llama")
+QWEN3 = Architecture(
+    "Qwen3ForCausalLM", "qwen3", has_qk_norms=True, defaults={"head_dim": 128, "max_position_embeddings": 32768}
+)
+_GEMMA3_DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+    "use_sliding_window": True,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "eos_token_id": 1,
+}
+GEMMA3 = Architecture(
+    "Gemma3ForCausalLM",
+    "gemma3_text",
+    activation="gelu_pytorch_tanh",
+    activation_field="hidden_activation",
+    has_qk_norms=True,
+    has_output_norms=True,
+    has_centered_norms=True,
+    scales_embedding=True,
+    defaults=_GEMMA3_DEFAULTS,
+)
+# Text and images; here its text model alone, whose fields are in "text_config".
+GEMMA3_WITH_IMAGES = replace(
+    GEMMA3,
+    name="Gemma3ForConditionalGeneration",
+    model_type="gemma3",
+    prefixes={
+        "language_model.model.": "model.",
+        "model.language_model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+    },
+    ignored_prefixes=tuple(
+        prefix + part for prefix in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.")
+    ),
+)
+SUPPORTED_ARCHITECTURES = (LLAMA, QWEN3, GEMMA3, GEMMA3_WITH_IMAGES)
+
+
+def choose_architecture(fields: Mapping[str, Any]) -> Architecture:
+    """The architecture that config.json's fields name. Raises ModelError, saying what is supported, for another."""
+    names = fields.get("architectures") or []
+    for architecture in SUPPORTED_ARCHITECTURES:
+        if architecture.name in names or (not names and fields.get("model_type") == architecture.model_type):
+            return architecture
+    supported = ", ".join(architecture.name for architecture in SUPPORTED_ARCHITECTURES)
+    got = ", ".join(map(str, names)) or f"none (model_type {fields.get('model_type')!r})"
+    raise ModelError(f"expected a supported architecture ({supported}), got {got}")

@@ -1,0 +1,62 @@
+"""Reading JSON that others wrote: whole files, and single fields that must make sense.
+
+Every function raises ModelError with what it expected and what it got; none changes anything.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvblocks.engine.errors import ModelError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object. Raises ModelError if it can't be read or holds something else."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"expected JSON in {path}, got: {error}") from error
+    if not isinstance(fields, dict):
+        raise ModelError(f"expected a JSON object in {path}, got a {type(fields).__name__}")
+    return fields
+
+
+def read_size(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A positive integer; a missing or null field is `default`."""
+    value = fields.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ModelError(f"expected {name} to be a positive integer, got {value!r}")
+    return value
+
+
+def read_number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A positive number; a missing or null field is `default`."""
+    value = fields.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ModelError(f"expected {name} to be a positive number, got {value!r}")
+    return float(value)
+
+
+def read_optional_number(fields: Mapping[str, Any], name: str) -> float | None:
+    """A positive number, or None for a missing or null field."""
+    return None if fields.get(name) is None else read_number(fields, name)
+
+
+def read_flag(fields: Mapping[str, Any], name: str) -> bool:
+    """True or false; a missing or null field is false."""
+    value = fields.get(name)
+    value = False if value is None else value
+    if not isinstance(value, bool):
+        raise ModelError(f"expected {name} to be true or false, got {value!r}")
+    return value
+
+
+def read_eos_token_ids(value: Any) -> tuple[int, ...]:
+    """One token id, a list of them, or null, as a tuple."""
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in values):
+        raise ModelError(f"expected eos_token_id to be a token id or a list of them, got {value!r}")
+    return tuple(values)

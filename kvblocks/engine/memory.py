@@ -1,0 +1,55 @@
+"""How much memory the KV cache may take: a number of bytes, a text such as "2GiB", or a share of what is free."""
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from kvblocks.errors import InvalidArgumentError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B|)\s*", re.IGNORECASE)
+
+
+def read_memory(budget: float | str, device: torch.device) -> int:
+    """The bytes that `budget` means.
+
+    An int: bytes. A text: a number with a unit, B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024). A
+    float above 0 and at most 1: that share of the memory that is free on `device` now; for a CPU what Linux calls
+    available, whatever limit a container has.
+
+    Raises InvalidArgumentError for anything else, and for a share where the system doesn't say what is free.
+    """
+    if isinstance(budget, str):
+        match = _TEXT.fullmatch(budget)
+        num_bytes = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
+    elif isinstance(budget, float):
+        num_bytes = int(budget * free_memory(device)) if 0 < budget <= 1 else 0
+    else:
+        num_bytes = budget if isinstance(budget, int) and not isinstance(budget, bool) else 0
+    if num_bytes < 1:
+        raise InvalidArgumentError(
+            "kv_cache_memory: expected bytes (an int, or a text such as '2GiB') or a share of what is free (a float"
+            f" above 0, at most 1), got {budget!r}"
+        )
+    return num_bytes
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device. Raises InvalidArgumentError where the system doesn't say. O(1)."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024  # "kB" there means KiB
+    except OSError:
+        pass  # not Linux
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            "kv_cache_memory: expected bytes on this system, which doesn't say how much memory is free"
+        ) from error

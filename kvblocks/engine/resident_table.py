@@ -1,0 +1,105 @@
+"""The block tables of running sequences on the device: one row each, of which a step uploads what is new.
+
+There is one table for each KV-cache group. Its rows are a cache: nobody says that a sequence has ended. A sequence that
+is new, or was away for so long that its row was given to another, is uploaded whole; the row that wasn't used for the
+longest time goes first. A preemption, an abort or a free needs no notice either, for this reason:
+
+A row belongs to a *list object*, the sequence's own `block_ids`, and keeps it alive. A manager gives a sequence a new
+list whenever it takes its blocks away, and changes a list only at its end, apart from copy on write, a fork's or a
+truncation's, in the block of the next token to compute. So with the same list, all blocks before that of the first
+token of the step are as they were in the last step in which they were looked at, and that step uploaded them: every
+position that is computed goes through here.
+
+Where a block has left a window, the list has 0 and the row what was there: nobody reads either.
+
+Invariant: once a step's changes are on the device, the first `num_used` entries of each of its rows are the list's, but
+for places that have left the group's window.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvblocks.errors import InvalidArgumentError
+
+
+@dataclass
+class TableChanges:
+    """Entries of a table that a step has to write: where (row * max_blocks + column), and which block ids."""
+
+    places: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Row:
+    """Who has a row, and what the device has of its table."""
+
+    number: int
+    owner: list[int]
+    resident: list[int] = field(default_factory=list)
+
+
+class ResidentTable:
+    """Block tables of at most `max_blocks` blocks each, with ids below `num_blocks`, on `device`.
+
+    blocks: int32 [num_rows, max_blocks]. It is another tensor after `reserve` had to make room for more rows.
+    """
+
+    def __init__(self, num_blocks: int, max_blocks: int, device: torch.device, num_rows: int = 64) -> None:
+        self.blocks: Tensor = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
+        self._num_blocks = num_blocks
+        self._rows: dict[int, _Row] = {}  # by the identity of the list; in order of their last use
+        self._free = list(range(num_rows))
+
+    def reserve(self, num_seqs: int) -> None:
+        """Make room for a step of `num_seqs` sequences. Raises InvalidArgumentError for more than int32 can address."""
+        num_rows, max_blocks = self.blocks.shape
+        if num_seqs <= num_rows:
+            return
+        num_wanted = max(num_seqs, 2 * num_rows)
+        if num_wanted * max_blocks >= 2**31:
+            raise InvalidArgumentError(f"expected fewer than 2**31 entries, got {num_wanted} rows of {max_blocks}")
+        grown = torch.zeros(num_wanted, max_blocks, dtype=torch.int32, device=self.blocks.device)
+        grown[:num_rows] = self.blocks
+        self.blocks = grown
+        self._free += range(num_rows, num_wanted)
+
+    def place(self, block_ids: list[int], start_block: int, num_used: int, changes: TableChanges) -> int:
+        """Return the row of a sequence, adding to `changes` what the device lacks of its first `num_used` blocks.
+
+        block_ids: the sequence's own list; start_block: the block of the first token that the step computes. Room for
+        all sequences of the step was reserved. Raises InvalidArgumentError for a block that isn't there.
+        O(blocks from start_block on), or O(num_used) for one that has no row.
+        """
+        row = self._rows.pop(id(block_ids), None)
+        if row is None:
+            row = _Row(self._free.pop() if self._free else self._evict(), block_ids)
+        self._rows[id(block_ids)] = row
+        resident, max_blocks = row.resident, self.blocks.shape[1]
+        if num_used > max_blocks:
+            raise InvalidArgumentError(f"expected at most {max_blocks} blocks of one sequence, got {num_used}")
+        first = min(start_block, len(resident))
+        for column, block_id in enumerate(block_ids[first:num_used], first):
+            is_known = column < len(resident)
+            if is_known and resident[column] == block_id:
+                continue
+            if not 0 <= block_id < self._num_blocks:
+                raise InvalidArgumentError(f"expected block ids from 0 to {self._num_blocks - 1}, got {block_id}")
+            if is_known:
+                resident[column] = block_id
+            else:
+                resident.append(block_id)
+            changes.places.append(row.number * max_blocks + column)
+            changes.block_ids.append(block_id)
+        return row.number
+
+    def forget(self) -> None:
+        """Take nothing for granted any more: for a step whose changes may not have reached the device. O(rows)."""
+        self._rows.clear()
+        self._free = list(range(self.blocks.shape[0]))
+
+    def _evict(self) -> int:
+        oldest = next(iter(self._rows))
+        return self._rows.pop(oldest).number

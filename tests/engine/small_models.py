@@ -1,0 +1,132 @@
+"""Small random models, and ways to run them: shared by the engine's tests."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from kvblocks.engine.architectures import GEMMA3 as GEMMA3_ARCHITECTURE
+from kvblocks.engine.architectures import QWEN3 as QWEN3_ARCHITECTURE
+from kvblocks.engine.batch import SequenceRows, StepBatch
+from kvblocks.engine.config import ModelConfig
+from kvblocks.engine.loader import expected_shapes
+from kvblocks.engine.model import DecoderModel, KVCache
+from kvblocks.engine.rope_config import RopeConfig
+from kvblocks.engine.weights import LayerWeights, ModelWeights
+
+BLOCK_SIZE = 16
+WINDOW = 27  # no multiple of anything
+
+# Sizes that no vector width divides, so that every kernel has a remainder to treat; grouped heads; biases.
+ODD = ModelConfig(
+    hidden_size=52,
+    intermediate_size=75,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=10,
+    vocab_size=131,
+    max_position_embeddings=1000,
+    attention_bias=True,
+    mlp_bias=True,
+)
+# SmolLM2's proportions: sizes that are multiples of 16, one K and V head for three query heads, tied embeddings.
+EVEN = ModelConfig(
+    hidden_size=192,
+    intermediate_size=512,
+    num_layers=2,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=64,
+    vocab_size=512,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+)
+# Odd sizes again; norms of heads, and windows in some layers.
+QWEN3 = replace(ODD, architecture=QWEN3_ARCHITECTURE, windows=(None, WINDOW), attention_bias=False, mlp_bias=False)
+# Two kinds of layers with their own frequencies, all four norms, both softcaps.
+GEMMA3 = replace(
+    EVEN,
+    architecture=GEMMA3_ARCHITECTURE,
+    num_layers=4,
+    head_dim=16,
+    windows=(WINDOW, WINDOW, None, WINDOW),
+    local_rope=RopeConfig(theta=777.0),
+    query_scale=0.3,
+    attention_softcap=2.0,
+    logits_softcap=5.0,
+    vocab_size=131,
+)
+CONFIGS = {"odd": ODD, "even": EVEN, "qwen3": QWEN3, "gemma3": GEMMA3}
+
+
+def random_weights(config: ModelConfig, seed: int = 0) -> ModelWeights:
+    """Weights whose logits spread over a few units, so that differences show."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+    def norm(*shape: int) -> torch.Tensor:
+        return 1 + matrix(*(shape or (config.hidden_size,)))
+
+    architecture = config.architecture
+    shapes = expected_shapes(config)
+    hidden, wide = config.hidden_size, config.intermediate_size
+    queries = config.num_heads * config.head_dim
+    heads = queries + 2 * config.num_kv_heads * config.head_dim
+    layers = tuple(
+        LayerWeights(
+            input_norm=norm(),
+            qkv=matrix(heads, hidden),
+            output=matrix(hidden, queries),
+            mlp_norm=norm(),
+            gate_up=matrix(2 * wide, hidden),
+            down=matrix(hidden, wide),
+            qkv_bias=matrix(heads) if config.attention_bias else None,
+            output_bias=matrix(hidden) if config.attention_bias else None,
+            gate_up_bias=matrix(2 * wide) if config.mlp_bias else None,
+            down_bias=matrix(hidden) if config.mlp_bias else None,
+            qk_norm=norm(heads // config.head_dim - config.num_kv_heads, config.head_dim)
+            if architecture.has_qk_norms
+            else None,
+            attention_output_norm=norm() if architecture.has_output_norms else None,
+            mlp_output_norm=norm() if architecture.has_output_norms else None,
+        )
+        for _ in range(config.num_layers)
+    )
+    embedding = matrix(*shapes["model.embed_tokens.weight"]) * (1 if architecture.scales_embedding else hidden**0.5)
+    head = embedding if config.tie_word_embeddings else matrix(config.vocab_size, hidden)
+    return ModelWeights(embedding, layers, norm(), head)
+
+
+def converted(weights: ModelWeights, *target: torch.dtype | torch.device) -> ModelWeights:
+    """Weights in another dtype, or on another device."""
+
+    def moved(value: torch.Tensor | None) -> torch.Tensor | None:
+        return None if value is None else value.to(*target)
+
+    layers = [LayerWeights(**{name: moved(value) for name, value in vars(layer).items()}) for layer in weights.layers]
+    fields = {name: moved(value) for name, value in vars(weights).items() if name != "layers"}
+    return ModelWeights(**fields, layers=tuple(layers))
+
+
+def random_tokens(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (num_tokens,), generator=generator).tolist()
+
+
+def step(model: DecoderModel, cache: KVCache, *rows: SequenceRows) -> torch.Tensor:
+    """One step of the model: logits of the sequences that want them."""
+    return model.forward(StepBatch.build(rows, cache.block_size), cache)
+
+
+def prefill(
+    model: DecoderModel, cache: KVCache, token_ids: Sequence[int], block_ids: Sequence[int], cuts: Sequence[int] = ()
+) -> torch.Tensor:
+    """Compute a prompt in the chunks that `cuts` leave: the last token's logits [vocab]."""
+    bounds = [0, *cuts, len(token_ids)]
+    for start, stop in pairwise(bounds):
+        logits = step(model, cache, SequenceRows(token_ids[start:stop], start, block_ids))
+    return logits[0]

@@ -1,0 +1,55 @@
+"""An engine whose every step is watched: what no row of it may see is NaN while it runs, and its logits are kept."""
+
+import torch
+
+
+class Watch:
+    """Keeps the logits that an engine samples from, by the tokens before them, and spoils what a step must not read.
+
+    logits: by the tokens of a sequence, one row for each token sampled. num_spoiled_slots: in all steps together, of
+    those that held something.
+    """
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.logits = {}
+        self.num_spoiled_slots = 0
+        runner = engine.runner
+        run, forward = runner.run, runner.model.forward
+        chunks_of_step = []
+
+        def watched_run(chunks):
+            chunks_of_step[:] = chunks
+            logits = run(chunks)
+            sampling = [chunk for chunk in chunks if chunk.samples]
+            for chunk, row in zip(sampling, logits, strict=True):
+                self.logits.setdefault(tuple(chunk.request.sequence.token_ids()), row.clone())
+            engine.manager.check()
+            return logits
+
+        def watched_forward(batch, kv_cache):
+            tensors = (*kv_cache.keys, *kv_cache.values)
+            saved = [tensor.clone() for tensor in tensors]
+            seen = self.seen_slots(chunks_of_step)
+            self.num_spoiled_slots += int((saved[0][~seen] != 0).any(-1).any(-1).sum())
+            for tensor in tensors:
+                tensor[~seen] = torch.nan
+            logits = forward(batch, kv_cache)
+            assert not logits.isnan().any()
+            for tensor, before in zip(tensors, saved, strict=True):
+                tensor[~seen] = before[~seen]
+            return logits
+
+        runner.run, runner.model.forward = watched_run, watched_forward
+
+    def seen_slots(self, chunks):
+        """bool [num_blocks, block_size]: what some row of the step sees, in some group."""
+        manager, block_size = self.engine.manager, self.engine.runner.kv_cache.block_size
+        seen = torch.zeros(manager.num_blocks, block_size, dtype=torch.bool)
+        for chunk in chunks:
+            for group, kind in enumerate(manager.groups):
+                first = 0 if kind.window is None else max(0, chunk.start - kind.window + 1)
+                positions = torch.arange(first, chunk.start + chunk.num_tokens)
+                block_ids = torch.tensor(chunk.request.sequence.group_block_ids(group))
+                seen[block_ids[positions // block_size], positions % block_size] = True
+        return seen
