@@ -2,8 +2,8 @@
 
 A random model of a common shape decodes batches of several sizes through the Triton kernels, with CUDA graphs and
 without, and through torch's attention; and a batch whose requests share a long prefix, with cascade and without. Timed
-are whole steps, scheduling and sampling included, after the first ones: the median, the least and the most of NUM_STEPS.
-The bytes that a step uploads are counted. All contestants compute the same tokens' worth of work, on one model.
+are whole steps, scheduling and sampling included, after the first ones: the median, the least and the most of
+NUM_STEPS. What a step uploads is counted. All contestants run the same model on the same prompts.
 
 `--rehearse` needs no GPU: a tiny model runs every case once, in Triton's interpreter; nothing is timed, and the tokens
 of all contestants must be the same.
@@ -139,17 +139,17 @@ def run_case(case: Case, name: str, engine: "Engine", num_warm: int, num_steps: 
     from kvblocks.engine import StepLimits
     from kvblocks.engine.device_runner import DeviceRunner
 
-    engine.limits = StepLimits(max_num_batched_tokens=max(2048, case.batch), max_num_seqs=case.batch)
+    # All prompts in one step, so that the requests keep in step and the batch stays as large as it is.
+    engine.limits = StepLimits(max_num_batched_tokens=case.batch * case.context, max_num_seqs=case.batch)
     prompts = prompts_of(case, engine.model.config.vocab_size)
     num_tokens = num_warm + num_steps + 2
     tokens: list[list[int]] = [[] for _ in prompts]
     stream = engine.stream(prompts, max_tokens=num_tokens, ignore_eos=True)
     piece = next(stream)
     tokens[piece.prompt_index].append(piece.token_id)
-    while any(request.num_output_tokens == 0 for request in (*engine.scheduler.running, *engine.scheduler.waiting)):
-        engine.step()
     for _ in range(num_warm):
         engine.step()
+    assert [request.num_output_tokens for request in engine.scheduler.running] == [1 + num_warm] * case.batch
     counts = engine.runner.uploads if isinstance(engine.runner, DeviceRunner) else None
     before = (counts.num_transfers, counts.num_bytes) if counts else (0, 0)
     samples = []

@@ -69,6 +69,19 @@ def answers(engine, prompts, *, rounds=1, **options):
     return [[(c.token_ids, c.num_cached_tokens, c.num_computed_tokens) for c in completions] for completions in results]
 
 
+def count_preemptions(scheduler):
+    """A list that grows: after each schedule, how often the request that lost its blocks most often did."""
+    counts, schedule = [], scheduler.schedule
+
+    def schedule_and_count():
+        chunks = schedule()
+        counts.append(max(request.num_preemptions for request in (*scheduler.waiting, *scheduler.running)))
+        return chunks
+
+    scheduler.schedule = schedule_and_count
+    return counts
+
+
 SCENARIOS = {  # what the engine is made with, and what it is asked
     "at once": ({}, {}),
     "in chunks": ({"limits": StepLimits(max_num_batched_tokens=20, max_num_seqs=4)}, {}),
@@ -84,12 +97,10 @@ SCENARIOS = {  # what the engine is made with, and what it is asked
 def test_the_same_tokens_as_through_torch(model, prompts, scenario):
     making, asking = SCENARIOS[scenario]
     triton, plain = (make_engine(model, name, **making) for name in ("triton", "torch"))
-    got = answers(triton, prompts, **asking)
-    assert got == answers(plain, prompts, **asking)
+    num_preemptions = count_preemptions(triton.scheduler)
+    assert answers(triton, prompts, **asking) == answers(plain, prompts, **asking)
     assert isinstance(triton.runner, DeviceRunner)
-    if scenario == "preempted":
-        ample = answers(make_engine(model, "torch"), prompts, **asking)
-        assert sum(computed for *_, computed in got[0]) > sum(computed for *_, computed in ample[0]), "recomputed"
+    assert (max(num_preemptions) > 0) == (scenario == "preempted")
 
 
 @pytest.mark.parametrize("way", ["in buckets", "in buckets, preempted", "cascade", "cascade, in buckets"])
