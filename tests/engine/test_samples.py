@@ -9,7 +9,7 @@ from engine.small_models import EVEN, ODD, random_tokens, random_weights
 from kvblocks import PoolExhaustedError, cli
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine.attention import KVCache
-from kvblocks.engine.sampler import make_samplers, sample_seed
+from kvblocks.engine.sampler import Sampler, make_samplers, sample_seed, sample_step
 from kvblocks.errors import InvalidArgumentError
 
 CONFIGS = {"odd": ODD, "even": replace(EVEN, tie_word_embeddings=False)}
@@ -182,6 +182,18 @@ def test_the_first_samples_seed_is_the_calls_and_the_others_are_far_apart():
     assert all(0 <= seed < 2**64 for seed in seeds)
     # Pinned, since results that people keep depend on it.
     assert [sample_seed(0, 1), sample_seed(1, 2)] == [8118103383084794603, 11868681386100499350]
+
+
+def test_rows_sampled_together_get_what_each_gets_alone():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(4, (6, 40), generator=generator).float()  # with ties
+    temperatures = ([0.0], [0.0, 1.5], [2.0], [0.0], [], [1.0, 0.0, 0.0])
+    together, alone = (
+        [[Sampler(temperature, seed=7) for temperature in row] for row in temperatures] for _ in range(2)
+    )
+    expected = [sampler.sample(row) for row, own in zip(logits, alone, strict=True) for sampler in own]
+    assert sample_step(logits, together) == expected
+    assert sample_step(logits[:0], []) == []
 
 
 def test_samples_without_a_seed_differ():
