@@ -42,6 +42,8 @@ class Generation:
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why it ended: "stop", "length", "cancelled", "timeout" or "error"; None while it goes on. O(1)."""
+        if self.error is not None:
+            return "error"
         return self.request.finish_reason if self.completion is None else self.completion.finish_reason
 
     def record(self, token_id: int, now_s: float) -> None:

@@ -34,6 +34,9 @@ class Order(Protocol):
     def is_overdue(self, request: Request) -> bool:
         """Whether no other may be admitted before this one any more. O(1)."""
 
+    def note_admitted(self, request: Request) -> None:
+        """Take note that a request was admitted. O(1)."""
+
 
 class FirstCome:
     """First come, first served. O(1) a candidate, but for those that are passed over."""
@@ -50,6 +53,9 @@ class FirstCome:
     def is_overdue(self, request: Request) -> bool:  # noqa: ARG002
         """Nobody is: others pass only those who wait for a prefix, as long as that is being computed."""
         return False
+
+    def note_admitted(self, request: Request) -> None:
+        """As `Order`: it doesn't matter here."""
 
 
 class AgingOrder(ABC):
@@ -78,7 +84,6 @@ class AgingOrder(ABC):
             yield request
             if request.sequence.is_allocated:
                 window.remove(request)
-                self.note_admitted(request)
 
     def is_overdue(self, request: Request) -> bool:
         """As `Order`."""
@@ -92,4 +97,4 @@ class AgingOrder(ABC):
         """Return the best of `candidates`, which are in order of arrival."""
 
     def note_admitted(self, request: Request) -> None:  # noqa: B027
-        """Take note that a candidate was admitted."""
+        """As `Order`."""

@@ -208,6 +208,7 @@ class Scheduler:
         request.was_admitted = True
         del self.waiting[place]
         self.running.append(request)
+        self.order.note_admitted(request)
 
     def _start(self, request: Request, hit: CacheHit, budget: int) -> ScheduledChunk | None:
         """Make room for the first tokens of a waiting request that aren't in the cache."""
@@ -230,7 +231,7 @@ class Scheduler:
         num_forks = max(0, self.limits.max_num_seqs - len(self.running))
         forks, others = siblings[:num_forks], siblings[num_forks:]
         for sample in siblings:
-            sample.num_cached_tokens = request.sequence.num_prompt_tokens
+            sample.num_cached_tokens, sample.was_admitted = request.sequence.num_prompt_tokens, True
         for sample in forks:
             sample.sequence = self.manager.fork(request.sequence, sample.sequence.sequence_id)
         place = self.running.index(request) + 1

@@ -12,6 +12,7 @@ has read some, and nobody knows since when; so the whole cache is given up then,
 import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from traceback import clear_frames
 
 from kvblocks.engine.capacity import StalledError
 from kvblocks.engine.errors import BrokenLogitsError
@@ -81,10 +82,10 @@ class Stepper:
                 [request for chunk in chunks for request in (chunk.request, *chunk.request.siblings)], error
             )
         results = list(zip(chain.from_iterable(sampling), outcomes, strict=True))
-        self._raise_if_streamed(results, chunks)
-        self.scheduler.complete(chunks, [None if isinstance(outcome, Exception) else outcome for outcome in outcomes])
         if any(isinstance(outcome, BrokenLogitsError) for outcome in outcomes):
             self.scheduler.manager.reset_prefix_cache()
+        self._raise_if_streamed(results, chunks)
+        self.scheduler.complete(chunks, [None if isinstance(outcome, Exception) else outcome for outcome in outcomes])
         self.metrics.observe()
         for generation, outcome in results:
             self._record(generation, outcome)
@@ -102,14 +103,22 @@ class Stepper:
         if isinstance(outcome, Exception):
             generation.error = outcome
         else:
-            generation.record(outcome, time.perf_counter())
-            if generation.completion is not None:
-                self.scheduler.cancel(generation.request, "stop")  # if it was a stop string that completed it
+            try:
+                generation.record(outcome, time.perf_counter())
+            except Exception as error:
+                if not generation.is_submitted:
+                    raise
+                generation.error = error
+            # It may have ended though its request has not: by a stop string, or because its text can't be told.
+            if generation.finish_reason is not None:
+                self.scheduler.cancel(generation.request, generation.finish_reason)
         if generation.request.finish_reason is not None:
             del self._generations[generation.request]
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> list[Generation]:
         """End the submitted ones of `requests`, which wait, and return them; raise `error` if there are others."""
+        # The traceback is for reading: what the model's frames hold, tensors mostly, would live as long as it does.
+        clear_frames(error.__traceback__)
         generations = [self._generations[request] for request in requests]
         failed = [generation for generation in generations if generation.is_submitted]
         for generation in reversed(failed):  # the samples of a prompt before the one that computes it for them
