@@ -238,7 +238,7 @@ def test_an_overdue_request_does_not_wait_for_a_prefix():
 
 
 @pytest.mark.parametrize("order", [*AGING, FirstCome])
-@settings(max_examples=settings.default.max_examples)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(
     arrivals=st.lists(
         st.tuples(st.integers(0, 12), st.integers(0, 2), st.integers(1, 16), st.integers(1, 5)), min_size=3, max_size=24
