@@ -27,9 +27,10 @@ class Request:
     admitted, or the whole prompt when it was forked. num_computed_tokens: tokens that went through the model for it,
     recomputed ones included. num_preemptions: how often it lost its blocks to an older one. finish_reason: None while
     it is unfinished; "stop" and "length" say that it has all its tokens, the others that it got no further. deadline:
-    when `Scheduler.expire` cancels it, on the caller's clock; None: never. siblings: the other samples of the prompt,
-    until that is computed. was_admitted: whether it ever ran. num_overtakes: how many later arrivals were admitted
-    before it. sequence: another object once the request was forked. Raises InvalidArgumentError.
+    when `Scheduler.expire` cancels it, on the caller's clock, and set before it is queued; None: never. siblings: the
+    other samples of the prompt, until that is computed. was_admitted: whether it ever ran. num_overtakes: how many
+    later arrivals were admitted before it. sequence: another object once the request was forked. Raises
+    InvalidArgumentError.
     """
 
     sequence: Sequence

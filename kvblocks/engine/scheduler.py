@@ -24,6 +24,7 @@ The order of work, and recomputing as the only kind of preemption, are those of 
 from collections import deque
 from collections.abc import Sequence as Items
 from itertools import islice
+from math import inf
 
 from kvblocks.cache_hit import CacheHit
 from kvblocks.engine.capacity import check_fits, check_oldest, stalled
@@ -58,6 +59,7 @@ class Scheduler:
         self.order: Order = order or FirstCome()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._next_deadline = inf  # of all requests, or earlier
 
     @property
     def has_work(self) -> bool:
@@ -75,6 +77,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request, and its siblings with it. Raises what `check_fits` does, changing nothing. As that."""
         self.check_fits(request)
+        deadlines = [sample.deadline for sample in (request, *request.siblings) if sample.deadline is not None]
+        self._next_deadline = min([self._next_deadline, *deadlines])
         self.waiting.append(request)
 
     def schedule(self) -> list[ScheduledChunk]:
@@ -153,10 +157,15 @@ class Scheduler:
     def expire(self, now: float) -> list[Request]:
         """Cancel the requests whose `deadline` is not after `now`, between two steps, and return them.
 
-        Their finish_reason is "timeout". Nothing expires by itself: call it before each step. O(requests).
+        Their finish_reason is "timeout". Nothing expires by itself: call it before each step. O(1) before the next
+        deadline, then O(requests).
         """
+        if now < self._next_deadline:
+            return []
         unfinished = [sample for r in (*self.running, *self.waiting) for sample in (r, *r.siblings)]
-        expired = [request for request in unfinished if request.deadline is not None and request.deadline <= now]
+        timed = [(request.deadline, request) for request in unfinished if request.deadline is not None]
+        expired = [request for deadline, request in timed if deadline <= now]
+        self._next_deadline = min([deadline for deadline, _ in timed if deadline > now], default=inf)
         for request in reversed(expired):  # the samples of a prompt before the one that computes it for them
             self.cancel(request, "timeout")
         return expired

@@ -10,7 +10,7 @@ has read some, and nobody knows since when; so the whole cache is given up then,
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from traceback import clear_frames
 
@@ -36,16 +36,18 @@ class Stepper:
         self.metrics = metrics
         self._generations: dict[Request, Generation] = {}
 
-    def add(self, generations: Iterable[Generation], *, timeout_s: float | None = None) -> None:
+    def add(self, generations: Sequence[Generation], *, timeout_s: float | None = None) -> None:
         """Queue generations, where the samples of a prompt stand together, the first one in front.
 
         timeout_s: from now. Raises what `Scheduler.add` does, with those of earlier prompts queued. O(generations).
         """
+        now_s = time.perf_counter()
+        for generation in generations:
+            generation.start_s = now_s
+            generation.request.deadline = None if timeout_s is None else now_s + timeout_s
         for generation in generations:
             if generation.sample_index == 0:
                 self.scheduler.add(generation.request)
-            generation.start_s = time.perf_counter()
-            generation.request.deadline = None if timeout_s is None else generation.start_s + timeout_s
             self._generations[generation.request] = generation
 
     def cancel(self, generation: Generation) -> None:
@@ -117,8 +119,6 @@ class Stepper:
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> list[Generation]:
         """End the submitted ones of `requests`, which wait, and return them; raise `error` if there are others."""
-        # The traceback is for reading: what the model's frames hold, tensors mostly, would live as long as it does.
-        clear_frames(error.__traceback__)
         generations = [self._generations[request] for request in requests]
         failed = [generation for generation in generations if generation.is_submitted]
         for generation in reversed(failed):  # the samples of a prompt before the one that computes it for them
@@ -127,4 +127,6 @@ class Stepper:
             del self._generations[generation.request]
         if len(failed) < len(generations):
             raise error
+        # The traceback is for reading: what the model's frames hold, tensors mostly, would live as long as it does.
+        clear_frames(error.__traceback__)
         return failed

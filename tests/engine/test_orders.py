@@ -96,18 +96,15 @@ def test_one_step_admits_many(schedule):
 
 
 @pytest.mark.parametrize("order", AGING)
-def test_preempted_ones_come_first(order):
-    scheduler, cache = make(8, order=order()), FakeCache(BLOCK_SIZE)
-    add_all(scheduler, {"old": [0] * 7, "young": [1] * 7}, max_tokens=18)
-    hot = None
-    while "young" not in [request.sequence.sequence_id for request in scheduler.waiting]:
-        run_any_step(scheduler, cache)
-    hot = add(scheduler, "hot", [0] * 8, max_tokens=1)  # most of it is cached, and of the oldest one's group
-    while hot.finish_reason is None:
-        run_any_step(scheduler, cache)
-        if hot.was_admitted:
-            break
-    assert [request.sequence.sequence_id for request in scheduler.waiting] == []
+def test_who_ran_before_comes_first(order):
+    """Though somebody waits who has more in the cache, and is of the group of whom was admitted last."""
+    scheduler, cache = make(40, max_num_seqs=1, order=order()), FakeCache(BLOCK_SIZE)
+    compute(scheduler, cache, [7] * 8)
+    add(scheduler, "cold", [0] * 9)
+    scheduler.abort(scheduler.schedule())
+    hot = add(scheduler, "hot", [*[7] * 8, 1])
+    scheduler.order.note_admitted(hot)
+    assert admissions(scheduler, cache) == ["cold", "hot"]
 
 
 @pytest.mark.parametrize("order", AGING)
