@@ -29,7 +29,7 @@ class Request:
     it is unfinished; "stop" and "length" say that it has all its tokens, the others that it got no further. deadline:
     when `Scheduler.expire` cancels it, on the caller's clock, and set before it is queued; None: never. siblings: the
     other samples of the prompt, until that is computed. was_admitted: whether it ever ran. num_overtakes: how many
-    later arrivals were admitted before it. sequence: another object once the request was forked. Raises
+    behind it in the queue were admitted before it. sequence: another object once the request was forked. Raises
     InvalidArgumentError.
     """
 

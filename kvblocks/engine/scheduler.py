@@ -211,9 +211,8 @@ class Scheduler:
     def _take_turn(self, request: Request) -> None:
         """Move a waiting request that has been given slots to the running ones. O(those in front of it)."""
         place = self.waiting.index(request)
-        if not request.was_admitted:
-            for older in islice(self.waiting, place):
-                older.num_overtakes += 1
+        for older in islice(self.waiting, place):
+            older.num_overtakes += 1
         request.was_admitted = True
         del self.waiting[place]
         self.running.append(request)
