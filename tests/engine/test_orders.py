@@ -107,6 +107,17 @@ def test_who_ran_before_comes_first(order):
     assert admissions(scheduler, cache) == ["cold", "hot"]
 
 
+def test_the_next_sample_takes_over_the_place_too():
+    scheduler, cache = make(40, max_num_batched_tokens=8, order=LongestPrefixOrder()), FakeCache(BLOCK_SIZE)
+    compute(scheduler, cache, [7] * 16)
+    samples = add_samples(scheduler, "a", [0] * 12, 2)
+    step(scheduler, cache)
+    scheduler.cancel(samples[0])
+    scheduler.abort(scheduler.schedule())
+    add(scheduler, ("hot", 0), [7] * 17)
+    assert admissions(scheduler, cache) == [("a", 1), ("hot", 0)]
+
+
 @pytest.mark.parametrize("order", AGING)
 def test_samples_that_found_no_place_come_before_those_who_came_later(order):
     scheduler, cache = make(40, max_num_seqs=2, order=order()), FakeCache(BLOCK_SIZE)
