@@ -297,7 +297,11 @@ def test_nobody_is_overtaken_more_often_than_allowed(
     for request in requests:
         prompt = request.sequence.token_ids(0, request.sequence.num_prompt_tokens)
         assert request.output_token_ids == answer_alone((None, 0), prompt, request.max_tokens)
-        assert request.num_overtakes == overtaken.get(request, 0)
+        # Who has lost its blocks waits again, and may then be overtaken again, but by no more than allowed.
+        counts_once = not dying_steps and not request.num_preemptions
+        assert request.num_overtakes >= overtaken.get(request, 0)
+        assert request.num_overtakes == overtaken.get(request, 0) or not counts_once
+        assert request.num_overtakes <= max_overtakes or order is FirstCome
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
