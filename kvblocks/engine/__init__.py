@@ -13,18 +13,29 @@ if TYPE_CHECKING:
     from kvblocks.engine.completion import Completion, Piece
     from kvblocks.engine.engine import Engine
     from kvblocks.engine.errors import ModelError
+    from kvblocks.engine.generation import Generation
+    from kvblocks.engine.options import GenerationOptions
     from kvblocks.engine.runner import LoadedModel
     from kvblocks.engine.step import StepLimits
 
-__all__ = ["Completion", "Engine", "LoadedModel", "ModelError", "Piece", "StepLimits"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "Generation",
+    "GenerationOptions",
+    "LoadedModel",
+    "ModelError",
+    "Piece",
+    "StepLimits",
+]
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvblocks.engine import completion, engine, errors, runner, step
+    from kvblocks.engine import completion, engine, errors, generation, options, runner, step
 
-    for module in (completion, engine, errors, runner, step):
+    for module in (completion, engine, errors, generation, options, runner, step):
         if name in vars(module):
             return vars(module)[name]
     raise AssertionError(f"{name}: in __all__, but in none of the modules")

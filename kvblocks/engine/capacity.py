@@ -2,7 +2,7 @@
 
 The oldest request gets the blocks of all others if need be. So all that can stand in its way for good are the model's
 context, the size of the pool, and what pins of priority 100 keep of it: the blocks that it doesn't share with them.
-Where they do, a scheduler would wait for ever; it raises PoolExhaustedError instead, and the caller may unpin.
+Where they do, a scheduler would wait for ever; it raises StalledError instead, and the caller may unpin.
 
 A sequence needs blocks of every group of layers: in those with a window, for what a step sees and no more. So how long
 a request may be depends on how many tokens a step computes of it at most.
@@ -17,6 +17,14 @@ from kvblocks.errors import InvalidArgumentError, PoolExhaustedError
 from kvblocks.manager import KVCacheManager
 from kvblocks.retention import KEEP
 from kvblocks.sequence import Sequence
+
+
+class StalledError(PoolExhaustedError):
+    """Pins leave no room for `request`, though nobody else stands in its way."""
+
+    def __init__(self, message: str, request: Request) -> None:
+        super().__init__(message)
+        self.request = request
 
 
 def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, num_step_tokens: int) -> None:
@@ -50,7 +58,7 @@ def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, nu
 
 
 def check_oldest(manager: KVCacheManager, request: Request, num_tokens: int, max_num_tokens: int) -> None:
-    """Raise PoolExhaustedError if the oldest running request, just refused, can't go on though all others give way.
+    """Raise StalledError if the oldest running request, just refused, can't go on though all others give way.
 
     It can if the rest of the pool holds its first `num_tokens` tokens: beside the blocks that it has, or, if it starts
     anew with at most `max_num_tokens` tokens, beside those that the cache then has for it, which pins may hold also.
@@ -65,17 +73,18 @@ def check_oldest(manager: KVCacheManager, request: Request, num_tokens: int, max
         num_left = manager.num_blocks - len(kept.difference(blocks))
         if _num_blocks(manager, num_wanted, max_num_tokens) <= num_left:
             return
-    raise exhausted(manager, request)
+    raise stalled(manager, request)
 
 
-def exhausted(manager: KVCacheManager, request: Request) -> PoolExhaustedError:
-    """The error for a request that the pool, with nobody else running, has just refused. O(tokens pinned)."""
+def stalled(manager: KVCacheManager, request: Request) -> StalledError:
+    """The error for a request that the pool, with nobody else in the way, has just refused. O(tokens pinned)."""
     refusal = manager.last_refusal
     wanted = "" if refusal is None else f" {refusal.num_blocks} more blocks"
-    return PoolExhaustedError(
-        f"expected{wanted} for {request.sequence}, the oldest, once all others give way; got too few: pins of priority"
-        f" {KEEP} keep {len(_kept_blocks(manager))} of the pool's {manager.num_blocks}. Nothing was changed: unpin"
-        f" something or cancel the request (manager.last_refusal has the numbers)"
+    return StalledError(
+        f"expected{wanted} for {request.sequence}, the next in line, once all others give way; got too few: pins of"
+        f" priority {KEEP} keep {len(_kept_blocks(manager))} of the pool's {manager.num_blocks}. Nothing was changed:"
+        f" unpin something or cancel the request (manager.last_refusal has the numbers)",
+        request,
     )
 
 

@@ -1,7 +1,8 @@
 """The engine: prompts in, completions out. It puts manager, scheduler, model runner and samplers together.
 
-A step schedules, runs the model, samples, and records. If the model or the sampler raises, the step is aborted: its
-requests wait again, the cache holds nothing that wasn't written, and the next step goes on.
+There are two ways to use it. `generate` and `stream` answer prompts and return; they step by themselves, and raise what
+goes wrong. A server submits prompts as they come, calls `step` as long as there is work, and hands out the pieces of
+the generations; what goes wrong for one of them is found there, and the others go on (see `engine.stepper`).
 
 An engine is single-threaded, as its manager is. Several streams may be open at once in one thread: each of them
 advances all.
@@ -10,36 +11,32 @@ advances all.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 
-from kvblocks.arguments import check_count
+from kvblocks.arguments import check_count, is_number
 from kvblocks.engine.backends import Backend
 from kvblocks.engine.cache_plan import plan_cache
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.dtypes import parse_dtype
-from kvblocks.engine.errors import ModelError
 from kvblocks.engine.generation import Generation
+from kvblocks.engine.intake import Intake, Prompt
 from kvblocks.engine.layer_attention import LayerPlace
 from kvblocks.engine.memory import read_memory
-from kvblocks.engine.request import Request
+from kvblocks.engine.options import GenerationOptions, OptionValues
 from kvblocks.engine.runner import LoadedModel
-from kvblocks.engine.sampler import make_samplers, sample_step
 from kvblocks.engine.scheduler import Scheduler
+from kvblocks.engine.schedules import make_order
 from kvblocks.engine.step import StepLimits
-from kvblocks.engine.tokenizer import StreamDecoder
-from kvblocks.errors import InvalidArgumentError, InvalidTokensError, KVBlocksError
+from kvblocks.engine.stepper import Stepper
+from kvblocks.errors import InvalidArgumentError
 from kvblocks.manager import KVCacheManager
 from kvblocks.metrics import CacheMetrics
 from kvblocks.pool_plan import Plan
-from kvblocks.sequence import Sequence as KVSequence
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
-
-Prompt = str | Sequence[int]
 
 
 class Engine:
@@ -60,6 +57,8 @@ class Engine:
     dtype: "float32", "float16", "bfloat16" or torch's own, of weights, KV cache and computing; None: float32 on a CPU,
     the model's own on cuda, or what a `LoadedModel` has.
     cuda_graphs: whether decode steps are captured and replayed, where there is CUDA and attention is triton.
+    schedule: in which order prompts that wait are begun: "fcfs", first come first served; "longest-prefix", those first
+    of which most is cached; "grouped", those together that share a prefix. See `engine.order`.
 
     Attributes to read: model, plan, manager, metrics, scheduler, runner. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError. Loads the model.
@@ -78,7 +77,9 @@ class Engine:
         attention: str = "auto",
         dtype: str | torch.dtype | None = None,
         cuda_graphs: bool = True,
+        schedule: str = "fcfs",
     ) -> None:
+        order = make_order(schedule)
         chosen = _choose_device(device, model.device if isinstance(model, LoadedModel) else None)
         check_count("block_size", block_size, 1)
         self.model = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
@@ -91,11 +92,11 @@ class Engine:
             self.plan.num_blocks, groups=self.plan.groups, enable_caching=enable_prefix_caching
         )
         self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
-        self.scheduler = Scheduler(self.manager, self.model.config.max_position_embeddings)
+        self.scheduler = Scheduler(self.manager, self.model.config.max_position_embeddings, order=order)
         places = [LayerPlace(*place) for place in self.plan.layer_groups]
         self.runner = backend.make_runner(self.model, self.manager, places)
-        self._generations: dict[Request, Generation] = {}
-        self._sequence_ids = count()
+        self._intake = Intake(self.model, self.scheduler)
+        self._stepper = Stepper(self.scheduler, self.runner, self.metrics)
 
     @property
     def limits(self) -> StepLimits:
@@ -108,49 +109,31 @@ class Engine:
             raise InvalidArgumentError(f"limits: expected StepLimits, got {limits!r}")
         self.scheduler.limits = limits
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        n: int = 1,
-        max_tokens: int = 64,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        ignore_eos: bool = False,
-    ) -> list[Completion]:
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is unfinished, so that `step` has something to do. O(1)."""
+        return self.scheduler.has_work
+
+    def generate(self, prompts: Sequence[Prompt], **options: Unpack[OptionValues]) -> list[Completion]:
         """Answer all prompts, each `n` times, and return the completions in order: all of the first prompt, and so on.
 
         prompts: texts, encoded as they are (see `engine.model.tokenizer.apply_chat_template` for chats), or token ids.
-        n: the prompt is computed once for all its samples, and its KV is there once; the first sample's completion
-        counts what it cost. temperature: 0 is greedy, and all samples are equal. seed: every prompt gets random numbers
-        of its own from it, so the same prompt with the same seed has the same samples, whatever else is in the batch;
-        sample k is that of a call with n=1 and `sampler.sample_seed(seed, k)`. None: others each time. ignore_eos: go
-        on until max_tokens.
+        options: n=1, max_tokens=64, temperature=0.0, top_p, top_k, seed, stop, ignore_eos, salt; see
+        `GenerationOptions`. The first sample's completion counts what the prompt cost.
 
         Raises, before anything is computed, InvalidArgumentError (a prompt that is empty or unreadable, or could never
         fit, and options out of range), PoolExhaustedError (it can't fit while the present pins stand) and ModelError
-        (text without a tokenizer); and what `step` raises, having dropped all of these prompts; the engine can be used
-        again.
+        (text or `stop` without a tokenizer); and what `step` raises, having dropped all of these prompts; the engine
+        can be used again.
         """
         completions = [
             (piece.prompt_index, piece.sample_index, piece.completion)
-            for piece in self.stream(
-                prompts, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos
-            )
+            for piece in self.stream(prompts, **options)
             if piece.completion is not None
         ]
         return [completion for _, _, completion in sorted(completions, key=lambda item: item[:2])]
 
-    def stream(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        n: int = 1,
-        max_tokens: int = 64,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        ignore_eos: bool = False,
-    ) -> Iterator[Piece]:
+    def stream(self, prompts: Sequence[Prompt], **options: Unpack[OptionValues]) -> Iterator[Piece]:
         """Answer all prompts, giving every token as it comes; the last piece of an answer has its completion.
 
         As `generate`. Prompts are checked at once, and start with the first piece asked for; closing the iterator drops
@@ -158,83 +141,59 @@ class Engine:
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidArgumentError(f"prompts: expected a list of prompts, got {type(prompts).__name__}")
-        num_samples = check_count("n", n, 1)
-        stop_token_ids = frozenset[int]() if ignore_eos else self.model.stop_token_ids
-        tokenizer = self.model.tokenizer
-        generations = []
-        for index, prompt in enumerate(prompts):
-            samplers = make_samplers(num_samples, temperature, seed)
-            request = self._new_request(index, prompt, max_tokens, stop_token_ids)
-            requests = [request, *(request.add_sample(next(self._sequence_ids)) for _ in samplers[1:])]
-            for number, (sample, sampler) in enumerate(zip(requests, samplers, strict=True)):
-                decoder = None if tokenizer is None else StreamDecoder(tokenizer)
-                generations.append(Generation(index, number, sample, sampler, decoder))
+        checked = GenerationOptions(**options)
+        generations = [
+            generation
+            for index, prompt in enumerate(prompts)
+            for generation in self._intake.read(prompt, checked, f"prompts[{index}]", index)
+        ]
         return self._run(generations)
 
-    def step(self) -> None:
-        """Compute one step of all unfinished requests. `stream` and `generate` call this; so may you, to go ahead.
+    def submit(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[OptionValues]
+    ) -> list[Generation]:
+        """Queue a prompt and return its generations, one for each sample, for `step` to take on.
 
-        Raises what the model or the sampler raises, and PoolExhaustedError if pins keep so much of the pool that
-        nothing can go on; nothing is lost then, and the next step tries again.
+        prompt, options: as of `generate`. timeout_s: seconds from now, waiting included, after which the next step ends
+        it with finish_reason "timeout". Raises, with nothing queued, what `generate` does before anything is computed.
+        What goes wrong later ends the generation with finish_reason "error", and is its `error`.
         """
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return
-        sampling = [
-            [self._generations[request] for request in chunk.sampled_requests] for chunk in chunks if chunk.samples
-        ]
-        try:
-            logits = self.runner.run(chunks)
-            token_ids = sample_step(logits, [[generation.sampler for generation in row] for row in sampling])
-        except BaseException:
-            self.scheduler.abort(chunks)
-            raise
-        self.scheduler.complete(chunks, token_ids)
-        self.metrics.observe()
-        for generation, token_id in zip(chain.from_iterable(sampling), token_ids, strict=True):
-            generation.record(token_id, time.perf_counter())
+        if timeout_s is not None and (not is_number(timeout_s) or timeout_s <= 0):
+            raise InvalidArgumentError(f"timeout_s: expected None or a number above 0, got {timeout_s!r}")
+        generations = self._intake.read(prompt, GenerationOptions(**options), "prompt")
+        for generation in generations:
+            generation.is_submitted = True
+        self._stepper.add(generations, timeout_s=timeout_s)
+        return generations
+
+    def cancel(self, generation: Generation) -> None:
+        """End a submitted generation between two steps; its blocks are free at once. Nothing if it has ended."""
+        self._stepper.cancel(generation)
+
+    def step(self) -> list[Generation]:
+        """Compute one step of what is unfinished; return the generations that got a piece or ended, perhaps none.
+
+        `stream` and `generate` call this; so may you, to go ahead. Never raises for submitted generations: those of a
+        step that dies end with finish_reason "error". For a stream's it raises what the model or the sampler does, and
+        PoolExhaustedError if pins keep so much of the pool that nothing can go on; nothing is lost then, and the next
+        step tries again.
+        """
+        return self._stepper.step()
 
     def _run(self, generations: list[Generation]) -> Iterator[Piece]:
         """Queue the requests, step until they are finished, and give their pieces out."""
         try:
-            for generation in generations:
-                self._generations[generation.request] = generation
-                if generation.sample_index == 0:
-                    self.scheduler.add(generation.request)
-                generation.start_s = time.perf_counter()
+            self._stepper.add(generations)
             while True:
                 for generation in generations:
                     while generation.pieces:
                         yield generation.pieces.popleft()
-                if all(generation.request.finish_reason is not None for generation in generations):
+                if all(generation.finish_reason is not None for generation in generations):
                     return
                 self.step()
         finally:
             for generation in reversed(generations):  # the samples of a prompt before the one that computes it for them
-                if generation.request.finish_reason is None:
-                    self.scheduler.cancel(generation.request)
-                self._generations.pop(generation.request, None)
-
-    def _new_request(self, index: int, prompt: Prompt, max_tokens: int, stop_token_ids: frozenset[int]) -> Request:
-        """Check a prompt and make its request. Raises InvalidArgumentError and ModelError, saying which it is."""
-        try:
-            token_ids = self._encode(prompt)
-            request = Request(KVSequence(next(self._sequence_ids), token_ids), max_tokens, stop_token_ids)
-            vocab_size = self.model.config.vocab_size
-            largest = max(request.sequence.token_ids())
-            if largest >= vocab_size:
-                raise InvalidTokensError(f"expected token ids below {vocab_size}, the vocabulary's size, got {largest}")
-            self.scheduler.check_fits(request)
-        except KVBlocksError as error:
-            raise type(error)(f"prompts[{index}]: {error}") from error
-        return request
-
-    def _encode(self, prompt: Any) -> Any:
-        if not isinstance(prompt, str):
-            return prompt
-        if self.model.tokenizer is None:
-            raise ModelError("expected token ids, since the model's folder has no tokenizer.json; got text")
-        return self.model.tokenizer.encode(prompt)
+                self._stepper.cancel(generation)
 
 
 def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | str | None, block_size: int) -> Plan:

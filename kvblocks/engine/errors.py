@@ -5,3 +5,7 @@ from kvblocks.errors import KVBlocksError
 
 class ModelError(KVBlocksError):
     """A model cannot be used: its folder, configuration or weights are missing, broken, or of a kind not supported."""
+
+
+class BrokenLogitsError(ModelError):
+    """The model computed NaN: its weights or the KV cache are broken."""

@@ -3,53 +3,76 @@
 from collections import deque
 
 from kvblocks.engine.completion import Completion, Piece
-from kvblocks.engine.request import Request
+from kvblocks.engine.request import FinishReason, Request
 from kvblocks.engine.sampler import Sampler
+from kvblocks.engine.stop_strings import StopMatcher
 from kvblocks.engine.tokenizer import StreamDecoder
 
 
 class Generation:
-    """A request on its way to a completion.
+    """A request on its way to a completion. Read it, and take its pieces; the engine writes it.
 
-    prompt_index, sample_index: which answer of the call it is. pieces: those that nobody has taken yet. start_s: when
-    it was queued, on the clock of `record`.
+    prompt_index, sample_index: which answer of the call it is. pieces: those that nobody has taken yet. text: all that
+    they said so far. completion: once it has all its tokens. error: why it failed, if its finish_reason is "error".
+    is_submitted: whether a failure is its own end, or is raised to the caller that steps. start_s: when it was queued,
+    on the clock of `record`.
     """
 
     def __init__(
-        self, prompt_index: int, sample_index: int, request: Request, sampler: Sampler, decoder: StreamDecoder | None
+        self,
+        place: tuple[int, int],
+        request: Request,
+        sampler: Sampler,
+        decoder: StreamDecoder | None,
+        stops: StopMatcher,
     ) -> None:
-        self.prompt_index = prompt_index
-        self.sample_index = sample_index
+        self.prompt_index, self.sample_index = place
         self.request = request
         self.sampler = sampler
         self.pieces: deque[Piece] = deque()
+        self.text = ""
+        self.completion: Completion | None = None
+        self.error: Exception | None = None
+        self.is_submitted = False
         self.start_s = 0.0
         self._decoder = decoder
-        self._text = ""
+        self._stops = stops
         self._ttft_s: float | None = None
 
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended: "stop", "length", "cancelled", "timeout" or "error"; None while it goes on. O(1)."""
+        if self.error is not None:
+            return "error"
+        return self.request.finish_reason if self.completion is None else self.completion.finish_reason
+
     def record(self, token_id: int, now_s: float) -> None:
-        """Turn a sampled token into a piece; if it was the last one, with the completion."""
+        """Turn a sampled token into a piece; if it was the last one, with the completion. O(1) a character.
+
+        A stop string completes it too, though its request is unfinished then: the caller ends that.
+        """
         if self._ttft_s is None:
             self._ttft_s = now_s - self.start_s
-        text = "" if self._decoder is None else self._decoder.feed([token_id])
-        reason = self.request.finish_reason
-        if reason is None:
-            self._text += text
-            self.pieces.append(self._piece(token_id, text))
-            return
-        if self._decoder is not None:
-            text += self._decoder.finish()
-        completion = Completion(
-            text=self._text + text,
-            token_ids=self.request.output_token_ids,
-            num_prompt_tokens=self.request.sequence.num_prompt_tokens,
-            num_cached_tokens=self.request.num_cached_tokens,
-            num_computed_tokens=self.request.num_computed_tokens,
-            ttft_s=self._ttft_s,
-            finish_reason=reason,
-        )
-        self.pieces.append(self._piece(token_id, text, completion))
+        text = self._certain_text(token_id)
+        self.text += text
+        reason: FinishReason | None = "stop" if self._stops.is_matched else self.request.finish_reason
+        if reason is not None:
+            self.completion = Completion(
+                text=self.text,
+                token_ids=self.request.output_token_ids,
+                num_prompt_tokens=self.request.sequence.num_prompt_tokens,
+                num_cached_tokens=self.request.num_cached_tokens,
+                num_computed_tokens=self.request.num_computed_tokens,
+                ttft_s=self._ttft_s,
+                finish_reason=reason,
+            )
+        self.pieces.append(Piece(self.prompt_index, token_id, text, self.completion, self.sample_index))
 
-    def _piece(self, token_id: int, text: str, completion: Completion | None = None) -> Piece:
-        return Piece(self.prompt_index, token_id, text, completion, self.sample_index)
+    def _certain_text(self, token_id: int) -> str:
+        """The text that the token makes certain; with the last one, all that is left."""
+        if self._decoder is None:
+            return ""
+        text = self._decoder.feed([token_id])
+        if self.request.finish_reason is None:
+            return self._stops.feed(text)
+        return self._stops.feed(text + self._decoder.finish()) + self._stops.finish()

@@ -16,7 +16,7 @@ from kvblocks.arguments import check_count
 from kvblocks.errors import SequenceStateError
 from kvblocks.sequence import Sequence
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
 @dataclass(eq=False, slots=True)
@@ -26,8 +26,11 @@ class Request:
     num_cached_tokens: those of the prompt that needed no computing for it: what the cache had when it was first
     admitted, or the whole prompt when it was forked. num_computed_tokens: tokens that went through the model for it,
     recomputed ones included. num_preemptions: how often it lost its blocks to an older one. finish_reason: None while
-    it is unfinished. siblings: the other samples of the prompt, until that is computed. sequence: another object once
-    the request was forked. Raises InvalidArgumentError.
+    it is unfinished; "stop" and "length" say that it has all its tokens, the others that it got no further. deadline:
+    when `Scheduler.expire` cancels it, on the caller's clock, and set before it is queued; None: never. siblings: the
+    other samples of the prompt, until that is computed. was_admitted: whether it ever ran. num_overtakes: how many
+    behind it in the queue were admitted before it. sequence: another object once the request was forked. Raises
+    InvalidArgumentError.
     """
 
     sequence: Sequence
@@ -37,7 +40,10 @@ class Request:
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
+    deadline: float | None = None
     siblings: "list[Request]" = field(default_factory=list)
+    was_admitted: bool = False
+    num_overtakes: int = 0
 
     def __post_init__(self) -> None:
         check_count("max_tokens", self.max_tokens, 1)
@@ -62,12 +68,15 @@ class Request:
             raise SequenceStateError(
                 f"add_sample: expected a request that has generated nothing, got {self.num_output_tokens} tokens"
             )
-        sample = Request(self.sequence.fork(sequence_id), self.max_tokens, self.stop_token_ids)
+        sample = Request(self.sequence.fork(sequence_id), self.max_tokens, self.stop_token_ids, deadline=self.deadline)
         self.siblings.append(sample)
         return sample
 
-    def take_token(self, token_id: int) -> None:
-        """Add a sampled token, which may finish the request. Only for the scheduler. O(1)."""
+    def take_token(self, token_id: int | None) -> None:
+        """Add a sampled token, which may finish the request; None: there is none. Only for the scheduler. O(1)."""
+        if token_id is None:
+            self.finish_reason = "error"
+            return
         self.sequence.append_tokens([token_id])
         if token_id in self.stop_token_ids:
             self.finish_reason = "stop"
@@ -82,5 +91,6 @@ class Request:
         heir, *others = self.siblings
         self.siblings, heir.siblings = [], others
         heir.num_cached_tokens, heir.num_computed_tokens = self.num_cached_tokens, self.num_computed_tokens
-        heir.num_preemptions = self.num_preemptions
+        heir.num_preemptions, heir.num_overtakes = self.num_preemptions, self.num_overtakes
+        heir.was_admitted = self.was_admitted
         return heir

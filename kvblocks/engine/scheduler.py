@@ -11,9 +11,10 @@ Invariants:
   blocks back at once, and lose them again in the next step.
 - The oldest running request gets on in every step: alone it fits, or `add` would have refused it. Pins may have grown
   since; a step that they leave nothing for raises, before it has changed anything.
-- Waiting requests are admitted in order of arrival, preempted ones in front. One whose prefix a running request is
-  about to compute, in chunks, waits for that, and lets others pass. Nobody waits for somebody who waits, since whoever
-  computes has blocks; and whoever passes doesn't begin with what the other one waits for, so it can't prolong the wait.
+- Waiting requests are admitted in the order that `order` says, preempted ones in front. One whose prefix a running
+  request is about to compute, in chunks, waits for that, and lets others pass. Nobody waits for somebody who waits,
+  since whoever computes has blocks; and whoever passes doesn't begin with what the other one waits for, so it can't
+  prolong the wait. When one is refused, by the pool or the watermark, nobody behind it is admitted in that step.
 - Samples of one prompt are forked when its last chunk was computed, between two steps: whatever they share is written.
   Until then nobody who came later takes their places; if there aren't enough, the rest wait, in front.
 
@@ -22,10 +23,14 @@ The order of work, and recomputing as the only kind of preemption, are those of 
 
 from collections import deque
 from collections.abc import Sequence as Items
+from itertools import islice
+from math import inf
 
 from kvblocks.cache_hit import CacheHit
-from kvblocks.engine.capacity import check_fits, check_oldest, exhausted
-from kvblocks.engine.request import Request
+from kvblocks.engine.capacity import check_fits, check_oldest, stalled
+from kvblocks.engine.headroom import Headroom
+from kvblocks.engine.order import FirstCome, Order
+from kvblocks.engine.request import FinishReason, Request
 from kvblocks.engine.step import ScheduledChunk, StepLimits
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.manager import KVCacheManager
@@ -34,17 +39,27 @@ from kvblocks.manager import KVCacheManager
 class Scheduler:
     """Schedules requests on `manager`, whose sequences are all its own.
 
-    max_model_len: tokens that the model can have in context. limits: may be replaced between steps.
+    max_model_len: tokens that the model can have in context. limits: may be replaced between steps. order: None is
+    first come, first served.
     waiting, running: unfinished requests, oldest first; samples of a prompt that isn't computed yet are among the
     `siblings` of its first one. Read them, but let the scheduler change them.
     """
 
-    def __init__(self, manager: KVCacheManager, max_model_len: int, limits: StepLimits | None = None) -> None:
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        max_model_len: int,
+        limits: StepLimits | None = None,
+        *,
+        order: Order | None = None,
+    ) -> None:
         self.manager = manager
         self.max_model_len = max_model_len
         self.limits = limits or StepLimits()
+        self.order: Order = order or FirstCome()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._next_deadline = inf  # of all requests, or earlier
 
     @property
     def has_work(self) -> bool:
@@ -63,14 +78,17 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request, and its siblings with it. Raises what `check_fits` does, changing nothing. As that."""
         self.check_fits(request)
+        deadlines = [sample.deadline for sample in (request, *request.siblings) if sample.deadline is not None]
+        self._next_deadline = min([self._next_deadline, *deadlines])
         self.waiting.append(request)
 
     def schedule(self) -> list[ScheduledChunk]:
         """Return what the next step computes, with slots for all of it; empty only if there is no work.
 
-        Allocates, and preempts the youngest requests when the pool runs dry. Raises PoolExhaustedError, changing
-        nothing, when pins keep so much that not even the oldest request can go on; unpin, or cancel it, and call again.
-        O(requests of the step + new blocks + tokens of waiting requests that are looked up).
+        Allocates, and preempts the youngest requests when the pool runs dry. Raises StalledError, a PoolExhaustedError,
+        changing nothing, when pins keep so much that not even its `request` can go on, the oldest or the next in line;
+        unpin, or cancel it, and call again. O(running requests + new blocks + tokens of waiting requests that are
+        looked up): those admitted, at most max_num_seqs that wait for a prefix, one refused, and what `order` looks up.
         """
         chunks: list[ScheduledChunk] = []
         budget = self.limits.max_num_batched_tokens
@@ -83,17 +101,17 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= chunk.num_tokens
         if len(self.running) == num_running or not chunks:  # without any, the oldest one itself starts anew
-            self._admit(chunks, budget)
-        if self.waiting and not chunks:
-            raise exhausted(self.manager, self.waiting[0])
+            refused = self._admit(chunks, budget)
+            if refused is not None and not chunks:
+                raise stalled(self.manager, refused)
         return chunks
 
-    def complete(self, chunks: Items[ScheduledChunk], token_ids: Items[int]) -> None:
+    def complete(self, chunks: Items[ScheduledChunk], token_ids: Items[int | None]) -> None:
         """Record a step that was computed. Requests that are finished give their blocks back, cached as they are.
 
-        token_ids: one sampled token for each of `chunk.sampled_requests`, chunk by chunk, in their order. Raises
-        InvalidArgumentError, changing nothing, for more or fewer. O(requests of the step), and O(prompt) for each
-        sample that is forked.
+        token_ids: one sampled token for each of `chunk.sampled_requests`, chunk by chunk, in their order; None where
+        there is none to be had, which ends that request with finish_reason "error". Raises InvalidArgumentError,
+        changing nothing, for more or fewer. O(requests of the step), and O(prompt) for each sample that is forked.
         """
         num_sampled = sum(len(chunk.sampled_requests) for chunk in chunks)
         if len(token_ids) != num_sampled:
@@ -119,11 +137,15 @@ class Scheduler:
             self.running.remove(chunk.request)
             self.waiting.appendleft(chunk.request)
 
-    def cancel(self, request: Request) -> None:
-        """Drop an unfinished request, between two steps; what is cached of it stays, and so do its siblings.
+    def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
+        """End an unfinished request, between two steps; what is cached of it stays, and so do its siblings.
 
-        O(requests), and O(prompt) when the next sample takes its place.
+        Its blocks are free at once. reason: its finish_reason from now on; one that it has already stays, and nothing
+        is done. O(requests), and O(prompt) when the next sample takes its place.
         """
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = reason
         if request.siblings and request in self.waiting:
             self.waiting[self.waiting.index(request)] = request.hand_over()
             return
@@ -132,6 +154,22 @@ class Scheduler:
             heir.sequence = self.manager.fork(request.sequence, heir.sequence.sequence_id)
             self.running.insert(self.running.index(request), heir)
         self._remove(request)
+
+    def expire(self, now: float) -> list[Request]:
+        """Cancel the requests whose `deadline` is not after `now`, between two steps, and return them.
+
+        Their finish_reason is "timeout". Nothing expires by itself: call it before each step. O(1) before the next
+        deadline, then O(requests).
+        """
+        if now < self._next_deadline:
+            return []
+        unfinished = [sample for r in (*self.running, *self.waiting) for sample in (r, *r.siblings)]
+        timed = [(request.deadline, request) for request in unfinished if request.deadline is not None]
+        expired = [request for deadline, request in timed if deadline <= now]
+        self._next_deadline = min([deadline for deadline, _ in timed if deadline > now], default=inf)
+        for request in reversed(expired):  # the samples of a prompt before the one that computes it for them
+            self.cancel(request, "timeout")
+        return expired
 
     def _continue(self, request: Request, budget: int, *, is_oldest: bool) -> ScheduledChunk | None:
         """Make room for a running request's next tokens: the rest of its prompt, or the token sampled last."""
@@ -144,25 +182,42 @@ class Scheduler:
             return None
         return self._chunk(request, start)
 
-    def _admit(self, chunks: list[ScheduledChunk], budget: int) -> None:
-        """Add the first chunks of waiting requests to the step, but for those whose prefix somebody is computing."""
-        most = self.limits.max_num_seqs
+    def _admit(self, chunks: list[ScheduledChunk], budget: int) -> Request | None:
+        """Add the first chunks of waiting requests to the step, and return the one that ended it by being refused.
+
+        Those whose prefix somebody is computing are passed over.
+        """
+        most, num_passed = self.limits.max_num_seqs, 0  # as many are passed over as could run, at most
         num_seqs = sum(1 + len(request.siblings) for request in self.running)
-        place = 0  # of the first that isn't passed over; as many as could run are, at most
-        while budget and num_seqs < most and place < min(len(self.waiting), most):
-            request = self.waiting[place]
+        headroom = Headroom(self.manager, self.running, self.limits.watermark)
+        candidates = self.order.candidates(self.waiting, self.manager)
+        while budget and num_seqs < most and num_passed < most and self.waiting:
+            request = next(candidates, None)
+            if request is None:
+                return None
             hit = self.manager.get_computed_blocks(request.sequence)
-            if self.limits.wait_for_prefixes and hit.pending_tokens:
-                place += 1
+            if self.limits.wait_for_prefixes and hit.pending_tokens and not self.order.is_overdue(request):
+                num_passed += 1
                 continue
-            chunk = self._start(request, hit, budget)
+            chunk = self._start(request, hit, budget) if headroom.admits(request, hit) else None
             if chunk is None:
-                return
-            del self.waiting[place]
-            self.running.append(request)
+                return request
+            self._take_turn(request)
+            headroom.note(request)
             chunks.append(chunk)
             budget -= chunk.num_tokens
             num_seqs += 1 + len(request.siblings)
+        return None
+
+    def _take_turn(self, request: Request) -> None:
+        """Move a waiting request that has been given slots to the running ones. O(those in front of it)."""
+        place = self.waiting.index(request)
+        for older in islice(self.waiting, place):
+            older.num_overtakes += 1
+        request.was_admitted = True
+        del self.waiting[place]
+        self.running.append(request)
+        self.order.note_admitted(request)
 
     def _start(self, request: Request, hit: CacheHit, budget: int) -> ScheduledChunk | None:
         """Make room for the first tokens of a waiting request that aren't in the cache."""
@@ -185,7 +240,7 @@ class Scheduler:
         num_forks = max(0, self.limits.max_num_seqs - len(self.running))
         forks, others = siblings[:num_forks], siblings[num_forks:]
         for sample in siblings:
-            sample.num_cached_tokens = request.sequence.num_prompt_tokens
+            sample.num_cached_tokens, sample.was_admitted = request.sequence.num_prompt_tokens, True
         for sample in forks:
             sample.sequence = self.manager.fork(request.sequence, sample.sequence.sequence_id)
         place = self.running.index(request) + 1

@@ -78,10 +78,18 @@ class FakeCache:
 
 
 def make(
-    num_blocks, *, max_num_batched_tokens=16, max_num_seqs=8, enable_caching=True, max_model_len=1000, **more_limits
+    num_blocks,
+    *,
+    max_num_batched_tokens=16,
+    max_num_seqs=8,
+    enable_caching=True,
+    max_model_len=1000,
+    order=None,
+    **more_limits,
 ):
     manager = KVCacheManager(num_blocks, BLOCK_SIZE, enable_caching=enable_caching)
-    return Scheduler(manager, max_model_len, StepLimits(max_num_batched_tokens, max_num_seqs, **more_limits))
+    limits = StepLimits(max_num_batched_tokens, max_num_seqs, **more_limits)
+    return Scheduler(manager, max_model_len, limits, order=order)
 
 
 def add(scheduler, name, prompt, max_tokens=4, **options):
@@ -113,8 +121,11 @@ def unfinished_requests(scheduler):
     return found
 
 
-def run_any_step(scheduler, cache, *, dies=False):
-    """One step, and what must be so in each."""
+def run_any_step(scheduler, cache, *, dies=False, fails=()):
+    """One step, and what must be so in each. Returns its chunks.
+
+    fails: requests that get no token if they are to be sampled.
+    """
     unfinished = unfinished_requests(scheduler)
     limits = scheduler.limits
     chunks = scheduler.schedule()
@@ -129,7 +140,11 @@ def run_any_step(scheduler, cache, *, dies=False):
         cache.store(chunks, poison=True)
         scheduler.abort(chunks)
     else:
-        scheduler.complete(chunks, cache.run(chunks))
+        sampled = [request for chunk in chunks for request in chunk.sampled_requests]
+        tokens = [None if r in fails else token for r, token in zip(sampled, cache.run(chunks), strict=True)]
+        scheduler.complete(chunks, tokens)
+        assert all((r.finish_reason == "error") == (r in fails) for r in sampled)
     scheduler.manager.check()
     assert len(scheduler.running) <= limits.max_num_seqs
     assert {r for r in unfinished if r.finish_reason is None} == set(unfinished_requests(scheduler))
+    return chunks

@@ -142,7 +142,7 @@ def test_a_cancelled_sample_leaves_the_others_alone(num_steps, which):
     left = [number for number in range(3) if number != which]
     for number in left:
         assert samples[number].output_token_ids == answer_alone((None, number), prompt, 4)
-    assert samples[which].finish_reason is None
+    assert samples[which].finish_reason == "cancelled"
     costs = [(samples[number].num_cached_tokens, samples[number].num_computed_tokens) for number in left]
     assert costs == [(0, 18 + 3) if (which, num_steps) != (0, 2) else (18, 3), (18, 3)]
 

@@ -1,0 +1,73 @@
+"""From a prompt to requests: everything that can be wrong with it is found here, before anything is queued."""
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.generation import Generation
+from kvblocks.engine.options import GenerationOptions
+from kvblocks.engine.request import Request
+from kvblocks.engine.runner import LoadedModel
+from kvblocks.engine.sampler import make_samplers
+from kvblocks.engine.scheduler import Scheduler
+from kvblocks.engine.stop_strings import StopMatcher
+from kvblocks.engine.tokenizer import StreamDecoder
+from kvblocks.errors import InvalidTokensError, KVBlocksError
+from kvblocks.sequence import Sequence as KVSequence
+
+Prompt = str | Sequence[int]
+
+
+class Intake:
+    """Makes generations of prompts for one model and scheduler, with sequence ids of their own."""
+
+    def __init__(self, model: LoadedModel, scheduler: Scheduler) -> None:
+        self._model = model
+        self._scheduler = scheduler
+        self._sequence_ids: Iterator[int] = count()
+
+    def read(self, prompt: Prompt, options: GenerationOptions, name: str, prompt_index: int = 0) -> list[Generation]:
+        """Check a prompt, called `name` in errors, and return a generation for each of its samples. Queues nothing.
+
+        Raises InvalidArgumentError (it is empty, unreadable, or could never fit; options out of range),
+        PoolExhaustedError (it can't fit while the present pins stand) and ModelError (text without a tokenizer). O(n x
+        prompt).
+        """
+        samplers = make_samplers(options.n, options.temperature, options.seed, top_p=options.top_p, top_k=options.top_k)
+        tokenizer = self._model.tokenizer
+        if options.stop and tokenizer is None:
+            raise ModelError("stop: expected none, since the model's folder has no tokenizer.json; got strings")
+        try:
+            request = self._new_request(prompt, options)
+        except KVBlocksError as error:
+            raise type(error)(f"{name}: {error}") from error
+        requests = [request, *(request.add_sample(next(self._sequence_ids)) for _ in samplers[1:])]
+        return [
+            Generation(
+                (prompt_index, number),
+                sample,
+                sampler,
+                None if tokenizer is None else StreamDecoder(tokenizer),
+                StopMatcher(options.stops),
+            )
+            for number, (sample, sampler) in enumerate(zip(requests, samplers, strict=True))
+        ]
+
+    def _new_request(self, prompt: Prompt, options: GenerationOptions) -> Request:
+        sequence = KVSequence(next(self._sequence_ids), self._encode(prompt), salt=options.salt)
+        stop_token_ids = frozenset[int]() if options.ignore_eos else self._model.stop_token_ids
+        request = Request(sequence, options.max_tokens, stop_token_ids)
+        vocab_size = self._model.config.vocab_size
+        largest = max(sequence.token_ids())
+        if largest >= vocab_size:
+            raise InvalidTokensError(f"expected token ids below {vocab_size}, the vocabulary's size, got {largest}")
+        self._scheduler.check_fits(request)
+        return request
+
+    def _encode(self, prompt: Any) -> Any:
+        if not isinstance(prompt, str):
+            return prompt
+        if self._model.tokenizer is None:
+            raise ModelError("expected token ids, since the model's folder has no tokenizer.json; got text")
+        return self._model.tokenizer.encode(prompt)

@@ -1,0 +1,132 @@
+"""Takes all unfinished generations on by a step: schedule, run the model, sample, record; and what if that fails.
+
+There are two kinds of callers. Who streams hears of a failure where it happens: the step raises, it is undone, its
+requests wait again, and the next step goes on. Who submitted a prompt and lets somebody else step, as a server does,
+finds the failure in the generation (finish_reason "error", and the exception): a step that dies fails the generations
+that it was for, and no others; and where one of them can be told to be the reason, that one only.
+
+In either case nothing that wasn't written stays cached. A request whose logits are NaN has KV that can't be trusted, or
+has read some, and nobody knows since when; so the whole cache is given up then, which costs time and nothing else.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import chain
+from traceback import clear_frames
+
+from kvblocks.engine.capacity import StalledError
+from kvblocks.engine.errors import BrokenLogitsError
+from kvblocks.engine.generation import Generation
+from kvblocks.engine.request import Request
+from kvblocks.engine.runner import ModelRunner
+from kvblocks.engine.sampler import sample_step
+from kvblocks.engine.scheduler import Scheduler
+from kvblocks.engine.step import ScheduledChunk
+from kvblocks.metrics import CacheMetrics
+
+Outcomes = list[tuple[Generation, int | Exception]]
+
+
+class Stepper:
+    """Runs the steps of one scheduler and runner. It knows a generation exactly while its request is unfinished."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, metrics: CacheMetrics) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.metrics = metrics
+        self._generations: dict[Request, Generation] = {}
+
+    def add(self, generations: Sequence[Generation], *, timeout_s: float | None = None) -> None:
+        """Queue generations, where the samples of a prompt stand together, the first one in front.
+
+        timeout_s: from now. Raises what `Scheduler.add` does, with those of earlier prompts queued. O(generations).
+        """
+        now_s = time.perf_counter()
+        for generation in generations:
+            generation.start_s = now_s
+            generation.request.deadline = None if timeout_s is None else now_s + timeout_s
+        for generation in generations:
+            if generation.sample_index == 0:
+                self.scheduler.add(generation.request)
+            self._generations[generation.request] = generation
+
+    def cancel(self, generation: Generation) -> None:
+        """End a generation, if it hasn't ended; its blocks are free at once. O(requests)."""
+        self.scheduler.cancel(generation.request)
+        self._generations.pop(generation.request, None)
+
+    def step(self) -> list[Generation]:
+        """Compute one step and return the generations that got a piece or ended, expired ones included.
+
+        Raises, with the step undone, what went wrong for a generation that wasn't submitted, and whatever isn't an
+        Exception.
+        """
+        expired = [self._generations.pop(request) for request in self.scheduler.expire(time.perf_counter())]
+        try:
+            chunks = self.scheduler.schedule()
+        except StalledError as error:
+            return [*expired, *self._fail([error.request], error)]
+        return [*expired, *self._compute(chunks)] if chunks else expired
+
+    def _compute(self, chunks: list[ScheduledChunk]) -> list[Generation]:
+        """Run a step that was scheduled."""
+        sampling = [
+            [self._generations[request] for request in chunk.sampled_requests] for chunk in chunks if chunk.samples
+        ]
+        try:
+            logits = self.runner.run(chunks)
+            outcomes = sample_step(logits, [[generation.sampler for generation in row] for row in sampling])
+        except BaseException as error:
+            self.scheduler.abort(chunks)
+            if not isinstance(error, Exception):
+                raise
+            return self._fail(
+                [request for chunk in chunks for request in (chunk.request, *chunk.request.siblings)], error
+            )
+        results = list(zip(chain.from_iterable(sampling), outcomes, strict=True))
+        if any(isinstance(outcome, BrokenLogitsError) for outcome in outcomes):
+            self.scheduler.manager.reset_prefix_cache()
+        self._raise_if_streamed(results, chunks)
+        self.scheduler.complete(chunks, [None if isinstance(outcome, Exception) else outcome for outcome in outcomes])
+        self.metrics.observe()
+        for generation, outcome in results:
+            self._record(generation, outcome)
+        return [generation for generation, _ in results]
+
+    def _raise_if_streamed(self, results: Outcomes, chunks: list[ScheduledChunk]) -> None:
+        """Undo the step and raise if there is no token for a generation whose caller wants to hear of it."""
+        for generation, outcome in results:
+            if isinstance(outcome, Exception) and not generation.is_submitted:
+                self.scheduler.abort(chunks)
+                raise outcome
+
+    def _record(self, generation: Generation, outcome: int | Exception) -> None:
+        """Tell a generation what came of the step for it."""
+        if isinstance(outcome, Exception):
+            generation.error = outcome
+        else:
+            try:
+                generation.record(outcome, time.perf_counter())
+            except Exception as error:
+                if not generation.is_submitted:
+                    raise
+                generation.error = error
+            # It may have ended though its request has not: by a stop string, or because its text can't be told.
+            if generation.finish_reason is not None:
+                self.scheduler.cancel(generation.request, generation.finish_reason)
+        if generation.request.finish_reason is not None:
+            del self._generations[generation.request]
+
+    def _fail(self, requests: Sequence[Request], error: Exception) -> list[Generation]:
+        """End the submitted ones of `requests`, which wait, and return them; raise `error` if there are others."""
+        generations = [self._generations[request] for request in requests]
+        failed = [generation for generation in generations if generation.is_submitted]
+        for generation in reversed(failed):  # the samples of a prompt before the one that computes it for them
+            generation.error = error
+            self.scheduler.cancel(generation.request, "error")
+            del self._generations[generation.request]
+        if len(failed) < len(generations):
+            raise error
+        # The traceback is for reading: what the model's frames hold, tensors mostly, would live as long as it does.
+        clear_frames(error.__traceback__)
+        return failed

@@ -1,0 +1,42 @@
+"""Stop strings: text that ends a generation, and is not part of it.
+
+Text comes in pieces of any size, and what is shown can't be taken back. So what may be the beginning of a stop string
+is held back until it is one or can't be. The result doesn't depend on how the text is cut into pieces: the stop string
+that ends first counts, and of several that end there the longest.
+"""
+
+from collections.abc import Iterable
+
+
+class StopMatcher:
+    """Passes text on up to the first of `stops`, which are not empty.
+
+    is_matched: whether that was found; what is fed then is dropped.
+    """
+
+    def __init__(self, stops: Iterable[str] = ()) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.is_matched = False
+
+    def feed(self, text: str) -> str:
+        """Return the text that is certain now. O(text x stops)."""
+        if self.is_matched or not self._stops:
+            return "" if self.is_matched else text
+        text = self._held + text
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            self.is_matched, self._held = True, ""
+            return text[: min(found)[1]]
+        certain = next(place for place in range(len(text) + 1) if self._may_begin(text, place))
+        self._held = text[certain:]
+        return text[:certain]
+
+    def finish(self) -> str:
+        """Return what was held back: no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _may_begin(self, text: str, place: int) -> bool:
+        """Whether all of `text` from `place` on, perhaps nothing, is the beginning of a stop string."""
+        return any(stop.startswith(text[place:]) for stop in self._stops)
