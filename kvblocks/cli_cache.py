@@ -12,7 +12,9 @@ from kvblocks.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from kvblocks.engine.server.client import ServerClient
 
-cache_commands = typer.Typer(no_args_is_help=True, help="Ask a running server about its cache, pin prefixes, or reset it.")
+cache_commands = typer.Typer(
+    no_args_is_help=True, help="Ask a running server about its cache, pin prefixes, or reset it."
+)
 
 _Url = Annotated[str, typer.Option(envvar="KVBLOCKS_URL", help="The server.")]
 _URL = "http://127.0.0.1:8000"
@@ -171,7 +173,9 @@ def _parse_tokens(tokens: str) -> list[int]:
     except ValueError:
         value = None
     if not isinstance(value, list) or not all(type(token) is int for token in value):
-        raise InvalidArgumentError(f"--tokens: expected token ids such as 1,2,3, or @FILE with a JSON list, got {tokens!r}")
+        raise InvalidArgumentError(
+            f"--tokens: expected token ids such as 1,2,3, or @FILE with a JSON list, got {tokens!r}"
+        )
     return value
 
 

@@ -48,6 +48,7 @@ class Engine:
     is plain torch too, for now.
     schedule: in which order prompts that wait are begun: "fcfs", first come first served; "longest-prefix", those first
     of which most is cached; "grouped", those together that share a prefix. See `engine.order`.
+    num_history_blocks: how many evicted blocks `manager.explain` remembers.
 
     Attributes to read: model, manager, metrics, scheduler, runner. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError. Loads the model.
@@ -63,6 +64,7 @@ class Engine:
         deterministic: bool = False,
         device: str = "auto",
         schedule: str = "fcfs",
+        num_history_blocks: int = 0,
     ) -> None:
         order = make_order(schedule)
         chosen = _choose_device(device, model.device if isinstance(model, LoadedModel) else None)
@@ -73,7 +75,9 @@ class Engine:
         config, weights = self.model.config, self.model.weights
         if num_blocks is None:
             num_blocks = max(1, DEFAULT_KV_CACHE_BYTES // kv_block_bytes(config, block_size, weights.embedding.dtype))
-        self.manager = KVCacheManager(num_blocks, block_size, enable_caching=enable_prefix_caching)
+        self.manager = KVCacheManager(
+            num_blocks, block_size, enable_caching=enable_prefix_caching, num_history_blocks=num_history_blocks
+        )
         self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
         self.scheduler = Scheduler(self.manager, config.max_position_embeddings, order=order)
         strategy = choose_determinism(config, weights) if deterministic else NATURAL

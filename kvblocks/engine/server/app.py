@@ -160,7 +160,9 @@ async def _show_error(request: Request, error: KVBlocksError) -> Response:
 
 
 async def _show_http_exception(request: Request, error: HTTPException) -> Response:
-    what = "another path" if error.status_code == 404 else "another method" if error.status_code == 405 else error.detail
+    what = (
+        "another path" if error.status_code == 404 else "another method" if error.status_code == 405 else error.detail
+    )
     message = f"expected {what}, got {request.method} {show(request.url.path)}"
     return _error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 

@@ -38,7 +38,9 @@ class CacheApi:
         engine = self._engine
         values = engine.metrics.snapshot().as_dict()
         stats = values["stats"]
-        block_bytes = kv_block_bytes(engine.model.config, engine.manager.block_size, engine.model.weights.embedding.dtype)
+        block_bytes = kv_block_bytes(
+            engine.model.config, engine.manager.block_size, engine.model.weights.embedding.dtype
+        )
         num_lookups, seconds = self._service.thread.arrivals.lookups
         used = stats["num_blocks"] - stats["num_free_blocks"]
         return {

@@ -6,7 +6,7 @@ What it says is separate from where answers come from: a server, or an engine in
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvblocks.engine.completion import Completion
 from kvblocks.engine.engine import Engine
@@ -91,7 +91,8 @@ class ServerAnswerer:
         """As `Answerer`."""
         body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **self._options}
         start_s, first_s = time.perf_counter(), None
-        texts, usage = [], {}
+        texts: list[str] = []
+        usage: dict[str, Any] = {}
         for event in self._client.stream("/v1/chat/completions", body):
             usage = event.get("usage") or usage
             for choice in event["choices"]:

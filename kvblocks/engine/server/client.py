@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import httpx2
 
@@ -33,7 +33,7 @@ class ServerClient:
         timeout = httpx2.Timeout(timeout_s, connect=10.0)
         self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=uses_environment)
 
-    def __enter__(self) -> "ServerClient":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -63,7 +63,7 @@ class ServerClient:
                     _checked(response)
                 for line in response.iter_lines():
                     text = line.removeprefix("data: ")
-                    if line == text or text == "[DONE]":
+                    if text in {line, "[DONE]"}:
                         continue
                     event = json.loads(text)
                     if "error" in event:

@@ -19,7 +19,7 @@ from typing import TypeVar
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.server.arrivals import Arrivals
-from kvblocks.engine.server.errors import ApiError, as_api_error, stopping_error
+from kvblocks.engine.server.errors import ApiError, as_api_error, step_error, stopping_error
 from kvblocks.engine.server.pin_book import PinBook
 from kvblocks.engine.server.replies import Delta
 from kvblocks.engine.server.requests import Sampling
@@ -150,7 +150,9 @@ class EngineThread:
             return
         del work.unfinished[generation], self._owners[generation]
         if generation.completion is None:
-            self._fail(key, generation.error or RuntimeError(f"the generation ended with {reason!r}"))
+            error = generation.error or RuntimeError(f"the generation ended with {reason!r}")
+            logger.error("request %s failed", key, exc_info=error)
+            self._fail(key, step_error(error))
             return
         if not sample:
             self.arrivals.finish(key, prompt, generation.completion)
@@ -181,7 +183,7 @@ class EngineThread:
                     work.unfinished[generation] = len(work.unfinished)
                     self._owners[generation] = key
         except KVBlocksError as error:
-            self._fail(key, error)
+            self._fail(key, as_api_error(error))
 
     def _room(self, prompt: list[int]) -> int:
         """How many tokens a prompt's answer may have at most; 1 if it doesn't fit at all, which `submit` refuses."""
@@ -192,11 +194,9 @@ class EngineThread:
         if key in self._works:
             self._close(key)
 
-    def _fail(self, key: str, error: BaseException) -> None:
+    def _fail(self, key: str, error: ApiError) -> None:
         """Publish an error for a request and drop the rest of it."""
-        if not isinstance(error, KVBlocksError):
-            logger.error("request %s failed", key, exc_info=error)
-        self._put(key, as_api_error(error))
+        self._put(key, error)
         self._close(key)
 
     def _close(self, key: str) -> None:

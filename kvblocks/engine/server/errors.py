@@ -54,12 +54,15 @@ def as_api_error(error: BaseException, *, param: str | None = None) -> ApiError:
         return ApiError(503, str(error), code="pool_exhausted", headers={"Retry-After": "5"})
     if isinstance(error, (InvalidArgumentError, ModelError)):
         return ApiError(400, str(error), param=param)
-    return ApiError(
-        500,
-        f"the step that computed this request failed with {type(error).__name__}; the server's log has the details",
-        code="step_failed",
-        headers={"x-should-retry": "false"},
-    )
+    return ApiError(500, f"expected an answer, got {type(error).__name__}: a bug, of which the server's log has more")
+
+
+def step_error(error: Exception) -> ApiError:
+    """Return what a client is told when the step that computed its request failed."""
+    if isinstance(error, PoolExhaustedError):
+        return as_api_error(error)
+    message = f"expected a step to succeed, got {type(error).__name__}: the server's log has more"
+    return ApiError(500, message, code="step_failed", headers={"x-should-retry": "false"})
 
 
 def stopping_error() -> ApiError:

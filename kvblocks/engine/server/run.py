@@ -80,7 +80,7 @@ class KVBlocksServer(uvicorn.Server):
         self.stop(grace_s=0.0 if self.should_exit else self._service.settings.grace_s)
 
     def stop(self, grace_s: float) -> None:
-        """Stop: take no more requests, and fail in `grace_s` seconds what is unfinished then. Any thread may call it."""
+        """Take no more requests, and in `grace_s` seconds fail what is unfinished then. Any thread may call it."""
         self._service.is_stopping = True
         self.should_exit = True
         if self._event_loop is not None:
@@ -138,5 +138,3 @@ def serve(
         server.run(sockets=[listener])
     if server.has_died:
         raise KVBlocksError("the engine's thread has died: see the log above")
-
-

@@ -5,6 +5,7 @@ beyond `max_requests`; each request ends in exactly one outcome.
 """
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import deque
@@ -134,7 +135,9 @@ class Service:
         if num_choices > most:
             raise ApiError(400, f"n: expected at most {most} answers at once, got {num_choices}", param="n")
         if self.num_open + num_choices > most:
-            message = f"expected at most {most} unfinished answers, got {self.num_open} and {num_choices} more: try later"
+            message = (
+                f"expected at most {most} unfinished answers, got {self.num_open} and {num_choices} more: try later"
+            )
             headers = {"Retry-After": str(self._retry_after_s())}
             raise ApiError(429, message, code="queue_full", headers=headers)
 
@@ -161,10 +164,8 @@ class Service:
     def _publish(self, batch: list[tuple[str, Item]]) -> None:
         """Hand a batch over to the event loop. Called on the engine's thread."""
         assert self._loop is not None, "the thread is started after this"
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._deliver, batch)
-        except RuntimeError:
-            pass  # the loop is closed: nobody waits any more
 
     def _deliver(self, batch: list[tuple[str, Item]]) -> None:
         for key, item in batch:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.prometheus import KVBlocksCollector
 
+_PREFIX = "kvblocks_server"
 _TTFT_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
@@ -25,18 +26,22 @@ class ServiceMetrics:
     """The metrics of one server, in a registry of its own. No series names a tenant. Owned by the event loop."""
 
     def __init__(self, engine: Engine, num_open: Callable[[], int]) -> None:
-        self._registry = CollectorRegistry()
-        KVBlocksCollector(engine.metrics, registry=self._registry)
-        names = {"registry": self._registry, "namespace": "kvblocks", "subsystem": "server"}
-        self._outcomes = Counter("requests", "Requests by how they ended.", ["outcome"], **names)
+        registry = self._registry = CollectorRegistry()
+        KVBlocksCollector(engine.metrics, registry=registry)
+        self._outcomes = Counter(f"{_PREFIX}_requests", "Requests by how they ended.", ["outcome"], registry=registry)
         for outcome in Outcome:
             self._outcomes.labels(outcome.value)
-        self._tokens = Counter("generated_tokens", "Tokens generated for requests that were open.", **names)
-        self._ttft = Histogram("ttft_seconds", "From a request's arrival to its first token.", buckets=_TTFT_BOUNDS, **names)
+        self._tokens = Counter(f"{_PREFIX}_generated_tokens", "Tokens generated for open requests.", registry=registry)
+        about = "From a request's arrival to its first token."
+        self._ttft = Histogram(f"{_PREFIX}_ttft_seconds", about, buckets=_TTFT_BOUNDS, registry=registry)
         scheduler = engine.scheduler
-        Gauge("open_answers", "Answers that are unfinished, running or waiting.", **names).set_function(num_open)
-        Gauge("running", "Sequences that hold blocks.", **names).set_function(lambda: len(scheduler.running))
-        Gauge("waiting", "Requests that wait for blocks.", **names).set_function(lambda: len(scheduler.waiting))
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "open_answers": ("Answers that are unfinished, running or waiting.", num_open),
+            "running": ("Sequences that hold blocks.", lambda: len(scheduler.running)),
+            "waiting": ("Requests that wait for blocks.", lambda: len(scheduler.waiting)),
+        }
+        for name, (text, read) in gauges.items():
+            Gauge(f"{_PREFIX}_{name}", text, registry=registry).set_function(read)
 
     def count(self, outcome: Outcome) -> None:
         """Count a request that has ended."""
