@@ -43,7 +43,8 @@ def stats(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -
         "hit rate": f"{values['hit_rate']:.1%} of {values['num_queried_tokens']} tokens,"
         f" {values['request_hit_rate']:.1%} of {values['num_queries']} requests",
         "recently": f"{values['recent']['hit_rate']:.1%} of {values['recent']['num_queried_tokens']} tokens",
-        "memory": f"{_mb(memory['pool_bytes'])}: {_mb(memory['used_bytes'])} in use, {_mb(memory['cached_bytes'])} cached",
+        "memory": f"{_mb(memory['pool_bytes'])}: {_mb(memory['used_bytes'])} in use,"
+        f" {_mb(memory['cached_bytes'])} cached",
         "average lookup": "none yet" if mean_s is None else f"{mean_s * 1e6:.1f} us, of {lookups['num_lookups']}",
         "pins": f"{pins['num_pins']}, holding {pins['num_pinned_blocks']} of {pins['num_wanted_blocks']} blocks",
     }
@@ -190,7 +191,8 @@ def _pin_line(entry: dict[str, Any]) -> str:
     left = entry["expires_in_s"]
     until = "no end" if left is None else f"ends in {left:.0f} s"
     held = f"{entry['num_held_blocks']} of {entry['num_blocks']} blocks held"
-    return f"{entry['id']}  {entry['num_tokens']} tokens, {held}, priority {entry['priority']}, {until}  {entry['description']}".rstrip()
+    line = f"{entry['id']}  {entry['num_tokens']} tokens, {held}, priority {entry['priority']}, {until}"
+    return f"{line}  {entry['description']}".rstrip()
 
 
 def _mb(num_bytes: int) -> str:

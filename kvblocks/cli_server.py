@@ -33,7 +33,7 @@ def serve(
     num_history_blocks: Annotated[
         int,
         typer.Option(
-            help="Evicted blocks that `kvblocks cache explain` remembers; 0: explain no requests, and save the hashing.",
+            help="Evicted blocks that `kvblocks cache explain` remembers; 0: explain no requests, hash nothing.",
             rich_help_panel=_CACHE,
         ),
     ] = 10_000,

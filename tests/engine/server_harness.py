@@ -59,11 +59,11 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(model, *, cache=None, **settings):
+def running_server(model, *, cache=None, keep_reasons=True, **settings):
     """Start a server, and stop it at the end. cache: of `CacheSettings`; settings: of `ServerSettings`."""
     cache_settings = CacheSettings(**({"num_blocks": 256, "num_history_blocks": 100} | (cache or {})))
     server_settings = ServerSettings(**({"port": 0, "grace_s": 5.0} | settings))
-    service = Service(make_engine(model, cache_settings), server_settings)
+    service = Service(make_engine(model, cache_settings), server_settings, keep_reasons=keep_reasons)
     listener = bind(server_settings)
     ready, urls = threading.Event(), []
 
@@ -82,3 +82,41 @@ def running_server(model, *, cache=None, **settings):
         thread.join(60)
         assert not thread.is_alive()
         assert not service.thread.is_alive
+
+
+class Gate:
+    """Stands before an engine's model: while it is shut no step gets through. `failure` is raised by the next step."""
+
+    def __init__(self, engine):
+        self._run = engine.runner.run
+        self._open = threading.Event()
+        self._open.set()
+        self.failure = None
+        self.num_waiting = 0
+        engine.runner.run = self
+
+    def shut(self):
+        self._open.clear()
+
+    def open(self):
+        self._open.set()
+
+    def __call__(self, chunks):
+        self.num_waiting += 1
+        assert self._open.wait(60)
+        self.num_waiting -= 1
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        return self._run(chunks)
+
+    def wait_for_step(self):
+        """Wait until a step stands before the gate."""
+        wait_for(lambda: self.num_waiting > 0)
+
+
+def wait_for(is_so, seconds=30):
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it did not become so"
+        time.sleep(0.002)

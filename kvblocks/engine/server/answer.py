@@ -1,7 +1,7 @@
 """The response to one request: runs it, watches whether the client is still there, and writes what comes.
 
-A failure before the first token is an HTTP error; after it, in a stream, it comes as the last event. When the client goes
-away the request is dropped at once, whatever it was waiting for.
+A failure before the first token is an HTTP error; after it, in a stream, it comes as the last event. When the client
+goes away the request is dropped at once, whatever it was waiting for.
 """
 
 import asyncio

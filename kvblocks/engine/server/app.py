@@ -130,7 +130,7 @@ class Api:
 
 
 class KeyCheck:
-    """Lets requests to /v1 pass that bring the key; without a key all. /health and /metrics are open: they tell counts."""
+    """Lets requests to /v1 pass that bring the key, and all others: /health and /metrics tell counts only."""
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         self._app = app

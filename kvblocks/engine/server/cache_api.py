@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
-from starlette.responses import Response
 from starlette.requests import Request
+from starlette.responses import Response
 
 from kvblocks.engine.runner import kv_block_bytes
 from kvblocks.engine.server.arrivals import Arrival

@@ -112,7 +112,8 @@ class Fields:
         if unknown:
             full = self._prefix + unknown[0]
             known = ", ".join(sorted(self._known))
-            raise ApiError(400, f"expected known fields ({known}), got {show(full)}", param=show(full), code="unknown")
+            message = f"expected known fields ({known}), got {show(full)}"
+            raise ApiError(400, message, param=ascii(full)[1:-1][:_SHOWN], code="unknown")
 
 
 def is_unicode(text: str) -> bool:

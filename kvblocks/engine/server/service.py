@@ -115,11 +115,7 @@ class Service:
     def submit(self, key: str, prompts: list[list[int]], sampling: Sampling, salt: str | None) -> Job:
         """Queue a request. Raises ApiError when there is no place for it."""
         num_choices = sampling.n * len(prompts)
-        try:
-            self.check_open(num_choices)
-        except ApiError:
-            self.metrics.count(Outcome.REFUSED)
-            raise
+        self.check_open(num_choices)
         job = self._jobs[key] = Job(key, num_choices)
         self._open[key] = num_choices
         self.num_open += num_choices
@@ -128,13 +124,14 @@ class Service:
         return job
 
     def check_open(self, num_choices: int) -> None:
-        """Raise ApiError if so many more answers can't be begun now. Cheap: ask it before a prompt is encoded."""
+        """Raise ApiError if so many more answers can't be begun now; for want of places it counts as refused. Cheap."""
         most = self.settings.max_requests
         if not self.is_healthy:
             raise stopping_error()
         if num_choices > most:
             raise ApiError(400, f"n: expected at most {most} answers at once, got {num_choices}", param="n")
         if self.num_open + num_choices > most:
+            self.metrics.count(Outcome.REFUSED)
             message = (
                 f"expected at most {most} unfinished answers, got {self.num_open} and {num_choices} more: try later"
             )
