@@ -94,6 +94,7 @@ class KVBlocksServer(uvicorn.Server):
 
 def bind(settings: ServerSettings) -> socket.socket:
     """Return a socket bound to the address of the settings. Raises InvalidArgumentError if it can't be."""
+    listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -103,6 +104,8 @@ def bind(settings: ServerSettings) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
+        if listener is not None:
+            listener.close()
         raise InvalidArgumentError(
             f"expected a free address of this machine, got {settings.host} port {settings.port}: {error}"
         ) from error
