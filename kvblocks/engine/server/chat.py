@@ -6,13 +6,15 @@ What it says is separate from where answers come from: a server, or an engine in
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvblocks.engine.completion import Completion
-from kvblocks.engine.engine import Engine
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.server.client import ServerClient
 from kvblocks.errors import KVBlocksError
+
+if TYPE_CHECKING:
+    from kvblocks.engine.engine import Engine  # brings torch, which a chat with a server doesn't need
 
 Message = dict[str, str]
 
@@ -46,7 +48,7 @@ class Answerer(Protocol):
 class EngineAnswerer:
     """Answers with an engine in this process. Raises ModelError for a model that has no chat template."""
 
-    def __init__(self, engine: Engine, *, max_tokens: int, temperature: float, seed: int | None) -> None:
+    def __init__(self, engine: "Engine", *, max_tokens: int, temperature: float, seed: int | None) -> None:
         tokenizer = engine.model.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
             raise ModelError("expected a model with a chat template, got one without")
