@@ -15,7 +15,9 @@ from kvblocks.errors import InvalidArgumentError
 SYSTEM = "the cat is in the hat. " * 8
 LINES = ["hello", "and the hen?", "why?"]
 OPTIONS = {"max_tokens": 9, "temperature": 0.0, "seed": None}
-NOTE = re.compile(r"first token after \d+\.\d\d s, \d+\.\d tokens/s, (\d+) of (\d+) prompt tokens from the cache \(\d+%\)")
+NOTE = re.compile(
+    r"first token after \d+\.\d\d s, \d+\.\d tokens/s, (\d+) of (\d+) prompt tokens from the cache \(\d+%\)"
+)
 
 
 @pytest.fixture(scope="module")

@@ -151,7 +151,9 @@ def test_what_the_engine_refuses_is_a_bad_request(client):
         client.completions.create(prompt=[5000], **GREEDY)
     with pytest.raises(openai.BadRequestError, match="logprobs: expected none, since this server returns no log"):
         client.chat.completions.create(messages=CHAT, logprobs=True, **GREEDY)
-    with pytest.raises(openai.NotFoundError, match=f"expected '{MODEL}', the one that is served, got 'gpt-5'") as raised:
+    with pytest.raises(
+        openai.NotFoundError, match=f"expected '{MODEL}', the one that is served, got 'gpt-5'"
+    ) as raised:
         client.completions.create(model="gpt-5", prompt="hello")
     assert raised.value.code == "model_not_found"
 
@@ -217,7 +219,9 @@ def test_a_web_page_cannot_use_the_server(server):
             response = http.post(path, content=json.dumps({}), headers={"content-type": "text/plain"})
             assert response.status_code == 415
             assert "application/json" in response.json()["error"]["message"]
-        preflight = http.options("/v1/completions", headers={"origin": "http://x", "access-control-request-method": "POST"})
+        preflight = http.options(
+            "/v1/completions", headers={"origin": "http://x", "access-control-request-method": "POST"}
+        )
     assert preflight.status_code == 405
     assert "access-control-allow-origin" not in preflight.headers
 

@@ -131,7 +131,11 @@ def test_a_system_prompts_pin_is_what_its_chats_have_in_common(server):
 
 
 def test_pins_of_every_form(http):
-    bodies = [{"text": "the hen " * 20}, {"token_ids": list(range(40))}, {"messages": [{"role": "user", "content": "hi"}]}]
+    bodies = [
+        {"text": "the hen " * 20},
+        {"token_ids": list(range(40))},
+        {"messages": [{"role": "user", "content": "hi"}]},
+    ]
     for body in bodies:
         assert http.post("/v1/cache/pins", json=body).status_code == 200
     assert [entry["num_tokens"] for entry in http.get("/v1/cache/pins").json()["pins"]][1] == 40

@@ -21,7 +21,7 @@ SEED = int(os.environ.get("KVBLOCKS_SOAK_SEED", "0"))
 NUM_REQUESTS = 4000
 NUM_CLIENTS = 24
 SALTS = (None, "a", "b")
-WORDS = "the cat is in a hat and the hen in her den ".split()
+WORDS = ["the", "cat", "is", "in", "a", "hat", "and", "hen", "her", "den"]
 MAX_BODY_BYTES = 20_000
 
 
@@ -76,7 +76,9 @@ class Soak:
         self.num_sent = 0
         self.end_s = time.monotonic() + MIN_SECONDS
         families = [" ".join(self.random.choices(WORDS, k=30)) for _ in range(5)]
-        self.prompts = [f"{family} {' '.join(self.random.choices(WORDS, k=n))}" for family in families for n in range(8)]
+        self.prompts = [
+            f"{family} {' '.join(self.random.choices(WORDS, k=n))}" for family in families for n in range(8)
+        ]
         self.actions = {
             self.answer: 50,
             self.stream: 20,
