@@ -59,7 +59,7 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(model, *, cache=None, keep_reasons=True, **settings):
+def running_server(model, *, cache=None, keep_reasons=True, name=MODEL, **settings):
     """Start a server, and stop it at the end. cache: of `CacheSettings`; settings: of `ServerSettings`."""
     cache_settings = CacheSettings(**({"num_blocks": 256, "num_history_blocks": 100} | (cache or {})))
     server_settings = ServerSettings(**({"port": 0, "grace_s": 5.0} | settings))
@@ -71,7 +71,7 @@ def running_server(model, *, cache=None, keep_reasons=True, **settings):
         urls.append(url)
         ready.set()
 
-    server = KVBlocksServer(service, MODEL, note)
+    server = KVBlocksServer(service, name, note)
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), name="uvicorn")
     thread.start()
     assert ready.wait(30)
