@@ -21,28 +21,13 @@ from typing import Any
 
 from bench.conditions import conditions, print_conditions
 from bench.serving_client import Outcome, drive
+from bench.serving_rows import ROWS
 from bench.serving_workloads import QUICK, Sizes, Workload, make_workloads, slowed
 from kvblocks.engine.fetch import KNOWN_MODELS, fetch_model
 from kvblocks.engine.tokenizer import Tokenizer
 
 CPU_SCALE = 24.0
 MIN_HIT_RATE, MIN_SAVED, MIN_SPEEDUP, MAX_REGRESSION = 0.6, 0.3, 5.0, 1.1
-
-# What is shown: key, title, unit; and whether less is better, so that the ratio says how many times better it is.
-_ROWS = (
-    ("ttft_p50_s", "TTFT p50", "s", True),
-    ("ttft_p99_s", "TTFT p99", "s", True),
-    ("later_ttft_p50_s", "TTFT p50, first request left out", "s", True),
-    ("itl_p50_s", "inter-token latency p50", "s", True),
-    ("itl_p99_s", "inter-token latency p99", "s", True),
-    ("latency_p50_s", "request latency p50", "s", True),
-    ("latency_p99_s", "request latency p99", "s", True),
-    ("seconds", "whole workload", "s", True),
-    ("tokens_per_s", "generated tokens", "a s", False),
-    ("num_computed_tokens", "tokens computed", "", True),
-    ("hit_rate", "hit rate", "", None),
-    ("saved", "prefill tokens saved", "", None),
-)
 
 
 @contextmanager
@@ -84,7 +69,7 @@ def measure(workload: Workload, urls: Mapping[str, str]) -> dict[str, Any]:
         "with": cached,
         "ratios": {
             key: without[key] / cached[key] if less else cached[key] / without[key]
-            for key, _, _, less in _ROWS
+            for key, _, _, less in ROWS
             if less is not None
         },
         "is_identical": same[0] == same[1],
@@ -146,7 +131,7 @@ def show(row: dict[str, Any]) -> None:
     """Print a workload's table."""
     print(f"\n{row['workload']}: {row['about']}")
     print(f"{'':<34}{'without':>12}{'with':>12}{'ratio':>9}")
-    for key, title, unit, _ in _ROWS:
+    for key, title, unit, _ in ROWS:
         cells = [_cell(key, row[name][key]) for name in ("without", "with")]
         ratio = f"x{row['ratios'][key]:.2f}" if key in row["ratios"] else ""
         print(f"{title + (f', {unit}' if unit else ''):<34}{cells[0]:>12}{cells[1]:>12}{ratio:>9}".rstrip())

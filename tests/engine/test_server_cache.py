@@ -1,6 +1,7 @@
 """The endpoints below /v1/cache, and `kvblocks cache`, which asks them."""
 
 import json
+import threading
 import time
 
 import pytest
@@ -161,6 +162,16 @@ def test_a_pin_ends_when_its_time_is_over(http):
     assert cached_tokens(ask(http)) == 0
 
 
+def test_a_pin_that_never_gives_way_leaves_an_answer_without_max_tokens_less_room(http):
+    pin = http.post("/v1/cache/pins", json={"token_ids": [7] * 16 * 20, "priority": 100}).json()
+    assert pin["priority"] == 100
+    http.post("/v1/completions", json={"prompt": [7] * 321, "max_tokens": 1})
+    body = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    assert answer["usage"]["total_tokens"] == (64 - 20) * 16 + 1
+    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 800}).status_code == 503
+
+
 def test_pins_beyond_the_budget_are_refused(http):
     response = http.post("/v1/cache/pins", json={"token_ids": [1] * 16 * 33})
     assert response.status_code == 409
@@ -308,6 +319,16 @@ def test_only_the_last_requests_are_remembered(server, http):
     server.on_thread(many)
     assert http.post("/v1/cache/explain", json={"request_id": first["id"]}).status_code == 404
     assert explain(http, request_id="other-0")[0]["num_prompt_tokens"] == 3
+
+
+def test_the_engine_has_a_while_to_answer(tiny_folder):
+    with running_server(tiny_loaded(tiny_folder), request_timeout_s=0.2) as server, server.http() as http:
+        blocker = threading.Event()
+        server.service.thread.call(lambda: blocker.wait(30))
+        response = http.get("/v1/cache/pins")
+        blocker.set()
+    assert response.status_code == 504
+    assert "expected the engine to answer within 0.2 s" in response.json()["error"]["message"]
 
 
 def test_without_a_history_requests_are_not_explained(tiny_folder):

@@ -297,6 +297,20 @@ def test_a_step_that_fails_after_the_first_token_ends_the_stream_with_an_error(s
             list(stream)
 
 
+def test_a_request_that_cannot_be_begun_for_a_bug_fails_alone(server, gate, monkeypatch, caplog):
+    def fail(*_, **__):
+        raise TypeError("a bug in /secret/path")
+
+    with server.client() as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(server.engine, "submit", fail)
+            with pytest.raises(openai.InternalServerError, match="got TypeError: a bug, of which") as raised:
+                client.completions.create(max_tokens=3, **HELLO)
+        assert "secret" not in raised.value.message
+        assert "/secret/path" in caplog.text
+        assert client.completions.create(max_tokens=3, **HELLO).usage.completion_tokens == 3
+
+
 def test_when_the_engines_thread_dies_everybody_is_told_and_the_server_ends(model, caplog):
     with running_server(model) as server:
         gate = Gate(server.engine)

@@ -24,6 +24,7 @@ from kvblocks.engine.server.pin_book import PinBook
 from kvblocks.engine.server.replies import Delta
 from kvblocks.engine.server.requests import Sampling
 from kvblocks.errors import KVBlocksError
+from kvblocks.retention import KEEP
 
 logger = logging.getLogger("kvblocks.server")
 
@@ -165,7 +166,6 @@ class EngineThread:
             self._fail(key, stopping_error())
             return
         try:
-            self.arrivals.note(key, prompts, salt)
             for prompt in prompts:
                 room = self._room(prompt) if sampling.max_tokens is None else sampling.max_tokens
                 for generation in self.engine.submit(
@@ -182,13 +182,20 @@ class EngineThread:
                 ):
                     work.unfinished[generation] = len(work.unfinished)
                     self._owners[generation] = key
-        except KVBlocksError as error:
+            self.arrivals.note(key, prompts, salt)  # nothing of it is cached before the next step
+        except Exception as error:
+            if not isinstance(error, KVBlocksError):
+                logger.exception("request %s could not be begun", key)
             self._fail(key, as_api_error(error))
 
     def _room(self, prompt: list[int]) -> int:
-        """How many tokens a prompt's answer may have at most; 1 if it doesn't fit at all, which `submit` refuses."""
+        """How many tokens a prompt's answer may have at most; 1 if it doesn't fit at all, which `submit` refuses.
+
+        What pins never give up is left out; a prompt that begins with such a pin would have a little more room.
+        """
         manager, context = self.engine.manager, self.engine.model.config.max_position_embeddings
-        return max(1, min(context, manager.num_blocks * manager.block_size + 1) - len(prompt))
+        num_kept = sum(priority >= KEEP for pin in manager.pins for priority in pin.priorities)
+        return max(1, min(context, (manager.num_blocks - num_kept) * manager.block_size + 1) - len(prompt))
 
     def _cancel(self, key: str) -> None:
         if key in self._works:

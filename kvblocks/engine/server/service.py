@@ -149,14 +149,14 @@ class Service:
             self._end(job, Outcome.FAILED)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run a function on the engine's thread, between two steps. Raises ApiError 503 if there is no such thread."""
+        """Run a function on the engine's thread, between two steps. Raises what it does, and ApiError if it can't."""
         if not self.thread.is_alive:
             raise stopping_error()
-        future = asyncio.wrap_future(self.thread.call(function))
+        seconds = self.settings.request_timeout_s
         try:
-            return await asyncio.wait_for(future, self.settings.request_timeout_s)
+            return await asyncio.wait_for(asyncio.wrap_future(self.thread.call(function)), seconds)
         except TimeoutError:
-            raise stopping_error() from None
+            raise ApiError(504, f"expected the engine to answer within {seconds:g} s, got nothing") from None
 
     def _publish(self, batch: list[tuple[str, Item]]) -> None:
         """Hand a batch over to the event loop. Called on the engine's thread."""
