@@ -93,6 +93,7 @@ class Gate:
         self._open.set()
         self.failure = None
         self.num_waiting = 0
+        self.num_steps = 0
         engine.runner.run = self
 
     def shut(self):
@@ -102,6 +103,7 @@ class Gate:
         self._open.set()
 
     def __call__(self, chunks):
+        self.num_steps += 1
         self.num_waiting += 1
         assert self._open.wait(60)
         self.num_waiting -= 1

@@ -174,8 +174,10 @@ def test_a_request_whose_time_is_over_is_answered_so_at_once(hasty_server):
         assert raised.value.type == "timeout_error"
         assert raised.value.response.headers["x-should-retry"] == "false"
         assert server.service.num_open == 1  # until the engine has dropped it
+        num_steps = gate.num_steps
         gate.open()
         server.wait_until_idle()
+        assert gate.num_steps == num_steps
         assert outcomes(server)["timed_out"] == 1
 
 
@@ -220,8 +222,10 @@ def test_a_client_that_goes_away_frees_its_blocks(server, gate, stream):
         gate.wait_for_step()
         assert server.engine.manager.num_free_blocks < 256
     wait_for(lambda: outcomes(server)["cancelled"] == before + 1)  # at once, in the middle of a step
+    num_steps = gate.num_steps
     gate.open()
     server.wait_until_idle()
+    assert gate.num_steps == num_steps  # no step after the one that was under way
     assert server.engine.scheduler.running == []
 
 
