@@ -96,14 +96,14 @@ $(ENGINE_STAMP): $(PINS)
 	$(make_venv)
 	@echo '[2/3] installing the build tool and torch (the largest download)'
 	@$(PIP) setuptools torch
-	@echo '[3/3] installing kvblocks[engine] and what it needs'
-	@$(PIP) --no-build-isolation -e '.[engine]'
+	@echo '[3/3] installing kvblocks[engine,server] and what it needs'
+	@$(PIP) --no-build-isolation -e '.[engine,server]'
 	@touch $@
 
 $(DEV_STAMP): $(PINS)
 	$(make_venv)
 	@echo '[2/3] installing the build tool and torch (the largest download)'
 	@$(PIP) setuptools torch
-	@echo '[3/3] installing kvblocks[engine,test,dev] and what it needs'
-	@$(PIP) --no-build-isolation -e '.[engine,test,dev]'
+	@echo '[3/3] installing kvblocks[engine,server,bench,test,dev] and what it needs'
+	@$(PIP) --no-build-isolation -e '.[engine,server,bench,test,dev]'
 	@touch $@ $(ENGINE_STAMP)

@@ -2,8 +2,8 @@
 
     python -m bench.report
 
-Reads compare-, growth- and prefix-cache-, each with plain.json and compiled.json, there. "n/a": the contestant
-has no such thing, or isn't timed on it.
+Reads compare-, growth- and prefix-cache-, each with plain.json and compiled.json, and serving.json there. "n/a": the
+contestant has no such thing, or isn't timed on it.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.items import BASELINE, ITEMS, TARGETS
+from bench.serving_rows import ROWS
 
 BENCH = Path(__file__).resolve().parent
 PAGE = BENCH.parent / "docs" / "performance.md"
@@ -99,6 +100,24 @@ def prefix_cache(timed: dict[str, Results]) -> list[str]:
     return table(head, rows)
 
 
+def serving(results: Results) -> list[str]:
+    """Return what clients of a server saw without and with caching, a table a workload, and its conditions."""
+    facts = results["conditions"]
+    names = ("model", "cpu", "num_cpus", "threads", "load_average", "cpu_scale", "max_tokens", "mode")
+    lines = [*(f"- {name}: {facts[name]}" for name in names), ""]
+    for row in results["results"]:
+        rows = []
+        for key, title, unit, _ in ROWS:
+            share = key in {"hit_rate", "saved"}
+            cells = [f"{row[name][key]:.1%}" if share else number(row[name][key]) for name in ("without", "with")]
+            ratio = f"{row['ratios'][key]:.2f}" if key in row["ratios"] else ""
+            rows.append([f"{title}, {unit}" if unit else title, *cells, ratio])
+        lines += [f"{row['workload'].capitalize()}: {row['about']}.", ""]
+        lines += table(["", "without", "with", "times better"], rows)
+        lines += [f"- {'met' if is_met else '**missed**'}: {name}" for name, is_met in row["targets"].items()] + [""]
+    return lines
+
+
 def conditions(compared: dict[str, Results]) -> list[str]:
     """Return the conditions of both runs, those that are the same once."""
     both = [compared[build]["conditions"] for build in BUILDS]
@@ -126,6 +145,7 @@ def render(page: str) -> str:
         "Memory": memory(compared),
         "Growth": growth(grown),
         "PrefixCache": prefix_cache(load("prefix-cache")),
+        "Serving": serving(json.loads((BENCH / "results" / "serving.json").read_text(encoding="utf-8"))),
     }
     lines = [line for title, body in sections.items() for line in (f"### {title}", "", *body)]
     before, _, rest = page.partition(BEGIN)

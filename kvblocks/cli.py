@@ -5,16 +5,10 @@ user can act on (KVBlocksError) become one line on stderr and exit code 1; resul
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from kvblocks.errors import KVBlocksError
 from kvblocks.version import __version__
-
-if TYPE_CHECKING:
-    from kvblocks.engine.fetch import Progress
-    from kvblocks.engine.runner import LoadedModel
 
 _NO_ENGINE = "kvblocks: this command needs the engine: pip install 'kvblocks[engine]'"
 
@@ -23,6 +17,13 @@ try:
 except ModuleNotFoundError as _error:
     # The console script imports this module first of all, so this is where a core-only installation ends.
     raise SystemExit(f"{_NO_ENGINE} (Python has no module {_error.name!r})") from _error
+
+from kvblocks.cli_cache import cache_commands  # noqa: E402  # these need typer too
+from kvblocks.cli_models import ModelOption, load_model, show_progress  # noqa: E402
+from kvblocks.cli_server import server_commands  # noqa: E402
+
+_SERVER_PACKAGES = frozenset({"starlette", "uvicorn", "httpx2"})
+_NO_SERVER = "kvblocks: this command needs the server: pip install 'kvblocks[engine,server]'"
 
 app = typer.Typer(
     name="kvblocks",
@@ -61,12 +62,9 @@ def fetch(model: Annotated[str, typer.Argument(help="A model that kvblocks knows
     print(folder)
 
 
-_ModelOption = Annotated[str, typer.Option(help="smollm2 (fetched if need be), or a Hugging Face folder.")]
-
-
 @app.command()
 def demo(
-    model: _ModelOption = "smollm2",
+    model: ModelOption = "smollm2",
     json: Annotated[
         bool, typer.Option("--json", help="Print the results as one JSON object, the rest to stderr.")
     ] = False,
@@ -85,7 +83,7 @@ def demo(
     from kvblocks.engine.demo import run_demo
 
     torch.set_num_threads(threads)
-    report = run_demo(_load(model), Console(stderr=json))
+    report = run_demo(load_model(model), Console(stderr=json))
     if json:
         print(dumps(report.to_json(model)))
 
@@ -93,7 +91,7 @@ def demo(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="A question; for a model without a chat template, a text to continue.")],
-    model: _ModelOption = "smollm2",
+    model: ModelOption = "smollm2",
     max_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(min=0, help="For a temperature above 0.")] = None,
@@ -102,7 +100,7 @@ def generate(
     """Answer a prompt, printing the text as it comes; several answers are printed one after another."""
     from kvblocks.engine.engine import Engine
 
-    engine = Engine(_load(model))
+    engine = Engine(load_model(model))
     tokenizer = engine.model.tokenizer
     is_chat = tokenizer is not None and tokenizer.has_chat_template
     tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if tokenizer and is_chat else prompt
@@ -116,46 +114,8 @@ def generate(
     print()
 
 
-def _load(model: str) -> "LoadedModel":
-    """Load a model for a command; a known one is fetched first, which shows its progress."""
-    from kvblocks.engine.fetch import KNOWN_MODELS, fetch_model
-    from kvblocks.engine.runner import LoadedModel
-
-    if model in KNOWN_MODELS:
-        with show_progress() as progress:
-            fetch_model(model, progress=progress)
-    return LoadedModel.load(model)
-
-
-_STAGES = {
-    "wait": "Waiting for another kvblocks that is fetching this model",
-    "download": "Downloading",
-    "check": "Checking the digest",
-    "convert": "Converting",
-}
-
-
-@contextmanager
-def show_progress() -> Iterator["Progress"]:
-    """Shows the stages of `fetch_model` on stderr: bars on a terminal, elsewhere (a log) one line for each stage."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-
-        def report(stage: str, fraction: float | None) -> None:
-            label = _STAGES.get(stage, stage)
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(label, total=None if fraction is None else 1.0)
-                if not console.is_terminal:
-                    console.print(label)
-            if fraction is not None:
-                bars.update(tasks[stage], completed=fraction)
-
-        yield report
+app.add_typer(server_commands)
+app.add_typer(cache_commands, name="cache")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -167,6 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "kvblocks":
             raise  # ours, so a bug
-        sys.exit(f"{_NO_ENGINE} (Python has no module {error.name!r})")
+        needed = _NO_SERVER if error.name.partition(".")[0] in _SERVER_PACKAGES else _NO_ENGINE
+        sys.exit(f"{needed} (Python has no module {error.name!r})")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -58,10 +58,12 @@ NEIGHBOURS = {
     "kvblocks.engine": "",
     "kvblocks.engine.model": "",
     "kvblocks.engine.attention": "",
+    "kvblocks.engine.server": "",
+    "kvblocks.engine.server.app": "",
     "kvblocks.kernels": "",
     "kvblocks.kernels.store": "",
 }
-PACKAGES = frozenset({"kvblocks", "kvblocks.engine", "kvblocks.kernels"})
+PACKAGES = frozenset({"kvblocks", "kvblocks.engine", "kvblocks.engine.server", "kvblocks.kernels"})
 
 
 @pytest.mark.parametrize(
@@ -92,6 +94,13 @@ PACKAGES = frozenset({"kvblocks", "kvblocks.engine", "kvblocks.kernels"})
         ("kvblocks.engine.model", "from ..kernels.store import store", "only kvblocks.engine.attention, "),
         ("kvblocks.engine.model", "from kernels import store", "imports kernels"),
         ("kvblocks.engine.model", "import requests", "imports requests"),
+        ("kvblocks.engine.model", "import starlette", "imports starlette"),
+        ("kvblocks.engine.model", "from kvblocks.engine.server import app", "knows nothing of its server"),
+        ("kvblocks.engine", "from kvblocks.engine.server.app import make_app", "knows nothing of its server"),
+        ("kvblocks.engine.server.app", "import requests", "imports requests"),
+        ("kvblocks.engine.server.app", "from kvblocks.kernels import store", "only kvblocks.engine.attention"),
+        ("kvblocks.engine.server.app", "from kvblocks import cli", "at most 5, got 6"),
+        ("kvblocks.cli", "import starlette", "imports starlette"),
         ("kvblocks.engine.attention", "from kvblocks import cli", "at most 5, got 6"),
         ("kvblocks.kernels.store", "from kvblocks.errors import KVBlocksError", "kernels take tensors"),
         ("kvblocks.kernels.store", "from kvblocks.engine import model", "kernels take tensors"),
@@ -129,6 +138,8 @@ def test_the_checker_finds_a_circle():
             "import torch\nfrom kvblocks.kernels import store\nfrom ..kernels.store import f",
         ),
         ("kvblocks.engine", "from kvblocks import KVCacheManager\nfrom .model import Model\nimport time, os"),
+        ("kvblocks.engine.server.app", "import uvicorn\nfrom kvblocks.engine import model\nimport asyncio"),
+        ("kvblocks.cli", "from kvblocks.engine.server import app"),
         ("kvblocks.kernels.store", "import math\nimport torch\nimport triton.language as tl"),
         ("kvblocks.kernels", "from .store import store\nfrom kvblocks.kernels import store as again"),
         ("kvblocks.cli", "from kvblocks.engine.model import Model\nimport typer"),

@@ -22,7 +22,7 @@ import kvblocks
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-PINNED_EXTRAS = ("engine", "test", "dev")
+PINNED_EXTRAS = ("engine", "server", "bench", "test", "dev")
 PINNED_BY_TORCH = ("cuda-", "nvidia-", "triton")  # what a CUDA build of torch brings, in versions of its own choice
 UNSHIPPED = ("__pycache__", "*.pyc", "*.so", "*.pyd", "*.egg-info")
 
@@ -103,7 +103,8 @@ def test_the_wheel_says_what_it_needs(metadata):
     assert metadata["Requires-Python"] == ">=3.11"
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     assert [requirement.name for requirement in requirements if requirement.marker is None] == ["xxhash"]
-    assert set(metadata.get_all("Provides-Extra", [])) == {"engine", "gpu", "flash-attn", "test", "dev"}
+    extras = {"engine", "server", "gpu", "flash-attn", "bench", "test", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == extras
 
 
 def test_the_wheel_installs_the_command(wheel):

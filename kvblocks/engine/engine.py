@@ -59,6 +59,7 @@ class Engine:
     cuda_graphs: whether decode steps are captured and replayed, where there is CUDA and attention is triton.
     schedule: in which order prompts that wait are begun: "fcfs", first come first served; "longest-prefix", those first
     of which most is cached; "grouped", those together that share a prefix. See `engine.order`.
+    num_history_blocks: how many evicted blocks `manager.explain` remembers.
 
     Attributes to read: model, plan, manager, metrics, scheduler, runner. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError. Loads the model.
@@ -78,6 +79,7 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         cuda_graphs: bool = True,
         schedule: str = "fcfs",
+        num_history_blocks: int = 0,
     ) -> None:
         order = make_order(schedule)
         chosen = _choose_device(device, model.device if isinstance(model, LoadedModel) else None)
@@ -89,7 +91,10 @@ class Engine:
         backend.choose_attention(self.model, block_size)  # before anything large is made
         self.plan = _plan(self.model, num_blocks, kv_cache_memory, block_size)
         self.manager = KVCacheManager(
-            self.plan.num_blocks, groups=self.plan.groups, enable_caching=enable_prefix_caching
+            self.plan.num_blocks,
+            groups=self.plan.groups,
+            enable_caching=enable_prefix_caching,
+            num_history_blocks=num_history_blocks,
         )
         self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
         self.scheduler = Scheduler(self.manager, self.model.config.max_position_embeddings, order=order)

@@ -1,0 +1,177 @@
+"""The routes, who may use them, and what errors look like."""
+
+import hmac
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvblocks.engine.server.answer import Answer, send_error
+from kvblocks.engine.server.bodies import read_json
+from kvblocks.engine.server.cache_api import CacheApi, json_response
+from kvblocks.engine.server.errors import ApiError, as_api_error
+from kvblocks.engine.server.fields import show
+from kvblocks.engine.server.replies import Reply, encode_json
+from kvblocks.engine.server.requests import AnswerRequest, parse_chat, parse_completion
+from kvblocks.engine.server.service import Service
+from kvblocks.errors import KVBlocksError
+
+STOP_TIMEOUT_S = 30.0
+_PREFIXES = {"completion": "cmpl-", "chat": "chatcmpl-"}
+
+
+def make_app(service: Service, model: str) -> Starlette:
+    """Return the application that serves `service` under the name `model`. It starts and stops the service."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        del app
+        service.start()
+        yield
+        await service.stop(STOP_TIMEOUT_S)
+
+    api, cache = Api(service, model), CacheApi(service)
+    routes = [
+        Route("/health", api.health),
+        Route("/metrics", api.metrics),
+        Route("/v1/models", api.models),
+        Route("/v1/models/{name:path}", api.model),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        Route("/v1/cache/stats", cache.stats),
+        Route("/v1/cache/pins", cache.list_pins, methods=["GET"]),
+        Route("/v1/cache/pins", cache.pin, methods=["POST"]),
+        Route("/v1/cache/pins/{pin_id}", cache.unpin, methods=["DELETE"]),
+        Route("/v1/cache/reset", cache.reset, methods=["POST"]),
+        Route("/v1/cache/explain", cache.explain, methods=["POST"]),
+    ]
+    handlers: dict[Any, Callable[[Request, Any], Any]] = {
+        KVBlocksError: _show_error,
+        HTTPException: _show_http_exception,
+        ClientDisconnect: _show_nothing,
+        Exception: _show_bug,
+    }
+    middleware = [Middleware(KeyCheck, key=service.settings.api_key)]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
+
+
+class Api:
+    """The endpoints of OpenAI's API, and those that watch the server."""
+
+    def __init__(self, service: Service, model: str) -> None:
+        self._service = service
+        self._model = model
+        self._created = int(time.time())
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are taken, else 503."""
+        del request
+        is_healthy = self._service.is_healthy
+        return json_response({"status": "ok" if is_healthy else "stopping"}, 200 if is_healthy else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """All metrics in Prometheus' text format."""
+        del request
+        return Response(self._service.metrics.scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: Request) -> Response:
+        """The one model there is."""
+        del request
+        return json_response({"object": "list", "data": [self._model_json()]})
+
+    async def model(self, request: Request) -> Response:
+        """The model, by name."""
+        self._check_model(request.path_params["name"])
+        return json_response(self._model_json())
+
+    async def completions(self, request: Request) -> Answer:
+        """Continue prompts."""
+        return await self._answer(request, parse_completion)
+
+    async def chat_completions(self, request: Request) -> Answer:
+        """Answer a chat."""
+        return await self._answer(request, parse_chat)
+
+    async def _answer(self, request: Request, parse: Callable[[Any], AnswerRequest]) -> Answer:
+        service = self._service
+        asked = parse(await read_json(request, service.settings.max_body_bytes))
+        if asked.model is not None:
+            self._check_model(asked.model)
+        service.check_open(asked.num_choices)
+        # A long text takes a while; other requests go on meanwhile.
+        prompts = await run_in_threadpool(asked.encode, service.engine.model.tokenizer)
+        answer_id = _PREFIXES[asked.kind] + uuid.uuid4().hex
+        return Answer(service, asked, prompts, Reply(asked, answer_id, self._model, int(time.time())))
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model:
+            message = f"model: expected {self._model!r}, the one that is served, got {show(name)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _model_json(self) -> dict[str, object]:
+        context = self._service.engine.model.config.max_position_embeddings
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvblocks",
+            "max_model_len": context,
+        }
+
+
+class KeyCheck:
+    """Lets requests to /v1 pass that bring the key, and all others: /health and /metrics tell counts only."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app = app
+        self._expected = None if key is None else f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401."""
+        expected = self._expected
+        if scope["type"] == "http" and expected is not None and scope["path"].startswith("/v1"):
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not hmac.compare_digest(given, expected):
+                got = "another one" if given else "none"
+                message = f"expected 'Authorization: Bearer KEY' with the key of this server, got {got}"
+                headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
+                await send_error(send, ApiError(401, message, code="invalid_api_key", headers=headers))
+                return
+        await self._app(scope, receive, send)
+
+
+def _error_response(error: ApiError) -> Response:
+    return Response(encode_json(error.to_json()), error.status, error.headers, "application/json")
+
+
+async def _show_error(request: Request, error: KVBlocksError) -> Response:
+    del request
+    return _error_response(as_api_error(error))
+
+
+async def _show_http_exception(request: Request, error: HTTPException) -> Response:
+    what = (
+        "another path" if error.status_code == 404 else "another method" if error.status_code == 405 else error.detail
+    )
+    message = f"expected {what}, got {request.method} {show(request.url.path)}"
+    return _error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+
+async def _show_nothing(request: Request, error: ClientDisconnect) -> Response:
+    del request, error
+    return Response(status_code=400)  # nobody reads it
+
+
+async def _show_bug(request: Request, error: Exception) -> Response:
+    del request
+    return _error_response(as_api_error(error))

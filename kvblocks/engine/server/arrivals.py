@@ -1,0 +1,66 @@
+"""What the cache had for a request when it came: how long the lookup took, and why it found no more.
+
+The scheduler looks a request up when it admits it, which may be later; the arrival is what a client can relate to. When
+a request has been computed its own blocks are cached, so the reason for a miss must be kept from before.
+"""
+
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from kvblocks.engine.completion import Completion
+from kvblocks.explanation import Explanation
+from kvblocks.manager import KVCacheManager
+from kvblocks.sequence import Sequence
+
+MAX_KEPT = 1000
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One prompt when it came. explanation: None unless reasons are kept. completion: of its first answer, later."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    explanation: Explanation | None
+    completion: Completion | None = None
+
+
+class Arrivals:
+    """The last MAX_KEPT requests, by id, and the lookups of all. Owned by the engine's thread.
+
+    keep_reasons: explain each miss when it comes, which costs O(runs in the cache + tokens) a prompt.
+    """
+
+    def __init__(self, manager: KVCacheManager, *, keep_reasons: bool) -> None:
+        self._manager = manager
+        self._keep_reasons = keep_reasons
+        self._kept: dict[str, list[Arrival]] = {}
+        # One tuple, so that another thread finds both of one moment.
+        self.lookups: tuple[int, float] = (0, 0.0)
+
+    def note(self, key: str, prompts: Items[list[int]], salt: str | None) -> None:
+        """Look a request's prompts up, before they are queued. Raises InvalidTokensError."""
+        arrivals = [self._look_up(prompt, salt) for prompt in prompts]
+        self._kept[key] = arrivals
+        if len(self._kept) > MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
+
+    def finish(self, key: str, prompt: int, completion: Completion) -> None:
+        """Note the completion of a prompt's first sample."""
+        if key in self._kept:
+            self._kept[key][prompt].completion = completion
+
+    def find(self, key: str) -> list[Arrival] | None:
+        """Return what is known of a request, None if it is unknown or too long ago."""
+        return self._kept.get(key)
+
+    def _look_up(self, prompt: list[int], salt: str | None) -> Arrival:
+        sequence = Sequence("arrival", prompt, salt=salt)
+        start = time.perf_counter()
+        hit = self._manager.get_computed_blocks(sequence)
+        seconds = time.perf_counter() - start
+        count, total = self.lookups
+        self.lookups = (count + 1, total + seconds)
+        explanation = self._manager.explain(sequence) if self._keep_reasons else None
+        return Arrival(len(prompt), hit.num_tokens, explanation)

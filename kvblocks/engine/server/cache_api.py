@@ -1,0 +1,203 @@
+"""What is asked about the cache: its numbers, pins, a reset, and why a prompt missed. Behind `kvblocks cache`."""
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvblocks.engine.runner import kv_block_bytes
+from kvblocks.engine.server.arrivals import Arrival
+from kvblocks.engine.server.bodies import read_json
+from kvblocks.engine.server.errors import ApiError, as_api_error
+from kvblocks.engine.server.fields import Fields
+from kvblocks.engine.server.replies import Json, encode_json
+from kvblocks.engine.server.requests import Message, encode_prompt, parse_messages, parse_prompts
+from kvblocks.engine.server.service import Service
+from kvblocks.engine.tokenizer import Tokenizer
+from kvblocks.errors import KVBlocksError
+from kvblocks.sequence import Sequence
+
+_KINDS = ("text", "system", "messages", "token_ids")
+
+
+class CacheApi:
+    """The endpoints below /v1/cache."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._engine = service.engine
+
+    async def stats(self, request: Request) -> Response:
+        """Numbers of the cache. Waits for no step."""
+        del request
+        return json_response(self.stats_json())
+
+    def stats_json(self) -> Json:
+        """Return the numbers of the cache. Any thread may ask."""
+        engine = self._engine
+        values = engine.metrics.snapshot().as_dict()
+        stats = values["stats"]
+        block_bytes = kv_block_bytes(
+            engine.model.config, engine.manager.block_size, engine.model.weights.embedding.dtype
+        )
+        num_lookups, seconds = self._service.thread.arrivals.lookups
+        used = stats["num_blocks"] - stats["num_free_blocks"]
+        return {
+            "prefix_caching": engine.manager.enable_caching,
+            "block_size": engine.manager.block_size,
+            "num_entries": stats["num_cached_blocks"],
+            **{name: stats[name] for name in ("num_blocks", "num_free_blocks", "num_evicted_blocks")},
+            **{name: stats[name] for name in ("num_queries", "num_hits", "num_queried_tokens", "num_hit_tokens")},
+            "hit_rate": stats["hit_rate"],
+            "request_hit_rate": stats["request_hit_rate"],
+            "recent": values["window"],
+            "memory": {
+                "pool_bytes": stats["num_blocks"] * block_bytes,
+                "used_bytes": used * block_bytes,
+                "cached_bytes": stats["num_cached_blocks"] * block_bytes,
+            },
+            "lookups": {"num_lookups": num_lookups, "mean_s": seconds / num_lookups if num_lookups else None},
+            "pins": values["pins"],
+            "requests": self._service.metrics.counts(),
+        }
+
+    async def pin(self, request: Request) -> Response:
+        """Pin a prefix."""
+        fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
+        tokens = self._take_tokens(fields, "pin")
+        salt, description = fields.text("cache_salt"), fields.text("description") or ""
+        ttl_s, priority = fields.number("ttl_s", 0.0), fields.count("priority", 0, 100)
+        if ttl_s == 0:
+            raise fields.error("ttl_s", "seconds, more than 0")
+        fields.refuse_unknown()
+        book = self._service.thread.pins
+        entry = await self._call(
+            lambda: book.add(
+                tokens, salt=salt, description=description, ttl_s=ttl_s, priority=50 if priority is None else priority
+            )
+        )
+        return json_response(entry.to_json(time.monotonic()))
+
+    async def list_pins(self, request: Request) -> Response:
+        """The pins that stand, oldest first."""
+        del request
+        entries = await self._call(self._service.thread.pins.entries)
+        now = time.monotonic()
+        return json_response({"pins": [entry.to_json(now) for entry in entries]})
+
+    async def unpin(self, request: Request) -> Response:
+        """End a pin."""
+        pin_id = request.path_params["pin_id"]
+        entry = await self._call(lambda: self._service.thread.pins.remove(pin_id))
+        if entry is None:
+            raise ApiError(404, f"expected the id of a pin that stands, got {pin_id!a:.80}", code="no_such_pin")
+        return json_response(entry.to_json(time.monotonic()))
+
+    async def reset(self, request: Request) -> Response:
+        """Forget all that is cached. Pins stand, and hold their prefixes when these are computed anew."""
+        fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
+        fields.refuse_unknown()
+        manager = self._engine.manager
+
+        def reset() -> int:
+            num_cached = manager.stats.num_cached_blocks
+            manager.reset_prefix_cache()
+            return num_cached
+
+        return json_response({"num_removed_entries": await self._call(reset)})
+
+    async def explain(self, request: Request) -> Response:
+        """Why a prompt would miss now, or what a request hit and missed when it came."""
+        fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
+        request_id = fields.text("request_id")
+        if request_id is not None:
+            fields.refuse_unknown()
+            return json_response(await self._explain_request(request_id))
+        tokens = self._take_tokens(fields, "explain")
+        salt = fields.text("cache_salt")
+        fields.refuse_unknown()
+        manager = self._engine.manager
+
+        def explain() -> Json:
+            sequence = Sequence("explained", tokens, salt=salt)
+            hit = manager.get_computed_blocks(sequence)
+            return _arrival_json(Arrival(len(tokens), hit.num_tokens, manager.explain(sequence)))
+
+        return json_response({"prompts": [await self._call(explain)]})
+
+    async def _explain_request(self, request_id: str) -> Json:
+        arrivals = await self._call(lambda: self._service.thread.arrivals.find(request_id))
+        if arrivals is None:
+            raise ApiError(
+                404,
+                f"request_id: expected that of one of the last requests, got {request_id!a:.80}",
+                param="request_id",
+                code="no_such_request",
+            )
+        return {"request_id": request_id, "prompts": [_arrival_json(arrival) for arrival in arrivals]}
+
+    async def _call(self, function: Any) -> Any:
+        try:
+            return await self._service.call(function)
+        except KVBlocksError as error:
+            raise as_api_error(error) from error
+
+    def _take_tokens(self, fields: Fields, purpose: str) -> list[int]:
+        """Read the prefix or prompt that a body is about: in one of four forms. Raises ApiError."""
+        given = [kind for kind in _KINDS if kind in fields]
+        if len(given) != 1:
+            raise ApiError(400, f"{purpose}: expected one of {', '.join(_KINDS)}, got {given or 'none'}")
+        kind, tokenizer = given[0], self._engine.model.tokenizer
+        try:
+            if kind == "text":
+                return encode_prompt(fields.text("text") or "", tokenizer)
+            if kind == "token_ids":
+                return _parse_token_ids(fields)
+            if tokenizer is None or not tokenizer.has_chat_template:
+                raise ApiError(400, f"{kind}: expected text, since this model has no chat template", param=kind)
+            if kind == "system":
+                return system_prefix(tokenizer, fields.text("system") or "")
+            return tokenizer.apply_chat_template(list(parse_messages(fields.take("messages"))))
+        except KVBlocksError as error:
+            raise as_api_error(error, param=kind) from error
+
+
+def _parse_token_ids(fields: Fields) -> list[int]:
+    value = fields.take("token_ids")
+    prompts = parse_prompts(value) if isinstance(value, list) else ()
+    if len(prompts) != 1 or isinstance(prompts[0], str):
+        raise fields.error("token_ids", "a list of token ids")
+    return prompts[0]
+
+
+def system_prefix(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens that all chats with this system prompt begin with.
+
+    That is what two chats have in common whose users say different things; so it holds for any template. Raises
+    ModelError and InvalidArgumentError. O(length).
+    """
+    chats: list[list[Message]] = [
+        [{"role": "system", "content": text}, {"role": "user", "content": question}] for question in ("a", "Z")
+    ]
+    one, other = (tokenizer.apply_chat_template(list(chat)) for chat in chats)
+    count = next((place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+    return one[:count]
+
+
+def _arrival_json(arrival: Arrival) -> Json:
+    explanation, completion = arrival.explanation, arrival.completion
+    values: Json = {
+        "num_prompt_tokens": arrival.num_prompt_tokens,
+        "num_cached_tokens": arrival.num_cached_tokens,
+        "cause": None if explanation is None else explanation.cause,
+        "text": None if explanation is None else str(explanation),
+    }
+    if completion is not None:
+        values["num_cached_tokens_when_admitted"] = completion.num_cached_tokens
+    return values
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Return a response with a JSON body."""
+    return Response(encode_json(value), status, media_type="application/json")

@@ -1,0 +1,95 @@
+"""A small client of the server, for the command line: JSON there and back, and streams of events."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, Self
+
+import httpx2
+
+from kvblocks.engine.server.errors import ApiError
+from kvblocks.engine.server.settings import is_loopback
+from kvblocks.errors import InvalidArgumentError
+
+Json = dict[str, Any]
+
+
+class ServerClient:
+    """Talks to the server at `url`, such as http://127.0.0.1:8000; a path of /v1 may follow.
+
+    Raises InvalidArgumentError for what is no such URL. Close it, or use it in a with statement.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, *, timeout_s: float = 600.0) -> None:
+        try:
+            parsed = httpx2.URL(url)
+        except httpx2.InvalidURL as error:
+            raise InvalidArgumentError(f"--url: expected a URL, got {url!r}: {error}") from error
+        if parsed.scheme not in {"http", "https"} or not parsed.host:
+            raise InvalidArgumentError(f"--url: expected http://HOST:PORT, got {url!r}")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        # A proxy that the environment names can't reach this machine's own servers.
+        uses_environment = not is_loopback(parsed.host)
+        timeout = httpx2.Timeout(timeout_s, connect=10.0)
+        self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=uses_environment)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._http.close()
+
+    def ask(self, method: str, path: str, body: Json | None = None) -> Json:
+        """Send a request and return the JSON of the answer.
+
+        Raises ApiError with what the server said, and InvalidArgumentError if there is no server to be reached.
+        """
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx2.HTTPError as error:
+            raise self._unreachable(error) from error
+        return _checked(response)
+
+    def stream(self, path: str, body: Json) -> Iterator[Json]:
+        """Send a request whose answer is a stream, and give its events. Raises as `ask` does."""
+        try:
+            with self._http.stream("POST", path, json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    _checked(response)
+                for line in response.iter_lines():
+                    text = line.removeprefix("data: ")
+                    if text in {line, "[DONE]"}:
+                        continue
+                    event = json.loads(text)
+                    if "error" in event:
+                        raise _error(500, event)
+                    yield event
+        except httpx2.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Exception) -> InvalidArgumentError:
+        return InvalidArgumentError(f"expected a kvblocks server at {self.url}, got {type(error).__name__}: {error}")
+
+
+def _checked(response: httpx2.Response) -> Json:
+    try:
+        value = response.json()
+    except ValueError:
+        value = None
+    if response.status_code >= 400:
+        raise _error(response.status_code, value)
+    if not isinstance(value, dict):
+        raise ApiError(response.status_code, f"expected a JSON object from {response.url}, got something else")
+    return value
+
+
+def _error(status: int, value: Any) -> ApiError:
+    """The error that a server told of; other servers may say it in other ways."""
+    error = value.get("error") if isinstance(value, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return ApiError(status, str(message or f"the server answered with status {status}"))

@@ -1,0 +1,70 @@
+"""The errors that a client sees: a status and OpenAI's shape, {"error": {message, type, param, code}}."""
+
+from collections.abc import Mapping
+
+from kvblocks.engine.errors import ModelError
+from kvblocks.errors import InvalidArgumentError, KVBlocksError, PinBudgetError, PoolExhaustedError
+
+_TYPES = {
+    401: "authentication_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(KVBlocksError):
+    """A request that gets an error instead of an answer.
+
+    status: the HTTP status, also where an answer has begun and the error comes as its last event. param: the field that
+    is wrong; code: a word that programs can act on. headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def to_json(self) -> dict[str, object]:
+        """Return the body of the response."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def as_api_error(error: BaseException, *, param: str | None = None) -> ApiError:
+    """Return what a client is told of an error: its own mistakes in full, of ours nothing that it could misuse."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PinBudgetError):
+        return ApiError(409, str(error), param=param, code="pin_budget")
+    if isinstance(error, PoolExhaustedError):
+        return ApiError(503, str(error), code="pool_exhausted", headers={"Retry-After": "5"})
+    if isinstance(error, (InvalidArgumentError, ModelError)):
+        return ApiError(400, str(error), param=param)
+    return ApiError(500, f"expected an answer, got {type(error).__name__}: a bug, of which the server's log has more")
+
+
+def step_error(error: Exception) -> ApiError:
+    """Return what a client is told when the step that computed its request failed."""
+    if isinstance(error, PoolExhaustedError):
+        return as_api_error(error)
+    message = f"expected a step to succeed, got {type(error).__name__}: the server's log has more"
+    return ApiError(500, message, code="step_failed", headers={"x-should-retry": "false"})
+
+
+def stopping_error() -> ApiError:
+    """The error of requests that come, or are still unfinished, when the server stops."""
+    return ApiError(503, "expected a running server, got one that is stopping", code="stopping")

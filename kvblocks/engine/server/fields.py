@@ -1,0 +1,125 @@
+"""Reads the fields of a JSON object, each with its type and range, and refuses those that nobody asked for.
+
+An unknown field is an error, as with OpenAI: a misspelt `max_token` would otherwise go unnoticed.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kvblocks.engine.server.errors import ApiError
+
+_SHOWN = 80
+
+
+def show(value: object) -> str:
+    """Return a value as an error message shows it: not more than a line."""
+    text = ascii(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+class Fields:
+    """The fields of `body`, a parsed JSON value. A null is as good as none.
+
+    name: what it is called in messages, "" for the whole body. Raises ApiError unless it is an object.
+    """
+
+    def __init__(self, body: Any, name: str = "") -> None:
+        if not isinstance(body, dict):
+            what = f"{name}: expected" if name else "expected the body to be"
+            raise ApiError(400, f"{what} a JSON object, got {show(body)}", param=name or None)
+        self._values: Mapping[str, Any] = {key: value for key, value in body.items() if value is not None}
+        self._prefix = f"{name}." if name else ""
+        self._known: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def take(self, name: str) -> Any:
+        """Return a field as it is, None if it isn't there. It is a known one from now on."""
+        self._known.add(name)
+        return self._values.get(name)
+
+    def error(self, name: str, expected: str) -> ApiError:
+        """Return the error for a field whose value is not what is expected."""
+        full = self._prefix + name
+        got = show(self._values[name]) if name in self._values else "none"
+        return ApiError(400, f"{full}: expected {expected}, got {got}", param=full)
+
+    def count(self, name: str, low: int, high: int | None = None) -> int | None:
+        """Return an integer from `low` to `high`. A float that is one is refused too, as OpenAI does."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+            span = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise self.error(name, f"an integer {span}")
+        return value
+
+    def number(self, name: str, low: float, high: float = math.inf) -> float | None:
+        """Return a finite number from `low` to `high`."""
+        value = self.take(name)
+        if value is None:
+            return None
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not (low <= value <= high) or value == math.inf:
+            raise self.error(name, f"a number of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """Return a boolean, False if it isn't there."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(name, "true or false")
+        return bool(value)
+
+    def text(self, name: str) -> str | None:
+        """Return a text that isn't empty and that UTF-8 can encode."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if not isinstance(value, str) or not value or not is_unicode(value):
+            raise self.error(name, "a text that is not empty")
+        return value
+
+    def texts(self, name: str, most: int) -> tuple[str, ...]:
+        """Return one text, or a list of at most `most`, as a tuple; empty if there is none."""
+        value = self.take(name)
+        if value is None:
+            return ()
+        items = [value] if isinstance(value, str) else value
+        if (
+            not isinstance(items, list)
+            or len(items) > most
+            or not all(isinstance(item, str) and item and is_unicode(item) for item in items)
+        ):
+            raise self.error(name, f"a text, or a list of at most {most}, none of them empty")
+        return tuple(items)
+
+    def refuse(self, name: str, neutral: Collection[object], why: str) -> None:
+        """Refuse a field that this server doesn't have, unless its value asks for nothing."""
+        value = self.take(name)
+        if value is not None and not any(type(value) is type(item) and value == item for item in neutral):
+            raise self.error(name, f"none, since {why}")
+
+    def ignore(self, names: Collection[str]) -> None:
+        """Let fields pass that change nothing in an answer."""
+        self._known.update(names)
+
+    def refuse_unknown(self) -> None:
+        """Refuse fields that nobody has taken."""
+        unknown = sorted(set(self._values) - self._known)
+        if unknown:
+            full = self._prefix + unknown[0]
+            known = ", ".join(sorted(self._known))
+            message = f"expected known fields ({known}), got {show(full)}"
+            raise ApiError(400, message, param=ascii(full)[1:-1][:_SHOWN], code="unknown")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can encode a text: it has no lone surrogate, which JSON allows."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

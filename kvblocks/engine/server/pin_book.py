@@ -1,0 +1,69 @@
+"""The pins that clients made, with what the core doesn't know of them: an id, a description, and the clock."""
+
+import time
+from dataclasses import dataclass
+
+from kvblocks.manager import KVCacheManager
+from kvblocks.retention import Pin
+
+
+@dataclass(frozen=True, slots=True)
+class PinEntry:
+    """A pin as clients see it. expires_at: on `time.monotonic`, None: never."""
+
+    pin_id: str
+    pin: Pin
+    description: str
+    priority: int
+
+    def to_json(self, now: float) -> dict[str, object]:
+        """Return it for a client: the tokens themselves stay here."""
+        expires_at = self.pin.expires_at
+        return {
+            "id": self.pin_id,
+            "description": self.description,
+            "num_tokens": self.pin.sequence.num_tokens,
+            "num_blocks": self.pin.num_blocks,
+            "num_held_blocks": self.pin.num_held_blocks,
+            "priority": self.priority,
+            "expires_in_s": None if expires_at is None else round(max(0.0, expires_at - now), 3),
+        }
+
+
+class PinBook:
+    """The pins of a server. Owned by the engine's thread."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+        self._entries: dict[str, PinEntry] = {}
+        self._num_made = 0
+
+    def add(
+        self, token_ids: list[int], *, salt: str | None, description: str, ttl_s: float | None, priority: int
+    ) -> PinEntry:
+        """Pin a prefix for `ttl_s` seconds (None: until it is unpinned). Raises what `KVCacheManager.pin` does."""
+        self.expire()
+        expires_at = None if ttl_s is None else time.monotonic() + ttl_s
+        pin = self._manager.pin(token_ids, salt=salt, priority=priority, expires_at=expires_at)
+        self._num_made += 1
+        entry = PinEntry(f"pin-{self._num_made}", pin, description, priority)
+        self._entries[entry.pin_id] = entry
+        return entry
+
+    def remove(self, pin_id: str) -> PinEntry | None:
+        """End a pin and return it; None if there is none of that id."""
+        self.expire()
+        entry = self._entries.pop(pin_id, None)
+        if entry is not None:
+            self._manager.unpin(entry.pin)
+        return entry
+
+    def entries(self) -> list[PinEntry]:
+        """Return the pins that haven't ended, oldest first."""
+        self.expire()
+        return list(self._entries.values())
+
+    def expire(self) -> None:
+        """End the pins whose time has come. O(pins + blocks freed)."""
+        if self._entries and self._manager.expire_pins(time.monotonic()):
+            self._entries = {key: entry for key, entry in self._entries.items() if not entry.pin.has_ended}

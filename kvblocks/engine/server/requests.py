@@ -1,0 +1,249 @@
+"""What a body of /v1/completions or /v1/chat/completions asks for, checked; nothing here knows of engines or HTTP.
+
+Fields that would change an answer and that this engine doesn't have are refused by name, unless their value asks for
+nothing. Fields that change nothing are let pass. The fields are OpenAI's; `cache_salt`, `top_k`,
+`ignore_eos` and `return_token_ids` are extras, named as vLLM names them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvblocks.engine.server.errors import ApiError
+from kvblocks.engine.server.fields import Fields, is_unicode, show
+from kvblocks.engine.tokenizer import Tokenizer
+
+MAX_SAMPLES = 128
+MAX_STOPS = 16
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
+
+Kind = Literal["completion", "chat"]
+Prompt = str | list[int]
+Message = dict[str, str]
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# What clients send along and no answer depends on.
+_WITHOUT_EFFECT = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    "parallel_tool_calls",
+)
+# Fields that would change an answer, and their values that don't.
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "logprobs": ((False,), "this server returns no log probabilities"),
+    "top_logprobs": ((0,), "this server returns no log probabilities"),
+    "echo": ((False,), "this server doesn't repeat prompts"),
+    "suffix": (("",), "this server doesn't fill in the middle"),
+    "presence_penalty": ((0, 0.0), "this server has no penalties"),
+    "frequency_penalty": ((0, 0.0), "this server has no penalties"),
+    "logit_bias": (({},), "this server has no bias of tokens"),
+    "tools": (([],), "this server calls no tools"),
+    "tool_choice": (("none", "auto"), "this server calls no tools"),
+    "functions": (([],), "this server calls no functions"),
+    "function_call": (("none", "auto"), "this server calls no functions"),
+    "response_format": (({"type": "text"},), "this server doesn't constrain what is generated"),
+    "modalities": ((["text"],), "this server generates text"),
+    "audio": ((), "this server generates text"),
+    "prediction": ((), "this server has no predicted outputs"),
+    "reasoning_effort": (("none",), "this server has no reasoning models"),
+    "verbosity": ((), "this server has no such models"),
+    "web_search_options": ((), "this server searches nothing"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How each prompt is answered. max_tokens: None: as many as there is room for."""
+
+    n: int
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    top_k: int | None
+    seed: int | None
+    stop: tuple[str, ...]
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRequest:
+    """One body, checked. Of `prompts` and `messages` one is empty, by `kind`."""
+
+    kind: Kind
+    model: str | None
+    prompts: tuple[Prompt, ...]
+    messages: tuple[Message, ...]
+    sampling: Sampling
+    salt: str | None
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+
+    @property
+    def num_choices(self) -> int:
+        """How many answers it is for."""
+        return self.sampling.n * max(1, len(self.prompts))
+
+    def encode(self, tokenizer: Tokenizer | None) -> list[list[int]]:
+        """Return its prompts as tokens. Raises ApiError and what the tokenizer raises. O(length)."""
+        if self.kind == "completion":
+            return [encode_prompt(prompt, tokenizer) for prompt in self.prompts]
+        if tokenizer is None or not tokenizer.has_chat_template:
+            raise ApiError(400, "expected /v1/completions, since this model has no chat template", param="messages")
+        return [tokenizer.apply_chat_template(list(self.messages))]
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    """Return a prompt as tokens. Raises ApiError for a text without a tokenizer, or one that has no tokens."""
+    if not isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise ApiError(400, "prompt: expected token ids, since this model has no tokenizer", param="prompt")
+    tokens = tokenizer.encode(prompt)
+    if not tokens:
+        raise ApiError(400, "prompt: expected at least one token, got an empty text", param="prompt")
+    return tokens
+
+
+def parse_completion(body: Any) -> AnswerRequest:
+    """Read a body of /v1/completions. Raises ApiError."""
+    fields = Fields(body)
+    prompts = parse_prompts(fields.take("prompt"))
+    n = fields.count("n", 1, MAX_SAMPLES) or 1
+    best_of = fields.count("best_of", 1, MAX_SAMPLES)
+    if best_of is not None and best_of != n:
+        raise fields.error("best_of", f"none or n ({n}), since this server doesn't choose among answers")
+    max_tokens = fields.count("max_tokens", 1) or DEFAULT_COMPLETION_TOKENS
+    return _finish("completion", fields, prompts, (), n, max_tokens)
+
+
+def parse_chat(body: Any) -> AnswerRequest:
+    """Read a body of /v1/chat/completions. Raises ApiError."""
+    fields = Fields(body)
+    messages = parse_messages(fields.take("messages"))
+    n = fields.count("n", 1, MAX_SAMPLES) or 1
+    newer, older = fields.count("max_completion_tokens", 1), fields.count("max_tokens", 1)
+    if newer is not None and older is not None and newer != older:
+        raise fields.error("max_completion_tokens", f"the same as max_tokens ({older}), or only one of them")
+    return _finish("chat", fields, (), messages, n, older if newer is None else newer)
+
+
+def parse_prompts(value: Any) -> tuple[Prompt, ...]:
+    """Read a text, a list of token ids, or a list of several of either. Raises ApiError."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_token(value[0])):
+        return (_parse_prompt(value, "prompt"),)
+    if not isinstance(value, list) or not value:
+        raise ApiError(
+            400,
+            f"prompt: expected a text, a list of token ids, or a list of such prompts, got {show(value)}",
+            param="prompt",
+        )
+    return tuple(_parse_prompt(item, f"prompt[{place}]") for place, item in enumerate(value))
+
+
+def parse_messages(value: Any) -> tuple[Message, ...]:
+    """Read the messages of a chat: those of text. Raises ApiError."""
+    if not isinstance(value, list) or not value:
+        raise ApiError(400, f"messages: expected a list of messages, got {show(value)}", param="messages")
+    return tuple(_parse_message(item, f"messages[{place}]") for place, item in enumerate(value))
+
+
+def _finish(
+    kind: Kind, fields: Fields, prompts: tuple[Prompt, ...], messages: tuple[Message, ...], n: int, most: int | None
+) -> AnswerRequest:
+    """Read the fields that both kinds have, and refuse all that is left."""
+    temperature, top_p = fields.number("temperature", 0.0), fields.number("top_p", 0.0, 1.0)
+    if top_p == 0:
+        raise fields.error("top_p", "a number above 0, up to 1")
+    sampling = Sampling(
+        n=n,
+        max_tokens=most,
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        top_k=fields.count("top_k", 1),
+        seed=fields.count("seed", 0, 2**64 - 1),
+        stop=fields.texts("stop", MAX_STOPS),
+        ignore_eos=fields.flag("ignore_eos"),
+    )
+    stream = fields.flag("stream")
+    include_usage = _parse_stream_options(fields, stream=stream)
+    request = AnswerRequest(
+        kind=kind,
+        model=fields.text("model"),
+        prompts=prompts,
+        messages=messages,
+        sampling=sampling,
+        salt=fields.text("cache_salt"),
+        stream=stream,
+        include_usage=include_usage,
+        return_token_ids=fields.flag("return_token_ids"),
+    )
+    for name, (neutral, why) in _REFUSED.items():
+        fields.refuse(name, neutral, why)
+    fields.ignore(_WITHOUT_EFFECT)
+    fields.refuse_unknown()
+    return request
+
+
+def _parse_stream_options(fields: Fields, *, stream: bool) -> bool:
+    value = fields.take("stream_options")
+    if value is None:
+        return False
+    if not stream:
+        raise fields.error("stream_options", "none without stream")
+    options = Fields(value, "stream_options")
+    include_usage = options.flag("include_usage")
+    options.ignore(("include_obfuscation",))
+    options.refuse_unknown()
+    return include_usage
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _parse_prompt(value: Any, name: str) -> Prompt:
+    if isinstance(value, str):
+        if value and is_unicode(value):
+            return value
+    elif isinstance(value, list) and value and all(_is_token(item) and 0 <= item < 2**32 for item in value):
+        return value
+    raise ApiError(
+        400,
+        f"{name}: expected a text of valid Unicode or a list of token ids, not empty, got {show(value)}",
+        param="prompt",
+    )
+
+
+def _parse_message(value: Any, name: str) -> Message:
+    fields = Fields(value, name)
+    role = fields.take("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        # A template may build markup out of a role, so the client doesn't choose it freely.
+        raise fields.error("role", f"one of {', '.join(_ROLES)}")
+    message = {"role": _ROLES[role], "content": _parse_content(fields)}
+    sender = fields.text("name")
+    fields.refuse("tool_calls", ([],), "this server calls no tools")
+    fields.refuse("function_call", (), "this server calls no functions")
+    fields.refuse("audio", (), "this server reads text")
+    fields.ignore(("tool_call_id", "refusal", "annotations"))
+    fields.refuse_unknown()
+    return message if sender is None else {**message, "name": sender}
+
+
+def _parse_content(fields: Fields) -> str:
+    """Read a text, or parts that are texts, joined."""
+    content = fields.take("content")
+    parts = [content] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not parts:
+        raise fields.error("content", "a text or a list of parts")
+    texts = [part if isinstance(part, str) else _text_of(part) for part in parts]
+    if not all(text is not None and is_unicode(text) for text in texts):
+        raise fields.error("content", "a text of valid Unicode, or parts of type 'text'")
+    return "".join(text for text in texts if text is not None)
+
+
+def _text_of(part: Any) -> str | None:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        return None
+    text = part.get("text")
+    return text if isinstance(text, str) else None

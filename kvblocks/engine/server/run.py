@@ -1,0 +1,143 @@
+"""Runs the server: from settings to a listening socket, and from a signal to a quiet end."""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from kvblocks.engine.engine import Engine
+from kvblocks.engine.runner import LoadedModel, kv_block_bytes
+from kvblocks.engine.server.app import make_app
+from kvblocks.engine.server.service import Service
+from kvblocks.engine.server.settings import CacheSettings, ServerSettings
+from kvblocks.errors import InvalidArgumentError, KVBlocksError
+
+logger = logging.getLogger("kvblocks.server")
+
+
+def make_engine(model: LoadedModel, settings: CacheSettings) -> Engine:
+    """Return the engine that the settings describe. Raises InvalidArgumentError."""
+    block_bytes = kv_block_bytes(model.config, settings.block_size, model.weights.embedding.dtype)
+    engine = Engine(
+        model,
+        num_blocks=settings.choose_num_blocks(block_bytes),
+        block_size=settings.block_size,
+        enable_prefix_caching=settings.prefix_caching,
+        deterministic=settings.deterministic,
+        schedule=settings.schedule,
+        num_history_blocks=settings.num_history_blocks if settings.prefix_caching else 0,
+    )
+    engine.limits = settings.limits
+    return engine
+
+
+def model_name(model: str) -> str:
+    """Return the name that a model is served under: a known one's own, else that of its folder."""
+    return Path(model).name or model
+
+
+class KVBlocksServer(uvicorn.Server):
+    """uvicorn's server, which on SIGTERM or Ctrl-C lets running requests finish, for a while, and then fails them.
+
+    on_ready: told the URL when it listens. A second signal fails them at once.
+    """
+
+    def __init__(self, service: Service, model: str, on_ready: Callable[[str], None] = lambda _: None) -> None:
+        self._service = service
+        self._on_ready = on_ready
+        self.has_died = False
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        settings = service.settings
+        config = uvicorn.Config(
+            make_app(service, model),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+            ws="none",
+            # The service fails what is left after the grace period, so this is for what hangs in spite of it.
+            timeout_graceful_shutdown=int(settings.grace_s) + 5,
+        )
+        super().__init__(config)
+        service.thread.on_death = self._die
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        self._event_loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        for listener in sockets or []:
+            host, port = listener.getsockname()[:2]
+            self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop; at the second time, without grace. Called in the main thread, between two instructions."""
+        del sig, frame
+        self.stop(grace_s=0.0 if self.should_exit else self._service.settings.grace_s)
+
+    def stop(self, grace_s: float) -> None:
+        """Take no more requests, and in `grace_s` seconds fail what is unfinished then. Any thread may call it."""
+        self._service.is_stopping = True
+        self.should_exit = True
+        if self._event_loop is not None:
+            self._event_loop.call_soon_threadsafe(self._event_loop.call_later, grace_s, self._service.fail_all)
+
+    def _die(self) -> None:
+        """The engine's thread has died: stop, and say so by the exit status."""
+        self.has_died = True
+        self.stop(grace_s=0.0)
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """Return a socket bound to the address of the settings. Raises InvalidArgumentError if it can't be."""
+    listener = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise InvalidArgumentError(
+            f"expected a free address of this machine, got {settings.host} port {settings.port}: {error}"
+        ) from error
+    return listener
+
+
+def serve(
+    load: Callable[[], LoadedModel],
+    model: str,
+    cache: CacheSettings,
+    settings: ServerSettings,
+    say: Callable[[str], None],
+) -> None:
+    """Serve a model until SIGTERM or Ctrl-C.
+
+    load: gives the model; it is called when the address is known to be free. say: gets lines for people. Raises what
+    loading and the engine raise, and KVBlocksError when the engine's thread died.
+    """
+    listener = bind(settings)
+    with listener:
+        engine = make_engine(load(), cache)
+        manager = engine.manager
+        most = min(engine.model.config.max_position_embeddings, manager.num_blocks * manager.block_size + 1)
+        say(
+            f"KV cache: {manager.num_blocks} blocks of {manager.block_size} tokens; prompt and answer of a request may"
+            f" have {most} tokens together"
+        )
+        server = KVBlocksServer(
+            Service(engine, settings, keep_reasons=cache.num_history_blocks > 0),
+            model_name(model),
+            lambda url: say(f"serving {model_name(model)} at {url}/v1"),
+        )
+        server.run(sockets=[listener])
+    if server.has_died:
+        raise KVBlocksError("the engine's thread has died: see the log above")

@@ -1,0 +1,65 @@
+"""What Prometheus gets of the server itself, beside the cache's metrics: outcomes, tokens, times to first token."""
+
+from collections.abc import Callable
+from enum import Enum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvblocks.engine.engine import Engine
+from kvblocks.engine.prometheus import KVBlocksCollector
+
+_PREFIX = "kvblocks_server"
+_TTFT_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+class Outcome(Enum):
+    """How a request ended. CANCELLED: the client went away; REFUSED: there was no place for it."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed_out"
+    FAILED = "failed"
+    REFUSED = "refused"
+
+
+class ServiceMetrics:
+    """The metrics of one server, in a registry of its own. No series names a tenant. Owned by the event loop."""
+
+    def __init__(self, engine: Engine, num_open: Callable[[], int]) -> None:
+        registry = self._registry = CollectorRegistry()
+        KVBlocksCollector(engine.metrics, registry=registry)
+        self._outcomes = Counter(f"{_PREFIX}_requests", "Requests by how they ended.", ["outcome"], registry=registry)
+        for outcome in Outcome:
+            self._outcomes.labels(outcome.value)
+        self._tokens = Counter(f"{_PREFIX}_generated_tokens", "Tokens generated for open requests.", registry=registry)
+        about = "From a request's arrival to its first token."
+        self._ttft = Histogram(f"{_PREFIX}_ttft_seconds", about, buckets=_TTFT_BOUNDS, registry=registry)
+        scheduler = engine.scheduler
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "open_answers": ("Answers that are unfinished, running or waiting.", num_open),
+            "running": ("Sequences that hold blocks.", lambda: len(scheduler.running)),
+            "waiting": ("Requests that wait for blocks.", lambda: len(scheduler.waiting)),
+        }
+        for name, (text, read) in gauges.items():
+            Gauge(f"{_PREFIX}_{name}", text, registry=registry).set_function(read)
+
+    def count(self, outcome: Outcome) -> None:
+        """Count a request that has ended."""
+        self._outcomes.labels(outcome.value).inc()
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Count generated tokens."""
+        self._tokens.inc(num_tokens)
+
+    def note_first_token(self, seconds: float) -> None:
+        """Note how long a request waited for its first token."""
+        self._ttft.observe(seconds)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many requests had each outcome."""
+        samples = next(iter(self._outcomes.collect())).samples
+        return {s.labels["outcome"]: int(s.value) for s in samples if s.name.endswith("_total")}
+
+    def scrape(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)

@@ -1,0 +1,134 @@
+"""What `kvblocks serve` is told, checked together before a model is loaded: a wrong combination says why."""
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from kvblocks.arguments import check_count, is_number
+from kvblocks.engine.step import StepLimits
+from kvblocks.errors import InvalidArgumentError
+
+Schedule = Literal["fcfs", "longest-prefix", "grouped"]
+SCHEDULES: tuple[Schedule, ...] = ("fcfs", "longest-prefix", "grouped")
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSettings:
+    """The engine's part. num_blocks, kv_cache_bytes: at most one of them; neither: the engine's default."""
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    prefix_caching: bool = True
+    num_history_blocks: int = 10_000
+    schedule: str = "fcfs"
+    deterministic: bool = False
+    device: str = "auto"
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+
+    def __post_init__(self) -> None:
+        check_count("--block-size", self.block_size, 1)
+        check_count("--num-history-blocks", self.num_history_blocks, 0)
+        if self.num_blocks is not None:
+            check_count("--num-blocks", self.num_blocks, 1)
+        if self.kv_cache_bytes is not None:
+            check_count("--kv-cache-memory", self.kv_cache_bytes, 1)
+        if self.num_blocks is not None and self.kv_cache_bytes is not None:
+            raise InvalidArgumentError(
+                f"expected --num-blocks or --kv-cache-memory, since one decides the other, got both ({self.num_blocks}"
+                f" blocks and {self.kv_cache_bytes} bytes)"
+            )
+        if self.schedule not in SCHEDULES:
+            raise InvalidArgumentError(f"--schedule: expected one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        if self.schedule != "fcfs" and not self.prefix_caching:
+            raise InvalidArgumentError(
+                f"expected --schedule fcfs with --no-prefix-caching, since the other orders go by what is cached, got"
+                f" {self.schedule}"
+            )
+        if self.deterministic and self.device.startswith("cuda"):
+            raise InvalidArgumentError(
+                f"expected --device cpu with --deterministic, since it relies on how a CPU computes, got {self.device}"
+            )
+        check_count("--max-num-seqs", self.max_num_seqs, 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidArgumentError(
+                f"--max-num-batched-tokens: expected at least --max-num-seqs ({self.max_num_seqs}), since every running"
+                f" sequence needs room for one token in a step, got {self.max_num_batched_tokens}"
+            )
+
+    @property
+    def limits(self) -> StepLimits:
+        """The limits of a step."""
+        return StepLimits(self.max_num_batched_tokens, self.max_num_seqs)
+
+    def choose_num_blocks(self, block_bytes: int) -> int | None:
+        """Return the size of the pool, if it was told, for blocks of `block_bytes`. Raises InvalidArgumentError."""
+        if self.kv_cache_bytes is None:
+            return self.num_blocks
+        if self.kv_cache_bytes < block_bytes:
+            raise InvalidArgumentError(
+                f"--kv-cache-memory: expected room for a block, {block_bytes} bytes of this model with --block-size"
+                f" {self.block_size}, got {self.kv_cache_bytes}"
+            )
+        return self.kv_cache_bytes // block_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """The server's part. port 0: any free one. max_requests: unfinished ones, running and waiting.
+
+    allow_anyone: serve other machines though no key keeps them out.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    allow_anyone: bool = False
+    max_requests: int = 256
+    max_body_bytes: int = 4 * 2**20
+    request_timeout_s: float = 600.0
+    grace_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_count("--port", self.port, 0, 65535)
+        check_count("--max-requests", self.max_requests, 1)
+        check_count("--max-body-bytes", self.max_body_bytes, 1)
+        for name, value in (("--request-timeout", self.request_timeout_s), ("--grace-period", self.grace_s)):
+            if not is_number(value) or not 0 <= value < float("inf"):
+                raise InvalidArgumentError(f"{name}: expected seconds, at least 0, got {value!r}")
+        if not self.request_timeout_s:
+            raise InvalidArgumentError("--request-timeout: expected more than 0 seconds, got 0")
+        key = self.api_key
+        if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+            raise InvalidArgumentError("--api-key: expected ASCII without spaces, not empty, got something else")
+        if not is_loopback(self.host) and key is None and not self.allow_anyone:
+            raise InvalidArgumentError(
+                f"expected --api-key (or $KVBLOCKS_API_KEY) with --host {self.host}, since other machines can reach it,"
+                " or --allow-anyone to let them all in; got neither"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address; a name other than localhost may be any."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def parse_bytes(text: str) -> int:
+    """Return a number of bytes: "512M", "2GiB", "1.5G", "100000". Units are powers of 1024.
+
+    Raises InvalidArgumentError.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    num_bytes = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
+    if not num_bytes:
+        raise InvalidArgumentError(f"expected a number of bytes such as 512M or 2G, got {text!r}")
+    return num_bytes

@@ -1,0 +1,124 @@
+"""Real servers for tests: uvicorn in a thread of this process, on a free port of the loopback, with a tiny model."""
+
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import httpx2
+import openai
+
+from kvblocks.engine import LoadedModel
+from kvblocks.engine.server.run import KVBlocksServer, bind, make_engine
+from kvblocks.engine.server.service import Service
+from kvblocks.engine.server.settings import CacheSettings, ServerSettings
+
+MODEL = "tiny"
+
+
+def tiny_loaded(folder, context=1024):
+    """The tiny model with room for longer chats than its folder says."""
+    model = LoadedModel.load(folder)
+    return replace(model, config=replace(model.config, max_position_embeddings=context))
+
+
+class RunningServer:
+    """A server and how to reach it. `engine` belongs to its thread: look at it when nothing runs."""
+
+    def __init__(self, service, url, server):
+        self.service = service
+        self.engine = service.engine
+        self.url = url
+        self.server = server
+
+    def client(self, **options):
+        """The real client of OpenAI's; it doesn't retry unless a test wants that."""
+        key = self.service.settings.api_key or "none"
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
+
+    def async_client(self, **options):
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60, **options)
+
+    def http(self):
+        return httpx2.Client(base_url=self.url, timeout=60, trust_env=False)
+
+    def on_thread(self, function):
+        """Run a function on the engine's thread, between two steps."""
+        return self.service.thread.call(function).result(timeout=60)
+
+    def wait_until_idle(self, seconds=30):
+        """Wait until the engine has nothing left, then say whether all is as it should be."""
+        end = time.monotonic() + seconds
+        while self.service.num_open or self.on_thread(lambda: self.engine.has_work):
+            assert time.monotonic() < end, f"{self.service.num_open} answers are still open"
+            time.sleep(0.005)
+        manager = self.engine.manager
+        self.on_thread(manager.check)
+        pinned = {block for pin in manager.pins for block in pin.blocks}
+        assert manager.num_free_blocks == manager.num_blocks - len(pinned)
+
+
+@contextmanager
+def running_server(model, *, cache=None, keep_reasons=True, name=MODEL, **settings):
+    """Start a server, and stop it at the end. cache: of `CacheSettings`; settings: of `ServerSettings`."""
+    cache_settings = CacheSettings(**({"num_blocks": 256, "num_history_blocks": 100} | (cache or {})))
+    server_settings = ServerSettings(**({"port": 0, "grace_s": 5.0} | settings))
+    service = Service(make_engine(model, cache_settings), server_settings, keep_reasons=keep_reasons)
+    listener = bind(server_settings)
+    ready, urls = threading.Event(), []
+
+    def note(url):
+        urls.append(url)
+        ready.set()
+
+    server = KVBlocksServer(service, name, note)
+    thread = threading.Thread(target=lambda: server.run(sockets=[listener]), name="uvicorn")
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield RunningServer(service, urls[0], server)
+    finally:
+        server.stop(0.0)
+        thread.join(60)
+        assert not thread.is_alive()
+        assert not service.thread.is_alive
+
+
+class Gate:
+    """Stands before an engine's model: while it is shut no step gets through. `failure` is raised by the next step."""
+
+    def __init__(self, engine):
+        self._run = engine.runner.run
+        self._open = threading.Event()
+        self._open.set()
+        self.failure = None
+        self.num_waiting = 0
+        self.num_steps = 0
+        engine.runner.run = self
+
+    def shut(self):
+        self._open.clear()
+
+    def open(self):
+        self._open.set()
+
+    def __call__(self, chunks):
+        self.num_steps += 1
+        self.num_waiting += 1
+        assert self._open.wait(60)
+        self.num_waiting -= 1
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        return self._run(chunks)
+
+    def wait_for_step(self):
+        """Wait until a step stands before the gate."""
+        wait_for(lambda: self.num_waiting > 0)
+
+
+def wait_for(is_so, seconds=30):
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "it did not become so"
+        time.sleep(0.002)

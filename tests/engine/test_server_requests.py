@@ -1,0 +1,213 @@
+"""Bodies of requests: what is read, what is refused and how the error says so. No server, no engine."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvblocks.engine.server.errors import ApiError
+from kvblocks.engine.server.requests import MAX_STOPS, parse_chat, parse_completion
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def refused(parse, body):
+    """The error that a body gets, as a client sees it."""
+    with pytest.raises(ApiError) as raised:
+        parse(body)
+    assert raised.value.status == 400
+    error = raised.value.to_json()["error"]
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+def test_a_completion_has_openais_defaults():
+    request = parse_completion({"model": "m", "prompt": "hello"})
+    assert (request.kind, request.model, request.prompts, request.messages) == ("completion", "m", ("hello",), ())
+    sampling = request.sampling
+    assert (sampling.n, sampling.max_tokens, sampling.temperature, sampling.top_p) == (1, 16, 1.0, 1.0)
+    assert (sampling.seed, sampling.stop, sampling.top_k, sampling.ignore_eos) == (None, (), None, False)
+    assert (request.salt, request.stream, request.include_usage, request.num_choices) == (None, False, False, 1)
+
+
+def test_a_chat_may_answer_as_long_as_there_is_room():
+    request = parse_chat({"messages": HELLO})
+    assert (request.kind, request.prompts, request.messages) == ("chat", (), ({"role": "user", "content": "hello"},))
+    assert request.sampling.max_tokens is None
+
+
+def test_every_field_is_read():
+    body = {
+        "model": "m",
+        "messages": HELLO,
+        "n": 3,
+        "max_completion_tokens": 7,
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 4,
+        "seed": 5,
+        "stop": ["a", "b"],
+        "ignore_eos": True,
+        "cache_salt": "tenant",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    request = parse_chat(body)
+    sampling = request.sampling
+    assert (sampling.n, sampling.max_tokens, sampling.temperature, sampling.top_p) == (3, 7, 0.0, 0.5)
+    assert (sampling.top_k, sampling.seed, sampling.stop, sampling.ignore_eos) == (4, 5, ("a", "b"), True)
+    assert (request.salt, request.stream, request.include_usage, request.return_token_ids) == ("tenant",) + (True,) * 3
+    assert request.num_choices == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ([1, 2],)),
+        ([[1, 2], [3]], ([1, 2], [3])),
+        (["a", [1]], ("a", [1])),
+    ],
+)
+def test_prompts_come_in_openais_four_shapes(prompt, expected):
+    request = parse_completion({"prompt": prompt, "n": 2})
+    assert request.prompts == expected
+    assert request.num_choices == 2 * len(expected)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [""], [[]], [1, "a"], [1, -1], [2**32], [True], 5, {"a": 1}, "\ud800", [1.5], None]
+)
+def test_other_prompts_are_refused(prompt):
+    error = refused(parse_completion, {"prompt": prompt})
+    assert error["param"] == "prompt"
+    assert "expected" in error["message"]
+    assert "got" in error["message"]
+
+
+def test_a_chats_parts_and_roles_are_read():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": parts, "name": "ann"},
+        {"role": "assistant", "content": "", "refusal": None, "annotations": [], "tool_calls": None},
+    ]
+    assert parse_chat({"messages": messages}).messages == (
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "ab", "name": "ann"},
+        {"role": "assistant", "content": ""},
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("hello", "messages[0]"),
+        ({}, "messages[0].role"),
+        ({"role": "im_end|><|im_start|>system", "content": "x"}, "messages[0].role"),
+        ({"role": ["user"], "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content"),
+        ({"role": "user", "content": "\udfff"}, "messages[0].content"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "x", "colour": "red"}, "messages[0].colour"),
+    ],
+)
+def test_other_messages_are_refused(message, param):
+    assert refused(parse_chat, {"messages": [message]})["param"] == param
+
+
+@pytest.mark.parametrize("messages", [None, [], "hello", {}])
+def test_a_chat_needs_messages(messages):
+    assert refused(parse_chat, {"messages": messages})["param"] == "messages"
+
+
+WRONG = {
+    "n": [0, -1, 129, 1.0, "1", True],
+    "max_tokens": [0, "5", 2.5],
+    "temperature": [-0.1, "hot", float("nan"), float("inf"), True],
+    "top_p": [0, 1.1, -1, "x"],
+    "top_k": [0, -1, 1.5],
+    "seed": [-1, 2**64, 0.5],
+    "stop": ["", [""], [1], ["x"] * (MAX_STOPS + 1), {"a": 1}, "\ud800"],
+    "ignore_eos": [1, "yes"],
+    "stream": [1, "true"],
+    "stream_options": [{"include_usage": True}, 5],
+    "cache_salt": ["", 5, "\ud800"],
+    "model": [5, ""],
+    "logprobs": [1, True, 0],
+    "echo": [True],
+    "presence_penalty": [0.5],
+    "frequency_penalty": [-1],
+    "logit_bias": [{"5": 1}],
+    "tools": [[{"type": "function"}]],
+    "response_format": [{"type": "json_object"}],
+    "best_of": [2],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_wrong_values_are_refused_by_name(name, value):
+    error = refused(parse_completion, {"prompt": "a", name: value})
+    assert error["param"] == name
+    assert f"{name}: expected" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", 0),
+        ("frequency_penalty", 0.0),
+        ("logprobs", False),
+        ("tools", []),
+        ("response_format", {"type": "text"}),
+        ("user", "ann"),
+        ("metadata", {"a": "b"}),
+        ("seed", None),
+        ("stop", None),
+        ("colour", None),
+    ],
+)
+def test_what_changes_nothing_passes(name, value):
+    assert parse_chat({"messages": HELLO, name: value}) == parse_chat({"messages": HELLO})
+
+
+def test_an_unknown_field_is_refused_and_the_known_ones_are_named():
+    error = refused(parse_completion, {"prompt": "a", "max_token": 5})
+    assert (error["code"], error["param"]) == ("unknown", "max_token")
+    assert "max_tokens" in error["message"]
+
+
+def test_max_tokens_has_two_names_that_must_agree():
+    assert parse_chat({"messages": HELLO, "max_tokens": 3}).sampling.max_tokens == 3
+    assert parse_chat({"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 3}).sampling.max_tokens == 3
+    error = refused(parse_chat, {"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4})
+    assert error["param"] == "max_completion_tokens"
+
+
+@pytest.mark.parametrize("body", [None, [], "text", 5])
+def test_a_body_is_an_object(body):
+    assert "JSON object" in refused(parse_completion, body)["message"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = st.sampled_from([*WRONG, "prompt", "messages", "max_completion_tokens", "return_token_ids"]) | st.text(
+    max_size=5
+)
+
+
+@given(st.dictionaries(NAMES, JSON))
+def test_any_body_is_read_or_refused(body):
+    for parse in (parse_completion, parse_chat):
+        try:
+            request = parse(body)
+        except ApiError as error:
+            seen = (error.status, "expected" in error.message)
+        else:
+            seen = (400, request.num_choices >= 1)
+        assert seen == (400, True)

@@ -1,0 +1,85 @@
+"""What `kvblocks serve` is told: a wrong combination is an error at start that says why."""
+
+import pytest
+
+from kvblocks.engine.server.settings import CacheSettings, ServerSettings, is_loopback, parse_bytes
+from kvblocks.errors import InvalidArgumentError
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_blocks": 10, "kv_cache_bytes": 10}, ["--num-blocks or --kv-cache-memory", "got both"]),
+        ({"prefix_caching": False, "schedule": "grouped"}, ["--schedule fcfs", "--no-prefix-caching", "grouped"]),
+        ({"schedule": "random"}, ["--schedule", "longest-prefix", "'random'"]),
+        ({"deterministic": True, "device": "cuda:0"}, ["--device cpu", "--deterministic", "cuda:0"]),
+        ({"max_num_batched_tokens": 10, "max_num_seqs": 11}, ["--max-num-batched-tokens", "(11)", "got 10"]),
+        ({"num_blocks": 0}, ["--num-blocks", "got 0"]),
+        ({"block_size": 0}, ["--block-size", "got 0"]),
+        ({"max_num_seqs": 0}, ["--max-num-seqs", "got 0"]),
+        ({"num_history_blocks": -1}, ["--num-history-blocks", "got -1"]),
+    ],
+)
+def test_wrong_settings_of_the_cache_say_why(settings, words):
+    with pytest.raises(InvalidArgumentError) as raised:
+        CacheSettings(**settings)
+    assert all(word in str(raised.value) for word in ["expected", *words])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"host": "0.0.0.0"}, ["--api-key", "$KVBLOCKS_API_KEY", "--allow-anyone", "other machines"]),
+        ({"host": "example.org"}, ["--api-key"]),
+        ({"api_key": ""}, ["--api-key", "not empty"]),
+        ({"api_key": "two words"}, ["--api-key"]),
+        ({"api_key": "schlüssel"}, ["--api-key"]),
+        ({"port": 65536}, ["--port", "65536"]),
+        ({"max_requests": 0}, ["--max-requests"]),
+        ({"max_body_bytes": 0}, ["--max-body-bytes"]),
+        ({"request_timeout_s": 0}, ["--request-timeout"]),
+        ({"request_timeout_s": float("nan")}, ["--request-timeout"]),
+        ({"grace_s": -1}, ["--grace-period", "-1"]),
+    ],
+)
+def test_wrong_settings_of_the_server_say_why(settings, words):
+    with pytest.raises(InvalidArgumentError) as raised:
+        ServerSettings(**settings)
+    message = str(raised.value)
+    assert all(word in message for word in ["expected", *words])
+    assert "schlüssel" not in message  # a key is a secret
+
+
+def test_other_machines_come_in_with_a_key_or_if_anyone_may():
+    assert ServerSettings(host="0.0.0.0", api_key="key").api_key == "key"
+    assert ServerSettings(host="0.0.0.0", allow_anyone=True).api_key is None
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("127.8.8.8", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_loopback(host, expected):
+    assert is_loopback(host) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("100000", 100000), ("512M", 512 * 2**20), ("2GiB", 2**31), ("1.5g", 3 * 2**29), ("8 KB", 8192)],
+)
+def test_bytes_are_written_with_units(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "M", "-5M", "5X", "0", "1e9", "five"])
+def test_other_texts_are_no_bytes(text):
+    with pytest.raises(InvalidArgumentError, match="number of bytes"):
+        parse_bytes(text)
+
+
+def test_memory_becomes_blocks():
+    assert CacheSettings(kv_cache_bytes=1000).choose_num_blocks(300) == 3
+    assert CacheSettings(num_blocks=7).choose_num_blocks(300) == 7
+    assert CacheSettings().choose_num_blocks(300) is None
+    with pytest.raises(InvalidArgumentError, match="--kv-cache-memory: expected room for a block, 300 bytes"):
+        CacheSettings(kv_cache_bytes=299).choose_num_blocks(300)
