@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 ModelOption = Annotated[str, typer.Option(help="smollm2 (fetched if need be), or a Hugging Face folder.")]
 
 
-def load_model(model: str) -> "LoadedModel":
-    """Load a model for a command; a known one is fetched first, which shows its progress."""
+def load_model(model: str, device: str = "auto", dtype: str | None = None) -> "LoadedModel":
+    """Load a model for a command, as `Engine` would; a known one is fetched first, which shows its progress."""
+    from kvblocks.engine.engine import choose_device
     from kvblocks.engine.fetch import KNOWN_MODELS, fetch_model
     from kvblocks.engine.runner import LoadedModel
 
     if model in KNOWN_MODELS:
         with show_progress() as progress:
             fetch_model(model, progress=progress)
-    return LoadedModel.load(model)
+    return LoadedModel.load(model, choose_device(device), dtype)
 
 
 _STAGES = {

@@ -25,7 +25,7 @@ def serve(
         int | None, typer.Option(help="Blocks in the pool. Default: as many as 512 MB hold.", rich_help_panel=_CACHE)
     ] = None,
     kv_cache_memory: Annotated[
-        str | None, typer.Option(help="Instead of --num-blocks: 512M, 2G.", rich_help_panel=_CACHE)
+        str | None, typer.Option(help="Instead of --num-blocks: 2GiB, or 0.5 of what is free.", rich_help_panel=_CACHE)
     ] = None,
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Compute every prompt wholly.", rich_help_panel=_CACHE)
@@ -43,9 +43,13 @@ def serve(
         str, typer.Option(help="Who is admitted first: fcfs, longest-prefix or grouped.", rich_help_panel=_WORK)
     ] = "fcfs",
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same bits, cached or not. CPU only.", rich_help_panel=_WORK)
+        bool, typer.Option("--deterministic", help="The same bits, cached or not.", rich_help_panel=_WORK)
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto.", rich_help_panel=_WORK)] = "auto",
+    attention: Annotated[str, typer.Option(help="torch, triton, flash-attn or auto.", rich_help_panel=_WORK)] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, float16 or bfloat16. Default: as Engine's.", rich_help_panel=_WORK)
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Torch threads. Default: torch's own choice.", rich_help_panel=_WORK)
     ] = None,
@@ -70,17 +74,18 @@ def serve(
 
     SIGTERM or Ctrl-C lets running requests finish; a second one doesn't.
     """
-    from kvblocks.engine.server.settings import CacheSettings, ServerSettings, parse_bytes
+    from kvblocks.engine.server.settings import CacheSettings, ServerSettings, parse_memory
 
     cache = CacheSettings(
         block_size=block_size,
         num_blocks=num_blocks,
-        kv_cache_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory),
+        kv_cache_memory=None if kv_cache_memory is None else parse_memory(kv_cache_memory),
         prefix_caching=not no_prefix_caching,
         num_history_blocks=num_history_blocks,
         schedule=schedule,
         deterministic=deterministic,
         device=device,
+        attention=attention,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
     )
@@ -100,7 +105,13 @@ def serve(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    run_server(lambda: load_model(model), model, cache, server, lambda line: print(line, file=sys.stderr, flush=True))
+    run_server(
+        lambda: load_model(model, device, dtype),
+        model,
+        cache,
+        server,
+        lambda line: print(line, file=sys.stderr, flush=True),
+    )
 
 
 @server_commands.command()

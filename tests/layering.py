@@ -132,7 +132,6 @@ _PAGED_BATCH = "the tensors of a paged batch, one by one as attention kernels ta
 MORE_PARAMETERS: dict[str, str] = {
     "kvblocks.engine.engine:Engine.__init__": "an option each, by keyword, with a default that suits most",
     "kvblocks.manager:KVCacheManager.__init__": "an option each, by keyword, with a default that costs nothing",
-    "kvblocks.engine.engine:Engine.__init__": "an option each, by keyword, with a default",
     "kvblocks.kernels.reference:paged_attention": _PAGED_BATCH,
     "kvblocks.kernels.reference:tiled_paged_attention": _PAGED_BATCH,
     "kvblocks.kernels.oracle:attention": _PAGED_BATCH,

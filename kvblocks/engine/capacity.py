@@ -38,7 +38,7 @@ def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, nu
     asked = f"{num_tokens} (a prompt of {sequence.num_prompt_tokens} and max_tokens {request.max_tokens})"
     if num_tokens > max_model_len:
         raise InvalidArgumentError(f"expected at most {max_model_len} tokens, the model's context, got {asked}")
-    num_wanted = _num_blocks(manager, num_tokens - 1, num_step_tokens)  # the last token generated needs no slot
+    num_wanted = count_blocks(manager, num_tokens - 1, num_step_tokens)  # the last token generated needs no slot
     if num_wanted > manager.num_blocks:
         most = _most_tokens(manager, manager.num_blocks, num_step_tokens, num_tokens)
         raise InvalidArgumentError(
@@ -57,6 +57,11 @@ def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, nu
         )
 
 
+def max_request_tokens(manager: KVCacheManager, max_model_len: int, num_step_tokens: int) -> int:
+    """Return how many tokens, prompt and generated, a request may have without pins. O(groups * log(tokens))."""
+    return min(max_model_len, 1 + _most_tokens(manager, manager.num_blocks, num_step_tokens, max_model_len))
+
+
 def check_oldest(manager: KVCacheManager, request: Request, num_tokens: int, max_num_tokens: int) -> None:
     """Raise StalledError if the oldest running request, just refused, can't go on though all others give way.
 
@@ -69,9 +74,9 @@ def check_oldest(manager: KVCacheManager, request: Request, num_tokens: int, max
         return
     cached, num_cached_tokens = _find_cached(manager, request)
     num_tokens_anew = max(num_tokens, min(num_cached_tokens + max_num_tokens, request.sequence.num_tokens))
-    for num_wanted, blocks in ((num_tokens, _blocks(manager, request.sequence)), (num_tokens_anew, cached)):
+    for num_wanted, blocks in ((num_tokens, blocks_of(manager, request.sequence)), (num_tokens_anew, cached)):
         num_left = manager.num_blocks - len(kept.difference(blocks))
-        if _num_blocks(manager, num_wanted, max_num_tokens) <= num_left:
+        if count_blocks(manager, num_wanted, max_num_tokens) <= num_left:
             return
     raise stalled(manager, request)
 
@@ -88,17 +93,17 @@ def stalled(manager: KVCacheManager, request: Request) -> StalledError:
     )
 
 
-def _num_blocks(manager: KVCacheManager, num_tokens: int, num_step_tokens: int) -> int:
+def count_blocks(manager: KVCacheManager, num_tokens: int, num_step_tokens: int) -> int:
     """Blocks of all groups that a sequence holds at most."""
     return sum(group.num_blocks(num_tokens, num_step_tokens) for group in manager.groups)
 
 
 def _most_tokens(manager: KVCacheManager, num_blocks: int, num_step_tokens: int, below: int) -> int:
     """The longest sequence, shorter than `below`, that so many blocks hold. O(groups * log(below))."""
-    return bisect_right(range(below), num_blocks, key=lambda tokens: _num_blocks(manager, tokens, num_step_tokens)) - 1
+    return bisect_right(range(below), num_blocks, key=lambda tokens: count_blocks(manager, tokens, num_step_tokens)) - 1
 
 
-def _blocks(manager: KVCacheManager, holder: Sequence | CacheHit) -> list[KVCacheBlock]:
+def blocks_of(manager: KVCacheManager, holder: Sequence | CacheHit) -> list[KVCacheBlock]:
     """What a sequence or a hit has in all groups. O(blocks)."""
     tables = [holder.group_blocks(group) for group in range(len(manager.groups))]
     return [block for table in tables for block in table if block is not None]
@@ -119,4 +124,4 @@ def _find_cached(manager: KVCacheManager, request: Request) -> tuple[list[KVCach
     """The blocks that the request would hit if it started now, and how many tokens it would not compute."""
     sequence = request.sequence
     hit = manager.get_computed_blocks(sequence.fork("probe") if sequence.is_allocated else sequence)
-    return _blocks(manager, hit), hit.num_tokens
+    return blocks_of(manager, hit), hit.num_tokens

@@ -82,7 +82,7 @@ class Engine:
         num_history_blocks: int = 0,
     ) -> None:
         order = make_order(schedule)
-        chosen = _choose_device(device, model.device if isinstance(model, LoadedModel) else None)
+        chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
         check_count("block_size", block_size, 1)
         self.model = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
         if parse_dtype(dtype) not in {None, self.model.dtype}:
@@ -221,7 +221,7 @@ def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | s
     return replace(layout, num_blocks=budget // layout.block_bytes, num_bytes=budget)
 
 
-def _choose_device(device: str, loaded: torch.device | None) -> torch.device:
+def choose_device(device: str, loaded: torch.device | None = None) -> torch.device:
     """The device that `device` names; `loaded` is where the model already is. Raises InvalidArgumentError."""
     if device == "auto":
         return loaded or torch.device("cuda" if torch.cuda.is_available() else "cpu")

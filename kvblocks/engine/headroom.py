@@ -13,15 +13,21 @@ The share left free is vLLM v0's watermark; counting the whole prompt, not its f
 from collections.abc import Iterable
 
 from kvblocks.cache_hit import CacheHit
+from kvblocks.engine.capacity import blocks_of, count_blocks
 from kvblocks.engine.request import Request
 from kvblocks.manager import KVCacheManager
 
 
 class Headroom:
-    """What one step's admissions may use of a pool of which `share` is to stay free. O(running requests)."""
+    """What one step's admissions may use of a pool of which `share` is to stay free.
 
-    def __init__(self, manager: KVCacheManager, running: Iterable[Request], share: float) -> None:
+    num_step_tokens: what a step computes of a request at most, on which depends what layers with a window hold.
+    O(running requests).
+    """
+
+    def __init__(self, manager: KVCacheManager, running: Iterable[Request], share: float, num_step_tokens: int) -> None:
         self._manager = manager
+        self._num_step_tokens = num_step_tokens
         self._num_reserved_blocks = int(share * manager.num_blocks + 1e-6)  # 0.29 of 100 is 29
         self._num_promised_blocks = 0
         self._is_alone = True
@@ -32,16 +38,21 @@ class Headroom:
         """Whether a waiting request with this hit leaves enough free. Always, if nobody runs. O(blocks of the hit)."""
         if self._is_alone or not self._num_reserved_blocks:
             return True
-        num_new = self._num_blocks(request) - len(hit.blocks)
-        num_hit_free = sum([not block.ref_cnt for block in hit.blocks])
+        found = blocks_of(self._manager, hit)
+        num_new = max(0, self._num_blocks(request) - len(found))
+        num_hit_free = sum([not block.ref_cnt for block in found])
         num_left = self._manager.num_free_blocks - self._num_promised_blocks - num_new - num_hit_free
         return num_left >= self._num_reserved_blocks
 
     def note(self, request: Request) -> None:
-        """Count a running request, with the blocks that it has: the rest of its prompt will need more. O(1)."""
+        """Count a running request, with the blocks that it has: the rest of its prompt will need more. O(groups)."""
         self._is_alone = False
-        self._num_promised_blocks += max(0, self._num_blocks(request) - len(request.sequence.blocks))
+        sequence = request.sequence
+        groups = range(len(self._manager.groups))
+        num_held = sum([len(sequence.group_block_ids(group)) - sequence.first_live_block(group) for group in groups])
+        self._num_promised_blocks += max(0, self._num_blocks(request) - num_held)
 
     def _num_blocks(self, request: Request) -> int:
-        """Blocks for all tokens that are known, and one more for each other sample of the prompt."""
-        return -(-request.sequence.num_tokens // self._manager.block_size) + len(request.siblings)
+        """Blocks for all tokens that are known, and one more in each group for each other sample of the prompt."""
+        num_blocks = count_blocks(self._manager, request.sequence.num_tokens, self._num_step_tokens)
+        return num_blocks + len(request.siblings) * len(self._manager.groups)

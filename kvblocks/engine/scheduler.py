@@ -27,7 +27,7 @@ from itertools import islice
 from math import inf
 
 from kvblocks.cache_hit import CacheHit
-from kvblocks.engine.capacity import check_fits, check_oldest, stalled
+from kvblocks.engine.capacity import check_fits, check_oldest, max_request_tokens, stalled
 from kvblocks.engine.headroom import Headroom
 from kvblocks.engine.order import FirstCome, Order
 from kvblocks.engine.request import FinishReason, Request
@@ -66,14 +66,23 @@ class Scheduler:
         """Whether any request is unfinished. O(1)."""
         return bool(self.waiting or self.running)
 
+    @property
+    def _num_step_tokens(self) -> int:
+        """How many tokens a step computes of one request at most."""
+        return self.limits.chunk_tokens(self.limits.max_num_batched_tokens)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """How many tokens, prompt and generated, a request may have while no pins stand. O(groups * log(tokens))."""
+        return max_request_tokens(self.manager, self.max_model_len, self._num_step_tokens)
+
     def check_fits(self, request: Request) -> None:
         """Raise if the request could not finish, even alone. Changes nothing.
 
         InvalidArgumentError: it never could; PoolExhaustedError: not while the present pins stand. How many samples it
         is for doesn't matter: they can go one after another. O(1), and O(tokens pinned + prompt) with pins.
         """
-        num_step_tokens = self.limits.chunk_tokens(self.limits.max_num_batched_tokens)
-        check_fits(self.manager, request, self.max_model_len, num_step_tokens)
+        check_fits(self.manager, request, self.max_model_len, self._num_step_tokens)
 
     def add(self, request: Request) -> None:
         """Queue a request, and its siblings with it. Raises what `check_fits` does, changing nothing. As that."""
@@ -189,7 +198,7 @@ class Scheduler:
         """
         most, num_passed = self.limits.max_num_seqs, 0  # as many are passed over as could run, at most
         num_seqs = sum(1 + len(request.siblings) for request in self.running)
-        headroom = Headroom(self.manager, self.running, self.limits.watermark)
+        headroom = Headroom(self.manager, self.running, self.limits.watermark, self._num_step_tokens)
         candidates = self.order.candidates(self.waiting, self.manager)
         while budget and num_seqs < most and num_passed < most and self.waiting:
             request = next(candidates, None)

@@ -107,11 +107,11 @@ def test_chat_in_process_until_the_input_ends(tiny_folder):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--num-blocks", "4", "--kv-cache-memory", "1G"], "expected --num-blocks or --kv-cache-memory"),
+        (["--num-blocks", "4", "--kv-cache-memory", "1GiB"], "expected --num-blocks or --kv-cache-memory"),
         (["--host", "0.0.0.0"], "expected --api-key"),
         (["--no-prefix-caching", "--schedule", "grouped"], "--schedule fcfs with --no-prefix-caching"),
-        (["--kv-cache-memory", "lots"], "number of bytes such as 512M"),
-        (["--kv-cache-memory", "1K"], "--kv-cache-memory: expected room for a block"),
+        (["--kv-cache-memory", "lots"], "kv_cache_memory: expected bytes"),
+        (["--kv-cache-memory", "1KB"], "kv_cache_memory: expected at least"),
         (["--model", "nonsense"], "expected a known model (smollm2) or a Hugging Face folder, got 'nonsense'"),
         (["--host", "192.0.2.1", "--api-key", "k"], "expected a free address of this machine, got 192.0.2.1 port"),
     ],

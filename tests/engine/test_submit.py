@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.llama_models import EVEN, random_tokens, random_weights
+from engine.small_models import EVEN, random_tokens, random_weights
 from kvblocks import InvalidTokensError, PoolExhaustedError
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine.errors import BrokenLogitsError

@@ -6,7 +6,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvblocks.engine.runner import kv_block_bytes
 from kvblocks.engine.server.arrivals import Arrival
 from kvblocks.engine.server.bodies import read_json
 from kvblocks.engine.server.errors import ApiError, as_api_error
@@ -38,9 +37,7 @@ class CacheApi:
         engine = self._engine
         values = engine.metrics.snapshot().as_dict()
         stats = values["stats"]
-        block_bytes = kv_block_bytes(
-            engine.model.config, engine.manager.block_size, engine.model.weights.embedding.dtype
-        )
+        block_bytes = engine.plan.block_bytes
         num_lookups, seconds = self._service.thread.arrivals.lookups
         used = stats["num_blocks"] - stats["num_free_blocks"]
         return {

@@ -11,7 +11,7 @@ from types import FrameType
 import uvicorn
 
 from kvblocks.engine.engine import Engine
-from kvblocks.engine.runner import LoadedModel, kv_block_bytes
+from kvblocks.engine.runner import LoadedModel
 from kvblocks.engine.server.app import make_app
 from kvblocks.engine.server.service import Service
 from kvblocks.engine.server.settings import CacheSettings, ServerSettings
@@ -22,13 +22,14 @@ logger = logging.getLogger("kvblocks.server")
 
 def make_engine(model: LoadedModel, settings: CacheSettings) -> Engine:
     """Return the engine that the settings describe. Raises InvalidArgumentError."""
-    block_bytes = kv_block_bytes(model.config, settings.block_size, model.weights.embedding.dtype)
     engine = Engine(
         model,
-        num_blocks=settings.choose_num_blocks(block_bytes),
+        num_blocks=settings.num_blocks,
+        kv_cache_memory=settings.kv_cache_memory,
         block_size=settings.block_size,
         enable_prefix_caching=settings.prefix_caching,
         deterministic=settings.deterministic,
+        attention=settings.attention,
         schedule=settings.schedule,
         num_history_blocks=settings.num_history_blocks if settings.prefix_caching else 0,
     )
@@ -128,7 +129,7 @@ def serve(
     with listener:
         engine = make_engine(load(), cache)
         manager = engine.manager
-        most = min(engine.model.config.max_position_embeddings, manager.num_blocks * manager.block_size + 1)
+        most = engine.scheduler.max_request_tokens
         say(
             f"KV cache: {manager.num_blocks} blocks of {manager.block_size} tokens; prompt and answer of a request may"
             f" have {most} tokens together"

@@ -1,32 +1,33 @@
 """What `kvblocks serve` is told, checked together before a model is loaded: a wrong combination says why."""
 
 import ipaddress
-import re
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from kvblocks.arguments import check_count, is_number
+from kvblocks.engine.memory import read_memory
 from kvblocks.engine.step import StepLimits
 from kvblocks.errors import InvalidArgumentError
 
 Schedule = Literal["fcfs", "longest-prefix", "grouped"]
 SCHEDULES: tuple[Schedule, ...] = ("fcfs", "longest-prefix", "grouped")
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSettings:
-    """The engine's part. num_blocks, kv_cache_bytes: at most one of them; neither: the engine's default."""
+    """The engine's part. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them."""
 
     block_size: int = 16
     num_blocks: int | None = None
-    kv_cache_bytes: int | None = None
+    kv_cache_memory: float | str | None = None
     prefix_caching: bool = True
     num_history_blocks: int = 10_000
     schedule: str = "fcfs"
     deterministic: bool = False
     device: str = "auto"
+    attention: str = "auto"
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
 
@@ -35,12 +36,12 @@ class CacheSettings:
         check_count("--num-history-blocks", self.num_history_blocks, 0)
         if self.num_blocks is not None:
             check_count("--num-blocks", self.num_blocks, 1)
-        if self.kv_cache_bytes is not None:
-            check_count("--kv-cache-memory", self.kv_cache_bytes, 1)
-        if self.num_blocks is not None and self.kv_cache_bytes is not None:
+        if self.kv_cache_memory is not None:
+            read_memory(self.kv_cache_memory, torch.device("cpu"))  # whether it can be read, before a model is loaded
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise InvalidArgumentError(
                 f"expected --num-blocks or --kv-cache-memory, since one decides the other, got both ({self.num_blocks}"
-                f" blocks and {self.kv_cache_bytes} bytes)"
+                f" and {self.kv_cache_memory!r})"
             )
         if self.schedule not in SCHEDULES:
             raise InvalidArgumentError(f"--schedule: expected one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
@@ -48,10 +49,6 @@ class CacheSettings:
             raise InvalidArgumentError(
                 f"expected --schedule fcfs with --no-prefix-caching, since the other orders go by what is cached, got"
                 f" {self.schedule}"
-            )
-        if self.deterministic and self.device.startswith("cuda"):
-            raise InvalidArgumentError(
-                f"expected --device cpu with --deterministic, since it relies on how a CPU computes, got {self.device}"
             )
         check_count("--max-num-seqs", self.max_num_seqs, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -64,17 +61,6 @@ class CacheSettings:
     def limits(self) -> StepLimits:
         """The limits of a step."""
         return StepLimits(self.max_num_batched_tokens, self.max_num_seqs)
-
-    def choose_num_blocks(self, block_bytes: int) -> int | None:
-        """Return the size of the pool, if it was told, for blocks of `block_bytes`. Raises InvalidArgumentError."""
-        if self.kv_cache_bytes is None:
-            return self.num_blocks
-        if self.kv_cache_bytes < block_bytes:
-            raise InvalidArgumentError(
-                f"--kv-cache-memory: expected room for a block, {block_bytes} bytes of this model with --block-size"
-                f" {self.block_size}, got {self.kv_cache_bytes}"
-            )
-        return self.kv_cache_bytes // block_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,13 +108,9 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def parse_bytes(text: str) -> int:
-    """Return a number of bytes: "512M", "2GiB", "1.5G", "100000". Units are powers of 1024.
-
-    Raises InvalidArgumentError.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    num_bytes = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
-    if not num_bytes:
-        raise InvalidArgumentError(f"expected a number of bytes such as 512M or 2G, got {text!r}")
-    return num_bytes
+def parse_memory(text: str) -> float | str:
+    """Return what --kv-cache-memory says as `Engine` takes it: 0.5 is a share of what is free, "2GiB" a text."""
+    try:
+        return float(text) if "." in text else text
+    except ValueError:
+        return text
