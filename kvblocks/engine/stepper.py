@@ -22,7 +22,6 @@ from kvblocks.engine.runner import ModelRunner
 from kvblocks.engine.sampler import sample_step
 from kvblocks.engine.scheduler import Scheduler
 from kvblocks.engine.step import ScheduledChunk
-from kvblocks.metrics import CacheMetrics
 
 Outcomes = list[tuple[Generation, int | Exception]]
 
@@ -30,10 +29,9 @@ Outcomes = list[tuple[Generation, int | Exception]]
 class Stepper:
     """Runs the steps of one scheduler and runner. It knows a generation exactly while its request is unfinished."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, metrics: CacheMetrics) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self.metrics = metrics
         self._generations: dict[Request, Generation] = {}
 
     def add(self, generations: Sequence[Generation], *, timeout_s: float | None = None) -> None:
@@ -88,7 +86,6 @@ class Stepper:
             self.scheduler.manager.reset_prefix_cache()
         self._raise_if_streamed(results, chunks)
         self.scheduler.complete(chunks, [None if isinstance(outcome, Exception) else outcome for outcome in outcomes])
-        self.metrics.observe()
         for generation, outcome in results:
             self._record(generation, outcome)
         return [generation for generation, _ in results]
