@@ -101,7 +101,7 @@ class Engine:
         places = [LayerPlace(*place) for place in self.plan.layer_groups]
         self.runner = backend.make_runner(self.model, self.manager, places)
         self._intake = Intake(self.model, self.scheduler)
-        self._stepper = Stepper(self.scheduler, self.runner)
+        self._stepper = Stepper(self.scheduler)
 
     @property
     def limits(self) -> StepLimits:
@@ -183,7 +183,7 @@ class Engine:
         PoolExhaustedError if pins keep so much of the pool that nothing can go on; nothing is lost then, and the next
         step tries again.
         """
-        changed = self._stepper.step()
+        changed = self._stepper.step(self.runner)
         self.metrics.observe()
         return changed
 

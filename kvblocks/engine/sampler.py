@@ -41,10 +41,13 @@ class Sampler:
         else:
             self._generator.manual_seed(seed)
 
-    def sample(self, logits: Tensor) -> int:
-        """The next token, from `logits` [vocab]. Draws one random number unless greedy. O(vocab), or its sorting."""
+    def sample(self, logits: Tensor, best: int | None = None) -> int:
+        """The next token, from `logits` [vocab]. Draws one random number unless greedy. O(vocab), or its sorting.
+
+        best: the most likely token, if the caller knows it already.
+        """
         if self.temperature == 0:
-            return int(logits.argmax())
+            return int(logits.argmax()) if best is None else best
         scaled = logits.cpu().double() / self.temperature
         weights = scaled.sub_(scaled.max()).exp_()
         if self.top_k is not None or self.top_p < 1:
@@ -107,9 +110,7 @@ def sample_step(logits: Tensor, samplers: Sequence[Sequence[Sampler]]) -> list[i
 def _try_sample(sampler: Sampler, logits: Tensor, best: int, *, is_broken: bool) -> int | Exception:
     if is_broken:
         return BrokenLogitsError("expected logits that are numbers, got NaN: the weights or the KV cache are broken")
-    if sampler.temperature == 0:
-        return best
     try:
-        return sampler.sample(logits)
+        return sampler.sample(logits, best)
     except Exception as error:  # noqa: BLE001  # whatever it is, it is this sampler's
         return error

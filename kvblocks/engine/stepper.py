@@ -27,11 +27,10 @@ Outcomes = list[tuple[Generation, int | Exception]]
 
 
 class Stepper:
-    """Runs the steps of one scheduler and runner. It knows a generation exactly while its request is unfinished."""
+    """Runs the steps of one scheduler. It knows a generation exactly while its request is unfinished."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.runner = runner
         self._generations: dict[Request, Generation] = {}
 
     def add(self, generations: Sequence[Generation], *, timeout_s: float | None = None) -> None:
@@ -53,8 +52,8 @@ class Stepper:
         self.scheduler.cancel(generation.request)
         self._generations.pop(generation.request, None)
 
-    def step(self) -> list[Generation]:
-        """Compute one step and return the generations that got a piece or ended, expired ones included.
+    def step(self, runner: ModelRunner) -> list[Generation]:
+        """Compute one step with `runner` and return the generations that got a piece or ended, expired ones included.
 
         Raises, with the step undone, what went wrong for a generation that wasn't submitted, and whatever isn't an
         Exception.
@@ -64,15 +63,15 @@ class Stepper:
             chunks = self.scheduler.schedule()
         except StalledError as error:
             return [*expired, *self._fail([error.request], error)]
-        return [*expired, *self._compute(chunks)] if chunks else expired
+        return [*expired, *self._compute(chunks, runner)] if chunks else expired
 
-    def _compute(self, chunks: list[ScheduledChunk]) -> list[Generation]:
+    def _compute(self, chunks: list[ScheduledChunk], runner: ModelRunner) -> list[Generation]:
         """Run a step that was scheduled."""
         sampling = [
             [self._generations[request] for request in chunk.sampled_requests] for chunk in chunks if chunk.samples
         ]
         try:
-            logits = self.runner.run(chunks)
+            logits = runner.run(chunks)
             outcomes = sample_step(logits, [[generation.sampler for generation in row] for row in sampling])
         except BaseException as error:
             self.scheduler.abort(chunks)

@@ -98,7 +98,7 @@ def test_bad_numbers_are_refused(options, message):
 
 
 class BadSampler(Sampler):
-    def sample(self, logits):
+    def sample(self, logits, best=None):
         raise ValueError("no token today")
 
 
