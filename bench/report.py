@@ -2,8 +2,8 @@
 
     python -m bench.report
 
-Reads compare-, growth- and prefix-cache-, each with plain.json and compiled.json, and serving.json there. "n/a": the
-contestant has no such thing, or isn't timed on it.
+Reads compare-, growth- and prefix-cache-, each with plain.json and compiled.json, and serving.json and hybrid.json there.
+"n/a": the contestant has no such thing, or isn't timed on it.
 """
 
 import json
@@ -118,6 +118,25 @@ def serving(results: Results) -> list[str]:
     return lines
 
 
+def groups(hybrid: Results) -> list[str]:
+    """Return what a hybrid model hits and holds, with groups and without, and under which conditions."""
+    said = hybrid["conditions"]
+    about = f"Trace: {said['trace']}, {said['num_requests']:,} requests. Window {said['window']}, blocks of {said['block_size']}."
+    head = ["same bytes", "manager", "blocks", "hit rate", "limited by a window", "bytes held a token"]
+    rows = []
+    for row in hybrid["results"]:
+        rates = [f"{row[rate]:.3f}" for rate in ("hit_rate", "limited_rate")]
+        cells = [
+            f"{row['gib']:g} GiB",
+            row["manager"],
+            f"{row['num_blocks']:,}",
+            *rates,
+            f"{row['bytes_per_token']:,.0f}",
+        ]
+        rows.append(cells)
+    return [about, "", *table(head, rows)]
+
+
 def conditions(compared: dict[str, Results]) -> list[str]:
     """Return the conditions of both runs, those that are the same once."""
     both = [compared[build]["conditions"] for build in BUILDS]
@@ -146,6 +165,7 @@ def render(page: str) -> str:
         "Growth": growth(grown),
         "PrefixCache": prefix_cache(load("prefix-cache")),
         "Serving": serving(json.loads((BENCH / "results" / "serving.json").read_text(encoding="utf-8"))),
+        "Groups": groups(json.loads((BENCH / "results" / "hybrid.json").read_text(encoding="utf-8"))),
     }
     lines = [line for title, body in sections.items() for line in (f"### {title}", "", *body)]
     before, _, rest = page.partition(BEGIN)
