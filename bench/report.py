@@ -121,19 +121,15 @@ def serving(results: Results) -> list[str]:
 def groups(hybrid: Results) -> list[str]:
     """Return what a hybrid model hits and holds, with groups and without, and under which conditions."""
     said = hybrid["conditions"]
-    about = f"Trace: {said['trace']}, {said['num_requests']:,} requests. Window {said['window']}, blocks of {said['block_size']}."
+    about = f"Trace: {said['trace']}, {said['num_requests']:,} requests."
+    about += f" Window {said['window']}, blocks of {said['block_size']} tokens."
     head = ["same bytes", "manager", "blocks", "hit rate", "limited by a window", "bytes held a token"]
     rows = []
     for row in hybrid["results"]:
         rates = [f"{row[rate]:.3f}" for rate in ("hit_rate", "limited_rate")]
-        cells = [
-            f"{row['gib']:g} GiB",
-            row["manager"],
-            f"{row['num_blocks']:,}",
-            *rates,
-            f"{row['bytes_per_token']:,.0f}",
-        ]
-        rows.append(cells)
+        size = f"{row['gib']:g} GiB"
+        held = f"{row['bytes_per_token']:,.0f}"
+        rows.append([size, row["manager"], f"{row['num_blocks']:,}", *rates, held])
     return [about, "", *table(head, rows)]
 
 
