@@ -57,6 +57,28 @@ def test_compare_without_peers_says_so_and_measures_ours(tmp_path):
     assert 0 < row["low"] <= row["median"] <= row["high"]
 
 
+def test_hybrid_compares_groups_with_none_on_the_same_bytes(tmp_path):
+    kept = tmp_path / "kept.json"
+    printed = run_bench("hybrid", "--requests", "200", "--gib", "8", "--json", str(kept)).stdout
+    assert "# trace: generated" in printed
+    rows = {row["manager"]: row for row in json.loads(kept.read_text())["results"]}
+    full, groups, by_use = rows["all full"], rows["groups"], rows["groups, by last use"]
+    assert groups["num_blocks"] == by_use["num_blocks"] > full["num_blocks"]
+    assert groups["bytes_per_token"] < 0.5 * full["bytes_per_token"]
+    assert groups["hit_rate"] > max(full["hit_rate"], by_use["hit_rate"])
+    assert full["limited_rate"] == 0 < groups["limited_rate"]
+
+
+def test_hybrid_reads_a_trace(tmp_path):
+    lines = [
+        {"timestamp": 0, "input_length": 1300, "output_length": 40, "hash_ids": [1, 2, number]} for number in (3, 4)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    printed = run_bench("hybrid", "--trace", str(trace), "--gib", "2").stdout
+    assert "# trace: trace.jsonl" in printed and "# num_requests: 2" in printed
+
+
 def test_contestants_take_turns_in_changing_order(bench):
     calls: list[str] = []
     cases = {name: bench.timing.Case(lambda _, name=name: calls.append(name), 1) for name in "ab"}
