@@ -36,6 +36,7 @@ class GroupIndex(PrefixIndex):
         self.orphans: list[KVCacheBlock] = []
         self.num_companions = 0
         self._rows: dict[Run, dict[int, Row]] = {}
+        self._empty_row: Row = [None] * layout.row_size
         self._removal_cause: RemovalCause = "evicted"
 
     def row(self, block: KVCacheBlock) -> Row | None:
@@ -48,31 +49,17 @@ class GroupIndex(PrefixIndex):
         row = self.row(primary)
         return None if row is None else row[place]
 
-    def companions(
-        self, companion: Companion, primaries: list[KVCacheBlock], first: int, end: int
-    ) -> list[KVCacheBlock]:
-        """Return a group's cached blocks first to end - 1 of the prefix that `primaries` hold.
-
-        Only those behind the last missing one. O(end - first).
-        """
-        found: list[KVCacheBlock] = []
+    def rows(self, primaries: list[KVCacheBlock], first: int, end: int) -> list[Row]:
+        """Return the rows of cached primary blocks first to end - 1, an empty one where nothing hangs. O(rows)."""
+        found: list[Row] = []
         run: Run | None = None
-        rows: dict[int, Row] | None = None
-        place, is_alike = companion.first_place, companion.block_size == self.block_size
-        for number in range(end - 1, first - 1, -1):
-            position = number
-            if not is_alike:
-                position, place = companion.home(number)
-            primary = primaries[position]
+        rows: dict[int, Row] = {}
+        empty = self._empty_row
+        for primary in primaries[first:end]:
             if primary.run is not run:
                 run = primary.run
-                rows = None if run is None else self._rows.get(run)
-            row = None if rows is None else rows.get(primary.index)
-            block = None if row is None else row[place]
-            if block is None:
-                break
-            found.append(block)
-        found.reverse()
+                rows = {} if run is None else self._rows.get(run, {})
+            found.append(rows.get(primary.index, empty))
         return found
 
     def hang(self, primary: KVCacheBlock, place: int, block: KVCacheBlock) -> bool:

@@ -16,7 +16,7 @@ def explain_group_miss(index: GroupIndex, sequence: Sequence, num_taken_blocks: 
     """
     size = index.block_size
     matched = find_blocks(index, sequence)
-    end, limit = longest_end(index, matched, sequence.num_tokens)
+    end, _, limit = longest_end(index, matched, sequence.num_tokens)
     if limit is None:
         primary = index.layout.primary
         explanation = replace(explain_miss(index, sequence, num_taken_blocks), group=primary)

@@ -11,29 +11,35 @@ from dataclasses import dataclass
 from kvblocks.arguments import check_count
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
-from kvblocks.companions import GroupIndex
+from kvblocks.companions import GroupIndex, Row
 from kvblocks.group_layout import Companion
 from kvblocks.in_flight import InFlight
 from kvblocks.registration import find_blocks
 from kvblocks.sequence import Sequence
 
+Tables = list[tuple[int, list[KVCacheBlock]]]
+"""By `layout.companions`: the first place that a hit needs, and the blocks from there to its end."""
+
 
 class GroupHit(CacheHit):
-    """A `CacheHit` of several groups. tables: by `layout.companions`: the first needed place, and the blocks."""
+    """A `CacheHit` of several groups. tables: what it has of those beside the primary one."""
 
     __slots__ = ("group_index", "num_matched", "tables")
 
     def __init__(
-        self, sequence: Sequence, blocks: list[KVCacheBlock], num_matched: int, index: GroupIndex, in_flight: InFlight
+        self,
+        sequence: Sequence,
+        blocks: list[KVCacheBlock],
+        tables: Tables,
+        num_matched: int,
+        index: GroupIndex,
+        in_flight: InFlight,
     ) -> None:
         """blocks: the primary group's, of the hit. num_matched: how many of them there were without other groups."""
         super().__init__(sequence, blocks, len(blocks) * index.block_size, index, in_flight)
         self.group_index = index
         self.num_matched = num_matched
-        self.tables: list[tuple[int, list[KVCacheBlock]]] = []
-        for companion in index.layout.companions:
-            first, end = needed_blocks(companion, self.num_readonly_tokens, sequence.num_tokens)
-            self.tables.append((first, index.companions(companion, blocks, first, end)))
+        self.tables = tables
 
     @property
     def num_matched_tokens(self) -> int:
@@ -51,9 +57,8 @@ class GroupHit(CacheHit):
 
     def has_lost_companions(self) -> bool:
         """Whether a block of another group than the primary one hangs no more where it did. O(blocks)."""
-        index = self.group_index
-        for companion, (first, held) in zip(index.layout.companions, self.tables, strict=True):
-            if index.companions(companion, self.blocks, first, first + len(held)) != held:
+        for companion, (first, held) in zip(self.group_index.layout.companions, self.tables, strict=True):
+            if _find(self.group_index, companion, self.blocks, first, first + len(held)) != held:
                 return True
         return False
 
@@ -70,30 +75,41 @@ class Limit:
 def find_hit(index: GroupIndex, sequence: Sequence, in_flight: InFlight, *, enable_caching: bool) -> GroupHit:
     """Return the longest cached prefix that every group can serve. Changes nothing. O(runs + tokens + blocks seen)."""
     matched = find_blocks(index, sequence) if enable_caching else []
-    end, _ = longest_end(index, matched, sequence.num_tokens)
-    return GroupHit(sequence, matched[: end // index.block_size], len(matched), index, in_flight)
+    end, tables, _ = longest_end(index, matched, sequence.num_tokens)
+    num_hit = end // index.block_size
+    blocks = matched if num_hit == len(matched) else matched[:num_hit]
+    return GroupHit(sequence, blocks, tables, len(matched), index, in_flight)
 
 
-def longest_end(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, Limit | None]:
-    """Return how many tokens the longest hit has, and what kept the longest prefix of the primary group from being it.
+def longest_end(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, Tables, Limit | None]:
+    """Return how many tokens the longest hit has, its tables, and what kept all that is matched from being hit.
 
     matched: the primary group's blocks. num_tokens: known of the sequence.
     """
-    layout = index.layout
-    size, step = layout.block_size, layout.hit_size
+    size, step = index.layout.block_size, index.layout.hit_size
     end = len(matched) * size // step * step
     limit: Limit | None = None
-    is_settled = False
-    while end and not is_settled:
-        is_settled = True
-        for companion in layout.companions:
-            missing = _last_missing(index, companion, matched, end, num_tokens)
-            if missing is not None:
+    while True:
+        tables: Tables = []
+        rows: dict[int, list[Row]] = {}  # by their first place: groups that are alike ask for the same ones
+        for companion in index.layout.companions:
+            first, last = needed_blocks(companion, end, num_tokens)
+            if companion.block_size == size:
+                if first not in rows:
+                    rows[first] = index.rows(matched, first, last)
+                place = companion.first_place
+                found = [row[place] for row in rows[first]]
+            else:
+                found = _find(index, companion, matched, first, last)
+            held = [block for block in found if block is not None]
+            if len(held) < len(found):
+                missing = first + max([i for i, block in enumerate(found) if block is None])
                 limit = limit or Limit(companion, missing, end)
                 end = missing * companion.block_size // step * step
-                is_settled = False
                 break
-    return end, limit
+            tables.append((first, held))
+        if len(tables) == len(index.layout.companions):
+            return end, tables, limit
 
 
 def needed_blocks(companion: Companion, end: int, num_tokens: int) -> tuple[int, int]:
@@ -103,10 +119,9 @@ def needed_blocks(companion: Companion, end: int, num_tokens: int) -> tuple[int,
     return companion.first_needed(end - 1 if end == num_tokens else end), end // companion.block_size
 
 
-def _last_missing(
-    index: GroupIndex, companion: Companion, matched: list[KVCacheBlock], end: int, num_tokens: int
-) -> int | None:
-    """Return the last block of a group that a hit of `end` tokens needs and that isn't cached, None if all are."""
-    first, last = needed_blocks(companion, end, num_tokens)
-    found = index.companions(companion, matched, first, last)
-    return last - 1 - len(found) if len(found) < last - first else None
+def _find(
+    index: GroupIndex, companion: Companion, matched: list[KVCacheBlock], first: int, end: int
+) -> list[KVCacheBlock | None]:
+    """Return a group's blocks first to end - 1 of a prefix, None for those that aren't cached. O(end - first)."""
+    homes = [companion.home(number) for number in range(first, end)]
+    return [index.companion(matched[position], place) for position, place in homes]
