@@ -70,8 +70,8 @@ class BranchingManager(SequenceManager):
         most = written = sequence.num_computed_tokens
         if num_computed_tokens is not None:
             written = check_count("num_computed_tokens", num_computed_tokens, num_left, most)
-        if sequence.groups is not None:
-            sequence.groups.check_truncate(num_left, sequence.sequence_id)
+        if sequence.window_tables is not None:
+            sequence.window_tables.check_truncate(num_left, sequence.sequence_id)
         if num_computed_tokens is not None:
             self._forget_unwritten(sequence, written)
         self._retention.extend(sequence)

@@ -22,8 +22,8 @@ class Need:
         self.passed: list[int] = []
         self.shared: list[int | None] = []
         self.missing: list[int] = []
-        assert sequence.groups is not None
-        for table in sequence.groups.tables:
+        assert sequence.window_tables is not None
+        for table in sequence.window_tables.tables:
             size = table.companion.block_size
             self.passed.append(table.num_passed(start))
             self.missing.append(max(0, -(-num_slots // size) - table.num_places))
@@ -43,9 +43,9 @@ class Need:
 
     def leaving(self) -> list[KVCacheBlock]:
         """Return the blocks that the sequence lets go of. O(blocks)."""
-        assert self.sequence.groups is not None
+        assert self.sequence.window_tables is not None
         leaving: list[KVCacheBlock] = []
-        for table, num_passed in zip(self.sequence.groups.tables, self.passed, strict=False):
+        for table, num_passed in zip(self.sequence.window_tables.tables, self.passed, strict=False):
             leaving += table.blocks[:num_passed]
         return leaving
 
@@ -65,8 +65,8 @@ def keep_for_last(needs: list[Need]) -> None:
 
 def table_block(sequence: Sequence, i: int, place: int) -> KVCacheBlock:
     """Return the block in a live place of table number `i`. O(1)."""
-    assert sequence.groups is not None
-    tables = sequence.groups.tables
+    assert sequence.window_tables is not None
+    tables = sequence.window_tables.tables
     block = sequence.blocks[place] if i == len(tables) else tables[i].live_block(place)
     assert block is not None
     return block

@@ -9,10 +9,10 @@ def hang_full_blocks(index: GroupIndex, sequence: Sequence, first: int) -> None:
 
     Not those that no hit can ever need, since hits end at multiples of the largest block size only.
     """
-    assert sequence.groups is not None
+    assert sequence.window_tables is not None
     size, step = index.block_size, index.layout.hit_size
     end = sequence.num_registered_blocks * size
-    for table in sequence.groups.tables:
+    for table in sequence.window_tables.tables:
         companion = table.companion
         for number in range(first * size // companion.block_size, end // companion.block_size):
             block = table.live_block(number)
@@ -28,8 +28,8 @@ def hang_full_blocks(index: GroupIndex, sequence: Sequence, first: int) -> None:
 
 def hang_anew(index: GroupIndex, sequence: Sequence) -> None:
     """Cache what hangs from a sequence's blocks, which were cached anew after a reset. O(blocks)."""
-    assert sequence.groups is not None
-    for table in sequence.groups.tables:
+    assert sequence.window_tables is not None
+    for table in sequence.window_tables.tables:
         for block in table.blocks:
             if block.run is not None and not block.run.epoch.is_current:
                 block.run = None

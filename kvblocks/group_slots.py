@@ -61,18 +61,18 @@ class GroupSlots(SlotAllocator):
             for table, (first, blocks) in zip(tables.tables, found.tables, strict=True):
                 table.begin(first, blocks)
                 touched += blocks
-        sequence.groups = tables
+        sequence.window_tables = tables
         sequence.blocks += held
         need = Need(sequence, len(held) * self._block_size, end + num_lookahead_tokens, self._block_size)
         in_pool = touched if self._group_pool.ghosts is not None else held + touched
         try:
             num_taken = need.num_taken_of_pool(has_ghosts=self._group_pool.ghosts is not None)
             if not self._pool.can_take(num_taken, in_pool) and self._retention.refuses(num_taken, in_pool):
-                sequence.groups, sequence.blocks = None, []
+                sequence.window_tables, sequence.blocks = None, []
                 return None
             digests = digests_ahead(self._index, sequence, epoch, held, end)
         except BaseException:
-            sequence.groups, sequence.blocks = None, []
+            sequence.window_tables, sequence.blocks = None, []
             raise
         self._pool.touch(held)
         self._pool.touch(touched)
@@ -161,24 +161,24 @@ class GroupSlots(SlotAllocator):
 
         Those that hold nothing are reused first.
         """
-        tables, sequence.groups = sequence.groups, None
+        tables, sequence.window_tables = sequence.window_tables, None
         assert tables is not None
         for table in tables.tables:
             self._group_pool.give_back(table.blocks)
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
         """Let a twin hold what the further tables hold of the computed tokens. O(blocks)."""
-        tables = sequence.groups
+        tables = sequence.window_tables
         assert tables is not None
-        twin.groups = GroupTables(self._layout, tables.landmarks)
-        for table, copied in zip(tables.tables, twin.groups.tables, strict=True):
+        twin.window_tables = GroupTables(self._layout, tables.landmarks)
+        for table, copied in zip(tables.tables, twin.window_tables.tables, strict=True):
             num_kept = -(-twin.num_computed_tokens // table.companion.block_size) - table.num_dead
             copied.begin(table.num_dead, table.blocks[: max(0, num_kept)])
             self._pool.touch(copied.blocks)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Give back what the further tables hold beyond the first `num_tokens`. O(blocks given back)."""
-        tables = sequence.groups
+        tables = sequence.window_tables
         assert tables is not None
         for table in tables.tables:
             self._group_pool.give_back(table.truncate(-(-num_tokens // table.companion.block_size)))
@@ -190,7 +190,7 @@ class GroupSlots(SlotAllocator):
 
     def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
         """Return all that a sequence holds, by table. O(groups)."""
-        tables = sequence.groups
+        tables = sequence.window_tables
         assert tables is not None
         return [sequence.blocks, *[table.blocks for table in tables.tables]]
 
@@ -205,7 +205,7 @@ class GroupSlots(SlotAllocator):
 
     def _let_pass(self, need: Need) -> None:
         """Let go of what has left the windows of a sequence."""
-        tables = need.sequence.groups
+        tables = need.sequence.window_tables
         assert tables is not None
         for table, num_passed in zip(tables.tables, need.passed, strict=True):
             if num_passed:
@@ -229,7 +229,7 @@ class GroupSlots(SlotAllocator):
 
         step_place: the sequence's place in a step whose changes are wanted.
         """
-        sequence, tables = need.sequence, need.sequence.groups
+        sequence, tables = need.sequence, need.sequence.window_tables
         assert tables is not None
         has_ghosts = self._group_pool.ghosts is not None
         blocks = self._take(need.num_taken_of_pool(has_ghosts=has_ghosts), sequence)
@@ -251,7 +251,7 @@ class GroupSlots(SlotAllocator):
 
     def _fill_table(self, need: Need, number: int, blocks: list[KVCacheBlock]) -> list[int]:
         """Put blocks in the shared place of a table, if it has one, and at its end; returns the places."""
-        sequence, tables = need.sequence, need.sequence.groups
+        sequence, tables = need.sequence, need.sequence.window_tables
         assert tables is not None
         is_primary, shared = number == len(tables.tables), need.shared[number]
         end = len(sequence.blocks) if is_primary else tables.tables[number].num_places

@@ -44,7 +44,6 @@ class Sequence:
         "blocks",
         "epoch",
         "extra_keys",
-        "groups",
         "has_keys",
         "lora",
         "num_computed_tokens",
@@ -57,6 +56,7 @@ class Sequence:
         "sequence_id",
         "tokens",
         "was_truncated",
+        "window_tables",
     )
 
     def __init__(
@@ -84,7 +84,7 @@ class Sequence:
         self._encoded_keys: tuple[int, dict[int, bytes] | None] | None = None
         self.was_truncated = False  # an earlier hit may be of tokens that it has no more
         self.owner: object | None = None
-        self.groups: GroupTables | None = None  # the tables beside `blocks`, of a manager of several groups
+        self.window_tables: GroupTables | None = None  # the tables beside `blocks`, of a manager of several groups
         self.appender: object | None = None  # the owner, while the next token certainly goes to a block of its own
         self.reset_blocks()
 
@@ -99,7 +99,7 @@ class Sequence:
         """
         block_ids = self._block_ids
         if len(block_ids) < len(self.blocks):
-            if self.groups is not None and self.groups.layout.primary is None:
+            if self.window_tables is not None and self.window_tables.layout.primary is None:
                 return self.group_block_ids(0)
             block_ids += [block.block_id for block in self.blocks[len(block_ids) :]]
         return block_ids
@@ -129,13 +129,13 @@ class Sequence:
     @property
     def new_group_blocks(self) -> list[list[KVCacheBlock]]:
         """By group, the blocks that the last call which made room gave; of a manager of several groups. O(1)."""
-        return [] if self.groups is None else self.groups.new_blocks
+        return [] if self.window_tables is None else self.window_tables.new_blocks
 
     def _group_table(self, group: SupportsIndex) -> GroupTable | None:
-        if self.groups is None:
+        if self.window_tables is None:
             check_count("group", group, 0, 0)
             return None
-        return self.groups.table(check_count("group", group, 0, len(self.groups.layout.groups) - 1))
+        return self.window_tables.table(check_count("group", group, 0, len(self.window_tables.layout.groups) - 1))
 
     @property
     def is_allocated(self) -> bool:

@@ -208,7 +208,7 @@ class SequenceManager:
         self._pool.release(sequence.blocks)
         del self._sequences[sequence.sequence_id]
         self._in_flight.drop(sequence)
-        if sequence.groups is not None and self._group_slots is not None:
+        if sequence.window_tables is not None and self._group_slots is not None:
             self._group_slots.release(sequence)
         sequence.reset_blocks()
         if self._debug:
@@ -280,7 +280,7 @@ class SequenceManager:
         for sequence_id, sequence in self._sequences.items():
             assert sequence.owner is self and sequence.sequence_id == sequence_id, f"{sequence}: not under its own id"
             sequence.check(self.block_size)
-            for table in [] if sequence.groups is None else sequence.groups.tables:
+            for table in [] if sequence.window_tables is None else sequence.window_tables.tables:
                 table.check(sequence.num_computed_tokens)
 
     def _check_if_debugging(self) -> None:

@@ -105,7 +105,7 @@ class TestOneFullGroup:
         assert (manager.block_size, manager.hit_size) == (4, 4)
         sequence = Sequence("a", range(9))
         manager.allocate_slots(sequence)
-        assert sequence.groups is None
+        assert sequence.window_tables is None
         assert sequence.group_block_ids() == sequence.group_block_ids(0) == sequence.block_ids == [0, 1, 2]
         assert sequence.group_blocks(0) == sequence.blocks
         assert (sequence.first_live_block(0), sequence.new_group_blocks) == (0, [])
