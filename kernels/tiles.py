@@ -62,11 +62,12 @@ def see(row_position, position, window, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def is_in_reach(row_position, position, window, HAS_WINDOW: tl.constexpr):
-    """Whether any of the rows has keys at some positions in its window."""
+def is_held(position, stop, row_position, window, HAS_WINDOW: tl.constexpr):
+    """Whether positions come before `stop`, and have not left the windows of all rows."""
+    held = position < stop
     if HAS_WINDOW:
-        return position > tl.min(row_position, 0) - window
-    return position >= 0
+        held = held & (position > tl.min(row_position, 0) - window)
+    return held
 
 
 @triton.jit
@@ -120,7 +121,7 @@ def attend_pages(
         v_at = v_ptr + (page * stride_v_block + slot * stride_v_slot)[:, None] + element[None, :]
         if MASKED:
             # A slot that isn't the sequence's, or isn't any more, may hold NaN, which 0 times it still is: no reading.
-            is_own = (position < stop) & is_in_reach(row_position, position, window, HAS_WINDOW)
+            is_own = is_held(position, stop, row_position, window, HAS_WINDOW)
             key = tl.load(k_at, mask=is_own[None, :], other=0.0)
             value = tl.load(v_at, mask=is_own[:, None], other=0.0)
         else:

@@ -70,7 +70,7 @@ class ResidentTable:
         """Return the row of a sequence, adding to `changes` what the device lacks of its first `num_used` blocks.
 
         block_ids: the sequence's own list; start_block: the block of the first token that the step computes. Room for
-        all sequences of the step was reserved. Raises InvalidArgumentError for a block that isn't there.
+        all sequences of the step was reserved. Raises InvalidArgumentError for blocks that aren't there.
         O(blocks from start_block on), or O(num_used) for one that has no row.
         """
         row = self._rows.pop(id(block_ids), None)
@@ -78,8 +78,10 @@ class ResidentTable:
             row = _Row(self._free.pop() if self._free else self._evict(), block_ids)
         self._rows[id(block_ids)] = row
         resident, max_blocks = row.resident, self.blocks.shape[1]
-        if num_used > max_blocks:
-            raise InvalidArgumentError(f"expected at most {max_blocks} blocks of one sequence, got {num_used}")
+        if num_used > min(max_blocks, len(block_ids)):
+            raise InvalidArgumentError(
+                f"expected a context of at most {min(max_blocks, len(block_ids))} blocks, got {num_used}"
+            )
         first = min(start_block, len(resident))
         for column, block_id in enumerate(block_ids[first:num_used], first):
             is_known = column < len(resident)

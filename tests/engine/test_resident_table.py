@@ -172,7 +172,8 @@ def test_what_an_upload_that_failed_took_for_granted_is_forgotten(monkeypatch):
     [
         ([SequenceRows([1], 0, [64])], "expected block ids from 0 to 63, got 64"),
         ([SequenceRows([1], 0, [3]), SequenceRows([1], 0, [-1])], "expected block ids from 0 to 63, got -1"),
-        ([SequenceRows([1], 12, [1, 2, 3, 4])], "expected at most 3 blocks of one sequence, got 4"),
+        ([SequenceRows([1], 12, [1, 2, 3, 4])], "expected a context of at most 3 blocks, got 4"),
+        ([SequenceRows([1], 8, [1, 2])], "expected a context of at most 2 blocks, got 3"),
     ],
 )
 def test_wrong_blocks_are_refused_and_nothing_is_uploaded(rows, message):
