@@ -6,9 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.fake_cache import BLOCK_SIZE, FakeCache, add_samples, make, next_token
+from kvblocks import FullAttention, KVCacheManager, SequenceStateError, SlidingWindow
 from kvblocks.engine.batch import SequenceRows, StepBatch
 from kvblocks.engine.resident_table import ResidentTable, TableChanges
 from kvblocks.engine.runner import ModelRunner
+from kvblocks.engine.scheduler import Scheduler
+from kvblocks.engine.step import StepLimits
 from kvblocks.engine.step_upload import DECODE_COLUMNS, StepUploader
 from kvblocks.errors import InvalidArgumentError
 
@@ -16,16 +19,21 @@ CPU = torch.device("cpu")
 TENSORS = ("token_ids", "positions", "query_start", "seq_lens", "logits_rows")
 
 
-def uploader_of(num_blocks=64, *, max_blocks=None, num_rows=2, block_size=BLOCK_SIZE):
-    return StepUploader([ResidentTable(num_blocks, max_blocks or num_blocks, CPU, num_rows)], block_size)
+def uploader_of(num_blocks=64, *, max_blocks=None, num_rows=2, block_size=BLOCK_SIZE, num_groups=1):
+    sizes = (num_blocks, max_blocks or num_blocks, CPU, num_rows)
+    return StepUploader([ResidentTable(*sizes) for _ in range(num_groups)], block_size)
 
 
-def own_entries(tables, seq_lens, block_size):
-    """Each sequence's entries that its context fills: what is behind them means nothing."""
-    return [table[: -(-length // block_size)] for table, length in zip(tables.tolist(), seq_lens.tolist(), strict=True)]
+def seen_entries(table, batch, window):
+    """Each sequence's entries that its rows see: what is before or behind them means nothing."""
+    lengths = batch.seq_lens.tolist()
+    starts = (batch.seq_lens - batch.query_start.diff()).tolist()
+    firsts = [0 if window is None else max(0, start - window + 1) // BLOCK_SIZE for start in starts]
+    ends = [-(-length // BLOCK_SIZE) for length in lengths]
+    return [row[first:end] for row, first, end in zip(table.tolist(), firsts, ends, strict=True)]
 
 
-def check_equal(batch, fresh, block_size=BLOCK_SIZE):
+def check_equal(batch, fresh, windows=(None,)):
     for name in TENSORS:
         got, expected = getattr(batch, name), getattr(fresh, name)
         assert got.dtype == expected.dtype, name
@@ -33,15 +41,15 @@ def check_equal(batch, fresh, block_size=BLOCK_SIZE):
     for got, expected in zip(batch.slot_mappings, fresh.slot_mappings, strict=True):
         assert got.dtype == expected.dtype
         assert got.tolist() == expected.tolist()
-    for got, expected in zip(batch.block_tables, fresh.block_tables, strict=True):
+    for got, expected, window in zip(batch.block_tables, fresh.block_tables, windows, strict=True):
         assert got.dtype == expected.dtype
-        assert own_entries(got, fresh.seq_lens, block_size) == own_entries(expected, fresh.seq_lens, block_size)
+        assert seen_entries(got, fresh, window) == seen_entries(expected, fresh, window)
     assert batch.shape == fresh.shape
 
 
-def check_step(uploader, rows):
+def check_step(uploader, rows, windows=(None,)):
     batch = uploader.batch(uploader.upload(rows))
-    check_equal(batch, StepBatch.build(rows, BLOCK_SIZE))
+    check_equal(batch, StepBatch.build(rows, BLOCK_SIZE), windows)
     assert batch.block_tables[0].shape[1] == max(-(-sequence.seq_len // BLOCK_SIZE) for sequence in rows)
 
 
@@ -52,7 +60,10 @@ def truncate_and_go_on(scheduler, number, num_kept):
         request = able[number % len(able)]
         sequence = request.sequence
         kept = sequence.num_prompt_tokens + num_kept % (request.num_output_tokens - 1)
-        scheduler.manager.truncate(sequence, kept)
+        try:
+            scheduler.manager.truncate(sequence, kept)
+        except SequenceStateError:  # what it would see again has left a window
+            return
         sequence.append_tokens([next_token("again", sequence.token_ids())])
 
 
@@ -69,16 +80,32 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=120)
-@given(
-    events=st.lists(EVENTS, min_size=5, max_size=60),
-    num_blocks=st.integers(11, 24),
-    num_rows=st.integers(1, 4),
-    max_num_chunk_tokens=st.sampled_from([None, 5]),
-)
+HISTORIES = {
+    "events": st.lists(EVENTS, min_size=5, max_size=60),
+    "num_blocks": st.integers(11, 24),
+    "num_rows": st.integers(1, 4),
+    "max_num_chunk_tokens": st.sampled_from([None, 5]),
+}
+
+
+@settings(max_examples=100)
+@given(**HISTORIES)
 def test_resident_tables_equal_fresh_ones(events, num_blocks, num_rows, max_num_chunk_tokens):
-    scheduler = make(num_blocks, max_num_chunk_tokens=max_num_chunk_tokens)
-    cache, uploader = FakeCache(BLOCK_SIZE), uploader_of(num_blocks, num_rows=num_rows)
+    run_history(events, make(num_blocks, max_num_chunk_tokens=max_num_chunk_tokens), num_rows)
+
+
+@settings(max_examples=100)
+@given(**HISTORIES)
+def test_so_they_do_with_windows(events, num_blocks, num_rows, max_num_chunk_tokens):
+    groups = [SlidingWindow(BLOCK_SIZE, 6), FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 9)]
+    limits = StepLimits(16, 8, max_num_chunk_tokens)
+    run_history(events, Scheduler(KVCacheManager(2 * num_blocks + 10, groups=groups), 1000, limits), num_rows)
+
+
+def run_history(events, scheduler, num_rows):
+    groups = scheduler.manager.groups
+    cache = FakeCache(BLOCK_SIZE)
+    uploader = uploader_of(scheduler.manager.num_blocks, num_rows=num_rows, num_groups=len(groups))
     prompts = [[0, 1] * 8, [0, 1] * 8 + [1]]  # so that there is something to step, and to share, at once
     for number, prompt in enumerate(prompts):
         add_samples(scheduler, f"first {number}", prompt, 2, max_tokens=10)
@@ -92,7 +119,8 @@ def test_resident_tables_equal_fresh_ones(events, num_blocks, num_rows, max_num_
             truncate_and_go_on(scheduler, *details)
         elif kind in {"step", "die"} and scheduler.has_work:
             chunks = scheduler.schedule()
-            check_step(uploader, [ModelRunner.rows_of(chunk) for chunk in chunks])
+            rows = [ModelRunner.rows_of(chunk, len(groups)) for chunk in chunks]
+            check_step(uploader, rows, [group.window for group in groups])
             if kind == "die":
                 scheduler.abort(chunks)
             else:

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from engine.small_models import BLOCK_SIZE, EVEN, ODD, converted, prefill, random_tokens, random_weights, step
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine import backends as backends_module
+from kvblocks.engine.architectures import QWEN3 as QWEN3_ARCHITECTURE
 from kvblocks.engine.attention import KVCache, TorchAttention
 from kvblocks.engine.batch import SequenceRows, StepBatch
 from kvblocks.engine.cascade import CascadePlanner
@@ -58,7 +59,8 @@ def make_engine(
     if limits is not None:
         engine.limits = limits
     if attention == "triton" and (capture or threshold):
-        cascade = threshold and CascadePlanner(engine.manager.shared_prefixes, block_size, CPU, threshold)
+        full = [group.window for group in engine.manager.groups].index(None)
+        cascade = threshold and CascadePlanner(engine.manager.shared_prefixes, block_size, CPU, threshold, full)
         engine.runner = DeviceRunner(engine.runner.model, num_blocks, block_size, capture=capture, cascade=cascade)
     return engine
 
@@ -118,6 +120,30 @@ def test_the_same_tokens_however_decode_steps_are_run(model, prompts, way):
     assert answers(triton, prompts, **options) == answers(plain, prompts, **options)
     assert (triton.runner.num_replays > 0) == (way.startswith("in buckets"))
     assert (triton.runner.num_cascades > 0) == ("cascade" in way)
+
+
+# Three KV-cache groups: a block holds one layer's KV of one of them.
+WINDOWED = replace(TINY, architecture=QWEN3_ARCHITECTURE, num_layers=3, windows=(20, None, 20), attention_softcap=4.0)
+
+
+@pytest.mark.parametrize("way", ["as it comes", "in buckets, preempted", "cascade, in buckets", "in chunks"])
+def test_the_same_tokens_with_windows(prompts, way):
+    model = LoadedModel(WINDOWED, random_weights(WINDOWED))
+    options = {"num_blocks": 16 if "preempted" in way else 64}
+    if way == "in chunks":
+        options["limits"] = StepLimits(max_num_batched_tokens=20, max_num_seqs=4)
+    ways = {
+        "capture": run_in_place if "in buckets" in way else None,
+        "threshold": ANY_GROUP if "cascade" in way else None,
+    }
+    triton, plain = make_engine(model, "triton", **options, **ways), make_engine(model, "torch", **options)
+    assert len(triton.manager.groups) == triton.runner.model.num_groups == 3
+    asked = {"rounds": 2, "max_tokens": 6}
+    got = answers(triton, prompts, **asked)
+    assert got == answers(plain, prompts, **asked)
+    assert (triton.runner.num_cascades > 0) == ("cascade" in way)
+    assert (triton.runner.num_replays > 0) == way.startswith("in buckets")
+    assert any(num_cached >= 32 for _, num_cached, _ in got[1])
 
 
 def test_the_default_threshold_leaves_short_prefixes_alone(model, prompts):
