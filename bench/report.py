@@ -2,8 +2,8 @@
 
     python -m bench.report
 
-Reads compare-, growth- and prefix-cache-, each with plain.json and compiled.json, serving.json and hybrid.json. "n/a": the
-contestant has no such thing, or isn't timed on it.
+Reads compare-, growth- and prefix-cache-, each with plain.json and compiled.json, serving.json and hybrid.json.
+"n/a": the contestant has no such thing, or isn't timed on it.
 """
 
 import json
