@@ -53,7 +53,7 @@ class CacheHit:
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens behind the hit that `pending_sequence` is about to compute; 0 when nobody is. As of now.
+        """Tokens behind what is cached that `pending_sequence` is about to compute; 0 when nobody is. As of now.
 
         A scheduler may wait for them rather than compute them twice. O(sequences with unfinished prefill).
         """

@@ -246,6 +246,15 @@ class TestHits:
         with pytest.raises(StaleHitError):
             manager.allocate_slots(probe, hit=hit)
 
+    def test_what_is_pending_comes_behind_what_the_full_group_has(self) -> None:
+        manager = lost_window()
+        tokens = [*range(12), *range(500, 520)]
+        ahead = Sequence("ahead", tokens)
+        manager.allocate_slots(ahead, 8)
+        hit = manager.get_computed_blocks(Sequence("behind", tokens))
+        assert (hit.num_tokens, hit.num_matched_tokens) == (8, 12)
+        assert (hit.pending_tokens, hit.pending_sequence) == (20, ahead)
+
     def test_where_prefixes_part_is_kept_from_the_second_time_on(self) -> None:
         """Nobody knows where a system prompt ends until a second request parts there."""
         manager = KVCacheManager(41, groups=[FULL, WINDOW])

@@ -26,6 +26,7 @@ _COUNTERS = (
     ("num_hits", "hits", "Of the queries, those that came with a prefix hit."),
     ("num_queried_tokens", "queried_tokens", "Tokens that the queries had when they were allocated."),
     ("num_hit_tokens", "hit_tokens", "Of the queried tokens, those whose KV was cached and needed no computing."),
+    ("num_limited_tokens", "limited_tokens", "Tokens computed though one KV-cache group had them: another had not."),
     ("num_taken_blocks", "taken_blocks", "Blocks handed out by the pool."),
     ("num_evicted_blocks", "evicted_blocks", "Blocks that stopped being cached because they were handed out."),
 )

@@ -63,6 +63,7 @@ def test_a_scrape_says_what_the_snapshot_says(busy):
         "hits_total": stats.num_hits,
         "queried_tokens_total": stats.num_queried_tokens,
         "hit_tokens_total": stats.num_hit_tokens,
+        "limited_tokens_total": stats.num_limited_tokens,
         "taken_blocks_total": stats.num_taken_blocks,
         "evicted_blocks_total": stats.num_evicted_blocks,
         "pool_blocks": 16,
