@@ -90,6 +90,7 @@ def summarize(runs: Sequence[Outcome]) -> dict[str, Any]:
         "ttft_s": [round(value, 4) for value in ttft_s],
         "ttft_p50_s": percentile(ttft_s, 50),
         "ttft_p99_s": percentile(ttft_s, 99),
+        "first_ttft_s": ttft_s[0],
         "later_ttft_p50_s": percentile(ttft_s[1:], 50),
         "itl_p50_s": percentile(gaps_s, 50),
         "itl_p99_s": percentile(gaps_s, 99),
@@ -130,11 +131,11 @@ def judge(row: dict[str, Any]) -> dict[str, bool]:
 def show(row: dict[str, Any]) -> None:
     """Print a workload's table."""
     print(f"\n{row['workload']}: {row['about']}")
-    print(f"{'':<34}{'without':>12}{'with':>12}{'ratio':>9}")
+    print(f"{'':<42}{'without':>12}{'with':>12}{'ratio':>9}")
     for key, title, unit, _ in ROWS:
         cells = [_cell(key, row[name][key]) for name in ("without", "with")]
         ratio = f"x{row['ratios'][key]:.2f}" if key in row["ratios"] else ""
-        print(f"{title + (f', {unit}' if unit else ''):<34}{cells[0]:>12}{cells[1]:>12}{ratio:>9}".rstrip())
+        print(f"{title + (f', {unit}' if unit else ''):<42}{cells[0]:>12}{cells[1]:>12}{ratio:>9}".rstrip())
     for name, is_met in row["targets"].items():
         print(f"{'met' if is_met else 'MISSED'}: {name}")
 

@@ -53,7 +53,7 @@ def test_it_measures_three_workloads_and_draws_them(bench, roomy_folder, tmp_pat
     assert alone["with"]["num_cached_tokens"] == 0
     assert alone["with"]["num_answers"] == 2 * 3
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "TTFT p50, first request left out" in shown
+    assert "TTFT p50 of all but the first" in shown
     assert "Not shown:" in shown
 
 

@@ -48,13 +48,6 @@ def in_background(function):
     return thread
 
 
-def keep(stream, seen):
-    """Give nothing, but put what comes into `seen`: what came before an error is there too."""
-    for chunk in stream:
-        seen.append(chunk)
-    return ()
-
-
 def raw_request(body, path="/v1/completions", close=False):
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     return (head + ("Connection: close\r\n" if close else "") + "\r\n").encode() + body
@@ -158,7 +151,7 @@ def test_the_largest_body_is_read(server):
 
 @pytest.fixture(scope="module")
 def hasty_server(model):
-    with running_server(model, request_timeout_s=0.4) as running:
+    with running_server(model, request_timeout_s=1.0) as running:
         yield running, Gate(running.engine)
 
 
@@ -167,9 +160,9 @@ def test_a_request_whose_time_is_over_is_answered_so_at_once(hasty_server):
     gate.shut()
     with server.client() as client:
         start = time.monotonic()
-        with pytest.raises(openai.InternalServerError, match=r"an answer within 0.4 s") as raised:
+        with pytest.raises(openai.InternalServerError, match=r"an answer within 1 s") as raised:
             client.completions.create(max_tokens=5, **HELLO)
-        assert 0.3 < time.monotonic() - start < 5  # though the step goes on
+        assert 0.9 < time.monotonic() - start < 20  # though the step goes on
         assert raised.value.status_code == 504
         assert raised.value.type == "timeout_error"
         assert raised.value.response.headers["x-should-retry"] == "false"
@@ -182,16 +175,17 @@ def test_a_request_whose_time_is_over_is_answered_so_at_once(hasty_server):
 
 
 def test_a_stream_whose_time_is_over_ends_with_an_error(hasty_server):
-    server, _ = hasty_server
+    server, gate = hasty_server
     before = outcomes(server)["timed_out"]
     with server.client() as client:
         stream = client.completions.create(
             model=MODEL, prompt="hello", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
         )
-        chunks = []
-        with pytest.raises(openai.APIError, match=r"within 0.4 s"):
-            chunks.extend(keep(stream, chunks))
-    assert chunks
+        next(stream)
+        gate.shut()
+        with pytest.raises(openai.APIError, match=r"within 1 s"):
+            list(stream)
+        gate.open()
     server.wait_until_idle()
     assert outcomes(server)["timed_out"] == before + 1
 
@@ -352,7 +346,7 @@ def test_stopping_lets_running_requests_finish_and_takes_no_more(model):
             thread = in_background(lambda: answers.append(client.completions.create(max_tokens=20, **HELLO)))
             gate.wait_for_step()
             late.sendall(raw_request(b'{"prompt": "hello"}')[:-5])  # a request that is on its way
-            time.sleep(0.1)
+            wait_for(lambda: len(server.server.server_state.tasks) == 2)
             server.server.handle_exit(15, None)
             late.sendall(raw_request(b'{"prompt": "hello"}')[-5:])
             reply = read_all(late)
