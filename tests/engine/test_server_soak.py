@@ -18,7 +18,8 @@ from kvblocks.engine import Engine
 
 MIN_SECONDS = float(os.environ.get("KVBLOCKS_SOAK_SECONDS", "0"))
 SEED = int(os.environ.get("KVBLOCKS_SOAK_SEED", "0"))
-NUM_REQUESTS = 4000
+# So many requests; a slow machine stops sooner, after so many seconds, but not before MIN_REQUESTS.
+NUM_REQUESTS, ENOUGH_SECONDS, MIN_REQUESTS = 4000, 15.0, 1200
 NUM_CLIENTS = 24
 SALTS = (None, "a", "b")
 WORDS = ["the", "cat", "is", "in", "a", "hat", "and", "hen", "her", "den"]
@@ -74,7 +75,7 @@ class Soak:
         self.counts = Counter()
         self.texts = {}
         self.num_sent = 0
-        self.end_s = time.monotonic() + MIN_SECONDS
+        self.start_s = time.monotonic()
         families = [" ".join(self.random.choices(WORDS, k=30)) for _ in range(5)]
         self.prompts = [
             f"{family} {' '.join(self.random.choices(WORDS, k=n))}" for family in families for n in range(8)
@@ -94,13 +95,18 @@ class Soak:
         await asyncio.gather(*(self.client() for _ in range(NUM_CLIENTS)))
 
     async def client(self):
-        while self.num_sent < NUM_REQUESTS or time.monotonic() < self.end_s:
+        while self.goes_on():
             self.num_sent += 1
             (action,) = self.random.choices(list(self.actions), list(self.actions.values()))
             outcome = await action()
             self.counts[outcome] += 1
             if outcome == "queue_full":
                 await asyncio.sleep(0.01)
+
+    def goes_on(self):
+        seconds = time.monotonic() - self.start_s
+        wanted = NUM_REQUESTS if seconds < ENOUGH_SECONDS else MIN_REQUESTS
+        return self.num_sent < wanted or seconds < MIN_SECONDS
 
     def body(self, **more):
         prompt = self.random.choice(self.prompts)
@@ -222,7 +228,7 @@ def test_thousands_of_requests_with_everything_that_can_go_wrong(model, caplog):
     cache = {"num_blocks": 40, "deterministic": True, "max_num_batched_tokens": 96, "max_num_seqs": 12}
     limits = {"max_requests": 30, "max_body_bytes": MAX_BODY_BYTES}
     with running_server(model, cache=cache, **limits) as server:
-        seen = fail_now_and_then(server.engine, 0.003, SEED)
+        seen = fail_now_and_then(server.engine, 0.008, SEED)
         soak = Soak(server, SEED)
         asyncio.run(soak.run())
         time.sleep(0.06)
@@ -237,7 +243,7 @@ def test_thousands_of_requests_with_everything_that_can_go_wrong(model, caplog):
         with server.http() as http:
             assert http.get("/health").status_code == 200
     counts = soak.counts
-    assert sum(counts.values()) == soak.num_sent >= NUM_REQUESTS  # every one has been accounted for
+    assert sum(counts.values()) == soak.num_sent >= MIN_REQUESTS  # every one has been accounted for
     assert outcomes["finished"] >= counts["answered"] + counts["streamed"] + counts["sampled"]
     assert outcomes["cancelled"] > 0
     assert outcomes["timed_out"] == 0
@@ -245,9 +251,9 @@ def test_thousands_of_requests_with_everything_that_can_go_wrong(model, caplog):
     assert all(counts[name] > 0 for name in names), counts  # the history had everything in it
     assert counts["queue_full"] > 0
     assert seen["failed"] > 0
-    assert seen["preempted"] > 100
+    assert seen["preempted"] > 30
     assert counts["step_failed"] > 0
-    assert stats.num_evicted_blocks > 1000
+    assert stats.num_evicted_blocks > 300
     assert stats.num_hit_tokens > 1000
 
 
