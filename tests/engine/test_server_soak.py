@@ -223,6 +223,7 @@ def fail_now_and_then(engine, chance, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180 + MIN_SECONDS)
 def test_thousands_of_requests_with_everything_that_can_go_wrong(model, caplog):
     caplog.set_level("CRITICAL", logger="kvblocks.server")  # hundreds of steps fail on purpose
     cache = {"num_blocks": 40, "deterministic": True, "max_num_batched_tokens": 96, "max_num_seqs": 12}
