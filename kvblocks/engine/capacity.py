@@ -58,8 +58,12 @@ def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, nu
 
 
 def max_request_tokens(manager: KVCacheManager, max_model_len: int, num_step_tokens: int) -> int:
-    """Return how many tokens, prompt and generated, a request may have without pins. O(groups * log(tokens))."""
-    return min(max_model_len, 1 + _most_tokens(manager, manager.num_blocks, num_step_tokens, max_model_len))
+    """Return how many tokens, prompt and generated, a request may have that shares nothing with what pins keep.
+
+    O(groups * log(tokens)), and O(tokens pinned) with pins.
+    """
+    num_left = manager.num_blocks - len(_kept_blocks(manager))
+    return min(max_model_len, 1 + _most_tokens(manager, num_left, num_step_tokens, max_model_len))
 
 
 def check_oldest(manager: KVCacheManager, request: Request, num_tokens: int, max_num_tokens: int) -> None:

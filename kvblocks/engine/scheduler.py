@@ -73,7 +73,10 @@ class Scheduler:
 
     @property
     def max_request_tokens(self) -> int:
-        """How many tokens, prompt and generated, a request may have while no pins stand. O(groups * log(tokens))."""
+        """How many tokens, prompt and generated, a request may have that shares nothing with what pins keep.
+
+        O(groups * log(tokens)), and O(tokens pinned) with pins.
+        """
         return max_request_tokens(self.manager, self.max_model_len, self._num_step_tokens)
 
     def check_fits(self, request: Request) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.small_models import GEMMA3, ODD, QWEN3, WINDOW, random_tokens, random_weights
 from engine.watched import Watch
-from kvblocks import FullAttention, SlidingWindow
+from kvblocks import FullAttention, PoolExhaustedError, SlidingWindow
 from kvblocks.engine import Engine, LoadedModel, StepLimits
 from kvblocks.engine.cache_plan import plan_cache
 from kvblocks.engine.sampler import sample_seed
@@ -253,6 +253,25 @@ class TestMemory:
         with pytest.raises(InvalidArgumentError, match=r"expected at most 113 tokens, what the pool's .* can serve"):
             engine.generate([prompt], max_tokens=14)
         assert len(engine.generate([prompt], max_tokens=13)) == 1
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("num_pinned_tokens", [0, 32])
+def test_the_longest_request_is_what_all_groups_hold(name, num_pinned_tokens):
+    model = LoadedModel(CONFIGS[name], random_weights(CONFIGS[name]))
+    engine = Engine(model, num_blocks=17)
+    engine.limits = StepLimits(16, 4)
+    if num_pinned_tokens:
+        pinned = random_tokens(model.config, num_pinned_tokens, seed=9)
+        engine.generate([pinned], max_tokens=1)
+        engine.manager.pin(pinned, priority=100)
+    most = engine.scheduler.max_request_tokens
+    prompt = random_tokens(model.config, most - 1)
+    assert len(engine.generate([prompt], max_tokens=1)) == 1
+    if most < model.config.max_position_embeddings:
+        with pytest.raises((InvalidArgumentError, PoolExhaustedError), match=f"expected at most {most} tokens"):
+            engine.generate([prompt], max_tokens=2)
+    assert (most == model.config.max_position_embeddings) == (name == "windows only")
 
 
 def test_models_without_windows_have_one_group():

@@ -24,7 +24,6 @@ from kvblocks.engine.server.pin_book import PinBook
 from kvblocks.engine.server.replies import Delta
 from kvblocks.engine.server.requests import Sampling
 from kvblocks.errors import KVBlocksError
-from kvblocks.retention import KEEP
 
 logger = logging.getLogger("kvblocks.server")
 
@@ -193,9 +192,7 @@ class EngineThread:
 
         What pins never give up is left out; a prompt that begins with such a pin would have a little more room.
         """
-        manager, context = self.engine.manager, self.engine.model.config.max_position_embeddings
-        num_kept = sum(priority >= KEEP for pin in manager.pins for priority in pin.priorities)
-        return max(1, min(context, (manager.num_blocks - num_kept) * manager.block_size + 1) - len(prompt))
+        return max(1, self.engine.scheduler.max_request_tokens - len(prompt))
 
     def _cancel(self, key: str) -> None:
         if key in self._works:
