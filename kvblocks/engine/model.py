@@ -56,6 +56,9 @@ class DecoderModel:
         self.layer_attention = tuple(replace(how, group=place.group) for how, place in kinds)
         self.num_groups = 1 + max(place.group for place in self.layer_places)
         self._layers = DecoderLayers(config, linear)
+        # A tensor, so that the factor is rounded to the model's dtype: these models were trained with that. Made here,
+        # since making one waits for a GPU.
+        self._embedding_scale = weights.embedding.new_tensor(config.hidden_size**0.5)
         self._ropes = {
             rope: RopeTable.build(rope, config.max_position_embeddings, config.head_dim, weights.embedding)
             for rope in dict.fromkeys(config.ropes)
@@ -108,8 +111,7 @@ class DecoderModel:
         """The first layer's input: [num_rows, hidden]."""
         hidden = F.embedding(token_ids, self.weights.embedding)
         if self.config.architecture.scales_embedding:
-            # A tensor, so that the factor is rounded to the model's dtype: these models were trained with that.
-            hidden *= torch.full((), self.config.hidden_size**0.5, dtype=hidden.dtype, device=hidden.device)
+            hidden *= self._embedding_scale
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:

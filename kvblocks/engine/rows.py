@@ -4,6 +4,8 @@ A matrix product may give a row other low bits when the number of rows changes, 
 even SiLU may, since the last elements of a tensor take a scalar path. A strategy bounds what an operation can see:
 
 - `NATURAL`: all rows at once. Fastest, and the bits of a row depend on its batch.
+- `FIXED64`: every chunk is 64 rows, in any order. For GPUs, where a product of a few rows costs about as much as one of
+  64, and where a row's bits mostly depend on a product's shape and not on the row's place. Checked, too.
 - `PACKED16`: rows are padded to a multiple of 16 and cut into chunks whose sizes are in a short list. Bit-exact if, for
   those sizes, a row's bits depend neither on the size nor on its place: `determinism` checks exactly that.
 - `TILE16`: every chunk is 16 rows, the row of position p stands at place p % 16, and the head takes one row at a
