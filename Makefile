@@ -14,6 +14,9 @@ DEV_STAMP := $(VENV)/.installed-dev
 # setup.py is optional: a plain build has none. An editable install remembers the version it was made from.
 PINS := pyproject.toml constraints.txt kvblocks/version.py $(wildcard setup.py)
 
+# A process a core, a file of tests in one of them; PYTEST_ARGS="-n 0" goes without.
+PARALLEL := -n auto --maxprocesses 8 --dist loadfile
+
 # All tests but those of the engine, the command line and the packaging.
 CORE_TESTS := $(filter-out $(addprefix tests/test_,bench.py bench_metrics.py bench_prefix_cache.py cli.py compiled_wheel.py examples.py layering.py packaging.py),$(wildcard tests/test_*.py))
 
@@ -44,7 +47,7 @@ demo: $(ENGINE_STAMP)
 	$(BIN)/kvblocks demo
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 # The compiled build goes to a folder of its own, in front of the sources on the path. Not `python -m pytest`, which would
 # put the sources in front again.
@@ -52,7 +55,7 @@ test-compiled: $(DEV_STAMP)
 	@echo 'Compiling the core with mypyc'
 	rm -rf build/compiled
 	KVBLOCKS_COMPILE=1 PIP_CONSTRAINT=constraints.txt $(PIP) --quiet --no-deps --target build/compiled .
-	KVBLOCKS_EXPECT_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest $(PYTEST_ARGS) $(CORE_TESTS)
+	KVBLOCKS_EXPECT_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest $(PARALLEL) $(PYTEST_ARGS) $(CORE_TESTS)
 
 # On a machine with a GPU: the kernels and the engine natively, then their benches. Its own torch and triton serve as well: see README.md.
 gpu-test: $(DEV_STAMP)
