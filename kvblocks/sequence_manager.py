@@ -159,9 +159,10 @@ class SequenceManager:
             _check_step(sequences, len(tokens))
         at_edge: list[int] = []
         unsure: list[int] = []
+        listed = list(sequences)  # which compiled code walks faster
         block_size, last_place, i = self._edge_size, self._edge_size - 1, 0
         try:
-            for i, sequence in enumerate(sequences):
+            for i, sequence in enumerate(listed):
                 num_tokens = sequence.num_tokens
                 if sequence.appender is not self or sequence.num_computed_tokens != num_tokens:
                     if sequence.num_computed_tokens > num_tokens:  # it was counted a moment ago: it comes twice
@@ -173,8 +174,8 @@ class SequenceManager:
                     at_edge.append(i)
                 sequence.num_computed_tokens = num_tokens + 1
             i = len(tokens)
-            values = token_ids if type(token_ids) is list else tokens  # a list's ints needn't be made again
-            changes = self._slots.append_step(sequences, values, at_edge, unsure)
+            values: list[int] = token_ids if type(token_ids) is list else tokens.tolist()
+            changes = self._slots.append_step(listed, values, at_edge, unsure)
         except BaseException:
             _uncount(sequences[:i])
             raise

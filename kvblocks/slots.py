@@ -113,7 +113,7 @@ class SlotAllocator:
         return blocks
 
     def append_step(
-        self, sequences: Items[Sequence], tokens: Items[int], at_edge: list[int], unsure: list[int]
+        self, sequences: list[Sequence], tokens: list[int], at_edge: list[int], unsure: list[int]
     ) -> list[tuple[int, int, int]] | None:
         """Add one token to each sequence, as `append`; the changes of block tables as (place, position, block id).
 
@@ -134,7 +134,7 @@ class SlotAllocator:
                 growing.append(i)
         if self._lacks(len(growing)):
             return None
-        for sequence, token in zip(sequences, tokens, strict=True):
+        for sequence, token in zip(sequences, tokens):  # noqa: B905  # as long as each other; `strict` isn't compiled
             try:
                 sequence.tokens.append(token)  # type: ignore[union-attr]  # a view has no append
                 sequence.num_tokens = sequence.num_computed_tokens
