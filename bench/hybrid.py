@@ -123,6 +123,11 @@ def replay(manager: KVCacheManager, requests: Iterable[Request]) -> tuple[float,
                 num_hit += hit.num_tokens
                 num_asked += sequence.num_tokens
             running.append(retried.pop())
+        if not running and retried:
+            sequence, goal = retried[-1]
+            raise ValueError(
+                f"expected prompts that fit {manager.num_blocks} blocks, got one of {sequence.num_tokens} tokens"
+            )
         if not running:
             return num_hit / num_asked, total_running / num_steps, total_blocks / total_tokens, num_preemptions
         num_steps += 1

@@ -48,11 +48,16 @@ class Explanation:
 
     def __str__(self) -> str:
         found = f"{self.num_cached_blocks} of {self.num_full_blocks} full blocks are cached"
+        if self.missing_tokens is None and self.num_matched_blocks > self.num_cached_blocks:
+            found = (
+                f"{self.num_matched_blocks} of {self.num_full_blocks} full blocks are cached, {self.num_cached_blocks}"
+            )
+            found += " of them to be hit: hits end where the largest blocks do"
         if self.cause == "no miss":
             return found
         if self.missing_tokens is not None:
             return f"{found} in all groups; {self._group_miss(*self.missing_tokens)}"
-        missed = f"{found}; block {self.num_cached_blocks} "
+        missed = f"{found}; block {max(self.num_cached_blocks, self.num_matched_blocks)} "
         if self.removal is not None and self.cause in ("evicted", "aborted", "reset"):
             by = "" if self.removal.sequence_id is None else f" for sequence {self.removal.sequence_id!r}"
             how = {"evicted": f"was evicted{by}", "aborted": "was never computed: its step was aborted"}

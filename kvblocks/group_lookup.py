@@ -94,13 +94,18 @@ def longest_end(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int)
         rows: dict[int, list[Row]] = {}  # by their first place: groups that are alike ask for the same ones
         for companion in index.layout.companions:
             first, last = needed_blocks(companion, end, num_tokens)
-            if companion.block_size == size:
+            found: list[KVCacheBlock | None]
+            if companion.block_size != size:
+                found = _find(index, companion, matched, first, last)
+            elif (
+                first not in rows and last > first and index.companion(matched[last - 1], companion.first_place) is None
+            ):
+                first, found = last - 1, [None]  # so that stretches without anything cost O(1) a block
+            else:
                 if first not in rows:
                     rows[first] = index.rows(matched, first, last)
                 place = companion.first_place
                 found = [row[place] for row in rows[first]]
-            else:
-                found = _find(index, companion, matched, first, last)
             held = [block for block in found if block is not None]
             if len(held) < len(found):
                 missing = first + max([i for i, block in enumerate(found) if block is None])

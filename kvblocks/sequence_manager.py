@@ -159,10 +159,9 @@ class SequenceManager:
             _check_step(sequences, len(tokens))
         at_edge: list[int] = []
         unsure: list[int] = []
-        listed = list(sequences)  # which compiled code walks faster
         block_size, last_place, i = self._edge_size, self._edge_size - 1, 0
         try:
-            for i, sequence in enumerate(listed):
+            for i, sequence in enumerate(list(sequences)):  # compiled code walks a list faster
                 num_tokens = sequence.num_tokens
                 if sequence.appender is not self or sequence.num_computed_tokens != num_tokens:
                     if sequence.num_computed_tokens > num_tokens:  # it was counted a moment ago: it comes twice
@@ -175,7 +174,7 @@ class SequenceManager:
                 sequence.num_computed_tokens = num_tokens + 1
             i = len(tokens)
             values: list[int] = token_ids if type(token_ids) is list else tokens.tolist()
-            changes = self._slots.append_step(listed, values, at_edge, unsure)
+            changes = self._slots.append_step(list(sequences), values, at_edge, unsure)
         except BaseException:
             _uncount(sequences[:i])
             raise

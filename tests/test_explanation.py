@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvblocks import InvalidArgumentError, KVCacheManager, Sequence
+from kvblocks import FullAttention, InvalidArgumentError, KVCacheManager, Sequence, SlidingWindow
 from kvblocks.eviction_history import EvictionHistory
 
 
@@ -144,3 +144,15 @@ def test_explaining_changes_nothing() -> None:
     assert manager.stats.num_queries == before[1].num_queries + 1
     with pytest.raises(InvalidArgumentError, match="num_history_blocks: expected an int of at least 0, got -1"):
         KVCacheManager(8, 4, num_history_blocks=-1)
+
+
+def test_hits_that_end_before_what_is_cached_since_blocks_are_larger() -> None:
+    manager = KVCacheManager(64, groups=[FullAttention(16), SlidingWindow(64, 40)])
+    cached = Sequence("cached", range(80))
+    manager.allocate_slots(cached)
+    answer = manager.explain(Sequence("other", [*range(80), *[9] * 30]))
+    assert str(answer) == (
+        "5 of 6 full blocks are cached, 4 of them to be hit: hits end where the largest blocks do;"
+        " block 5 was never cached, as far as is remembered"
+    )
+    assert "4 of them to be hit" in str(manager.explain(Sequence("same", range(81))))

@@ -44,7 +44,9 @@ class DeviceRunner(ModelRunner):
         self.num_cascades = 0
         device = model.weights.embedding.device
         self._device = device
-        max_blocks = min(num_blocks, -(-model.config.max_position_embeddings // block_size))
+        max_blocks = -(-model.config.max_position_embeddings // block_size)
+        if any(how.window is None for how in model.layer_attention):  # else a context may be longer than the pool
+            max_blocks = min(num_blocks, max_blocks)
         tables = [ResidentTable(num_blocks, max_blocks, device) for _ in range(model.num_groups)]
         self._uploader = StepUploader(tables, block_size)
         self._cascade = cascade

@@ -27,7 +27,7 @@ from itertools import islice
 from math import inf
 
 from kvblocks.cache_hit import CacheHit
-from kvblocks.engine.capacity import check_fits, check_oldest, max_request_tokens, stalled
+from kvblocks.engine.capacity import check_fits, check_oldest, count_blocks, max_request_tokens, stalled
 from kvblocks.engine.headroom import Headroom
 from kvblocks.engine.order import FirstCome, Order
 from kvblocks.engine.request import FinishReason, Request
@@ -187,7 +187,7 @@ class Scheduler:
         """Make room for a running request's next tokens: the rest of its prompt, or the token sampled last."""
         sequence = request.sequence
         start, most = sequence.num_computed_tokens, self.limits.chunk_tokens(budget)
-        num_tokens = min(most, sequence.num_tokens - start)
+        num_tokens = self._fitting_tokens(request, min(most, sequence.num_tokens - start))
         if self.manager.allocate_slots(sequence, num_tokens) is None:
             if is_oldest:
                 check_oldest(self.manager, request, start + num_tokens, most)
@@ -233,12 +233,23 @@ class Scheduler:
 
     def _start(self, request: Request, hit: CacheHit, budget: int) -> ScheduledChunk | None:
         """Make room for the first tokens of a waiting request that aren't in the cache."""
-        num_tokens = min(self.limits.chunk_tokens(budget), request.sequence.num_tokens - hit.num_tokens)
+        num_left = request.sequence.num_tokens - hit.num_tokens
+        num_tokens = self._fitting_tokens(request, min(self.limits.chunk_tokens(budget), num_left))
         if self.manager.allocate_slots(request.sequence, num_tokens, hit=hit) is None:
             return None
         if not request.num_computed_tokens:
             request.num_cached_tokens = hit.num_tokens
         return self._chunk(request, hit.num_tokens)
+
+    def _fitting_tokens(self, request: Request, num_tokens: int) -> int:
+        """`num_tokens`, or fewer where a step of so many would need more than the pool has.
+
+        It was queued for smaller steps then, before the limits were replaced. O(groups), mostly.
+        """
+        num_known = request.sequence.num_tokens
+        while num_tokens > 1 and count_blocks(self.manager, num_known, num_tokens) > self.manager.num_blocks:
+            num_tokens //= 2
+        return num_tokens
 
     def _chunk(self, request: Request, start: int) -> ScheduledChunk:
         """The chunk from `start` to where the request has just been given slots."""

@@ -279,3 +279,18 @@ def test_models_without_windows_have_one_group():
     assert engine.manager.groups == (FullAttention(16),)
     assert engine.plan.layer_groups == ((0, 0), (0, 1))
     assert engine.runner.model.num_groups == 1
+
+
+def test_a_context_longer_than_the_pool_where_block_tables_stay_on_the_device():
+    pytest.importorskip("triton", reason="triton is not installed")
+    from kvblocks.engine.device_runner import DeviceRunner
+
+    model = LoadedModel(CONFIGS["windows only"], random_weights(CONFIGS["windows only"]))
+    completions = []
+    for is_resident in (False, True):
+        engine = Engine(model, num_blocks=17)
+        engine.limits = StepLimits(64, 4)
+        if is_resident:
+            engine.runner = DeviceRunner(engine.runner.model, 17, 16)
+        completions += engine.generate([random_tokens(model.config, 400)], max_tokens=3)
+    assert completions[0].token_ids == completions[1].token_ids

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.fake_cache import BLOCK_SIZE, FakeCache, add, answer_alone, make, run_any_step, step, unfinished_requests
-from kvblocks import KVCacheManager, Sequence
+from kvblocks import FullAttention, KVCacheManager, Sequence, SlidingWindow
 from kvblocks.engine.request import Request
 from kvblocks.engine.scheduler import Scheduler
 from kvblocks.engine.step import StepLimits
@@ -251,3 +251,15 @@ def test_any_history(arrivals, num_blocks, limits, caching, dying_steps, cancels
         assert request.finish_reason == ("stop" if expected[-1] in stops else "length")
         if not request.num_preemptions and not dying_steps:
             assert request.num_computed_tokens + request.num_cached_tokens == len(prompt) + len(expected) - 1
+
+
+def test_larger_limits_do_not_stall_what_was_queued_for_smaller_steps():
+    manager = KVCacheManager(20, groups=[FullAttention(16), SlidingWindow(16, 16)])
+    scheduler = Scheduler(manager, 1000, StepLimits(16, 4))
+    request = Request(Sequence("r", range(240)), 5)
+    scheduler.add(request)
+    scheduler.limits = StepLimits()
+    while scheduler.has_work:
+        chunks = scheduler.schedule()
+        scheduler.complete(chunks, [7 for chunk in chunks for _ in chunk.sampled_requests])
+    assert request.finish_reason == "length"

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.fake_cache import BLOCK_SIZE, FakeCache, add, answer_alone, make, run_any_step, step
-from kvblocks import KVCacheManager, PoolExhaustedError, Sequence
+from kvblocks import FullAttention, KVCacheManager, PoolExhaustedError, Sequence, SlidingWindow
 from kvblocks.engine.capacity import check_oldest
 from kvblocks.engine.request import Request
 from kvblocks.engine.scheduler import Scheduler
@@ -282,3 +282,32 @@ def step_or_unpin(scheduler, cache):
         scheduler.manager.unpin(hard[-1])
         return False
     return True
+
+
+def computed(manager, tokens, chunk=64):
+    """Compute and free a sequence, in chunks."""
+    sequence = Sequence(("computed", tokens[0]), tokens)
+    while sequence.num_computed_tokens < sequence.num_tokens:
+        manager.allocate_slots(sequence, min(chunk, sequence.num_tokens - sequence.num_computed_tokens))
+    manager.free(sequence)
+
+
+def test_what_a_pin_keeps_counts_though_a_window_lets_nobody_hit_it():
+    manager = KVCacheManager(40, groups=[FullAttention(16), SlidingWindow(16, 40)], debug=True)
+    computed(manager, range(320))
+    computed(manager, range(9000, 9064))  # takes what left the window
+    pin = manager.pin(range(160), priority=100)
+    assert (len(pin.blocks), pin.hanging, manager.get_computed_blocks(pin.sequence).num_tokens) == (10, [], 0)
+    scheduler = Scheduler(manager, 10_000, StepLimits(64, 8))
+    assert scheduler.max_request_tokens == 353  # 22 blocks, and 8 of the window
+    with pytest.raises(PoolExhaustedError, match="while pins keep 10 of the pool's 40"):
+        scheduler.add(Request(Sequence("r", range(5000, 5400)), 40))
+
+
+def test_a_pin_keeps_no_more_than_its_windows_where_there_are_only_windows():
+    manager = KVCacheManager(20, groups=[SlidingWindow(16, 40)], debug=True)
+    computed(manager, range(320))
+    manager.pin(range(320), priority=100)
+    scheduler = Scheduler(manager, 10_000, StepLimits(64, 8))
+    assert scheduler.max_request_tokens == 10_000
+    scheduler.add(Request(Sequence("r", range(7000, 7010)), 5))

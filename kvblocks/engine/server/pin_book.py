@@ -23,7 +23,7 @@ class PinEntry:
             "id": self.pin_id,
             "description": self.description,
             "num_tokens": self.pin.sequence.num_tokens,
-            "num_blocks": self.pin.num_blocks,
+            "num_blocks": self.pin.num_wanted_blocks,
             "num_held_blocks": self.pin.num_held_blocks,
             "priority": self.priority,
             "expires_in_s": None if expires_at is None else round(max(0.0, expires_at - now), 3),
