@@ -48,8 +48,9 @@ class Sampler:
         """
         if self.temperature == 0:
             return int(logits.argmax()) if best is None else best
-        scaled = logits.cpu().double() / self.temperature
-        weights = scaled.sub_(scaled.max()).exp_()
+        doubles = logits.cpu().double()
+        # Subtracted before it is divided: a quotient of the smallest temperatures would be infinite.
+        weights = (doubles - doubles.max()).div_(self.temperature).exp_()
         if self.top_k is not None or self.top_p < 1:
             self._drop_unlikely(weights)
         sums = weights.cumsum(0)

@@ -109,3 +109,8 @@ def test_a_row_that_cannot_be_drawn_from_keeps_no_other_from_its_token():
     assert [outcome for outcome in outcomes if not isinstance(outcome, Exception)] == [2, 2, 2]
     kinds = [type(outcome) for outcome in outcomes]
     assert kinds == [int, BrokenLogitsError, BrokenLogitsError, int, ValueError, int]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-307, 1e-308, 5e-324])
+def test_the_smallest_temperatures_are_greedy(temperature):
+    assert Sampler(temperature, seed=0).sample(torch.tensor([1.0, 30.0, 2.0])) == 1

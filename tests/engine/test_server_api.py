@@ -203,6 +203,15 @@ BODIES = {
 }
 
 
+@pytest.mark.parametrize("field", ["temperature", "max_tokens", "top_k", "presence_penalty"])
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "9" * 4300])
+def test_numbers_that_nothing_can_hold_are_refused(server, field, number):
+    body = b'{"prompt": "a", "%s": %s}' % (field.encode(), number.encode())
+    with server.http() as http:
+        response = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+
+
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: ascii(body[:12]))
 def test_malformed_bodies_are_refused(server, body):
     status, words = BODIES[body]

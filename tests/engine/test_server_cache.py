@@ -308,6 +308,56 @@ def test_why_a_request_missed_when_it_came(http, kvblocks):
     assert http.post("/v1/cache/explain", json={"request_id": "cmpl-0"}).status_code == 404
 
 
+def test_an_explanation_tells_nobody_elses_salt(http):
+    answers = [ask(http, salt="secret-1"), ask(http, salt="b"), ask(http, salt="c")]
+    for answer in answers[1:]:
+        (known,) = explain(http, request_id=answer["id"])
+        assert known["cause"] == "other keys"
+        assert "another cache_salt" in known["text"]
+        assert "secret" not in known["text"]
+
+
+def test_a_pin_ends_while_nothing_runs(http):
+    ask(http)
+    http.post("/v1/cache/pins", json={"system": SYSTEM, "ttl_s": 0.2}).raise_for_status()
+    assert http.get("/v1/cache/stats").json()["pins"]["num_held_blocks"] > 0
+    time.sleep(1.0)  # stats don't wake the engine's thread
+    assert http.get("/v1/cache/stats").json()["pins"] == dict.fromkeys(
+        ("num_pins", "num_wanted_blocks", "num_held_blocks", "num_pinned_blocks"), 0
+    )
+
+
+def test_a_long_text_keeps_nobody_waiting(server, http):
+    """It is encoded beside the event loop."""
+    encode, gate = server.engine.model.tokenizer.encode, threading.Event()
+
+    def wait_and_encode(*arguments, **options):
+        assert gate.wait(30)
+        return encode(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.engine.model.tokenizer, "encode", wait_and_encode)
+        asked = threading.Thread(target=lambda: explain(http, text="hello"))
+        asked.start()
+        time.sleep(0.2)
+        with server.http() as other:
+            assert other.get("/health", timeout=10).status_code == 200
+        gate.set()
+        asked.join(30)
+
+
+@pytest.mark.parametrize("body", [{"text": "a" * 64, "ttl_s": 10**400}, {"text": "a" * 64, "priority": 10**400}])
+def test_numbers_beyond_all_bounds_are_refused(http, body):
+    assert http.post("/v1/cache/pins", json=body).status_code == 400
+
+
+@pytest.mark.parametrize("arguments", [("--ttl", "inf"), ("--description", "\udcff")])
+def test_what_json_or_unicode_does_not_have_is_an_error_of_one_line(kvblocks, arguments):
+    code, _, error = kvblocks("pin", SYSTEM, *arguments)
+    assert code == 1
+    assert "expected" in error
+
+
 def test_only_the_last_requests_are_remembered(server, http):
     first = ask(http)
     arrivals = server.service.thread.arrivals

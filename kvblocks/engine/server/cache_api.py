@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,6 +16,7 @@ from kvblocks.engine.server.requests import Message, encode_prompt, parse_messag
 from kvblocks.engine.server.service import Service
 from kvblocks.engine.tokenizer import Tokenizer
 from kvblocks.errors import KVBlocksError
+from kvblocks.explanation import Explanation
 from kvblocks.sequence import Sequence
 
 _KINDS = ("text", "system", "messages", "token_ids")
@@ -62,7 +64,7 @@ class CacheApi:
     async def pin(self, request: Request) -> Response:
         """Pin a prefix."""
         fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
-        tokens = self._take_tokens(fields, "pin")
+        tokens = await run_in_threadpool(self._take_tokens, fields, "pin")
         salt, description = fields.text("cache_salt"), fields.text("description") or ""
         ttl_s, priority = fields.number("ttl_s", 0.0), fields.count("priority", 0, 100)
         if ttl_s == 0:
@@ -111,7 +113,7 @@ class CacheApi:
         if request_id is not None:
             fields.refuse_unknown()
             return json_response(await self._explain_request(request_id))
-        tokens = self._take_tokens(fields, "explain")
+        tokens = await run_in_threadpool(self._take_tokens, fields, "explain")
         salt = fields.text("cache_salt")
         fields.refuse_unknown()
         manager = self._engine.manager
@@ -188,11 +190,19 @@ def _arrival_json(arrival: Arrival) -> Json:
         "num_prompt_tokens": arrival.num_prompt_tokens,
         "num_cached_tokens": arrival.num_cached_tokens,
         "cause": None if explanation is None else explanation.cause,
-        "text": None if explanation is None else str(explanation),
+        "text": None if explanation is None else _explain(explanation),
     }
     if completion is not None:
         values["num_cached_tokens_when_admitted"] = completion.num_cached_tokens
     return values
+
+
+def _explain(explanation: Explanation) -> str:
+    """Return an explanation as any client may read it: a salt may be a secret, so none but the client's own is said."""
+    if explanation.cause != "other keys":
+        return str(explanation)
+    found = f"{explanation.num_cached_blocks} of {explanation.num_full_blocks} full blocks are cached"
+    return f"{found}; block {explanation.num_cached_blocks} is cached with other keys, such as another cache_salt"
 
 
 def json_response(value: Any, status: int = 200) -> Response:

@@ -27,6 +27,8 @@ class ServerClient:
         if parsed.scheme not in {"http", "https"} or not parsed.host:
             raise InvalidArgumentError(f"--url: expected http://HOST:PORT, got {url!r}")
         self.url = url.rstrip("/").removesuffix("/v1")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise InvalidArgumentError("--api-key: expected ASCII on one line, got something else")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # A proxy that the environment names can't reach this machine's own servers.
         uses_environment = not is_loopback(parsed.host)
@@ -49,7 +51,7 @@ class ServerClient:
         Raises ApiError with what the server said, and InvalidArgumentError if there is no server to be reached.
         """
         try:
-            response = self._http.request(method, path, json=body)
+            response = self._http.request(method, path, **_content(body))
         except httpx2.HTTPError as error:
             raise self._unreachable(error) from error
         return _checked(response)
@@ -57,7 +59,7 @@ class ServerClient:
     def stream(self, path: str, body: Json) -> Iterator[Json]:
         """Send a request whose answer is a stream, and give its events. Raises as `ask` does."""
         try:
-            with self._http.stream("POST", path, json=body) as response:
+            with self._http.stream("POST", path, **_content(body)) as response:
                 if response.status_code != 200:
                     response.read()
                     _checked(response)
@@ -65,7 +67,7 @@ class ServerClient:
                     text = line.removeprefix("data: ")
                     if text in {line, "[DONE]"}:
                         continue
-                    event = json.loads(text)
+                    event = _parse_event(text)
                     if "error" in event:
                         raise _error(500, event)
                     yield event
@@ -74,6 +76,17 @@ class ServerClient:
 
     def _unreachable(self, error: Exception) -> InvalidArgumentError:
         return InvalidArgumentError(f"expected a kvblocks server at {self.url}, got {type(error).__name__}: {error}")
+
+
+def _content(body: Json | None) -> dict[str, Any]:
+    """A body as a request takes it. ASCII, since what a terminal gives may be no Unicode: the server says so then."""
+    if body is None:
+        return {}
+    try:
+        text = json.dumps(body, allow_nan=False)
+    except ValueError as error:
+        raise InvalidArgumentError(f"expected finite numbers, got others: {error}") from error
+    return {"content": text.encode("ascii"), "headers": {"content-type": "application/json"}}
 
 
 def _checked(response: httpx2.Response) -> Json:
@@ -85,6 +98,16 @@ def _checked(response: httpx2.Response) -> Json:
         raise _error(response.status_code, value)
     if not isinstance(value, dict):
         raise ApiError(response.status_code, f"expected a JSON object from {response.url}, got something else")
+    return value
+
+
+def _parse_event(text: str) -> Json:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict) or not ("error" in value or isinstance(value.get("choices"), list)):
+        raise ApiError(200, "expected events with choices, got something else: is it OpenAI's API?")
     return value
 
 

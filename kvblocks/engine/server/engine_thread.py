@@ -120,14 +120,14 @@ class EngineThread:
         self._abandon()
 
     def _run_commands(self) -> None:
-        """Run the commands that wait; without anything to compute, wait for one."""
-        if not self.engine.has_work:
-            self._commands.get()()
+        """Run the commands that wait; without anything to compute, wait for one, or for a pin to end."""
+        may_wait = not self.engine.has_work
         while True:
             try:
-                command = self._commands.get_nowait()
+                command = self._commands.get(may_wait, self.pins.seconds_left() if may_wait else None)
             except queue.Empty:
                 return
+            may_wait = False
             command()
 
     def _step(self) -> None:

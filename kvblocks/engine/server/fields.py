@@ -4,17 +4,22 @@ An unknown field is an error, as with OpenAI: a misspelt `max_token` would other
 """
 
 import math
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvblocks.engine.server.errors import ApiError
 
 _SHOWN = 80
+_MAX_COUNT = 2**64 - 1  # larger ones mean nothing here, and could be too long to be shown
 
 
 def show(value: object) -> str:
     """Return a value as an error message shows it: not more than a line."""
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except RecursionError:
+        return "something that is nested deep"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
@@ -51,7 +56,8 @@ class Fields:
         value = self.take(name)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        most = _MAX_COUNT if high is None else high
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= most:
             span = f"at least {low}" if high is None else f"from {low} to {high}"
             raise self.error(name, f"an integer {span}")
         return value
@@ -62,7 +68,7 @@ class Fields:
         if value is None:
             return None
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not (low <= value <= high) or value == math.inf:
+        if not is_number or not (low <= value <= high) or value > sys.float_info.max:
             raise self.error(name, f"a number of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}")
         return float(value)
 

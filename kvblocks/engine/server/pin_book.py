@@ -63,6 +63,11 @@ class PinBook:
         self.expire()
         return list(self._entries.values())
 
+    def seconds_left(self) -> float | None:
+        """Return how long it is until a pin's time comes, at most an hour; None if none's will. O(pins)."""
+        ends = [entry.pin.expires_at for entry in self._entries.values() if entry.pin.expires_at is not None]
+        return min(3600.0, max(0.0, min(ends) - time.monotonic())) if ends else None
+
     def expire(self) -> None:
         """End the pins whose time has come. O(pins + blocks freed)."""
         if self._entries and self._manager.expire_pins(time.monotonic()):

@@ -70,7 +70,11 @@ class KVBlocksServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         self._event_loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # the address was free when it was bound, but another has begun to listen since
+            await self.lifespan.shutdown()
+            raise InvalidArgumentError(f"expected an address that nobody listens at, got an error: {error}") from error
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
             self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
@@ -104,7 +108,7 @@ def bind(settings: ServerSettings) -> socket.socket:
         if os.name == "posix":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
         if listener is not None:
             listener.close()
         raise InvalidArgumentError(
