@@ -62,14 +62,13 @@ SANITIZED := $(addprefix tests/kernels/test_,store.py decode.py extend.py prefix
 
 # On a machine with a GPU: the kernels and the engine natively, then their benches. Its own torch and triton serve as well: see README.md.
 gpu-test: $(DEV_STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/kernels tests/engine/test_engine_gpu.py tests/engine/test_decode_step.py
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) tests/kernels tests/engine/test_engine_gpu.py tests/engine/test_decode_step.py
 	@if command -v compute-sanitizer >/dev/null; then \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --target-processes all --error-exitcode 9 \
 			$(BIN)/python -m pytest -q -k 'not graph and not 128k and not random' $(SANITIZED); \
 	else echo 'compute-sanitizer was not found: what the kernels touch out of bounds is not looked for'; fi
-	mkdir -p build
-	$(BIN)/python -m bench.attention --json build/attention.json
-	$(BIN)/python -m bench.engine_gpu --json build/engine-gpu.json
+	$(BIN)/python -m bench.attention --json bench/results/attention.json
+	$(BIN)/python -m bench.engine_gpu --json bench/results/engine-gpu.json
 
 check: $(DEV_STAMP)
 	$(BIN)/python -m ruff format --check .

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.conditions import cpu_model, source
+from bench.conditions import cpu_model, gpu_state, source
 
 if TYPE_CHECKING:
     from bench.attention_cases import Batch, Workload
@@ -51,6 +51,7 @@ def conditions(device: torch.device) -> dict[str, object]:
         properties = torch.cuda.get_device_properties(device)
         facts |= {
             "gpu": properties.name,
+            "driver, clocks and power": gpu_state(),
             "sms": properties.multi_processor_count,
             "l2_bytes": attention_timing.l2_bytes(device),
             "cuda": torch.version.cuda,

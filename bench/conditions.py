@@ -2,6 +2,8 @@
 
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +25,16 @@ def source() -> str:
     """Return where the kvblocks that is measured comes from."""
     here = Path(__file__).resolve().parent.parent
     return "checkout" if Path(kvblocks.__file__).resolve().is_relative_to(here / "kvblocks") else "installed"
+
+
+def gpu_state() -> str:
+    """Return the GPUs' driver, clocks as found and power limit, as far as nvidia-smi tells."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown"
+    query = "--query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
+    done = subprocess.run([tool, query, "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    return done.stdout.strip().replace("\n", "; ") or "unknown"
 
 
 def conditions(**more: object) -> dict[str, object]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.conditions import cpu_model, source
+from bench.conditions import cpu_model, gpu_state, source
 
 if TYPE_CHECKING:
     from kvblocks.engine import Engine, LoadedModel
@@ -195,6 +195,7 @@ def conditions(device: torch.device, shape: dict[str, int], dtype: torch.dtype) 
         "triton": triton.__version__,
         "cpu": cpu_model(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "driver, clocks and power": gpu_state() if device.type == "cuda" else None,
         "cuda": torch.version.cuda,
         "dtype": str(dtype),
         "block_size": BLOCK_SIZE,

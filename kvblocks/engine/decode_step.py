@@ -13,6 +13,7 @@ members and levels there are; and steps of more than MAX_BUCKET sequences, whose
 """
 
 from collections.abc import Callable, Sequence
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -117,21 +118,31 @@ def run_in_place(step: DecodeStep) -> Replay:
 
 
 class GraphCapture:
-    """Captures steps as CUDA graphs, which share one pool of memory: only one of them runs at a time."""
+    """Captures steps as CUDA graphs, which share one pool of memory: only one of them runs at a time.
+
+    All are captured in one stream of this object's, in which each step has run before: torch keeps cuBLAS's workspace
+    by stream, so it is allocated outside the pool, and graphs of other objects, which may go first, have their own.
+    """
 
     def __init__(self) -> None:
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, step: DecodeStep) -> Replay:
         """Capture a step whose columns are all padding, so that running it changes nothing."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # of the device that is the current one now
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             step.compute()  # compiles the kernels, and lets libraries allocate what they keep
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        if not self._graphs:  # torch refuses a pool whose last graph has gone while anything of it is left
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             logits = step.compute()
+        self._graphs.add(graph)
 
         def replay() -> Tensor:
             graph.replay()

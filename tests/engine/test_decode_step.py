@@ -1,6 +1,8 @@
 """Decode steps in fixed buffers: replayed with new contents they give what a fresh batch gives."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,3 +151,32 @@ def test_captured_steps_give_what_fresh_batches_give(is_tiled):
     case = Case(GraphCapture(), is_tiled=is_tiled)
     for sequences in ([0, 1, 2], [3, 0, 4], [0], [2, 4, 0, 3], [1, 3, 2]):
         check(case, sequences, [7 + number for number in sequences])
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="CUDA graphs need a GPU")
+def test_steps_are_captured_anew_when_the_tables_move():
+    case = Case(GraphCapture())
+    check(case, [0, 1], [1, 2])
+    check(case, [0, 1, 2], [5, 6, 7])  # three rows of a table that has two: all graphs go
+    check(case, [0, 1], [8, 9])
+    check(case, [2], [3])
+
+
+def test_a_pool_without_graphs_is_not_captured_into_again(monkeypatch):
+    """By stand-ins for torch's functions: what torch refuses on a GPU."""
+    pools, numbers = [], iter(range(100))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(numbers))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", type("CUDAGraph", (), {"replay": lambda self: None}))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, *, pool, stream: nullcontext(pools.append(pool)))
+    capture, step = GraphCapture(), SimpleNamespace(compute=lambda: torch.zeros(1))
+    kept = [capture(step), capture(step)]
+    assert pools[0] == pools[1]
+    kept.pop(0)
+    kept.append(capture(step))
+    assert pools[2] == pools[0]
+    kept.clear()
+    kept.append(capture(step))
+    assert pools[3] != pools[0]

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+WITH_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the bench itself runs")
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -22,6 +26,7 @@ def test_without_a_gpu_it_says_what_it_needs():
     assert "expected a GPU that torch can use, got none" in done.stderr and "--rehearse" in done.stderr
 
 
+@WITH_A_GPU
 def test_the_rehearsal_runs_and_checks_every_workload(tmp_path):
     kept = tmp_path / "kept.json"
     done = run_bench("--rehearse", "--json", str(kept))
@@ -38,6 +43,7 @@ def test_the_rehearsal_runs_and_checks_every_workload(tmp_path):
     assert "FlashInfer" in done.stdout + done.stderr, "a peer that can't be imported is named"
 
 
+@WITH_A_GPU
 def test_a_wrong_result_is_told_and_is_the_exit_status(tmp_path):
     program = (
         "import os, sys; os.environ['TRITON_INTERPRET'] = '1'\n"
