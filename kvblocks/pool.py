@@ -68,9 +68,10 @@ class BlockPool:
         blocks = self._queue.popleft_n(num_blocks)
         if self.sampler is not None:
             self.sampler.note_taken(blocks)
-        cached = [block for block in blocks if block.run is not None]
-        if cached:
-            self.num_evicted_blocks += self.index.evict(cached)
+        for block in blocks:  # half as long as a list of those that are cached
+            if block.run is not None:
+                self.num_evicted_blocks += self.index.evict(blocks)
+                break
         return blocks
 
     def take_one(self) -> KVCacheBlock:
