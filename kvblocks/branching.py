@@ -44,6 +44,7 @@ class BranchingManager(SequenceManager):
             self._group_slots.fork(sequence, twin)
         if num_tokens % self._largest_size:
             sequence.appender = twin.appender = None
+            sequence.next_edge = 0
         self._sequences[sequence_id] = twin
         self._in_flight.note(twin)
         self._check_if_debugging()
@@ -81,6 +82,7 @@ class BranchingManager(SequenceManager):
         sequence.num_registered_blocks = min(sequence.num_registered_blocks, num_left // self.block_size)
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left)
         sequence.appender = None  # the block that it ends in may be cached, or somebody else's too
+        sequence.next_edge = 0
         self._pool.release(dropped)
         if self._group_slots is not None:
             self._group_slots.truncate(sequence, end)

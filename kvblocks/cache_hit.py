@@ -19,23 +19,27 @@ class CacheHit:
     it.
     """
 
-    __slots__ = ("blocks", "in_flight", "index", "num_readonly_tokens", "num_tokens", "sequence", "version")
+    __slots__ = ("blocks", "in_flight", "num_readonly_tokens", "num_tokens", "sequence", "version")
 
     def __init__(
         self,
         sequence: Sequence,
         blocks: list[KVCacheBlock],
         num_readonly_tokens: int,
-        index: PrefixIndex,
+        num_known_tokens: int,
         in_flight: InFlight,
     ) -> None:
         self.sequence = sequence
         self.blocks = blocks
         self.num_readonly_tokens = num_readonly_tokens
-        self.num_tokens = num_readonly_tokens if num_readonly_tokens < sequence.num_tokens else sequence.num_tokens - 1
-        self.index = index
+        self.num_tokens = num_readonly_tokens if num_readonly_tokens < num_known_tokens else num_known_tokens - 1
         self.in_flight = in_flight
-        self.version = index.version
+        self.version = in_flight.index.version
+
+    @property
+    def index(self) -> PrefixIndex:
+        """Where it was found. O(1)."""
+        return self.in_flight.index
 
     @property
     def num_matched_tokens(self) -> int:
@@ -58,14 +62,14 @@ class CacheHit:
         A scheduler may wait for them rather than compute them twice. O(sequences with unfinished prefill).
         """
         num_matched = self.num_matched_tokens // self.index.block_size
-        found = self.in_flight.find(self.sequence, num_matched, self.index.epoch)
+        found = self.in_flight.find(self.sequence, num_matched)
         return 0 if found is None else found[1] * self.index.block_size
 
     @property
     def pending_sequence(self) -> Sequence | None:
         """The allocated sequence that `pending_tokens` is about, None when there is none. O(as that)."""
         num_matched = self.num_matched_tokens // self.index.block_size
-        found = self.in_flight.find(self.sequence, num_matched, self.index.epoch)
+        found = self.in_flight.find(self.sequence, num_matched)
         return None if found is None else found[0]
 
     def __repr__(self) -> str:

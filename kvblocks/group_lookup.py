@@ -36,7 +36,7 @@ class GroupHit(CacheHit):
         in_flight: InFlight,
     ) -> None:
         """blocks: the primary group's, of the hit. num_matched: how many of them there were without other groups."""
-        super().__init__(sequence, blocks, len(blocks) * index.block_size, index, in_flight)
+        super().__init__(sequence, blocks, len(blocks) * index.block_size, sequence.num_tokens, in_flight)
         self.group_index = index
         self.num_matched = num_matched
         self.tables = tables

@@ -12,7 +12,7 @@ sequences part is what Marconi does for recurrent layers.
 """
 
 from array import array
-from collections.abc import Sequence as Items
+from typing import Any
 
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
@@ -26,11 +26,11 @@ from kvblocks.group_tables import GroupTables
 from kvblocks.registration import digests_ahead, register_full_blocks
 from kvblocks.retention import Retention
 from kvblocks.sequence import Sequence
-from kvblocks.slots import SlotAllocator
+from kvblocks.steps import StepAllocator
 
 
-class GroupSlots(SlotAllocator):
-    """`SlotAllocator` for several groups.
+class GroupSlots(StepAllocator):
+    """`StepAllocator` for several groups.
 
     copy_groups: of `copies`, one for each. step_changes: of the last step, with their groups. tells_groups: whether the
     caller asks for those, as it must where there is more than one. num_limited_tokens: that the primary group had
@@ -42,6 +42,7 @@ class GroupSlots(SlotAllocator):
         self._group_pool = pool
         self._group_index = pool.group_index
         self._layout = pool.group_index.layout
+        self.edge_size = self._layout.edge_size
         self.copy_groups: list[int] = []
         self.step_changes: list[tuple[int, int, int, int]] = []
         self.tells_groups = False
@@ -98,7 +99,9 @@ class GroupSlots(SlotAllocator):
         need.passed = []
         if self._lacks_for([need]):
             return None
-        return self._fill(need, None)
+        blocks = self._fill(need, None)
+        self._find_edge(sequence)
+        return blocks
 
     def append(self, sequence: Sequence, tokens: "array[int] | memoryview[int]") -> list[KVCacheBlock] | None:
         """Add packed tokens to a sequence all of whose tokens have slots, with slots for them."""
@@ -118,10 +121,10 @@ class GroupSlots(SlotAllocator):
 
     def append_step(
         self,
-        sequences: Items[Sequence],
-        tokens: Items[int],
-        at_edge: list[int],
-        unsure: list[int],  # noqa: ARG002  # every sequence at an edge is asked
+        sequences: list[Sequence],
+        tokens: list[Any],
+        at_edge: list[Sequence],
+        places: dict[Sequence, int],
     ) -> list[tuple[int, int, int]] | None:
         """Add one token to each sequence; the changes are in `step_changes`, with their groups, and returned without.
 
@@ -132,28 +135,20 @@ class GroupSlots(SlotAllocator):
             raise InvalidArgumentError(
                 f"append_step: expected a manager of one group, got {got}: use append_group_step"
             )
-        starts = [sequences[i].num_tokens for i in at_edge]
-        needs = [Need(sequences[i], n, n + 1, self._block_size) for i, n in zip(at_edge, starts, strict=True)]
+        needs = [Need(s, s.num_computed_tokens, s.num_computed_tokens + 1, self._block_size) for s in at_edge]
         keep_for_last(needs)
         if self._lacks_for(needs):
             return None
-        num_added = 0
-        try:
-            for sequence, token in zip(sequences, tokens, strict=True):
-                sequence.append_token(token)
-                num_added += 1
-            digests = [self._digests_ahead(need.sequence, need.sequence.num_tokens) for need in needs]
-        except BaseException:
-            for sequence in sequences[:num_added]:
-                sequence.truncate_tokens(sequence.num_tokens - 1)
-            raise
+        self._append_each(sequences, tokens)
+        digests = self._digests_of_step(sequences, at_edge)
         for need in needs:
             self._let_pass(need)
         self.step_changes = []
-        for i, need in zip(at_edge, needs, strict=True):
-            self._fill(need, i)
-        for need, ahead in zip(needs, digests, strict=True):
-            self._register(need.sequence, ahead)
+        for need in needs:
+            self._fill(need, places[need.sequence])
+        for sequence in at_edge:
+            self._count(sequence, sequence.num_computed_tokens)
+            self._register(sequence, digests[sequence])
         return [(i, position, block_id) for i, _, position, block_id in self.step_changes]
 
     def release(self, sequence: Sequence) -> None:
@@ -220,7 +215,7 @@ class GroupSlots(SlotAllocator):
     def _finish(self, need: Need, end: int, digests: bytearray | None) -> list[KVCacheBlock]:
         """Give a sequence what it needs, and cache what its first `end` tokens fill."""
         blocks = self._fill(need, None)
-        need.sequence.num_computed_tokens = end
+        self._count(need.sequence, end)
         self._register(need.sequence, digests)
         return blocks
 

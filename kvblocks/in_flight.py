@@ -4,19 +4,19 @@ A block is found by others as soon as it has a slot. What a chunked prefill will
 this compares prompts directly: a scheduler can then let a sequence wait for what another one will compute anyway.
 """
 
-from kvblocks.epoch import Epoch
+from kvblocks.prefix_index import PrefixIndex
 from kvblocks.sequence import Sequence
 
 _CHUNK_BLOCKS = 64
 
 
 class InFlight:
-    """The allocated sequences that have tokens without slots, oldest first."""
+    """The allocated sequences that have tokens without slots, oldest first. index: where they will be cached."""
 
-    __slots__ = ("_block_size", "_sequences")
+    __slots__ = ("_sequences", "index")
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, index: PrefixIndex) -> None:
+        self.index = index
         self._sequences: dict[Sequence, None] = {}
 
     def __len__(self) -> int:
@@ -34,17 +34,17 @@ class InFlight:
         if self._sequences:
             self._sequences.pop(sequence, None)
 
-    def find(self, sequence: Sequence, num_blocks: int, epoch: Epoch) -> tuple[Sequence, int] | None:
+    def find(self, sequence: Sequence, num_blocks: int) -> tuple[Sequence, int] | None:
         """Return the sequence that will compute most of what follows this one's first `num_blocks`, and how many.
 
-        epoch: of what cache its blocks must be. None when nobody will. Changes nothing. O(sequences in flight), and
-        O(tokens) for those that share the next block.
+        Sequences from before a reset of the cache don't count. None when nobody will. Changes nothing. O(sequences in
+        flight), and O(tokens) for those that share the next block.
         """
         if not self._sequences:
             return None
         best: tuple[Sequence, int] | None = None
         for other in self._sequences:
-            if other is not sequence and other.epoch is epoch and _caches(other):
+            if other is not sequence and other.epoch is self.index.epoch and _caches(other):
                 num_more = self._num_common_blocks(sequence, other, num_blocks) - num_blocks
                 if num_more > 0 and (best is None or num_more > best[1]):
                     best = other, num_more
@@ -52,7 +52,8 @@ class InFlight:
 
     def _num_common_blocks(self, one: Sequence, other: Sequence, num_least: int) -> int:
         """Return how many first blocks two sequences have in common; 0 when it isn't more than `num_least`."""
-        size, num_blocks = self._block_size, min(one.num_tokens, other.num_tokens) // self._block_size
+        size = self.index.block_size
+        num_blocks = min(one.num_tokens, other.num_tokens) // size
         keys, other_keys = one.encoded_keys(size) or {}, other.encoded_keys(size) or {}
         differing = [block for block in {*keys, *other_keys} if keys.get(block) != other_keys.get(block)]
         num_blocks = min([num_blocks, *differing])

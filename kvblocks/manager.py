@@ -38,8 +38,8 @@ from kvblocks.quotas import TenantQuotas
 from kvblocks.retention import Pin, Priority, Refusal, Retention
 from kvblocks.sequence import Sequence
 from kvblocks.shared_prefixes import SharedPrefix, find_shared_prefixes
-from kvblocks.slots import SlotAllocator
 from kvblocks.stats import CacheStats, QuotaUsage
+from kvblocks.steps import StepAllocator
 from kvblocks.tokens import TokenIds, pack_tokens
 
 
@@ -84,7 +84,7 @@ class KVCacheManager(GroupManager):
         if group_index is None:
             pool = BlockPool(num_blocks, index)
             retention = Retention(pool, max_pinned)
-            slots = SlotAllocator(pool, retention)
+            slots = StepAllocator(pool, retention)
         else:
             pool = group_pool = GroupPool(num_blocks, group_index)
             retention = GroupRetention(group_pool, max_pinned)

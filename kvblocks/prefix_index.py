@@ -16,7 +16,7 @@ The map keyed by preimages, the runs and the closing rule are this project's; re
 from array import array
 
 from kvblocks.block import KVCacheBlock, Node, Run
-from kvblocks.cached_runs import CachedRuns
+from kvblocks.cached_runs import CachedRuns, map_key
 
 ExtraKeys = dict[int, bytes] | None
 
@@ -24,34 +24,40 @@ ExtraKeys = dict[int, bytes] | None
 class PrefixIndex(CachedRuns):
     """Finds, adds and removes cached prefixes of blocks of `block_size` tokens."""
 
-    def match(self, tokens: memoryview, extra_keys: ExtraKeys, max_blocks: int) -> list[KVCacheBlock]:
+    def match(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, max_blocks: int) -> list[KVCacheBlock]:
         """Return the blocks of the longest cached prefix, at most `max_blocks`.
 
-        tokens: packed u32, as bytes. extra_keys: encoded, by block. Changes nothing. O(runs + tokens), where the second
-        is one memcmp a run and one slice of its blocks.
+        tokens: u32, not cast to bytes. extra_keys: encoded, by block. Changes nothing. O(runs + tokens), where the
+        second is one memcmp a run and one slice of its blocks.
         """
+        size = self.block_size
+        head = tokens[:size].tobytes()
+        extra = None if extra_keys is None else extra_keys.get(0)
+        run = self._runs.get(head if extra is None else (None, 0, head, extra))  # `map_key`, without the call
+        if run is None:
+            return []
+        parts = False
+        if extra_keys is None and run.extra_keys is None and len(run.blocks) >= max_blocks:
+            # One run has it all, mostly: the way that counts, with nothing on it that isn't needed.
+            if run.tokens.startswith(tokens[: max_blocks * size]):
+                return run.blocks[:max_blocks]
+            parts = True
+        packed, size = tokens.cast("B"), self._block_bytes
         blocks: list[KVCacheBlock] = []
-        parent: Run | None = None
-        position = first = 0
-        size = self._block_bytes
-        while first < max_blocks:
-            start = first * size
-            extra = None if extra_keys is None else extra_keys.get(first)
-            parent = self._runs.get((parent, position, tokens[start : start + size].tobytes(), extra))
-            if parent is None:
-                break
-            count = len(parent.blocks)
-            if count > max_blocks - first:  # noqa: PLR1730  # min() costs three times as much
-                count = max_blocks - first
-            if not parent.tokens.startswith(tokens[start : start + count * size]):  # as `num_common`, likewise in place
-                count = parent.num_equal_tokens(0, tokens, first, count)
-            if extra_keys is not None or parent.extra_keys is not None:
-                count = parent.num_equal_keys(0, extra_keys, first, count)
-            if not first and count == max_blocks:
-                return parent.blocks[:count]
-            blocks += parent.blocks[:count]
-            position = count - 1
+        first = 0
+        while run is not None:
+            count = min(len(run.blocks), max_blocks - first)
+            if parts or not run.tokens.startswith(packed[first * size : (first + count) * size]):
+                count = run.num_equal_tokens(0, packed, first, count)
+                parts = False
+            if extra_keys is not None or run.extra_keys is not None:
+                count = run.num_equal_keys(0, extra_keys, first, count)
+            blocks += run.blocks[:count]
             first += count
+            if first == max_blocks:
+                break
+            extra = None if extra_keys is None else extra_keys.get(first)
+            run = self._runs.get((run, count - 1, packed[first * size : (first + 1) * size].tobytes(), extra))
         return blocks
 
     def digests(self, node: Node, tokens: memoryview, extra_keys: ExtraKeys, first: int, end: int) -> bytearray:
@@ -63,17 +69,19 @@ class PrefixIndex(CachedRuns):
         parent_digest = b"" if run is None else run.digest(position)
         return self.epoch.chain(parent_digest, tokens, extra_keys, first, end)
 
-    def insert_one(self, parent: KVCacheBlock, block: KVCacheBlock, tokens: "array[int]") -> bool:
-        """`insert` of one block without extra keys behind `parent`, if their run can be extended. Whether it was.
+    def insert_one(
+        self, run: Run, parent: KVCacheBlock, block: KVCacheBlock, tokens: "array[int] | memoryview[int]"
+    ) -> bool:
+        """`insert` of one block without extra keys behind `parent`, if that is the open end of `run`. Whether it was.
 
         tokens: the block's. The short way for a decoded token; not when changes are named.
         """
-        run = parent.run
-        if run is None or run.is_closed or parent.index + 1 != len(run.blocks):  # `is_open_at`, without the call
+        blocks = run.blocks
+        if run.is_closed or run.epoch is not self.epoch or blocks[-1] is not parent:
             return False
         block.run = run
-        block.index = parent.index + 1
-        run.blocks.append(block)
+        block.index = len(blocks)
+        blocks.append(block)
         run.tokens += tokens
         self.num_cached_blocks += 1
         if run.tenant is not None:
@@ -136,7 +144,7 @@ class PrefixIndex(CachedRuns):
             if count:
                 return run, position + 1, count
         extra = None if extra_keys is None else extra_keys.get(first)
-        run = self._runs.get((node[0], node[1], tokens_of_first.tobytes(), extra))
+        run = self._runs.get(map_key((node[0], node[1], tokens_of_first.tobytes(), extra)))
         return run, 0, 0 if run is None else run.num_common(0, tokens, extra_keys, first, max_blocks)
 
     def _new_run(self, node: Node, tokens: memoryview, extra_keys: ExtraKeys, first: int) -> Run:
@@ -145,7 +153,7 @@ class PrefixIndex(CachedRuns):
         start = first * self._block_bytes
         extra = None if extra_keys is None else extra_keys.get(first)
         run = Run((parent, position, bytes(tokens[start : start + self._block_bytes]), extra), self.epoch)
-        self._runs[run.key] = run
+        self._runs[map_key(run.key)] = run
         if parent is not None:
             parent.children = parent.children or {}
             parent.children.setdefault(position, {})[run] = None

@@ -4,8 +4,6 @@ The index speaks of packed tokens and nodes, the manager of sequences and slots;
 first `num_registered_blocks` blocks were hit or cached here, so the last of them is where the next one hangs.
 """
 
-from array import array
-
 from kvblocks.block import ROOT, KVCacheBlock
 from kvblocks.cache_hit import CacheHit
 from kvblocks.epoch import Epoch
@@ -17,8 +15,8 @@ from kvblocks.sequence import Sequence
 def find_blocks(index: PrefixIndex, sequence: Sequence) -> list[KVCacheBlock]:
     """Return the full blocks that hold the longest cached prefix of the sequence's known tokens. Changes nothing."""
     block_size = index.block_size
-    keys = sequence.encoded_keys(block_size) if sequence.has_keys else None
-    return index.match(memoryview(sequence.tokens).cast("B"), keys, sequence.num_tokens // block_size)
+    tokens = memoryview(sequence.tokens)
+    return index.match(tokens, sequence.encoded_keys(block_size), len(tokens) // block_size)
 
 
 def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> None:
@@ -64,18 +62,27 @@ def register_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytear
     first, end = sequence.num_registered_blocks, sequence.num_computed_tokens // index.block_size
     if first >= end or sequence.epoch is not index.epoch:
         return
-    tokens = sequence.tokens
-    if end - first == 1 and first and digests is None and not sequence.has_keys and isinstance(tokens, array):
-        last = tokens[first * index.block_size : end * index.block_size]
-        if index.insert_one(sequence.blocks[first - 1], sequence.blocks[first], last):
-            sequence.num_registered_blocks = end
-            return
     node = sequence.blocks[first - 1].node if first else ROOT
     if first and node[0] is None:
         return
     keys = sequence.encoded_keys(index.block_size)
     index.insert(node, sequence.blocks[first:end], sequence.packed_tokens(), keys, first, digests)
     sequence.num_registered_blocks = end
+    sequence.run = sequence.blocks[end - 1].run
+
+
+def register_filled_block(index: PrefixIndex, sequence: Sequence) -> None:
+    """`register_full_blocks` of a block that one token filled, while changes have no names. O(1) unless runs part."""
+    first, block_size = sequence.num_registered_blocks, index.block_size
+    is_next = sequence.num_computed_tokens == (first + 1) * block_size
+    if is_next and first and sequence.keys is None and sequence.epoch is index.epoch:
+        parent = sequence.blocks[first - 1]
+        run = sequence.run or parent.run
+        if run is not None and index.insert_one(run, parent, sequence.blocks[first], sequence.tokens[-block_size:]):
+            sequence.num_registered_blocks = first + 1
+            sequence.run = run
+            return
+    register_full_blocks(index, sequence, None)
 
 
 def register_anew(index: PrefixIndex, sequence: Sequence) -> None:

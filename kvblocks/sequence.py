@@ -11,12 +11,13 @@ from collections.abc import Hashable, Iterable
 from operator import index
 from typing import Any, NoReturn, SupportsIndex
 
-from kvblocks.arguments import Text, check_count, check_name, check_text
-from kvblocks.block import KVCacheBlock
+from kvblocks.arguments import Text, check_count
+from kvblocks.block import KVCacheBlock, Run
 from kvblocks.epoch import Epoch
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.group_tables import GroupTable, GroupTables
-from kvblocks.hashing import PositionKey, encode_extra_keys
+from kvblocks.hashing import PositionKey
+from kvblocks.sequence_keys import SequenceKeys, check_keys
 from kvblocks.tokens import TokenIds, pack_tokens
 
 
@@ -31,28 +32,24 @@ class Sequence:
     image and its hash; key is a str or bytes.
 
     Raises InvalidTokensError and InvalidArgumentError. O(tokens) for ints; O(1) for a buffer of 4-byte integers.
-    num_prompt_tokens, num_tokens: given at first, and known now. blocks: those of the block table, in order.
-    num_computed_tokens: tokens whose KV is computed, or will be by the step that they were last allocated for.
-    num_readonly_tokens: positions below it lie in blocks that were hit; their KV is there and must not be written.
-    The other attributes are for the manager.
+    num_prompt_tokens: given at first. blocks: those of the block table, in order. num_computed_tokens: tokens whose KV
+    is computed, or will be by the step that they were last allocated for. num_readonly_tokens: positions below it lie
+    in blocks that were hit; their KV is there and must not be written. The other attributes are for the manager.
     """
 
     __slots__ = (
         "_block_ids",
-        "_encoded_keys",
         "appender",
         "blocks",
         "epoch",
-        "extra_keys",
-        "has_keys",
-        "lora",
+        "keys",
+        "next_edge",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_readonly_tokens",
         "num_registered_blocks",
-        "num_tokens",
         "owner",
-        "salt",
+        "run",
         "sequence_id",
         "tokens",
         "was_truncated",
@@ -73,20 +70,45 @@ class Sequence:
         except TypeError:
             raise InvalidArgumentError(f"sequence_id: expected something hashable, got {sequence_id!r}") from None
         self.sequence_id = sequence_id
-        self.tokens = pack_tokens(prompt_token_ids)
-        self.num_tokens = self.num_prompt_tokens = len(self.tokens)
-        self.salt = None if salt is None else check_name("salt", salt)
-        self.lora = None if lora is None else check_name("lora", lora)
-        self.extra_keys: tuple[PositionKey, ...] = ()
-        if extra_keys != ():
-            self.extra_keys = _check_position_keys(extra_keys, self.num_tokens)
-        self.has_keys = salt is not None or lora is not None or self.extra_keys != ()
-        self._encoded_keys: tuple[int, dict[int, bytes] | None] | None = None
+        ids: Any = prompt_token_ids  # what `pack_tokens` does with an array, without the call
+        is_packed = type(ids) is array and ids.typecode == "I" and ids
+        self.tokens: array[int] | memoryview[int] = memoryview(ids) if is_packed else pack_tokens(ids)
+        self.num_prompt_tokens = len(self.tokens)
+        self.keys: SequenceKeys | None = None
+        if salt is not None or lora is not None or extra_keys != ():
+            self.keys = check_keys(salt, lora, extra_keys, self.num_prompt_tokens)
+        self.blocks: list[KVCacheBlock] = []
+        self._block_ids: list[int] | None = None  # made when first asked for
+        self.num_computed_tokens = 0
+        self.num_readonly_tokens = 0
+        self.num_registered_blocks = 0
         self.was_truncated = False  # an earlier hit may be of tokens that it has no more
         self.owner: object | None = None
-        self.window_tables: GroupTables | None = None  # the tables beside `blocks`, of a manager of several groups
         self.appender: object | None = None  # the owner, while the next token certainly goes to a block of its own
-        self.reset_blocks()
+        self.next_edge = 0  # while fewer tokens are computed, the next one fits the last block and doesn't fill it
+        self.epoch: Epoch | None = None
+        self.run: Run | None = None  # where its last registered block stands, if anything: a hint
+        self.window_tables: GroupTables | None = None  # the tables beside `blocks`, of a manager of several groups
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are known. O(1)."""
+        return len(self.tokens)
+
+    @property
+    def salt(self) -> str | None:
+        """The salt that it was given. O(1)."""
+        return None if self.keys is None else self.keys.salt
+
+    @property
+    def lora(self) -> str | None:
+        """The name of its LoRA adapter. O(1)."""
+        return None if self.keys is None else self.keys.lora
+
+    @property
+    def extra_keys(self) -> tuple[PositionKey, ...]:
+        """The keys of its spans, as they were given. O(1)."""
+        return () if self.keys is None else self.keys.extra_keys
 
     @property
     def block_ids(self) -> list[int]:
@@ -98,6 +120,8 @@ class Sequence:
         attention, or group 0's if there is none; see `group_block_ids`. O(blocks added since the last look).
         """
         block_ids = self._block_ids
+        if block_ids is None:
+            block_ids = self._block_ids = []
         if len(block_ids) < len(self.blocks):
             if self.window_tables is not None and self.window_tables.layout.primary is None:
                 return self.group_block_ids(0)
@@ -159,8 +183,7 @@ class Sequence:
             self.tokens.append(token_id)  # type: ignore[union-attr, arg-type]  # a view has no append
         except (AttributeError, BufferError):
             self.append_packed(array("I", (index(token_id),)))
-        else:
-            self.num_tokens += 1
+        self.next_edge = 0
 
     def append_packed(self, tokens: "array[int] | memoryview[int]") -> None:
         """Add tokens that `pack_tokens` returned. O(new tokens), and once O(prompt) if that is the caller's buffer."""
@@ -172,7 +195,7 @@ class Sequence:
             own.extend(more)
         except BufferError:  # somebody looks at the old array still, a traceback for example: leave it to them
             self.tokens = own + more
-        self.num_tokens += len(more)
+        self.next_edge = 0
 
     def truncate_tokens(self, num_tokens: int) -> None:
         """Drop what was appended behind the first `num_tokens`. Only for the manager. O(tokens dropped)."""
@@ -182,26 +205,27 @@ class Sequence:
                 del self.tokens[num_tokens:]  # type: ignore[union-attr]  # a view has no appended tokens
             except BufferError:  # somebody looks at the array still: leave it to them
                 self.tokens = self.tokens[:num_tokens]
-            self.num_tokens = num_tokens
 
     def truncate_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Cut the block table to its first `num_blocks` and return the rest. Only for the manager. O(rest)."""
         dropped = self.blocks[num_blocks:]
-        del self.blocks[num_blocks:], self._block_ids[num_blocks:]
+        del self.blocks[num_blocks:]
+        if self._block_ids is not None:
+            del self._block_ids[num_blocks:]
         return dropped
 
     def replace_block(self, place: int, block: KVCacheBlock) -> None:
         """Put another block in a place of the table. Only for the manager. O(1)."""
         self.blocks[place] = block
-        if place < len(self._block_ids):
+        if self._block_ids is not None and place < len(self._block_ids):
             self._block_ids[place] = block.block_id
 
     def fork(self, sequence_id: Hashable) -> "Sequence":
         """Return a sequence without blocks that has the same tokens and keys, and its own from then on. O(tokens)."""
         own = self.tokens
-        twin = Sequence(sequence_id, own, salt=self.salt, lora=self.lora)
+        twin = Sequence(sequence_id, own)
         twin.tokens = own[:] if isinstance(own, array) else own
-        twin.extra_keys, twin.has_keys, twin._encoded_keys = self.extra_keys, self.has_keys, self._encoded_keys
+        twin.keys = self.keys
         twin.num_prompt_tokens = self.num_prompt_tokens
         return twin
 
@@ -211,17 +235,11 @@ class Sequence:
 
     def encoded_keys(self, block_size: int) -> dict[int, bytes] | None:
         """Return the encoded extra keys by block, None without any. O(blocks that spans touch) once, then O(1)."""
-        if not self.has_keys:
-            return None
-        if self._encoded_keys is None or self._encoded_keys[0] != block_size:
-            keys = encode_extra_keys(self.salt, self.lora, self.extra_keys, block_size)
-            self._encoded_keys = block_size, keys or None
-        return self._encoded_keys[1]
+        return None if self.keys is None else self.keys.encoded(block_size)
 
     def check(self, block_size: int) -> None:
         """Raise AssertionError unless its numbers fit together and only registered blocks are cached. O(blocks)."""
         num_slots = len(self.blocks) * block_size
-        assert self.num_tokens == len(self.tokens), f"{self}: has {len(self.tokens)}"
         assert self.num_computed_tokens <= min(num_slots, self.num_tokens), f"{self}: tokens without slots"
         assert self.num_registered_blocks <= self.num_computed_tokens // block_size, f"{self}: cached before it is full"
         # Blocks of before a reset may be cached by `renew` of another sequence that shares them.
@@ -229,6 +247,12 @@ class Sequence:
             for place, block in enumerate(self.blocks[self.num_registered_blocks :], self.num_registered_blocks):
                 is_shared = self.appender is None and place == self.num_computed_tokens // block_size
                 assert is_shared or not block.is_cached, f"{self}: {block} is cached, but not by it"
+        if self.next_edge > self.num_computed_tokens:
+            assert self.appender is self.owner is not None, f"{self}: whether its last block is its own isn't known"
+            assert self.num_computed_tokens == self.num_tokens, f"{self}: tokens without slots"
+            room = block_size - 1 - self.num_computed_tokens % block_size
+            assert self.num_computed_tokens % block_size, f"{self}: its next token begins a block"
+            assert self.next_edge - self.num_computed_tokens <= room, f"{self}: its next edge is too far"
         if self.appender is not None and self.num_computed_tokens % block_size:
             last = self.blocks[self.num_computed_tokens // block_size]
             assert last.ref_cnt == 1 and not last.is_cached, f"{self}: would write to {last}"
@@ -249,27 +273,7 @@ class Sequence:
 
     def reset_blocks(self) -> None:
         """Forget the block table. Only for the manager that releases it."""
-        self.blocks: list[KVCacheBlock] = []
-        self._block_ids: list[int] = []
-        self.num_computed_tokens = 0
-        self.num_readonly_tokens = 0
-        self.num_registered_blocks = 0
-        self.epoch: Epoch | None = None
-        self.owner = self.appender = None
-
-
-def _check_position_keys(keys: Any, num_tokens: int) -> tuple[PositionKey, ...]:
-    if not hasattr(keys, "__iter__"):
-        raise InvalidArgumentError(f"extra_keys: expected an iterable of (start, end, key), got {keys!r}")
-    return tuple([_check_position_key(key, num_tokens) for key in keys])
-
-
-def _check_position_key(key: Any, num_tokens: int) -> PositionKey:
-    if not isinstance(key, (tuple, list)) or len(key) != 3:
-        raise InvalidArgumentError(f"extra_keys: expected (start, end, key), got {key!r}")
-    start = check_count("extra_keys: start", key[0], 0, num_tokens - 1)
-    end = check_count("extra_keys: end", key[1], start + 1, num_tokens)
-    payload = key[2]
-    if not isinstance(payload, (str, bytes)) or not payload:
-        raise InvalidArgumentError(f"extra_keys: expected a non-empty str or bytes as key, got {payload!r}")
-    return start, end, payload if isinstance(payload, bytes) else check_text("extra_keys", payload)
+        self.blocks = []
+        self._block_ids = None
+        self.num_computed_tokens = self.num_readonly_tokens = self.num_registered_blocks = self.next_edge = 0
+        self.owner = self.appender = self.epoch = self.run = None

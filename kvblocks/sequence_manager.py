@@ -6,7 +6,7 @@ pool can't serve it, has changed nothing but `last_refusal`.
 
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from kvblocks.arguments import check_count
 from kvblocks.block import KVCacheBlock
@@ -20,7 +20,7 @@ from kvblocks.pool import BlockPool
 from kvblocks.registration import check_hit, forget_unwritten
 from kvblocks.retention import Retention
 from kvblocks.sequence import Sequence
-from kvblocks.slots import SlotAllocator
+from kvblocks.steps import StepAllocator
 from kvblocks.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 
 
@@ -28,7 +28,7 @@ class SequenceManager:
     """Gives the blocks of `pool` to sequences and takes them back. A part of `KVCacheManager`; not made by itself."""
 
     def __init__(
-        self, pool: BlockPool, retention: Retention, slots: SlotAllocator, *, enable_caching: bool, debug: bool
+        self, pool: BlockPool, retention: Retention, slots: StepAllocator, *, enable_caching: bool, debug: bool
     ) -> None:
         self.block_size = pool.index.block_size
         self.enable_caching = enable_caching
@@ -38,15 +38,15 @@ class SequenceManager:
         self._slots = slots
         self._group_slots = slots if isinstance(slots, GroupSlots) else None
         self._group_index = pool.index if isinstance(pool.index, GroupIndex) else None
-        self._in_flight = InFlight(self.block_size)
+        self._in_flight = InFlight(pool.index)
         self._sequences: dict[Hashable, Sequence] = {}
         self._debug = debug
-        # When debugging, every append goes the long way; when changes are named, those that fill a block do.
-        self._edge_size = self.block_size if self._group_index is None else self._group_index.layout.edge_size
+        # The sequences of the last step and their places, until one is freed: the next batch is mostly the same.
+        self._batch: list[Sequence] = []
+        self._places: dict[Sequence, int] = {}
         self._largest_size = self.block_size if self._group_index is None else self._group_index.layout.hit_size
-        self._last_place = 0 if debug else self._edge_size - 1
+        # When debugging or naming changes, a token that begins or fills a block goes the long way.
         self._fills_quickly = not debug and not self._index.names_changes and self._group_index is None
-        self._looks_up_one = enable_caching and self._group_index is None
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
 
     def get_computed_blocks(self, sequence: Sequence) -> CacheHit:
@@ -58,15 +58,17 @@ class SequenceManager:
         """
         if sequence.owner is not None:
             raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {sequence}")
-        blocks: list[KVCacheBlock] = []
-        block_size = self.block_size
-        if self._looks_up_one:
-            keys = sequence.encoded_keys(block_size) if sequence.has_keys else None
-            tokens = memoryview(sequence.tokens).cast("B")
-            blocks = self._index.match(tokens, keys, sequence.num_tokens // block_size)
-        elif self._group_index is not None:
+        if self._group_index is not None:
             return find_hit(self._group_index, sequence, self._in_flight, enable_caching=self.enable_caching)
-        return CacheHit(sequence, blocks, len(blocks) * block_size, self._index, self._in_flight)
+        tokens = sequence.tokens
+        num_tokens = len(tokens)
+        if not self.enable_caching:
+            return CacheHit(sequence, [], 0, num_tokens, self._in_flight)
+        block_size = self.block_size
+        view = tokens if type(tokens) is memoryview else memoryview(tokens)
+        keys = None if sequence.keys is None else sequence.encoded_keys(block_size)
+        blocks = self._index.match(view, keys, num_tokens // block_size)
+        return CacheHit(sequence, blocks, len(blocks) * block_size, num_tokens, self._in_flight)
 
     def allocate_slots(
         self,
@@ -117,25 +119,26 @@ class SequenceManager:
         Raises SequenceStateError (not this manager's, or tokens without slots are left) and InvalidTokensError. O(1) a
         token, and O(block_size) for one that fills a block.
         """
-        num_tokens = sequence.num_tokens
-        if (
-            sequence.appender is self
-            and sequence.num_computed_tokens == num_tokens
-            and type(token_ids) is list
-            and len(token_ids) == 1
-        ):
-            if 0 < num_tokens % self._edge_size < self._last_place:
+        if sequence.appender is self and type(token_ids) is list and len(token_ids) == 1:
+            if sequence.num_computed_tokens < sequence.next_edge:
                 # It fits the last block without filling it: 14 of 16 decoded tokens, and nothing else changes.
                 try:
                     sequence.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
                 except (AttributeError, BufferError, TypeError, OverflowError):
-                    pass  # the long way copes with it, or says what is wrong
+                    sequence.truncate_tokens(sequence.num_computed_tokens)  # what an odd integer left half done
                 else:
-                    sequence.num_tokens = sequence.num_computed_tokens = num_tokens + 1
+                    sequence.num_computed_tokens += 1
+                    if self._debug:
+                        self.check()
                     return []
-            elif self._fills_quickly and type(token_ids[0]) is int and 0 <= token_ids[0] <= MAX_TOKEN_ID:
+            elif (
+                self._fills_quickly
+                and sequence.num_computed_tokens == len(sequence.tokens)
+                and type(token_ids[0]) is int
+                and 0 <= token_ids[0] <= MAX_TOKEN_ID
+            ):
                 return self._slots.append_one(sequence, token_ids[0])
-        if sequence.owner is not self or sequence.num_computed_tokens != num_tokens:
+        if sequence.owner is not self or sequence.num_computed_tokens != len(sequence.tokens):
             self._check_appendable(sequence, "append_slots")
         blocks = self._slots.append(sequence, pack_tokens(token_ids))
         self._check_if_debugging()
@@ -151,37 +154,35 @@ class SequenceManager:
         Raises SequenceStateError, InvalidTokensError and, for repeated sequences or too few or many tokens,
         InvalidArgumentError. O(sequences).
         """
-        if not sequences:
-            _check_step(sequences, len(list(token_ids)))
+        batch = list(sequences)
+        if not batch:
+            _check_step(batch, len(list(token_ids)))
             return []
-        tokens = pack_tokens(token_ids)
-        if len(sequences) != len(tokens):
-            _check_step(sequences, len(tokens))
-        at_edge: list[int] = []
-        unsure: list[int] = []
-        block_size, last_place, i = self._edge_size, self._edge_size - 1, 0
+        tokens: list[Any] = token_ids if type(token_ids) is list else pack_tokens(token_ids).tolist()
+        if len(batch) != len(tokens):
+            _check_step(batch, len(tokens))
+        if batch != self._batch:
+            self._note_batch(batch)
+        at_edge = [s for s in batch if s.num_computed_tokens >= s.next_edge or s.appender is not self]
+        for sequence in at_edge:
+            if sequence.owner is not self or sequence.num_computed_tokens != len(sequence.tokens):
+                self._check_appendable(sequence, "append_step")
         try:
-            for i, sequence in enumerate(list(sequences)):  # compiled code walks a list faster
-                num_tokens = sequence.num_tokens
-                if sequence.appender is not self or sequence.num_computed_tokens != num_tokens:
-                    if sequence.num_computed_tokens > num_tokens:  # it was counted a moment ago: it comes twice
-                        _check_step(sequences, len(tokens))
-                    self._check_appendable(sequence, "append_step")
-                    at_edge.append(i)
-                    unsure.append(i)
-                elif not 0 < num_tokens % block_size < last_place:
-                    at_edge.append(i)
-                sequence.num_computed_tokens = num_tokens + 1
-            i = len(tokens)
-            values: list[int] = token_ids if type(token_ids) is list else tokens.tolist()
-            changes = self._slots.append_step(list(sequences), values, at_edge, unsure)
-        except BaseException:
-            _uncount(sequences[:i])
+            changes = self._slots.append_step(batch, tokens, at_edge, self._places)
+        except (TypeError, OverflowError):
+            pack_tokens(tokens)  # says what is wrong with them
             raise
         if changes is None:
-            _uncount(sequences)
+            pack_tokens(tokens)
         self._check_if_debugging()
         return changes
+
+    def _note_batch(self, batch: list[Sequence]) -> None:
+        """Find the places of a step's sequences. Raises InvalidArgumentError when one comes twice."""
+        places = dict(zip(batch, range(len(batch)), strict=True))
+        if len(places) != len(batch):
+            _check_step(batch, len(batch))
+        self._batch, self._places = batch, places
 
     def reserve_slots(self, sequence: Sequence, num_tokens: SupportsIndex) -> list[KVCacheBlock] | None:
         """Make room for `num_tokens` more tokens than are known, such as drafts. Nothing of them is cached.
@@ -205,6 +206,8 @@ class SequenceManager:
         self._check_owned(sequence, "free")
         if self._retention.lacking:
             self._retention.extend(sequence)
+        if self._batch:
+            self._batch, self._places = [], {}
         self._pool.release(sequence.blocks)
         del self._sequences[sequence.sequence_id]
         self._in_flight.drop(sequence)
@@ -286,11 +289,6 @@ class SequenceManager:
     def _check_if_debugging(self) -> None:
         if self._debug:
             self.check()
-
-
-def _uncount(sequences: Items[Sequence]) -> None:
-    for sequence in sequences:
-        sequence.num_computed_tokens -= 1
 
 
 def _check_step(sequences: Items[Sequence], num_tokens: int) -> None:

@@ -9,13 +9,12 @@ forked or truncated: it gets a block of its own in that place, and `copies` says
 """
 
 from array import array
-from collections.abc import Sequence as Items
 
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
 from kvblocks.epoch import Epoch
 from kvblocks.pool import BlockPool
-from kvblocks.registration import digests_ahead, register_full_blocks
+from kvblocks.registration import digests_ahead, register_filled_block, register_full_blocks
 from kvblocks.retention import Retention
 from kvblocks.sequence import Sequence
 
@@ -24,13 +23,14 @@ class SlotAllocator:
     """Gives the blocks of `pool` to sequences, pinned ones too where `retention` gives them up.
 
     num_taken_blocks: how many it gave. copies: (source, destination) block ids to copy, in order, since last taken.
+    edge_size: the size of the smallest blocks.
     """
 
     def __init__(self, pool: BlockPool, retention: Retention) -> None:
         self._pool = pool
         self._retention = retention
         self._index = pool.index
-        self._block_size = pool.index.block_size
+        self._block_size = self.edge_size = pool.index.block_size
         self.num_taken_blocks = 0
         self.copies: list[tuple[int, int]] = []
 
@@ -54,7 +54,7 @@ class SlotAllocator:
         sequence.num_registered_blocks = len(held)
         blocks = self._take(num_missing, sequence)
         sequence.blocks += blocks
-        sequence.num_computed_tokens = end
+        self._count(sequence, end)
         register_full_blocks(self._index, sequence, digests)
         return blocks
 
@@ -66,7 +66,7 @@ class SlotAllocator:
             return None
         digests = self._digests_ahead(sequence, end)
         blocks = self._add_blocks(sequence, num_missing, shared)
-        sequence.num_computed_tokens = end
+        self._count(sequence, end)
         register_full_blocks(self._index, sequence, digests)
         return blocks
 
@@ -76,7 +76,10 @@ class SlotAllocator:
         num_missing = self._num_missing_blocks(sequence, sequence.num_tokens + num_tokens)
         if self._lacks(num_missing + (shared is not None)):
             return None
-        return self._add_blocks(sequence, num_missing, shared)
+        blocks = self._add_blocks(sequence, num_missing, shared)
+        if num_tokens:
+            self._find_edge(sequence)
+        return blocks
 
     def append(self, sequence: Sequence, tokens: "array[int] | memoryview[int]") -> list[KVCacheBlock] | None:
         """Add packed tokens to a sequence all of whose tokens have slots, with slots for them. As `start`."""
@@ -107,51 +110,10 @@ class SlotAllocator:
             sequence.blocks += blocks
         else:
             sequence.append_token(token)
-        sequence.num_computed_tokens = num_tokens
+        self._count(sequence, num_tokens)
         if num_tokens % self._block_size == 0:
-            register_full_blocks(self._index, sequence, None)
+            register_filled_block(self._index, sequence)
         return blocks
-
-    def append_step(
-        self, sequences: list[Sequence], tokens: list[int], at_edge: list[int], unsure: list[int]
-    ) -> list[tuple[int, int, int]] | None:
-        """Add one token to each sequence, as `append`; the changes of block tables as (place, position, block id).
-
-        at_edge: places of the sequences whose token is the first or the last of its block, and of those that are
-        `unsure` too: their block may be shared. num_computed_tokens counts the new tokens already; the caller takes
-        that back when nothing was done.
-        """
-        block_size = self._block_size
-        shared = self._shared_places(sequences, unsure) if unsure else {}
-        growing: list[int] = []
-        ended: list[Sequence] = []
-        for i in at_edge:
-            sequence = sequences[i]
-            num_tokens = sequence.num_computed_tokens
-            if num_tokens % block_size == 0:
-                ended.append(sequence)
-            if num_tokens > len(sequence.blocks) * block_size or (shared and i in shared):
-                growing.append(i)
-        if self._lacks(len(growing)):
-            return None
-        for sequence, token in zip(sequences, tokens):  # noqa: B905  # as long as each other; `strict` isn't compiled
-            try:
-                sequence.tokens.append(token)  # type: ignore[union-attr]  # a view has no append
-                sequence.num_tokens = sequence.num_computed_tokens
-            except (AttributeError, BufferError):
-                sequence.append_token(token)
-        digests: list[bytearray | None] = [None] * len(ended)
-        if self._index.names_changes:
-            try:
-                digests = [self._digests_ahead(sequence, sequence.num_tokens) for sequence in ended]
-            except BaseException:
-                for sequence in sequences:
-                    sequence.truncate_tokens(sequence.num_tokens - 1)
-                raise
-        changes = self._grow_by_one(sequences, growing, shared)
-        for sequence, ahead in zip(ended, digests, strict=True):
-            register_full_blocks(self._index, sequence, ahead)
-        return changes
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the copies since the last call, and forget them. O(1)."""
@@ -162,19 +124,17 @@ class SlotAllocator:
         """Return all that a sequence holds, by table. O(1)."""
         return [sequence.blocks]
 
-    def _grow_by_one(
-        self, sequences: Items[Sequence], growing: list[int], shared: dict[int, int]
-    ) -> list[tuple[int, int, int]]:
-        changes: list[tuple[int, int, int]] = []
-        for i, block in zip(growing, self._take_for([sequences[i] for i in growing]), strict=True):
-            sequence = sequences[i]
-            position = shared.get(i, len(sequence.blocks))
-            if i in shared:
-                self._replace(sequence, position, block)
-            else:
-                sequence.blocks.append(block)
-            changes.append((i, position, block.block_id))
-        return changes
+    def _count(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Say how many tokens are computed, of a sequence with room for them."""
+        sequence.num_computed_tokens = num_computed_tokens
+        self._find_edge(sequence)
+
+    def _find_edge(self, sequence: Sequence) -> None:
+        """Note how far tokens can simply be added to a sequence none of whose blocks is shared any more."""
+        num_tokens = sequence.num_computed_tokens
+        place = num_tokens % self.edge_size
+        if place and num_tokens == len(sequence.tokens):
+            sequence.next_edge = num_tokens - place + self.edge_size - 1
 
     def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         return max(0, -(-num_tokens // self._block_size) - len(sequence.blocks))
@@ -196,19 +156,6 @@ class SlotAllocator:
                 return place
         sequence.appender = sequence.owner
         return None
-
-    def _shared_places(self, sequences: Items[Sequence], unsure: list[int]) -> dict[int, int]:
-        """`_shared_place` of sequences of a step, by their places there; the last to leave a block may keep it."""
-        places: dict[int, int] = {}
-        num_leaving: dict[KVCacheBlock, int] = {}
-        for i in unsure:
-            place = self._shared_place(sequences[i], sequences[i].num_tokens)
-            if place is not None:
-                block = sequences[i].blocks[place]
-                if block.is_cached or num_leaving.get(block, 0) < block.ref_cnt - 1:
-                    num_leaving[block] = num_leaving.get(block, 0) + 1
-                    places[i] = place
-        return places
 
     def _add_blocks(self, sequence: Sequence, num_missing: int, shared: int | None) -> list[KVCacheBlock]:
         """Take new blocks for a sequence: one for the shared place if there is one, the others for its end."""
@@ -251,13 +198,6 @@ class SlotAllocator:
             return self._take(1, sequence)
         self.num_taken_blocks += 1
         return [self._pool.take_one()]
-
-    def _take_for(self, sequences: list[Sequence]) -> list[KVCacheBlock]:
-        """Take a block for each sequence, together unless it is remembered who took what. O(sequences)."""
-        if not sequences or self._index.history is None:
-            return self._take(len(sequences), sequences[0]) if sequences else []
-        self._make_free(len(sequences))
-        return [block for sequence in sequences for block in self._take(1, sequence)]
 
     def _digests_ahead(self, sequence: Sequence, end: int) -> bytearray | None:
         if not self._index.names_changes:

@@ -7,6 +7,7 @@ takes buffers as they are. Packed tokens are little-endian, in memory as in the 
 import sys
 from array import array
 from collections.abc import Iterable
+from operator import index
 from typing import Any
 
 from kvblocks.errors import InvalidTokensError
@@ -21,7 +22,7 @@ MAX_TOKEN_ID = 2**32 - 1
 
 
 def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
-    """Return `token_ids` as 4-byte unsigned integers: an array of its own, or a read-only view of the caller's buffer.
+    """Return `token_ids` as 4-byte unsigned integers: an array of its own, or a view of the caller's buffer.
 
     token_ids: an iterable of ints; or a one-dimensional buffer of 4-byte or 8-byte integers, such as array("I"), a
     NumPy array, or what has a `numpy()` method (a torch CPU tensor); or bytes, as packed little-endian u32.
@@ -31,7 +32,7 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
     for anything but 1 or more ids from 0 to 2**32 - 1.
     """
     if isinstance(token_ids, array) and token_ids.typecode == "I" and token_ids:
-        return memoryview(token_ids).toreadonly()  # nothing about it can be wrong
+        return memoryview(token_ids)  # nothing about it can be wrong
     if isinstance(token_ids, (list, tuple)):
         return _pack_ints(token_ids)
     if isinstance(token_ids, str):
@@ -70,9 +71,11 @@ def _pack_ints(token_ids: "list[Any] | tuple[Any, ...]") -> "array[int]":
 
 def _describe_bad_id(token_ids: "list[Any] | tuple[Any, ...]") -> str:
     for position, token_id in enumerate(token_ids):
-        if not hasattr(token_id, "__index__"):
+        try:
+            number = index(token_id)
+        except TypeError:
             return f"token ids: expected integers, got {_name(token_id)} {token_id!r} at position {position}"
-        if not 0 <= token_id <= MAX_TOKEN_ID:
+        if not 0 <= number <= MAX_TOKEN_ID:
             return f"token ids: expected 0 to {MAX_TOKEN_ID}, got {token_id} at position {position}"
     return f"token ids: expected integers from 0 to {MAX_TOKEN_ID}, got {token_ids!r:.200}"
 

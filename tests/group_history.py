@@ -32,7 +32,6 @@ class GroupHistory(History):
         manager = KVCacheManager(num_blocks, groups=groups, enable_caching=enable_caching, **options)
         super().__init__(num_blocks, manager.block_size, enable_caching=enable_caching, **options)
         self.manager = manager
-        self.is_debugging = options.get("debug", False)
         self.memory = GroupMemory(manager.groups)  # type: ignore[assignment]
         self.model = DumbGroups(num_blocks, [(g.block_size, g.window) for g in groups], enable_caching)
         self.group_stored: set[tuple[int, bytes]] = set()
@@ -120,7 +119,7 @@ class GroupHistory(History):
             with self.unchanged(), pytest.raises(SequenceStateError, match="expected slots for all tokens"):
                 self.manager.append_slots(sequence, tokens)
             return
-        is_quick = len(tokens) == 1 and not self.is_debugging and not self.model.is_edge(model)
+        is_quick = len(tokens) == 1 and not self.model.is_edge(model)
         model.tokens += tokens
         if is_quick:  # looks at no window
             assert self.manager.append_slots(sequence, tokens) == []

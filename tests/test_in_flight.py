@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from kvblocks import KVCacheManager, Sequence
+from kvblocks.hashing import xxh3_128_digest
 from kvblocks.in_flight import InFlight
+from kvblocks.prefix_index import PrefixIndex
 
 
 def look_up(manager: KVCacheManager, tokens: Any, **keys: Any) -> tuple[int, int, Any]:
@@ -101,7 +103,7 @@ def test_nobody_waits_for_itself() -> None:
 
 def test_it_forgets_who_has_finished() -> None:
     manager = KVCacheManager(64, 4)
-    in_flight = InFlight(4)
+    in_flight = InFlight(PrefixIndex(4, xxh3_128_digest))
     one, other = Sequence(1, range(8)), Sequence(2, range(8))
     manager.allocate_slots(one, 3)
     in_flight.note(one)

@@ -20,6 +20,10 @@ def view(tokens: list[int]) -> memoryview:
     return memoryview(array("I", tokens)).cast("B")
 
 
+def ids(tokens: list[int]) -> "memoryview[int]":
+    return memoryview(array("I", tokens))
+
+
 def make(block_size: int = 2) -> PrefixIndex:
     return PrefixIndex(block_size, HASH_FUNCTIONS["xxh3_128"])
 
@@ -37,10 +41,10 @@ def test_a_prompt_that_parts_anywhere_from_a_run_hits_just_the_blocks_before(num
     assert index.num_runs == 1
     for position in {0, 1, 2, 3, num_blocks, 2 * num_blocks - 2, 2 * num_blocks - 1} & set(range(2 * num_blocks)):
         other = [*tokens[:position], 2**32 - 1, *tokens[position + 1 :]]
-        assert index.match(view(other), None, num_blocks) == blocks[: position // 2]
-    assert index.match(view(tokens), None, num_blocks) == blocks
-    assert index.match(view(tokens), None, num_blocks - 1) == blocks[:-1]
-    assert index.match(view([*tokens, 1, 1]), None, num_blocks + 1) == blocks
+        assert index.match(ids(other), None, num_blocks) == blocks[: position // 2]
+    assert index.match(ids(tokens), None, num_blocks) == blocks
+    assert index.match(ids(tokens), None, num_blocks - 1) == blocks[:-1]
+    assert index.match(ids([*tokens, 1, 1]), None, num_blocks + 1) == blocks
     index.check()
 
 
@@ -55,8 +59,8 @@ def test_a_run_that_lost_its_end_is_never_extended() -> None:
     new = blocks_from(3, 1)
     index.insert(node, new, view(other), None, 2)
     assert index.num_runs == 2
-    assert index.match(view(other), None, 3) == [*old[:2], *new]
-    assert index.match(view(tokens), None, 3) == old[:2]
+    assert index.match(ids(other), None, 3) == [*old[:2], *new]
+    assert index.match(ids(tokens), None, 3) == old[:2]
     index.check()
 
 

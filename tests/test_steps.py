@@ -1,0 +1,208 @@
+"""Whole decode steps one by one: what is only added to, what is at an edge, and what failing calls leave.
+
+Their long histories are test_stateful.py's.
+"""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvblocks import InvalidArgumentError, InvalidTokensError, KVCacheManager, Sequence, SequenceStateError
+
+
+def started(manager: KVCacheManager, name: Any, tokens: Any) -> Sequence:
+    sequence = Sequence(name, tokens)
+    assert manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence)) is not None
+    return sequence
+
+
+def some(manager: KVCacheManager, *lengths: int) -> list[Sequence]:
+    return [started(manager, n, range(100 * n, 100 * n + length)) for n, length in enumerate(lengths)]
+
+
+def state(sequences: list[Sequence]) -> list[Any]:
+    return [(s.token_ids(), s.num_computed_tokens, list(s.block_ids)) for s in sequences]
+
+
+class Id:
+    """Counts how often it is asked for its number, and refuses from some time on."""
+
+    def __init__(self, num_answers: int) -> None:
+        self.num_left = num_answers
+
+    def __index__(self) -> int:
+        if not self.num_left:
+            raise TypeError("no more answers")
+        self.num_left -= 1
+        return 7
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_sixteen_steps_are_as_sixteen_tokens_each(debug: bool) -> None:
+    manager, other = KVCacheManager(64, 4, debug=debug), KVCacheManager(64, 4)
+    batch, singly = some(manager, *range(1, 9)), some(other, *range(1, 9))
+    for step in range(16):
+        tokens = [1000 + 10 * step + n for n in range(8)]
+        changes = []
+        for n, (sequence, token) in enumerate(zip(singly, tokens, strict=True)):
+            position = len(sequence.blocks)
+            changes += [(n, position, block.block_id) for block in other.append_slots(sequence, [token]) or []]
+        assert manager.append_step(batch, tokens) == changes
+        assert state(batch) == state(singly)
+        assert manager.stats.num_cached_blocks == other.stats.num_cached_blocks
+        manager.check()
+        other.check()
+    assert manager.free_block_ids() == other.free_block_ids()
+
+
+@pytest.mark.parametrize("lengths", [(5, 6), (7, 6), (6, 7), (8, 8), (4, 5)])
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_whoever_comes_twice_is_found_wherever_it_stands(lengths: tuple[int, int], ran_before: bool) -> None:
+    manager = KVCacheManager(16, 4)
+    one, two = some(manager, *lengths)
+    if ran_before:
+        assert manager.append_step([one, two], [1, 2]) is not None
+    before = state([one, two])
+    for batch in ([one, one], [one, two, one], [two, one, one], [one, two, two]):
+        with pytest.raises(InvalidArgumentError, match=f"got {len(batch)} sequences, {len(set(batch))} of them"):
+            manager.append_step(batch, list(range(len(batch))))
+        assert state([one, two]) == before
+        manager.check()
+    assert manager.append_step([two, one], [1, 2]) is not None
+
+
+def test_places_are_those_of_this_batch() -> None:
+    manager = KVCacheManager(32, 4)
+    one, two, three = some(manager, 4, 4, 4)
+    assert manager.append_step([one, two], [1, 2]) == [(0, 1, 3), (1, 1, 4)]
+    assert manager.append_step([three], [3]) == [(0, 1, 5)]
+    for _ in range(3):
+        assert manager.append_step([three, one, two], [1, 2, 3]) == []
+    assert manager.append_step([two, three, one], [1, 2, 3]) == [(0, 2, 6), (1, 2, 7), (2, 2, 8)]
+
+
+def test_a_batch_is_looked_at_anew_when_its_sequences_have_changed() -> None:
+    manager = KVCacheManager(32, 4)
+    batch = one, two = some(manager, 5, 5)
+    assert manager.append_step(batch, [1, 2]) == []
+    one.append_tokens([3])
+    before = state(batch)
+    with pytest.raises(SequenceStateError, match="expected slots for all tokens"):
+        manager.append_step(batch, [1, 2])
+    assert state(batch) == before
+    manager.allocate_slots(one)
+    assert manager.append_step(batch, [1, 2]) == []
+    assert manager.append_step(batch, [1, 2]) == [(0, 2, 4)]
+    manager.truncate(two, 6)
+    assert manager.append_step(batch, [1, 2]) == [(1, 1, 5)]  # the block that it went back to is cached
+    twin = manager.fork(two, "twin")
+    assert manager.append_step(batch, [1, 2]) == [(1, 1, 6)]
+    assert manager.take_copies() == [(3, 5), (5, 6)]
+    manager.free(two)
+    with pytest.raises(SequenceStateError, match="holds no blocks"):
+        manager.append_step(batch, [1, 2])
+    manager.allocate_slots(two)
+    assert manager.append_step(batch, [1, 2]) is not None
+    manager.free(twin)
+    manager.check()
+
+
+def test_another_managers_sequence_is_refused_while_it_could_simply_be_added_to() -> None:
+    manager, other = KVCacheManager(16, 4), KVCacheManager(16, 4)
+    (one,), (two,) = some(manager, 5), some(other, 5)
+    with pytest.raises(SequenceStateError, match="belongs to another manager"):
+        manager.append_step([one, two], [1, 2])
+    assert state([one, two]) == [(list(range(5)), 5, [0, 1])] * 2
+    assert manager.append_step([one], [1]) == other.append_step([two], [1]) == []
+
+
+def test_a_freed_sequence_is_let_go_of() -> None:
+    manager = KVCacheManager(16, 4)
+    batch = one, two = some(manager, 5, 5)
+    manager.append_step(batch, [1, 2])
+    manager.free(one)
+    assert one not in gc.get_referents(*gc.get_referents(manager))
+    assert manager.append_step([two], [3]) == []
+
+
+BAD_IDS: dict[str, Any] = {"float": lambda: 2.5, "large": lambda: 2**32, "odd": lambda: Id(0), "odder": lambda: Id(1)}
+
+
+@pytest.mark.parametrize("kind", BAD_IDS)
+def test_a_bad_token_changes_nothing(kind: str) -> None:
+    manager = KVCacheManager(16, 4)
+    batch = some(manager, 5, 6, 7, 4)
+    before = state(batch), manager.free_block_ids(), manager.stats
+    for position in range(4):
+        tokens = [1, 2, 3, 4]
+        tokens[position] = BAD_IDS[kind]()
+        with pytest.raises(InvalidTokensError, match=f"position {position}"):
+            manager.append_step(batch, tokens)
+        if kind != "odder":  # that one is asked only once where it isn't simply added
+            with pytest.raises(InvalidTokensError, match="position 0"):
+                manager.append_slots(batch[position], [BAD_IDS[kind]()])
+        assert (state(batch), manager.free_block_ids(), manager.stats) == before
+        manager.check()
+    assert manager.append_step(batch, [1, 2, 3, 4]) == [(3, 1, 7)]
+
+
+def test_a_bad_token_is_told_even_if_there_is_no_room() -> None:
+    manager = KVCacheManager(3, 4)
+    batch = some(manager, 4, 4)
+    with pytest.raises(InvalidTokensError, match="position 1"):
+        manager.append_step(batch, [1, -1])
+    assert manager.append_step(batch, [1, 1]) is None
+
+
+def test_tokens_may_come_in_any_form() -> None:
+    numpy = pytest.importorskip("numpy")
+    manager = KVCacheManager(16, 4)
+    batch = some(manager, 1, 1)
+    forms: list[Any] = [(1, 2), range(3, 5), numpy.array([5, 6]), [numpy.int64(7), True], iter([9, 10])]
+    for tokens in forms:
+        assert manager.append_step(batch, tokens) is not None
+    assert batch[0].token_ids() == [0, 1, 3, 5, 7, 9]
+    assert batch[1].token_ids() == [100, 2, 4, 6, 1, 10]
+    nothing: Iterator[int] = iter(())
+    assert manager.append_step([], nothing) == manager.append_step([], ()) == []
+    with pytest.raises(InvalidArgumentError, match="got 0 sequences, 0 of them different, and 1 tokens"):
+        manager.append_step((), [1])
+
+
+def test_a_prompt_in_a_buffer_becomes_the_sequences_own_without_losing_its_place() -> None:
+    numpy = pytest.importorskip("numpy")
+    manager = KVCacheManager(16, 4)
+    buffer = numpy.arange(5, dtype=numpy.uint32)
+    batch = [started(manager, 0, buffer), started(manager, 1, memoryview(buffer))]
+    assert manager.append_step(batch, [5, 6]) == []
+    assert [sequence.next_edge for sequence in batch] == [7, 7]
+    assert buffer.tolist() == [0, 1, 2, 3, 4]
+    manager.check()
+
+
+def test_a_block_filled_after_a_reset_is_cached_for_nobody() -> None:
+    manager = KVCacheManager(16, 4)
+    (old,) = some(manager, 7)
+    twin = manager.fork(old, "twin")
+    manager.reset_prefix_cache()
+    manager.renew(twin)  # caches the block that both hold anew
+    manager.append_step([old, twin], [1, 2])
+    assert [block.is_cached for block in old.blocks] == [True, False]
+    assert [block.is_cached for block in twin.blocks] == [True, True]
+    assert manager.get_computed_blocks(Sequence("probe", [*range(7), 1, 0])).num_tokens == 4
+    manager.check()
+
+
+def test_a_run_is_extended_only_from_its_end() -> None:
+    manager = KVCacheManager(32, 4)
+    one = started(manager, 1, range(7))
+    two = started(manager, 2, range(7))
+    manager.append_step([one, two], [7, 70])  # both hang from the first block: the second of them opens a new run
+    three = started(manager, 3, [*range(7), 70])
+    for step in range(4):
+        manager.append_step([one, two, three], [step, step, step])
+    for tokens in ([*range(8), 0, 1, 2, 3, 9], [*range(7), 70, 0, 1, 2, 3, 9]):
+        assert manager.get_computed_blocks(Sequence("probe", tokens)).num_tokens == 12
+    manager.check()
