@@ -110,37 +110,41 @@ class FreeBlockQueue:
         """
         root = self._root
         last = root.prev_free_block
-        num_linked = 0
-        for num_done, block in enumerate(blocks):
+        num_kept = 0  # those that aren't linked are counted, since they are few
+        rest = iter(blocks)
+        for block in rest:
             if block.ref_cnt == 1:
                 block.ref_cnt = 0
                 block.prev_free_block = last
                 last.next_free_block = block
                 last = block
-                num_linked += 1
             elif block.ref_cnt > 1:
                 block.ref_cnt -= 1
+                num_kept += 1
             else:
-                self._unlink_last(last, num_linked)
+                num_done = len(blocks) - 1 - len(list(rest))
+                self._unlink_last(last, num_done - num_kept)
                 for released in blocks[:num_done]:
                     released.ref_cnt += 1
                 raise BlockStateError(f"double free: expected a block with an owner, got {block}")
         last.next_free_block = root
         root.prev_free_block = last
-        self.num_free_blocks += num_linked
+        self.num_free_blocks += len(blocks) - num_kept
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add one reference to each block; those that were free leave the queue. O(blocks)."""
-        num_unlinked = 0
+        num_owned = 0
         for block in blocks:
             if block.ref_cnt == 0:
                 previous, following = block.prev_free_block, block.next_free_block
                 previous.next_free_block = following
                 following.prev_free_block = previous
                 block.prev_free_block = block
-                num_unlinked += 1
-            block.ref_cnt += 1
-        self.num_free_blocks -= num_unlinked
+                block.ref_cnt = 1
+            else:
+                block.ref_cnt += 1
+                num_owned += 1
+        self.num_free_blocks -= len(blocks) - num_owned
 
     def check(self) -> None:
         """Raise AssertionError unless the links agree, the length is right and no queued block is owned. O(queue)."""
