@@ -30,7 +30,7 @@ _Salt = Annotated[str | None, typer.Option(help="The cache_salt of the requests 
 def stats(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -> None:
     """Entries, hit rate, memory, and the average time of a lookup."""
     with _client(url, api_key) as client:
-        values = client.ask("GET", "/v1/cache/stats")
+        values = _ask(client, "prefix_caching", "GET", "/v1/cache/stats")
     if json:
         print(json_module.dumps(values))
         return
@@ -70,7 +70,7 @@ def pin(
     prefix = _prefix(text, file, tokens, "text" if raw else "system")
     options = {"description": description, "ttl_s": ttl, "priority": priority, "cache_salt": salt}
     with _client(url, api_key) as client:
-        entry = client.ask("POST", "/v1/cache/pins", {**prefix, **options})
+        entry = _ask(client, "id", "POST", "/v1/cache/pins", {**prefix, **options})
     print(json_module.dumps(entry) if json else _pin_line(entry))
 
 
@@ -85,7 +85,7 @@ def unpin(
     from urllib.parse import quote
 
     with _client(url, api_key) as client:
-        entry = client.ask("DELETE", f"/v1/cache/pins/{quote(pin_id, safe='')}")
+        entry = _ask(client, "id", "DELETE", f"/v1/cache/pins/{quote(pin_id, safe='')}")
     print(json_module.dumps(entry) if json else f"unpinned {entry['id']}")
 
 
@@ -93,7 +93,7 @@ def unpin(
 def list_pinned(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -> None:
     """The pins that stand, oldest first."""
     with _client(url, api_key) as client:
-        values = client.ask("GET", "/v1/cache/pins")
+        values = _ask(client, "pins", "GET", "/v1/cache/pins")
     if json:
         print(json_module.dumps(values))
         return
@@ -107,7 +107,7 @@ def list_pinned(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = Fa
 def reset(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -> None:
     """Forget all that is cached. Pins stand."""
     with _client(url, api_key) as client:
-        values = client.ask("POST", "/v1/cache/reset", {})
+        values = _ask(client, "num_removed_entries", "POST", "/v1/cache/reset", {})
     print(json_module.dumps(values) if json else f"removed {values['num_removed_entries']} entries")
 
 
@@ -141,7 +141,7 @@ def explain(
             body["messages"] = [*first, {"role": "user", "content": body["messages"]}]
         body["cache_salt"] = salt
     with _client(url, api_key) as client:
-        values = client.ask("POST", "/v1/cache/explain", body)
+        values = _ask(client, "prompts", "POST", "/v1/cache/explain", body)
     if json:
         print(json_module.dumps(values))
         return
@@ -154,6 +154,14 @@ def _client(url: str, api_key: str | None) -> "ServerClient":
     from kvblocks.engine.server.client import ServerClient
 
     return ServerClient(url, api_key, timeout_s=60.0)
+
+
+def _ask(client: "ServerClient", field: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """What the server answers. Raises InvalidArgumentError if that lacks `field`, as another program's does."""
+    values = client.ask(method, path, body)
+    if field not in values:
+        raise InvalidArgumentError(f"expected a kvblocks server at {client.url}, got an answer without {field!r}")
+    return values
 
 
 def _prefix(text: str | None, file: Path | None, tokens: str | None, kind: str) -> dict[str, Any]:

@@ -151,8 +151,11 @@ _Part = tuple[int, int, tuple[int, ...]]
 
 def _parts(kinds: Sequence[Group], layers: Iterable[KVLayer], element_bytes: int) -> list[_Part]:
     """Return the layers by kind and bytes a block."""
+    items: Any = layers
+    if not hasattr(items, "__iter__"):
+        raise InvalidArgumentError(f"layers: expected KVLayer items, got {items!r}")
     numbers: dict[tuple[int, int], list[int]] = {}
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(items):
         given: Any = layer
         if not isinstance(given, tuple) or len(given) != 3:
             raise InvalidArgumentError(f"layers: expected KVLayer items, got {given!r}")

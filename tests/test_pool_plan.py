@@ -80,6 +80,7 @@ def test_the_table_says_what_the_fields_say() -> None:
         ({"layers": []}, "layers: expected at least one"),
         ({"layers": [KVLayer(2, 1, 64)]}, "layers: kind: expected an int from 0 to 1, got 2"),
         ({"layers": [(0, 1)]}, "layers: expected KVLayer items"),
+        ({"layers": 5}, "layers: expected KVLayer items, got 5"),
         ({"layers": [KVLayer(0, 0, 64)]}, "layers: num_kv_heads: expected an int of at least 1"),
         ({"layers": [KVLayer(0, 1, 0.5)]}, "layers: head_dim: expected an int of at least 1"),
         ({"dtype": "bf16"}, "dtype: expected bytes of an element or one of"),

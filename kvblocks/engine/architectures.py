@@ -90,9 +90,11 @@ SUPPORTED_ARCHITECTURES = (LLAMA, QWEN3, GEMMA3, GEMMA3_WITH_IMAGES)
 def choose_architecture(fields: Mapping[str, Any]) -> Architecture:
     """The architecture that config.json's fields name. Raises ModelError, saying what is supported, for another."""
     names = fields.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"expected architectures to be a list of names, got {names!r}")
     for architecture in SUPPORTED_ARCHITECTURES:
         if architecture.name in names or (not names and fields.get("model_type") == architecture.model_type):
             return architecture
     supported = ", ".join(architecture.name for architecture in SUPPORTED_ARCHITECTURES)
-    got = ", ".join(map(str, names)) or f"none (model_type {fields.get('model_type')!r})"
+    got = ", ".join(names) or f"none (model_type {fields.get('model_type')!r})"
     raise ModelError(f"expected a supported architecture ({supported}), got {got}")

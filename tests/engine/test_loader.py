@@ -85,6 +85,8 @@ class TestConfig:
                 r"\(LlamaForCausalLM, Qwen3ForCausalLM, Gemma3ForCausalLM, Gemma3.*\), got Qwen3MoeForCausalLM",
             ),
             ({"architectures": None, "model_type": "gemma2"}, "got none .model_type 'gemma2'"),
+            ({"architectures": 5}, "architectures to be a list of names, got 5"),
+            ({"architectures": "LlamaForCausalLM"}, "architectures to be a list of names, got 'LlamaForCausalLM'"),
             ({"hidden_act": "gelu"}, "hidden_act 'silu', got 'gelu'"),
             ({"quantization_config": {"quant_method": "awq"}}, "floating point, got quantization_config .*awq"),
             ({"rope_scaling": {"rope_type": "yarn"}}, r"rope_type \(default, linear, llama3\), got 'yarn'"),

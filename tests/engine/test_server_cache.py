@@ -10,6 +10,7 @@ from engine.server_harness import MODEL, running_server, tiny_loaded
 from kvblocks import cli
 from kvblocks.engine.server.arrivals import MAX_KEPT
 from kvblocks.engine.server.cache_api import system_prefix
+from kvblocks.engine.server.client import ServerClient
 
 SYSTEM = "the cat is in the hat. " * 10
 QUESTION = "and the hen?"
@@ -251,6 +252,25 @@ def test_without_a_server_the_command_says_so(capsys):
     with pytest.raises(SystemExit) as raised:
         cli.main(["cache", "stats", "--url", "localhost:8000"])
     assert "--url: expected http://HOST:PORT, got 'localhost:8000'" in raised.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["stats"], "prefix_caching"),
+        (["pin", "a"], "id"),
+        (["unpin", "a"], "id"),
+        (["list-pinned"], "pins"),
+        (["reset"], "num_removed_entries"),
+        (["explain", "a"], "prompts"),
+    ],
+)
+def test_another_programs_answers_are_not_taken_for_the_servers(arguments, field, monkeypatch):
+    monkeypatch.setattr(ServerClient, "ask", lambda *_: {"status": "ok"})
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["cache", *arguments, "--url", "http://127.0.0.1:1"])
+    words = f"expected a kvblocks server at http://127.0.0.1:1, got an answer without '{field}'"
+    assert words in raised.value.code
 
 
 def test_the_command_brings_the_key(tiny_folder, capsys, monkeypatch):
