@@ -110,11 +110,13 @@ class GroupSlots(StepAllocator):
         need = Need(sequence, num_before, end, self._block_size)
         if self._lacks_for([need]):
             return None
+        next_edge = sequence.next_edge
         sequence.append_packed(tokens)
         try:
             digests = self._digests_ahead(sequence, end)
         except BaseException:
             sequence.truncate_tokens(num_before)
+            sequence.next_edge = next_edge
             raise
         self._let_pass(need)
         return self._finish(need, end, digests)
@@ -137,7 +139,7 @@ class GroupSlots(StepAllocator):
             )
         needs = [Need(s, s.num_computed_tokens, s.num_computed_tokens + 1, self._block_size) for s in at_edge]
         keep_for_last(needs)
-        if self._lacks_for(needs):
+        if self._lacks_in_step(self._num_taken_for(needs), tokens):
             return None
         self._append_each(sequences, tokens)
         digests = self._digests_of_step(sequences, at_edge)
@@ -191,12 +193,16 @@ class GroupSlots(StepAllocator):
 
     def _lacks_for(self, needs: list[Need]) -> bool:
         """Whether the pool can't serve all of them, after their sequences have let go of what they need no more."""
+        return self._lacks(self._num_taken_for(needs))
+
+    def _num_taken_for(self, needs: list[Need]) -> int:
+        """Return how many blocks they take, beyond those that their sequences let go of before."""
         leaving: dict[KVCacheBlock, int] = {}
         for need in needs:
             for block in need.leaving():
                 leaving[block] = leaving.get(block, 0) + 1
         num_taken = sum([need.num_taken_of_pool(has_ghosts=self._group_pool.ghosts is not None) for need in needs])
-        return self._lacks(num_taken - sum([count == block.ref_cnt for block, count in leaving.items()]))
+        return num_taken - sum([count == block.ref_cnt for block, count in leaving.items()])
 
     def _let_pass(self, need: Need) -> None:
         """Let go of what has left the windows of a sequence."""

@@ -237,8 +237,11 @@ class Sequence:
         """Return the encoded extra keys by block, None without any. O(blocks that spans touch) once, then O(1)."""
         return None if self.keys is None else self.keys.encoded(block_size)
 
-    def check(self, block_size: int) -> None:
-        """Raise AssertionError unless its numbers fit together and only registered blocks are cached. O(blocks)."""
+    def check(self, block_size: int, edge_size: int) -> None:
+        """Raise AssertionError unless its numbers fit together and only registered blocks are cached. O(blocks).
+
+        edge_size: the size of the smallest blocks of any group.
+        """
         num_slots = len(self.blocks) * block_size
         assert self.num_computed_tokens <= min(num_slots, self.num_tokens), f"{self}: tokens without slots"
         assert self.num_registered_blocks <= self.num_computed_tokens // block_size, f"{self}: cached before it is full"
@@ -250,8 +253,8 @@ class Sequence:
         if self.next_edge > self.num_computed_tokens:
             assert self.appender is self.owner is not None, f"{self}: whether its last block is its own isn't known"
             assert self.num_computed_tokens == self.num_tokens, f"{self}: tokens without slots"
-            room = block_size - 1 - self.num_computed_tokens % block_size
-            assert self.num_computed_tokens % block_size, f"{self}: its next token begins a block"
+            room = edge_size - 1 - self.num_computed_tokens % edge_size
+            assert self.num_computed_tokens % edge_size, f"{self}: its next token begins a block"
             assert self.next_edge - self.num_computed_tokens <= room, f"{self}: its next edge is too far"
         if self.appender is not None and self.num_computed_tokens % block_size:
             last = self.blocks[self.num_computed_tokens // block_size]

@@ -124,7 +124,7 @@ class SequenceManager:
                 # It fits the last block without filling it: 14 of 16 decoded tokens, and nothing else changes.
                 try:
                     sequence.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
-                except (AttributeError, BufferError, TypeError, OverflowError):
+                except (AttributeError, BufferError, TypeError, OverflowError, ValueError):
                     sequence.truncate_tokens(sequence.num_computed_tokens)  # what an odd integer left half done
                 else:
                     sequence.num_computed_tokens += 1
@@ -161,19 +161,17 @@ class SequenceManager:
         tokens: list[Any] = token_ids if type(token_ids) is list else pack_tokens(token_ids).tolist()
         if len(batch) != len(tokens):
             _check_step(batch, len(tokens))
-        if batch != self._batch:
-            self._note_batch(batch)
         at_edge = [s for s in batch if s.num_computed_tokens >= s.next_edge or s.appender is not self]
         for sequence in at_edge:
             if sequence.owner is not self or sequence.num_computed_tokens != len(sequence.tokens):
                 self._check_appendable(sequence, "append_step")
+        if batch != self._batch:
+            self._note_batch(batch)  # only now, so that nobody else's sequence is kept
         try:
             changes = self._slots.append_step(batch, tokens, at_edge, self._places)
-        except (TypeError, OverflowError):
+        except (TypeError, OverflowError, ValueError):
             pack_tokens(tokens)  # says what is wrong with them
             raise
-        if changes is None:
-            pack_tokens(tokens)
         self._check_if_debugging()
         return changes
 
@@ -201,7 +199,7 @@ class SequenceManager:
         All that it was given slots for must have been computed. A token that was appended last and that no step has
         computed must not stay cached: then call `abort` with num_tokens - 1. The sequence keeps its tokens and can be
         allocated again. Raises SequenceStateError when it isn't this manager's or holds no blocks (a double free).
-        O(blocks), and a lookup for each pin that begins alike and lacks blocks.
+        O(blocks), a lookup for each pin that begins alike and lacks blocks, and once O(sequences) after a step.
         """
         self._check_owned(sequence, "free")
         if self._retention.lacking:
@@ -280,9 +278,10 @@ class SequenceManager:
         tables = [table for sequence in self._sequences.values() for table in self._slots.tables(sequence)]
         self._pool.check(tables + self._retention.tables())
         self._retention.check()
+        assert self._places == {sequence: i for i, sequence in enumerate(self._batch)}, "step: places of another batch"
         for sequence_id, sequence in self._sequences.items():
             assert sequence.owner is self and sequence.sequence_id == sequence_id, f"{sequence}: not under its own id"
-            sequence.check(self.block_size)
+            sequence.check(self.block_size, self._slots.edge_size)
             for table in [] if sequence.window_tables is None else sequence.window_tables.tables:
                 table.check(sequence.num_computed_tokens)
 

@@ -88,11 +88,13 @@ class SlotAllocator:
         shared = self._shared_place(sequence, num_before)
         if self._lacks(self._num_missing_blocks(sequence, end) + (shared is not None)):
             return None
+        next_edge = sequence.next_edge
         sequence.append_packed(tokens)
         try:
             return self.grow(sequence, end, 0)
         except BaseException:
             sequence.truncate_tokens(num_before)
+            sequence.next_edge = next_edge
             raise
 
     def append_one(self, sequence: Sequence, token: int) -> list[KVCacheBlock] | None:

@@ -4,12 +4,15 @@ Fourteen of sixteen tokens fit the last block of their sequence and don't fill i
 others, the sequences at an edge, and one that adds the tokens; only at the edges blocks are taken and cached.
 """
 
+from array import array
+from operator import index
 from typing import Any
 
 from kvblocks.block import KVCacheBlock
 from kvblocks.registration import register_filled_block, register_full_blocks
 from kvblocks.sequence import Sequence
 from kvblocks.slots import SlotAllocator
+from kvblocks.tokens import pack_tokens
 
 
 class StepAllocator(SlotAllocator):
@@ -33,7 +36,7 @@ class StepAllocator(SlotAllocator):
         shared = self._shared_places(unsure) if unsure else {}
         if shared:
             growing = sorted({*growing, *shared}, key=places.__getitem__)
-        if self._lacks(len(growing)):
+        if self._lacks_in_step(len(growing), tokens):
             return None
         self._append_each(sequences, tokens)
         digests = self._digests_of_step(sequences, at_edge) if self._index.names_changes else {}
@@ -50,8 +53,14 @@ class StepAllocator(SlotAllocator):
                 register_filled_block(self._index, sequence)
         return changes
 
+    def _lacks_in_step(self, num_blocks: int, tokens: list[Any]) -> bool:
+        """`_lacks`, but a bad token is told even if there is no room: InvalidTokensError, and no refusal."""
+        if num_blocks > self._pool.num_free_blocks:
+            pack_tokens(tokens)
+        return self._lacks(num_blocks)
+
     def _append_each(self, sequences: list[Sequence], tokens: list[Any]) -> None:
-        """Add a token to each sequence, counted as computed. Raises as `Sequence.append_token`, changing nothing."""
+        """Add a token to each sequence, counted as computed. Raises what a bad one does, changing nothing."""
         sequence = sequences[0]
         try:
             for sequence, token in zip(sequences, tokens):  # noqa: B905  # as many; `strict` isn't compiled
@@ -59,7 +68,8 @@ class StepAllocator(SlotAllocator):
                     sequence.tokens.append(token)  # type: ignore[union-attr]  # a view has no append
                 except (AttributeError, BufferError):
                     next_edge = sequence.next_edge
-                    sequence.append_token(token)
+                    sequence.truncate_tokens(sequence.num_computed_tokens)  # what an odd integer left half done
+                    sequence.append_packed(array("I", (index(token),)))
                     sequence.next_edge = next_edge
                 sequence.num_computed_tokens += 1
         except BaseException:

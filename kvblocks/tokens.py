@@ -73,7 +73,7 @@ def _describe_bad_id(token_ids: "list[Any] | tuple[Any, ...]") -> str:
     for position, token_id in enumerate(token_ids):
         try:
             number = index(token_id)
-        except TypeError:
+        except (TypeError, ValueError):
             return f"token ids: expected integers, got {_name(token_id)} {token_id!r} at position {position}"
         if not 0 <= number <= MAX_TOKEN_ID:
             return f"token ids: expected 0 to {MAX_TOKEN_ID}, got {token_id} at position {position}"

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvblocks import InvalidArgumentError, InvalidTokensError, KVCacheManager, Sequence, SequenceStateError
+from kvblocks import (
+    InvalidArgumentError,
+    InvalidTokensError,
+    KVCacheManager,
+    Sequence,
+    SequenceStateError,
+    SlidingWindow,
+)
 
 
 def started(manager: KVCacheManager, name: Any, tokens: Any) -> Sequence:
@@ -37,6 +44,29 @@ class Id:
             raise TypeError("no more answers")
         self.num_left -= 1
         return 7
+
+
+class Hesitating:
+    """Answers the first time and from the third on."""
+
+    num_asked = 0
+
+    def __index__(self) -> int:
+        self.num_asked += 1
+        if self.num_asked == 2:
+            raise AttributeError("not yet")
+        return 7
+
+
+class Hash:
+    """Fails while `fails`."""
+
+    fails = False
+
+    def __call__(self, preimage: bytes) -> bytes:
+        if self.fails:
+            raise RuntimeError("no hash")
+        return bytes(8)
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -133,7 +163,18 @@ def test_a_freed_sequence_is_let_go_of() -> None:
     assert manager.append_step([two], [3]) == []
 
 
-BAD_IDS: dict[str, Any] = {"float": lambda: 2.5, "large": lambda: 2**32, "odd": lambda: Id(0), "odder": lambda: Id(1)}
+class Unsure:
+    def __index__(self) -> int:
+        raise ValueError("no idea")
+
+
+BAD_IDS: dict[str, Any] = {
+    "unsure": Unsure,
+    "float": lambda: 2.5,
+    "large": lambda: 2**32,
+    "odd": lambda: Id(0),
+    "odder": lambda: Id(1),
+}
 
 
 @pytest.mark.parametrize("kind", BAD_IDS)
@@ -213,3 +254,43 @@ def test_a_run_is_extended_only_from_its_end() -> None:
     for tokens in ([*range(8), 0, 1, 2, 3, 9], [*range(7), 70, 0, 1, 2, 3, 9]):
         assert manager.get_computed_blocks(Sequence("probe", tokens)).num_tokens == 12
     manager.check()
+
+
+def test_what_an_integer_leaves_half_done_is_taken_back() -> None:
+    manager = KVCacheManager(16, 4)
+    one, two = some(manager, 5, 5)
+    assert manager.append_step([one, two], [1, Hesitating()]) == []
+    assert [sequence.token_ids(5) for sequence in (one, two)] == [[1], [7]]
+    manager.check()
+
+
+def test_a_step_that_raises_is_no_refusal() -> None:
+    manager = KVCacheManager(3, 4)
+    batch = some(manager, 4, 4)
+    with pytest.raises(InvalidTokensError):
+        manager.append_step(batch, [1, -1])
+    assert manager.last_refusal is None
+    assert manager.append_step(batch, [1, 1]) is None
+    assert manager.last_refusal is not None
+    assert manager.last_refusal.num_blocks == 2
+
+
+def test_a_step_that_is_refused_keeps_nobody() -> None:
+    manager, other = KVCacheManager(16, 4), KVCacheManager(16, 4)
+    (one,), (two,) = some(manager, 5), some(other, 5)
+    with pytest.raises(SequenceStateError):
+        manager.append_step([one, two], [1, 2])
+    assert two not in gc.get_referents(*gc.get_referents(manager))
+
+
+def test_an_append_that_raises_lets_nothing_leave_a_window() -> None:
+    """A token that only fits a block looks at no window, whatever failed before it."""
+    name = Hash()
+    manager = KVCacheManager(16, groups=[SlidingWindow(4, 6)], hash_algorithm=name, enable_events=True)
+    (one,) = some(manager, 8)
+    assert manager.append_slots(one, [1]) is not None
+    name.fails = True
+    with pytest.raises(RuntimeError, match="no hash"):
+        manager.append_slots(one, [2, 3, 4])
+    assert manager.append_slots(one, [2]) == []
+    assert one.first_live_block() == 0
