@@ -151,8 +151,13 @@ class CachedRuns:
     def _evict_stretch(self, run: Run, blocks: list[KVCacheBlock], i: int, removed: list[bytes]) -> int:
         """Evict blocks[i], and with it those that follow it as they stood in its run. Returns how many blocks."""
         block, end = blocks[i], blocks[i].index + 1
-        is_tail = run.epoch.is_current and end == len(run.blocks) and run.blocks[-1] is block
-        count = run.num_without_spares(len(blocks) - i) if is_tail else 0
+        count = 0
+        if run.epoch.is_current and end == len(run.blocks) and run.blocks[-1] is block:
+            count = len(blocks) - i
+            if run.spares:
+                count = run.num_without_spares(count)
+            elif count > end:
+                count = end
         if not count:
             self._forget(block, run, removed)
             return 1
@@ -189,17 +194,27 @@ class CachedRuns:
 
     def _cut(self, run: Run, position: int, removed: list[bytes]) -> None:
         """Forget `run` from `position` on, after everything that is chained to that."""
+        if not run.children and not self.names_changes:
+            self._cut_end(run, position)
+            return
         chain = [(run, position)]
-        if run.children:
-            for above, start in chain:  # grows while it is walked: parents before children
-                chain += [(child, 0) for child in above.children_from(start)]
+        for above, start in chain:  # grows while it is walked: parents before children
+            chain += [(child, 0) for child in above.children_from(start)]
         for below, start in reversed(chain):
             if self.names_changes:
                 removed += [below.digest(index) for index in range(len(below.blocks) - 1, start - 1, -1)]
-            self._count(below, -below.cut(start))
-            if start == 0:
-                del self._runs[map_key(below.key)]
-                self._leave_parent(below)
+            self._cut_end(below, start)
+
+    def _cut_end(self, run: Run, position: int) -> None:
+        """Forget `run` from `position` on, where nothing hangs any more."""
+        num_blocks = run.cut(position)
+        self.num_cached_blocks -= num_blocks
+        if run.tenant is not None:
+            run.tenant.add(-num_blocks)
+        if position == 0:
+            del self._runs[map_key(run.key)]
+            if run.key[0] is not None:
+                self._leave_parent(run)
 
     def _leave_parent(self, run: Run) -> None:
         parent, position, _, _ = run.key

@@ -71,18 +71,23 @@ def register_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytear
     sequence.run = sequence.blocks[end - 1].run
 
 
-def register_filled_block(index: PrefixIndex, sequence: Sequence) -> None:
-    """`register_full_blocks` of a block that one token filled, while changes have no names. O(1) unless runs part."""
-    first, block_size = sequence.num_registered_blocks, index.block_size
-    is_next = sequence.num_computed_tokens == (first + 1) * block_size
-    if is_next and first and sequence.keys is None and sequence.epoch is index.epoch:
-        parent = sequence.blocks[first - 1]
-        run = sequence.run or parent.run
-        if run is not None and index.insert_one(run, parent, sequence.blocks[first], sequence.tokens[-block_size:]):
-            sequence.num_registered_blocks = first + 1
-            sequence.run = run
-            return
-    register_full_blocks(index, sequence, None)
+def register_filled_blocks(index: PrefixIndex, sequences: list[Sequence]) -> None:
+    """`register_full_blocks` of blocks that one token each filled, while changes have no names.
+
+    O(1) a block unless runs part.
+    """
+    block_size, epoch = index.block_size, index.epoch
+    for sequence in sequences:
+        first = sequence.num_registered_blocks
+        is_next = sequence.num_computed_tokens == (first + 1) * block_size
+        if is_next and first and sequence.keys is None and sequence.epoch is epoch:
+            parent = sequence.blocks[first - 1]
+            run = sequence.run or parent.run
+            if run is not None and index.insert_one(run, parent, sequence.blocks[first], sequence.tokens[-block_size:]):
+                sequence.num_registered_blocks = first + 1
+                sequence.run = run
+                continue
+        register_full_blocks(index, sequence, None)
 
 
 def register_anew(index: PrefixIndex, sequence: Sequence) -> None:

@@ -14,7 +14,7 @@ from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
 from kvblocks.epoch import Epoch
 from kvblocks.pool import BlockPool
-from kvblocks.registration import digests_ahead, register_filled_block, register_full_blocks
+from kvblocks.registration import digests_ahead, register_filled_blocks, register_full_blocks
 from kvblocks.retention import Retention
 from kvblocks.sequence import Sequence
 
@@ -114,7 +114,7 @@ class SlotAllocator:
             sequence.append_token(token)
         self._count(sequence, num_tokens)
         if num_tokens % self._block_size == 0:
-            register_filled_block(self._index, sequence)
+            register_filled_blocks(self._index, [sequence])
         return blocks
 
     def take_copies(self) -> list[tuple[int, int]]:

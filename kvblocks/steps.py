@@ -9,7 +9,7 @@ from operator import index
 from typing import Any
 
 from kvblocks.block import KVCacheBlock
-from kvblocks.registration import register_filled_block, register_full_blocks
+from kvblocks.registration import register_filled_blocks, register_full_blocks
 from kvblocks.sequence import Sequence
 from kvblocks.slots import SlotAllocator
 from kvblocks.tokens import pack_tokens
@@ -27,11 +27,18 @@ class StepAllocator(SlotAllocator):
         """
         block_size = self._block_size
         growing: list[Sequence] = []
+        filling: list[Sequence] = []
+        others: list[Sequence] = []
         unsure: list[Sequence] = []
         for sequence in at_edge:
+            num_tokens = sequence.num_computed_tokens
             if sequence.appender is None:
                 unsure.append(sequence)
-            if sequence.num_computed_tokens >= len(sequence.blocks) * block_size:
+            if num_tokens % block_size == block_size - 1:
+                filling.append(sequence)
+            elif num_tokens < len(sequence.blocks) * block_size:
+                others.append(sequence)
+            if num_tokens >= len(sequence.blocks) * block_size:
                 growing.append(sequence)
         shared = self._shared_places(unsure) if unsure else {}
         if shared:
@@ -41,16 +48,14 @@ class StepAllocator(SlotAllocator):
         self._append_each(sequences, tokens)
         digests = self._digests_of_step(sequences, at_edge) if self._index.names_changes else {}
         changes = self._grow_by_one(growing, shared, places)
-        for sequence in at_edge:
-            num_tokens = sequence.num_computed_tokens
-            place = num_tokens % block_size
-            if place:
-                if sequence.appender is not None:  # the last to leave a shared block keeps it, and is asked again
-                    sequence.next_edge = num_tokens - place + block_size - 1
-            elif digests:
+        for sequence in others:
+            if sequence.appender is not None:  # the last to leave a shared block keeps it, and is asked again
+                self._find_edge(sequence)
+        if digests:
+            for sequence in filling:
                 register_full_blocks(self._index, sequence, digests[sequence])
-            else:
-                register_filled_block(self._index, sequence)
+        else:
+            register_filled_blocks(self._index, filling)
         return changes
 
     def _lacks_in_step(self, num_blocks: int, tokens: list[Any]) -> bool:
@@ -100,6 +105,7 @@ class StepAllocator(SlotAllocator):
         changes: list[tuple[int, int, int]] = []
         if not growing:
             return changes
+        block_size = self._block_size
         for sequence, block in zip(growing, self._take_for(growing)):  # noqa: B905  # as in `_append_each`
             position = len(sequence.blocks)
             if shared and sequence in shared:
@@ -107,6 +113,7 @@ class StepAllocator(SlotAllocator):
                 self._replace(sequence, position, block)
             else:
                 sequence.blocks.append(block)
+                sequence.next_edge = (position + 1) * block_size - 1
             changes.append((places[sequence], position, block.block_id))
         return changes
 
