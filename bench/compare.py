@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 continue
             rows += (measured := measure_item(item, [ours, *peers.values()], num_rounds, num_samples))
             print_rows(item.title, measured)
-        memory = compare_memory([name for name in peers if name != "dynamo"]) if not given.items else []
+        memory = compare_memory(list(peers)) if not given.items else []
         kept = {"conditions": facts, "results": [row._asdict() for row in rows], "memory": memory}
         kept["targets"] = compare_targets(rows, memory)
     if given.json:

@@ -31,6 +31,8 @@ def measure_here(name: str) -> dict[str, float]:
     driver = Ours() if name == "kvblocks" else load(name)
     before = resident_bytes()
     pool = driver.hold_empty_pool()
+    if pool is None:
+        sys.exit(f"{driver.label} has no pool of blocks")
     empty = resident_bytes()
     driver.fill(pool)
     cached = resident_bytes()

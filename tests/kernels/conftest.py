@@ -26,7 +26,7 @@ class SkippedModule(pytest.Module):
     """A file of tests that cannot be imported here."""
 
     def collect(self):
-        pytest.skip("triton is not installed", allow_module_level=True)
+        pytest.skip("needs triton, which PyPI has for Linux: kvblocks[gpu]", allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path, parent):
