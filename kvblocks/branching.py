@@ -80,7 +80,8 @@ class BranchingManager(SequenceManager):
         sequence.truncate_tokens(end)
         sequence.num_computed_tokens = num_left
         sequence.num_registered_blocks = min(sequence.num_registered_blocks, num_left // self.block_size)
-        sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left)
+        # Down to a whole block: the one that it ends in may be written in place, once nobody else reads it.
+        sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left // self.block_size * self.block_size)
         sequence.appender = None  # the block that it ends in may be cached, or somebody else's too
         sequence.next_edge = 0
         self._pool.release(dropped)

@@ -115,8 +115,11 @@ def register_anew(index: PrefixIndex, sequence: Sequence) -> None:
 
 
 def forget_unwritten(index: PrefixIndex, sequence: Sequence, num_computed_tokens: int) -> None:
-    """Stop caching what the sequence itself cached beyond its first `num_computed_tokens`, and all chained to that."""
-    first_own = -(-sequence.num_readonly_tokens // index.block_size)
-    first_unwritten = max(first_own, num_computed_tokens // index.block_size)
-    for block in reversed(sequence.blocks[first_unwritten : sequence.num_registered_blocks]):
+    """Stop caching what is in the sequence's own blocks beyond its first `num_computed_tokens`, and all chained to it.
+
+    Whoever cached it: a twin that was renewed may have done so, in a block that only this sequence was to write.
+    """
+    block_size = index.block_size
+    first_unwritten = max(sequence.num_readonly_tokens, num_computed_tokens) // block_size
+    for block in reversed(sequence.blocks[first_unwritten : sequence.num_computed_tokens // block_size]):
         index.forget(block)

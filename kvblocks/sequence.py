@@ -34,7 +34,8 @@ class Sequence:
     Raises InvalidTokensError and InvalidArgumentError. O(tokens) for ints; O(1) for a buffer of 4-byte integers.
     num_prompt_tokens: given at first. blocks: those of the block table, in order. num_computed_tokens: tokens whose KV
     is computed, or will be by the step that they were last allocated for. num_readonly_tokens: positions below it lie
-    in blocks that were hit; their KV is there and must not be written. The other attributes are for the manager.
+    in full blocks that were hit or shared by a fork; their KV is there and must not be written. A multiple of the
+    block size. The other attributes are for the manager.
     """
 
     __slots__ = (
@@ -245,6 +246,8 @@ class Sequence:
         num_slots = len(self.blocks) * block_size
         assert self.num_computed_tokens <= min(num_slots, self.num_tokens), f"{self}: tokens without slots"
         assert self.num_registered_blocks <= self.num_computed_tokens // block_size, f"{self}: cached before it is full"
+        num_full = self.num_computed_tokens // block_size * block_size
+        assert self.num_readonly_tokens in range(0, num_full + 1, block_size), f"{self}: what it must not write"
         # Blocks of before a reset may be cached by `renew` of another sequence that shares them.
         if self.epoch is None or self.epoch.is_current:
             for place, block in enumerate(self.blocks[self.num_registered_blocks :], self.num_registered_blocks):

@@ -227,7 +227,9 @@ class DumbGroups(DumbModel):
         """Take what is wanted and put it in its places, by group; (group, place, block) of each."""
         blocks = self.take(self.num_taken(places))
         if self.has_ghosts:
-            for place, ghost in zip(places[None], [self.take_ghost() for _ in places[None]], strict=True):
+            ghosts_taken = [self.take_ghost() for _ in places[None]]
+            self.settle()
+            for place, ghost in zip(places[None], ghosts_taken, strict=True):
                 self.put_in(sequence, None, place, ghost)
         changes = []
         self.new = []
@@ -288,7 +290,6 @@ class DumbGroups(DumbModel):
             ghost = self.ghosts.pop(0)
             self.owners[ghost] = 1
             self.forget(ghost, "evicted")
-            self.settle()
             return ghost
         self.num_ids += 1
         self.owners[self.num_ids - 1] = 1

@@ -257,8 +257,8 @@ class DumbModel:
         self.free(sequence)
 
     def forget_unwritten(self, sequence: ModelSequence, num_computed: int) -> None:
-        first = max(-(-sequence.num_readonly // self.block_size), num_computed // self.block_size)
-        for block in reversed(sequence.table[first : sequence.num_registered]):
+        first = max(sequence.num_readonly, num_computed) // self.block_size
+        for block in reversed(sequence.table[first : sequence.num_computed // self.block_size]):
             self.forget(block, "aborted")
         self.shrink_pins()
 
@@ -309,7 +309,7 @@ class DumbModel:
         num_left = min(sequence.num_computed, num_tokens)
         sequence.num_computed = num_left
         sequence.num_registered = min(sequence.num_registered, num_left // self.block_size)
-        sequence.num_readonly = min(sequence.num_readonly, num_left)
+        sequence.num_readonly = min(sequence.num_readonly, num_left // self.block_size * self.block_size)
 
     # Pins.
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from dumb_groups import DumbGroups
 from dumb_model import ModelPin, ModelSequence
-from group_memory import GroupMemory
 from history import MAX_TOKENS, OPERATIONS, Chooser, History
+from kv_memory import KVMemory
 
 import kvblocks
 from kvblocks import (
@@ -26,13 +26,12 @@ from kvblocks.group_lookup import GroupHit
 class GroupHistory(History):
     manager: KVCacheManager
     model: DumbGroups
-    memory: GroupMemory  # type: ignore[assignment]
 
     def __init__(self, num_blocks: int, groups: list[Group], *, enable_caching: bool = True, **options: Any) -> None:
         manager = KVCacheManager(num_blocks, groups=groups, enable_caching=enable_caching, **options)
         super().__init__(num_blocks, manager.block_size, enable_caching=enable_caching, **options)
         self.manager = manager
-        self.memory = GroupMemory(manager.groups)  # type: ignore[assignment]
+        self.memory = KVMemory(num_blocks, manager.groups, manager.block_size)
         self.model = DumbGroups(num_blocks, [(g.block_size, g.window) for g in groups], enable_caching)
         self.group_stored: set[tuple[int, bytes]] = set()
         self.num_limited = self.num_refused_truncations = self.num_hanging = 0
@@ -99,11 +98,8 @@ class GroupHistory(History):
         pair = self.pick(chooser, allocated=True)
         if pair is None:
             return
-        sequence, model = pair
-        self.manager.free(sequence)
-        self.model.free(model)
-        self.memory.num_written.pop(sequence, None)
-        self.start_whole(sequence, model)
+        self.end(chooser, pair)
+        self.start_whole(*pair)
 
     def start_whole(self, sequence: kvblocks.Sequence, model: ModelSequence) -> None:
         hit = self.manager.get_computed_blocks(sequence)
@@ -119,6 +115,7 @@ class GroupHistory(History):
             with self.unchanged(), pytest.raises(SequenceStateError, match="expected slots for all tokens"):
                 self.manager.append_slots(sequence, tokens)
             return
+        self.prepare(sequence)
         is_quick = len(tokens) == 1 and not self.model.is_edge(model)
         model.tokens += tokens
         if is_quick:  # looks at no window
@@ -135,6 +132,7 @@ class GroupHistory(History):
         if len(self.model.specs) > 1 and sequences:
             with self.unchanged(), pytest.raises(InvalidArgumentError, match="append_group_step"):
                 self.manager.append_step(sequences, tokens)
+        self.prepare(*sequences)
         changes = self.model.group_step([model for _, model in pairs], tokens)
         if changes is None:
             self.num_refused += 1
@@ -154,11 +152,7 @@ class GroupHistory(History):
             with self.unchanged(), pytest.raises(SequenceStateError, match="sees nothing before"):
                 self.manager.truncate(sequence, num_tokens)
             return
-        low = min(num_tokens, model.num_computed)
-        num_computed = chooser.choose([None, None, chooser.integer(low, model.num_computed)])
-        self.manager.truncate(sequence, num_tokens, num_computed_tokens=num_computed)
-        self.model.truncate(model, num_tokens, num_computed)
-        self.memory.truncate(sequence)
+        self.truncate_to(chooser, pair, num_tokens)
 
     def pin(self, chooser: Chooser) -> None:
         if not self.pairs or not self.model.enable_caching:
@@ -226,6 +220,7 @@ class GroupHistory(History):
     def check(self) -> None:
         manager, model = self.manager, self.model
         manager.check()
+        self.check_memory()
         assert manager.free_block_ids() == model.order()
         assert manager.num_free_blocks == len(model.early) + len(model.late)
         assert manager.stats.num_cached_blocks == len([block for block in model.content if block < model.num_real])
@@ -240,7 +235,6 @@ class GroupHistory(History):
         self.num_checks += 1
         self.check_usage()
         self.check_pins()
-        self.check_memory()
         if self.has_events:
             self.replay_events()
 
@@ -263,6 +257,7 @@ class GroupHistory(History):
         assert isinstance(hit, GroupHit)
         held = self.model.hit(expected)
         assert self.ids(hit.blocks) == held
+        self.memory.check_hit(sequence, hit)
         assert hit.num_matched_tokens == len(self.model.match(expected)) * self.model.block_size
         for group, table in self.model.hit_tables(expected, held, len(expected.tokens)).items():
             assert self.ids(hit.group_blocks(group)) == table
@@ -301,15 +296,23 @@ class GroupHistory(History):
             self.num_given_up += len(pin.blocks) < pin.num_blocks
             self.num_hanging += bool(pin.hanging)
 
-    def check_memory(self) -> None:
+    def schedule(self) -> None:
         copies = self.manager.take_group_copies()
         expected = zip(self.model.copy_groups, self.model.copies, strict=True)
         assert copies == [(group, *pair) for group, pair in expected]
         self.model.copies, self.model.copy_groups = [], []
         running = [sequence for sequence, model in self.pairs if model.is_allocated]
-        self.memory.run_step([(source, destination) for _, source, destination in copies], running)
-        if self.num_checks % 4 == 0:
-            self.memory.check()
+        self.memory.schedule([(source, destination) for _, source, destination in copies], running)
+
+    def check_memory(self) -> None:
+        self.schedule()
+        self.memory.check()
+        for block, prefix in self.model.content.items():
+            if len(prefix) > 4:
+                group, end = prefix[4:]
+                self.memory.check_cached(block, group, prefix[:4], end)  # type: ignore[arg-type]
+            elif self.model.primary is not None:
+                self.memory.check_cached(block, self.model.primary, prefix, len(prefix[2]))  # type: ignore[arg-type]
 
     def replay_events(self) -> None:
         for event in self.manager.take_events():

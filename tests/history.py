@@ -56,7 +56,7 @@ class History:
         self.manager = KVCacheManager(num_blocks, block_size, enable_caching=enable_caching, **options)
         self.has_events = options.get("enable_events", False)
         self.has_history = options.get("num_history_blocks", 0) > 0
-        self.memory = KVMemory(block_size)
+        self.memory = KVMemory(num_blocks, self.manager.groups, self.manager.block_size)
         self.pins: list[tuple[Pin, ModelPin]] = []
         self.now = 0.0
         self.model = DumbModel(num_blocks, block_size, enable_caching)
@@ -171,6 +171,7 @@ class History:
             with self.unchanged(), pytest.raises(InvalidArgumentError, match="none left"):
                 self.manager.allocate_slots(sequence)
             return
+        self.prepare(sequence)
         num_new = chooser.integer(1, num_left)
         end = model.num_computed + num_new
         self.grow(sequence, model, end, [], lambda: self.manager.allocate_slots(sequence, num_new))
@@ -185,6 +186,7 @@ class History:
             with self.unchanged(), pytest.raises(SequenceStateError, match="expected slots for all tokens"):
                 self.manager.append_slots(sequence, tokens)
             return
+        self.prepare(sequence)
         model.tokens += tokens
         if not self.grow(sequence, model, len(model.tokens), [], lambda: self.manager.append_slots(sequence, tokens)):
             del model.tokens[-len(tokens) :]
@@ -195,6 +197,7 @@ class History:
         pairs = [pair for pair in pairs if chooser.integer(0, 3)]
         tokens = [chooser.integer(0, 1) for _ in pairs]
         sequences = [sequence for sequence, _ in pairs]
+        self.prepare(*sequences)
         changes = self.model.step([model for _, model in pairs], tokens)
         if changes is None:
             self.num_refused += 1
@@ -216,6 +219,7 @@ class History:
         if pair is None:
             return
         sequence, model = pair
+        self.prepare(sequence)
         num_tokens = chooser.integer(0, 5)
         expected = self.model.reserve(model, num_tokens)
         if expected is None:
@@ -235,18 +239,29 @@ class History:
         name = f"sequence-{self.num_made}"
         twin = self.manager.fork(pair[0], name)
         self.pairs.append((twin, self.model.fork(pair[1], name)))
-        self.memory.num_written[twin] = twin.num_computed_tokens
+        self.memory.fork(pair[0], twin)
 
     def truncate(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
         if pair is not None:
-            sequence, model = pair
-            num_tokens = chooser.integer(model.num_prompt, len(model.tokens))
-            low = min(num_tokens, model.num_computed)
-            num_computed = chooser.choose([None, None, chooser.integer(low, model.num_computed)])
-            self.manager.truncate(sequence, num_tokens, num_computed_tokens=num_computed)
-            self.model.truncate(model, num_tokens, num_computed)
-            self.memory.truncate(sequence)
+            num_tokens = chooser.integer(pair[1].num_prompt, len(pair[1].tokens))
+            self.truncate_to(chooser, pair, num_tokens)
+
+    def truncate_to(self, chooser: Chooser, pair: Pair, num_tokens: int) -> None:
+        """Go back to `num_tokens`, which must be written, though what comes behind them may not be."""
+        sequence, model = pair
+        low = min(num_tokens, model.num_computed)
+        if self.memory.num_written(sequence) < low:
+            self.step()
+        num_written = self.memory.num_written(sequence)
+        num_computed = chooser.integer(low, num_written)
+        if num_written == model.num_computed:
+            num_computed = chooser.choose([None, None, num_computed])
+        self.memory.cancel(sequence, low)
+        self.manager.truncate(sequence, num_tokens, num_computed_tokens=num_computed)
+        self.model.truncate(model, num_tokens, num_computed)
+        self.memory.truncate(sequence)
+        self.abort_lost(chooser)
 
     def renew(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
@@ -256,6 +271,8 @@ class History:
         if model.is_of_this_epoch or not self.model.enable_caching:
             with self.unchanged(), pytest.raises(SequenceStateError, match="from before a reset"):
                 self.manager.renew(sequence)
+            return
+        if not self.memory.is_of_these_weights(sequence):
             return
         self.manager.renew(sequence)
         self.model.renew(model)
@@ -317,8 +334,7 @@ class History:
     def free(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
         if pair is not None:
-            self.manager.free(pair[0])
-            self.model.free(pair[1])
+            self.end(chooser, pair)
 
     def preempt_and_resume(self, chooser: Chooser) -> None:
         """A freed sequence is allocated again and hits its own old blocks, its generated tokens included."""
@@ -326,33 +342,48 @@ class History:
         if pair is None:
             return
         sequence, model = pair
-        self.manager.free(sequence)
-        self.model.free(model)
-        self.memory.num_written.pop(sequence, None)
+        self.end(chooser, pair)
         hit, held = self.manager.get_computed_blocks(sequence), self.model.hit(model)
         self.grow(sequence, model, len(model.tokens), held, lambda: self.manager.allocate_slots(sequence, hit=hit))
 
     def abort(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
         if pair is not None:
-            num_computed = chooser.integer(0, pair[1].num_computed)
-            self.manager.abort(pair[0], num_computed)
-            self.model.abort(pair[1], num_computed)
+            self.drop(pair, chooser.integer(0, self.memory.start_of_step(pair[0])))
+            self.abort_lost(chooser)
 
     def abort_a_sharer(self, chooser: Chooser) -> None:
         """Abort a sequence whose own blocks another one has hit, which goes on without what it hangs from."""
         size = self.model.block_size
-        for sequence, model in self.pairs:
+        for pair in self.pairs:
+            model = pair[1]
             own = model.table[model.num_readonly // size : model.num_registered]
             if any(self.model.owners[block] > 1 for block in own):
-                num_computed = chooser.integer(0, model.num_readonly)
-                num_computed = min(num_computed, model.num_computed)
-                self.manager.abort(sequence, num_computed)
-                self.model.abort(model, num_computed)
+                num_computed = chooser.integer(0, min(model.num_readonly, self.memory.start_of_step(pair[0])))
+                self.drop(pair, num_computed)
+                self.abort_lost(chooser)
                 self.num_orphans += 1
                 return
 
+    def run_step(self, chooser: Chooser) -> None:
+        self.step()
+
+    def step_dies(self, chooser: Chooser) -> None:
+        """Nothing is written, and at most some copies are made. Who was in the step, or relied on it, is aborted."""
+        self.schedule()
+        starts = {pair: self.memory.start_of_step(pair[0]) for pair in self.pairs if pair[1].is_allocated}
+        scheduled = [pair for pair in starts if pair[0] in self.memory.unwritten]
+        self.memory.die(chooser.integer(0, len(self.memory.copies)))
+        while scheduled:
+            pair = chooser.choose(scheduled)
+            scheduled.remove(pair)
+            self.drop(pair, starts[pair] if chooser.integer(0, 3) else chooser.integer(0, starts[pair]))
+        self.abort_lost(chooser)
+
     def reset(self, chooser: Chooser) -> None:
+        if chooser.integer(0, 1):  # after new weights, which no step under way can get
+            self.step()
+            self.memory.change_weights()
         self.manager.reset_prefix_cache()
         self.model.reset([model for _, model in self.pairs])
 
@@ -391,6 +422,48 @@ class History:
             chooser.choose(calls)()
 
     # What the operations are made of.
+
+    def prepare(self, *sequences: kvblocks.Sequence) -> None:
+        """Run the step first where an engine must."""
+        if any(self.memory.must_run_before(sequence) for sequence in sequences):
+            self.step()
+
+    def schedule(self) -> None:
+        """Tell the memory what the next step is going to do."""
+        copies = self.manager.take_copies()
+        assert copies == self.model.copies
+        self.model.copies.clear()
+        self.memory.schedule(copies, [sequence for sequence, model in self.pairs if model.is_allocated])
+
+    def step(self) -> None:
+        self.schedule()
+        self.memory.run_step()
+
+    def end(self, chooser: Chooser, pair: Pair) -> None:
+        """Free a sequence, or abort it if a step that hasn't run was to compute some of it."""
+        if pair[0] in self.memory.unwritten:
+            self.drop(pair, self.memory.start_of_step(pair[0]))
+            self.abort_lost(chooser)
+            return
+        self.memory.forget(pair[0])
+        self.manager.free(pair[0])
+        self.model.free(pair[1])
+
+    def drop(self, pair: Pair, num_computed: int) -> None:
+        """Abort a sequence, and nobody else."""
+        self.memory.cancel(pair[0])
+        self.memory.forget(pair[0])
+        self.manager.abort(pair[0], num_computed)
+        self.model.abort(pair[1], num_computed)
+
+    def abort_lost(self, chooser: Chooser) -> None:
+        """Abort those that relied on what nobody is going to write any more."""
+        while True:
+            lost = [pair for pair in self.pairs if pair[1].is_allocated and self.memory.is_lost(pair[0])]
+            if not lost:
+                return
+            pair = chooser.choose(lost)
+            self.drop(pair, self.memory.start_of_step(pair[0]))
 
     def pick(self, chooser: Chooser, *, allocated: bool) -> Pair | None:
         pairs = [pair for pair in self.pairs if pair[1].is_allocated == allocated]
@@ -436,6 +509,7 @@ class History:
         """The manager's own invariants hold, and all that can be seen of it is what the model says."""
         manager, model = self.manager, self.model
         manager.check()
+        self.check_memory()
         assert manager.free_block_ids() == model.queue
         assert manager.num_free_blocks == len(model.queue)
         assert manager.stats.num_cached_blocks == len(model.content)
@@ -449,12 +523,12 @@ class History:
             if not expected.is_allocated:
                 hit = manager.get_computed_blocks(sequence)
                 assert [block.block_id for block in hit.blocks] == model.hit(expected)
+                self.memory.check_hit(sequence, hit)
                 if (self.num_checks + len(expected.name)) % 5 == 0:  # these cost more than all the rest
                     self.check_pending(hit, expected)
                     self.check_explanation(sequence, expected)
         self.num_checks += 1
         self.check_pins_and_quotas()
-        self.check_memory()
         if self.has_events:
             self.replay_events()
 
@@ -468,12 +542,10 @@ class History:
         assert usage == {salt: (most, self.model.num_cached(salt)) for salt, most in self.model.all_quotas().items()}
 
     def check_memory(self) -> None:
-        copies = self.manager.take_copies()
-        assert copies == self.model.copies
-        self.model.copies.clear()
-        self.memory.run_step(copies, [sequence for sequence, model in self.pairs if model.is_allocated])
-        if self.num_checks % 4 == 0:
-            self.memory.check()
+        self.schedule()
+        self.memory.check()
+        for block, prefix in self.model.content.items():
+            self.memory.check_cached(block, 0, prefix, len(prefix[2]))  # type: ignore[arg-type]
 
     def check_pending(self, hit: CacheHit, model: ModelSequence) -> None:
         """A hit tells how much more of it a chunked prefill is going to compute."""
@@ -539,6 +611,8 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
     (History.free, 15),
     (History.preempt_and_resume, 3),
     (History.abort, 3),
+    (History.run_step, 20),
+    (History.step_dies, 4),
     (History.abort_a_sharer, 3),
     (History.fork, 4),
     (History.truncate, 4),

@@ -1,46 +1,273 @@
-"""An engine's KV memory in miniature: what stands in every slot, as the prefix that it was computed from.
+"""An engine's KV memory in miniature: what every slot holds, as the context that it was computed in.
 
-Runs what the manager's answers tell an engine to do (copy, then store) and looks whether every computed token of every
-allocated sequence then stands where its block table says.
+A manager promises that the slots of a block table hold the sequence's own tokens, and a hit's those of the sequence
+that hits, once the step has run for which they were allocated. So there are two pictures of the memory: `now`, what has
+been computed, and `then`, what the step that is being put together will leave. A step that runs carries out the copies
+and writes what it was scheduled to write; a step that dies writes nothing. Nothing here believes the manager but the
+block tables and copies that it hands out, and `num_readonly_tokens`, which says what is not to be written.
+
+What a slot holds is a number: of the group, the salt, the adapter, all tokens and keys up to there, and which weights
+each of them was computed with. Equal numbers are equal KV, and there are no others.
 """
 
+from collections.abc import Iterable
+from itertools import pairwise
+
 import kvblocks
+from kvblocks import Group, KVCacheBlock
+
+Spans = tuple[tuple[int, int, object], ...]
+Slot = tuple[int, int]
+
+GARBAGE = -1
 
 
 class KVMemory:
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.slots: dict[tuple[int, int], object] = {}
-        self.num_written: dict[kvblocks.Sequence, int] = {}
-        self.num_copied = 0
+    """The memory of `num_blocks` blocks. groups: of the manager's layers, which share it. block_size: the manager's."""
 
-    def run_step(self, copies: list[tuple[int, int]], sequences: list[kvblocks.Sequence]) -> None:
-        """Copy blocks, then store the KV of all tokens that got slots since the last step, none to read-only ones."""
-        self.num_copied += len(copies)
+    def __init__(self, num_blocks: int, groups: tuple[Group, ...], block_size: int) -> None:
+        self.groups = groups
+        self.block_size = block_size
+        self.has_windows = any(group.window is not None for group in groups)
+        size = max(group.block_size for group in groups)
+        self.now = [[GARBAGE] * size for _ in range(num_blocks)]
+        self.then = [[GARBAGE] * size for _ in range(num_blocks)]
+        self.weights = 0
+        self.copies: list[tuple[int, int]] = []
+        self.computed_with: dict[kvblocks.Sequence, list[int]] = {}  # by position: the weights
+        self.unwritten: dict[kvblocks.Sequence, list[int]] = {}  # positions that the next step writes, in order
+        self.first_own: dict[kvblocks.Sequence, int] = {}  # the first position that it wrote in its present table
+        self.num_copied = self.num_steps = self.num_deaths = self.num_dead = 0
+        self._numbers: dict[object, int] = {}
+        self._cached: dict[object, list[int]] = {}
+
+    # What a step will do, and whether it does it.
+
+    def schedule(self, copies: Iterable[tuple[int, int]], running: Iterable[kvblocks.Sequence]) -> None:
+        """Note what the manager's last answers tell the next step to do."""
         for source, destination in copies:
-            for offset in range(self.block_size):
-                self.slots[destination, offset] = self.slots.get((source, offset))
-        for sequence in sequences:
-            for position in range(self.num_written.get(sequence, 0), sequence.num_computed_tokens):
-                if position >= sequence.num_readonly_tokens:
-                    self.slots[self.slot(sequence, position)] = self.content(sequence, position)
-        self.num_written = {sequence: sequence.num_computed_tokens for sequence in sequences}
+            self.copies.append((source, destination))
+            self.then[destination] = list(self.then[source])
+        for sequence in running:
+            weights = self.computed_with.setdefault(sequence, [])
+            if len(weights) < sequence.num_computed_tokens:
+                self._schedule(sequence, weights)
+
+    def _schedule(self, sequence: kvblocks.Sequence, weights: list[int]) -> None:
+        first = len(weights)
+        weights += [self.weights] * (sequence.num_computed_tokens - first)
+        numbers = self.numbers(sequence)
+        for position in range(max(first, sequence.num_readonly_tokens), sequence.num_computed_tokens):
+            self.unwritten.setdefault(sequence, []).append(position)
+            self.first_own[sequence] = min(self.first_own.get(sequence, position), position)
+            for group, (block_id, offset) in self._slots(sequence, position):
+                self.then[block_id][offset] = self._in_group(group, numbers[position])
+
+    def run_step(self) -> None:
+        """Carry out the copies, then write all that was scheduled; and look at what each of its queries sees."""
+        self.num_steps += 1
+        self.num_copied += len(self.copies)
+        for source, destination in self.copies:
+            self.now[destination] = list(self.now[source])
+        for sequence, positions in self.unwritten.items():
+            self._check_visible(sequence, positions[0])
+            numbers = self.numbers(sequence)
+            for position in positions:
+                for group, (block_id, offset) in self._slots(sequence, position):
+                    self.now[block_id][offset] = self._in_group(group, numbers[position])
+        self._end_step()
+        for sequence in self.computed_with:
+            assert self.num_written(sequence) == sequence.num_computed_tokens, f"{sequence}: not all of it is written"
+
+    def die(self, num_copies: int) -> None:
+        """End a step that wrote nothing, after the first `num_copies` of its copies. Who was in it must be aborted."""
+        self.num_deaths += 1
+        for source, destination in self.copies[:num_copies]:
+            self.now[destination] = list(self.now[source])
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self.then = [list(block) for block in self.now]
+        self.copies = []
+        self.unwritten = {}
+
+    # What becomes of sequences.
+
+    def fork(self, sequence: kvblocks.Sequence, twin: kvblocks.Sequence) -> None:
+        self.computed_with[twin] = self.computed_with[sequence][: twin.num_computed_tokens]
+
+    def forget(self, sequence: kvblocks.Sequence) -> None:
+        """It gave its blocks back."""
+        self.computed_with.pop(sequence, None)
+        self.unwritten.pop(sequence, None)
+        self.first_own.pop(sequence, None)
 
     def truncate(self, sequence: kvblocks.Sequence) -> None:
-        """What comes after the tokens that the sequence has left is to be written anew."""
-        num_written = self.num_written.get(sequence, 0)
-        self.num_written[sequence] = min(num_written, sequence.num_computed_tokens)
+        """What comes after the tokens that it has left is to be written anew."""
+        end = sequence.num_computed_tokens
+        del self.computed_with[sequence][end:]
+        if self.first_own.get(sequence, 0) >= end:
+            self.first_own.pop(sequence, None)
+
+    def cancel(self, sequence: kvblocks.Sequence, first: int = 0) -> None:
+        """The next step doesn't write a sequence's positions from `first` on."""
+        for position in [position for position in self.unwritten.get(sequence, []) if position >= first]:
+            for _, (block_id, offset) in self._slots(sequence, position):
+                self.then[block_id][offset] = self.now[block_id][offset]
+            self.unwritten[sequence].remove(position)
+            if not self.unwritten[sequence]:
+                del self.unwritten[sequence]
+
+    def change_weights(self) -> None:
+        self.weights += 1
+        self._cached.clear()
+
+    # Questions.
+
+    def is_of_these_weights(self, sequence: kvblocks.Sequence) -> bool:
+        return all(weights == self.weights for weights in self.computed_with[sequence])
+
+    def start_of_step(self, sequence: kvblocks.Sequence) -> int:
+        """How many tokens an engine would say that the sequence had before this step."""
+        return min(self.unwritten.get(sequence, [sequence.num_computed_tokens]))
+
+    def num_written(self, sequence: kvblocks.Sequence) -> int:
+        """How many of a sequence's first tokens are computed, in each group's live blocks."""
+        return min(self._num_right(sequence, group, self.now) for group in range(len(self.groups)))
+
+    def is_lost(self, sequence: kvblocks.Sequence) -> bool:
+        """Whether the next step won't leave what its table says."""
+        end = sequence.num_computed_tokens
+        return any(self._num_right(sequence, group, self.then) < end for group in range(len(self.groups)))
+
+    def must_run_before(self, sequence: kvblocks.Sequence) -> bool:
+        """Whether an engine must run the step before it makes room for more of a sequence.
+
+        A shared block that isn't computed yet would be copied, or a window would pass over what the step still sees.
+        """
+        if self.has_windows and sequence in self.unwritten:
+            return True
+        end = sequence.num_computed_tokens
+        for group, spec in enumerate(self.groups):
+            place = end // spec.block_size
+            if end % spec.block_size and self._num_right(sequence, group, self.now) < end:
+                block = sequence.group_blocks(group)[place]
+                if block is not None and block.ref_cnt > 1:
+                    return True
+        return False
 
     def check(self) -> None:
-        for sequence in self.num_written:
-            for position in range(sequence.num_computed_tokens):
-                found = self.slots.get(self.slot(sequence, position))
-                assert found == self.content(sequence, position), f"{sequence}: wrong KV at {position}"
+        """Every table leads to what its sequence needs, and nobody takes his own writing for somebody else's."""
+        for sequence in self.computed_with:
+            end, num_readonly = sequence.num_computed_tokens, sequence.num_readonly_tokens
+            for group in range(len(self.groups)):
+                found = self._num_right(sequence, group, self.then)
+                assert found == end, f"{sequence}: wrong KV at {found} in group {group}"
+            self._check_visible(sequence, end)
+            first_own = self.first_own.get(sequence, end) // self.block_size * self.block_size
+            assert num_readonly <= first_own, f"{sequence}: {num_readonly} are read-only, {first_own} is its own"
 
-    def slot(self, sequence: kvblocks.Sequence, position: int) -> tuple[int, int]:
-        return sequence.block_ids[position // self.block_size], position % self.block_size
+    def check_hit(self, sequence: kvblocks.Sequence, hit: kvblocks.CacheHit) -> None:
+        """A hit's blocks hold what the sequence needs."""
+        numbers = self.chain(sequence.salt, sequence.lora, sequence.token_ids(), sequence.extra_keys)
+        for group in range(len(self.groups)):
+            self.check_blocks(self._ids(hit.group_blocks(group)), numbers, group)
 
-    @staticmethod
-    def content(sequence: kvblocks.Sequence, position: int) -> object:
-        keys = tuple(sorted(key for key in sequence.extra_keys if key[0] <= position))
-        return sequence.salt, sequence.lora, tuple(sequence.token_ids(0, position + 1)), keys
+    def check_blocks(self, block_ids: Iterable[int | None], numbers: list[int], group: int = 0) -> None:
+        """Blocks, the first ones of a table, hold what stands in `numbers`; None: what is there doesn't matter."""
+        size = self.groups[group].block_size
+        for place, block_id in enumerate(block_ids):
+            if block_id is not None:
+                expected = [self._in_group(group, n) for n in numbers[place * size : (place + 1) * size]]
+                found = self.then[block_id][:size]
+                assert found == expected, f"wrong KV in block {block_id}, at {place} in a table of group {group}"
+
+    def store(self, block_ids: Iterable[int | None], numbers: list[int]) -> None:
+        """An engine that owns its blocks writes them; None: the block there is written already."""
+        for place, block_id in enumerate(block_ids):
+            if block_id is not None:
+                self.then[block_id] = numbers[place * self.block_size : (place + 1) * self.block_size]
+
+    def spoil(self, block_ids: Iterable[int]) -> None:
+        """An engine that owns its blocks uses them for something else."""
+        for block_id in block_ids:
+            self.then[block_id] = [GARBAGE] * self.block_size
+
+    def check_cached(self, block_id: int, group: int, prefix: tuple[object, ...], end: int) -> None:
+        """A cached block holds the last tokens before `end` of the prefix that it is cached for."""
+        if prefix not in self._cached:
+            salt, lora, tokens, spans = prefix
+            self._cached[prefix] = self.chain(salt, lora, tokens, spans)  # type: ignore[arg-type]
+        size = self.groups[group].block_size
+        expected = [self._in_group(group, number) for number in self._cached[prefix][end - size : end]]
+        assert self.then[block_id][:size] == expected, f"block {block_id} of group {group} is cached for {prefix}"
+
+    # Contexts.
+
+    def numbers(self, sequence: kvblocks.Sequence) -> list[int]:
+        """What the slots of its tokens must hold, by position."""
+        weights = self.computed_with[sequence]
+        tokens = sequence.token_ids(0, len(weights))
+        return self.chain(sequence.salt, sequence.lora, tokens, sequence.extra_keys, weights)
+
+    def chain(
+        self,
+        salt: object,
+        lora: object,
+        tokens: Iterable[int],
+        spans: Iterable[tuple[int, int, object]],
+        weights: list[int] | None = None,
+    ) -> list[int]:
+        starting: dict[int, list[object]] = {}
+        for span in sorted(spans, key=repr):
+            starting.setdefault(span[0], []).append(span)
+        number = self._number((salt, lora))
+        numbers = []
+        for position, token in enumerate(tokens):
+            used = self.weights if weights is None else weights[position]
+            number = self._number((number, token, tuple(starting.get(position, ())), used))
+            numbers.append(number)
+        return numbers
+
+    def _number(self, context: object) -> int:
+        return self._numbers.setdefault(context, len(self._numbers))
+
+    def _in_group(self, group: int, number: int) -> int:
+        return number * len(self.groups) + group
+
+    # Slots.
+
+    def _ids(self, blocks: Iterable[KVCacheBlock | None]) -> list[int | None]:
+        """Ids of blocks, None for those that have no memory."""
+        return [None if block is None or block.block_id >= len(self.then) else block.block_id for block in blocks]
+
+    def _slots(self, sequence: kvblocks.Sequence, position: int) -> list[tuple[int, Slot]]:
+        found = []
+        for group, spec in enumerate(self.groups):
+            place, offset = divmod(position, spec.block_size)
+            assert place >= sequence.first_live_block(group), f"{sequence}: no slot for {position} in group {group}"
+            found.append((group, (sequence.group_block_ids(group)[place], offset)))
+        return found
+
+    def _num_right(self, sequence: kvblocks.Sequence, group: int, memory: list[list[int]]) -> int:
+        """How many of its first tokens stand in `memory` as they should; dead places count as right."""
+        numbers, size = self.numbers(sequence), self.groups[group].block_size
+        ids, first = sequence.group_block_ids(group), sequence.first_live_block(group)
+        num_scale = len(self.groups)
+        for start, end in pairwise([*range(first * size, len(numbers), size), len(numbers)]):
+            held = memory[ids[start // size]]
+            for position in range(start, end):
+                if held[position - start] != numbers[position] * num_scale + group:
+                    return position
+        return len(numbers)
+
+    def _check_visible(self, sequence: kvblocks.Sequence, position: int) -> None:
+        """What a query at `position` sees isn't dead."""
+        for group, spec in enumerate(self.groups):
+            if spec.window is not None:
+                num_dead = sequence.first_live_block(group)
+                self.num_dead += num_dead
+                first = max(0, position - spec.window + 1)
+                assert num_dead * spec.block_size <= first, (
+                    f"{sequence}: {position} sees {first}, dead in group {group}"
+                )

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 import pytest
 from dumb_model import ModelSequence, Prefix
 from history import Chooser
+from kv_memory import KVMemory
 
-from kvblocks import BlockStateError, InvalidArgumentError, PrefixCache, PrefixMatch, StaleHitError
+from kvblocks import BlockStateError, FullAttention, InvalidArgumentError, PrefixCache, PrefixMatch, StaleHitError
 
 MAX_TOKENS = 14
 MAX_PROMPTS = 8
@@ -114,6 +115,7 @@ class PrefixHistory:
             7 * i + i % 3 for i in range(max_blocks + MAX_TOKENS + 2)
         ]  # the engine's, neither dense nor from 0 on
         self.all_ids = list(self.free_ids)
+        self.memory = KVMemory(max(self.all_ids) + 1, (FullAttention(block_size),), block_size)
         self.met: Counter[str] = Counter()
 
     def new(self, chooser: Chooser) -> None:
@@ -156,6 +158,7 @@ class PrefixHistory:
         assert match.matched_kv_blocks == ids
         assert match.matched_tokens == prompt.tokens[:end]
         assert match.remaining_tokens == prompt.tokens[end:]
+        self.memory.check_blocks(match.matched_kv_blocks, self.numbers(prompt))
         self.met["hits"] += bool(ids)
 
     def compare_payload(self, match: PrefixMatch, prompt: Prompt) -> None:
@@ -211,7 +214,10 @@ class PrefixHistory:
             with self.unchanged(), pytest.raises(BlockStateError, match="hold no other prefix"):
                 self.cache.insert_prefix(prompt.tokens, ids, pin=pin, **prompt.options())
             return
+        self.memory.store([None if i in known else i for i in ids], self.numbers(prompt))
         result = self.cache.insert_prefix(prompt.tokens, ids, pin=pin, **prompt.options())
+        self.memory.spoil(i for i in result.unused_kv_blocks if i not in known)
+        self.memory.spoil(result.evicted_kv_blocks)
         path, num_new, unused, evicted = self.model.insert(prompt, ids, pin)
         assert result == (len(path), num_new, unused, evicted)
         if pin and path:
@@ -238,6 +244,7 @@ class PrefixHistory:
         num_blocks = chooser.integer(0, 4)
         evicted = self.cache.evict_lru(num_blocks)
         assert evicted == self.model.evict(num_blocks)
+        self.memory.spoil(evicted)
         self.met["too few evictable"] += len(evicted) < num_blocks
         self.free_ids += evicted
 
@@ -283,7 +290,9 @@ class PrefixHistory:
             with self.unchanged(), pytest.raises(BlockStateError, match="expected no match to be held"):
                 self.cache.clear()
             return
-        assert sorted(self.cache.clear()) == sorted(self.model.holders.values())
+        cleared = self.cache.clear()
+        assert sorted(cleared) == sorted(self.model.holders.values())
+        self.memory.spoil(cleared)
         self.pins.clear()
         for state in (self.model.holders, self.model.queue, self.model.num_holds, self.model.payloads):
             state.clear()
@@ -332,11 +341,25 @@ class PrefixHistory:
         for prompt in self.prompts:
             found = len(model.find(prompt)) * model.block_size
             assert cache.query_match_len(prompt.tokens, **prompt.options()) == found
+        self.check_memory()
         expected = [(list(path[-1][2]), model.ids(path), name) for _, path, name in self.pins]  # type: ignore[call-overload]
         assert sorted(map(repr, cache.list_pinned())) == sorted(
             f"PinnedPrefix(token_ids={tokens}, kv_block_ids={ids}, description={name!r})"
             for tokens, ids, name in expected
         )
+
+    def numbers(self, prompt: ModelSequence) -> list[int]:
+        return self.memory.chain(prompt.salt, prompt.lora, prompt.tokens, prompt.keys)
+
+    def check_memory(self) -> None:
+        """What is cached or held has the KV of its tokens; what is pinned is what the model says."""
+        for prefix, block_id in self.model.holders.items():
+            self.memory.check_cached(block_id, 0, prefix, len(prefix[2]))  # type: ignore[arg-type]
+        prompts = {id(match): prompt for match, prompt, _ in self.matches}
+        for match, _ in self.held:
+            if id(match) in prompts:
+                ids = [block.block_id for block in match.blocks]
+                self.memory.check_blocks(ids, self.numbers(prompts[id(match)]))
 
 
 OPERATIONS: tuple[tuple[Callable[[PrefixHistory, Chooser], None], int], ...] = (

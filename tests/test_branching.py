@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from kvblocks import InvalidArgumentError, KVCacheManager, Sequence, SequenceStateError, StaleHitError
+from kvblocks import (
+    FullAttention,
+    InvalidArgumentError,
+    KVCacheManager,
+    Sequence,
+    SequenceStateError,
+    SlidingWindow,
+    StaleHitError,
+)
 
 
 def started(manager: KVCacheManager, name: Any, tokens: Any, **keys: Any) -> Sequence:
@@ -336,3 +344,60 @@ class TestRenew:
         uncached.reset_prefix_cache()
         with pytest.raises(SequenceStateError, match="renew: expected a sequence from before a reset"):
             uncached.renew(other)
+
+
+class TestWhatNobodyComputedIsNotHit:
+    """Each was a wrong hit once: found by walks over a simulated KV memory, shortened by hand."""
+
+    PROBE = (0, 1, 2, 3, 4, 50, 60, 70, 9)
+
+    def test_a_truncated_block_that_is_written_in_place_is_the_sequences_own(self) -> None:
+        manager = KVCacheManager(8, 4, debug=True)
+        sequence = started(manager, "s", range(4))
+        manager.append_slots(sequence, [4, 5, 6, 7])
+        manager.free(sequence)
+        manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence))
+        manager.truncate(sequence, 5)
+        assert sequence.num_readonly_tokens == 4
+        manager.reset_prefix_cache()
+        manager.append_slots(sequence, [50, 60])
+        manager.renew(sequence)
+        manager.append_slots(sequence, [70])
+        manager.abort(sequence, 7)  # 70 was never computed
+        assert manager.get_computed_blocks(Sequence("t", self.PROBE)).num_tokens == 4
+
+    def test_so_is_a_twins_that_its_parent_left(self) -> None:
+        manager = KVCacheManager(8, 4, debug=True)
+        parent = started(manager, "a", range(5))
+        manager.append_slots(parent, [5, 6, 7])
+        twin = manager.fork(parent, "b")
+        manager.abort(parent, 7)
+        manager.truncate(twin, 5)
+        assert twin.num_readonly_tokens == 4
+        manager.append_slots(twin, [50, 60])
+        manager.append_slots(twin, [70])
+        manager.abort(twin, 7)
+        assert manager.get_computed_blocks(Sequence("t", self.PROBE)).num_tokens == 4
+
+    def test_with_a_window_too(self) -> None:
+        manager = KVCacheManager(16, groups=[FullAttention(4), SlidingWindow(4, 8)], debug=True)
+        parent = started(manager, "a", range(5))
+        manager.append_slots(parent, [5, 6, 7])
+        twin = manager.fork(parent, "b")
+        manager.abort(parent, 7)
+        manager.truncate(twin, 5)
+        manager.append_slots(twin, [50, 60])
+        manager.append_slots(twin, [70])
+        manager.abort(twin, 7)
+        assert manager.get_computed_blocks(Sequence("t", self.PROBE)).num_tokens == 4
+
+    def test_an_abort_takes_back_what_a_renewed_twin_cached_of_it(self) -> None:
+        manager = KVCacheManager(8, 4, debug=True)
+        parent = started(manager, "a", range(7))
+        manager.reset_prefix_cache()
+        manager.append_slots(parent, [7])  # of before the reset, so not cached
+        twin = manager.fork(parent, "b")
+        manager.renew(twin)  # now it is
+        for sequence in (twin, parent):  # the step that was to compute 7 dies
+            manager.abort(sequence, 7)
+        assert manager.get_computed_blocks(Sequence("t", range(9))).num_tokens == 4

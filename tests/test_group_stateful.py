@@ -62,7 +62,7 @@ def test_machine_agrees_with_the_dumb_model(variant: str) -> None:
 @pytest.mark.parametrize("name", SETS)
 def test_long_walks_agree_with_the_dumb_model(variant: str, name: str) -> None:
     history = GroupHistory(10 * len(SETS[name]), SETS[name], **VARIANTS[variant])
-    walk(history, RandomChooser(seed=len(name)), num_steps=1500)
+    walk(history, RandomChooser(seed=len(name)), num_steps=4000)
     # A walk that never met these would prove little.
     assert history.num_refused > 50
     assert history.num_hits > 20
@@ -88,7 +88,7 @@ def test_walks_without_caching_agree_too() -> None:
 def test_walks_agree_where_few_ghosts_are_kept(name: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvblocks.ghosts.KEPT_PER_BLOCK", 1)
     history = GroupHistory(14, SETS[name], **VARIANTS[variant])
-    walk(history, RandomChooser(seed=3), num_steps=2500)
+    walk(history, RandomChooser(seed=3), num_steps=5000)
     assert history.num_hits > 20
     assert len(history.model.ghosts) < 30 and history.model.num_ids < 14 + 60  # thousands were asked for
     if history.has_history:
@@ -100,7 +100,7 @@ def test_walks_meet_what_is_rare() -> None:
     histories = []
     for seed in range(3):
         history = GroupHistory(24, SETS["two windows"], debug=True)
-        walk(history, RandomChooser(seed), num_steps=1500)
+        walk(history, RandomChooser(seed), num_steps=3000)
         histories.append(history)
     assert sum(history.num_hanging for history in histories) > 100
     assert sum(history.num_given_up for history in histories) > 100
