@@ -155,6 +155,18 @@ class TestTables:
         assert manager.allocate_slots(sequence) is not None
         assert manager.num_free_blocks == 1
 
+    def test_it_can_not_use_what_others_hold_too(self) -> None:
+        manager = KVCacheManager(8, groups=[FULL, WINDOW], debug=True)
+        sequence = Sequence("a", range(16))
+        manager.allocate_slots(sequence)
+        twin = manager.fork(sequence, "twin")
+        assert manager.num_free_blocks == 0
+        assert manager.append_slots(sequence, [7]) is None  # two blocks leave its window, and the twin's they stay
+        assert manager.append_group_step([sequence], [7]) is None
+        assert manager.append_group_step([sequence, twin], [7, 8]) is None  # together they free two, and need four
+        manager.free(twin)
+        assert manager.append_slots(sequence, [7]) is not None
+
     def test_append_step_asks_for_the_groups(self) -> None:
         manager = KVCacheManager(20, groups=[WINDOW, FULL])
         sequence = Sequence("a", range(8))

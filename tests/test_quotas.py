@@ -60,6 +60,15 @@ def test_quotas_count_what_is_cached_already_and_may_be_taken_away() -> None:
     assert num_hit(manager, range(8), "modest") == 0
 
 
+def test_a_prefix_that_parts_from_a_tenants_is_the_tenants() -> None:
+    manager = KVCacheManager(8, 4, debug=True)
+    compute(manager, range(8), "a")
+    compute(manager, [0, 1, 2, 3, 90, 91, 92, 93], "a")  # a run of its own, whose key has no salt
+    manager.set_quota("a", 1)
+    manager.set_quota(None, 1)
+    assert sorted(manager.quotas(), key=str) == [QuotaUsage("a", 1, 3), QuotaUsage(None, 1, 0)]
+
+
 def test_a_default_is_for_every_salt_without_its_own() -> None:
     manager = KVCacheManager(16, 4, debug=True)
     manager.set_default_quota(1)

@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from kvblocks import InvalidArgumentError, InvalidTokensError, KVCacheManager, PinBudgetError, Sequence
+from kvblocks import (
+    FullAttention,
+    Group,
+    InvalidArgumentError,
+    InvalidTokensError,
+    KVCacheManager,
+    PinBudgetError,
+    Sequence,
+    SlidingWindow,
+)
 from kvblocks.retention import block_priorities
 
 
@@ -23,7 +32,7 @@ def num_hit(manager: KVCacheManager, tokens: Any, **keys: Any) -> int:
 def flood(manager: KVCacheManager, times: int = 3) -> None:
     """Use every block that can be had, several times."""
     for n in range(times):
-        compute(manager, [1000 + n] * (manager.num_free_blocks * manager.block_size))
+        compute(manager, [1000 + n] * (manager.num_free_blocks // len(manager.groups) * manager.block_size))
 
 
 def test_a_pinned_prefix_survives_what_evicts_everything_else() -> None:
@@ -261,3 +270,30 @@ def test_more_bad_arguments() -> None:
     for budget in (-0.1, 1.1, "half", True, float("nan")):
         with pytest.raises(InvalidArgumentError, match=r"pin_budget: expected a share of the pool from 0\.0 to 1\.0"):
             KVCacheManager(10, 4, pin_budget=budget)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("groups", [None, [FullAttention(4), SlidingWindow(4, 100)]])
+@pytest.mark.parametrize("way", ["truncate", "copy on write"])
+def test_a_pin_takes_over_what_a_sequence_lets_go_of_on_its_way(groups: list[Group] | None, way: str) -> None:
+    manager = KVCacheManager(16, None if groups else 4, groups=groups, pin_budget=1.0, debug=True)
+    num_groups = len(manager.groups)
+    compute(manager, [9] * 4)
+    other = manager.pin([9] * 4, priority=50)
+    sequence = Sequence("s", range(4))
+    manager.allocate_slots(sequence)
+    manager.append_slots(sequence, [4, 5, 6, 7])
+    pin = manager.pin(range(8), priority=0)
+    if way == "copy on write":
+        manager.truncate(sequence, 5)
+    rest = Sequence("rest", [8] * (4 * (manager.num_free_blocks // num_groups + 1)))
+    assert manager.allocate_slots(rest) is not None  # nothing is left but what pins give up
+    assert other.num_held_blocks == pin.num_held_blocks == 0  # all was given up, though the sequence holds it too
+    manager.free(rest)
+    if way == "truncate":
+        manager.truncate(sequence, 4)
+    else:
+        manager.append_slots(sequence, [50])
+        assert len(manager.take_copies()) == num_groups
+    assert len(pin.blocks) == 2
+    flood(manager)
+    assert num_hit(manager, range(9)) == 8
