@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 MODULES = (
     *("arguments", "tokens", "hashing", "eviction_history", "tenant", "epoch", "block"),
     *("free_queue", "sequence_keys", "sequence", "quotas", "cached_runs", "prefix_index", "block_sampler"),
-    *("group_layout", "group_tables", "group_queue", "companions", "ghosts", "group_pool", "group_lookup"),
+    *("group_layout", "group_tables", "companions", "ghosts", "group_pool", "group_lookup"),
     *("group_need", "group_registration", "group_retention", "group_slots", "group_explanation", "group_manager"),
     *("in_flight", "cache_hit", "pool", "registration", "retention", "slots", "steps", "explanation"),
     *("sequence_manager", "branching", "shared_prefixes", "picture", "manager", "metrics"),

@@ -190,8 +190,8 @@ class Run:
             return []
         return [child for place in self._places(position, children) for child in children.get(place, ())]
 
-    def cut(self, position: int) -> int:
-        """Drop the blocks from `position` on, spares included, and close the run. Returns how many. O(that number).
+    def cut(self, position: int) -> list[KVCacheBlock]:
+        """Drop the blocks from `position` on, spares included, and close the run. Returns them. O(their number).
 
         Nothing may hang from there any more.
         """
@@ -208,7 +208,7 @@ class Run:
             del self.digests[position * self.epoch.num_digest_bytes :]
             if self.extra_keys is not None:
                 self.extra_keys = {i: key for i, key in self.extra_keys.items() if i < position} or None
-        return len(dropped)
+        return dropped
 
     def pops(self, block: KVCacheBlock) -> bool:
         """Drop `block` if it is the last of several in a current run. Whether it was. O(1) on average."""

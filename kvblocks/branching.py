@@ -84,7 +84,7 @@ class BranchingManager(SequenceManager):
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left // self.block_size * self.block_size)
         sequence.appender = None  # the block that it ends in may be cached, or somebody else's too
         sequence.next_edge = 0
-        self._pool.release(dropped)
+        self._pool.release_table(dropped)
         if self._group_slots is not None:
             self._group_slots.truncate(sequence, end)
         self._in_flight.note(sequence)

@@ -33,7 +33,8 @@ class CachedRuns:
     """The runs of blocks of `block_size` tokens, by their keys.
 
     version: goes up whenever a block stops being cached; while it stands still, every earlier match holds.
-    num_cached_blocks: blocks that hold a cached prefix, spares included. events: since last taken; None: not
+    num_cached_blocks: blocks that hold a cached prefix, spares included. detached: blocks that stopped being cached
+    though nobody took them and nothing was reset, for the pool to requeue. events: since last taken; None: not
     recorded. history: of what is cached no more; None: not kept. names_changes: whether either is on, so that digests
     are computed as blocks are cached. quotas: of tenants; None: there are none.
     """
@@ -45,6 +46,7 @@ class CachedRuns:
         self.epoch = Epoch(hash_function, self._block_bytes, len(hash_function(b"")))
         self.version = 0
         self.num_cached_blocks = 0
+        self.detached: list[KVCacheBlock] = []
         self.events: list[CacheEvent] | None = [] if enable_events else None
         self.history: EvictionHistory | None = None
         self.names_changes = enable_events
@@ -99,6 +101,8 @@ class CachedRuns:
         """
         if block.run is not None:
             removed: list[bytes] = []
+            if block.is_cached:
+                self.detached.append(block)
             self._forget(block, block.run, removed)
             self._note_removal(removed, "aborted")
 
@@ -179,7 +183,7 @@ class CachedRuns:
             return
         spares = run.spares.get(block.index) if run.spares else None
         if not spares:
-            self._cut(run, block.index, removed)
+            self.detached += [below for below in self._cut(run, block.index, removed) if below is not block]
             return
         if run.blocks[block.index] is block:
             heir = next(iter(spares))
@@ -192,22 +196,25 @@ class CachedRuns:
         block.run = None
         self._count(run, -1)
 
-    def _cut(self, run: Run, position: int, removed: list[bytes]) -> None:
-        """Forget `run` from `position` on, after everything that is chained to that."""
+    def _cut(self, run: Run, position: int, removed: list[bytes]) -> list[KVCacheBlock]:
+        """Forget `run` from `position` on, after everything that is chained to that. Returns the run's own blocks."""
         if not run.children and not self.names_changes:
-            self._cut_end(run, position)
-            return
+            return self._cut_end(run, position)
         chain = [(run, position)]
         for above, start in chain:  # grows while it is walked: parents before children
             chain += [(child, 0) for child in above.children_from(start)]
+        dropped: list[KVCacheBlock] = []
         for below, start in reversed(chain):
             if self.names_changes:
                 removed += [below.digest(index) for index in range(len(below.blocks) - 1, start - 1, -1)]
-            self._cut_end(below, start)
+            self.detached += dropped
+            dropped = self._cut_end(below, start)
+        return dropped
 
-    def _cut_end(self, run: Run, position: int) -> None:
-        """Forget `run` from `position` on, where nothing hangs any more."""
-        num_blocks = run.cut(position)
+    def _cut_end(self, run: Run, position: int) -> list[KVCacheBlock]:
+        """Forget `run` from `position` on, where nothing hangs any more. Returns its blocks from there, spares too."""
+        dropped = run.cut(position)
+        num_blocks = len(dropped)
         self.num_cached_blocks -= num_blocks  # `_count`, without the call: evicting short prefixes comes here each time
         if run.tenant is not None:
             run.tenant.add(-num_blocks)
@@ -215,6 +222,7 @@ class CachedRuns:
             del self._runs[map_key(run.key)]
             if run.key[0] is not None:
                 self._leave_parent(run)
+        return dropped
 
     def _leave_parent(self, run: Run) -> None:
         parent, position, _, _ = run.key

@@ -3,10 +3,10 @@
 A companion hangs from the node (run, position) that ends with the same token, so it needs no key of its own. It means
 what the node means, and a node never comes to mean a second prefix, whatever the hash: a companion is found exactly
 as long as its whole prefix is. When a node goes, its companions can never be hit again; they are cached no more and
-come to `orphans`, for whoever owns the free queue to have them reused first.
+come to `detached`, for the pool to have them reused first.
 
 A node has a row of places, one for each companion block that ends in it. A place holds one block: where a second
-sequence brings another, the newer one stays if nobody owns the older, which is then an orphan; otherwise the newer
+sequence brings another, the newer one stays if nobody owns the older, which is then detached; otherwise the newer
 one isn't cached. A companion's `run` and `index` say where it hangs, so that it counts as cached as any block does.
 
 Invariants: every row belongs to a cached position and holds at least one block; a block in a row leads back to it.
@@ -25,15 +25,11 @@ Row = list[KVCacheBlock | None]
 
 
 class GroupIndex(PrefixIndex):
-    """The prefix index of the primary group, with what hangs from it.
-
-    orphans: companions that are cached no more, since last taken; some may be owned, or taken again.
-    """
+    """The prefix index of the primary group, with what hangs from it."""
 
     def __init__(self, layout: GroupLayout, hash_function: HashFunction, *, enable_events: bool = False) -> None:
         super().__init__(layout.block_size, hash_function, enable_events=enable_events)
         self.layout = layout
-        self.orphans: list[KVCacheBlock] = []
         self.num_companions = 0
         self._rows: dict[Run, dict[int, Row]] = {}
         self._empty_row: Row = [None] * layout.row_size
@@ -78,7 +74,7 @@ class GroupIndex(PrefixIndex):
         if older is not None:
             older.run = None
             self.version += 1
-            self.orphans.append(older)
+            self.detached.append(older)
             return False
         self.num_companions += 1
         self._count(run, 1)
@@ -182,14 +178,14 @@ class GroupIndex(PrefixIndex):
         num_cached = self._check_runs() + num_companions
         assert num_cached == self.num_cached_blocks, f"index: {num_cached} cached, {self.num_cached_blocks} counted"
 
-    def _cut(self, run: Run, position: int, removed: list[bytes]) -> None:
+    def _cut(self, run: Run, position: int, removed: list[bytes]) -> list[KVCacheBlock]:
         if self._rows:
             chain = [(run, position)]
             for above, start in chain:  # grows while it is walked
                 chain += [(child, 0) for child in above.children_from(start)]
             for below, start in reversed(chain):
                 self._orphan(below, start, len(below.blocks))
-        super()._cut(run, position, removed)
+        return super()._cut(run, position, removed)
 
     def _orphan(self, run: Run, first: int, end: int) -> None:
         """Stop caching what hangs from positions first to end - 1 of a run, last first. O(positions)."""
@@ -200,7 +196,7 @@ class GroupIndex(PrefixIndex):
             for block in rows.get(position, ())[::-1]:
                 if block is not None:
                     self._let_go(block)
-                    self.orphans.append(block)
+                    self.detached.append(block)
 
     def _drops(self, block: KVCacheBlock) -> bool:
         """Stop caching `block` if it is a companion. Whether it was, or was one before a reset."""

@@ -34,7 +34,7 @@ class GhostBlocks:
         return self._queue.num_free_blocks
 
     def take(self, num_ghosts: int) -> list[KVCacheBlock]:
-        """Return ghosts that mean nothing yet, each held once. What hangs from a reused one is orphaned. O(ghosts)."""
+        """Return ghosts that mean nothing yet, each held once. What hangs from a reused one is detached. O(ghosts)."""
         taken: list[KVCacheBlock] = []
         while len(taken) < num_ghosts:
             first = self._queue.first
@@ -53,8 +53,12 @@ class GhostBlocks:
         self._queue.touch(ghosts)
 
     def release(self, ghosts: Sequence[KVCacheBlock]) -> None:
-        """Let go of each of `ghosts`, last one first. O(ghosts)."""
-        self._queue.release(ghosts[::-1])
+        """Let go of each of `ghosts`, last one first; those that mean nothing are reused next. O(ghosts)."""
+        self._queue.release_table(ghosts)
+
+    def requeue(self, ghosts: Sequence[KVCacheBlock]) -> None:
+        """Have those of `ghosts`, which mean nothing any more, that nobody holds reused next. O(ghosts)."""
+        self._queue.move_to_front(sorted([ghost for ghost in ghosts if not ghost.ref_cnt], key=_block_id))
 
     def check(self, tables: list[Sequence[KVCacheBlock]]) -> int:
         """Raise AssertionError unless the ghosts are held as `tables` say; returns how many are cached. O(ghosts)."""
@@ -71,3 +75,7 @@ class GhostBlocks:
             num_free += not ghost.ref_cnt
         assert num_free == self.num_free, f"ghosts: {num_free} without an owner, {self.num_free} queued"
         return num_cached
+
+
+def _block_id(ghost: KVCacheBlock) -> int:
+    return ghost.block_id

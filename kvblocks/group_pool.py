@@ -11,7 +11,6 @@ from kvblocks.companions import GroupIndex
 from kvblocks.errors import PoolExhaustedError
 from kvblocks.free_queue import FreeBlockQueue
 from kvblocks.ghosts import GhostBlocks
-from kvblocks.group_queue import GroupQueue
 from kvblocks.pool import BlockPool
 
 
@@ -40,22 +39,19 @@ class GroupPool(BlockPool):
                 run.tenant.add(num_companions)
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take the next free blocks, one after the other. Raises PoolExhaustedError. O(num_blocks)."""
+        """Take the next free blocks, one after the other. Raises PoolExhaustedError. O(num_blocks).
+
+        What can be hit no more because of one is the next.
+        """
         if not 0 <= num_blocks <= self.num_free_blocks:
             raise PoolExhaustedError(f"expected 0 to {self.num_free_blocks} blocks to take, got {num_blocks}")
         return [self.take_one() for _ in range(num_blocks)]
-
-    def take_one(self) -> KVCacheBlock:
-        """`take` of one block; there must be one. What can be hit no more because of it is reused next. O(1)."""
-        block = super().take_one()
-        self.settle()
-        return block
 
     def take_ghosts(self, num_ghosts: int) -> list[KVCacheBlock]:
         """Take ghosts for a primary table. O(num_ghosts)."""
         assert self.ghosts is not None
         ghosts = self.ghosts.take(num_ghosts)
-        self.settle()
+        self.requeue_detached()
         return ghosts
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -71,29 +67,29 @@ class GroupPool(BlockPool):
             self.ghosts.release(blocks)
         else:
             super().release(blocks)
-        self.settle()
 
-    def release_early(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take an owner from each of `blocks`, in order; those without another are reused before other cached ones."""
-        self._tiers.release_early(blocks)
-        if self.index.quotas is not None:
-            self.index.quotas.note_released(blocks)
-        if self.sampler is not None:
-            self.sampler.note_released(blocks)
+    def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
+        """`release` of blocks of a table, of which those that hold nothing are reused next. O(blocks)."""
+        if self.ghosts is not None and blocks and self.is_ghost(blocks[0]):
+            self.ghosts.release(blocks)
+        else:
+            super().release_table(blocks, num_cached)
 
-    def give_back(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """`release` of blocks of a further table's end; those that hold nothing are reused next. O(blocks)."""
-        self.release_early([block for block in blocks if not block.is_cached])
-        self.release([block for block in blocks if block.is_cached])
+    def release_passed(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take an owner from each of `blocks`, which left a window. O(blocks).
 
-    def settle(self) -> None:
-        """Have free blocks that can be hit no more reused next. O(their number)."""
-        orphans = self.group_index.orphans
-        if orphans:
-            self.group_index.orphans = []
-            for block in sorted(orphans, key=_block_id, reverse=True):
-                if not block.ref_cnt and block.run is None:
-                    self._tiers.put_first(block)
+        Of those without another, the cached ones are reused before what was freed at a sequence's end, in order.
+        """
+        self._queue.release_empty([block for block in blocks if not block.is_cached][::-1])
+        self._queue.release_passed([block for block in blocks if block.is_cached])
+        self._note_released(blocks)
+
+    def requeue_detached(self) -> None:
+        """`BlockPool.requeue_detached`, of ghosts too. O(their number)."""
+        if self.ghosts is not None:
+            self.ghosts.requeue([block for block in self.index.detached if self.is_ghost(block)])
+            self.index.detached = [block for block in self.index.detached if not self.is_ghost(block)]
+        super().requeue_detached()
 
     def check(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
         """`BlockPool.check`, of ghosts too. O(pool + ghosts)."""
@@ -102,16 +98,10 @@ class GroupPool(BlockPool):
         for table in tables:
             (ghostly if table and self.is_ghost(table[0]) else real).append(table)
         super().check(real)
-        assert not self.group_index.orphans, "pool: orphans that weren't settled"
         if self.ghosts is not None:
             num_cached = self.ghosts.check(ghostly)
             expected = self.index.num_cached_blocks - self.group_index.num_companions
             assert num_cached == expected, f"ghosts: {num_cached} cached, {expected} found"
 
     def _make_queue(self) -> FreeBlockQueue:
-        self._tiers = GroupQueue(self.blocks)
-        return self._tiers
-
-
-def _block_id(block: KVCacheBlock) -> int:
-    return block.block_id
+        return FreeBlockQueue(self.blocks, has_windows=True)

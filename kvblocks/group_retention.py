@@ -26,7 +26,7 @@ class GroupRetention(Retention):
         """End a pin; what it holds is free then, unless others hold it. Raises InvalidArgumentError."""
         hanging, pin.hanging = (pin.hanging, []) if pin in self.pins else ([], pin.hanging)
         super().remove(pin)
-        self._pool.release(hanging)
+        self._pool.release_table(hanging)
 
     def drop_uncached(self) -> None:
         """Let go of what is cached no more, after an abort or a reset. O(pinned blocks)."""
@@ -89,7 +89,7 @@ class GroupRetention(Retention):
 
     def _drop_hanging(self, pin: Pin) -> None:
         hanging, pin.hanging = pin.hanging, []
-        self._group_pool.give_back(hanging)
+        self._pool.release_table(hanging)
         self._note(pin)
 
     def _num_freeable(self, below: int, touched: list[KVCacheBlock], num_wanted: int) -> int:

@@ -161,7 +161,7 @@ class GroupSlots(StepAllocator):
         tables, sequence.window_tables = sequence.window_tables, None
         assert tables is not None
         for table in tables.tables:
-            self._group_pool.give_back(table.blocks)
+            self._group_pool.release_table(table.blocks)
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
         """Let a twin hold what the further tables hold of the computed tokens. O(blocks)."""
@@ -178,12 +178,12 @@ class GroupSlots(StepAllocator):
         tables = sequence.window_tables
         assert tables is not None
         for table in tables.tables:
-            self._group_pool.give_back(table.truncate(-(-num_tokens // table.companion.block_size)))
+            self._group_pool.release_table(table.truncate(-(-num_tokens // table.companion.block_size)))
 
     def register_anew(self, sequence: Sequence) -> None:
         """Cache what hangs from a sequence's blocks, which were cached anew after a reset. O(blocks)."""
         hang_anew(self._group_index, sequence)
-        self._group_pool.settle()
+        self._group_pool.requeue_detached()
 
     def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
         """Return all that a sequence holds, by table. O(groups)."""
@@ -215,8 +215,8 @@ class GroupSlots(StepAllocator):
                 others: list[KVCacheBlock] = []
                 for place, block in enumerate(table.drop_first(num_passed), first):
                     (kept if block.is_cached and tables.is_landmark(table, place) else others).append(block)
-                self._group_pool.release_early(others)
-                self._pool.release(kept)
+                self._group_pool.release_passed(others)
+                self._pool.release_table(kept)
 
     def _finish(self, need: Need, end: int, digests: bytearray | None) -> list[KVCacheBlock]:
         """Give a sequence what it needs, and cache what its first `end` tokens fill."""
@@ -273,7 +273,7 @@ class GroupSlots(StepAllocator):
     def _let_copy(self, sequence: Sequence, number: int, source: KVCacheBlock, block: KVCacheBlock) -> None:
         """Let go of a shared block, and have it copied if it has any memory."""
         self._retention.extend(sequence)
-        self._pool.release([source])
+        self._pool.release_table([source])
         if not self._group_pool.is_ghost(source):
             self.copies.append((source.block_id, block.block_id))
             self.copy_groups.append(self._layout.table_numbers.index(number))
@@ -284,7 +284,7 @@ class GroupSlots(StepAllocator):
         register_full_blocks(self._index, sequence, digests)
         if sequence.num_registered_blocks > first:
             hang_full_blocks(self._group_index, sequence, first)
-            self._group_pool.settle()
+            self._group_pool.requeue_detached()
             self._retention.extend(sequence)  # what a pin lacks may have left the window when the sequence is freed
 
     def take_copies(self) -> list[tuple[int, int]]:

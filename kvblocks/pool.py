@@ -17,16 +17,18 @@ from kvblocks.quotas import TenantQuotas
 
 
 class BlockPool:
-    """`num_blocks` blocks with ids 0 to num_blocks - 1, handed out least recently used first: 0, 1, 2, … when fresh.
+    """`num_blocks` blocks with ids 0 to num_blocks - 1, handed out 0, 1, 2, … when fresh.
 
-    index: where their contents may be cached. blocks: all of them, by id. sampler: told what happens to blocks; None:
-    nobody is. Raises InvalidArgumentError. O(num_blocks).
+    Later what holds nothing goes first, then what is least recently used. index: where their contents may be cached.
+    blocks: all of them, by id. detached: blocks that stopped being cached while they were owned, and still are; few and
+    seldom. sampler: told what happens to blocks; None: nobody is. Raises InvalidArgumentError. O(num_blocks).
     """
 
     def __init__(self, num_blocks: SupportsIndex, index: PrefixIndex) -> None:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(check_count("num_blocks", num_blocks, 1))]
         self.index = index
         self.num_evicted_blocks = 0
+        self.detached: set[KVCacheBlock] = set()
         self.sampler: BlockSampler | None = None
         self._queue = self._make_queue()
 
@@ -57,7 +59,7 @@ class BlockPool:
         return num_blocks <= num_free - sum(1 for block in touched if block.ref_cnt == 0)
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take the least recently used free blocks; what they held is cached no more. O(num_blocks).
+        """Take the next free blocks; what they held is cached no more. O(num_blocks).
 
         While a tenant is over its quota, a free block of its goes before somebody else's cached one. Raises
         PoolExhaustedError, changing nothing, when there are fewer.
@@ -71,6 +73,8 @@ class BlockPool:
         for block in blocks:  # half as long as a list of those that are cached
             if block.run is not None:
                 self.num_evicted_blocks += self.index.evict(blocks)
+                if self.index.detached:
+                    self.requeue_detached()
                 break
         return blocks
 
@@ -83,10 +87,12 @@ class BlockPool:
             self.sampler.note_taken([block])
         if block.run is not None:
             self.num_evicted_blocks += self.index.evict_one(block)
+            if self.index.detached:
+                self.requeue_detached()
         return block
 
     def _take_fairly(self, quotas: TenantQuotas) -> KVCacheBlock:
-        """Take the least recently used block, or if that is cached, a tenant's that is over its quota."""
+        """Take the next block, or if that is cached, a tenant's that is over its quota."""
         first = self._queue.first
         victim = quotas.next_victim() if first is not None and first.is_cached else None
         if victim is None:
@@ -98,6 +104,8 @@ class BlockPool:
             self.sampler.note_taken([block])
         if block.run is not None:
             self.num_evicted_blocks += self.index.evict_one(block)
+            if self.index.detached:
+                self.requeue_detached()
         return block
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -109,15 +117,36 @@ class BlockPool:
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take an owner from each of `blocks`, last one first, so that a prefix's end is reused before its beginning.
 
-        Those without another owner join the end of the queue and stay cached. Raises BlockStateError, changing nothing,
-        when one has no owner. O(blocks).
+        Those without another owner join the end of the queue, which is right for cached ones. Raises BlockStateError,
+        changing nothing, when one has no owner. O(blocks).
         """
         backwards = blocks[::-1]
         self._queue.release(backwards)
-        if self.index.quotas is not None:
+        if self.index.quotas is not None:  # `_note_released`, without the call
             self.index.quotas.note_released(backwards)
         if self.sampler is not None:
             self.sampler.note_released(backwards)
+
+    def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
+        """`release` of blocks of a table, of which those that hold nothing are reused next.
+
+        num_cached: the first so many were cached by their owner, and no reset came since. O(blocks).
+        """
+        if num_cached == len(blocks) and not self.detached:
+            self.release(blocks)
+            return
+        self._queue.release_table(blocks, 0 if self.detached else num_cached)
+        self._note_released(blocks[::-1])
+
+    def requeue_detached(self) -> None:
+        """Have blocks that stopped being cached, though nobody took them, reused next if they are free.
+
+        What an abort leaves holding nothing, and what was chained to it. O(their number).
+        """
+        detached, self.index.detached = self.index.detached, []
+        free = [block for block in detached if not block.ref_cnt]
+        self.detached.update([block for block in detached if block.ref_cnt])
+        self._queue.move_to_front(sorted(free, key=_block_id))
 
     def check(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
         """Raise AssertionError unless every block is free or owned as `tables`, the live block tables, say. O(pool)."""
@@ -135,8 +164,22 @@ class BlockPool:
             num_cached += block.is_cached
         assert num_free == self.num_free_blocks, f"pool: {num_free} without an owner, {self.num_free_blocks} queued"
         self.index.check()
+        assert not self.index.detached, "pool: detached blocks that weren't requeued"
+        assert all(block.ref_cnt for block in self.detached), "pool: a free block counts as owned and detached"
         # The index reaches as many blocks as think that they are cached, so it reaches just those.
         assert num_cached == self.num_cached_blocks, f"pool: {num_cached} cached, {self.num_cached_blocks} found"
 
+    def _note_released(self, blocks: Sequence[KVCacheBlock]) -> None:
+        if self.detached:
+            self.detached.difference_update([block for block in blocks if not block.ref_cnt])
+        if self.index.quotas is not None:
+            self.index.quotas.note_released(blocks)
+        if self.sampler is not None:
+            self.sampler.note_released(blocks)
+
     def _make_queue(self) -> FreeBlockQueue:
         return FreeBlockQueue(self.blocks)
+
+
+def _block_id(block: KVCacheBlock) -> int:
+    return block.block_id

@@ -127,7 +127,7 @@ class Retention:
         blocks, pin.blocks, pin.has_ended = pin.blocks, [], True
         self._note(pin)
         self.extend(pin.sequence)  # another pin may have given up what this one held all the same
-        self._pool.release(blocks)
+        self._pool.release_table(blocks)
 
     def expire(self, now: Any) -> list[Pin]:
         """End the pins whose time has come, as `remove`. O(pins + blocks freed)."""
@@ -153,7 +153,7 @@ class Retention:
                 num_cached += 1
             gone = pin.blocks[num_cached:]
             del pin.blocks[num_cached:]
-            self._pool.release(gone)
+            self._pool.release_table(gone)
             self._note(pin)
 
     def refuses(self, num_blocks: int, touched: list[KVCacheBlock]) -> bool:
@@ -221,7 +221,7 @@ class Retention:
         return len(pin.blocks) < pin.num_blocks
 
     def _give_up_end(self, pin: Pin) -> None:
-        self._pool.release([pin.blocks.pop()])
+        self._pool.release_table([pin.blocks.pop()])
 
     def _num_freeable(self, below: int, touched: list[KVCacheBlock], num_wanted: int) -> int:
         """Return how many blocks only pins with a priority less than `below` hold, counting to about `num_wanted`."""

@@ -207,7 +207,8 @@ class SequenceManager:
             self._retention.extend(sequence)
         if self._batch:
             self._batch, self._places = [], {}
-        self._pool.release(sequence.blocks)
+        num_cached = sequence.num_registered_blocks if sequence.epoch is self._index.epoch else 0
+        self._pool.release_table(sequence.blocks, num_cached)
         del self._sequences[sequence.sequence_id]
         self._in_flight.drop(sequence)
         if sequence.window_tables is not None and self._group_slots is not None:
@@ -230,6 +231,8 @@ class SequenceManager:
 
     def _forget_unwritten(self, sequence: Sequence, num_computed_tokens: int) -> None:
         forget_unwritten(self._index, sequence, num_computed_tokens)
+        if self._index.detached:
+            self._pool.requeue_detached()
         if self._retention.pins:
             self._retention.drop_uncached()
 

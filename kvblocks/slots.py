@@ -176,7 +176,7 @@ class SlotAllocator:
         sequence.replace_block(place, block)
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, place * self._block_size)
         sequence.appender = sequence.owner
-        self._pool.release([source])
+        self._pool.release_table([source])
         self.copies.append((source.block_id, block.block_id))
 
     def _take(self, num_blocks: int, sequence: Sequence) -> list[KVCacheBlock]:

@@ -23,11 +23,9 @@ class DumbGroups(DumbModel):
         self.specs = specs
         self.others = [group for group in range(len(specs)) if group != self.primary]
         self.num_real = self.num_ids = num_blocks
-        self.early: list[int] = []
-        self.late = self.queue
+        self.early, self.late = self.queue, []  # what holds nothing or left a window; what was freed at an end
         self.ghosts: list[int] = []
         self.max_ghosts = ghosts.KEPT_PER_BLOCK * num_blocks
-        self.orphans: list[int] = []
         self.tables: dict[ModelSequence, dict[int, list[int | None]]] = {}
         self.landmarks: dict[ModelSequence, set[int]] = {}
         self.unsure: set[ModelSequence] = set()
@@ -41,13 +39,7 @@ class DumbGroups(DumbModel):
 
     def order(self) -> list[int]:
         """The free blocks as they would be taken."""
-        early, late, order = list(self.early), list(self.late), []
-        while early or late:
-            if early and (not late or early[0] not in self.content or late[0] in self.content):
-                order.append(early.pop(0))
-            else:
-                order.append(late.pop(0))
-        return order
+        return self.early + self.late
 
     # Lookups.
 
@@ -213,12 +205,14 @@ class DumbGroups(DumbModel):
         for group in self.others:
             blocks = [(place, block) for g, place, block in passed if g == group]
             kept = [b for place, b in blocks if b in self.content and self.is_landmark(sequence, group, place)]
-            for place, block in blocks:
+            for place, _ in blocks:
                 self.tables[sequence][group][place] = None
-                if block not in kept:
-                    self.drop_early(block)
+            self.drop([block for _, block in blocks if block not in self.content])
+            for block in [block for _, block in blocks if block in self.content and block not in kept]:
+                self.owners[block] -= 1
+                if not self.owners[block]:
+                    self.early.append(block)
             self.drop(kept)
-        self.settle()
 
     def is_landmark(self, sequence: ModelSequence, group: int, place: int) -> bool:
         return any(place in self.numbers(group, end - 1, end) for end in self.landmarks[sequence])
@@ -228,7 +222,7 @@ class DumbGroups(DumbModel):
         blocks = self.take(self.num_taken(places))
         if self.has_ghosts:
             ghosts_taken = [self.take_ghost() for _ in places[None]]
-            self.settle()
+            self.requeue_detached()
             for place, ghost in zip(places[None], ghosts_taken, strict=True):
                 self.put_in(sequence, None, place, ghost)
         changes = []
@@ -282,7 +276,7 @@ class DumbGroups(DumbModel):
         block = self.order()[0]
         self.hold([block])
         self.forget(block, "evicted")
-        self.settle()
+        self.requeue_detached()
         return block
 
     def take_ghost(self) -> int:
@@ -303,23 +297,23 @@ class DumbGroups(DumbModel):
             self.owners[block] += 1
 
     def drop(self, blocks: list[int]) -> None:
+        empty: dict[bool, list[int]] = {False: [], True: []}
         for block in reversed(blocks):
+            is_ghost = block >= self.num_real
             self.owners[block] -= 1
             if not self.owners[block]:
-                (self.late if block < self.num_real else self.ghosts).append(block)
+                queue = self.ghosts if is_ghost else self.late
+                (queue if block in self.content else empty[is_ghost]).append(block)
+        self.early[:0], self.ghosts[:0] = empty[False], empty[True]
 
-    def drop_early(self, block: int) -> None:
-        self.owners[block] -= 1
-        if not self.owners[block]:
-            self.early.insert(len(self.early) if block in self.content else 0, block)
-
-    def settle(self) -> None:
-        """What can be hit no more is reused next."""
-        for block in sorted(set(self.orphans), reverse=True):
-            if not self.owners[block] and block not in self.content:
-                (self.early if block in self.early else self.late).remove(block)
-                self.early.insert(0, block)
-        self.orphans = []
+    def requeue_detached(self) -> None:
+        for block in sorted(self.detached, reverse=True):
+            for queue in (self.early, self.late, self.ghosts):
+                if block in queue:
+                    queue.remove(block)
+                    (self.ghosts if queue is self.ghosts else self.early).insert(0, block)
+                    break
+        self.detached.clear()
 
     # What is cached.
 
@@ -343,12 +337,12 @@ class DumbGroups(DumbModel):
                 older = self.cached.get(home, [])
                 if older and self.owners[older[0]]:
                     continue
-                for orphan in older:
-                    del self.content[orphan]
-                    self.orphans.append(orphan)
+                for block_before in older:
+                    del self.content[block_before]
+                    self.detached.add(block_before)
                 self.cached[home] = [block]
                 self.content[block] = home
-        self.settle()
+        self.requeue_detached()
 
     def is_useful(self, group: int, number: int) -> bool:
         """Whether any hit can need it."""
@@ -363,21 +357,17 @@ class DumbGroups(DumbModel):
         if len(prefix) > 4:
             del self.cached[prefix]
             return
+        if cause == "aborted":
+            self.detached.add(block)
         is_gone = not self.cached[prefix]
         for longer in [other for other in self.cached if self.hangs_from(other, prefix)]:
             if is_gone or (cause == "aborted" and len(longer) > 4 and longer[:4] == prefix):
                 for holder in self.cached.pop(longer):
                     self.content.pop(holder, None)
-                    if len(longer) > 4:
-                        self.orphans.append(holder)
+                    self.detached.add(holder)
 
     def hangs_from(self, longer: Prefix, prefix: Prefix) -> bool:
         return super().hangs_from(longer[:4], prefix)
-
-    def forget_unwritten(self, sequence: ModelSequence, num_computed: int) -> None:
-        super().forget_unwritten(sequence, num_computed)
-        if self.pins:
-            self.settle()
 
     def renew(self, sequence: ModelSequence) -> None:
         super().renew(sequence)
@@ -388,15 +378,8 @@ class DumbGroups(DumbModel):
     def free(self, sequence: ModelSequence) -> None:
         tables = self.tables.pop(sequence)
         super().free(sequence)
-        self.settle()
         for group in self.others:
-            self.give_back([block for block in tables[group] if block is not None])
-
-    def give_back(self, blocks: list[int]) -> None:
-        for block in blocks:
-            if block not in self.content:
-                self.drop_early(block)
-        self.drop([block for block in blocks if block in self.content])
+            self.drop([block for block in tables[group] if block is not None])
 
     def fork(self, sequence: ModelSequence, name: str) -> ModelSequence:
         twin = super().fork(sequence, name)
@@ -424,12 +407,11 @@ class DumbGroups(DumbModel):
     def truncate(self, sequence: ModelSequence, num_tokens: int, num_computed: int | None) -> None:
         super().truncate(sequence, num_tokens, num_computed)
         self.unsure.add(sequence)
-        self.settle()
         for group in self.others:
             table, num_kept = self.tables[sequence][group], -(-num_tokens // self.specs[group][0])
             rest = table[num_kept:]
             del table[num_kept:]
-            self.give_back([block for block in rest if block is not None])
+            self.drop([block for block in rest if block is not None])
 
     # Pins.
 
@@ -450,8 +432,7 @@ class DumbGroups(DumbModel):
 
     def drop_hanging(self, pin: ModelPin) -> None:
         hanging, self.hanging[pin] = self.hanging[pin], []
-        self.give_back(hanging)
-        self.settle()
+        self.drop(hanging)
 
     def extend_pin(self, pin: ModelPin) -> None:
         more = self.match(pin.prefix)[len(pin.held) : len(pin.priorities)]

@@ -45,6 +45,7 @@ class DumbModel:
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.queue = list(range(num_blocks))
+        self.detached: set[int] = set()  # cached no more, though nobody took them
         self.owners = dict.fromkeys(range(num_blocks), 0)
         self.content: dict[int, Prefix] = {}
         self.cached: dict[Prefix, list[int]] = {}
@@ -154,9 +155,13 @@ class DumbModel:
         while len(self.queue) < num_blocks:
             pin = min((pin for pin in self.pins if pin.held), key=lambda pin: pin.priorities[len(pin.held) - 1])
             self.drop([pin.held.pop()])
-        return [self.take_one() for _ in range(num_blocks)]
+        if self.over:
+            return [self.take_fairly() for _ in range(num_blocks)]
+        blocks = self.queue[:num_blocks]
+        self.take_each(blocks)
+        return blocks
 
-    def take_one(self) -> int:
+    def take_fairly(self) -> int:
         block = self.queue[0]
         if block in self.content:
             for salt in self.over:
@@ -164,10 +169,16 @@ class DumbModel:
                 if theirs:
                     block = theirs[0]
                     break
-        self.queue.remove(block)
-        self.forget(block, "evicted")
-        self.owners[block] = 1
+        self.take_each([block])
         return block
+
+    def take_each(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.queue.remove(block)
+            self.owners[block] = 1
+        for block in blocks:
+            self.forget(block, "evicted")
+        self.requeue_detached()
 
     def hold(self, blocks: list[int]) -> None:
         for block in blocks:
@@ -176,10 +187,21 @@ class DumbModel:
             self.owners[block] += 1
 
     def drop(self, blocks: list[int]) -> None:
+        """What is cached joins the end of the queue, what holds nothing its front; the table's last one first."""
+        empty = []
         for block in reversed(blocks):
             self.owners[block] -= 1
             if not self.owners[block]:
-                self.queue.append(block)
+                (self.queue if block in self.content else empty).append(block)
+        self.queue[:0] = empty
+
+    def requeue_detached(self) -> None:
+        """What stopped being cached while it was queued is taken next."""
+        for block in sorted(self.detached, reverse=True):
+            if block in self.queue:
+                self.queue.remove(block)
+                self.queue.insert(0, block)
+        self.detached.clear()
 
     # What is cached.
 
@@ -219,11 +241,14 @@ class DumbModel:
         if prefix is None:
             return
         self.cached[prefix].remove(block)
+        if cause == "aborted":
+            self.detached.add(block)
         if not self.cached[prefix]:
             for longer in [other for other in self.cached if self.hangs_from(other, prefix)]:
                 self.gone[longer] = cause
                 for holder in self.cached.pop(longer):
                     self.content.pop(holder, None)
+                    self.detached.add(holder)
         self.note_counts()
 
     def hangs_from(self, longer: Prefix, prefix: Prefix) -> bool:
@@ -260,6 +285,7 @@ class DumbModel:
         first = max(sequence.num_readonly, num_computed) // self.block_size
         for block in reversed(sequence.table[first : sequence.num_computed // self.block_size]):
             self.forget(block, "aborted")
+        self.requeue_detached()
         self.shrink_pins()
 
     def reset(self, sequences: list[ModelSequence]) -> None:

@@ -35,7 +35,6 @@ FLOORS = {
     "kvblocks.block_sampler": 1,
     "kvblocks.pool_plan": 1,
     "kvblocks.group_tables": 1,
-    "kvblocks.group_queue": 1,
     "kvblocks.companions": 1,
     "kvblocks.ghosts": 1,
     "kvblocks.in_flight": 2,
@@ -122,9 +121,9 @@ PERMITTED_STDLIB = {
     "kvblocks.prefix_cache": "threading",  # a lock is what makes it safe to share; it starts no thread
 }
 
-MAX_FILE_LINES = 300
+MAX_FILE_LINES = 500
 # From the line of `def` to the last, without the docstring and the decorators; without the signature if that is free.
-MAX_FUNCTION_LINES = 40
+MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6  # all kinds, keyword-only, *args and **kwargs included; without self and cls
 
 # "module:Class.function" (or "module" for a file) -> why it may be larger. An entry that is not needed fails the test.

@@ -91,23 +91,78 @@ def test_a_block_linked_twice_changes_nothing() -> None:
     assert ids(queue) == [0, 1, 7]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "release", "touch"]), st.integers(0, 7)), max_size=40))
-def test_agrees_with_a_list(operations: list[tuple[str, int]]) -> None:
-    queue, blocks = make(7)
-    expected, owners = list(range(7)), [0] * 7
+def test_what_holds_nothing_goes_to_the_front_in_the_order_given() -> None:
+    queue, blocks = make(5)
+    queue.popleft_n(4)
+    queue.touch(blocks[1:2])
+    queue.release_empty([blocks[2], blocks[1], blocks[0]])
+    assert ids(queue) == [2, 0, 4]
+    queue.release_empty([blocks[1]])
+    assert ids(queue) == [1, 2, 0, 4]
+    with pytest.raises(BlockStateError, match="double free"):
+        queue.release_empty([blocks[3], blocks[1]])
+    assert (ids(queue), blocks[3].ref_cnt) == ([1, 2, 0, 4], 1)
+
+
+def test_what_left_a_window_stands_between() -> None:
+    blocks = [KVCacheBlock(block_id) for block_id in range(8)]
+    queue = FreeBlockQueue(blocks, has_windows=True)
+    assert queue.popleft_n(7) == blocks[:7]
+    queue.release([blocks[0]])
+    queue.release_passed([blocks[1], blocks[2]])
+    queue.release_empty([blocks[3]])
+    queue.release([blocks[4]])
+    queue.release_passed([blocks[5]])
+    assert ids(queue) == [3, 7, 1, 2, 5, 0, 4]
+    queue.move_to_front([blocks[4], blocks[5]])
+    assert ids(queue) == [4, 5, 3, 7, 1, 2, 0]
+    assert [queue.popleft().block_id for _ in range(7)] == [4, 5, 3, 7, 1, 2, 0]
+    assert (ids(queue), queue.first) == ([], None)
+    queue.release([blocks[0]])
+    assert queue.first is blocks[0]
+    queue.release_passed([blocks[1]])
+    assert queue.first is blocks[1]
+    with pytest.raises(PoolExhaustedError):
+        queue.popleft_n(3)
+
+
+@pytest.mark.parametrize("has_windows", [False, True])
+@given(
+    operations=st.lists(
+        st.tuples(st.sampled_from(["take", "release", "empty", "passed", "front", "touch"]), st.integers(0, 7)),
+        max_size=40,
+    )
+)
+def test_agrees_with_lists(has_windows: bool, operations: list[tuple[str, int]]) -> None:
+    blocks = [KVCacheBlock(block_id) for block_id in range(7)]
+    queue = FreeBlockQueue(blocks, has_windows=has_windows)
+    empty, passed, recent = list(range(7)), [], []
+    owners = [0] * 7
     for operation, number in operations:
-        if operation == "take" and number <= len(expected):
-            assert [block.block_id for block in queue.popleft_n(number)] == expected[:number]
-            for block_id in expected[:number]:
+        order = empty + passed + recent
+        if operation == "take" and number <= len(order):
+            assert [block.block_id for block in queue.popleft_n(number)] == order[:number]
+            for block_id in order[:number]:
                 owners[block_id] = 1
-            del expected[:number]
-        elif operation == "release" and number < 7 and owners[number]:
-            queue.release([blocks[number]])
-            owners[number] -= 1
-            expected += [number] if not owners[number] else []
         elif operation == "touch" and number < 7:
             queue.touch([blocks[number]])
-            expected = [block_id for block_id in expected if block_id != number]
             owners[number] += 1
-        assert ids(queue) == expected
+        elif operation == "front" and number in order:
+            queue.move_to_front([blocks[number]])
+        elif operation in ("release", "empty", "passed") and number < 7 and owners[number]:
+            if operation == "passed" and not has_windows:
+                continue
+            calls = {"release": queue.release, "empty": queue.release_empty, "passed": queue.release_passed}
+            calls[operation]([blocks[number]])
+            owners[number] -= 1
+            if not owners[number]:
+                if operation == "empty":
+                    empty.insert(0, number)
+                else:
+                    (recent if operation == "release" else passed).append(number)
+        for stretch in (empty, passed, recent):
+            stretch[:] = [i for i in stretch if not owners[i] and (operation, number) != ("front", i)]
+        if operation == "front" and number in order:
+            empty.insert(0, number)
+        assert ids(queue) == empty + passed + recent
         assert [block.ref_cnt for block in blocks] == owners

@@ -136,7 +136,7 @@ def check_against_model(history: History, rows: list[PrefixRow]) -> int:
 def test_walks_lose_no_block(num_blocks: int, block_size: int, has_events: bool) -> None:
     history, chooser = History(num_blocks, block_size, enable_events=has_events), RandomChooser(num_blocks + block_size)
     num_compared = max_depth = num_spares = num_keys = 0
-    for step in range(800):
+    for step in range(1200):
         walk(history, chooser, num_steps=2)
         if step % 100 == 99:
             history.reset(chooser)

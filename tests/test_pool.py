@@ -1,10 +1,19 @@
 """The pool on its own."""
 
+from array import array
 from typing import Any
 
 import pytest
 
-from kvblocks import BlockPool, BlockStateError, InvalidArgumentError, KVCacheManager, PoolExhaustedError
+from kvblocks import (
+    BlockPool,
+    BlockStateError,
+    InvalidArgumentError,
+    KVCacheBlock,
+    KVCacheManager,
+    PoolExhaustedError,
+)
+from kvblocks.block import ROOT
 from kvblocks.hashing import HASH_FUNCTIONS
 from kvblocks.prefix_index import PrefixIndex
 
@@ -20,11 +29,41 @@ def test_a_fresh_pool_hands_out_its_blocks_in_order() -> None:
     assert pool.num_free_blocks == 2
 
 
-def test_release_queues_the_last_block_first() -> None:
-    pool = make(4)
-    blocks = pool.take(3)
-    pool.release(blocks)
-    assert pool.free_block_ids() == [3, 2, 1, 0]
+def cache(pool: BlockPool, blocks: list[KVCacheBlock], first_token: int) -> None:
+    tokens = array("I", range(first_token, first_token + 4 * len(blocks)))
+    pool.index.insert(ROOT, blocks, memoryview(tokens).cast("B"), None, 0)
+
+
+def test_what_holds_nothing_is_taken_first_and_a_tables_end_before_its_beginning() -> None:
+    pool = make(8)
+    blocks = pool.take(5)
+    cache(pool, blocks[:3], 0)
+    pool.release_table(blocks, 3)
+    assert pool.free_block_ids() == [4, 3, 5, 6, 7, 2, 1, 0]
+    others = pool.take(4)
+    assert [block.block_id for block in others] == [4, 3, 5, 6]
+    cache(pool, others[1:3], 100)  # an owner may hold anything in any place: what is cached is seen
+    pool.release_table(others)
+    assert pool.free_block_ids() == [6, 4, 7, 2, 1, 0, 5, 3]
+    pool.check([])
+
+
+def test_what_stops_being_cached_is_taken_next_unless_by_a_reset() -> None:
+    pool = make(6)
+    first, second = pool.take(3), pool.take(2)
+    cache(pool, first, 0)
+    cache(pool, second, 100)
+    pool.release_table(first, 3)
+    pool.index.forget(second[0])  # and what hangs from it; both are owned
+    pool.index.forget(first[1])
+    pool.requeue_detached()
+    assert pool.free_block_ids() == [1, 2, 5, 0]
+    assert pool.detached == set(second)
+    pool.release_table(second, 2)  # its owner believes that they are cached
+    assert pool.free_block_ids() == [4, 3, 1, 2, 5, 0]
+    assert pool.detached == set()
+    pool.index.clear()
+    assert pool.free_block_ids() == [4, 3, 1, 2, 5, 0]
     pool.check([])
 
 
@@ -32,7 +71,7 @@ def test_can_take_counts_what_touching_takes_away() -> None:
     pool = make(4)
     blocks = pool.take(2)
     assert pool.can_take(2, blocks)  # owned already, so touching them takes nothing from the queue
-    pool.release(blocks)
+    pool.release_table(blocks)
     assert pool.can_take(2, blocks)
     assert not pool.can_take(3, blocks)
 
@@ -47,10 +86,18 @@ def test_more_blocks_than_free() -> None:
 def test_double_free() -> None:
     pool = make(2)
     blocks = pool.take(1)
-    pool.release(blocks)
+    pool.release_table(blocks)
     with pytest.raises(BlockStateError, match=r"double free: expected a block with an owner, got KVCacheBlock\(0"):
-        pool.release(blocks)
-    assert pool.free_block_ids() == [1, 0]
+        pool.release_table(blocks)
+    assert pool.free_block_ids() == [0, 1]
+    pool.take(2)
+    cache(pool, pool.blocks[:1], 0)
+    pool.release_table(pool.blocks[1:])
+    for table in (pool.blocks, pool.blocks[::-1]):  # a cached one that could be released, one that couldn't
+        with pytest.raises(BlockStateError, match="double free"):
+            pool.release_table(table)
+        assert ([block.ref_cnt for block in pool.blocks], pool.free_block_ids()) == ([1, 0], [1])
+        pool.check([pool.blocks[:1]])
 
 
 @pytest.mark.parametrize("num_blocks", [0, -3, 2.5, "8", None])

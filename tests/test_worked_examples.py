@@ -1,4 +1,7 @@
-"""The examples that vLLM's design document on automatic prefix caching walks through, step by step."""
+"""The examples that vLLM's design document on automatic prefix caching walks through, step by step.
+
+The document queues all freed blocks alike; here, as in vLLM's code since, those that hold nothing are taken first.
+"""
 
 from kvblocks import KVCacheManager, Sequence
 
@@ -41,18 +44,18 @@ def first_two_requests() -> tuple[KVCacheManager, Sequence, Sequence]:
 def test_the_example() -> None:
     manager, request_0, request_1 = first_two_requests()
     manager.free(request_0)
-    assert manager.free_block_ids() == [7, 8, 9, 4, 3, 2]
+    assert manager.free_block_ids() == [4, 7, 8, 9, 3, 2]  # block 4 isn't full, so it holds nothing
     manager.free(request_1)
-    assert manager.free_block_ids() == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
+    assert manager.free_block_ids() == [6, 4, 7, 8, 9, 3, 2, 5, 1, 0]
 
     request_2 = Sequence("2", [*REQUEST_0[:12], *range(200, 217)])
     assert request_2.num_tokens == 29
     allocate(manager, request_2)
-    assert request_2.block_ids == [0, 1, 2, 7, 8, 9, 4, 3]
+    assert request_2.block_ids == [0, 1, 2, 6, 4, 7, 8, 9]
 
     manager.free(request_2)
     again = manager.get_computed_blocks(Sequence("3", [*range(17)]))
-    assert again.num_tokens == 12  # what block 3 held was evicted
+    assert again.num_tokens == 16  # there were enough empty blocks, so nothing was evicted
 
 
 def test_the_example_in_its_other_wording() -> None:
@@ -63,7 +66,7 @@ def test_the_example_in_its_other_wording() -> None:
     request_2 = Sequence("2", [*range(16), *range(200, 217)])
     assert request_2.num_tokens == 33
     allocate(manager, request_2)
-    assert request_2.block_ids == [0, 1, 2, 3, 7, 8, 9, 4, 6]
+    assert request_2.block_ids == [0, 1, 2, 3, 6, 4, 7, 8, 9]
 
 
 def test_duplicate_blocks() -> None:
