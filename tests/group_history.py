@@ -139,7 +139,7 @@ class GroupHistory(History):
             with self.unchanged():
                 assert self.manager.append_group_step(sequences, tokens) is None
             return
-        assert self.manager.append_group_step(sequences, tokens) == changes
+        assert self.attempt(lambda: self.manager.append_group_step(sequences, tokens)) == changes
 
     def truncate(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
@@ -195,15 +195,15 @@ class GroupHistory(History):
             with self.unchanged():
                 assert call() is None
             return False
-        blocks = call()
+        blocks = self.attempt(call)
         assert [block.block_id for block in blocks] == [block for part in self.model.new for block in part]
         return True
 
     def snapshot(self) -> object:
         tables = [
             [list(s.group_block_ids(group)) for group in range(len(self.model.specs))]
-            for s, m in self.pairs
-            if m.is_allocated
+            for s, _ in self.pairs
+            if s.is_allocated
         ]
         hanging = [pin.hanging for pin in self.manager.pins]
         return super().snapshot(), tables, hanging, self.manager.group_usage()

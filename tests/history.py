@@ -27,6 +27,7 @@ from kvblocks import (
     SequenceStateError,
     StaleHitError,
 )
+from kvblocks.hashing import sha256_digest
 
 MAX_TOKENS = 20
 MAX_WAITING = 6
@@ -51,10 +52,27 @@ class RandomChooser:
         return self.random.randint(low, high)
 
 
+class HashError(Exception):
+    pass
+
+
+class FragileHash:
+    """A hash function that raises once each time it is told to."""
+
+    is_about_to_fail = False
+
+    def __call__(self, preimage: bytes) -> bytes:
+        if self.is_about_to_fail:
+            self.is_about_to_fail = False
+            raise HashError
+        return sha256_digest(preimage)
+
+
 class History:
     def __init__(self, num_blocks: int, block_size: int, *, enable_caching: bool = True, **options: Any) -> None:
         self.manager = KVCacheManager(num_blocks, block_size, enable_caching=enable_caching, **options)
         self.has_events = options.get("enable_events", False)
+        self.hash = options.get("hash_algorithm")
         self.has_history = options.get("num_history_blocks", 0) > 0
         self.memory = KVMemory(num_blocks, self.manager.groups, self.manager.block_size)
         self.pins: list[tuple[Pin, ModelPin]] = []
@@ -66,6 +84,7 @@ class History:
         self.num_made = 0
         self.num_stale_hits = self.num_refused = self.num_hits = self.num_orphans = 0
         self.num_checks = self.num_pending = self.num_given_up = self.num_renewed = 0
+        self.num_failed_hashes = 0
         self.causes: set[str] = set()
 
     # Operations. Each does nothing when there is nothing to do it to.
@@ -204,7 +223,7 @@ class History:
             with self.unchanged():
                 assert self.manager.append_step(sequences, tokens) is None
             return
-        assert self.manager.append_step(sequences, tokens) == changes
+        assert self.attempt(lambda: self.manager.append_step(sequences, tokens)) == changes
 
     def append_without_slots(self, chooser: Chooser) -> None:
         if self.pairs:
@@ -274,7 +293,7 @@ class History:
             return
         if not self.memory.is_of_these_weights(sequence):
             return
-        self.manager.renew(sequence)
+        self.attempt(lambda: self.manager.renew(sequence))
         self.model.renew(model)
         self.num_renewed += 1
 
@@ -387,6 +406,13 @@ class History:
         self.manager.reset_prefix_cache()
         self.model.reset([model for _, model in self.pairs])
 
+    def let_the_hash_fail(self, chooser: Chooser) -> None:
+        if isinstance(self.hash, FragileHash):
+            self.hash.is_about_to_fail = True
+            names = ["append", "append_step", "allocate", "allocate_chunk", "allocate_twin", "renew"]
+            getattr(self, chooser.choose(names))(chooser)
+            self.hash.is_about_to_fail = False
+
     def use_without_blocks(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=False)
         if pair is None:
@@ -489,8 +515,18 @@ class History:
             assert refusal.num_blocks > refusal.num_free_blocks + refusal.num_given_blocks
             return False
         expected = [block for i, block in enumerate(model.table) if before[i : i + 1] != [block]]
-        assert [block.block_id for block in call()] == expected
+        assert [block.block_id for block in self.attempt(call)] == expected
         return True
+
+    def attempt(self, call: Callable[[], Any]) -> Any:
+        """Make a call, and once more if the hash function raised; then the first one must have changed nothing."""
+        before = self.snapshot() if isinstance(self.hash, FragileHash) else None
+        try:
+            return call()
+        except HashError:
+            self.num_failed_hashes += 1
+            assert self.snapshot() == before
+            return call()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -501,7 +537,7 @@ class History:
     def snapshot(self) -> object:
         sequences = [(s.token_ids(), list(s.block_ids), s.num_computed_tokens, s.is_allocated) for s, _ in self.pairs]
         blocks = [[(block.ref_cnt, block.is_cached) for block in s.blocks] for s, _ in self.pairs]
-        hits = [self.manager.get_computed_blocks(s).blocks for s, model in self.pairs if not model.is_allocated]
+        hits = [self.manager.get_computed_blocks(s).blocks for s, _ in self.pairs if not s.is_allocated]
         pins = [(pin.blocks, pin.num_held_blocks) for pin in self.manager.pins]
         return self.manager.free_block_ids(), self.manager.stats, self.manager.quotas(), sequences, blocks, hits, pins
 
@@ -621,6 +657,7 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
     (History.unpin, 1),
     (History.expire_pins, 1),
     (History.set_quota, 1),
+    (History.let_the_hash_fail, 3),
     (History.use_without_blocks, 1),
     (History.misuse, 2),
 )

@@ -58,7 +58,7 @@ def test_machine_agrees_with_the_dumb_model(variant: str) -> None:
     )
 
 
-@pytest.mark.parametrize("variant", ["xxh3_128", "3-bit hash"])
+@pytest.mark.parametrize("variant", ["xxh3_128", "3-bit hash", "a hash that raises"])
 @pytest.mark.parametrize("name", SETS)
 def test_long_walks_agree_with_the_dumb_model(variant: str, name: str) -> None:
     history = GroupHistory(10 * len(SETS[name]), SETS[name], **VARIANTS[variant])

@@ -4,7 +4,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from history import OPERATIONS, History, RandomChooser, walk
+from history import OPERATIONS, FragileHash, History, RandomChooser, walk
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -35,6 +35,7 @@ VARIANTS = {
     "xxh3_128": {"enable_events": True, "num_history_blocks": 100_000, "debug": True},
     "short ways": {},
     "3-bit hash": {"hash_algorithm": three_bit_hash},
+    "a hash that raises": {"hash_algorithm": FragileHash(), "enable_events": True, "num_history_blocks": 100_000},
     "caching off": {"enable_caching": False, "enable_events": True},
 }
 
@@ -73,7 +74,7 @@ def test_machine_agrees_with_the_dumb_model(variant: str) -> None:
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(6, 1), (10, 2), (24, 2), (30, 1), (12, 3)])
 def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, block_size: int) -> None:
     history = History(num_blocks, block_size, **VARIANTS[variant])
-    walk(history, RandomChooser(seed=num_blocks * 10 + block_size), num_steps=8000)
+    walk(history, RandomChooser(seed=num_blocks * 10 + block_size), num_steps=10_000)
     # A walk that never met these would prove little.
     assert history.num_refused > 100
     assert history.manager.stats.num_taken_blocks > 500
@@ -88,6 +89,7 @@ def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, blo
         assert history.manager.stats.num_evicted_blocks > 300
     if history.has_history:
         assert {"evicted", "aborted", "reset"} <= history.causes
+    assert (history.num_failed_hashes > 20) == isinstance(history.hash, FragileHash)
     assert history.memory.num_steps > 500
     assert history.memory.num_deaths > 100
     if block_size > 1:
