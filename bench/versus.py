@@ -24,13 +24,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import kvblocks
 from bench.conditions import conditions, print_conditions
 from bench.items import ITEMS
 from bench.ours import Ours, is_compiled
 from bench.prefix_cache import evict_case, insert_cases, match_cases
 from bench.timing import NUM_WARM_UPS, Case, settle
-
-import kvblocks
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 CACHE_BLOCKS = 16_384
