@@ -117,7 +117,7 @@ def _tenants_in_use(num_tenants: int) -> Work:
     others = Sequence("others", _tokens(1, 100))
     manager.allocate_slots(others)
     manager.free(others)
-    return lambda: manager.allocate_slots(Sequence("new", _tokens(FRESH // BLOCK_SIZE, 1)))
+    return lambda: manager.allocate_slots(Sequence("new", _tokens(FRESH // BLOCK_SIZE, 100)))
 
 
 def _pinned(num_blocks: int, priority: int, num_left: int) -> Any:
