@@ -17,12 +17,14 @@ from kvblocks.errors import BlockStateError, PoolExhaustedError
 class FreeBlockQueue:
     """An intrusive LRU queue over `blocks`, all of them free at first and in the given order. O(blocks) to make.
 
-    Raises BlockStateError, changing nothing, when a block is linked or owned already.
+    num_shared_changes: how often a block that has an owner got another one, or lost one of several. Raises
+    BlockStateError, changing nothing, when a block is linked or owned already.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
         self._root = KVCacheBlock(0)  # never handed out, so its id is never seen
         self.num_free_blocks = 0
+        self.num_shared_changes = 0
         self.extend(blocks)
 
     def __len__(self) -> int:
@@ -130,6 +132,8 @@ class FreeBlockQueue:
         last.next_free_block = root
         root.prev_free_block = last
         self.num_free_blocks += len(blocks) - num_kept
+        if num_kept:
+            self.num_shared_changes += num_kept
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add one reference to each block; those that were free leave the queue. O(blocks)."""
@@ -145,6 +149,8 @@ class FreeBlockQueue:
                 block.ref_cnt += 1
                 num_owned += 1
         self.num_free_blocks -= len(blocks) - num_owned
+        if num_owned:
+            self.num_shared_changes += num_owned
 
     def check(self) -> None:
         """Raise AssertionError unless the links agree, the length is right and no queued block is owned. O(queue)."""

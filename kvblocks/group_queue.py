@@ -64,6 +64,8 @@ class GroupQueue(FreeBlockQueue):
             if not block.ref_cnt:
                 self.num_free_blocks += 1
                 self._link(block, self._early if block.is_cached else self._early.next_free_block)
+            else:
+                self.num_shared_changes += 1
 
     def put_first(self, block: KVCacheBlock) -> None:
         """Move a free block, which holds nothing any more, to where it is taken next. O(1)."""
