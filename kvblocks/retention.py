@@ -164,7 +164,7 @@ class Retention:
         num_free = self._pool.num_free_blocks - sum([block.ref_cnt == 0 for block in touched])
         num_given = num_kept = 0
         if self.pins:
-            held = (self._held_by(pin) for pin in self.pins)
+            held = map(self._held_by, self.pins)  # as far as is needed; a compiled generator makes a list first
             num_given, num_kept = self._only_pinned.count(held, touched, num_blocks - num_free)
             if num_given >= num_blocks - num_free:
                 return False
