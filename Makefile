@@ -18,7 +18,7 @@ PINS := pyproject.toml constraints.txt kvblocks/version.py $(wildcard setup.py)
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
 # All tests but those of the engine, the command line and the packaging.
-CORE_TESTS := $(filter-out $(addprefix tests/test_,bench.py bench_metrics.py bench_prefix_cache.py cli.py compiled_wheel.py examples.py layering.py packaging.py),$(wildcard tests/test_*.py))
+CORE_TESTS := $(filter-out $(addprefix tests/test_,bench.py bench_metrics.py bench_prefix_cache.py bench_versus.py cli.py compiled_wheel.py examples.py layering.py packaging.py),$(wildcard tests/test_*.py))
 
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)

@@ -172,16 +172,18 @@ class Run:
         self.blocks += blocks
         self.tokens += tokens
         if extra_keys:
-            self.extra_keys = (self.extra_keys or {}) | {base + i: key for i, key in extra_keys.items()}
+            if self.extra_keys is None:
+                self.extra_keys = {}
+            for i, key in extra_keys.items():
+                self.extra_keys[base + i] = key
 
-    def num_without_spares(self, max_blocks: int) -> int:
-        """Return how many blocks at the end, at most `max_blocks`, have no spare. O(that number)."""
-        end = len(self.blocks)
-        if self.spares:
-            for position in range(end - 1, max(end - max_blocks, 0) - 1, -1):
-                if position in self.spares:
-                    return end - 1 - position
-        return min(end, max_blocks)
+    def num_backwards(self, blocks: list[KVCacheBlock], first: int) -> int:
+        """Return how many of `blocks` from `first` on stand at the end here, last first, without a spare. O(those)."""
+        end, spares, count = len(self.blocks), self.spares or {}, 0
+        most = min(end, len(blocks) - first)
+        while count < most and blocks[first + count] is self.blocks[end - 1 - count] and end - 1 - count not in spares:
+            count += 1
+        return count
 
     def children_from(self, position: int) -> "list[Run]":
         """Return the runs that hang from `position` or later. O(positions from there, and those runs)."""
@@ -226,13 +228,14 @@ class Run:
         """Return the record of the run having grown from `base` blocks to what it has now. O(blocks added)."""
         parent, position, _, _ = self.key
         above = (self, base - 1) if base else (parent, position)
-        keys = sorted((self.extra_keys or {}).items())
+        keys = self.extra_keys or {}
+        added = range(base, len(self.blocks))
         return BlockStored(
-            block_hashes=tuple([self.digest(index) for index in range(base, len(self.blocks))]),
+            block_hashes=tuple([self.digest(index) for index in added]),
             parent_block_hash=None if above[0] is None else above[0].digest(above[1]),
             tokens=bytes(self.tokens[base * self.epoch.block_bytes :]),
             block_size=self.epoch.block_bytes // 4,
-            extra_keys=tuple([(index - base, key) for index, key in keys if index >= base]),
+            extra_keys=tuple([(index - base, keys[index]) for index in added if index in keys]),
         )
 
     def check(self) -> int:

@@ -89,7 +89,8 @@ class GroupIndex(PrefixIndex):
         keys: tuple[tuple[int, bytes], ...] = ()
         primary = chain[companion.home(number)[0]]
         if companion.block_size == self.block_size and primary.run is not None and primary.run.extra_keys:
-            keys = tuple([(0, key) for place, key in primary.run.extra_keys.items() if place == primary.index])
+            key = primary.run.extra_keys.get(primary.index)
+            keys = () if key is None else ((0, key),)
         self.events.append(BlockStored((name,), parent, tokens, companion.block_size, keys, companion.group))
 
     def name(self, primary: KVCacheBlock, companion: Companion, place: int) -> bytes:

@@ -83,7 +83,7 @@ class Explanation:
 def explain_miss(index: PrefixIndex, sequence: Sequence, num_taken_blocks: int) -> Explanation:
     """Return why the first block of a sequence that isn't found isn't. num_taken_blocks: from the pool, until now.
 
-    Changes nothing visible. O(runs + tokens).
+    Changes nothing visible. O(runs + tokens + blocks cached for these tokens under any keys).
     """
     size = index.block_size
     blocks = find_blocks(index, sequence)
@@ -120,20 +120,29 @@ def explain_miss(index: PrefixIndex, sequence: Sequence, num_taken_blocks: int) 
 
 def _longest_by_tokens(roots: list[Run], tokens: memoryview) -> list[bytes | None]:
     """Return the keys, by block, of the cached prefix that shares most blocks with `tokens`, whatever its keys."""
-    longest: list[bytes | None] = []
-    pending: list[tuple[Run, list[bytes | None]]] = [(root, []) for root in roots]
+    longest, end_of_longest = 0, ROOT
+    pending: list[tuple[Run, int]] = [(root, 0) for root in roots]  # runs, and how many blocks are above them
     while pending:
-        run, above = pending.pop()
-        size, first, count = run.epoch.block_bytes, len(above), 0
+        run, first = pending.pop()
+        size, count = run.epoch.block_bytes, 0
         while count < len(run.blocks) and _is_equal(run.tokens, count * size, tokens, (first + count) * size, size):
             count += 1
-        chain = above + [(run.extra_keys or {}).get(index) for index in range(count)]
-        if len(chain) > len(longest):
-            longest = chain
+        if first + count > longest:
+            longest, end_of_longest = first + count, (run, count - 1)
         for position, children in (run.children or {}).items():
             if position < count:
-                pending += [(child, chain[: first + position + 1]) for child in children]
-    return longest
+                pending += [(child, first + position + 1) for child in children]
+    return _keys_above(end_of_longest)
+
+
+def _keys_above(node: Node) -> list[bytes | None]:
+    """Return the keys, by block, of the prefix that ends in a node."""
+    keys: list[bytes | None] = []  # last block first
+    above, position = node
+    while above is not None:
+        keys += [(above.extra_keys or {}).get(index) for index in range(position, -1, -1)]
+        above, position, _, _ = above.key
+    return keys[::-1]
 
 
 def _is_equal(one: bytearray, start: int, other: memoryview, other_start: int, num_bytes: int) -> bool:

@@ -22,8 +22,9 @@ from kvblocks.errors import BlockStateError, PoolExhaustedError
 class FreeBlockQueue:
     """An intrusive queue over `blocks`, all of them free at first and in the given order. O(blocks) to make.
 
-    has_windows: whether blocks may leave a window (`release_passed`). Raises BlockStateError, changing nothing, when a
-    block is linked or owned already.
+    has_windows: whether blocks may leave a window (`release_passed`). num_shared_changes: how often a block that has an
+    owner got another one, or lost one of several. Raises BlockStateError, changing nothing, when a block is linked or
+    owned already.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], *, has_windows: bool = False) -> None:
@@ -31,6 +32,7 @@ class FreeBlockQueue:
         self._mark = KVCacheBlock(0)  # nor this one: it stands behind what left a window, if anything does
         self._has_windows = has_windows
         self.num_free_blocks = 0
+        self.num_shared_changes = 0
         self.extend(blocks)
         if has_windows:
             self._link(self._mark, self._root)
@@ -147,6 +149,8 @@ class FreeBlockQueue:
         last.next_free_block = root
         root.prev_free_block = last
         self.num_free_blocks += len(blocks) - num_kept
+        if num_kept:
+            self.num_shared_changes += num_kept
 
     def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
         """Give up one reference to each block, a table's or a part of one; those that lose their last one are queued.
@@ -197,6 +201,7 @@ class FreeBlockQueue:
         last.next_free_block = following
         following.prev_free_block = last
         self.num_free_blocks += num_linked
+        self.num_shared_changes += len(blocks) - num_linked
 
     def release_passed(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Give up one reference to each block, all of them cached, that left a window; of a queue with windows.
@@ -207,7 +212,9 @@ class FreeBlockQueue:
         for block in blocks:
             assert block.ref_cnt > 0, f"double free: {block} has no owner"
             block.ref_cnt -= 1
-            if not block.ref_cnt:
+            if block.ref_cnt:
+                self.num_shared_changes += 1
+            else:
                 self._link(block, self._mark)
                 self.num_free_blocks += 1
 
@@ -231,6 +238,8 @@ class FreeBlockQueue:
                 block.ref_cnt += 1
                 num_owned += 1
         self.num_free_blocks -= len(blocks) - num_owned
+        if num_owned:
+            self.num_shared_changes += num_owned
 
     def check(self) -> None:
         """Raise AssertionError unless the links agree, the length is right and no queued block is owned. O(queue)."""

@@ -7,10 +7,13 @@ windows, a hit can't end anywhere else in the prefix on what the pin holds.
 Invariants: a pin with hanging blocks holds all of its primary ones. Ghosts cost nothing, and count for nothing.
 """
 
+from itertools import chain
+
 from kvblocks.block import KVCacheBlock
 from kvblocks.companions import GroupIndex
 from kvblocks.group_lookup import needed_blocks
 from kvblocks.group_pool import GroupPool
+from kvblocks.pinned_blocks import Held
 from kvblocks.retention import Pin, Retention
 
 
@@ -81,29 +84,15 @@ class GroupRetention(Retention):
                 found.append(block)
         return found
 
-    def _give_up_end(self, pin: Pin) -> None:
-        if pin.hanging:
-            self._drop_hanging(pin)
-        else:
-            super()._give_up_end(pin)
+    def _give_up_end(self, pin: Pin) -> list[KVCacheBlock]:
+        return self._drop_hanging(pin) if pin.hanging else super()._give_up_end(pin)
 
-    def _drop_hanging(self, pin: Pin) -> None:
+    def _drop_hanging(self, pin: Pin) -> list[KVCacheBlock]:
         hanging, pin.hanging = pin.hanging, []
         self._pool.release_table(hanging)
         self._note(pin)
+        return hanging
 
-    def _num_freeable(self, below: int, touched: list[KVCacheBlock], num_wanted: int) -> int:
-        """Return how many blocks of the pool only pins with a priority less than `below` hold."""
-        held = set(touched)
-        holds: dict[KVCacheBlock, int] = {}
-        num_freeable = 0
-        for pin in self.pins:
-            blocks = [*pin.blocks, *pin.hanging]
-            priorities = pin.priorities[: len(pin.blocks)] + [pin.priorities[-1]] * len(pin.hanging)
-            for block, priority in zip(blocks, priorities, strict=True):
-                if priority < below and block not in held and not self._group_pool.is_ghost(block):
-                    holds[block] = holds.get(block, 0) + 1
-                    num_freeable += holds[block] == block.ref_cnt
-            if num_freeable >= num_wanted:
-                break
-        return num_freeable
+    def _held_by(self, pin: Pin) -> Held:
+        hanging = zip(pin.hanging, [pin.priorities[-1]] * len(pin.hanging), strict=True)
+        return hanging if self._group_pool.ghosts is not None else chain(super()._held_by(pin), hanging)

@@ -71,7 +71,7 @@ class GroupSlots(StepAllocator):
             if not self._pool.can_take(num_taken, in_pool) and self._retention.refuses(num_taken, in_pool):
                 sequence.window_tables, sequence.blocks = None, []
                 return None
-            digests = digests_ahead(self._index, sequence, epoch, held, end)
+            digests = digests_ahead(self._index, sequence, epoch, held, len(held), end)
         except BaseException:
             sequence.window_tables, sequence.blocks = None, []
             raise

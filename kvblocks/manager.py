@@ -52,9 +52,7 @@ class KVCacheManager(GroupManager):
     for `take_events`; then take them regularly, since they are kept until taken. num_history_blocks: how many
     prefixes that are cached no more `explain` remembers; 0 costs nothing, otherwise each block is hashed when it is
     cached, and each remembered one takes about 250 bytes. pin_budget: share of the pool that pins may hold together,
-    0.0 to 1.0. debug: run `check()` after every change.
-
-    Raises InvalidArgumentError. O(num_blocks).
+    0.0 to 1.0. debug: run `check()` after every change. Raises InvalidArgumentError. O(num_blocks).
     """
 
     def __init__(
@@ -196,7 +194,8 @@ class KVCacheManager(GroupManager):
 
         Raises PinBudgetError when all pins together would be for more than `pin_budget` allows (a block in two pins
         counts twice), InvalidArgumentError and InvalidTokensError. O(tokens + pins); and while it lacks blocks, a
-        lookup whenever a sequence that begins like it is freed.
+        lookup whenever a sequence that begins like it is freed. While there are pins, a call that finds too few free
+        blocks costs O(pins) more, and O(pinned blocks) if some of those have other owners than at the last such call.
         """
         if not self.enable_caching:
             raise InvalidArgumentError("pin: expected enable_caching=True when the manager was made, got False")
@@ -256,7 +255,7 @@ class KVCacheManager(GroupManager):
         """Say why the longest cached prefix of a sequence ends where it does. Changes nothing.
 
         Needs num_history_blocks to know of evictions, aborts and resets. With several groups it names the one that
-        ended the hit. For people: O(runs in the cache + tokens).
+        ended the hit. For people: O(runs in the cache + tokens + blocks cached for them under any keys).
         """
         if self._group_index is not None:
             return explain_group_miss(self._group_index, sequence, self._slots.num_taken_blocks)

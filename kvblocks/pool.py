@@ -38,6 +38,11 @@ class BlockPool:
         return self._queue.num_free_blocks
 
     @property
+    def num_shared_changes(self) -> int:
+        """How often a block that has an owner got another one, or lost one of several. O(1)."""
+        return self._queue.num_shared_changes
+
+    @property
     def num_cached_blocks(self) -> int:
         """Blocks whose contents are cached. O(1)."""
         return self.index.num_cached_blocks

@@ -37,7 +37,8 @@ class PrefixCache:
 
     Wherever tokens are given, salt, lora and extra_keys say what else their KV depends on, as in `Sequence`; prefixes
     are equal only where all of it is. Tokens come in any form that `tokens.pack_tokens` takes, at least one. Only full
-    blocks are cached. Raises InvalidArgumentError. Takes no memory for blocks that were never inserted.
+    blocks are cached. Raises InvalidArgumentError. Takes no memory for blocks that were never inserted. What it costs
+    to let go of a match falls to a later call: O(1) for each that was left, and for each block that nothing then holds.
     """
 
     def __init__(self, max_blocks: SupportsIndex, block_size: SupportsIndex = 16) -> None:
@@ -214,7 +215,7 @@ class PrefixCache:
             return len(self._store.blocks)
 
     def evictable_count(self) -> int:
-        """Return how many blocks are neither pinned nor held by a match. O(1)."""
+        """Return how many blocks are neither pinned nor held by a match. O(1) beside matches that were left."""
         with self._lock:
             self._settle()
             return self._store.num_evictable_blocks

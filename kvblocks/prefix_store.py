@@ -3,15 +3,17 @@
 A block is here from its insertion to its eviction. The object that stood for it then goes to a stock and is used again,
 so that a cache in steady state makes no objects.
 
-As in `BlockPool`, being in the queue and having `ref_cnt` 0 are one fact. References are to whole paths, from a
-prefix's first block on, so a block has at least as many as any block below it. With the queue's order, children before
-their parents, that makes eviction leaf-first: a block never outlives what it hangs from.
+As in `BlockPool`, being in the queue and having `ref_cnt` 0 are one fact. What is held are whole paths, from a prefix's
+first block on; a reference is to a path's last block, and a block with any has one to the block that it hangs from. So
+holding a path that is held already, or shares its beginning with one, costs nothing for what they share. With the
+queue's order, children before their parents, that makes eviction leaf-first: a block never outlives what it hangs from.
 
 Takes no lock; `PrefixCache` does.
 """
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from operator import length_hint
 from typing import Any
 
 from xxhash import xxh3_128_digest
@@ -26,7 +28,43 @@ from kvblocks.sequence import Sequence
 
 
 class RecencyQueue(FreeBlockQueue):
-    """A queue whose blocks can be used without being taken out."""
+    """A queue whose blocks can be used without being taken out, and taken out as paths."""
+
+    def hold(self, path: Items[KVCacheBlock]) -> None:
+        """Add a reference to a path's last block, and to what that hangs from if it had none. O(blocks taken out)."""
+        num_kept = 0  # what isn't reached is counted, since that costs nothing for each block
+        above = reversed(path)
+        for block in above:
+            if block.ref_cnt:
+                block.ref_cnt += 1
+                num_kept = 1 + length_hint(above)
+                break
+            previous, following = block.prev_free_block, block.next_free_block
+            previous.next_free_block = following
+            following.prev_free_block = previous
+            block.prev_free_block = block
+            block.ref_cnt = 1
+        self.num_free_blocks -= len(path) - num_kept
+
+    def let_go(self, path: Items[KVCacheBlock]) -> None:
+        """Undo one `hold`; blocks without a reference join the end, a path's first one last. O(those blocks)."""
+        root = self._root
+        last = root.prev_free_block
+        num_kept = 0
+        above = reversed(path)
+        for block in above:
+            if block.ref_cnt != 1:
+                assert block.ref_cnt, f"let_go: {block} isn't held"
+                block.ref_cnt -= 1
+                num_kept = 1 + length_hint(above)
+                break
+            block.ref_cnt = 0
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+        last.next_free_block = root
+        root.prev_free_block = last
+        self.num_free_blocks += len(path) - num_kept
 
     def renew(self, blocks: Items[KVCacheBlock]) -> None:
         """Make a path's blocks the most recently used, its first one most of all. Owned ones stay out.
@@ -87,12 +125,12 @@ class PrefixStore:
         self._queue.renew(path)
 
     def hold(self, path: list[KVCacheBlock]) -> None:
-        """Keep a path from being evicted. O(blocks)."""
-        self._queue.touch(path)
+        """Keep a path from being evicted. O(blocks that nothing else holds)."""
+        self._queue.hold(path)
 
     def let_go(self, path: list[KVCacheBlock]) -> None:
-        """Undo one `hold`; what nothing holds any more becomes the most recently used. O(blocks)."""
-        self._queue.release(path[::-1])
+        """Undo one `hold`; what nothing holds any more becomes the most recently used. O(1 + those blocks)."""
+        self._queue.let_go(path)
 
     def insert(self, sequence: Sequence, kv_block_ids: list[int]) -> tuple[list[KVCacheBlock], int, list[int]]:
         """Cache as much of the sequence's full blocks as there is room for, evicting what nothing holds.
@@ -162,7 +200,12 @@ class PrefixStore:
         for path in holds:
             for above, block in zip([None, *path], path, strict=False):
                 assert _parent(block) is above, f"{block}: hangs from another block than {above}"
-                num_holds[block] += 1
+            if path:
+                num_holds[path[-1]] += 1
+        for block in self.blocks.values():
+            held_from = _parent(block) if block.ref_cnt else None
+            if held_from is not None:
+                num_holds[held_from] += 1
         self._queue.check()
         self.index.check()
         places = {block: place for place, block in enumerate(self._queue)}

@@ -12,21 +12,26 @@ from struct import unpack_from
 
 from kvblocks.block import KVCacheBlock, Run
 from kvblocks.hashing import SALT_KIND
-from kvblocks.tenant import Tenant
+from kvblocks.tenant import OverQuota, Tenant
 
 
 class TenantQuotas:
-    """The tenants there are, by salt. over: those that are beyond their quotas."""
+    """The tenants there are, by salt."""
 
     def __init__(self) -> None:
         self.default_max_blocks: int | None = None
-        self.over: dict[Tenant, None] = {}
+        self._over = OverQuota()
         self._tenants: dict[str | None, Tenant] = {}
         self._named: dict[str | None, int] = {}
         self._sweep_at = 1000
 
     def __len__(self) -> int:
         return len(self._tenants)
+
+    @property
+    def over(self) -> dict[Tenant, int]:
+        """The tenants beyond their quotas, longest first. Not to be changed. O(1)."""
+        return self._over.tenants
 
     @property
     def is_empty(self) -> bool:
@@ -43,7 +48,7 @@ class TenantQuotas:
         self._tenants.pop(salt, None)
         self._named.pop(salt, None)
         if max_blocks is not None:
-            self._tenants[salt] = Tenant(salt, max_blocks, self.over)
+            self._tenants[salt] = Tenant(salt, max_blocks, self._over)
             self._named[salt] = max_blocks
 
     def set_default(self, max_blocks: int | None) -> None:
@@ -58,12 +63,12 @@ class TenantQuotas:
         if tenant is None and salt is not None and self.default_max_blocks is not None:
             if len(self._tenants) >= self._sweep_at:
                 self._forget_idle()
-            tenant = self._tenants[salt] = Tenant(salt, self.default_max_blocks, self.over)
+            tenant = self._tenants[salt] = Tenant(salt, self.default_max_blocks, self._over)
         return tenant
 
     def recount(self, runs: list[Run], free_blocks: Iterable[KVCacheBlock]) -> None:
         """Count what is cached anew. runs: all there are, parents first. free_blocks: in their order. O(both)."""
-        self.over.clear()
+        self._over.reorder([])
         for tenant in self._tenants.values():
             tenant.num_cached_blocks = 0
             tenant.free_blocks.clear()
@@ -72,9 +77,7 @@ class TenantQuotas:
             run.tenant = self.tenant_of(extra_keys) if parent is None else parent.tenant
             if run.tenant is not None:
                 run.tenant.add(run.num_cached_blocks())
-        by_name = sorted(self.over, key=_name)  # nobody knows who went over first
-        self.over.clear()
-        self.over.update(dict.fromkeys(by_name))
+        self._over.reorder(sorted(self.over, key=_name))  # nobody knows who went over first
         self.note_released(free_blocks)
 
     def note_released(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -87,18 +90,15 @@ class TenantQuotas:
     def next_victim(self) -> KVCacheBlock | None:
         """Return the least recently used free block of the tenant longest beyond its quota, None if none has any.
 
-        O(1) on average, and O(tenants beyond their quotas that have everything in use).
+        O(log tenants) on average.
         """
-        for tenant in self.over:
-            block: KVCacheBlock | None = tenant.first_free()
-            if block is not None:
-                return block
-        return None
+        block: KVCacheBlock | None = self._over.next_victim()
+        return block
 
     def clear(self) -> None:
         """Start anew, since nothing is cached any more. O(salts with a quota of their own)."""
-        self.over = {}
-        self._tenants = {salt: Tenant(salt, max_blocks, self.over) for salt, max_blocks in self._named.items()}
+        self._over = OverQuota()
+        self._tenants = {salt: Tenant(salt, max_blocks, self._over) for salt, max_blocks in self._named.items()}
 
     def _forget_idle(self) -> None:
         """Drop tenants by default that have nothing cached, so that salts that come and go don't add up."""

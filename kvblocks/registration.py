@@ -37,18 +37,19 @@ def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> None:
 
 
 def digests_ahead(
-    index: PrefixIndex, sequence: Sequence, epoch: Epoch | None, held: list[KVCacheBlock], end: int
+    index: PrefixIndex, sequence: Sequence, epoch: Epoch | None, held: list[KVCacheBlock], num_held: int, end: int
 ) -> bytearray | None:
     """Return the digests that caching the sequence's first `end` tokens will record; None when nothing will be.
 
-    epoch: what the sequence is of, or will be. held: its registered blocks, or the hit that it starts with. Computed
-    before anything is changed, so that a hash function that raises can do no harm. Changes nothing. O(new full blocks).
+    epoch: what the sequence is of, or will be. held: a table that begins with its registered blocks, or with the hit
+    that it starts with; `num_held` are those. Computed before anything is changed, so that a hash function that raises
+    can do no harm. Changes nothing. O(new full blocks).
     """
-    first, last = len(held), end // index.block_size
+    first, last = num_held, end // index.block_size
     if not index.names_changes or first >= last or epoch is not index.epoch:
         return None
-    node = held[-1].node if held else ROOT
-    if held and node[0] is None:
+    node = held[first - 1].node if first else ROOT
+    if first and node[0] is None:
         return None
     keys = sequence.encoded_keys(index.block_size)
     return index.digests(node, sequence.packed_tokens(), keys, first, last)

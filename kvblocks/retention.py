@@ -23,12 +23,10 @@ from typing import Any, SupportsIndex
 from kvblocks.arguments import check_count
 from kvblocks.block import KVCacheBlock
 from kvblocks.errors import InvalidArgumentError, PinBudgetError
+from kvblocks.pinned_blocks import KEEP, Held, PinnedBlocks
 from kvblocks.pool import BlockPool
 from kvblocks.registration import find_blocks
 from kvblocks.sequence import Sequence
-
-KEEP = 100
-"""The priority of what is never given up before it expires."""
 
 Priority = SupportsIndex | Iterable[tuple[SupportsIndex, SupportsIndex, SupportsIndex]]
 """0 to 100 for a whole prefix, or (start, end, priority) for ranges of its tokens."""
@@ -100,6 +98,7 @@ class Retention:
         self.last_refusal: Refusal | None = None
         self.pins: dict[Pin, None] = {}
         self.lacking: dict[bytes, dict[Pin, None]] = {}
+        self._only_pinned = PinnedBlocks(pool)
 
     def add(self, sequence: Sequence, priority: Priority, expires_at: Any) -> Pin:
         """Pin a prefix. Raises InvalidArgumentError, and PinBudgetError when it would take too much.
@@ -159,14 +158,17 @@ class Retention:
     def refuses(self, num_blocks: int, touched: list[KVCacheBlock]) -> bool:
         """Whether `num_blocks` can't be had after `touched` are taken, even if pins give up what they may.
 
-        Keeps the reason in last_refusal. Changes nothing else. O(pinned blocks + touched).
+        Keeps the reason in last_refusal. Changes nothing else. O(touched), and O(pinned blocks) if pins hold others
+        than at the last call, or if a pinned block got another owner since or lost one of several.
         """
         num_free = self._pool.num_free_blocks - sum([block.ref_cnt == 0 for block in touched])
-        if self.pins and self._num_freeable(KEEP, touched, num_blocks - num_free) >= num_blocks - num_free:
-            return False
-        num_given = self._num_freeable(KEEP, touched, len(self._pool.blocks))
-        num_pinned = self._num_freeable(KEEP + 1, touched, len(self._pool.blocks))
-        self.last_refusal = Refusal(num_blocks, num_free, num_given, num_pinned - num_given)
+        num_given = num_kept = 0
+        if self.pins:
+            held = map(self._held_by, self.pins)  # as far as is needed; a compiled generator makes a list first
+            num_given, num_kept = self._only_pinned.count(held, touched, num_blocks - num_free)
+            if num_given >= num_blocks - num_free:
+                return False
+        self.last_refusal = Refusal(num_blocks, num_free, num_given, num_kept)
         return True
 
     def give_up(self, num_blocks: int) -> None:
@@ -176,17 +178,20 @@ class Retention:
         """
         order = [(pin.priorities[len(pin.blocks) - 1], age, pin) for age, pin in enumerate(self.pins) if pin.blocks]
         heapify(order)
+        known, given_up = self._only_pinned.known, list[KVCacheBlock]()
         num_wanted = self._pool.num_free_blocks + num_blocks
         while self._pool.num_free_blocks < num_wanted:
             _, age, pin = heappop(order)
-            self._give_up_end(pin)
+            given_up += self._give_up_end(pin)
             self._note(pin)
             if pin.blocks:
                 heappush(order, (pin.priorities[len(pin.blocks) - 1], age, pin))
+        self._only_pinned.note_given_up(known, given_up)
 
     def check(self) -> None:
         """Raise AssertionError unless the module's invariants hold. O(pinned blocks)."""
         assert sum([pin.num_wanted_blocks for pin in self.pins]) <= self.max_blocks, "pins: over their budget"
+        self._only_pinned.check([self._held_by(pin) for pin in self.pins])
         for pin in self.pins:
             assert pin.blocks == find_blocks(self._pool.index, pin.sequence)[: len(pin.blocks)], f"{pin}: holds others"
             lacking = self.lacking.get(_first_block(pin.sequence, self._pool.index.block_size), ())
@@ -201,7 +206,8 @@ class Retention:
         self._note(pin)
 
     def _note(self, pin: Pin) -> None:
-        """Keep `lacking` true of a pin."""
+        """Keep `lacking` true of a pin that is new, ends, or holds other blocks than before."""
+        self._only_pinned.forget()
         first = _first_block(pin.sequence, self._pool.index.block_size)
         if not pin.has_ended and self._lacks(pin):
             self.lacking.setdefault(first, {})[pin] = None
@@ -220,22 +226,15 @@ class Retention:
     def _lacks(self, pin: Pin) -> bool:
         return len(pin.blocks) < pin.num_blocks
 
-    def _give_up_end(self, pin: Pin) -> None:
-        self._pool.release_table([pin.blocks.pop()])
+    def _give_up_end(self, pin: Pin) -> list[KVCacheBlock]:
+        """Let go of the end of what a pin holds, and return it."""
+        end = [pin.blocks.pop()]
+        self._pool.release_table(end)
+        return end
 
-    def _num_freeable(self, below: int, touched: list[KVCacheBlock], num_wanted: int) -> int:
-        """Return how many blocks only pins with a priority less than `below` hold, counting to about `num_wanted`."""
-        held = set(touched)
-        holds: dict[KVCacheBlock, int] = {}
-        num_freeable = 0
-        for pin in self.pins:
-            for block, priority in zip(pin.blocks, pin.priorities, strict=False):
-                if priority < below and block not in held:
-                    holds[block] = holds.get(block, 0) + 1
-                    num_freeable += holds[block] == block.ref_cnt
-            if num_freeable >= num_wanted:
-                break
-        return num_freeable
+    def _held_by(self, pin: Pin) -> Held:
+        """Return the blocks of the pool that a pin holds, with their priorities."""
+        return zip(pin.blocks, pin.priorities, strict=False)
 
 
 def _first_block(sequence: Sequence, block_size: int) -> bytes:

@@ -54,7 +54,7 @@ class SequenceManager:
 
         Looks at all known tokens, so a sequence that was freed hits the blocks of its generated tokens too. The hit is
         empty when caching is off. Raises SequenceStateError when the sequence holds blocks. One dict lookup and one
-        memcmp for each run of blocks that were cached together.
+        memcmp for each run of blocks that were cached together; O(blocks) where sequences parted at every block.
         """
         if sequence.owner is not None:
             raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {sequence}")

@@ -47,7 +47,7 @@ class SlotAllocator:
         num_missing = max(0, -(-(end + num_lookahead_tokens) // self._block_size) - len(held))
         if not self._pool.can_take(num_missing, held) and self._retention.refuses(num_missing, held):
             return None
-        digests = digests_ahead(self._index, sequence, epoch, held, end)
+        digests = digests_ahead(self._index, sequence, epoch, held, len(held), end)
         self._pool.touch(held)
         sequence.epoch = epoch
         sequence.blocks += held
@@ -204,5 +204,5 @@ class SlotAllocator:
     def _digests_ahead(self, sequence: Sequence, end: int) -> bytearray | None:
         if not self._index.names_changes:
             return None
-        registered = sequence.blocks[: sequence.num_registered_blocks]
-        return digests_ahead(self._index, sequence, sequence.epoch, registered, end)
+        num_held = sequence.num_registered_blocks
+        return digests_ahead(self._index, sequence, sequence.epoch, sequence.blocks, num_held, end)

@@ -41,6 +41,7 @@ FLOORS = {
     "kvblocks.cache_hit": 2,
     "kvblocks.pool": 2,
     "kvblocks.registration": 2,
+    "kvblocks.pinned_blocks": 2,
     "kvblocks.retention": 2,
     "kvblocks.slots": 2,
     "kvblocks.steps": 2,

@@ -88,7 +88,7 @@ def test_walks_without_caching_agree_too() -> None:
 def test_walks_agree_where_few_ghosts_are_kept(name: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvblocks.ghosts.KEPT_PER_BLOCK", 1)
     history = GroupHistory(14, SETS[name], **VARIANTS[variant])
-    walk(history, RandomChooser(seed=5), num_steps=5000)
+    walk(history, RandomChooser(seed=5), num_steps=8000)
     assert history.num_hits > 20
     assert len(history.model.ghosts) < 50 and history.model.num_ids < 14 + 60  # thousands were asked for
     if history.has_history:

@@ -1,15 +1,11 @@
 """The index on its own: runs against plain block-by-block lookup, and what eviction does to runs."""
 
-import sys
 from array import array
-from collections.abc import Callable
 from random import Random
-from types import FrameType
-from typing import Any
 
 import pytest
+from bytecodes import count_bytecodes, uncompiled
 
-import kvblocks
 from kvblocks import KVCacheBlock, KVCacheManager, Sequence
 from kvblocks.block import ROOT
 from kvblocks.hashing import HASH_FUNCTIONS
@@ -183,26 +179,7 @@ def test_so_it_is_when_a_decoded_token_begins_the_block() -> None:
     manager.check()
 
 
-def operations(function: Callable[[], object]) -> int:
-    """How many bytecodes a call executes: what grows when an algorithm's cost does, on any machine."""
-    num_bytecodes = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal num_bytecodes
-        frame.f_trace_opcodes = True
-        num_bytecodes += event == "opcode"
-        return count
-
-    previous = sys.gettrace()
-    sys.settrace(count)
-    try:
-        function()
-    finally:
-        sys.settrace(previous)
-    return num_bytecodes
-
-
-@pytest.mark.skipif(kvblocks.__compiled__, reason="compiled code can't be traced; the algorithm is the same")
+@uncompiled
 @pytest.mark.parametrize("shape", ["children", "spares", "one position's spares"])
 def test_eviction_costs_the_same_whatever_else_hangs_from_the_run(shape: str) -> None:
     manager = KVCacheManager(4000, 4)
@@ -221,7 +198,7 @@ def test_eviction_costs_the_same_whatever_else_hangs_from_the_run(shape: str) ->
     manager.allocate_slots(Sequence("takes the fresh blocks", [9] * (4 * fresh)))
     last = Sequence("takes the first one's", [8] * (4 * 200))
     taken_before = manager.stats.num_evicted_blocks
-    cost = operations(lambda: manager.allocate_slots(last))
+    cost = count_bytecodes(lambda: manager.allocate_slots(last))
     assert manager.stats.num_evicted_blocks - taken_before >= 184
     assert cost / 200 < 200  # bytecodes a block, all of allocating included
     manager.check()

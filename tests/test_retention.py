@@ -297,3 +297,62 @@ def test_a_pin_takes_over_what_a_sequence_lets_go_of_on_its_way(groups: list[Gro
     assert len(pin.blocks) == 2
     flood(manager)
     assert num_hit(manager, range(9)) == 8
+
+
+def test_what_leaves_a_window_may_be_only_pinned_then() -> None:
+    manager = KVCacheManager(40, groups=[FullAttention(4), SlidingWindow(4, 8)], debug=True)
+    running = Sequence("running", range(60))
+    manager.allocate_slots(running, 12)
+    manager.pin(range(12), priority=50)
+    too_big = Sequence("too big", range(1000, 1400))
+    num_given = []
+    for _ in range(12):
+        assert manager.allocate_slots(too_big) is None
+        refusal = manager.last_refusal
+        assert refusal is not None
+        num_given.append(refusal.num_given_blocks)
+        assert manager.allocate_slots(running, 4) is not None
+    assert num_given == [0, 0, 1] + [2] * 9  # of the 5 that the pin holds, those that left the running one's window
+    manager.free(running)
+    assert manager.allocate_slots(too_big) is None
+    assert manager.last_refusal is not None
+    assert manager.last_refusal.num_given_blocks == 5
+
+
+def test_asking_again_changes_no_answer() -> None:
+    """A refusal is counted from what is known of the last one where that holds still."""
+    manager = KVCacheManager(12, 4, debug=True)
+    compute(manager, range(12))
+    compute(manager, range(100, 108))
+    kept, given = manager.pin(range(12), priority=100), manager.pin(range(100, 108), priority=10)
+    holder = Sequence("holder", range(100, 105))
+    too_big = Sequence("too big", range(500, 600))
+
+    def answer() -> tuple[int, int, int]:
+        for _ in range(2):
+            assert manager.allocate_slots(too_big) is None
+        refusal = manager.last_refusal
+        assert refusal is not None
+        return refusal.num_free_blocks, refusal.num_given_blocks, refusal.num_kept_blocks
+
+    assert answer() == (7, 2, 3)
+    manager.allocate_slots(holder, hit=manager.get_computed_blocks(holder))
+    assert answer() == (6, 1, 3)
+    twin = manager.fork(holder, "twin")
+    assert answer() == (6, 1, 3)
+    manager.free(holder)
+    manager.free(twin)
+    assert answer() == (7, 2, 3)
+    again = manager.pin(range(100, 104), priority=100)
+    assert answer() == (7, 1, 4)
+    hit = Sequence("hit", [*range(100, 108), *range(900, 980)])
+    assert manager.allocate_slots(hit, hit=manager.get_computed_blocks(hit)) is None
+    refusal = manager.last_refusal
+    assert refusal is not None
+    assert (refusal.num_free_blocks, refusal.num_given_blocks, refusal.num_kept_blocks) == (7, 0, 3)
+    manager.unpin(again)
+    assert manager.allocate_slots(Sequence("big", range(700, 732))) is not None  # 8: the pin gives one up
+    assert given.num_held_blocks == 1
+    assert answer() == (0, 1, 3)
+    manager.unpin(kept)
+    assert answer() == (3, 1, 0)

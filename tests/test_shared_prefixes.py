@@ -85,7 +85,7 @@ def start(manager: KVCacheManager, name: str, tokens: list[int], num_new_tokens:
 def test_walks_agree_with_a_dict_of_prefixes(num_blocks: int, block_size: int) -> None:
     history, chooser = History(num_blocks, block_size), RandomChooser(num_blocks + block_size)
     num_groups = num_nested = num_free = num_uncomputed = 0
-    for step in range(700):
+    for step in range(800):
         walk(history, chooser, num_steps=2)
         if step % 100 == 99:
             history.reset(chooser)

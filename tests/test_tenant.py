@@ -1,7 +1,9 @@
 """What a tenant remembers of its free blocks stays small, and right."""
 
+import sys
 from array import array
 from collections.abc import Iterable
+from random import Random
 
 from kvblocks.block import ROOT, KVCacheBlock
 from kvblocks.hashing import HASH_FUNCTIONS, encode_extra_keys
@@ -25,7 +27,7 @@ def fill(pool: BlockPool, quotas: TenantQuotas, salt: str, first: int, num_block
     keys = encode_extra_keys(salt, None, (), 1)
     blocks = pool.take(num_blocks)
     pool.index.insert(ROOT, blocks, memoryview(array("I", range(first, first + num_blocks))).cast("B"), keys, 0)
-    pool.release(blocks)
+    pool.release_table(blocks)
     tenant = quotas.tenant_of(keys[0])
     assert tenant is not None
     return tenant
@@ -64,10 +66,51 @@ def test_what_is_dropped_was_not_free() -> None:
         left = [block for block in mine if block not in held]
         assert tenant.first_free() is left[0]
         assert cached_of(tenant, [block for block in tenant.free_blocks if block.ref_cnt == 0]) == left
-        pool.release(held)
+        pool.release_table(held)
         assert cached_of(tenant, tenant.free_blocks) == left + held[::-1]
         assert len(tenant.free_blocks) <= 2 * tenant.num_cached_blocks + 16
     pool.check([])
+
+
+def test_the_victim_is_of_the_tenant_that_is_over_its_quota_longest() -> None:
+    """As if all were looked at, and no more is kept for it than there are tenants."""
+    pool, quotas = make_pool(5)
+    random = Random(1)
+    held: list[KVCacheBlock] = []
+    victims = set()
+    for turn in range(600):
+        salt = f"user-{random.randrange(12)}"
+        fill(pool, quotas, salt, 1000 * turn, random.randrange(1, 12))
+        if random.random() < 0.2:
+            pool.release_table(held)
+            held = []
+        else:
+            theirs = [block for tenant in quotas.tenants() for block in tenant.free_blocks if block.ref_cnt == 0]
+            more = random.sample(theirs, min(len(theirs), random.randrange(30), pool.num_free_blocks - 20))
+            pool.touch(more)
+            held += more
+        expected = [block for tenant in quotas.over if (block := tenant.first_free()) is not None]
+        victim = quotas.next_victim()
+        assert [victim] == (expected[:1] or [None])
+        assert victim is None or victim.ref_cnt == 0
+        victims.add(victim)
+    assert len(victims) > 100
+    assert None in victims
+    pool.check([held])
+
+
+def test_a_tenant_that_comes_and_goes_is_kept_once() -> None:
+    pool, quotas = make_pool(1)
+    first = fill(pool, quotas, "first", 0, 5)
+    second = fill(pool, quotas, "second", 1000, 2)
+    blocks = list(second.free_blocks)
+    for _ in range(1000):  # over, and not over any more, while another one is over all the time
+        second.add(-1)
+        second.add(1)
+    assert quotas.next_victim() is first.first_free()
+    assert sys.getrefcount(second) < 40
+    first.add(-4)
+    assert quotas.next_victim() is blocks[0]
 
 
 def cached_of(tenant: Tenant, blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:

@@ -15,7 +15,7 @@ from kvblocks.cache_hit import CacheHit
 from kvblocks.engine.request import Request
 from kvblocks.errors import InvalidArgumentError, PoolExhaustedError
 from kvblocks.manager import KVCacheManager
-from kvblocks.retention import KEEP
+from kvblocks.pinned_blocks import KEEP
 from kvblocks.sequence import Sequence
 
 

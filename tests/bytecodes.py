@@ -1,0 +1,33 @@
+"""How much work a call is, on any machine: the bytecodes that it executes."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import kvblocks
+
+uncompiled = pytest.mark.skipif(
+    kvblocks.__compiled__, reason="compiled code can't be traced; the algorithm is the same"
+)
+
+
+def count_bytecodes(function: Callable[[], object]) -> int:
+    """How many bytecodes a call executes: what grows when an algorithm's cost does. Not what one of them does in C."""
+    num_bytecodes = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal num_bytecodes
+        frame.f_trace_opcodes = True
+        num_bytecodes += event == "opcode"
+        return count
+
+    previous = sys.gettrace()
+    sys.settrace(count)
+    try:
+        function()
+    finally:
+        sys.settrace(previous)
+    return num_bytecodes

@@ -1,0 +1,65 @@
+"""Histories that are bad for a call: what it costs grows as its docstring says. `bench.worst_cases` times the same."""
+
+import importlib
+from array import array
+from pathlib import Path
+
+import pytest
+from bytecodes import count_bytecodes, uncompiled
+
+from kvblocks import KVCacheManager, Sequence
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def tokens(first_block: int, num_blocks: int) -> "array[int]":
+    return array("I", range(4 * first_block, 4 * (first_block + num_blocks)))
+
+
+@pytest.fixture
+def worst_cases(monkeypatch):
+    """The cases by name, each of which makes a history of a size and returns the work."""
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("bench.worst_cases").CASES
+
+
+@uncompiled
+@pytest.mark.parametrize("case", ["evict", "evict-spare", "evict-copies", "chunks-keys-events", "chunks-groups"])
+def test_work_grows_with_what_is_done(worst_cases, case: str) -> None:
+    few, many = (count_bytecodes(worst_cases[case].make(size)) for size in (100, 400))
+    assert many < 4.2 * few
+
+
+@uncompiled
+@pytest.mark.parametrize("case", ["tenants", "refused", "left-holds"])
+def test_work_does_not_grow_with_what_is_not_touched(worst_cases, case: str) -> None:
+    few, many = (count_bytecodes(worst_cases[case].make(size)) for size in (100, 400))
+    assert many < 1.1 * few
+
+
+def test_the_oldest_of_many_copies_is_the_one_that_is_hit() -> None:
+    manager = KVCacheManager(64, 4)
+    copies = [Sequence(number, tokens(0, 1)) for number in range(64)]
+    for sequence in copies:
+        manager.allocate_slots(sequence)
+    order = [*range(0, 64, 3), *range(1, 64, 3), *range(2, 64, 3)]
+    probe = Sequence("probe", tokens(0, 1))
+    for place, number in enumerate(order):
+        manager.free(copies[number])
+        manager.allocate_slots(Sequence(("evicts", number), tokens(1 + number, 1)))
+        left = sorted(order[place + 1 :])
+        assert [block.block_id for block in manager.get_computed_blocks(probe).blocks] == left[:1]
+        manager.check()
+
+
+def test_keys_of_a_growing_run_are_added_where_they_are_kept() -> None:
+    manager = KVCacheManager(64, 4)
+    sequence = Sequence("prompt", tokens(0, 40), extra_keys=[(0, 160, "image")])
+    manager.allocate_slots(sequence, 4)
+    run = sequence.blocks[0].run
+    assert run is not None
+    kept = run.extra_keys
+    for _ in range(39):
+        manager.allocate_slots(sequence, 4)
+    assert run.extra_keys is kept  # not a copy for each call
+    assert kept == sequence.encoded_keys(4)
