@@ -12,15 +12,17 @@ checker and which compiled code passes through: `Given[Sequence]` for a Sequence
 takes one of our own classes on the hot path, it only looks at the type when it finds that something is wrong.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from numbers import Real
 from operator import index
-from typing import Any, Protocol, SupportsFloat, SupportsIndex, TypeVar
+from typing import Any, Final, Protocol, SupportsFloat, SupportsIndex, TypeVar
 
 from kvblocks.errors import InvalidArgumentError
 
 T_co = TypeVar("T_co", covariant=True)
 
+_MAX_COUNT = 2**63 - 1
+_SMALL: Final = 2**60  # compiled code compares with it in no time
 _MAX_SHOWN = 200  # characters of a value in an error message
 
 
@@ -70,11 +72,15 @@ def as_int(value: object) -> int | None:
 
 
 def check_count(name: str, value: SupportsIndex, low: int, high: int | None = None) -> int:
-    """Return `value` as an int if it is one (NumPy's too) from `low` to `high`; else raise InvalidArgumentError."""
+    """Return `value` as an int if it is one (NumPy's too) from `low` to `high`; else raise InvalidArgumentError.
+
+    high: None: 2**63 - 1, more than there is of anything.
+    """
     number = as_int(value)
     if number is None or number < low or (high is not None and number > high):
-        span = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
-        raise wrong(name, span, value)
+        raise wrong(name, f"an int of at least {low}" if high is None else f"an int from {low} to {high}", value)
+    if number > _SMALL and number > _MAX_COUNT:
+        raise wrong(name, f"an int from {low} to {_MAX_COUNT}", value)
     return number
 
 
@@ -112,10 +118,23 @@ def check_id(name: str, value: Hashable) -> None:
     """Raise InvalidArgumentError unless `value` can be found in a dict: it is hashable and equal to itself."""
     try:
         hash(value)
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError from a memoryview
         raise wrong(name, "something hashable", value) from None
-    if not value == value:  # noqa: PLR0124  # NaN: it could be in use any number of times
+    given: Any = value
+    if not given == given:  # noqa: PLR0124, SIM201  # NaN: it could be in use any number of times
         raise wrong(name, "something that is equal to itself", value)
+
+
+def check_clock(name: str, now: Callable[[], float]) -> None:
+    """Raise InvalidArgumentError unless `now` is a function that returns a number. Asks it once."""
+    given: Any = now
+    if not callable(given):
+        raise wrong(name, "a function that returns the time", given)
+    try:
+        time = given()
+    except TypeError as error:
+        raise wrong(name, f"a function that returns the time; it says {error}", given) from error
+    check_number(name, time, "a function that returns the time, a number")
 
 
 def check_flag(name: str, value: Flag) -> bool:
@@ -158,8 +177,8 @@ def check_text(name: str, text: str) -> str:
     return text
 
 
-def listed(name: str, items: str, value: object) -> list[Any]:
-    """Return what an iterable yields as a list; InvalidArgumentError if it is none. items: what it should be of.
+def listed(name: str, expected: str, value: object) -> list[Any]:
+    """Return what an iterable yields as a list; InvalidArgumentError if it is none.
 
     A str or bytes is none. An iterator's own error comes out as it is.
     """
@@ -167,14 +186,14 @@ def listed(name: str, items: str, value: object) -> list[Any]:
     if type(given) is list or type(given) is tuple:
         return [*given]
     if is_a(given, str) or is_a(given, bytes) or not hasattr(given, "__iter__"):
-        raise wrong(name, f"an iterable of {items}", value)
+        raise wrong(name, expected, value)
     try:
         iterator = iter(given)
     except TypeError:
-        raise wrong(name, f"an iterable of {items}", value) from None
+        raise wrong(name, expected, value) from None
     return list(iterator)  # an iterator, so that nobody's __len__ is asked: it may be a lie
 
 
 def is_number(value: Any) -> bool:
     """Whether `value` is a real number (an int, a float, one of NumPy's), and neither a bool nor NaN."""
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(value == value)  # noqa: PLR0124  # NaN
+    return is_a(value, Real) and type(value) is not bool and bool(value == value)  # noqa: PLR0124  # NaN

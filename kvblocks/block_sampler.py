@@ -32,7 +32,7 @@ def choose_sample(blocks: Iterable[KVCacheBlock], every: int) -> list[KVCacheBlo
 def check_bounds(bounds: Iterable[SupportsFloat]) -> tuple[float, ...]:
     """Return the bounds of a histogram as floats: one or more, ascending and finite; else InvalidArgumentError."""
     expected = "at least one number, ascending and finite"
-    numbers = [check_number("bounds", item, expected) for item in listed("bounds", "numbers", bounds)]
+    numbers = [check_number("bounds", item, expected) for item in listed("bounds", expected, bounds)]
     try:
         limits = [float(number) for number in numbers]
     except OverflowError:

@@ -20,10 +20,10 @@ from kvblocks.arguments import (
     Flag,
     Given,
     Text,
+    check_clock,
     check_count,
     check_flag,
     check_name,
-    check_number,
     check_share,
     is_a,
     listed,
@@ -164,7 +164,7 @@ class KVCacheManager(PinningManager):
         See `find_shared_prefixes`. With several groups they are those of the primary one. Raises SequenceStateError
         (not this manager's) and InvalidArgumentError. Changes nothing. Near-linear in the batch's blocks.
         """
-        batch = listed("sequences", "sequences", sequences)
+        batch = listed("sequences", "an iterable of sequences", sequences)
         self._check_has_primary("shared_prefixes")
         for sequence in batch:
             self._check_owned(sequence, "shared_prefixes")
@@ -230,9 +230,7 @@ class KVCacheManager(PinningManager):
         now, bounds: see `BlockSampler`. Raises InvalidArgumentError, also when they are being recorded. O(num_blocks).
         """
         number, limits = check_count("every", every, 1), check_bounds(bounds)
-        if not callable(now):
-            raise wrong("now", "a function that returns the time", now)
-        check_number("now", now(), "a function that returns the time, a number")
+        check_clock("now", now)
         if self._pool.sampler is not None:
             raise InvalidArgumentError(
                 "expected a manager whose blocks nobody samples, got one that has metrics: close them"

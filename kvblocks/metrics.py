@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Literal, SupportsFloat, SupportsIndex
 
-from kvblocks.arguments import Given, check_count, is_a, wrong
+from kvblocks.arguments import Given, check_clock, check_count, is_a, wrong
 from kvblocks.block_sampler import BlockSampler, check_bounds
 from kvblocks.manager import KVCacheManager
 from kvblocks.stats import HitCounts, MetricsSnapshot, PinUsage
@@ -48,8 +48,8 @@ class CacheMetrics:
         if not is_a(manager, KVCacheManager):
             raise wrong("manager", "a KVCacheManager", manager)
         watched: KVCacheManager = manager  # type: ignore[assignment]
-        if clock is not None and not callable(clock):
-            raise wrong("clock", "a function that returns seconds or None", clock)
+        if clock is not None:
+            check_clock("clock", clock)
         max_queries = check_count("window", window, 1)
         every = None if sample_every is None else check_count("sample_every", sample_every, 1)
         limits = (BLOCK_BOUNDS if clock is None else SECOND_BOUNDS) if bounds is None else check_bounds(bounds)

@@ -7,7 +7,7 @@ anything, and never again after that.
 from collections.abc import Hashable
 from typing import Any
 
-from kvblocks.arguments import Given, is_a, listed, wrong
+from kvblocks.arguments import Given, is_a, listed, shown, wrong
 from kvblocks.cache_hit import CacheHit
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, SequenceStateError
 from kvblocks.sequence import Sequence
@@ -22,7 +22,9 @@ class SequenceOwner:
     def _claim(self, sequence: Sequence, call: str) -> None:
         """Enter a sequence under its id. `_sequences.popitem()` takes it back without asking for the id's hash."""
         if self._sequences.setdefault(sequence.sequence_id, sequence) is not sequence:
-            raise SequenceStateError(f"{call}: expected another sequence_id than {sequence}'s, which is in use")
+            raise SequenceStateError(
+                f"{call}: expected another sequence_id than {shown(sequence.sequence_id)}, which is in use"
+            )
 
     def _disown(self, sequence: Given[Sequence], call: str) -> Sequence:
         """Strike out a sequence and return it, if it is one of ours, else raise as `_check_owned`. O(1)."""
@@ -31,13 +33,12 @@ class SequenceOwner:
             owner = own.owner
         except (AttributeError, TypeError):
             raise not_a_sequence(call, sequence) from None
-        if owner is not self:
+        if owner is not self or self._sequences.get(own.sequence_id) is not own:
             raise self._refusal(call, sequence)
-        found = self._sequences.pop(own.sequence_id, None)
-        if found is not own:
-            if found is not None:
-                self._sequences[own.sequence_id] = found
-            raise self._refusal(call, sequence)
+        try:
+            del self._sequences[own.sequence_id]
+        except KeyError:  # its hash is another one each time
+            raise self._refusal(call, sequence) from None
         return own
 
     def _check_owned(self, sequence: Given[Sequence], call: str) -> Sequence:
@@ -79,19 +80,17 @@ def not_a_sequence(call: str, value: object) -> InvalidArgumentError:
 def as_sequence(call: str, value: object) -> Sequence:
     """Return `value` if it is a sequence, else raise InvalidArgumentError."""
     given: Any = value
-    if not is_a(given, Sequence) or not hasattr(given, "owner"):  # made by its __new__ alone it has no owner
+    if not is_a(given, Sequence):
         raise not_a_sequence(call, value)
     sequence: Sequence = given
     return sequence
 
 
-def as_hit(value: Given[CacheHit]) -> CacheHit:
-    """Return `value` if it is a hit, else raise InvalidArgumentError."""
-    given: Any = value
-    if not is_a(given, CacheHit) or not hasattr(given, "version"):
-        raise wrong("allocate_slots: hit", "what get_computed_blocks returned", value)
-    hit: CacheHit = given
-    return hit
+def check_start(sequence: object, hit: object) -> None:
+    """Raise InvalidArgumentError unless these are a sequence, and a hit or None."""
+    as_sequence("allocate_slots", sequence)
+    if hit is not None and not is_a(hit, CacheHit):
+        raise wrong("allocate_slots: hit", "what get_computed_blocks returned, or None", hit)
 
 
 def check_step(sequences: list[Any], num_tokens: int) -> None:
@@ -107,4 +106,4 @@ def check_step(sequences: list[Any], num_tokens: int) -> None:
 def check_no_step(token_ids: Any) -> None:
     """Raise InvalidArgumentError unless a step of no sequence has no token either."""
     if not (is_a(token_ids, bytes) and not token_ids):
-        check_step([], len(listed("token_ids", "ints", token_ids)))
+        check_step([], len(listed("token_ids", "an iterable of ints", token_ids)))

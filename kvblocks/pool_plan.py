@@ -86,7 +86,9 @@ class Plan:
         num_step_tokens: SupportsIndex = 1,
     ) -> str:
         """Return it as lines of text, with how many sequences of some lengths fit. Raises InvalidArgumentError."""
-        lengths = [check_count("contexts", context, 1) for context in listed("contexts", "ints", contexts)]
+        lengths = [
+            check_count("contexts", context, 1) for context in listed("contexts", "an iterable of ints", contexts)
+        ]
         check_count("num_step_tokens", num_step_tokens, 1)
         used = self.num_blocks * self.block_bytes
         pool = f"{self.num_blocks} blocks of {self.block_bytes} bytes: {used} of {self.num_bytes} bytes"

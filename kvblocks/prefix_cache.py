@@ -73,7 +73,10 @@ class PrefixCache:
         extra_keys: Iterable[PositionKeys] = (),
     ) -> list[PrefixMatch]:
         """`match_prefix` of several prompts, in order, as of one moment. extra_keys: an iterable a prompt, or ()."""
-        items, keys = listed("prompts", "prompts", prompts), listed("extra_keys", "iterables, one a prompt", extra_keys)
+        items, keys = (
+            listed("prompts", "an iterable of prompts", prompts),
+            listed("extra_keys", "an iterable a prompt", extra_keys),
+        )
         if keys and len(keys) != len(items):
             raise InvalidArgumentError(f"extra_keys: expected them for {len(items)} prompts, got {len(keys)}")
         sequences = [

@@ -214,7 +214,7 @@ class PrefixStore:
 
 def check_block_ids(kv_block_ids: Any, num_blocks: int, block_size: int) -> list[int]:
     """Return `kv_block_ids` as a list of `num_blocks` different ints of at least 0; else InvalidArgumentError."""
-    ids = listed("kv_block_ids", "ints", kv_block_ids)
+    ids = listed("kv_block_ids", "an iterable of ints", kv_block_ids)
     if len(ids) != num_blocks:
         raise InvalidArgumentError(
             f"kv_block_ids: expected {num_blocks}, one for each full block of {block_size} tokens and none for a "

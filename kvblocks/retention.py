@@ -253,7 +253,10 @@ def block_priorities(priority: Priority, num_tokens: int, block_size: int) -> li
     if as_int(given) is not None or not hasattr(given, "__iter__"):  # one number, for all of it
         ranges = [(0, num_tokens, check_count("priority", given, 0, KEEP))]
     else:
-        ranges = [_check_range(item, num_tokens) for item in listed("priority", "(start, end, priority)", given)]
+        ranges = [
+            _check_range(item, num_tokens)
+            for item in listed("priority", "an int or an iterable of (start, end, priority)", given)
+        ]
     end = max([stop for _, stop, _ in ranges], default=0)
     priorities = [0] * min(-(-end // block_size), num_tokens // block_size)
     if not priorities:

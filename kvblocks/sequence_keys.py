@@ -36,7 +36,9 @@ def check_keys(
 
 
 def _check_position_keys(keys: Any, num_tokens: int) -> tuple[PositionKey, ...]:
-    return tuple([_check_position_key(key, num_tokens) for key in listed("extra_keys", "(start, end, key)", keys)])
+    return tuple(
+        [_check_position_key(key, num_tokens) for key in listed("extra_keys", "an iterable of (start, end, key)", keys)]
+    )
 
 
 def _check_position_key(key: Any, num_tokens: int) -> PositionKey:

@@ -15,13 +15,13 @@ from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.group_lookup import find_hit
 from kvblocks.group_slots import GroupSlots
 from kvblocks.in_flight import InFlight
-from kvblocks.ownership import SequenceOwner, as_hit, as_sequence, check_no_step, check_step, not_a_sequence
+from kvblocks.ownership import SequenceOwner, as_sequence, check_no_step, check_start, check_step, not_a_sequence
 from kvblocks.pool import BlockPool
 from kvblocks.registration import forget_unwritten
 from kvblocks.retention import Retention
 from kvblocks.sequence import Sequence
 from kvblocks.steps import StepAllocator
-from kvblocks.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens, refuse_tokens
+from kvblocks.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 
 
 class SequenceManager(SequenceOwner):
@@ -56,7 +56,7 @@ class SequenceManager(SequenceOwner):
         empty when caching is off. Raises SequenceStateError when the sequence holds blocks, InvalidArgumentError. One
         dict lookup and one memcmp for each run of blocks that were cached together.
         """
-        if type(sequence) is not Sequence:
+        if type(sequence) is not Sequence:  # what is like one would do until it is to change
             as_sequence("get_computed_blocks", sequence)
         own: Sequence = sequence  # type: ignore[assignment]
         if own.owner is not None:
@@ -94,11 +94,9 @@ class SequenceManager(SequenceOwner):
         (the hit's blocks have been evicted since), InvalidArgumentError (no tokens left, or fewer than asked for).
         O(hit blocks + new blocks).
         """
-        if type(sequence) is not Sequence:
-            as_sequence("allocate_slots", sequence)
+        if type(sequence) is not Sequence or (hit is not None and type(hit) is not CacheHit):
+            check_start(sequence, hit)
         own: Sequence = sequence  # type: ignore[assignment]
-        if hit is not None and type(hit) is not CacheHit:
-            as_hit(hit)
         found: CacheHit | None = hit  # type: ignore[assignment]
         is_start = own.owner is None
         start = self._check_start(own, found) if is_start else self._check_continued(own, found)
@@ -131,10 +129,10 @@ class SequenceManager(SequenceOwner):
         """
         try:
             own: Sequence = sequence  # type: ignore[assignment]  # compiled code looks at its type here
-            appender = own.appender
+            is_ours = own.appender is self
         except (AttributeError, TypeError):
             raise not_a_sequence("append_slots", sequence) from None
-        if appender is self and type(token_ids) is list and len(token_ids) == 1:
+        if is_ours and type(token_ids) is list and len(token_ids) == 1:
             if own.num_computed_tokens < own.next_edge:
                 # It fits the last block without filling it: 14 of 16 decoded tokens, and nothing else changes.
                 try:
@@ -171,7 +169,9 @@ class SequenceManager(SequenceOwner):
         Raises SequenceStateError, InvalidTokensError and, for repeated sequences or too few or many tokens,
         InvalidArgumentError. O(sequences).
         """
-        batch: list[Sequence] = [*sequences] if type(sequences) is list else listed("sequences", "sequences", sequences)
+        batch: list[Sequence] = (
+            [*sequences] if type(sequences) is list else listed("sequences", "an iterable of sequences", sequences)
+        )
         if not batch:
             check_no_step(token_ids)
             return []
@@ -188,10 +188,7 @@ class SequenceManager(SequenceOwner):
                 self._check_appendable(sequence, "append_step")
         if batch != self._batch:
             self._note_batch(batch)  # only now, so that nobody else's sequence is kept
-        try:
-            changes = self._slots.append_step(batch, tokens, at_edge, self._places)
-        except (TypeError, OverflowError, ValueError):
-            refuse_tokens(tokens)
+        changes = self._slots.append_step(batch, tokens, at_edge, self._places)
         self._check_if_debugging()
         return changes
 
@@ -266,13 +263,13 @@ class SequenceManager(SequenceOwner):
     ) -> list[KVCacheBlock] | None:
         epoch = self._index.epoch if self.enable_caching else None
         self._claim(sequence, "allocate_slots")
-        blocks: list[KVCacheBlock] | None = None
         try:
             blocks = self._slots.start(sequence, epoch, end, num_lookahead_tokens, hit)
-        finally:
-            if blocks is None:
-                self._sequences.popitem()
+        except BaseException:
+            self._sequences.popitem()
+            raise
         if blocks is None:
+            self._sequences.popitem()
             return None
         sequence.owner = sequence.appender = self
         self._num_queries += 1
@@ -290,7 +287,8 @@ class SequenceManager(SequenceOwner):
         self._retention.check()
         assert self._places == {sequence: i for i, sequence in enumerate(self._batch)}, "step: places of another batch"
         for sequence_id, sequence in self._sequences.items():
-            assert sequence.owner is self and sequence.sequence_id == sequence_id, f"{sequence}: not under its own id"
+            own_id: Any = sequence.sequence_id  # whose == may answer anything
+            assert sequence.owner is self and own_id == sequence_id, f"{sequence}: not under its own id"
             sequence.check(self.block_size, self._slots.edge_size)
             for table in [] if sequence.window_tables is None else sequence.window_tables.tables:
                 table.check(sequence.num_computed_tokens)

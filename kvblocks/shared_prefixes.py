@@ -95,7 +95,7 @@ def _visible_blocks(
     """Return how many of each sequence's blocks may be shared."""
     if num_visible_tokens is None:
         return [sequence.num_computed_tokens // block_size for sequence in sequences]
-    given = listed("num_visible_tokens", "ints", num_visible_tokens)
+    given = listed("num_visible_tokens", "an iterable of ints", num_visible_tokens)
     if len(given) != len(sequences):
         raise InvalidArgumentError(
             f"num_visible_tokens: expected one for each of {len(sequences)} sequences, got {len(given)}"
