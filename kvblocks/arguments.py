@@ -76,8 +76,13 @@ def check_count(name: str, value: SupportsIndex, low: int, high: int | None = No
 
     high: None: 2**63 - 1, more than there is of anything.
     """
-    number = as_int(value)
-    if number is None or number < low or (high is not None and number > high):
+    given: Any = value
+    if type(given) is int:
+        number: int = given
+    else:
+        found = as_int(given)
+        number = low - 1 if found is None else found
+    if number < low or (high is not None and number > high):
         raise wrong(name, f"an int of at least {low}" if high is None else f"an int from {low} to {high}", value)
     if number > _SMALL and number > _MAX_COUNT:
         raise wrong(name, f"an int from {low} to {_MAX_COUNT}", value)
@@ -121,7 +126,7 @@ def check_id(name: str, value: Hashable) -> None:
     except (TypeError, ValueError):  # ValueError from a memoryview
         raise wrong(name, "something hashable", value) from None
     given: Any = value
-    if not given == given:  # noqa: PLR0124, SIM201  # NaN: it could be in use any number of times
+    if not given == given:  # noqa: PLR0124  # NaN: it could be in use any number of times
         raise wrong(name, "something that is equal to itself", value)
 
 

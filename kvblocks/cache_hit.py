@@ -22,8 +22,8 @@ class CacheHit:
     num_readonly_tokens: positions below it lie in `blocks` and must not be written, the recomputed last token
     included.
 
-    A hit owns nothing: its blocks may be evicted by any later allocation. `allocate_slots` checks that before it uses
-    it.
+    Made by `get_computed_blocks`. A hit owns nothing: its blocks may be evicted by any later allocation.
+    `allocate_slots` checks that before it uses it.
     """
 
     __slots__ = ("blocks", "in_flight", "num_readonly_tokens", "num_tokens", "sequence", "version")

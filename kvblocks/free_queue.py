@@ -17,7 +17,8 @@ from kvblocks.errors import BlockStateError, PoolExhaustedError
 class FreeBlockQueue:
     """An intrusive LRU queue over `blocks`, all of them free at first and in the given order. O(blocks) to make.
 
-    Raises BlockStateError, changing nothing, when a block is linked or owned already.
+    Raises BlockStateError, changing nothing, when a block is linked or owned already. A part of the manager that is
+    public for those who build one of their own: beyond that it checks no types.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:

@@ -35,6 +35,9 @@ HashFunction = Callable[[bytes], bytes]
 PositionKey = tuple[int, int, str | bytes]
 """(start, end, key): tokens start..end-1 depend on `key`, such as the hash of the image that they stand for."""
 
+PositionKeys = Iterable[PositionKey]
+"""Several of them, in any order."""
+
 ExtraKey = tuple[str, tuple[int, int] | None, str | bytes]
 """A decoded extra key: ("salt", None, salt), ("lora", None, name) or ("key", (start, length), key).
 

@@ -21,6 +21,8 @@ class BlockPool:
 
     index: where their contents may be cached. blocks: all of them, by id. sampler: told what happens to blocks; None:
     nobody is. Raises InvalidArgumentError. O(num_blocks).
+
+    A part of the manager that is public for those who build one of their own: beyond that it checks no types.
     """
 
     def __init__(self, num_blocks: SupportsIndex, index: PrefixIndex) -> None:

@@ -20,14 +20,12 @@ from typing import Any, SupportsIndex
 
 from kvblocks.arguments import Flag, Text, check_count, check_flag, check_name, listed
 from kvblocks.errors import BlockStateError, InvalidArgumentError, StaleHitError
-from kvblocks.hashing import PositionKey
+from kvblocks.hashing import PositionKeys
 from kvblocks.prefix_match import Hold, PrefixInsert, PrefixMatch
 from kvblocks.prefix_pins import PinnedPrefix, PrefixPins
 from kvblocks.prefix_store import PrefixStore, check_block_ids
 from kvblocks.sequence import Sequence
 from kvblocks.tokens import TokenIds
-
-PositionKeys = Iterable[PositionKey]
 
 _NAME = "prefix"
 
@@ -277,7 +275,7 @@ class PrefixCache:
             return hold
 
     def let_go(self, hold: Hold) -> None:
-        """Let go of what `hold` returned, at the next call. Takes no lock: a finalizer may come here at any time."""
+        """Let go of what `hold` returned, at the next call, without a lock. For `PrefixMatch`, and any finalizer."""
         self._left.append(hold)
 
     def _match(self, sequence: Sequence) -> PrefixMatch:

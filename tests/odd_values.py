@@ -1,7 +1,7 @@
 """Values that a caller may pass by mistake, each with what it may be taken for, for tests/test_bad_input.py.
 
-`ODD` is name -> (make, kinds): `make` returns a fresh value, and `kinds` are the roles that it may fill: a parameter that
-takes "int" takes those that have it, and must refuse all others.
+`ODD` is name -> (make, kinds): `make` returns a fresh value, and `kinds` are the roles that it may fill: a parameter
+that takes "int" takes those that have it, and must refuse all others.
 """
 
 from array import array
@@ -13,12 +13,12 @@ from unittest.mock import MagicMock
 import kvblocks
 
 try:
-    import numpy
+    import numpy as np
 except ImportError:
-    numpy = None
+    np = None
 
 
-class Mine(Exception):
+class Mine(Exception):  # noqa: N818  # no error of ours
     """What the caller's own code raises: it may come out of any call as it is."""
 
 
@@ -37,7 +37,7 @@ class Index:
 
 class IndexIsText:
     def __index__(self) -> Any:
-        return "1"
+        return "1"  # noqa: PLE0305  # that is what is odd about it
 
 
 class Float:
@@ -153,7 +153,7 @@ class NumpyIsText:
         return "text"
 
 
-class Text(str):
+class Text(str):  # noqa: SLOT000
     """A str that encodes, and says that it is, something else than it holds."""
 
     def encode(self, *_: Any, **__: Any) -> bytes:
@@ -312,25 +312,25 @@ ODD: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "a tensor of text": (NumpyIsText, {"id"}),
 }
 
-if numpy is not None:
+if np is not None:
     _ARRAYS: dict[str, tuple[Callable[[], Any], set[str]]] = {
-        "int64": (lambda: numpy.int64(1), {"int", "id"}),
-        "int64 -1": (lambda: numpy.int64(-1), {"int", "id"}),
-        "uint8": (lambda: numpy.uint8(3), {"int", "id"}),
-        "float64": (lambda: numpy.float64(0.5), {"number", "id"}),
-        "float32": (lambda: numpy.float32(0.5), {"number", "id"}),
-        "NaN": (lambda: numpy.float32("nan"), set()),
-        "bool": (lambda: numpy.bool_(True), {"id"}),
-        "str": (lambda: numpy.str_("abc"), {"text", "id"}),
-        "bytes": (lambda: numpy.bytes_(b"\1\0\0\0"), {"tokens", "id"}),
-        "array of ints": (lambda: numpy.array([1, 2]), {"ints", "tokens"}),
-        "array of floats": (lambda: numpy.array([1.5]), {"numbers"}),
-        "array of bools": (lambda: numpy.array([True]), set()),
-        "array of text": (lambda: numpy.array(["a"]), set()),
-        "array of None": (lambda: numpy.array([None]), set()),
-        "array of times": (lambda: numpy.array([0], "M8[s]"), set()),
-        "array of 2 dimensions": (lambda: numpy.array([[1, 2], [3, 4]]), {"prompts"}),
-        "array of no dimension": (lambda: numpy.array(3), {"int"}),
-        "array of nothing": (lambda: numpy.array([], numpy.uint32), {"empty"}),
+        "int64": (lambda: np.int64(1), {"int", "id"}),
+        "int64 -1": (lambda: np.int64(-1), {"int", "id"}),
+        "uint8": (lambda: np.uint8(3), {"int", "id"}),
+        "float64": (lambda: np.float64(0.5), {"number", "id"}),
+        "float32": (lambda: np.float32(0.5), {"number", "id"}),
+        "NaN": (lambda: np.float32("nan"), set()),
+        "bool": (lambda: np.bool_(True), {"id"}),
+        "str": (lambda: np.str_("abc"), {"text", "id"}),
+        "bytes": (lambda: np.bytes_(b"\1\0\0\0"), {"tokens", "id"}),
+        "array of ints": (lambda: np.array([1, 2]), {"ints", "tokens"}),
+        "array of floats": (lambda: np.array([1.5]), {"numbers"}),
+        "array of bools": (lambda: np.array([True]), set()),
+        "array of text": (lambda: np.array(["a"]), set()),
+        "array of None": (lambda: np.array([None]), set()),
+        "array of times": (lambda: np.array([0], "M8[s]"), set()),
+        "array of 2 dimensions": (lambda: np.array([[1, 2], [3, 4]]), {"prompts"}),
+        "array of no dimension": (lambda: np.array(3), {"int"}),
+        "array of nothing": (lambda: np.array([], np.uint32), {"empty"}),
     }
     ODD |= {f"numpy {name}": entry for name, entry in _ARRAYS.items()}

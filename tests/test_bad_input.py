@@ -96,8 +96,6 @@ class Parameter(NamedTuple):
 
     good: Callable[[World], Any]
     takes: str = ""
-    spared: tuple[str, ...] = ()
-    """Odd values that are left out, because they are taken and cost too much."""
 
 
 class Call(NamedTuple):
@@ -105,8 +103,8 @@ class Call(NamedTuple):
     parameters: dict[str, Parameter]
 
 
-def constant(value: Any, takes: str = "", spared: tuple[str, ...] = ()) -> Parameter:
-    return Parameter(lambda _: value, takes, spared)
+def constant(value: Any, takes: str = "") -> Parameter:
+    return Parameter(lambda _: value, takes)
 
 
 def of_world(name: str, takes: str = "") -> Parameter:
@@ -138,7 +136,6 @@ NAMES: dict[str, Parameter] = {"salt": TEXT, "lora": TEXT, "extra_keys": KEYS}
 RUNNING = of_world("running")
 BATCH = Parameter(lambda world: [world.running, world.filling, world.growing])
 STEP_TOKENS = constant([1, 2, 3])
-HUGE = ("2**63", "a huge int")
 
 CALLS: dict[str, Call] = dict(
     [
@@ -286,6 +283,10 @@ CASES = [(name, parameter) for name, call in CALLS.items() for parameter in call
 BLOCKS = {name for name, call in CALLS.items() if name.startswith(("KVCacheManager", "Sequence", "CacheHit"))}
 
 
+def takes_of(name: str, parameter: str) -> set[str]:
+    return set(CALLS[name].parameters[parameter].takes.split())
+
+
 def worlds_of(name: str) -> list[str]:
     return WORLDS if name in BLOCKS else ["plain"]
 
@@ -293,7 +294,7 @@ def worlds_of(name: str) -> list[str]:
 @pytest.mark.parametrize(("name", "parameter"), CASES)
 def test_an_odd_value_is_taken_for_what_it_is_or_refused(name: str, parameter: str) -> None:
     call = CALLS[name]
-    takes = set(call.parameters[parameter].takes.split())
+    takes = takes_of(name, parameter)
     for kind in worlds_of(name):
         world, problems = World(kind), []
         before = world.state()
@@ -336,3 +337,180 @@ def outcome_of(target: Callable[..., Any], arguments: dict[str, Any]) -> str | N
     except BaseException as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
     return "succeeded"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_table_s_own_arguments_succeed(name: str) -> None:
+    """Else an odd value beside them would be refused for nothing."""
+    for kind in worlds_of(name):
+        if (name, kind) == ("KVCacheManager.append_step", "groups"):
+            continue  # a manager of several groups has append_group_step
+        world = World(kind)
+        call = CALLS[name]
+        outcome = outcome_of(call.target(world), {other: entry.good(world) for other, entry in call.parameters.items()})
+        assert outcome == "succeeded", f"{kind}: {outcome}"
+
+
+@pytest.mark.parametrize(("name", "parameter"), [case for case in CASES if "int" in takes_of(*case)])
+def test_an_int_may_be_of_any_kind_that_has_an_index(name: str, parameter: str) -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy comes with the engine's dependencies")
+    call = CALLS[name]
+    for make in (numpy.int64, numpy.uint32, Index):
+        world = World("plain")
+        arguments = {other: entry.good(world) for other, entry in call.parameters.items()}
+        number = arguments[parameter]
+        arguments[parameter] = make(number if type(number) is int else 1)
+        assert outcome_of(call.target(world), arguments) == "succeeded", make
+
+
+# What the table leaves out: the name, and what its docstring says of it.
+EXEMPT = {
+    "BlockPool": "checks no types",
+    "FreeBlockQueue": "checks no types",
+    "CacheHit.__init__": "Made by `get_computed_blocks`",
+    "KVCacheBlock.__init__": "Made by a pool",
+    "Pin.__init__": "Made by `KVCacheManager.pin`",
+    "PrefixMatch.__init__": "Made by a `PrefixCache`",
+    "PrefixMatch.show": "For the cache alone",
+    "PrefixMatch.renew": "For the cache alone",
+    "PrefixMatch.is_still": "For the cache alone",
+    "PrefixCache.hold": "For `PrefixMatch",
+    "PrefixCache.let_go": "For `PrefixMatch",
+    "BlockRemoved.of_group": "Only for the manager",
+    "BlockStored.of_group": "Only for the manager",
+    "Sequence.append_checked": "Only for the manager",
+    "Sequence.append_packed": "Only for the manager",
+    "Sequence.truncate_tokens": "Only for the manager",
+    "Sequence.truncate_blocks": "Only for the manager",
+    "Sequence.replace_block": "Only for the manager",
+    "Sequence.encoded_keys": "Only for the manager",
+    "Sequence.check": "Only for the manager",
+    "Sequence.describe_for": "Only for the manager",
+}
+RECORDS = "Nothing is checked of the records"
+"""What `kvblocks.__doc__` says of the classes whose objects only calls make: they take anything."""
+
+
+def public_calls() -> dict[str, Any]:
+    """All that can be called, by its name in the table: functions, classes and their own public methods."""
+    found: dict[str, Any] = {}
+    for name in kvblocks.__all__:
+        value = getattr(kvblocks, name)
+        if isinstance(value, type) and not issubclass(value, Exception):
+            found[f"{name}.__init__"] = value
+            for base in value.__mro__:
+                if base.__module__.startswith("kvblocks"):
+                    found |= {f"{name}.{key}": item for key, item in vars(base).items() if is_method(key, item)}
+        elif callable(value) and not isinstance(value, type):
+            found[name] = value
+    return {name: item for name, item in found.items() if name.split(".")[0] not in EXEMPT}
+
+
+def is_method(name: str, item: Any) -> bool:
+    return callable(item) and not name.startswith("_") and not isinstance(item, type)
+
+
+def is_record(value: type) -> bool:
+    """Whether it is a NamedTuple or a dataclass that calls answer with; the three that callers make aren't."""
+    made = issubclass(value, tuple) or hasattr(value, "__dataclass_fields__")
+    return made and value not in (FullAttention, SlidingWindow)
+
+
+def parameters_of(name: str, item: Any) -> set[str]:
+    """Its parameters. Of NamedTuples' generated methods, none."""
+    if name.rpartition(".")[2] in ("count", "index"):
+        return set()
+    return {parameter for parameter in inspect.signature(item).parameters if parameter != "self"}
+
+
+@pytest.mark.skipif(kvblocks.__compiled__, reason="compiled functions have no signatures; the plain build has the same")
+def test_the_table_is_complete() -> None:
+    missing = []
+    for name, item in public_calls().items():
+        is_made = name.endswith(".__init__")
+        parameters = parameters_of(name, item)
+        if name in EXEMPT or not parameters or (is_made and is_record(item)):
+            continue
+        call = CALLS.get(name.removesuffix(".__init__"))
+        if call is None or parameters != set(call.parameters):
+            missing.append(f"{name}: {sorted(parameters)}")
+    assert not missing, "not in CALLS:\n" + "\n".join(missing)
+
+
+def test_what_is_left_out_says_so() -> None:
+    assert RECORDS in (kvblocks.__doc__ or "")
+    for name, phrase in EXEMPT.items():
+        owner, _, method = name.partition(".")
+        value = getattr(kvblocks, owner)
+        document = inspect.getdoc(value if method in ("", "__init__") else getattr(value, method)) or ""
+        assert phrase in " ".join(document.split()), f"{name}: {document}"
+
+
+def test_two_salts_never_encode_alike() -> None:
+    """A str subclass's own `encode` isn't asked."""
+    manager = KVCacheManager(16, 4)
+    first, second = Sequence("first", range(9), salt=Text("one")), Sequence("second", range(9), salt=Text("two"))
+    assert (first.salt, type(first.salt)) == ("one", str)
+    manager.allocate_slots(first)
+    assert manager.get_computed_blocks(second).num_tokens == 0
+    assert manager.get_computed_blocks(Sequence("third", range(9), salt="one")).num_tokens == 8
+
+
+def test_arrays_as_extra_keys() -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy comes with the engine's dependencies")
+    keys = numpy.array([(0, 1, "key")], dtype=object)
+    with pytest.raises(InvalidArgumentError, match=r"extra_keys: expected \(start, end, key\), got"):
+        Sequence("s", [1, 2], extra_keys=keys)
+    assert Sequence("s", [1, 2], extra_keys=[(numpy.int64(0), numpy.int64(1), "key")]).extra_keys == ((0, 1, "key"),)
+    assert Sequence("s", [1, 2], extra_keys=numpy.array([])).extra_keys == ()
+
+
+@pytest.mark.parametrize("answers", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_tokens", [5, 7, 8])
+@pytest.mark.parametrize("error", [Mine, TypeError, ValueError])
+def test_an_index_that_raises_at_some_time_changes_nothing(
+    answers: int, num_tokens: int, error: type[Exception]
+) -> None:
+    """Inside a block, where one is filled and where one begins; one call a token, and a step."""
+    for append in ("append_slots", "append_step"):
+        manager = KVCacheManager(16, 4)
+        one, other = Sequence("one", range(num_tokens)), Sequence("other", range(20, 20 + num_tokens))
+        manager.allocate_slots(one)
+        manager.allocate_slots(other)
+        bad = Index(7, answers, error)
+        before = (one.token_ids(), list(one.block_ids), other.token_ids(), list(other.block_ids), manager.stats)
+        try:
+            if append == "append_slots":
+                manager.append_slots(one, [bad])
+            else:
+                manager.append_step([other, one], [3, bad])
+        except (Mine, KVBlocksError):
+            assert before == (
+                *(one.token_ids(), list(one.block_ids), other.token_ids(), list(other.block_ids), manager.stats),
+            )
+        else:
+            assert one.token_ids()[-1] == 7
+        assert one.num_computed_tokens == one.num_tokens
+        manager.check()
+
+
+def test_groups_of_numpy_sizes_are_equal_to_those_of_ints() -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy comes with the engine's dependencies")
+    assert FullAttention(numpy.int64(16)) == FullAttention(16)
+    assert type(SlidingWindow(numpy.int64(16), numpy.int32(9)).window) is int
+    manager = KVCacheManager(8, groups=[FullAttention(numpy.int64(4)), SlidingWindow(numpy.int64(4), numpy.int64(6))])
+    sequence = Sequence(numpy.int64(3), range(9))
+    hit = manager.get_computed_blocks(sequence)
+    assert hit.group_blocks(numpy.int64(1)) == []
+    assert manager.allocate_slots(sequence, hit=hit) is not None
+    manager.check()
+
+
+def test_an_id_that_is_not_equal_to_itself_is_refused() -> None:
+    manager = KVCacheManager(16, 4, debug=True)
+    sequence = Sequence("s", range(6))
+    manager.allocate_slots(sequence)
+    for refused in (float("nan"), [], memoryview(bytearray(1))):
+        with pytest.raises(InvalidArgumentError, match="sequence_id: expected something"):
+            manager.fork(sequence, refused)
+    manager.fork(sequence, (1, "two"))
