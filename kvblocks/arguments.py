@@ -4,7 +4,8 @@ The rule. A call with an argument of a wrong type or value raises InvalidArgumen
 says expected and got; it has changed nothing. A wrong number of arguments, or a name that there isn't, is Python's
 TypeError. What the caller's own code raises while a call asks it (`__hash__`, `__eq__`, an iterator, a hash function)
 comes out as it is, and nothing has changed then either; only TypeError, ValueError and OverflowError from an
-`__index__` or `__float__` mean, as everywhere in Python, that the object is no such number.
+`__index__` or `__float__` mean, as everywhere in Python, that the object is no such number, and a TypeError from the
+first call of a function, on trial, that it isn't one of that kind.
 
 Compiled code checks a parameter annotated with a class of its own, `int`, `str` or `bool` before our first line runs,
 and raises a bare TypeError. So parameters of public calls are annotated with protocols, which say the same to a type

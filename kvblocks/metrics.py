@@ -29,9 +29,9 @@ class CacheMetrics:
     """Watches a manager from now on; one at a time can watch the blocks of one.
 
     sample_every: about one block in so many is watched; None: none is, the histograms stay empty, and watching costs
-    nothing at all. clock: returns seconds, such as `time.monotonic`, and never less than before; None: time is counted
-    in blocks taken. window: how many of the last requests `MetricsSnapshot.window` is about. bounds: of the
-    histograms, ascending, in the unit of time; None: BLOCK_BOUNDS or SECOND_BOUNDS.
+    nothing at all. clock: returns seconds, such as `time.monotonic`, never less than before, and never raises; None:
+    time is counted in blocks taken. window: how many of the last requests `MetricsSnapshot.window` is about. bounds: of
+    the histograms, ascending, in the unit of time; None: BLOCK_BOUNDS or SECOND_BOUNDS.
 
     Raises InvalidArgumentError. O(num_blocks).
     """

@@ -68,7 +68,7 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
 def refuse_tokens(token_ids: "list[Any]") -> NoReturn:
     """Raise InvalidTokensError for ids of which one was found to be none."""
     pack_tokens(token_ids)
-    raise InvalidTokensError("token ids: expected integers, got one that is sometimes none")
+    raise InvalidTokensError("token ids: expected integers, got one that isn't an integer each time")
 
 
 def _tensor_on_cpu(tensor: Any) -> Any:
