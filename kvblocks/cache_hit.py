@@ -83,10 +83,11 @@ class CacheHit:
         return f"CacheHit({shown(self.sequence.sequence_id)}, {self.num_tokens} tokens in {len(self.blocks)} blocks)"
 
 
-def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> None:
-    """Raise SequenceStateError if `hit` is another sequence's or manager's, StaleHitError if it is outdated.
+def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> int:
+    """Return the tokens of `hit`.
 
-    O(1) while nothing has been evicted since the lookup, for a sequence that never lost tokens; else one more lookup.
+    Raises SequenceStateError if it is another sequence's or manager's, StaleHitError if it is outdated. O(1) while
+    nothing has been evicted since the lookup, for a sequence that never lost tokens; else one more lookup.
     """
     if hit.sequence is not sequence:
         raise SequenceStateError(f"allocate_slots: expected a hit of {sequence}, got {hit}")
@@ -98,3 +99,4 @@ def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> None:
     )
     if is_outdated or hit.num_tokens >= sequence.num_tokens:
         raise StaleHitError(f"allocate_slots: expected {hit} to be cached still; it isn't: look it up again")
+    return hit.num_tokens

@@ -26,21 +26,6 @@ class SequenceOwner:
                 f"{call}: expected another sequence_id than {shown(sequence.sequence_id)}, which is in use"
             )
 
-    def _disown(self, sequence: Given[Sequence], call: str) -> Sequence:
-        """Strike out a sequence and return it, if it is one of ours, else raise as `_check_owned`. O(1)."""
-        try:
-            own: Sequence = sequence  # type: ignore[assignment]  # compiled code looks at its type here
-            owner = own.owner
-        except (AttributeError, TypeError):
-            raise not_a_sequence(call, sequence) from None
-        if owner is not self or self._sequences.get(own.sequence_id) is not own:
-            raise self._refusal(call, sequence)
-        try:
-            del self._sequences[own.sequence_id]
-        except KeyError:  # its hash is another one each time
-            raise self._refusal(call, sequence) from None
-        return own
-
     def _check_owned(self, sequence: Given[Sequence], call: str) -> Sequence:
         """Return `sequence` if it is one of ours, else raise SequenceStateError or InvalidArgumentError. O(1)."""
         try:
@@ -57,6 +42,15 @@ class SequenceOwner:
         if hit is not None:
             raise SequenceStateError(f"allocate_slots: expected no hit, since {sequence} has blocks; got {hit}")
         return sequence.num_computed_tokens
+
+    def _check_sequences(self, block_size: int, edge_size: int) -> None:
+        """Raise AssertionError unless all sequences are here under their ids and agree with themselves."""
+        for sequence_id, sequence in self._sequences.items():
+            own_id: Any = sequence.sequence_id  # whose == may answer anything
+            assert sequence.owner is self and own_id == sequence_id, f"{sequence}: not under its own id"
+            sequence.check(block_size, edge_size)
+            for table in [] if sequence.window_tables is None else sequence.window_tables.tables:
+                table.check(sequence.num_computed_tokens)
 
     def _refusal(self, call: str, sequence: object) -> KVBlocksError:
         try:

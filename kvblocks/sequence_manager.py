@@ -7,7 +7,7 @@ pool can't serve it, has changed nothing but `last_refusal`.
 from collections.abc import Sequence as Items
 from typing import Any, SupportsIndex
 
-from kvblocks.arguments import Given, check_count, listed
+from kvblocks.arguments import Given, check_count, check_integer, listed
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit, check_hit
 from kvblocks.companions import GroupIndex
@@ -99,7 +99,10 @@ class SequenceManager(SequenceOwner):
         own: Sequence = sequence  # type: ignore[assignment]
         found: CacheHit | None = hit  # type: ignore[assignment]
         is_start = own.owner is None
-        start = self._check_start(own, found) if is_start else self._check_continued(own, found)
+        if is_start:
+            start = 0 if found is None else check_hit(self._index, own, found)
+        else:
+            start = self._check_continued(own, found)
         num_left = own.num_tokens - start
         if not num_left:
             raise InvalidArgumentError(f"allocate_slots: expected tokens without slots, got {own} with none left")
@@ -218,19 +221,32 @@ class SequenceManager(SequenceOwner):
         allocated again. Raises SequenceStateError when it isn't this manager's or holds no blocks (a double free).
         O(blocks), a lookup for each pin that begins alike and lacks blocks, and once O(sequences) after a step.
         """
-        self._let_go(self._disown(sequence, "free"))
+        self._end(sequence, "free", None)
 
-    def _let_go(self, sequence: Sequence) -> None:
-        """Give back what a sequence holds that was struck out."""
+    def _end(self, sequence: Given[Sequence], call: str, num_computed_tokens: SupportsIndex | None) -> None:
+        """Give back what a sequence holds; num_computed_tokens: that are written, None: all. O(as `free`, `abort`)."""
+        try:  # `_check_owned`, without the call
+            own: Sequence = sequence  # type: ignore[assignment]
+            owner = own.owner
+        except (AttributeError, TypeError):
+            raise not_a_sequence(call, sequence) from None
+        if owner is not self or self._sequences.get(own.sequence_id) is not own:
+            raise self._refusal(call, sequence)
+        written = own.num_computed_tokens
+        if num_computed_tokens is not None:
+            written = check_count("num_computed_tokens", num_computed_tokens, 0, written)
+        del self._sequences[own.sequence_id]  # first of all, since it asks for the id's hash
+        if num_computed_tokens is not None:
+            self._forget_unwritten(own, written)
         if self._retention.lacking:
-            self._retention.extend(sequence)
+            self._retention.extend(own)
         if self._batch:
             self._batch, self._places = [], {}
-        self._pool.release(sequence.blocks)
-        self._in_flight.drop(sequence)
-        if sequence.window_tables is not None and self._group_slots is not None:
-            self._group_slots.release(sequence)
-        sequence.reset_blocks()
+        self._pool.release(own.blocks)
+        self._in_flight.drop(own)
+        if own.window_tables is not None and self._group_slots is not None:
+            self._group_slots.release(own)
+        own.reset_blocks()
         if self._debug:
             self.check()
 
@@ -241,22 +257,12 @@ class SequenceManager(SequenceOwner):
         step, also those that may have hit such a block, which they keep in their tables until then, and those that
         waited for a copy (`take_copies`). Raises SequenceStateError, InvalidArgumentError. O(blocks + blocks of pins).
         """
-        sequence = self._check_owned(sequence, "abort")
-        written = check_count("num_computed_tokens", num_computed_tokens, 0, sequence.num_computed_tokens)
-        self._disown(sequence, "abort")
-        self._forget_unwritten(sequence, written)
-        self._let_go(sequence)
+        self._end(sequence, "abort", check_integer("num_computed_tokens", num_computed_tokens))
 
     def _forget_unwritten(self, sequence: Sequence, num_computed_tokens: int) -> None:
         forget_unwritten(self._index, sequence, num_computed_tokens)
         if self._retention.pins:
             self._retention.drop_uncached()
-
-    def _check_start(self, sequence: Sequence, hit: CacheHit | None) -> int:
-        if hit is None:
-            return 0
-        check_hit(self._index, sequence, hit)
-        return hit.num_tokens
 
     def _start(
         self, sequence: Sequence, end: int, num_lookahead_tokens: int, hit: CacheHit | None
@@ -286,12 +292,7 @@ class SequenceManager(SequenceOwner):
         self._pool.check(tables + self._retention.tables())
         self._retention.check()
         assert self._places == {sequence: i for i, sequence in enumerate(self._batch)}, "step: places of another batch"
-        for sequence_id, sequence in self._sequences.items():
-            own_id: Any = sequence.sequence_id  # whose == may answer anything
-            assert sequence.owner is self and own_id == sequence_id, f"{sequence}: not under its own id"
-            sequence.check(self.block_size, self._slots.edge_size)
-            for table in [] if sequence.window_tables is None else sequence.window_tables.tables:
-                table.check(sequence.num_computed_tokens)
+        self._check_sequences(self.block_size, self._slots.edge_size)
 
     def _check_if_debugging(self) -> None:
         if self._debug:
