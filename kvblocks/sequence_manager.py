@@ -232,11 +232,11 @@ class SequenceManager(SequenceOwner):
             raise not_a_sequence(call, sequence) from None
         if owner is not self or self._sequences.get(own.sequence_id) is not own:
             raise self._refusal(call, sequence)
-        written = own.num_computed_tokens
-        if num_computed_tokens is not None:
-            written = check_count("num_computed_tokens", num_computed_tokens, 0, written)
-        del self._sequences[own.sequence_id]  # first of all, since it asks for the id's hash
-        if num_computed_tokens is not None:
+        if num_computed_tokens is None:
+            del self._sequences[own.sequence_id]  # first of all, since it asks for the id's hash
+        else:
+            written = check_count("num_computed_tokens", num_computed_tokens, 0, own.num_computed_tokens)
+            del self._sequences[own.sequence_id]
             self._forget_unwritten(own, written)
         if self._retention.lacking:
             self._retention.extend(own)
