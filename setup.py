@@ -18,7 +18,7 @@ MODULES = (
     *("group_layout", "group_tables", "companions", "ghosts", "group_pool", "group_lookup"),
     *("group_need", "group_registration", "group_retention", "group_slots", "group_explanation", "group_manager"),
     *("in_flight", "cache_hit", "pool", "registration", "pinned_blocks", "retention", "slots", "steps", "explanation"),
-    *("sequence_manager", "branching", "shared_prefixes", "picture", "manager", "metrics"),
+    *("ownership", "sequence_manager", "branching", "shared_prefixes", "picture", "manager", "metrics"),
     *("prefix_match", "prefix_pins", "prefix_store", "prefix_cache"),
 )
 

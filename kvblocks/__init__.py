@@ -5,6 +5,9 @@
     hit = manager.get_computed_blocks(sequence)
     manager.allocate_slots(sequence, hit=hit)
 
+Public calls check what they are given: see `kvblocks.arguments`. Nothing is checked of the records that they answer
+with (CacheStats, PrefixRow, SharedPrefix, Plan and the like) when somebody else makes one.
+
 The core needs no torch, numpy, clock or thread; the reference engine is `kvblocks.engine`, its kernels
 `kvblocks.kernels`.
 """

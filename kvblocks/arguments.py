@@ -1,33 +1,154 @@
 """Checks of what callers pass, the same in both builds.
 
-Compiled code checks a parameter annotated `int` or `str` before our first line runs, and raises a bare TypeError. So
-parameters that we check ourselves are annotated with protocols, which say the same to a type checker and which
-compiled code passes through.
+The rule. A call with an argument of a wrong type or value raises InvalidArgumentError, or another KVBlocksError, which
+says expected and got; it has changed nothing. A wrong number of arguments, or a name that there isn't, is Python's
+TypeError. What the caller's own code raises while a call asks it (`__hash__`, `__eq__`, an iterator, a hash function)
+comes out as it is, and nothing has changed then either; only TypeError, ValueError and OverflowError from an
+`__index__` or `__float__` mean, as everywhere in Python, that the object is no such number, and a TypeError from the
+first call of a function, on trial, that it isn't one of that kind.
+
+Compiled code checks a parameter annotated with a class of its own, `int`, `str` or `bool` before our first line runs,
+and raises a bare TypeError. So parameters of public calls are annotated with protocols, which say the same to a type
+checker and which compiled code passes through: `Given[Sequence]` for a Sequence, SupportsIndex for an int. Where a call
+takes one of our own classes on the hot path, it only looks at the type when it finds that something is wrong.
 """
 
+from collections.abc import Callable, Hashable
+from numbers import Real
 from operator import index
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, Final, Protocol, SupportsFloat, SupportsIndex, TypeVar
 
 from kvblocks.errors import InvalidArgumentError
 
+T_co = TypeVar("T_co", covariant=True)
 
-class Text(Protocol):
-    """A str, to a type checker."""
+_MAX_COUNT = 2**63 - 1
+_SMALL: Final = 2**60  # compiled code compares with it in no time
+_MAX_SHOWN = 200  # characters of a value in an error message
 
-    def encode(self) -> bytes:
-        """Return the text in UTF-8."""
+
+class Given(Protocol[T_co]):
+    """A T, to a type checker; the call that takes it checks it."""
+
+    @property  # type: ignore[misc]  # read-only, so that a subclass of T is one too
+    def __class__(self) -> "type[T_co]":  # type: ignore[override]
+        """The class T, or one derived from it."""
+
+
+Text = Given[str]
+"""A str."""
+
+Flag = Given[bool]
+"""True or False."""
+
+
+def shown(value: object) -> str:
+    """Return `value` as an error message shows it: its repr, not too long, and of anything at all."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001  # an int too long to print, or whatever somebody's __repr__ raises
+        return f"an object of type {type(value).__name__}"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def wrong(name: str, expected: str, value: object) -> InvalidArgumentError:
+    """Return the error that says that an argument isn't what was expected."""
+    return InvalidArgumentError(f"{name}: expected {expected}, got {shown(value)}")
+
+
+def is_a(value: object, kind: type) -> bool:
+    """Whether `value` really is a `kind`, whatever its `__class__` says."""
+    return issubclass(type(value), kind)
+
+
+def as_int(value: object) -> int | None:
+    """Return `value` as an int if it is one, or has `__index__` as NumPy's do; None if not, and for a bool."""
+    given: Any = value
+    if type(given) is bool:
+        return None
+    try:
+        return index(given)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def check_count(name: str, value: SupportsIndex, low: int, high: int | None = None) -> int:
-    """Return `value` as an int if it is one (NumPy's too) from `low` to `high`; else raise InvalidArgumentError."""
-    try:
-        number = low - 1 if isinstance(value, bool) else index(value)
-    except TypeError:
-        number = low - 1
+    """Return `value` as an int if it is one (NumPy's too) from `low` to `high`; else raise InvalidArgumentError.
+
+    high: None: 2**63 - 1, more than there is of anything.
+    """
+    given: Any = value
+    if type(given) is int:
+        number: int = given
+    else:
+        found = as_int(given)
+        number = low - 1 if found is None else found
     if number < low or (high is not None and number > high):
-        span = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
-        raise InvalidArgumentError(f"{name}: expected {span}, got {value!r}")
+        raise wrong(name, f"an int of at least {low}" if high is None else f"an int from {low} to {high}", value)
+    if number > _SMALL and number > _MAX_COUNT:
+        raise wrong(name, f"an int from {low} to {_MAX_COUNT}", value)
     return number
+
+
+def check_integer(name: str, value: SupportsIndex) -> int:
+    """Return `value` as an int if it is one of any size or sign (NumPy's too); else raise InvalidArgumentError."""
+    number = as_int(value)
+    if number is None:
+        raise wrong(name, "an int", value)
+    return number
+
+
+def check_number(name: str, value: SupportsFloat, expected: str = "a number") -> int | float:
+    """Return `value` as an int or float if it is a real number other than NaN (NumPy's too), else raise as ever."""
+    given: Any = value
+    number = as_int(given)
+    if number is not None:
+        return number
+    if is_number(given):
+        try:
+            return float(given)
+        except (TypeError, ValueError, OverflowError):  # a Fraction may be too large
+            pass
+    raise wrong(name, expected, value)
+
+
+def check_share(name: str, value: SupportsFloat, expected: str = "a share from 0.0 to 1.0") -> float:
+    """Return `value` as a float if it is a number from 0 to 1, else raise InvalidArgumentError."""
+    number = check_number(name, value, expected)
+    if not 0 <= number <= 1:
+        raise wrong(name, expected, value)
+    return float(number)
+
+
+def check_id(name: str, value: Hashable) -> None:
+    """Raise InvalidArgumentError unless `value` can be found in a dict: it is hashable and equal to itself."""
+    try:
+        hash(value)
+    except (TypeError, ValueError):  # ValueError from a memoryview
+        raise wrong(name, "something hashable", value) from None
+    given: Any = value
+    if not given == given:  # noqa: PLR0124  # NaN: it could be in use any number of times
+        raise wrong(name, "something that is equal to itself", value)
+
+
+def check_clock(name: str, now: Callable[[], float]) -> None:
+    """Raise InvalidArgumentError unless `now` is a function that returns a number. Asks it once."""
+    given: Any = now
+    if not callable(given):
+        raise wrong(name, "a function that returns the time", given)
+    try:
+        time = given()
+    except TypeError as error:
+        raise wrong(name, f"a function that returns the time; it says {error}", given) from error
+    check_number(name, time, "a function that returns the time, a number")
+
+
+def check_flag(name: str, value: Flag) -> bool:
+    """Return `value` if it is True or False, else raise InvalidArgumentError."""
+    given: Any = value
+    if given is not True and given is not False:
+        raise wrong(name, "True or False", value)
+    return given is True
 
 
 def check_name(name: str, value: Text | None) -> str | None:
@@ -35,9 +156,20 @@ def check_name(name: str, value: Text | None) -> str | None:
     text: Any = value
     if text is None:
         return None
-    if not isinstance(text, str) or not text:
-        raise InvalidArgumentError(f"{name}: expected a non-empty str or None, got {text!r}")
-    return check_text(name, text)
+    plain = plain_text(text) if is_a(text, str) else ""
+    if not plain:
+        raise wrong(name, "a non-empty str or None", value)
+    return check_text(name, plain)
+
+
+def plain_text(text: str) -> str:
+    """Return the characters of `text`, without what a subclass of str makes of them."""
+    return text if type(text) is str else "".join([text])  # noqa: FLY002  # an f-string asks its __format__
+
+
+def plain_bytes(value: bytes) -> bytes:
+    """Return what `value` holds, without what a subclass of bytes makes of it."""
+    return value if type(value) is bytes else b"".join([value])
 
 
 def check_text(name: str, text: str) -> str:
@@ -46,11 +178,28 @@ def check_text(name: str, text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(
-            f"{name}: expected text that UTF-8 can encode, got {text!r}: {error.reason}"
+            f"{name}: expected text that UTF-8 can encode, got {shown(text)}: {error.reason}"
         ) from None
     return text
 
 
+def listed(name: str, expected: str, value: object) -> list[Any]:
+    """Return what an iterable yields as a list; InvalidArgumentError if it is none.
+
+    A str or bytes is none. An iterator's own error comes out as it is.
+    """
+    given: Any = value
+    if type(given) is list or type(given) is tuple:
+        return [*given]
+    if is_a(given, str) or is_a(given, bytes) or not hasattr(given, "__iter__"):
+        raise wrong(name, expected, value)
+    try:
+        iterator = iter(given)
+    except TypeError:
+        raise wrong(name, expected, value) from None
+    return list(iterator)  # an iterator, so that nobody's __len__ is asked: it may be a lie
+
+
 def is_number(value: Any) -> bool:
-    """Whether `value` is an int or a float, and neither a bool nor NaN."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value  # noqa: PLR0124  # NaN
+    """Whether `value` is a real number (an int, a float, one of NumPy's), and neither a bool nor NaN."""
+    return is_a(value, Real) and type(value) is not bool and bool(value == value)  # noqa: PLR0124  # NaN

@@ -34,7 +34,7 @@ class KVCacheBlock:
 
     ref_cnt: how many live block tables hold it; 0 exactly when it is in the free queue. prev_free_block and
     next_free_block: its neighbours there; when it isn't queued, the first is the block itself, the second means
-    nothing. run and index: where it is cached; run is None when it isn't. Read-only outside this package.
+    nothing. run and index: where it is cached; run is None when it isn't. Made by a pool; callers only read it.
     """
 
     __slots__ = ("block_id", "index", "next_free_block", "prev_free_block", "ref_cnt", "run")

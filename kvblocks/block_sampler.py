@@ -10,7 +10,10 @@ What is measured are vLLM's sampled block metrics; the choice by multiples of th
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from math import isfinite
+from typing import SupportsFloat
 
+from kvblocks.arguments import check_number, listed, wrong
 from kvblocks.block import KVCacheBlock
 from kvblocks.stats import HistogramValues
 
@@ -24,6 +27,19 @@ def choose_sample(blocks: Iterable[KVCacheBlock], every: int) -> list[KVCacheBlo
     """
     below = _RANGE // every
     return [block for block in blocks if block.block_id * _SPREAD % _RANGE < below]
+
+
+def check_bounds(bounds: Iterable[SupportsFloat]) -> tuple[float, ...]:
+    """Return the bounds of a histogram as floats: one or more, ascending and finite; else InvalidArgumentError."""
+    expected = "at least one number, ascending and finite"
+    numbers = [check_number("bounds", item, expected) for item in listed("bounds", expected, bounds)]
+    try:
+        limits = [float(number) for number in numbers]
+    except OverflowError:
+        limits = []
+    if not limits or not all(map(isfinite, limits)) or limits != sorted(set(limits)):
+        raise wrong("bounds", expected, numbers)
+    return tuple(limits)
 
 
 class Histogram:

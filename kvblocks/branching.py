@@ -8,7 +8,7 @@ blocks among its samples, with copy on write, is vLLM's PagedAttention.
 from collections.abc import Hashable
 from typing import SupportsIndex
 
-from kvblocks.arguments import check_count
+from kvblocks.arguments import Given, check_count
 from kvblocks.errors import SequenceStateError
 from kvblocks.registration import register_anew
 from kvblocks.sequence import Sequence
@@ -18,7 +18,7 @@ from kvblocks.sequence_manager import SequenceManager
 class BranchingManager(SequenceManager):
     """`SequenceManager` with forks and truncation. A part of `KVCacheManager`; not made by itself."""
 
-    def fork(self, sequence: Sequence, sequence_id: Hashable) -> Sequence:
+    def fork(self, sequence: Given[Sequence], sequence_id: Hashable) -> Sequence:
         """Return a new sequence with the same tokens and keys that shares all blocks which hold them.
 
         For several samples of one prompt, or beam search. Both go on from there; the first that adds a token to an
@@ -28,10 +28,9 @@ class BranchingManager(SequenceManager):
 
         Raises SequenceStateError (not this manager's, or an id in use) and InvalidArgumentError. O(tokens + blocks).
         """
-        self._check_owned(sequence, "fork")
+        sequence = self._check_owned(sequence, "fork")
         twin = sequence.fork(sequence_id)
-        if sequence_id in self._sequences:
-            raise SequenceStateError(f"fork: expected another sequence_id than {sequence_id!r}, which is in use")
+        self._claim(twin, "fork")
         num_tokens, block_size = sequence.num_computed_tokens, self.block_size
         twin.blocks += sequence.blocks[: -(-num_tokens // block_size)]
         self._pool.touch(twin.blocks)
@@ -45,13 +44,12 @@ class BranchingManager(SequenceManager):
         if num_tokens % self._largest_size:
             sequence.appender = twin.appender = None
             sequence.next_edge = 0
-        self._sequences[sequence_id] = twin
         self._in_flight.note(twin)
         self._check_if_debugging()
         return twin
 
     def truncate(
-        self, sequence: Sequence, num_tokens: SupportsIndex, *, num_computed_tokens: SupportsIndex | None = None
+        self, sequence: Given[Sequence], num_tokens: SupportsIndex, *, num_computed_tokens: SupportsIndex | None = None
     ) -> None:
         """Drop all but the first `num_tokens` tokens of a sequence, such as rejected drafts, and its room beyond them.
 
@@ -65,7 +63,7 @@ class BranchingManager(SequenceManager):
         further back only while all that the next token sees is held, else SequenceStateError. O(tokens dropped), and as
         `free` and `abort`.
         """
-        self._check_owned(sequence, "truncate")
+        sequence = self._check_owned(sequence, "truncate")
         end = check_count("num_tokens", num_tokens, sequence.num_prompt_tokens, sequence.num_tokens)
         num_left = min(sequence.num_computed_tokens, end)
         most = written = sequence.num_computed_tokens
@@ -98,14 +96,14 @@ class BranchingManager(SequenceManager):
         """
         return self._slots.take_copies()
 
-    def renew(self, sequence: Sequence) -> None:
+    def renew(self, sequence: Given[Sequence]) -> None:
         """Say that the KV of a sequence from before a reset of the cache is valid after it, so that it is cached again.
 
         For resets that had another reason than new weights, or after computing its KV anew. Its full blocks are
         cached at once, and what it fills later too. Raises SequenceStateError when it isn't this manager's or not from
         before a reset. O(its full blocks).
         """
-        self._check_owned(sequence, "renew")
+        sequence = self._check_owned(sequence, "renew")
         if not self.enable_caching or sequence.epoch is self._index.epoch:
             raise SequenceStateError(f"renew: expected a sequence from before a reset of the cache, got {sequence}")
         register_anew(self._index, sequence)

@@ -1,9 +1,16 @@
-"""What a lookup found: the answer of `get_computed_blocks`, to be handed to `allocate_slots`."""
+"""What a lookup found: the answer of `get_computed_blocks`, to be handed to `allocate_slots`.
 
-from kvblocks.arguments import check_count
+`check_hit` says whether that may use it still.
+"""
+
+from typing import SupportsIndex
+
+from kvblocks.arguments import check_count, shown
 from kvblocks.block import KVCacheBlock
+from kvblocks.errors import SequenceStateError, StaleHitError
 from kvblocks.in_flight import InFlight
 from kvblocks.prefix_index import PrefixIndex
+from kvblocks.registration import find_blocks
 from kvblocks.sequence import Sequence
 
 
@@ -15,8 +22,8 @@ class CacheHit:
     num_readonly_tokens: positions below it lie in `blocks` and must not be written, the recomputed last token
     included.
 
-    A hit owns nothing: its blocks may be evicted by any later allocation. `allocate_slots` checks that before it uses
-    it.
+    Made by `get_computed_blocks`. A hit owns nothing: its blocks may be evicted by any later allocation.
+    `allocate_slots` checks that before it uses it.
     """
 
     __slots__ = ("blocks", "in_flight", "num_readonly_tokens", "num_tokens", "sequence", "version")
@@ -46,7 +53,7 @@ class CacheHit:
         """Tokens that the primary group alone has cached; more than num_readonly_tokens where another one has less."""
         return self.num_readonly_tokens
 
-    def group_blocks(self, group: int) -> list[KVCacheBlock | None]:
+    def group_blocks(self, group: SupportsIndex) -> list[KVCacheBlock | None]:
         """Return the blocks of a group's table, None where it needs none. Raises InvalidArgumentError. O(blocks)."""
         check_count("group", group, 0, 0)
         return [*self.blocks]
@@ -57,20 +64,39 @@ class CacheHit:
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens behind what is cached that `pending_sequence` is about to compute; 0 when nobody is. As of now.
+        """Tokens behind what is cached that `pending_sequence` is about to compute; 0 when nobody is.
 
-        A scheduler may wait for them rather than compute them twice. O(sequences with unfinished prefill).
+        Of the tokens that the sequence has now, and of what is cached now: more of both may be there than at the
+        lookup. A scheduler may wait for them rather than compute them twice. O(sequences with unfinished prefill), and
+        a lookup if there are any.
         """
-        num_matched = self.num_matched_tokens // self.index.block_size
-        found = self.in_flight.find(self.sequence, num_matched)
+        found = self.in_flight.find(self.sequence)
         return 0 if found is None else found[1] * self.index.block_size
 
     @property
     def pending_sequence(self) -> Sequence | None:
         """The allocated sequence that `pending_tokens` is about, None when there is none. O(as that)."""
-        num_matched = self.num_matched_tokens // self.index.block_size
-        found = self.in_flight.find(self.sequence, num_matched)
+        found = self.in_flight.find(self.sequence)
         return None if found is None else found[0]
 
     def __repr__(self) -> str:
-        return f"CacheHit({self.sequence.sequence_id!r}, {self.num_tokens} tokens in {len(self.blocks)} blocks)"
+        return f"CacheHit({shown(self.sequence.sequence_id)}, {self.num_tokens} tokens in {len(self.blocks)} blocks)"
+
+
+def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> int:
+    """Return the tokens of `hit`.
+
+    Raises SequenceStateError if it is another sequence's or manager's, StaleHitError if it is outdated. O(1) while
+    nothing has been evicted since the lookup, for a sequence that never lost tokens; else one more lookup.
+    """
+    if hit.sequence is not sequence:
+        raise SequenceStateError(f"allocate_slots: expected a hit of {sequence}, got {hit}")
+    if hit.index is not index:
+        raise SequenceStateError(f"allocate_slots: expected a hit of this manager's cache, got another's: {hit}")
+    is_doubtful = hit.version != index.version or sequence.was_truncated
+    is_outdated = is_doubtful and (
+        find_blocks(index, sequence)[: len(hit.blocks)] != hit.blocks or hit.has_lost_companions()
+    )
+    if is_outdated or hit.num_tokens >= sequence.num_tokens:
+        raise StaleHitError(f"allocate_slots: expected {hit} to be cached still; it isn't: look it up again")
+    return hit.num_tokens

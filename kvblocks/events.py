@@ -34,7 +34,7 @@ class BlockStored:
         return array("I", self.tokens).tolist()
 
     def of_group(self, group: int) -> "BlockStored":
-        """Return the same record, of a group."""
+        """Return the same record, of a group. Only for the manager."""
         return replace(self, group_idx=group)
 
 
@@ -46,7 +46,7 @@ class BlockRemoved:
     group_idx: int | None = None
 
     def of_group(self, group: int) -> "BlockRemoved":
-        """Return the same record, of a group."""
+        """Return the same record, of a group. Only for the manager."""
         return replace(self, group_idx=group)
 
 

@@ -7,6 +7,7 @@ cached is searched for something similar: the same tokens under other keys, or a
 from dataclasses import dataclass
 from typing import Literal
 
+from kvblocks.arguments import shown
 from kvblocks.block import ROOT, Node, Run
 from kvblocks.eviction_history import Removal
 from kvblocks.hashing import ExtraKey, decode_extra_keys
@@ -59,7 +60,7 @@ class Explanation:
             return f"{found} in all groups; {self._group_miss(*self.missing_tokens)}"
         missed = f"{found}; block {max(self.num_cached_blocks, self.num_matched_blocks)} "
         if self.removal is not None and self.cause in ("evicted", "aborted", "reset"):
-            by = "" if self.removal.sequence_id is None else f" for sequence {self.removal.sequence_id!r}"
+            by = "" if self.removal.sequence_id is None else f" for sequence {shown(self.removal.sequence_id)}"
             how = {"evicted": f"was evicted{by}", "aborted": "was never computed: its step was aborted"}
             return (
                 f"{missed}{how.get(self.cause, 'went with a reset of the cache')}, {self.num_blocks_since} blocks ago"

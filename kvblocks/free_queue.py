@@ -24,7 +24,8 @@ class FreeBlockQueue:
 
     has_windows: whether blocks may leave a window (`release_passed`). num_shared_changes: how often a block that has an
     owner got another one, or lost one of several. Raises BlockStateError, changing nothing, when a block is linked or
-    owned already.
+    owned already. A part of the manager that is public for those who build one of their own:
+    beyond that it checks no types.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], *, has_windows: bool = False) -> None:

@@ -10,9 +10,9 @@ serve, are multiples of the largest.
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
-from kvblocks.arguments import check_count
+from kvblocks.arguments import check_count, is_a, listed, wrong
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups import FullAttention, Group, SlidingWindow
 
@@ -97,13 +97,9 @@ class GroupLayout:
 
 def check_groups(groups: Iterable[Group]) -> GroupLayout:
     """Return the layout of what an engine gives as its groups. Raises InvalidArgumentError."""
-    given: Any = groups
-    try:
-        items = list(given)
-    except TypeError:
-        items = [given]
-    if not items or not all(isinstance(item, (FullAttention, SlidingWindow)) for item in items):
-        raise InvalidArgumentError(f"groups: expected FullAttention and SlidingWindow items, got {given!r}")
+    items = listed("groups", "FullAttention and SlidingWindow items", groups)
+    if not items or not all(is_a(item, FullAttention) or is_a(item, SlidingWindow) for item in items):
+        raise wrong("groups", "FullAttention and SlidingWindow items", items)
     sizes = sorted({item.block_size for item in items})
     for smaller, larger in pairwise(sizes):
         if larger % smaller:

@@ -7,6 +7,7 @@ companion ends every hit that would need it, so the next candidate ends where th
 """
 
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from kvblocks.arguments import check_count
 from kvblocks.block import KVCacheBlock
@@ -46,12 +47,12 @@ class GroupHit(CacheHit):
         """Tokens that the primary group alone has cached. O(1)."""
         return self.num_matched * self.index.block_size
 
-    def group_blocks(self, group: int) -> list[KVCacheBlock | None]:
+    def group_blocks(self, group: SupportsIndex) -> list[KVCacheBlock | None]:
         """Return the blocks of a group's table, None where it needs none. O(blocks)."""
         layout = self.group_index.layout
-        check_count("group", group, 0, len(layout.groups) - 1)
+        number = check_count("group", group, 0, len(layout.groups) - 1)
         for companion, (first, held) in zip(layout.companions, self.tables, strict=True):
-            if companion.group == group:
+            if companion.group == number:
                 return [*[None] * first, *held]
         return [*self.blocks]
 

@@ -6,6 +6,7 @@ places stand never changes, so token i is always in place i // block_size.
 
 from collections.abc import Hashable, Iterable
 
+from kvblocks.arguments import shown
 from kvblocks.block import KVCacheBlock
 from kvblocks.errors import SequenceStateError
 from kvblocks.group_layout import Companion, GroupLayout
@@ -112,7 +113,7 @@ class GroupTables:
                 raise SequenceStateError(
                     f"truncate: expected to keep so much that the next token sees nothing before {first}, where group"
                     f" {companion.group}, with a window of {companion.window}, begins to be held;"
-                    f" got {position} of {sequence_id!r}"
+                    f" got {position} of {shown(sequence_id)}"
                 )
 
     def is_landmark(self, table: GroupTable, place: int) -> bool:

@@ -10,6 +10,7 @@ Groups of layers with a block table each, over one pool, are vLLM's hybrid KV-ca
 """
 
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from kvblocks.arguments import check_count
 
@@ -21,14 +22,14 @@ class FullAttention:
     block_size: int
 
     def __post_init__(self) -> None:
-        check_count("block_size", self.block_size, 1)
+        object.__setattr__(self, "block_size", check_count("block_size", self.block_size, 1))
 
     @property
     def window(self) -> int | None:
         """None: there is none."""
         return None
 
-    def num_blocks(self, num_tokens: int, num_step_tokens: int = 1) -> int:
+    def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
         """Return how many blocks a sequence of `num_tokens` holds at most; `num_step_tokens` make no difference."""
         check_count("num_step_tokens", num_step_tokens, 1)
         return -(-check_count("num_tokens", num_tokens, 0) // self.block_size)
@@ -46,10 +47,10 @@ class SlidingWindow:
     window: int
 
     def __post_init__(self) -> None:
-        check_count("block_size", self.block_size, 1)
-        check_count("window", self.window, 1)
+        object.__setattr__(self, "block_size", check_count("block_size", self.block_size, 1))
+        object.__setattr__(self, "window", check_count("window", self.window, 1))
 
-    def num_blocks(self, num_tokens: int, num_step_tokens: int = 1) -> int:
+    def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
         """Return how many blocks a sequence of `num_tokens` holds at most.
 
         num_step_tokens: the most that a step computes of it, such as a chunk of a prompt; the step holds what all of

@@ -26,7 +26,7 @@ from typing import Any
 
 from xxhash import xxh3_128_digest
 
-from kvblocks.arguments import Text
+from kvblocks.arguments import Given, Text, is_a, plain_bytes, plain_text, shown, wrong
 from kvblocks.errors import InvalidArgumentError
 
 HashFunction = Callable[[bytes], bytes]
@@ -34,6 +34,9 @@ HashFunction = Callable[[bytes], bytes]
 
 PositionKey = tuple[int, int, str | bytes]
 """(start, end, key): tokens start..end-1 depend on `key`, such as the hash of the image that they stand for."""
+
+PositionKeys = Iterable[PositionKey]
+"""Several of them, in any order."""
 
 ExtraKey = tuple[str, tuple[int, int] | None, str | bytes]
 """A decoded extra key: ("salt", None, salt), ("lora", None, name) or ("key", (start, length), key).
@@ -55,24 +58,31 @@ HASH_FUNCTIONS: dict[str, HashFunction] = {"xxh3_128": xxh3_128_digest, "sha256"
 def get_hash_function(algorithm: Text | HashFunction) -> HashFunction:
     """Return the hash function that `algorithm` names, or `algorithm` itself when it is a callable bytes -> bytes.
 
-    Raises InvalidArgumentError for an unknown name, and for a callable that doesn't return at least one byte.
+    Raises InvalidArgumentError for an unknown name, and for a callable that doesn't take bytes or doesn't return at
+    least one byte.
     """
-    if isinstance(algorithm, str):
-        if algorithm not in HASH_FUNCTIONS:
+    given: Any = algorithm
+    if is_a(given, str):
+        name = plain_text(given)
+        if name not in HASH_FUNCTIONS:
             known = ", ".join(repr(name) for name in HASH_FUNCTIONS)
-            raise InvalidArgumentError(f"hash_algorithm: expected {known} or a callable, got {algorithm!r}")
-        return HASH_FUNCTIONS[algorithm]
-    if not callable(algorithm):
-        raise InvalidArgumentError(f"hash_algorithm: expected a name or a callable, got {type(algorithm).__name__}")
-    unchecked: Callable[[bytes], Any] = algorithm
-    check_digest(unchecked(b""), None)
-    return algorithm
+            raise wrong("hash_algorithm", f"{known} or a callable", name)
+        return HASH_FUNCTIONS[name]
+    if not callable(given):
+        raise InvalidArgumentError(f"hash_algorithm: expected a name or a callable, got {type(given).__name__}")
+    try:
+        digest = given(b"")
+    except TypeError as error:
+        raise wrong("hash_algorithm", f"a callable bytes -> bytes; it says {error}", given) from error
+    check_digest(digest, None)
+    function: HashFunction = given
+    return function
 
 
 def check_digest(digest: Any, num_bytes: int | None) -> bytes:
     """Return `digest` if it is `num_bytes` bytes long (None: any length but 0), else raise InvalidArgumentError."""
-    if not isinstance(digest, bytes) or not digest:
-        raise InvalidArgumentError(f"hash function: expected it to return bytes, at least one; got {digest!r}")
+    if type(digest) is not bytes or not digest:  # a subclass may say that it is longer than it is
+        raise InvalidArgumentError(f"hash function: expected it to return bytes, at least one; got {shown(digest)}")
     if num_bytes is not None and len(digest) != num_bytes:
         raise InvalidArgumentError(f"hash function: expected {num_bytes} bytes as before, got {len(digest)}")
     return digest
@@ -110,12 +120,19 @@ def encode_extra_keys(
     return encoded
 
 
-def decode_extra_keys(encoded: bytes) -> list[ExtraKey]:
+def decode_extra_keys(encoded: Given[bytes]) -> list[ExtraKey]:
     """Return a block's extra keys in the order of their encoding; the inverse of `encode_extra_keys`.
 
     encoded: one block's, as in `BlockStored.extra_keys`; b"" for none. Raises InvalidArgumentError for bytes that are
     no block's encoding. O(bytes).
     """
+    given: Any = encoded
+    if not is_a(given, bytes):
+        raise wrong("extra keys", "bytes", given)
+    return _decoded_keys(plain_bytes(given))
+
+
+def _decoded_keys(encoded: bytes) -> list[ExtraKey]:
     keys: list[ExtraKey] = []
     offset, previous = 0, (0, 0, 0, 0, b"")
     while offset < len(encoded):

@@ -5,6 +5,7 @@ this compares prompts directly: a scheduler can then let a sequence wait for wha
 """
 
 from kvblocks.prefix_index import PrefixIndex
+from kvblocks.registration import find_blocks
 from kvblocks.sequence import Sequence
 
 _CHUNK_BLOCKS = 64
@@ -34,14 +35,15 @@ class InFlight:
         if self._sequences:
             self._sequences.pop(sequence, None)
 
-    def find(self, sequence: Sequence, num_blocks: int) -> tuple[Sequence, int] | None:
-        """Return the sequence that will compute most of what follows this one's first `num_blocks`, and how many.
+    def find(self, sequence: Sequence) -> tuple[Sequence, int] | None:
+        """Return the sequence that will compute most of what follows this one's cached prefix, and how many blocks.
 
-        Sequences from before a reset of the cache don't count. None when nobody will. Changes nothing. O(sequences in
-        flight), and O(tokens) for those that share the next block.
+        Sequences from before a reset of the cache don't count. None when nobody will. Changes nothing. A lookup,
+        O(sequences in flight), and O(tokens) for those that share the next block; O(1) when nothing is in flight.
         """
         if not self._sequences:
             return None
+        num_blocks = len(find_blocks(self.index, sequence))
         best: tuple[Sequence, int] | None = None
         for other in self._sequences:
             if other is not sequence and other.epoch is self.index.epoch and _caches(other):

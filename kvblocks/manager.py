@@ -16,8 +16,21 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import Any, SupportsFloat, SupportsIndex
 
-from kvblocks.arguments import Text, check_count, check_name, is_number
-from kvblocks.block_sampler import BlockSampler, choose_sample
+from kvblocks.arguments import (
+    Flag,
+    Given,
+    Text,
+    check_clock,
+    check_count,
+    check_flag,
+    check_name,
+    check_number,
+    check_share,
+    is_a,
+    listed,
+    wrong,
+)
+from kvblocks.block_sampler import BlockSampler, check_bounds, choose_sample
 from kvblocks.companions import GroupIndex
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.events import CacheEvent
@@ -31,6 +44,7 @@ from kvblocks.group_retention import GroupRetention
 from kvblocks.group_slots import GroupSlots
 from kvblocks.groups import Group
 from kvblocks.hashing import HashFunction, PositionKey, get_hash_function
+from kvblocks.ownership import as_sequence
 from kvblocks.picture import PrefixRow, prefix_rows, to_dot
 from kvblocks.pool import BlockPool
 from kvblocks.prefix_index import PrefixIndex
@@ -62,22 +76,22 @@ class KVCacheManager(GroupManager):
         *,
         groups: Iterable[Group] | None = None,
         hash_algorithm: Text | HashFunction = "xxh3_128",
-        enable_caching: bool = True,
-        enable_events: bool = False,
+        enable_caching: Flag = True,
+        enable_events: Flag = False,
         num_history_blocks: SupportsIndex = 0,
         pin_budget: SupportsFloat = 0.5,
-        debug: bool = False,
+        debug: Flag = False,
     ) -> None:
+        caches, named = check_flag("enable_caching", enable_caching), check_flag("enable_events", enable_events)
+        debugs = check_flag("debug", debug)
         layout = make_layout(block_size, groups)
         hash_function = get_hash_function(hash_algorithm)
-        group_index = None if layout.is_single else GroupIndex(layout, hash_function, enable_events=enable_events)
-        index = group_index or PrefixIndex(layout.block_size, hash_function, enable_events=enable_events)
+        group_index = None if layout.is_single else GroupIndex(layout, hash_function, enable_events=named)
+        index = group_index or PrefixIndex(layout.block_size, hash_function, enable_events=named)
         num_remembered = check_count("num_history_blocks", num_history_blocks, 0)
         if num_remembered:
             index.keep_history(EvictionHistory(num_remembered))
-        share: Any = pin_budget
-        if not is_number(share) or not 0 <= share <= 1:
-            raise InvalidArgumentError(f"pin_budget: expected a share of the pool from 0.0 to 1.0, got {pin_budget!r}")
+        share = check_share("pin_budget", pin_budget, "a share of the pool from 0.0 to 1.0")
         max_pinned = int(share * check_count("num_blocks", num_blocks, 1) + 1e-6)  # 0.29 of 100 is 29
         if group_index is None:
             pool = BlockPool(num_blocks, index)
@@ -87,7 +101,7 @@ class KVCacheManager(GroupManager):
             pool = group_pool = GroupPool(num_blocks, group_index)
             retention = GroupRetention(group_pool, max_pinned)
             slots = GroupSlots(group_pool, retention)
-        super().__init__(pool, retention, slots, enable_caching=enable_caching, debug=debug)
+        super().__init__(pool, retention, slots, enable_caching=caches, debug=debugs)
 
     @property
     def num_blocks(self) -> int:
@@ -150,7 +164,7 @@ class KVCacheManager(GroupManager):
         See `find_shared_prefixes`. With several groups they are those of the primary one. Raises SequenceStateError
         (not this manager's) and InvalidArgumentError. Changes nothing. Near-linear in the batch's blocks.
         """
-        batch = list(sequences)
+        batch = listed("sequences", "an iterable of sequences", sequences)
         self._check_has_primary("shared_prefixes")
         for sequence in batch:
             self._check_owned(sequence, "shared_prefixes")
@@ -199,17 +213,19 @@ class KVCacheManager(GroupManager):
         """
         if not self.enable_caching:
             raise InvalidArgumentError("pin: expected enable_caching=True when the manager was made, got False")
-        if expires_at is not None and not is_number(expires_at):
-            raise InvalidArgumentError(f"expires_at: expected a number or None, got {expires_at!r}")
+        end = None if expires_at is None else check_number("expires_at", expires_at, "a number or None")
         copied = bytes(memoryview(pack_tokens(token_ids)).cast("B"))  # a pin may outlive the caller's buffer
         prefix = Sequence("pin", copied, salt=salt, lora=lora, extra_keys=extra_keys)
-        pin = self._retention.add(prefix, priority, expires_at)
+        pin = self._retention.add(prefix, priority, end)
         self._check_if_debugging()
         return pin
 
-    def unpin(self, pin: Pin) -> None:
+    def unpin(self, pin: Given[Pin]) -> None:
         """End a pin; its blocks stay cached as any others do. Raises InvalidArgumentError. O(its blocks)."""
-        self._retention.remove(pin)
+        given: Any = pin
+        if not is_a(given, Pin):
+            raise wrong("unpin", "a Pin", given)
+        self._retention.remove(given)
         self._check_if_debugging()
 
     def expire_pins(self, now: SupportsFloat) -> list[Pin]:
@@ -218,9 +234,7 @@ class KVCacheManager(GroupManager):
         Their blocks are free then, and reused before any that is still pinned. Nothing expires by itself: call it now
         and then. Raises InvalidArgumentError. O(pins + blocks freed).
         """
-        if not is_number(now):
-            raise InvalidArgumentError(f"now: expected a number, got {now!r}")
-        expired = self._retention.expire(now)
+        expired = self._retention.expire(check_number("now", now))
         self._check_if_debugging()
         return expired
 
@@ -251,15 +265,17 @@ class KVCacheManager(GroupManager):
         tenants = [] if self._index.quotas is None else self._index.quotas.tenants()
         return [QuotaUsage(t.salt, t.max_cached_blocks, t.num_cached_blocks) for t in tenants]
 
-    def explain(self, sequence: Sequence) -> Explanation:
+    def explain(self, sequence: Given[Sequence]) -> Explanation:
         """Say why the longest cached prefix of a sequence ends where it does. Changes nothing.
 
         Needs num_history_blocks to know of evictions, aborts and resets. With several groups it names the one that
-        ended the hit. For people: O(runs in the cache + tokens + blocks cached for them under any keys).
+        ended the hit. Raises InvalidArgumentError. For people: O(runs in the cache + tokens + blocks cached for them
+        under any keys).
         """
+        own = as_sequence("explain", sequence)
         if self._group_index is not None:
-            return explain_group_miss(self._group_index, sequence, self._slots.num_taken_blocks)
-        return explain_miss(self._index, sequence, self._slots.num_taken_blocks)
+            return explain_group_miss(self._group_index, own, self._slots.num_taken_blocks)
+        return explain_miss(self._index, own, self._slots.num_taken_blocks)
 
     def take_events(self) -> list[CacheEvent]:
         """Return the changes of the cached set since the last call, oldest first, and forget them. O(1).
@@ -268,21 +284,24 @@ class KVCacheManager(GroupManager):
         """
         return self._index.take_events()
 
-    def start_sampling(self, every: SupportsIndex, now: Callable[[], float], bounds: tuple[float, ...]) -> BlockSampler:
+    def start_sampling(self, every: SupportsIndex, now: Callable[[], float], bounds: Iterable[float]) -> BlockSampler:
         """Record the lives of about one block in `every` from now on; `metrics.CacheMetrics` is what shows them.
 
         now, bounds: see `BlockSampler`. Raises InvalidArgumentError, also when they are being recorded. O(num_blocks).
         """
-        sample = choose_sample(self._pool.blocks, check_count("every", every, 1))
+        number, limits = check_count("every", every, 1), check_bounds(bounds)
+        check_clock("now", now)
         if self._pool.sampler is not None:
             raise InvalidArgumentError(
                 "expected a manager whose blocks nobody samples, got one that has metrics: close them"
             )
-        self._pool.sampler = BlockSampler(sample, now, bounds)
+        self._pool.sampler = BlockSampler(choose_sample(self._pool.blocks, number), now, limits)
         return self._pool.sampler
 
-    def stop_sampling(self, sampler: BlockSampler) -> None:
-        """Tell `sampler` nothing more. Does nothing when it isn't told anything. O(1)."""
+    def stop_sampling(self, sampler: Given[BlockSampler]) -> None:
+        """Tell `sampler` nothing more. Does nothing when it isn't told anything. Raises InvalidArgumentError. O(1)."""
+        if not is_a(sampler, BlockSampler):
+            raise wrong("sampler", "what start_sampling returned", sampler)
         if self._pool.sampler is sampler:
             self._pool.sampler = None
 

@@ -11,12 +11,10 @@ it is seconds.
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from math import isfinite
-from typing import Any, Literal, SupportsIndex
+from typing import Literal, SupportsFloat, SupportsIndex
 
-from kvblocks.arguments import check_count
-from kvblocks.block_sampler import BlockSampler
-from kvblocks.errors import InvalidArgumentError
+from kvblocks.arguments import Given, check_clock, check_count, is_a, wrong
+from kvblocks.block_sampler import BlockSampler, check_bounds
 from kvblocks.manager import KVCacheManager
 from kvblocks.stats import HitCounts, MetricsSnapshot, PinUsage
 
@@ -31,35 +29,40 @@ class CacheMetrics:
     """Watches a manager from now on; one at a time can watch the blocks of one.
 
     sample_every: about one block in so many is watched; None: none is, the histograms stay empty, and watching costs
-    nothing at all. clock: returns seconds, such as `time.monotonic`, and never less than before; None: time is counted
-    in blocks taken. window: how many of the last requests `MetricsSnapshot.window` is about. bounds: of the
-    histograms, ascending, in the unit of time; None: BLOCK_BOUNDS or SECOND_BOUNDS.
+    nothing at all. clock: returns seconds, such as `time.monotonic`, never less than before, and never raises; None:
+    time is counted in blocks taken. window: how many of the last requests `MetricsSnapshot.window` is about. bounds: of
+    the histograms, ascending, in the unit of time; None: BLOCK_BOUNDS or SECOND_BOUNDS.
 
     Raises InvalidArgumentError. O(num_blocks).
     """
 
     def __init__(
         self,
-        manager: KVCacheManager,
+        manager: Given[KVCacheManager],
         *,
         sample_every: SupportsIndex | None = 64,
         clock: Callable[[], float] | None = None,
         window: SupportsIndex = 1000,
-        bounds: Iterable[float] | None = None,
+        bounds: Iterable[SupportsFloat] | None = None,
     ) -> None:
-        if clock is not None and not callable(clock):
-            raise InvalidArgumentError(f"clock: expected a function that returns seconds or None, got {clock!r}")
+        if not is_a(manager, KVCacheManager):
+            raise wrong("manager", "a KVCacheManager", manager)
+        watched: KVCacheManager = manager  # type: ignore[assignment]
+        if clock is not None:
+            check_clock("clock", clock)
+        max_queries = check_count("window", window, 1)
+        every = None if sample_every is None else check_count("sample_every", sample_every, 1)
+        limits = (BLOCK_BOUNDS if clock is None else SECOND_BOUNDS) if bounds is None else check_bounds(bounds)
         self.time_unit: Literal["blocks", "seconds"] = "blocks" if clock is None else "seconds"
-        self._manager = manager
+        self._manager = watched
         self._clock = clock
-        self._max_queries = check_count("window", window, 1)
-        limits = (BLOCK_BOUNDS if clock is None else SECOND_BOUNDS) if bounds is None else _check_bounds(bounds)
+        self._max_queries = max_queries
         # All that was noted, and its window: one tuple, so that another thread finds them to be of one moment.
-        self._noted = (_hit_counts(manager), HitCounts())
+        self._noted = (_hit_counts(watched), HitCounts())
         self._steps: deque[HitCounts] = deque()
         self._sampler = BlockSampler([], self._now, limits)
-        if sample_every is not None:
-            self._sampler = manager.start_sampling(check_count("sample_every", sample_every, 1), self._now, limits)
+        if every is not None:
+            self._sampler = watched.start_sampling(every, self._now, limits)
 
     def observe(self) -> None:
         """Note the requests since the last call. Call it once a step: the window can't tell apart what came between.
@@ -121,13 +124,3 @@ def _pin_usage(manager: KVCacheManager) -> PinUsage:
     pins = manager.pins
     held = [block for pin in pins for block in [*pin.blocks, *pin.hanging] if block.block_id < manager.num_blocks]
     return PinUsage(len(pins), sum([pin.num_wanted_blocks for pin in pins]), len(held), len(set(held)))
-
-
-def _check_bounds(bounds: Iterable[float]) -> tuple[float, ...]:
-    items: list[Any] = list(bounds)
-    is_valid = bool(items)
-    for item in items:
-        is_valid = is_valid and isinstance(item, (int, float)) and not isinstance(item, bool) and isfinite(item)
-    if not is_valid or items != sorted(set(items)):
-        raise InvalidArgumentError(f"bounds: expected at least one number, ascending and finite, got {items!r}")
-    return tuple([float(item) for item in items])

@@ -22,6 +22,8 @@ class BlockPool:
     Later what holds nothing goes first, then what is least recently used. index: where their contents may be cached.
     blocks: all of them, by id. detached: blocks that stopped being cached while they were owned, and still are; few and
     seldom. sampler: told what happens to blocks; None: nobody is. Raises InvalidArgumentError. O(num_blocks).
+
+    A part of the manager that is public for those who build one of their own: beyond that it checks no types.
     """
 
     def __init__(self, num_blocks: SupportsIndex, index: PrefixIndex) -> None:

@@ -12,9 +12,9 @@ Groups of equal size over one pool, with padding, are vLLM's hybrid KV-cache man
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
 
-from kvblocks.arguments import check_count, is_number
+from kvblocks.arguments import check_count, check_share, is_a, listed, plain_text, wrong
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.group_layout import check_groups
 from kvblocks.groups import Group
@@ -68,20 +68,28 @@ class Plan:
         """Layers of the group that has most of them. O(groups)."""
         return max([len(layers) for layers in self.group_layers])
 
-    def blocks_of_sequence(self, num_tokens: int, num_step_tokens: int = 1) -> tuple[int, ...]:
+    def blocks_of_sequence(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> tuple[int, ...]:
         """Return how many blocks of each group a sequence of `num_tokens` holds at most.
 
         num_step_tokens: the most that a step computes of it. Raises InvalidArgumentError. O(groups).
         """
         return tuple([group.num_blocks(num_tokens, num_step_tokens) for group in self.groups])
 
-    def num_sequences(self, num_tokens: int, num_step_tokens: int = 1) -> float:
+    def num_sequences(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> float:
         """Return how many sequences of `num_tokens` fit at a time that share nothing. As `blocks_of_sequence`."""
         check_count("num_tokens", num_tokens, 1)
         return self.num_blocks / sum(self.blocks_of_sequence(num_tokens, num_step_tokens))
 
-    def table(self, contexts: Iterable[int] = (1024, 8192, 32_768, 131_072), num_step_tokens: int = 1) -> str:
-        """Return it as lines of text, with how many sequences of some lengths fit."""
+    def table(
+        self,
+        contexts: Iterable[SupportsIndex] = (1024, 8192, 32_768, 131_072),
+        num_step_tokens: SupportsIndex = 1,
+    ) -> str:
+        """Return it as lines of text, with how many sequences of some lengths fit. Raises InvalidArgumentError."""
+        lengths = [
+            check_count("contexts", context, 1) for context in listed("contexts", "an iterable of ints", contexts)
+        ]
+        check_count("num_step_tokens", num_step_tokens, 1)
         used = self.num_blocks * self.block_bytes
         pool = f"{self.num_blocks} blocks of {self.block_bytes} bytes: {used} of {self.num_bytes} bytes"
         lines = [f"{pool}, {self.padding:.1%} of a block is padding on average"]
@@ -93,7 +101,7 @@ class Plan:
             names = ", ".join([str(layer) for layer in layers])
             lines.append(f"{number:5}  {kind:16}  {group.block_size:10}  {len(layers):6}  {size:13}  {names}")
         lines.append("context tokens  blocks a sequence  sequences that fit")
-        for context in contexts:
+        for context in lengths:
             num_blocks = sum(self.blocks_of_sequence(context, num_step_tokens))
             lines.append(f"{context:14}  {num_blocks:17}  {self.num_sequences(context, num_step_tokens):18.2f}")
         return "\n".join(lines)
@@ -103,12 +111,12 @@ class Plan:
 
 
 def plan(
-    kinds: Sequence[Group],
+    kinds: Iterable[Group],
     layers: Iterable[KVLayer],
     dtype: str | SupportsIndex,
     num_bytes: SupportsIndex,
     *,
-    max_padding: float = 0.1,
+    max_padding: SupportsFloat = 0.1,
 ) -> Plan:
     """Return how `num_bytes` of memory hold the KV cache of a model.
 
@@ -122,12 +130,11 @@ def plan(
     kinds = check_groups(kinds).groups
     element_bytes = _element_bytes(dtype)
     budget = check_count("num_bytes", num_bytes, 1)
-    if not is_number(max_padding) or not 0 <= max_padding <= 1:
-        raise InvalidArgumentError(f"max_padding: expected a share from 0.0 to 1.0, got {max_padding!r}")
+    most = check_share("max_padding", max_padding)
     parts = _parts(kinds, layers, element_bytes)
     ways = [_deal(parts, num_layers * part[1]) for part in parts for num_layers in range(1, len(part[2]) + 1)]
     least = min([padding for padding, _, _ in ways])
-    fitting = [way for way in ways if way[0] <= max(max_padding, least)]
+    fitting = [way for way in ways if way[0] <= max(most, least)]
     padding, block_bytes, dealt = min(fitting, key=lambda way: (len(way[2]), way[0], way[1]))
     if budget // block_bytes < len(dealt):
         least_bytes = block_bytes * len(dealt)
@@ -151,14 +158,10 @@ _Part = tuple[int, int, tuple[int, ...]]
 
 def _parts(kinds: Sequence[Group], layers: Iterable[KVLayer], element_bytes: int) -> list[_Part]:
     """Return the layers by kind and bytes a block."""
-    items: Any = layers
-    if not hasattr(items, "__iter__"):
-        raise InvalidArgumentError(f"layers: expected KVLayer items, got {items!r}")
     numbers: dict[tuple[int, int], list[int]] = {}
-    for number, layer in enumerate(items):
-        given: Any = layer
-        if not isinstance(given, tuple) or len(given) != 3:
-            raise InvalidArgumentError(f"layers: expected KVLayer items, got {given!r}")
+    for number, given in enumerate(listed("layers", "KVLayer items", layers)):
+        if not is_a(given, tuple) or len(given) != 3:
+            raise wrong("layers", "KVLayer items", given)
         kind = check_count("layers: kind", given[0], 0, len(kinds) - 1)
         num_elements = check_count("layers: num_kv_heads", given[1], 1) * check_count("layers: head_dim", given[2], 1)
         size = 2 * num_elements * element_bytes * kinds[kind].block_size
@@ -186,9 +189,9 @@ def _deal(parts: list[_Part], block_bytes: int) -> tuple[float, int, list[_Part]
 
 
 def _element_bytes(dtype: Any) -> int:
-    if isinstance(dtype, str):
-        if dtype not in DTYPE_BYTES:
-            names = sorted(DTYPE_BYTES)
-            raise InvalidArgumentError(f"dtype: expected bytes of an element or one of {names}, got {dtype!r}")
-        return DTYPE_BYTES[dtype]
+    if is_a(dtype, str):
+        name = plain_text(dtype)
+        if name not in DTYPE_BYTES:
+            raise wrong("dtype", f"bytes of an element or one of {sorted(DTYPE_BYTES)}", name)
+        return DTYPE_BYTES[name]
     return check_count("dtype", dtype, 1)

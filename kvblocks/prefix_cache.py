@@ -18,16 +18,14 @@ from collections.abc import Iterable
 from threading import RLock
 from typing import Any, SupportsIndex
 
-from kvblocks.arguments import Text, check_count, check_name
+from kvblocks.arguments import Flag, Text, check_count, check_flag, check_name, listed
 from kvblocks.errors import BlockStateError, InvalidArgumentError, StaleHitError
-from kvblocks.hashing import PositionKey
+from kvblocks.hashing import PositionKeys
 from kvblocks.prefix_match import Hold, PrefixInsert, PrefixMatch
 from kvblocks.prefix_pins import PinnedPrefix, PrefixPins
 from kvblocks.prefix_store import PrefixStore, check_block_ids
 from kvblocks.sequence import Sequence
 from kvblocks.tokens import TokenIds
-
-PositionKeys = Iterable[PositionKey]
 
 _NAME = "prefix"
 
@@ -74,12 +72,15 @@ class PrefixCache:
         extra_keys: Iterable[PositionKeys] = (),
     ) -> list[PrefixMatch]:
         """`match_prefix` of several prompts, in order, as of one moment. extra_keys: an iterable a prompt, or ()."""
-        listed, keys = list(prompts), list(extra_keys)
-        if keys and len(keys) != len(listed):
-            raise InvalidArgumentError(f"extra_keys: expected them for {len(listed)} prompts, got {len(keys)}")
+        items, keys = (
+            listed("prompts", "an iterable of prompts", prompts),
+            listed("extra_keys", "an iterable a prompt", extra_keys),
+        )
+        if keys and len(keys) != len(items):
+            raise InvalidArgumentError(f"extra_keys: expected them for {len(items)} prompts, got {len(keys)}")
         sequences = [
             Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=keys[i] if keys else ())
-            for i, token_ids in enumerate(listed)
+            for i, token_ids in enumerate(items)
         ]
         with self._lock:
             return [self._match(sequence) for sequence in sequences]
@@ -97,7 +98,7 @@ class PrefixCache:
         token_ids: TokenIds,
         kv_block_ids: Iterable[SupportsIndex],
         *,
-        pin: bool = False,
+        pin: Flag = False,
         salt: Text | None = None,
         lora: Text | None = None,
         extra_keys: PositionKeys = (),
@@ -114,10 +115,11 @@ class PrefixCache:
         """
         sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
         ids = check_block_ids(kv_block_ids, sequence.num_tokens // self.block_size, self.block_size)
+        pins = check_flag("pin", pin)
         with self._lock:
             self._settle()
             path, num_new, evicted = self._store.insert(sequence, ids)
-            if pin and path:
+            if pins and path:
                 self._pins.add(sequence, path, None)
             else:
                 self._store.let_go(path)
@@ -274,7 +276,7 @@ class PrefixCache:
             return hold
 
     def let_go(self, hold: Hold) -> None:
-        """Let go of what `hold` returned, at the next call. Takes no lock: a finalizer may come here at any time."""
+        """Let go of what `hold` returned, at the next call, without a lock. For `PrefixMatch`, and any finalizer."""
         self._left.append(hold)
 
     def _match(self, sequence: Sequence) -> PrefixMatch:

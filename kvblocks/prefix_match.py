@@ -56,7 +56,7 @@ class PrefixMatch:
     StaleHitError, because somebody may have acted on it. It may be entered again, while it is held too.
 
     Tokens given as a buffer are used without a copy and must not change while the match is in use. One match belongs to
-    one thread at a time. sequence, blocks, version and is_read are for the cache.
+    one thread at a time. Made by a `PrefixCache`; sequence, blocks, version and is_read are for that.
     """
 
     __slots__ = (
@@ -131,7 +131,7 @@ class PrefixMatch:
         self.version = version
 
     def is_still(self, blocks: list[KVCacheBlock]) -> bool:
-        """Whether what it says is true when it would find `blocks` now. O(blocks)."""
+        """Whether what it says is true when it would find `blocks` now. For the cache alone. O(blocks)."""
         return [block.block_id for block in blocks] == self._kv_block_ids
 
     def __repr__(self) -> str:

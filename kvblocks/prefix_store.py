@@ -18,7 +18,7 @@ from typing import Any
 
 from xxhash import xxh3_128_digest
 
-from kvblocks.arguments import check_count
+from kvblocks.arguments import check_count, listed
 from kvblocks.block import ROOT, KVCacheBlock
 from kvblocks.errors import BlockStateError, InvalidArgumentError
 from kvblocks.free_queue import FreeBlockQueue
@@ -257,9 +257,7 @@ class PrefixStore:
 
 def check_block_ids(kv_block_ids: Any, num_blocks: int, block_size: int) -> list[int]:
     """Return `kv_block_ids` as a list of `num_blocks` different ints of at least 0; else InvalidArgumentError."""
-    if isinstance(kv_block_ids, (str, bytes)) or not hasattr(kv_block_ids, "__iter__"):
-        raise InvalidArgumentError(f"kv_block_ids: expected an iterable of ints, got {kv_block_ids!r}")
-    ids = list(kv_block_ids)
+    ids = listed("kv_block_ids", "an iterable of ints", kv_block_ids)
     if len(ids) != num_blocks:
         raise InvalidArgumentError(
             f"kv_block_ids: expected {num_blocks}, one for each full block of {block_size} tokens and none for a "

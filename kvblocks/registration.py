@@ -5,9 +5,7 @@ first `num_registered_blocks` blocks were hit or cached here, so the last of the
 """
 
 from kvblocks.block import ROOT, KVCacheBlock
-from kvblocks.cache_hit import CacheHit
 from kvblocks.epoch import Epoch
-from kvblocks.errors import SequenceStateError, StaleHitError
 from kvblocks.prefix_index import PrefixIndex
 from kvblocks.sequence import Sequence
 
@@ -17,23 +15,6 @@ def find_blocks(index: PrefixIndex, sequence: Sequence) -> list[KVCacheBlock]:
     block_size = index.block_size
     tokens = memoryview(sequence.tokens)
     return index.match(tokens, sequence.encoded_keys(block_size), len(tokens) // block_size)
-
-
-def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> None:
-    """Raise SequenceStateError if `hit` is another sequence's or manager's, StaleHitError if it is outdated.
-
-    O(1) while nothing has been evicted since the lookup, for a sequence that never lost tokens; else one more lookup.
-    """
-    if hit.sequence is not sequence:
-        raise SequenceStateError(f"allocate_slots: expected a hit of {sequence}, got {hit}")
-    if hit.index is not index:
-        raise SequenceStateError(f"allocate_slots: expected a hit of this manager's cache, got another's: {hit}")
-    is_doubtful = hit.version != index.version or sequence.was_truncated
-    is_outdated = is_doubtful and (
-        find_blocks(index, sequence)[: len(hit.blocks)] != hit.blocks or hit.has_lost_companions()
-    )
-    if is_outdated or hit.num_tokens >= sequence.num_tokens:
-        raise StaleHitError(f"allocate_slots: expected {hit} to be cached still; it isn't: look it up again")
 
 
 def digests_ahead(

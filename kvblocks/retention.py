@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any, SupportsIndex
 
-from kvblocks.arguments import check_count
+from kvblocks.arguments import as_int, check_count, is_a, listed, shown, wrong
 from kvblocks.block import KVCacheBlock
 from kvblocks.errors import InvalidArgumentError, PinBudgetError
 from kvblocks.pinned_blocks import KEEP, Held, PinnedBlocks
@@ -63,8 +63,8 @@ class Pin:
         return len(self.blocks) + len(self.hanging)
 
     def __repr__(self) -> str:
-        until = "" if self.expires_at is None else f", until {self.expires_at}"
-        return f"Pin({self.sequence.sequence_id!r}, {len(self.blocks)} of {self.num_blocks} blocks{until})"
+        until = "" if self.expires_at is None else f", until {shown(self.expires_at)}"
+        return f"Pin({shown(self.sequence.sequence_id)}, {len(self.blocks)} of {self.num_blocks} blocks{until})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,12 +249,13 @@ def block_priorities(priority: Priority, num_tokens: int, block_size: int) -> li
     ranges).
     """
     given: Any = priority
-    try:
-        items = list(given)
-    except TypeError:  # not an iterable: one number, for all of it
+    if as_int(given) is not None or not hasattr(given, "__iter__"):  # one number, for all of it
         ranges = [(0, num_tokens, check_count("priority", given, 0, KEEP))]
     else:
-        ranges = [_check_range(item, num_tokens) for item in items]
+        ranges = [
+            _check_range(item, num_tokens)
+            for item in listed("priority", "an int or an iterable of (start, end, priority)", given)
+        ]
     end = max([stop for _, stop, _ in ranges], default=0)
     priorities = [0] * min(-(-end // block_size), num_tokens // block_size)
     if not priorities:
@@ -268,8 +269,9 @@ def block_priorities(priority: Priority, num_tokens: int, block_size: int) -> li
 
 
 def _check_range(item: Any, num_tokens: int) -> tuple[int, int, int]:
-    if not isinstance(item, (tuple, list)) or len(item) != 3:
-        raise InvalidArgumentError(f"priority: expected (start, end, priority), got {item!r}")
-    start = check_count("priority: start", item[0], 0, num_tokens - 1)
-    end = check_count("priority: end", item[1], start + 1, num_tokens)
-    return start, end, check_count("priority", item[2], 0, KEEP)
+    items: list[Any] = [*item] if is_a(item, tuple) or is_a(item, list) else []
+    if len(items) != 3:
+        raise wrong("priority", "(start, end, priority)", item)
+    start = check_count("priority: start", items[0], 0, num_tokens - 1)
+    end = check_count("priority: end", items[1], start + 1, num_tokens)
+    return start, end, check_count("priority", items[2], 0, KEEP)

@@ -8,28 +8,28 @@ write. The tokens outlive the blocks: a sequence that was freed can be allocated
 
 from array import array
 from collections.abc import Hashable, Iterable
-from operator import index
 from typing import Any, NoReturn, SupportsIndex
 
-from kvblocks.arguments import Text, check_count
+from kvblocks.arguments import Text, check_count, check_id, check_integer, shown
 from kvblocks.block import KVCacheBlock, Run
 from kvblocks.epoch import Epoch
-from kvblocks.errors import InvalidArgumentError
 from kvblocks.group_tables import GroupTable, GroupTables
 from kvblocks.hashing import PositionKey
 from kvblocks.sequence_keys import SequenceKeys, check_keys
 from kvblocks.tokens import TokenIds, pack_tokens
 
+_NO_KEYS: tuple[PositionKey, ...] = ()
+
 
 class Sequence:
     """One request: its tokens, what else its KV depends on, and its block table.
 
-    sequence_id: the caller's name for it; two sequences that hold blocks at the same time need different ones.
-    prompt_token_ids: a list or other iterable of ints, or a buffer (see `tokens.pack_tokens`), which is used without
-    a copy and must not change while the sequence is in use. At least one token, each 0 to 2**32 - 1. salt: sequences
-    with different salts (None is one of them) never share a block. lora: the adapter's name, likewise. extra_keys:
-    (start, end, key) for spans of tokens whose KV depends on more than their ids, such as the placeholders of an
-    image and its hash; key is a str or bytes.
+    sequence_id: the caller's name for it, of any type that is hashable, and equal to itself (NaN isn't); two sequences
+    that hold blocks at the same time need different ones. prompt_token_ids: a list or other iterable of ints, or a
+    buffer (see `tokens.pack_tokens`), which is used without a copy and must not change while the sequence is in use.
+    At least one token, each 0 to 2**32 - 1. salt: sequences with different salts (None is one of them) never share a
+    block. lora: the adapter's name, likewise. extra_keys: (start, end, key) for spans of tokens whose KV depends on
+    more than their ids, such as the placeholders of an image and its hash; key is a str or bytes.
 
     Raises InvalidTokensError and InvalidArgumentError. O(tokens) for ints; O(1) for a buffer of 4-byte integers.
     num_prompt_tokens: given at first. blocks: those of the block table, in order. num_computed_tokens: tokens whose KV
@@ -64,19 +64,17 @@ class Sequence:
         *,
         salt: Text | None = None,
         lora: Text | None = None,
-        extra_keys: Iterable[PositionKey] = (),
+        extra_keys: Iterable[PositionKey] = _NO_KEYS,
     ) -> None:
-        try:
-            hash(sequence_id)
-        except TypeError:
-            raise InvalidArgumentError(f"sequence_id: expected something hashable, got {sequence_id!r}") from None
+        if type(sequence_id) is not str and type(sequence_id) is not int:
+            check_id("sequence_id", sequence_id)
         self.sequence_id = sequence_id
         ids: Any = prompt_token_ids  # what `pack_tokens` does with an array, without the call
         is_packed = type(ids) is array and ids.typecode == "I" and ids
         self.tokens: array[int] | memoryview[int] = memoryview(ids) if is_packed else pack_tokens(ids)
         self.num_prompt_tokens = len(self.tokens)
         self.keys: SequenceKeys | None = None
-        if salt is not None or lora is not None or extra_keys != ():
+        if salt is not None or lora is not None or extra_keys is not _NO_KEYS:
             self.keys = check_keys(salt, lora, extra_keys, self.num_prompt_tokens)
         self.blocks: list[KVCacheBlock] = []
         self._block_ids: list[int] | None = None  # made when first asked for
@@ -167,9 +165,15 @@ class Sequence:
         """Whether a manager holds blocks for it. O(1)."""
         return self.owner is not None
 
-    def token_ids(self, start: int = 0, end: int | None = None) -> list[int]:
-        """Return the known tokens from position `start` up to `end` (None: all), generated ones included. O(tokens)."""
-        return self.tokens[start:end].tolist()
+    def token_ids(self, start: SupportsIndex = 0, end: SupportsIndex | None = None) -> list[int]:
+        """Return the known tokens from position `start` up to `end` (None: all), generated ones included. O(tokens).
+
+        As a slice: a negative position counts from the end. Raises InvalidArgumentError.
+        """
+        first, last = check_integer("start", start), None if end is None else check_integer("end", end)
+        tokens: Any = self.tokens
+        part: list[int] = tokens[first:last].tolist()
+        return part
 
     def append_tokens(self, token_ids: TokenIds) -> None:
         """Add tokens that have no slots yet; `allocate_slots` makes room for them. O(new tokens).
@@ -179,15 +183,22 @@ class Sequence:
         self.append_packed(pack_tokens(token_ids))
 
     def append_token(self, token_id: SupportsIndex) -> None:
-        """Add one token. TypeError or OverflowError if it is none. O(1), and once O(prompt) if that is a buffer."""
+        """Add one token, as `append_tokens`. O(1), and once O(prompt) if that is a buffer."""
+        self.append_packed(pack_tokens([token_id]))
+
+    def append_checked(self, token_id: int) -> None:
+        """Add one token that is one. Only for the manager. As `append_token`."""
         try:
-            self.tokens.append(token_id)  # type: ignore[union-attr, arg-type]  # a view has no append
+            self.tokens.append(token_id)  # type: ignore[union-attr]  # a view has no append
         except (AttributeError, BufferError):
-            self.append_packed(array("I", (index(token_id),)))
+            self.append_packed(array("I", (token_id,)))
         self.next_edge = 0
 
     def append_packed(self, tokens: "array[int] | memoryview[int]") -> None:
-        """Add tokens that `pack_tokens` returned. O(new tokens), and once O(prompt) if that is the caller's buffer."""
+        """Add tokens that `pack_tokens` returned. Only for the manager.
+
+        O(new tokens), and once O(prompt) if that is the caller's buffer.
+        """
         own = self.tokens
         if not isinstance(own, array):
             own = self.tokens = array("I", own.tobytes())
@@ -222,7 +233,10 @@ class Sequence:
             self._block_ids[place] = block.block_id
 
     def fork(self, sequence_id: Hashable) -> "Sequence":
-        """Return a sequence without blocks that has the same tokens and keys, and its own from then on. O(tokens)."""
+        """Return a sequence without blocks that has the same tokens and keys, and its own from then on. O(tokens).
+
+        Raises InvalidArgumentError.
+        """
         own = self.tokens
         twin = Sequence(sequence_id, own)
         twin.tokens = own[:] if isinstance(own, array) else own
@@ -235,13 +249,16 @@ class Sequence:
         return memoryview(self.tokens).cast("B")
 
     def encoded_keys(self, block_size: int) -> dict[int, bytes] | None:
-        """Return the encoded extra keys by block, None without any. O(blocks that spans touch) once, then O(1)."""
+        """Return the encoded extra keys by block, None without any. Only for the manager.
+
+        O(blocks that spans touch) once, then O(1).
+        """
         return None if self.keys is None else self.keys.encoded(block_size)
 
     def check(self, block_size: int, edge_size: int) -> None:
         """Raise AssertionError unless its numbers fit together and only registered blocks are cached. O(blocks).
 
-        edge_size: the size of the smallest blocks of any group.
+        edge_size: the size of the smallest blocks of any group. Only for the manager.
         """
         num_slots = len(self.blocks) * block_size
         assert self.num_computed_tokens <= min(num_slots, self.num_tokens), f"{self}: tokens without slots"
@@ -264,7 +281,7 @@ class Sequence:
             assert last.ref_cnt == 1 and not last.is_cached, f"{self}: would write to {last}"
 
     def describe_for(self, manager: object) -> str:
-        """Say what stands in the way of `manager` using this sequence. For error messages."""
+        """Say what stands in the way of `manager` using this sequence. Only for the manager's error messages."""
         if self.owner is None:
             return f"{self}, which holds no blocks (never allocated, or freed)"
         return f"{self}, which {'was renamed' if self.owner is manager else 'belongs to another manager'}"
@@ -275,7 +292,7 @@ class Sequence:
 
     def __repr__(self) -> str:
         state = f"{len(self.blocks)} blocks" if self.owner is not None else "not allocated"
-        return f"Sequence({self.sequence_id!r}, {self.num_tokens} tokens, {state})"
+        return f"Sequence({shown(self.sequence_id)}, {self.num_tokens} tokens, {state})"
 
     def reset_blocks(self) -> None:
         """Forget the block table. Only for the manager that releases it."""

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from kvblocks.arguments import Text, check_count, check_name, check_text
-from kvblocks.errors import InvalidArgumentError
+from kvblocks.arguments import Text, check_count, check_name, check_text, is_a, listed, plain_bytes, plain_text, wrong
 from kvblocks.hashing import PositionKey, encode_extra_keys
 
 
@@ -37,17 +36,24 @@ def check_keys(
 
 
 def _check_position_keys(keys: Any, num_tokens: int) -> tuple[PositionKey, ...]:
-    if not hasattr(keys, "__iter__"):
-        raise InvalidArgumentError(f"extra_keys: expected an iterable of (start, end, key), got {keys!r}")
-    return tuple([_check_position_key(key, num_tokens) for key in keys])
+    return tuple(
+        [_check_position_key(key, num_tokens) for key in listed("extra_keys", "an iterable of (start, end, key)", keys)]
+    )
 
 
 def _check_position_key(key: Any, num_tokens: int) -> PositionKey:
-    if not isinstance(key, (tuple, list)) or len(key) != 3:
-        raise InvalidArgumentError(f"extra_keys: expected (start, end, key), got {key!r}")
-    start = check_count("extra_keys: start", key[0], 0, num_tokens - 1)
-    end = check_count("extra_keys: end", key[1], start + 1, num_tokens)
-    payload = key[2]
-    if not isinstance(payload, (str, bytes)) or not payload:
-        raise InvalidArgumentError(f"extra_keys: expected a non-empty str or bytes as key, got {payload!r}")
-    return start, end, payload if isinstance(payload, bytes) else check_text("extra_keys", payload)
+    items: list[Any] = [*key] if is_a(key, tuple) or is_a(key, list) else []
+    if len(items) != 3:
+        raise wrong("extra_keys", "(start, end, key)", key)
+    start = check_count("extra_keys: start", items[0], 0, num_tokens - 1)
+    end = check_count("extra_keys: end", items[1], start + 1, num_tokens)
+    payload: Any = items[2]
+    if is_a(payload, bytes):
+        payload = plain_bytes(payload)
+    elif is_a(payload, str):
+        payload = check_text("extra_keys", plain_text(payload))
+    else:
+        payload = b""
+    if not payload:
+        raise wrong("extra_keys", "a non-empty str or bytes as key", items[2])
+    return start, end, payload

@@ -4,32 +4,33 @@
 pool can't serve it, has changed nothing but `last_refusal`.
 """
 
-from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from typing import Any, SupportsIndex
 
-from kvblocks.arguments import check_count
+from kvblocks.arguments import Given, check_count, check_integer, listed
 from kvblocks.block import KVCacheBlock
-from kvblocks.cache_hit import CacheHit
+from kvblocks.cache_hit import CacheHit, check_hit
 from kvblocks.companions import GroupIndex
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.group_lookup import find_hit
 from kvblocks.group_slots import GroupSlots
 from kvblocks.in_flight import InFlight
+from kvblocks.ownership import SequenceOwner, as_sequence, check_no_step, check_start, check_step, not_a_sequence
 from kvblocks.pool import BlockPool
-from kvblocks.registration import check_hit, forget_unwritten
+from kvblocks.registration import forget_unwritten
 from kvblocks.retention import Retention
 from kvblocks.sequence import Sequence
 from kvblocks.steps import StepAllocator
 from kvblocks.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 
 
-class SequenceManager:
+class SequenceManager(SequenceOwner):
     """Gives the blocks of `pool` to sequences and takes them back. A part of `KVCacheManager`; not made by itself."""
 
     def __init__(
         self, pool: BlockPool, retention: Retention, slots: StepAllocator, *, enable_caching: bool, debug: bool
     ) -> None:
+        super().__init__()
         self.block_size = pool.index.block_size
         self.enable_caching = enable_caching
         self._pool = pool
@@ -39,7 +40,6 @@ class SequenceManager:
         self._group_slots = slots if isinstance(slots, GroupSlots) else None
         self._group_index = pool.index if isinstance(pool.index, GroupIndex) else None
         self._in_flight = InFlight(pool.index)
-        self._sequences: dict[Hashable, Sequence] = {}
         self._debug = debug
         # The sequences of the last step and their places, until one is freed: the next batch is mostly the same.
         self._batch: list[Sequence] = []
@@ -49,34 +49,38 @@ class SequenceManager:
         self._fills_quickly = not debug and not self._index.names_changes and self._group_index is None
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
 
-    def get_computed_blocks(self, sequence: Sequence) -> CacheHit:
+    def get_computed_blocks(self, sequence: Given[Sequence]) -> CacheHit:
         """Return the longest cached prefix of a sequence that isn't allocated. Changes nothing.
 
         Looks at all known tokens, so a sequence that was freed hits the blocks of its generated tokens too. The hit is
-        empty when caching is off. Raises SequenceStateError when the sequence holds blocks. One dict lookup and one
-        memcmp for each run of blocks that were cached together; O(blocks) where sequences parted at every block.
+        empty when caching is off. Raises SequenceStateError when the sequence holds blocks, InvalidArgumentError. One
+        dict lookup and one memcmp for each run of blocks that were cached together; O(blocks) where sequences parted
+        at every block.
         """
-        if sequence.owner is not None:
-            raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {sequence}")
+        if type(sequence) is not Sequence:  # what is like one would do until it is to change
+            as_sequence("get_computed_blocks", sequence)
+        own: Sequence = sequence  # type: ignore[assignment]
+        if own.owner is not None:
+            raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {own}")
         if self._group_index is not None:
-            return find_hit(self._group_index, sequence, self._in_flight, enable_caching=self.enable_caching)
-        tokens = sequence.tokens
+            return find_hit(self._group_index, own, self._in_flight, enable_caching=self.enable_caching)
+        tokens = own.tokens
         num_tokens = len(tokens)
         if not self.enable_caching:
-            return CacheHit(sequence, [], 0, num_tokens, self._in_flight)
+            return CacheHit(own, [], 0, num_tokens, self._in_flight)
         block_size = self.block_size
         # As `find_blocks`, which costs a call and a second view.
         view = tokens if type(tokens) is memoryview else memoryview(tokens)
-        keys = None if sequence.keys is None else sequence.encoded_keys(block_size)
+        keys = None if own.keys is None else own.encoded_keys(block_size)
         blocks = self._index.match(view, keys, num_tokens // block_size)
-        return CacheHit(sequence, blocks, len(blocks) * block_size, num_tokens, self._in_flight)
+        return CacheHit(own, blocks, len(blocks) * block_size, num_tokens, self._in_flight)
 
     def allocate_slots(
         self,
-        sequence: Sequence,
+        sequence: Given[Sequence],
         num_new_tokens: SupportsIndex | None = None,
         *,
-        hit: CacheHit | None = None,
+        hit: Given[CacheHit] | None = None,
         num_lookahead_tokens: SupportsIndex = 0,
     ) -> list[KVCacheBlock] | None:
         """Make room for the next `num_new_tokens` known tokens (None: all the rest) and cache the blocks that get full.
@@ -91,26 +95,33 @@ class SequenceManager:
         (the hit's blocks have been evicted since), InvalidArgumentError (no tokens left, or fewer than asked for).
         O(hit blocks + new blocks).
         """
-        is_start = sequence.owner is None
-        start = self._check_start(sequence, hit) if is_start else self._check_continued(sequence, hit)
-        num_left = sequence.num_tokens - start
+        if type(sequence) is not Sequence or (hit is not None and type(hit) is not CacheHit):
+            check_start(sequence, hit)
+        own: Sequence = sequence  # type: ignore[assignment]
+        found: CacheHit | None = hit  # type: ignore[assignment]
+        is_start = own.owner is None
+        if is_start:
+            start = 0 if found is None else check_hit(self._index, own, found)
+        else:
+            start = self._check_continued(own, found)
+        num_left = own.num_tokens - start
         if not num_left:
-            raise InvalidArgumentError(f"allocate_slots: expected tokens without slots, got {sequence} with none left")
+            raise InvalidArgumentError(f"allocate_slots: expected tokens without slots, got {own} with none left")
         if num_new_tokens is None:
-            end = sequence.num_tokens
+            end = own.num_tokens
         else:
             end = start + check_count("num_new_tokens", num_new_tokens, 1, num_left)
         num_lookahead = check_count("num_lookahead_tokens", num_lookahead_tokens, 0)
         if is_start:
-            blocks = self._start(sequence, end, num_lookahead, hit)
+            blocks = self._start(own, end, num_lookahead, found)
         else:
-            blocks = self._slots.grow(sequence, end, num_lookahead)
+            blocks = self._slots.grow(own, end, num_lookahead)
         if blocks is not None:
-            self._in_flight.note(sequence)
+            self._in_flight.note(own)
         self._check_if_debugging()
         return blocks
 
-    def append_slots(self, sequence: Sequence, token_ids: TokenIds) -> list[KVCacheBlock] | None:
+    def append_slots(self, sequence: Given[Sequence], token_ids: TokenIds) -> list[KVCacheBlock] | None:
         """Add decoded tokens and make room for them, in reserved slots first. Blocks that get full are cached.
 
         token_ids: one or several accepted tokens, in any form that `Sequence` takes. Returns the new blocks, perhaps
@@ -120,28 +131,35 @@ class SequenceManager:
         Raises SequenceStateError (not this manager's, or tokens without slots are left) and InvalidTokensError. O(1) a
         token, and O(block_size) for one that fills a block.
         """
-        if sequence.appender is self and type(token_ids) is list and len(token_ids) == 1:
-            if sequence.num_computed_tokens < sequence.next_edge:
+        try:
+            own: Sequence = sequence  # type: ignore[assignment]  # compiled code looks at its type here
+            is_ours = own.appender is self
+        except (AttributeError, TypeError):
+            raise not_a_sequence("append_slots", sequence) from None
+        if is_ours and type(token_ids) is list and len(token_ids) == 1:
+            if own.num_computed_tokens < own.next_edge:
                 # It fits the last block without filling it: 14 of 16 decoded tokens, and nothing else changes.
                 try:
-                    sequence.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
-                except (AttributeError, BufferError, TypeError, OverflowError, ValueError):
-                    sequence.truncate_tokens(sequence.num_computed_tokens)  # what an odd integer left half done
+                    own.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
+                except BaseException as error:
+                    own.truncate_tokens(own.num_computed_tokens)  # what an odd integer left half done
+                    if not isinstance(error, (AttributeError, BufferError, TypeError, OverflowError, ValueError)):
+                        raise
                 else:
-                    sequence.num_computed_tokens += 1
+                    own.num_computed_tokens += 1
                     if self._debug:
                         self.check()
                     return []
             elif (
                 self._fills_quickly
-                and sequence.num_computed_tokens == len(sequence.tokens)
+                and own.num_computed_tokens == len(own.tokens)
                 and type(token_ids[0]) is int
                 and 0 <= token_ids[0] <= MAX_TOKEN_ID
             ):
-                return self._slots.append_one(sequence, token_ids[0])
-        if sequence.owner is not self or sequence.num_computed_tokens != len(sequence.tokens):
-            self._check_appendable(sequence, "append_slots")
-        blocks = self._slots.append(sequence, pack_tokens(token_ids))
+                return self._slots.append_one(own, token_ids[0])
+        if own.owner is not self or own.num_computed_tokens != len(own.tokens):
+            self._check_appendable(own, "append_slots")
+        blocks = self._slots.append(own, pack_tokens(token_ids))
         self._check_if_debugging()
         return blocks
 
@@ -155,24 +173,26 @@ class SequenceManager:
         Raises SequenceStateError, InvalidTokensError and, for repeated sequences or too few or many tokens,
         InvalidArgumentError. O(sequences).
         """
-        batch = list(sequences)
+        batch: list[Sequence] = (
+            [*sequences] if type(sequences) is list else listed("sequences", "an iterable of sequences", sequences)
+        )
         if not batch:
-            _check_step(batch, len(list(token_ids)))
+            check_no_step(token_ids)
             return []
         tokens: list[Any] = token_ids if type(token_ids) is list else pack_tokens(token_ids).tolist()
         if len(batch) != len(tokens):
-            _check_step(batch, len(tokens))
-        at_edge = [s for s in batch if s.num_computed_tokens >= s.next_edge or s.appender is not self]
+            check_step(batch, len(tokens))
+        try:
+            at_edge = [s for s in batch if s.num_computed_tokens >= s.next_edge or s.appender is not self]
+        except (AttributeError, TypeError):
+            check_step(batch, len(tokens))  # says which is no sequence
+            raise
         for sequence in at_edge:
             if sequence.owner is not self or sequence.num_computed_tokens != len(sequence.tokens):
                 self._check_appendable(sequence, "append_step")
         if batch != self._batch:
             self._note_batch(batch)  # only now, so that nobody else's sequence is kept
-        try:
-            changes = self._slots.append_step(batch, tokens, at_edge, self._places)
-        except (TypeError, OverflowError, ValueError):
-            pack_tokens(tokens)  # says what is wrong with them
-            raise
+        changes = self._slots.append_step(batch, tokens, at_edge, self._places)
         self._check_if_debugging()
         return changes
 
@@ -180,21 +200,21 @@ class SequenceManager:
         """Find the places of a step's sequences. Raises InvalidArgumentError when one comes twice."""
         places = dict(zip(batch, range(len(batch)), strict=True))
         if len(places) != len(batch):
-            _check_step(batch, len(batch))
+            check_step(batch, len(batch))
         self._batch, self._places = batch, places
 
-    def reserve_slots(self, sequence: Sequence, num_tokens: SupportsIndex) -> list[KVCacheBlock] | None:
+    def reserve_slots(self, sequence: Given[Sequence], num_tokens: SupportsIndex) -> list[KVCacheBlock] | None:
         """Make room for `num_tokens` more tokens than are known, such as drafts. Nothing of them is cached.
 
         `append_slots` fills the room. Returns the new blocks, perhaps none; or None, with nothing changed, when the
         pool can't serve it. Raises SequenceStateError and InvalidArgumentError. O(new blocks).
         """
-        self._check_owned(sequence, "reserve_slots")
+        sequence = self._check_owned(sequence, "reserve_slots")
         blocks = self._slots.reserve(sequence, check_count("num_tokens", num_tokens, 0))
         self._check_if_debugging()
         return blocks
 
-    def free(self, sequence: Sequence) -> None:
+    def free(self, sequence: Given[Sequence]) -> None:
         """Give the sequence's blocks back, last first. What is cached of it stays so until the blocks are reused.
 
         All that it was given slots for must have been computed. A token that was appended last and that no step has
@@ -202,32 +222,44 @@ class SequenceManager:
         allocated again. Raises SequenceStateError when it isn't this manager's or holds no blocks (a double free).
         O(blocks), a lookup for each pin that begins alike and lacks blocks, and once O(sequences) after a step.
         """
-        self._check_owned(sequence, "free")
+        self._end(sequence, "free", None)
+
+    def _end(self, sequence: Given[Sequence], call: str, num_computed_tokens: SupportsIndex | None) -> None:
+        """Give back what a sequence holds; num_computed_tokens: that are written, None: all. O(as `free`, `abort`)."""
+        try:  # `_check_owned`, without the call
+            own: Sequence = sequence  # type: ignore[assignment]
+            owner = own.owner
+        except (AttributeError, TypeError):
+            raise not_a_sequence(call, sequence) from None
+        if owner is not self or self._sequences.get(own.sequence_id) is not own:
+            raise self._refusal(call, sequence)
+        if num_computed_tokens is None:
+            del self._sequences[own.sequence_id]  # first of all, since it asks for the id's hash
+        else:
+            written = check_count("num_computed_tokens", num_computed_tokens, 0, own.num_computed_tokens)
+            del self._sequences[own.sequence_id]
+            self._forget_unwritten(own, written)
         if self._retention.lacking:
-            self._retention.extend(sequence)
+            self._retention.extend(own)
         if self._batch:
             self._batch, self._places = [], {}
-        num_cached = sequence.num_registered_blocks if sequence.epoch is self._index.epoch else 0
-        self._pool.release_table(sequence.blocks, num_cached)
-        del self._sequences[sequence.sequence_id]
-        self._in_flight.drop(sequence)
-        if sequence.window_tables is not None and self._group_slots is not None:
-            self._group_slots.release(sequence)
-        sequence.reset_blocks()
+        num_cached = own.num_registered_blocks if own.epoch is self._index.epoch else 0
+        self._pool.release_table(own.blocks, num_cached)
+        self._in_flight.drop(own)
+        if own.window_tables is not None and self._group_slots is not None:
+            self._group_slots.release(own)
+        own.reset_blocks()
         if self._debug:
             self.check()
 
-    def abort(self, sequence: Sequence, num_computed_tokens: SupportsIndex) -> None:
+    def abort(self, sequence: Given[Sequence], num_computed_tokens: SupportsIndex) -> None:
         """Free a sequence of a step that died; of its tokens, the first `num_computed_tokens` have their KV written.
 
         What it caches beyond them is cached no more, nor is anything chained to that. Abort every sequence of the
         step, also those that may have hit such a block, which they keep in their tables until then, and those that
         waited for a copy (`take_copies`). Raises SequenceStateError, InvalidArgumentError. O(blocks + blocks of pins).
         """
-        self._check_owned(sequence, "abort")
-        written = check_count("num_computed_tokens", num_computed_tokens, 0, sequence.num_computed_tokens)
-        self._forget_unwritten(sequence, written)
-        self.free(sequence)
+        self._end(sequence, "abort", check_integer("num_computed_tokens", num_computed_tokens))
 
     def _forget_unwritten(self, sequence: Sequence, num_computed_tokens: int) -> None:
         forget_unwritten(self._index, sequence, num_computed_tokens)
@@ -236,39 +268,20 @@ class SequenceManager:
         if self._retention.pins:
             self._retention.drop_uncached()
 
-    def _check_start(self, sequence: Sequence, hit: CacheHit | None) -> int:
-        if sequence.sequence_id in self._sequences:
-            raise SequenceStateError(f"allocate_slots: expected another sequence_id than {sequence}'s, which is in use")
-        if hit is None:
-            return 0
-        check_hit(self._index, sequence, hit)
-        return hit.num_tokens
-
-    def _check_continued(self, sequence: Sequence, hit: CacheHit | None) -> int:
-        self._check_owned(sequence, "allocate_slots")
-        if hit is not None:
-            raise SequenceStateError(f"allocate_slots: expected no hit, since {sequence} has blocks; got {hit}")
-        return sequence.num_computed_tokens
-
-    def _check_owned(self, sequence: Sequence, call: str) -> None:
-        if sequence.owner is not self or self._sequences.get(sequence.sequence_id) is not sequence:
-            raise SequenceStateError(f"{call}: expected a sequence allocated here, got {sequence.describe_for(self)}")
-
-    def _check_appendable(self, sequence: Sequence, call: str) -> None:
-        self._check_owned(sequence, call)
-        if sequence.num_computed_tokens != sequence.num_tokens:
-            got = f"{sequence.num_computed_tokens} slots for {sequence}"
-            raise SequenceStateError(f"{call}: expected slots for all tokens, got {got}")
-
     def _start(
         self, sequence: Sequence, end: int, num_lookahead_tokens: int, hit: CacheHit | None
     ) -> list[KVCacheBlock] | None:
         epoch = self._index.epoch if self.enable_caching else None
-        blocks = self._slots.start(sequence, epoch, end, num_lookahead_tokens, hit)
+        self._claim(sequence, "allocate_slots")
+        try:
+            blocks = self._slots.start(sequence, epoch, end, num_lookahead_tokens, hit)
+        except BaseException:
+            self._sequences.popitem()
+            raise
         if blocks is None:
+            self._sequences.popitem()
             return None
         sequence.owner = sequence.appender = self
-        self._sequences[sequence.sequence_id] = sequence
         self._num_queries += 1
         self._num_queried_tokens += sequence.num_tokens
         if hit is not None and hit.blocks:
@@ -283,19 +296,8 @@ class SequenceManager:
         self._pool.check(tables + self._retention.tables())
         self._retention.check()
         assert self._places == {sequence: i for i, sequence in enumerate(self._batch)}, "step: places of another batch"
-        for sequence_id, sequence in self._sequences.items():
-            assert sequence.owner is self and sequence.sequence_id == sequence_id, f"{sequence}: not under its own id"
-            sequence.check(self.block_size, self._slots.edge_size)
-            for table in [] if sequence.window_tables is None else sequence.window_tables.tables:
-                table.check(sequence.num_computed_tokens)
+        self._check_sequences(self.block_size, self._slots.edge_size)
 
     def _check_if_debugging(self) -> None:
         if self._debug:
             self.check()
-
-
-def _check_step(sequences: Items[Sequence], num_tokens: int) -> None:
-    num_different = len(set(sequences))
-    if not num_different == len(sequences) == num_tokens:
-        got = f"{len(sequences)} sequences, {num_different} of them different, and {num_tokens} tokens"
-        raise InvalidArgumentError(f"append_step: expected different sequences and a token for each, got {got}")

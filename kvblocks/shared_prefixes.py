@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import NamedTuple, SupportsIndex
 
-from kvblocks.arguments import check_count
+from kvblocks.arguments import check_count, listed
 from kvblocks.block import KVCacheBlock
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.sequence import Sequence
@@ -95,13 +95,14 @@ def _visible_blocks(
     """Return how many of each sequence's blocks may be shared."""
     if num_visible_tokens is None:
         return [sequence.num_computed_tokens // block_size for sequence in sequences]
-    if len(num_visible_tokens) != len(sequences):
+    given = listed("num_visible_tokens", "an iterable of ints", num_visible_tokens)
+    if len(given) != len(sequences):
         raise InvalidArgumentError(
-            f"num_visible_tokens: expected one for each of {len(sequences)} sequences, got {len(num_visible_tokens)}"
+            f"num_visible_tokens: expected one for each of {len(sequences)} sequences, got {len(given)}"
         )
     return [
         check_count("num_visible_tokens", num_tokens, 0, sequence.num_computed_tokens) // block_size
-        for sequence, num_tokens in zip(sequences, num_visible_tokens, strict=True)
+        for sequence, num_tokens in zip(sequences, given, strict=True)
     ]
 
 

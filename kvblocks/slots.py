@@ -100,18 +100,18 @@ class SlotAllocator:
     def append_one(self, sequence: Sequence, token: int) -> list[KVCacheBlock] | None:
         """`append` of one token to a sequence that shares no block it writes to, while changes need no names.
 
-        Raises what `Sequence.append_token` does, changing nothing. O(1), and O(block_size) when it fills a block.
+        O(1), and O(block_size) when it fills a block.
         """
         num_tokens = sequence.num_tokens + 1
         blocks: list[KVCacheBlock] = []
         if num_tokens > len(sequence.blocks) * self._block_size:
             if not self._pool.num_free_blocks and self._retention.refuses(1, []):
                 return None
-            sequence.append_token(token)
+            sequence.append_checked(token)
             blocks = self._take_one(sequence)
             sequence.blocks += blocks
         else:
-            sequence.append_token(token)
+            sequence.append_checked(token)
         self._count(sequence, num_tokens)
         if num_tokens % self._block_size == 0:
             register_filled_blocks(self._index, [sequence])

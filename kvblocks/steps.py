@@ -12,7 +12,7 @@ from kvblocks.block import KVCacheBlock
 from kvblocks.registration import register_filled_blocks, register_full_blocks
 from kvblocks.sequence import Sequence
 from kvblocks.slots import SlotAllocator
-from kvblocks.tokens import pack_tokens
+from kvblocks.tokens import pack_tokens, refuse_tokens
 
 
 class StepAllocator(SlotAllocator):
@@ -65,7 +65,7 @@ class StepAllocator(SlotAllocator):
         return self._lacks(num_blocks)
 
     def _append_each(self, sequences: list[Sequence], tokens: list[Any]) -> None:
-        """Add a token to each sequence, counted as computed. Raises what a bad one does, changing nothing."""
+        """Add a token to each sequence, counted as computed. Raises InvalidTokensError, changing nothing."""
         sequence = sequences[0]
         try:
             for sequence, token in zip(sequences, tokens):  # noqa: B905  # as many; `strict` isn't compiled
@@ -77,9 +77,11 @@ class StepAllocator(SlotAllocator):
                     sequence.append_packed(array("I", (index(token),)))
                     sequence.next_edge = next_edge
                 sequence.num_computed_tokens += 1
-        except BaseException:
+        except BaseException as error:
             sequence.truncate_tokens(sequence.num_computed_tokens)
             self._take_back(sequences[: sequences.index(sequence)])
+            if isinstance(error, (TypeError, OverflowError, ValueError)):
+                refuse_tokens(tokens)
             raise
 
     def _take_back(self, sequences: list[Sequence]) -> None:

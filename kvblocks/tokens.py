@@ -8,14 +8,30 @@ import sys
 from array import array
 from collections.abc import Iterable
 from operator import index
-from typing import Any
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
+from kvblocks.arguments import is_a, shown
 from kvblocks.errors import InvalidTokensError
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError(f"kvblocks: expected a little-endian machine, got a {sys.byteorder}-endian one")
 
-TokenIds = Iterable[int] | Any
+
+class Buffer(Protocol):
+    """What has the buffer protocol, such as array, bytes and NumPy's arrays."""
+
+    def __buffer__(self, flags: int, /) -> memoryview:
+        """Return a view of it."""
+
+
+class HasNumpy(Protocol):
+    """What has a `numpy()` method, such as torch's CPU tensors."""
+
+    def numpy(self) -> Any:
+        """Return a NumPy array of the same memory."""
+
+
+TokenIds = Iterable[SupportsIndex] | Buffer | HasNumpy
 """Ints, or anything that `pack_tokens` takes as a buffer."""
 
 MAX_TOKEN_ID = 2**32 - 1
@@ -29,20 +45,30 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
 
     4-byte buffers and bytes are not copied; the caller must not change them. O(1) for bytes and unsigned integers;
     O(tokens) for all else, from the cheapest on: int32 (a look at the signs), int64, lists. Raises InvalidTokensError
-    for anything but 1 or more ids from 0 to 2**32 - 1.
+    for anything but 1 or more ids from 0 to 2**32 - 1. An int is what has `__index__`; in a list that includes a bool,
+    as 0 or 1, since to look at each item would cost as much as all the rest.
     """
-    if isinstance(token_ids, array) and token_ids.typecode == "I" and token_ids:
-        return memoryview(token_ids)  # nothing about it can be wrong
-    if isinstance(token_ids, (list, tuple)):
-        return _pack_ints(token_ids)
-    if isinstance(token_ids, str):
+    given: Any = token_ids
+    if type(given) is array and given.typecode == "I" and given:
+        return memoryview(given)  # nothing about it can be wrong
+    if type(given) is list or type(given) is tuple:
+        return _pack_ints(given)
+    if is_a(given, str):
         raise InvalidTokensError("token ids: expected integers, got a str")
-    source: Any = _tensor_on_cpu(token_ids) if hasattr(token_ids, "numpy") else token_ids
+    source: Any = _tensor_on_cpu(given) if hasattr(given, "numpy") else given
     try:
         view = memoryview(source)
-    except TypeError:
+    except (TypeError, ValueError) as error:  # NumPy has dtypes that no buffer can have
+        if is_a(source, memoryview):
+            raise InvalidTokensError(f"token ids: expected a buffer, got one that says: {error}") from None
         return _pack_ints(_listed(source))
-    return _pack_bytes(view) if isinstance(source, (bytes, bytearray)) else _pack_buffer(view)
+    return _pack_bytes(view) if is_a(source, bytes) or is_a(source, bytearray) else _pack_buffer(view)
+
+
+def refuse_tokens(token_ids: "list[Any]") -> NoReturn:
+    """Raise InvalidTokensError for ids of which one was found to be none."""
+    pack_tokens(token_ids)
+    raise InvalidTokensError("token ids: expected integers, got one that isn't an integer each time")
 
 
 def _tensor_on_cpu(tensor: Any) -> Any:
@@ -53,9 +79,13 @@ def _tensor_on_cpu(tensor: Any) -> Any:
 
 
 def _listed(token_ids: Any) -> list[Any]:
-    if not hasattr(token_ids, "__iter__"):
+    try:
+        iterator = iter(token_ids) if hasattr(token_ids, "__iter__") else None
+    except TypeError:
+        iterator = None
+    if iterator is None:
         raise InvalidTokensError(f"token ids: expected an iterable or buffer, got {_name(token_ids)}")
-    return list(token_ids)
+    return list(iterator)  # an iterator, so that nobody's __len__ is asked: it may be a lie
 
 
 def _pack_ints(token_ids: "list[Any] | tuple[Any, ...]") -> "array[int]":
@@ -73,11 +103,11 @@ def _describe_bad_id(token_ids: "list[Any] | tuple[Any, ...]") -> str:
     for position, token_id in enumerate(token_ids):
         try:
             number = index(token_id)
-        except (TypeError, ValueError):
-            return f"token ids: expected integers, got {_name(token_id)} {token_id!r} at position {position}"
+        except (TypeError, ValueError, OverflowError):
+            return f"token ids: expected integers, got {_name(token_id)} {shown(token_id)} at position {position}"
         if not 0 <= number <= MAX_TOKEN_ID:
-            return f"token ids: expected 0 to {MAX_TOKEN_ID}, got {token_id} at position {position}"
-    return f"token ids: expected integers from 0 to {MAX_TOKEN_ID}, got {token_ids!r:.200}"
+            return f"token ids: expected 0 to {MAX_TOKEN_ID}, got {shown(token_id)} at position {position}"
+    return f"token ids: expected integers from 0 to {MAX_TOKEN_ID}, got {shown(token_ids)}"
 
 
 def _pack_bytes(view: memoryview) -> "memoryview[int]":

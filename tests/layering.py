@@ -56,6 +56,7 @@ FLOORS = {
     "kvblocks.prefix_match": 2,
     "kvblocks.prefix_pins": 2,
     "kvblocks.prefix_store": 2,
+    "kvblocks.ownership": 3,
     "kvblocks.sequence_manager": 3,
     "kvblocks.branching": 3,
     "kvblocks.group_manager": 3,

@@ -113,3 +113,21 @@ def test_it_forgets_who_has_finished() -> None:
     in_flight.note(one)
     in_flight.drop(other)
     assert len(in_flight) == 0
+
+
+def test_it_speaks_of_now_when_the_sequence_got_more_tokens_since_the_lookup() -> None:
+    """What is cached of them by now isn't pending any more, though the hit is of before."""
+    manager = KVCacheManager(64, 4)
+    ahead = Sequence("ahead", range(40))
+    manager.allocate_slots(ahead, 12)
+    behind = Sequence("behind", range(10))
+    hit = manager.get_computed_blocks(behind)
+    assert (hit.num_tokens, hit.pending_tokens) == (8, 0)  # its third block isn't full
+    behind.append_tokens(range(10, 20))
+    assert hit.pending_tokens == 8  # two blocks: the third is cached
+    manager.allocate_slots(ahead, 4)
+    assert hit.pending_tokens == 4
+    manager.allocate_slots(ahead, 4)
+    assert (hit.pending_tokens, hit.pending_sequence) == (0, None)
+    assert manager.allocate_slots(behind, hit=hit) is not None
+    manager.check()

@@ -397,7 +397,7 @@ class TestMisuse:
     def test_an_id_in_use(self) -> None:
         manager = KVCacheManager(8, 4)
         start(manager, Sequence("a", [1]))
-        with pytest.raises(SequenceStateError, match="expected another sequence_id than Sequence"):
+        with pytest.raises(SequenceStateError, match="expected another sequence_id than 'a'"):
             manager.allocate_slots(Sequence("a", [2]))
 
     def test_hits_in_the_wrong_place(self) -> None:

@@ -1,0 +1,517 @@
+"""Bad input: every public call, every parameter, every odd value, alike in both builds.
+
+`CALLS` is the table. A call with an odd value either succeeds, where the value is what the parameter takes, or raises a
+KVBlocksError that says what was expected, or lets out what the caller's own code raised; and unless it succeeded,
+nothing has changed. `test_the_table_is_complete` finds a public call or parameter that the table lacks.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+from odd_values import ODD, Index, Mine, Text
+
+import kvblocks
+from kvblocks import (
+    CacheMetrics,
+    FullAttention,
+    InvalidArgumentError,
+    KVBlocksError,
+    KVCacheManager,
+    KVLayer,
+    PrefixCache,
+    Sequence,
+    SlidingWindow,
+    plan,
+)
+from kvblocks.hashing import decode_extra_keys
+
+WORLDS = ["plain", "named", "groups"]
+
+
+class World:
+    """Managers, sequences and a cache in the middle of their work, and calls' good arguments."""
+
+    def __init__(self, kind: str) -> None:
+        groups = [FullAttention(4), SlidingWindow(4, 6)] if kind == "groups" else None
+        options: dict[str, Any] = {"groups": groups} if groups else {"block_size": 4}
+        self.manager = manager = KVCacheManager(
+            64, **options, enable_events=kind == "named", num_history_blocks=8 * (kind == "named")
+        )
+        self.old = self._start("old", range(200, 209))
+        manager.reset_prefix_cache()
+        waiting = self._start("waiting", range(100, 109))
+        manager.free(waiting)
+        self.waiting = Sequence("waiting", range(100, 109), salt=None, extra_keys=[])
+        self.hit = manager.get_computed_blocks(self.waiting)
+        self.idle = Sequence("idle", range(300, 309), salt="mine")
+        self.running = self._start("running", range(6))
+        self.filling = self._start("filling", range(10, 17))
+        self.growing = self._start("growing", range(20, 28))
+        self.chunked = Sequence("chunked", range(300, 330))
+        manager.allocate_slots(self.chunked, 8)
+        self.pin = manager.pin(range(100, 108))
+        manager.set_quota("mine", 3)
+        self.other = KVCacheManager(8, 4)
+        self.sampled = KVCacheManager(8, 4)
+        self.sampler = self.sampled.start_sampling(1, lambda: 0.0, (1.0,))
+        self.cache = PrefixCache(4, 4)
+        self.cache.insert_prefix(range(8), [0, 1], pin=True)
+        self.cache.insert_prefix(range(50, 54), [2])
+        self.plan = plan([FullAttention(16)], [KVLayer(0, 1, 64)], "float16", 2**20)
+        self.sequences = [self.old, self.waiting, self.idle, self.running, self.filling, self.growing, self.chunked]
+
+    def _start(self, name: str, tokens: Any) -> Sequence:
+        sequence = Sequence(name, tokens)
+        assert self.manager.allocate_slots(sequence) is not None
+        return sequence
+
+    def check(self) -> None:
+        for manager in (self.manager, self.other, self.sampled):
+            manager.check()
+        self.cache.check()
+
+    def state(self) -> list[Any]:
+        """All that can be seen of it."""
+        manager, cache = self.manager, self.cache
+        seen: list[Any] = [self.hit.num_tokens, self.hit.pending_tokens, manager.group_usage(), manager.prefix_rows()]
+        for each in (manager, self.other, self.sampled):
+            seen += [each.stats, each.free_block_ids(), each.quotas(), each.last_refusal]
+            seen += [(id(pin), pin.num_held_blocks, pin.expires_at) for pin in each.pins]
+        for one in self.sequences:
+            seen += [one.token_ids(), one.num_computed_tokens, one.num_readonly_tokens, one.is_allocated]
+            seen += [list(one.block_ids), one.sequence_id, one.salt, one.lora, one.extra_keys]
+        seen += [
+            cache.cached_block_count(),
+            cache.evictable_count(),
+            cache.get_hit_rate(),
+            cache.get_avg_match_length(),
+        ]
+        return [*seen, cache.list_pinned(), [block for block in range(100) if cache.contains_block(block)]]
+
+
+class Parameter(NamedTuple):
+    """good: of a world, a value that the call takes. takes: the kinds of odd values that it may take."""
+
+    good: Callable[[World], Any]
+    takes: str = ""
+
+
+class Call(NamedTuple):
+    target: Callable[[World], Callable[..., Any]]
+    parameters: dict[str, Parameter]
+
+
+def constant(value: Any, takes: str = "") -> Parameter:
+    return Parameter(lambda _: value, takes)
+
+
+def of_world(name: str, takes: str = "") -> Parameter:
+    return Parameter(lambda world: getattr(world, name), takes)
+
+
+def of_manager(name: str, **parameters: Parameter) -> tuple[str, Call]:
+    return f"KVCacheManager.{name}", Call(lambda world: getattr(world.manager, name), parameters)
+
+
+def of_cache(name: str, **parameters: Parameter) -> tuple[str, Call]:
+    return f"PrefixCache.{name}", Call(lambda world: getattr(world.cache, name), parameters)
+
+
+def of_sequence(name: str, **parameters: Parameter) -> tuple[str, Call]:
+    return f"Sequence.{name}", Call(lambda world: getattr(world.running, name), parameters)
+
+
+def of_plan(name: str, **parameters: Parameter) -> tuple[str, Call]:
+    return f"Plan.{name}", Call(lambda world: getattr(world.plan, name), parameters)
+
+
+INT, MAYBE_INT = constant(1, "int"), constant(None, "int none")
+FLAG = constant(False, "flag")
+TEXT = constant(None, "text none")
+TOKENS = constant([1, 2, 3, 4, 5], "tokens")
+KEYS = constant([(0, 1, b"key")], "empty")
+NAMES: dict[str, Parameter] = {"salt": TEXT, "lora": TEXT, "extra_keys": KEYS}
+RUNNING = of_world("running")
+BATCH = Parameter(lambda world: [world.running, world.filling, world.growing])
+STEP_TOKENS = constant([1, 2, 3])
+
+CALLS: dict[str, Call] = dict(
+    [
+        (
+            "KVCacheManager",
+            Call(
+                lambda _: KVCacheManager,
+                {
+                    "num_blocks": INT,
+                    "block_size": MAYBE_INT,
+                    "groups": constant(None, "none"),
+                    "hash_algorithm": constant("sha256"),
+                    "enable_caching": FLAG,
+                    "enable_events": FLAG,
+                    "num_history_blocks": INT,
+                    "pin_budget": constant(0.5, "int number"),
+                    "debug": FLAG,
+                },
+            ),
+        ),
+        of_manager("get_computed_blocks", sequence=of_world("waiting")),
+        of_manager(
+            "allocate_slots",
+            sequence=of_world("waiting"),
+            num_new_tokens=MAYBE_INT,
+            hit=of_world("hit", "none"),
+            num_lookahead_tokens=INT,
+        ),
+        of_manager("append_slots", sequence=RUNNING, token_ids=TOKENS),
+        of_manager("append_step", sequences=BATCH, token_ids=STEP_TOKENS),
+        of_manager("append_group_step", sequences=BATCH, token_ids=STEP_TOKENS),
+        of_manager("reserve_slots", sequence=RUNNING, num_tokens=INT),
+        of_manager("free", sequence=RUNNING),
+        of_manager("abort", sequence=RUNNING, num_computed_tokens=INT),
+        of_manager("fork", sequence=RUNNING, sequence_id=constant("twin", "id")),
+        of_manager(
+            "truncate", sequence=RUNNING, num_tokens=constant(6, "int"), num_computed_tokens=constant(None, "none")
+        ),
+        of_manager("renew", sequence=of_world("old")),
+        of_manager(
+            "shared_prefixes",
+            sequences=Parameter(lambda world: [world.running, world.filling], "empty"),
+            min_blocks=INT,
+            num_visible_tokens=constant([1, 2], "ints none"),
+        ),
+        of_manager("to_dot", max_nodes=MAYBE_INT),
+        of_manager(
+            "pin",
+            token_ids=TOKENS,
+            **NAMES,
+            priority=constant(50, "int"),
+            expires_at=constant(None, "int number none"),
+        ),
+        of_manager("unpin", pin=of_world("pin")),
+        of_manager("expire_pins", now=constant(5.0, "int number")),
+        of_manager("set_quota", salt=TEXT, max_blocks=MAYBE_INT),
+        of_manager("set_default_quota", max_blocks=MAYBE_INT),
+        of_manager("explain", sequence=of_world("waiting", "sequence")),
+        (
+            "KVCacheManager.start_sampling",
+            Call(
+                lambda world: world.other.start_sampling,
+                {
+                    "every": INT,
+                    "now": constant(lambda: 0.0, "callable"),
+                    "bounds": constant([1, 2.5], "numbers ints"),
+                },
+            ),
+        ),
+        (
+            "KVCacheManager.stop_sampling",
+            Call(lambda world: world.sampled.stop_sampling, {"sampler": of_world("sampler")}),
+        ),
+        (
+            "Sequence",
+            Call(lambda _: Sequence, {"sequence_id": constant("s", "id"), "prompt_token_ids": TOKENS, **NAMES}),
+        ),
+        of_sequence("group_block_ids", group=constant(0, "int")),
+        of_sequence("group_blocks", group=constant(0, "int")),
+        of_sequence("first_live_block", group=constant(0, "int")),
+        of_sequence("token_ids", start=INT, end=MAYBE_INT),
+        of_sequence("append_tokens", token_ids=TOKENS),
+        of_sequence("append_token", token_id=constant(1, "int flag")),
+        of_sequence("fork", sequence_id=constant("twin", "id")),
+        ("CacheHit.group_blocks", Call(lambda world: world.hit.group_blocks, {"group": constant(0, "int")})),
+        ("PrefixCache", Call(lambda _: PrefixCache, {"max_blocks": INT, "block_size": INT})),
+        of_cache("match_prefix", token_ids=TOKENS, **NAMES),
+        of_cache(
+            "match_many",
+            prompts=constant([[1, 2, 3], [4]], "prompts empty"),
+            salt=TEXT,
+            lora=TEXT,
+            extra_keys=constant([[], [(0, 1, "key")]], "empty empties"),
+        ),
+        of_cache("query_match_len", token_ids=TOKENS, **NAMES),
+        of_cache("insert_prefix", token_ids=TOKENS, kv_block_ids=constant([7], "ints"), pin=FLAG, **NAMES),
+        of_cache("attach", token_ids=TOKENS, payload=constant("any", "any"), **NAMES),
+        of_cache("evict_lru", num_blocks=INT),
+        of_cache("pin_prefix", token_ids=TOKENS, description=TEXT, **NAMES),
+        of_cache("unpin_prefix", token_ids=TOKENS, **NAMES),
+        of_cache("contains_block", kv_block_id=INT),
+        (
+            "CacheMetrics",
+            Call(
+                lambda _: CacheMetrics,
+                {
+                    "manager": of_world("other"),
+                    "sample_every": MAYBE_INT,
+                    "clock": constant(None, "callable none"),
+                    "window": INT,
+                    "bounds": constant(None, "ints numbers none"),
+                },
+            ),
+        ),
+        ("FullAttention", Call(lambda _: FullAttention, {"block_size": INT})),
+        (
+            "FullAttention.num_blocks",
+            Call(lambda _: FullAttention(4).num_blocks, {"num_tokens": INT, "num_step_tokens": INT}),
+        ),
+        ("SlidingWindow", Call(lambda _: SlidingWindow, {"block_size": INT, "window": INT})),
+        (
+            "SlidingWindow.num_blocks",
+            Call(lambda _: SlidingWindow(4, 9).num_blocks, {"num_tokens": INT, "num_step_tokens": INT}),
+        ),
+        (
+            "plan",
+            Call(
+                lambda _: plan,
+                {
+                    "kinds": constant([FullAttention(16)]),
+                    "layers": constant([KVLayer(0, 1, 64)]),
+                    "dtype": constant(1, "int"),
+                    "num_bytes": constant(2**20, "int"),
+                    "max_padding": constant(0.5, "int number"),
+                },
+            ),
+        ),
+        of_plan("blocks_of_sequence", num_tokens=INT, num_step_tokens=INT),
+        of_plan("num_sequences", num_tokens=INT, num_step_tokens=INT),
+        of_plan("table", contexts=constant([1], "ints empty"), num_step_tokens=INT),
+        ("hashing.decode_extra_keys", Call(lambda _: decode_extra_keys, {"encoded": constant(b"", "nothing")})),
+    ]
+)
+CASES = [(name, parameter) for name, call in CALLS.items() for parameter in call.parameters]
+BLOCKS = {name for name, call in CALLS.items() if name.startswith(("KVCacheManager", "Sequence", "CacheHit"))}
+
+
+def takes_of(name: str, parameter: str) -> set[str]:
+    return set(CALLS[name].parameters[parameter].takes.split())
+
+
+def worlds_of(name: str) -> list[str]:
+    return WORLDS if name in BLOCKS else ["plain"]
+
+
+@pytest.mark.parametrize(("name", "parameter"), CASES)
+def test_an_odd_value_is_taken_for_what_it_is_or_refused(name: str, parameter: str) -> None:
+    call = CALLS[name]
+    takes = takes_of(name, parameter)
+    for kind in worlds_of(name):
+        world, problems = World(kind), []
+        before = world.state()
+        for odd, (make, kinds) in ODD.items():
+            arguments = {other: entry.good(world) for other, entry in call.parameters.items()}
+            arguments[parameter] = make()
+            outcome = outcome_of(call.target(world), arguments)
+            if outcome == "succeeded":
+                if not (kinds & takes or "any" in takes):
+                    problems.append(f"{odd}: was taken")
+                check_after(world, odd, kind, problems)
+                world = World(kind)
+                before = world.state()
+                continue
+            if outcome is not None:
+                problems.append(f"{odd}: {outcome}")
+            check_after(world, odd, kind, problems)
+            if world.state() != before:
+                problems.append(f"{odd}: the call raised, and changed something")
+                world = World(kind)
+                before = world.state()
+        assert not problems, f"{name}({parameter}), {kind}:\n" + "\n".join(problems)
+
+
+def check_after(world: World, odd: str, kind: str, problems: list[str]) -> None:
+    try:
+        world.check()
+    except AssertionError as error:
+        problems.append(f"{odd}: left {kind} broken: {error}")
+
+
+def outcome_of(target: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
+    """What is wrong with how the call ended: None if nothing is, "succeeded" if it did."""
+    try:
+        target(**arguments)
+    except Mine:
+        return None
+    except KVBlocksError as error:
+        return None if "expected" in str(error) else f"doesn't say what was expected: {error}"
+    except BaseException as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return "succeeded"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_table_s_own_arguments_succeed(name: str) -> None:
+    """Else an odd value beside them would be refused for nothing."""
+    for kind in worlds_of(name):
+        if (name, kind) == ("KVCacheManager.append_step", "groups"):
+            continue  # a manager of several groups has append_group_step
+        world = World(kind)
+        call = CALLS[name]
+        outcome = outcome_of(call.target(world), {other: entry.good(world) for other, entry in call.parameters.items()})
+        assert outcome == "succeeded", f"{kind}: {outcome}"
+
+
+@pytest.mark.parametrize(("name", "parameter"), [case for case in CASES if "int" in takes_of(*case)])
+def test_an_int_may_be_of_any_kind_that_has_an_index(name: str, parameter: str) -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy comes with the engine's dependencies")
+    call = CALLS[name]
+    for make in (numpy.int64, numpy.uint32, Index):
+        world = World("plain")
+        arguments = {other: entry.good(world) for other, entry in call.parameters.items()}
+        number = arguments[parameter]
+        arguments[parameter] = make(number if type(number) is int else 1)
+        assert outcome_of(call.target(world), arguments) == "succeeded", make
+
+
+# What the table leaves out: the name, and what its docstring says of it.
+EXEMPT = {
+    "BlockPool": "checks no types",
+    "FreeBlockQueue": "checks no types",
+    "CacheHit.__init__": "Made by `get_computed_blocks`",
+    "KVCacheBlock.__init__": "Made by a pool",
+    "Pin.__init__": "Made by `KVCacheManager.pin`",
+    "PrefixMatch.__init__": "Made by a `PrefixCache`",
+    "PrefixMatch.show": "For the cache alone",
+    "PrefixMatch.renew": "For the cache alone",
+    "PrefixMatch.is_still": "For the cache alone",
+    "PrefixCache.hold": "For `PrefixMatch",
+    "PrefixCache.let_go": "For `PrefixMatch",
+    "BlockRemoved.of_group": "Only for the manager",
+    "BlockStored.of_group": "Only for the manager",
+    "Sequence.append_checked": "Only for the manager",
+    "Sequence.append_packed": "Only for the manager",
+    "Sequence.truncate_tokens": "Only for the manager",
+    "Sequence.truncate_blocks": "Only for the manager",
+    "Sequence.replace_block": "Only for the manager",
+    "Sequence.encoded_keys": "Only for the manager",
+    "Sequence.check": "Only for the manager",
+    "Sequence.describe_for": "Only for the manager",
+}
+RECORDS = "Nothing is checked of the records"
+"""What `kvblocks.__doc__` says of the classes whose objects only calls make: they take anything."""
+
+
+def public_calls() -> dict[str, Any]:
+    """All that can be called, by its name in the table: functions, classes and their own public methods."""
+    found: dict[str, Any] = {}
+    for name in kvblocks.__all__:
+        value = getattr(kvblocks, name)
+        if isinstance(value, type) and not issubclass(value, Exception):
+            found[f"{name}.__init__"] = value
+            for base in value.__mro__:
+                if base.__module__.startswith("kvblocks"):
+                    found |= {f"{name}.{key}": item for key, item in vars(base).items() if is_method(key, item)}
+        elif callable(value) and not isinstance(value, type):
+            found[name] = value
+    return {name: item for name, item in found.items() if name.split(".")[0] not in EXEMPT}
+
+
+def is_method(name: str, item: Any) -> bool:
+    return callable(item) and not name.startswith("_") and not isinstance(item, type)
+
+
+def is_record(value: type) -> bool:
+    """Whether it is a NamedTuple or a dataclass that calls answer with; the three that callers make aren't."""
+    made = issubclass(value, tuple) or hasattr(value, "__dataclass_fields__")
+    return made and value not in (FullAttention, SlidingWindow)
+
+
+def parameters_of(name: str, item: Any) -> set[str]:
+    """Its parameters. Of NamedTuples' generated methods, none."""
+    if name.rpartition(".")[2] in ("count", "index"):
+        return set()
+    return {parameter for parameter in inspect.signature(item).parameters if parameter != "self"}
+
+
+@pytest.mark.skipif(kvblocks.__compiled__, reason="compiled functions have no signatures; the plain build has the same")
+def test_the_table_is_complete() -> None:
+    missing = []
+    for name, item in public_calls().items():
+        is_made = name.endswith(".__init__")
+        parameters = parameters_of(name, item)
+        if name in EXEMPT or not parameters or (is_made and is_record(item)):
+            continue
+        call = CALLS.get(name.removesuffix(".__init__"))
+        if call is None or parameters != set(call.parameters):
+            missing.append(f"{name}: {sorted(parameters)}")
+    assert not missing, "not in CALLS:\n" + "\n".join(missing)
+
+
+@pytest.mark.skipif(kvblocks.__compiled__, reason="compiled code has no docstrings; the plain build has the same")
+def test_what_is_left_out_says_so() -> None:
+    assert RECORDS in (kvblocks.__doc__ or "")
+    for name, phrase in EXEMPT.items():
+        owner, _, method = name.partition(".")
+        value = getattr(kvblocks, owner)
+        document = inspect.getdoc(value if method in ("", "__init__") else getattr(value, method)) or ""
+        assert phrase in " ".join(document.split()), f"{name}: {document}"
+
+
+def test_two_salts_never_encode_alike() -> None:
+    """A str subclass's own `encode` isn't asked."""
+    manager = KVCacheManager(16, 4)
+    first, second = Sequence("first", range(9), salt=Text("one")), Sequence("second", range(9), salt=Text("two"))
+    assert (first.salt, type(first.salt)) == ("one", str)
+    manager.allocate_slots(first)
+    assert manager.get_computed_blocks(second).num_tokens == 0
+    assert manager.get_computed_blocks(Sequence("third", range(9), salt="one")).num_tokens == 8
+
+
+def test_arrays_as_extra_keys() -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy comes with the engine's dependencies")
+    keys = numpy.array([(0, 1, "key")], dtype=object)
+    with pytest.raises(InvalidArgumentError, match=r"extra_keys: expected \(start, end, key\), got"):
+        Sequence("s", [1, 2], extra_keys=keys)
+    assert Sequence("s", [1, 2], extra_keys=[(numpy.int64(0), numpy.int64(1), "key")]).extra_keys == ((0, 1, "key"),)
+    assert Sequence("s", [1, 2], extra_keys=numpy.array([])).extra_keys == ()
+
+
+@pytest.mark.parametrize("answers", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_tokens", [5, 7, 8])
+@pytest.mark.parametrize("error", [Mine, TypeError, ValueError])
+def test_an_index_that_raises_at_some_time_changes_nothing(
+    answers: int, num_tokens: int, error: type[Exception]
+) -> None:
+    """Inside a block, where one is filled and where one begins; one call a token, and a step."""
+    for append in ("append_slots", "append_step"):
+        manager = KVCacheManager(16, 4)
+        one, other = Sequence("one", range(num_tokens)), Sequence("other", range(20, 20 + num_tokens))
+        manager.allocate_slots(one)
+        manager.allocate_slots(other)
+        bad = Index(7, answers, error)
+        before = (one.token_ids(), list(one.block_ids), other.token_ids(), list(other.block_ids), manager.stats)
+        try:
+            if append == "append_slots":
+                manager.append_slots(one, [bad])
+            else:
+                manager.append_step([other, one], [3, bad])
+        except (Mine, KVBlocksError):
+            assert before == (
+                *(one.token_ids(), list(one.block_ids), other.token_ids(), list(other.block_ids), manager.stats),
+            )
+        else:
+            assert one.token_ids()[-1] == 7
+        assert one.num_computed_tokens == one.num_tokens
+        manager.check()
+
+
+def test_groups_of_numpy_sizes_are_equal_to_those_of_ints() -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy comes with the engine's dependencies")
+    assert FullAttention(numpy.int64(16)) == FullAttention(16)
+    assert type(SlidingWindow(numpy.int64(16), numpy.int32(9)).window) is int
+    manager = KVCacheManager(8, groups=[FullAttention(numpy.int64(4)), SlidingWindow(numpy.int64(4), numpy.int64(6))])
+    sequence = Sequence(numpy.int64(3), range(9))
+    hit = manager.get_computed_blocks(sequence)
+    assert hit.group_blocks(numpy.int64(1)) == []
+    assert manager.allocate_slots(sequence, hit=hit) is not None
+    manager.check()
+
+
+def test_an_id_that_is_not_equal_to_itself_is_refused() -> None:
+    manager = KVCacheManager(16, 4, debug=True)
+    sequence = Sequence("s", range(6))
+    manager.allocate_slots(sequence)
+    for refused in (float("nan"), [], memoryview(bytearray(1))):
+        with pytest.raises(InvalidArgumentError, match="sequence_id: expected something"):
+            manager.fork(sequence, refused)
+    manager.fork(sequence, (1, "two"))
