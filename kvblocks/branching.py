@@ -10,7 +10,7 @@ from typing import SupportsIndex
 
 from kvblocks.arguments import check_count
 from kvblocks.errors import SequenceStateError
-from kvblocks.registration import register_anew
+from kvblocks.registration import digests_anew, register_anew
 from kvblocks.sequence import Sequence
 from kvblocks.sequence_manager import SequenceManager
 
@@ -33,6 +33,7 @@ class BranchingManager(SequenceManager):
         if sequence_id in self._sequences:
             raise SequenceStateError(f"fork: expected another sequence_id than {sequence_id!r}, which is in use")
         num_tokens, block_size = sequence.num_computed_tokens, self.block_size
+        self._begin()
         twin.blocks += sequence.blocks[: -(-num_tokens // block_size)]
         self._pool.touch(twin.blocks)
         twin.epoch = sequence.epoch
@@ -47,7 +48,7 @@ class BranchingManager(SequenceManager):
             sequence.next_edge = 0
         self._sequences[sequence_id] = twin
         self._in_flight.note(twin)
-        self._check_if_debugging()
+        self._end()
         return twin
 
     def truncate(
@@ -73,6 +74,7 @@ class BranchingManager(SequenceManager):
             written = check_count("num_computed_tokens", num_computed_tokens, num_left, most)
         if sequence.window_tables is not None:
             sequence.window_tables.check_truncate(num_left, sequence.sequence_id)
+        self._begin()
         if num_computed_tokens is not None:
             self._forget_unwritten(sequence, written)
         self._retention.extend(sequence)
@@ -87,7 +89,7 @@ class BranchingManager(SequenceManager):
         if self._group_slots is not None:
             self._group_slots.truncate(sequence, end)
         self._in_flight.note(sequence)
-        self._check_if_debugging()
+        self._end()
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the (source, destination) ids of blocks to copy, in order, since the last call, and forget them.
@@ -95,7 +97,10 @@ class BranchingManager(SequenceManager):
         Only sequences that were forked or truncated need any. The engine copies the blocks' KV in all layers, one pair
         after the other or as if so, before it stores any of the step's keys and values. O(1).
         """
-        return self._slots.take_copies()
+        self._begin()
+        copies = self._slots.take_copies()
+        self._end()
+        return copies
 
     def renew(self, sequence: Sequence) -> None:
         """Say that the KV of a sequence from before a reset of the cache is valid after it, so that it is cached again.
@@ -107,7 +112,9 @@ class BranchingManager(SequenceManager):
         self._check_owned(sequence, "renew")
         if not self.enable_caching or sequence.epoch is self._index.epoch:
             raise SequenceStateError(f"renew: expected a sequence from before a reset of the cache, got {sequence}")
-        register_anew(self._index, sequence)
+        digests = digests_anew(self._index, sequence)
+        self._begin()
+        register_anew(self._index, sequence, digests)
         if self._group_slots is not None:
             self._group_slots.register_anew(sequence)
-        self._check_if_debugging()
+        self._end()

@@ -33,5 +33,13 @@ class PoolExhaustedError(KVBlocksError):
     """More blocks were asked than can be had. The manager answers None; the engine's scheduler raises this."""
 
 
+class CorruptStateError(KVBlocksError):
+    """A call was left half done, by a KeyboardInterrupt or MemoryError for example: make a new manager, or cache.
+
+    Every call of the object says so from then on. Also raised to a call that is made in the middle of another one, by
+    a finalizer or a signal handler.
+    """
+
+
 class PinBudgetError(KVBlocksError):
     """A pin would make all pins together hold more of the pool than they may: unpin something, or pin less."""

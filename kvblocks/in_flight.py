@@ -4,6 +4,7 @@ A block is found by others as soon as it has a slot. What a chunked prefill will
 this compares prompts directly: a scheduler can then let a sequence wait for what another one will compute anyway.
 """
 
+from kvblocks.change import CHANGING, Change
 from kvblocks.prefix_index import PrefixIndex
 from kvblocks.sequence import Sequence
 
@@ -11,12 +12,16 @@ _CHUNK_BLOCKS = 64
 
 
 class InFlight:
-    """The allocated sequences that have tokens without slots, oldest first. index: where they will be cached."""
+    """The allocated sequences that have tokens without slots, oldest first. index: where they will be cached.
 
-    __slots__ = ("_sequences", "index")
+    change: the manager's.
+    """
 
-    def __init__(self, index: PrefixIndex) -> None:
+    __slots__ = ("_change", "_sequences", "index")
+
+    def __init__(self, index: PrefixIndex, change: Change) -> None:
         self.index = index
+        self._change = change
         self._sequences: dict[Sequence, None] = {}
 
     def __len__(self) -> int:
@@ -37,9 +42,11 @@ class InFlight:
     def find(self, sequence: Sequence, num_blocks: int) -> tuple[Sequence, int] | None:
         """Return the sequence that will compute most of what follows this one's first `num_blocks`, and how many.
 
-        Sequences from before a reset of the cache don't count. None when nobody will. Changes nothing. O(sequences in
-        flight), and O(tokens) for those that share the next block.
+        Sequences from before a reset of the cache don't count. None when nobody will. Changes nothing. Raises
+        CorruptStateError. O(sequences in flight), and O(tokens) for those that share the next block.
         """
+        if self._change.state == CHANGING:
+            self._change.refuse()
         if not self._sequences:
             return None
         best: tuple[Sequence, int] | None = None

@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex
 from kvblocks.arguments import check_count
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
+from kvblocks.change import CHANGING, IDLE
 from kvblocks.companions import GroupIndex
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.group_lookup import find_hit
@@ -24,12 +25,13 @@ from kvblocks.steps import StepAllocator
 from kvblocks.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 
 
+Step = tuple[list[Sequence], dict[Sequence, int]]
+
+
 class SequenceManager:
     """Gives the blocks of `pool` to sequences and takes them back. A part of `KVCacheManager`; not made by itself."""
 
-    def __init__(
-        self, pool: BlockPool, retention: Retention, slots: StepAllocator, *, enable_caching: bool, debug: bool
-    ) -> None:
+    def __init__(self, pool: BlockPool, retention: Retention, slots: StepAllocator, *, enable_caching: bool) -> None:
         self.block_size = pool.index.block_size
         self.enable_caching = enable_caching
         self._pool = pool
@@ -38,15 +40,14 @@ class SequenceManager:
         self._slots = slots
         self._group_slots = slots if isinstance(slots, GroupSlots) else None
         self._group_index = pool.index if isinstance(pool.index, GroupIndex) else None
-        self._in_flight = InFlight(pool.index)
+        self._in_flight = InFlight(pool.index, slots.change)
         self._sequences: dict[Hashable, Sequence] = {}
-        self._debug = debug
+        self._change = slots.change
         # The sequences of the last step and their places, until one is freed: the next batch is mostly the same.
-        self._batch: list[Sequence] = []
-        self._places: dict[Sequence, int] = {}
+        self._step: Step = ([], {})
         self._largest_size = self.block_size if self._group_index is None else self._group_index.layout.hit_size
         # When debugging or naming changes, a token that begins or fills a block goes the long way.
-        self._fills_quickly = not debug and not self._index.names_changes and self._group_index is None
+        self._fills_quickly = not self._change.rest and not self._index.names_changes and self._group_index is None
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
 
     def get_computed_blocks(self, sequence: Sequence) -> CacheHit:
@@ -56,6 +57,8 @@ class SequenceManager:
         empty when caching is off. Raises SequenceStateError when the sequence holds blocks. One dict lookup and one
         memcmp for each run of blocks that were cached together.
         """
+        if self._change.state == CHANGING:
+            self._change.refuse()
         if sequence.owner is not None:
             raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {sequence}")
         if self._group_index is not None:
@@ -91,6 +94,8 @@ class SequenceManager:
         (the hit's blocks have been evicted since), InvalidArgumentError (no tokens left, or fewer than asked for).
         O(hit blocks + new blocks).
         """
+        if self._change.state == CHANGING:
+            self._change.refuse()
         is_start = sequence.owner is None
         start = self._check_start(sequence, hit) if is_start else self._check_continued(sequence, hit)
         num_left = sequence.num_tokens - start
@@ -107,7 +112,7 @@ class SequenceManager:
             blocks = self._slots.grow(sequence, end, num_lookahead)
         if blocks is not None:
             self._in_flight.note(sequence)
-        self._check_if_debugging()
+        self._end()
         return blocks
 
     def append_slots(self, sequence: Sequence, token_ids: TokenIds) -> list[KVCacheBlock] | None:
@@ -120,29 +125,41 @@ class SequenceManager:
         Raises SequenceStateError (not this manager's, or tokens without slots are left) and InvalidTokensError. O(1) a
         token, and O(block_size) for one that fills a block.
         """
+        state = self._change.state
+        if state and state == CHANGING:
+            self._change.refuse()
         if sequence.appender is self and type(token_ids) is list and len(token_ids) == 1:
-            if sequence.num_computed_tokens < sequence.next_edge:
+            num_tokens = sequence.num_computed_tokens
+            if num_tokens < sequence.next_edge:
                 # It fits the last block without filling it: 14 of 16 decoded tokens, and nothing else changes.
                 try:
-                    sequence.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
-                except (AttributeError, BufferError, TypeError, OverflowError, ValueError):
-                    sequence.truncate_tokens(sequence.num_computed_tokens)  # what an odd integer left half done
-                else:
-                    sequence.num_computed_tokens += 1
-                    if self._debug:
-                        self.check()
-                    return []
+                    try:
+                        sequence.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
+                    except (AttributeError, BufferError, TypeError, OverflowError, ValueError):
+                        sequence.truncate_tokens(num_tokens)  # what an odd integer left half done
+                    else:
+                        sequence.num_computed_tokens = num_tokens + 1
+                        if state:
+                            self.check()
+                        return []
+                except BaseException:
+                    self._change.state = CHANGING
+                    sequence.truncate_tokens(sequence.num_computed_tokens)  # to what is counted
+                    self._change.state = state
+                    raise
             elif (
                 self._fills_quickly
-                and sequence.num_computed_tokens == len(sequence.tokens)
+                and num_tokens == len(sequence.tokens)
                 and type(token_ids[0]) is int
                 and 0 <= token_ids[0] <= MAX_TOKEN_ID
             ):
-                return self._slots.append_one(sequence, token_ids[0])
+                blocks = self._slots.append_one(sequence, token_ids[0])
+                self._change.state = IDLE
+                return blocks
         if sequence.owner is not self or sequence.num_computed_tokens != len(sequence.tokens):
             self._check_appendable(sequence, "append_slots")
         blocks = self._slots.append(sequence, pack_tokens(token_ids))
-        self._check_if_debugging()
+        self._end()
         return blocks
 
     def append_step(self, sequences: Items[Sequence], token_ids: TokenIds) -> list[tuple[int, int, int]] | None:
@@ -155,6 +172,16 @@ class SequenceManager:
         Raises SequenceStateError, InvalidTokensError and, for repeated sequences or too few or many tokens,
         InvalidArgumentError. O(sequences).
         """
+        if self._group_index is not None and len(self._group_index.layout.groups) > 1:
+            got = len(self._group_index.layout.groups)
+            raise InvalidArgumentError(
+                f"append_step: expected a manager of one group, got {got}: use append_group_step"
+            )
+        return self._append_step(sequences, token_ids)
+
+    def _append_step(self, sequences: Items[Sequence], token_ids: TokenIds) -> list[tuple[int, int, int]] | None:
+        if self._change.state == CHANGING:
+            self._change.refuse()
         batch = list(sequences)
         if not batch:
             _check_step(batch, len(list(token_ids)))
@@ -166,14 +193,14 @@ class SequenceManager:
         for sequence in at_edge:
             if sequence.owner is not self or sequence.num_computed_tokens != len(sequence.tokens):
                 self._check_appendable(sequence, "append_step")
-        if batch != self._batch:
+        if batch != self._step[0]:
             self._note_batch(batch)  # only now, so that nobody else's sequence is kept
         try:
-            changes = self._slots.append_step(batch, tokens, at_edge, self._places)
+            changes = self._slots.append_step(batch, tokens, at_edge, self._step[1])
         except (TypeError, OverflowError, ValueError):
             pack_tokens(tokens)  # says what is wrong with them
             raise
-        self._check_if_debugging()
+        self._end()
         return changes
 
     def _note_batch(self, batch: list[Sequence]) -> None:
@@ -181,7 +208,7 @@ class SequenceManager:
         places = dict(zip(batch, range(len(batch)), strict=True))
         if len(places) != len(batch):
             _check_step(batch, len(batch))
-        self._batch, self._places = batch, places
+        self._step = batch, places
 
     def reserve_slots(self, sequence: Sequence, num_tokens: SupportsIndex) -> list[KVCacheBlock] | None:
         """Make room for `num_tokens` more tokens than are known, such as drafts. Nothing of them is cached.
@@ -191,7 +218,7 @@ class SequenceManager:
         """
         self._check_owned(sequence, "reserve_slots")
         blocks = self._slots.reserve(sequence, check_count("num_tokens", num_tokens, 0))
-        self._check_if_debugging()
+        self._end()
         return blocks
 
     def free(self, sequence: Sequence) -> None:
@@ -203,18 +230,22 @@ class SequenceManager:
         O(blocks), a lookup for each pin that begins alike and lacks blocks, and once O(sequences) after a step.
         """
         self._check_owned(sequence, "free")
+        self._change.state = CHANGING
+        self._free(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        """`free`, as the end of a change."""
         if self._retention.lacking:
             self._retention.extend(sequence)
-        if self._batch:
-            self._batch, self._places = [], {}
+        if self._step[0]:
+            self._step = ([], {})
         self._pool.release(sequence.blocks)
         del self._sequences[sequence.sequence_id]
         self._in_flight.drop(sequence)
         if sequence.window_tables is not None and self._group_slots is not None:
             self._group_slots.release(sequence)
         sequence.reset_blocks()
-        if self._debug:
-            self.check()
+        self._end()
 
     def abort(self, sequence: Sequence, num_computed_tokens: SupportsIndex) -> None:
         """Free a sequence of a step that died; of its tokens, the first `num_computed_tokens` have their KV written.
@@ -225,8 +256,9 @@ class SequenceManager:
         """
         self._check_owned(sequence, "abort")
         written = check_count("num_computed_tokens", num_computed_tokens, 0, sequence.num_computed_tokens)
+        self._begin()
         self._forget_unwritten(sequence, written)
-        self.free(sequence)
+        self._free(sequence)
 
     def _forget_unwritten(self, sequence: Sequence, num_computed_tokens: int) -> None:
         forget_unwritten(self._index, sequence, num_computed_tokens)
@@ -248,6 +280,8 @@ class SequenceManager:
         return sequence.num_computed_tokens
 
     def _check_owned(self, sequence: Sequence, call: str) -> None:
+        if self._change.state == CHANGING:
+            self._change.refuse()
         if sequence.owner is not self or self._sequences.get(sequence.sequence_id) is not sequence:
             raise SequenceStateError(f"{call}: expected a sequence allocated here, got {sequence.describe_for(self)}")
 
@@ -261,10 +295,10 @@ class SequenceManager:
         self, sequence: Sequence, end: int, num_lookahead_tokens: int, hit: CacheHit | None
     ) -> list[KVCacheBlock] | None:
         epoch = self._index.epoch if self.enable_caching else None
-        blocks = self._slots.start(sequence, epoch, end, num_lookahead_tokens, hit)
+        blocks = self._slots.start(sequence, self, epoch, end, num_lookahead_tokens, hit)
         if blocks is None:
             return None
-        sequence.owner = sequence.appender = self
+        sequence.appender = self
         self._sequences[sequence.sequence_id] = sequence
         self._num_queries += 1
         self._num_queried_tokens += sequence.num_tokens
@@ -276,18 +310,34 @@ class SequenceManager:
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants of docs/design.md hold (never under python -O). O(pool)."""
+        self._check_whole()
         tables = [table for sequence in self._sequences.values() for table in self._slots.tables(sequence)]
         self._pool.check(tables + self._retention.tables())
         self._retention.check()
-        assert self._places == {sequence: i for i, sequence in enumerate(self._batch)}, "step: places of another batch"
+        batch, places = self._step
+        assert places == {sequence: i for i, sequence in enumerate(batch)}, "step: places of another batch"
         for sequence_id, sequence in self._sequences.items():
             assert sequence.owner is self and sequence.sequence_id == sequence_id, f"{sequence}: not under its own id"
             sequence.check(self.block_size, self._slots.edge_size)
             for table in [] if sequence.window_tables is None else sequence.window_tables.tables:
                 table.check(sequence.num_computed_tokens)
 
-    def _check_if_debugging(self) -> None:
-        if self._debug:
+    def _check_whole(self) -> None:
+        """Raise CorruptStateError if a call was left half done."""
+        if self._change.state == CHANGING:
+            self._change.refuse()
+
+    def _begin(self) -> None:
+        """Say that a change begins, which lasts until `_end` unless it is left half done. Raises CorruptStateError."""
+        if self._change.state == CHANGING:
+            self._change.refuse()
+        self._change.state = CHANGING
+
+    def _end(self) -> None:
+        """Say that all is consistent again."""
+        rest = self._change.rest
+        self._change.state = rest
+        if rest:
             self.check()
 
 
