@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -107,8 +108,8 @@ class World:
         epoch = sequence.epoch is None or sequence.epoch.is_current
         return (sequence.token_ids(), numbers, tables, sequence.is_allocated, epoch)
 
-    def probes(self) -> dict[str, Callable[[], Any]]:
-        """Return calls that change nothing."""
+    def calls(self) -> dict[str, Callable[[], Any]]:
+        """Return every call that a broken manager must refuse, each on every sequence where it takes one."""
         manager = self.manager
         calls: dict[str, Callable[[], Any]] = {
             "get_computed_blocks": lambda: manager.get_computed_blocks(Sequence("probe", PROMPT)),
@@ -116,18 +117,6 @@ class World:
             "explain": lambda: manager.explain(Sequence("probe", PROMPT)),
             "group_usage": manager.group_usage,
             "pending_tokens": lambda: self.hit.pending_tokens,
-        }
-        if self.kind != "ghosts":
-            calls["prefix_rows"] = manager.prefix_rows
-            calls["to_dot"] = manager.to_dot
-            calls["shared_prefixes"] = lambda: manager.shared_prefixes([])
-        return calls
-
-    def calls(self) -> dict[str, Callable[[], Any]]:
-        """Return every public call, each on every sequence where it takes one."""
-        calls = self.probes()
-        manager = self.manager
-        calls |= {
             "check": manager.check,
             "reset_prefix_cache": manager.reset_prefix_cache,
             "pin": lambda: manager.pin(OLD),
@@ -139,6 +128,9 @@ class World:
             "stop_sampling": lambda: manager.stop_sampling(self.manager._pool.sampler),  # noqa: SLF001  # type: ignore[arg-type]
         }
         if self.kind != "ghosts":
+            calls["prefix_rows"] = manager.prefix_rows
+            calls["to_dot"] = manager.to_dot
+            calls["shared_prefixes"] = lambda: manager.shared_prefixes([])
             calls["set_quota"] = lambda: manager.set_quota(TENANT, 1)
             calls["set_default_quota"] = lambda: manager.set_default_quota(1)
         if KINDS[self.kind].get("enable_events"):
@@ -168,8 +160,7 @@ class World:
 
     def salvage(self) -> None:
         """Take the sequences of a broken manager to another one: what they are called holds no trace of the first."""
-        options = KINDS[self.kind]
-        other = KVCacheManager(200, None if "groups" in options else 4, **options)
+        other = _other_manager(self.kind)
         for name, sequence in self.sequences.items():
             if sequence.is_allocated:
                 try:
@@ -183,8 +174,14 @@ class World:
                 other.free(sequence)
             anew = Sequence(name, sequence.token_ids())
             assert other.allocate_slots(anew, hit=other.get_computed_blocks(anew)) is not None
-            other.check()
             other.free(anew)
+        other.check()
+
+
+@cache
+def _other_manager(kind: str) -> KVCacheManager:
+    options = KINDS[kind]
+    return KVCacheManager(200, None if "groups" in options else 4, **options)
 
 
 def _cow(world: World) -> None:
@@ -278,4 +275,4 @@ def make_case(kind: str, name: str) -> Case:
     world.batch = [world.sequences[name] for name in ("a", "twin", "d", "e", "f")]
     calls = {**CALLS, **_QUOTAS, **_SINGLE, **_EVENTS, "renew": lambda w: w.manager.renew(w.sequences["a"])}
     manager.check()
-    return Case(lambda: calls[name](world), world.look, manager.check, world.probes(), world.calls(), world.salvage)
+    return Case(lambda: calls[name](world), world.look, manager.check, world.calls(), world.salvage)
