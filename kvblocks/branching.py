@@ -33,7 +33,7 @@ class BranchingManager(SequenceManager):
         if sequence_id in self._sequences:
             raise SequenceStateError(f"fork: expected another sequence_id than {sequence_id!r}, which is in use")
         num_tokens, block_size = sequence.num_computed_tokens, self.block_size
-        self._begin()
+        self.begin_change()
         twin.blocks += sequence.blocks[: -(-num_tokens // block_size)]
         self._pool.touch(twin.blocks)
         twin.epoch = sequence.epoch
@@ -74,7 +74,7 @@ class BranchingManager(SequenceManager):
             written = check_count("num_computed_tokens", num_computed_tokens, num_left, most)
         if sequence.window_tables is not None:
             sequence.window_tables.check_truncate(num_left, sequence.sequence_id)
-        self._begin()
+        self.begin_change()
         if num_computed_tokens is not None:
             self._forget_unwritten(sequence, written)
         self._retention.extend(sequence)
@@ -97,7 +97,7 @@ class BranchingManager(SequenceManager):
         Only sequences that were forked or truncated need any. The engine copies the blocks' KV in all layers, one pair
         after the other or as if so, before it stores any of the step's keys and values. O(1).
         """
-        self._begin()
+        self.begin_change()
         copies = self._slots.take_copies()
         self._end()
         return copies
@@ -113,7 +113,7 @@ class BranchingManager(SequenceManager):
         if not self.enable_caching or sequence.epoch is self._index.epoch:
             raise SequenceStateError(f"renew: expected a sequence from before a reset of the cache, got {sequence}")
         digests = digests_anew(self._index, sequence)
-        self._begin()
+        self.begin_change()
         register_anew(self._index, sequence, digests)
         if self._group_slots is not None:
             self._group_slots.register_anew(sequence)

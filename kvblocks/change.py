@@ -6,7 +6,7 @@ never ended is seen by the next call, which refuses. That needs no handler, henc
 could stop.
 """
 
-from typing import Final, NoReturn
+from typing import Final
 
 from kvblocks.errors import CorruptStateError
 
@@ -15,24 +15,33 @@ DEBUGGING: Final = 1
 CHANGING: Final = 2
 
 
-class Change:
-    """The change that an object is in, if any. what: the object, for messages. debug: whether changes are checked.
+class Changeable:
+    """What can be left half done: a manager or a cache. kind: what it is, for messages. debug: whether it is checked.
 
-    state: IDLE or DEBUGGING between changes, CHANGING from the first step of one to its last; written by whoever makes
-    the change, since a call of a method would cost as much as some changes do. rest: what it is between changes.
+    change_state: IDLE or DEBUGGING between changes, CHANGING from the first step of one to its last. Whoever makes the
+    change may write it, since a call would cost as much as some changes do.
     """
 
-    __slots__ = ("rest", "state", "what")
+    def __init__(self, kind: str, *, debug: bool = False) -> None:
+        self._kind = kind
+        self._rest_state: int = DEBUGGING if debug else IDLE
+        self.change_state: int = self._rest_state
 
-    def __init__(self, what: str, *, debug: bool = False) -> None:
-        self.what = what
-        self.rest: int = DEBUGGING if debug else IDLE
-        self.state: int = self.rest
+    def check_whole(self) -> None:
+        """Raise CorruptStateError if a call was left half done. O(1)."""
+        if self.change_state == CHANGING:
+            raise CorruptStateError(
+                f"expected a {self._kind} none of whose calls was left half done, got one where an exception (a"
+                " KeyboardInterrupt, say) came in the middle of a change, or one that is called in the middle of its own"
+                f" call: make a new {self._kind}, and new sequences from their token_ids()"
+            )
 
-    def refuse(self) -> NoReturn:
-        """Raise CorruptStateError, as every call must while the state is CHANGING."""
-        raise CorruptStateError(
-            f"expected a {self.what} none of whose calls was left half done, got one where an exception (a"
-            f" KeyboardInterrupt, say) came in the middle of a change, or one that calls itself: make a new {self.what},"
-            " and new sequences from their token_ids()"
-        )
+    def begin_change(self) -> None:
+        """Say that a change begins, which is left half done until `end_change`. Raises CorruptStateError. O(1)."""
+        if self.change_state:
+            self.check_whole()
+        self.change_state = CHANGING
+
+    def end_change(self) -> None:
+        """Say that all is consistent again. O(1)."""
+        self.change_state = self._rest_state

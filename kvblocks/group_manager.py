@@ -43,13 +43,13 @@ class GroupManager(BranchingManager):
         """Return the copies since the last call, as `take_copies`, with the group whose layers have them: (group,
         source, destination). A block id stands for the same memory in each group, so copying all of it does no harm.
         """
-        self._check_whole()
+        self.check_whole()
         groups = [0] * len(self._slots.copies) if self._group_slots is None else self._group_slots.copy_groups
         return [(group, *pair) for group, pair in zip(groups, self.take_copies(), strict=True)]
 
     def group_usage(self) -> list[GroupUsage]:
         """Return what each group uses of the pool, by group. For people and metrics: O(pool)."""
-        self._check_whole()
+        self.check_whole()
         num_cached = [self._pool.num_cached_blocks]
         if self._group_index is not None:
             num_cached = self._group_index.num_cached_by_group()

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
-from kvblocks.change import CHANGING, Change
+from kvblocks.change import CHANGING
 from kvblocks.epoch import Epoch
 from kvblocks.group_lookup import GroupHit
 from kvblocks.group_need import Need, keep_for_last, table_block
@@ -36,8 +36,8 @@ class GroupSlots(StepAllocator):
     the primary group had cached for sequences which started, and another group had not.
     """
 
-    def __init__(self, pool: GroupPool, retention: Retention, change: Change) -> None:
-        super().__init__(pool, retention, change)
+    def __init__(self, pool: GroupPool, retention: Retention) -> None:
+        super().__init__(pool, retention)
         self._group_pool = pool
         self._group_index = pool.group_index
         self._layout = pool.group_index.layout
@@ -47,13 +47,7 @@ class GroupSlots(StepAllocator):
         self.num_limited_tokens = 0
 
     def start(
-        self,
-        sequence: Sequence,
-        owner: object,
-        epoch: Epoch | None,
-        end: int,
-        num_lookahead_tokens: int,
-        hit: CacheHit | None,
+        self, sequence: Sequence, epoch: Epoch | None, end: int, num_lookahead_tokens: int, hit: CacheHit | None
     ) -> list[KVCacheBlock] | None:
         """Give a sequence without blocks those of `hit` and what its first `end` tokens need beyond them, as ever."""
         found = hit if isinstance(hit, GroupHit) else None
@@ -67,8 +61,8 @@ class GroupSlots(StepAllocator):
                 table.begin(first, blocks)
                 touched += blocks
         in_pool = touched if self._group_pool.ghosts is not None else held + touched
-        self.change.state = CHANGING
-        sequence.owner = owner  # first, so that what is left half done is nobody else's to allocate
+        self.manager.change_state = CHANGING
+        sequence.owner = self.manager  # first, so that what is left half done is nobody else's to allocate
         sequence.window_tables = tables
         sequence.blocks += held
         try:
@@ -94,7 +88,7 @@ class GroupSlots(StepAllocator):
         if self._lacks_for([need]):
             return None
         digests = self._digests_ahead(sequence, end)
-        self.change.state = CHANGING
+        self.manager.change_state = CHANGING
         self._let_pass(need)
         return self._finish(need, end, digests)
 
@@ -106,7 +100,7 @@ class GroupSlots(StepAllocator):
         need.passed = []
         if self._lacks_for([need]):
             return None
-        self.change.state = CHANGING
+        self.manager.change_state = CHANGING
         blocks = self._fill(need, None)
         self._find_edge(sequence)
         return blocks
@@ -191,7 +185,7 @@ class GroupSlots(StepAllocator):
         """Take back what `start` does to a sequence to see what it needs, which ends the change."""
         sequence.window_tables, sequence.blocks = None, []
         sequence.owner = None
-        self.change.state = self.change.rest
+        self.manager.end_change()
 
     def _lacks_for(self, needs: list[Need]) -> bool:
         """Whether the pool can't serve all of them, after their sequences have let go of what they need no more."""

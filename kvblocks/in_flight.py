@@ -4,7 +4,7 @@ A block is found by others as soon as it has a slot. What a chunked prefill will
 this compares prompts directly: a scheduler can then let a sequence wait for what another one will compute anyway.
 """
 
-from kvblocks.change import CHANGING, Change
+from kvblocks.change import Changeable
 from kvblocks.prefix_index import PrefixIndex
 from kvblocks.sequence import Sequence
 
@@ -14,14 +14,14 @@ _CHUNK_BLOCKS = 64
 class InFlight:
     """The allocated sequences that have tokens without slots, oldest first. index: where they will be cached.
 
-    change: the manager's.
+    manager: whose sequences they are.
     """
 
-    __slots__ = ("_change", "_sequences", "index")
+    __slots__ = ("_manager", "_sequences", "index")
 
-    def __init__(self, index: PrefixIndex, change: Change) -> None:
+    def __init__(self, index: PrefixIndex, manager: Changeable) -> None:
         self.index = index
-        self._change = change
+        self._manager = manager
         self._sequences: dict[Sequence, None] = {}
 
     def __len__(self) -> int:
@@ -45,8 +45,7 @@ class InFlight:
         Sequences from before a reset of the cache don't count. None when nobody will. Changes nothing. Raises
         CorruptStateError. O(sequences in flight), and O(tokens) for those that share the next block.
         """
-        if self._change.state == CHANGING:
-            self._change.refuse()
+        self._manager.check_whole()
         if not self._sequences:
             return None
         best: tuple[Sequence, int] | None = None

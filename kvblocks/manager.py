@@ -18,7 +18,6 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 from kvblocks.arguments import Text, check_count, check_name, is_number
 from kvblocks.block_sampler import BlockSampler, choose_sample
-from kvblocks.change import Change
 from kvblocks.companions import GroupIndex
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.events import CacheEvent
@@ -82,16 +81,15 @@ class KVCacheManager(GroupManager):
         if not is_number(share) or not 0 <= share <= 1:
             raise InvalidArgumentError(f"pin_budget: expected a share of the pool from 0.0 to 1.0, got {pin_budget!r}")
         max_pinned = int(share * check_count("num_blocks", num_blocks, 1) + 1e-6)  # 0.29 of 100 is 29
-        change = Change("manager", debug=debug)
         if group_index is None:
             pool = BlockPool(num_blocks, index)
             retention = Retention(pool, max_pinned)
-            slots = StepAllocator(pool, retention, change)
+            slots = StepAllocator(pool, retention)
         else:
             pool = group_pool = GroupPool(num_blocks, group_index)
             retention = GroupRetention(group_pool, max_pinned)
-            slots = GroupSlots(group_pool, retention, change)
-        super().__init__(pool, retention, slots, enable_caching=enable_caching)
+            slots = GroupSlots(group_pool, retention)
+        super().__init__(pool, retention, slots, enable_caching=enable_caching, debug=debug)
 
     @property
     def num_blocks(self) -> int:
@@ -137,7 +135,7 @@ class KVCacheManager(GroupManager):
         those are cached anew. O(1) but for giving memory back; O(blocks that pins hold); and O(cached blocks) with a
         history, which remembers them.
         """
-        self._begin()
+        self.begin_change()
         self._index.clear()
         if self._retention.pins:
             self._retention.drop_uncached()
@@ -156,7 +154,7 @@ class KVCacheManager(GroupManager):
         (not this manager's) and InvalidArgumentError. Changes nothing. Near-linear in the batch's blocks.
         """
         batch = list(sequences)
-        self._check_whole()
+        self.check_whole()
         self._check_has_primary("shared_prefixes")
         for sequence in batch:
             self._check_owned(sequence, "shared_prefixes")
@@ -164,7 +162,7 @@ class KVCacheManager(GroupManager):
 
     def prefix_rows(self) -> list[PrefixRow]:
         """Return what is cached as the rows of a table, for people. Changes nothing. O(cached blocks)."""
-        self._check_whole()
+        self.check_whole()
         self._check_has_primary("prefix_rows")
         return prefix_rows(self._index)
 
@@ -203,7 +201,7 @@ class KVCacheManager(GroupManager):
         counts twice), InvalidArgumentError and InvalidTokensError. O(tokens + pins); and while it lacks blocks, a
         lookup whenever a sequence that begins like it is freed.
         """
-        self._check_whole()
+        self.check_whole()
         if not self.enable_caching:
             raise InvalidArgumentError("pin: expected enable_caching=True when the manager was made, got False")
         if expires_at is not None and not is_number(expires_at):
@@ -211,17 +209,17 @@ class KVCacheManager(GroupManager):
         copied = bytes(memoryview(pack_tokens(token_ids)).cast("B"))  # a pin may outlive the caller's buffer
         prefix = Sequence("pin", copied, salt=salt, lora=lora, extra_keys=extra_keys)
         pin = self._retention.make(prefix, priority, expires_at)
-        self._begin()
+        self.begin_change()
         self._retention.add(pin)
         self._end()
         return pin
 
     def unpin(self, pin: Pin) -> None:
         """End a pin; its blocks stay cached as any others do. Raises InvalidArgumentError. O(its blocks)."""
-        self._check_whole()
+        self.check_whole()
         if pin not in self._retention.pins:
             raise InvalidArgumentError(f"unpin: expected a pin of this manager that hasn't ended, got {pin}")
-        self._begin()
+        self.begin_change()
         self._retention.remove(pin)
         self._end()
 
@@ -233,9 +231,9 @@ class KVCacheManager(GroupManager):
         """
         if not is_number(now):
             raise InvalidArgumentError(f"now: expected a number, got {now!r}")
-        self._check_whole()
+        self.check_whole()
         expired = self._retention.expired(now)
-        self._begin()
+        self.begin_change()
         for pin in expired:
             self._retention.remove(pin)
         self._end()
@@ -251,7 +249,7 @@ class KVCacheManager(GroupManager):
         self._check_has_primary("set_quota")
         name = check_name("salt", salt)
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
-        self._begin()
+        self.begin_change()
         quotas = TenantQuotas() if self._index.quotas is None else self._index.quotas
         quotas.set_quota(name, number)
         self._use_quotas(quotas)
@@ -260,7 +258,7 @@ class KVCacheManager(GroupManager):
         """`set_quota` for each salt, other than None, that has none of its own. O(pool)."""
         self._check_has_primary("set_default_quota")
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
-        self._begin()
+        self.begin_change()
         quotas = TenantQuotas() if self._index.quotas is None else self._index.quotas
         quotas.set_default(number)
         self._use_quotas(quotas)
@@ -276,7 +274,7 @@ class KVCacheManager(GroupManager):
         Needs num_history_blocks to know of evictions, aborts and resets. With several groups it names the one that
         ended the hit. For people: O(runs in the cache + tokens).
         """
-        self._check_whole()
+        self.check_whole()
         if self._group_index is not None:
             return explain_group_miss(self._group_index, sequence, self._slots.num_taken_blocks)
         return explain_miss(self._index, sequence, self._slots.num_taken_blocks)
@@ -287,7 +285,7 @@ class KVCacheManager(GroupManager):
         Raises InvalidArgumentError unless the manager was made with enable_events=True.
         """
         self._index.check_events()
-        self._begin()
+        self.begin_change()
         events = self._index.take_events()
         self._end()
         return events
@@ -297,7 +295,7 @@ class KVCacheManager(GroupManager):
 
         now, bounds: see `BlockSampler`. Raises InvalidArgumentError, also when they are being recorded. O(num_blocks).
         """
-        self._check_whole()
+        self.check_whole()
         sample = choose_sample(self._pool.blocks, check_count("every", every, 1))
         if self._pool.sampler is not None:
             raise InvalidArgumentError(
@@ -308,13 +306,13 @@ class KVCacheManager(GroupManager):
 
     def stop_sampling(self, sampler: BlockSampler) -> None:
         """Tell `sampler` nothing more. Does nothing when it isn't told anything. O(1)."""
-        self._check_whole()
+        self.check_whole()
         if self._pool.sampler is sampler:
             self._pool.sampler = None
 
     def free_block_ids(self) -> list[int]:
         """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
-        self._check_whole()
+        self.check_whole()
         return self._pool.free_block_ids()
 
     def _use_quotas(self, quotas: TenantQuotas) -> None:

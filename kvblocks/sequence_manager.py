@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 from kvblocks.arguments import check_count
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
-from kvblocks.change import CHANGING, IDLE
+from kvblocks.change import CHANGING, DEBUGGING, IDLE, Changeable
 from kvblocks.companions import GroupIndex
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.group_lookup import find_hit
@@ -25,13 +25,19 @@ from kvblocks.steps import StepAllocator
 from kvblocks.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 
 
+_NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
+"""What adding a token the short way raises where the long way may still take it, or knows what is wrong with it."""
+
 Step = tuple[list[Sequence], dict[Sequence, int]]
 
 
-class SequenceManager:
+class SequenceManager(Changeable):
     """Gives the blocks of `pool` to sequences and takes them back. A part of `KVCacheManager`; not made by itself."""
 
-    def __init__(self, pool: BlockPool, retention: Retention, slots: StepAllocator, *, enable_caching: bool) -> None:
+    def __init__(
+        self, pool: BlockPool, retention: Retention, slots: StepAllocator, *, enable_caching: bool, debug: bool
+    ) -> None:
+        super().__init__("manager", debug=debug)
         self.block_size = pool.index.block_size
         self.enable_caching = enable_caching
         self._pool = pool
@@ -40,14 +46,14 @@ class SequenceManager:
         self._slots = slots
         self._group_slots = slots if isinstance(slots, GroupSlots) else None
         self._group_index = pool.index if isinstance(pool.index, GroupIndex) else None
-        self._in_flight = InFlight(pool.index, slots.change)
+        self._in_flight = InFlight(pool.index, self)
         self._sequences: dict[Hashable, Sequence] = {}
-        self._change = slots.change
+        slots.manager = self
         # The sequences of the last step and their places, until one is freed: the next batch is mostly the same.
         self._step: Step = ([], {})
         self._largest_size = self.block_size if self._group_index is None else self._group_index.layout.hit_size
         # When debugging or naming changes, a token that begins or fills a block goes the long way.
-        self._fills_quickly = not self._change.rest and not self._index.names_changes and self._group_index is None
+        self._fills_quickly = not debug and not self._index.names_changes and self._group_index is None
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
 
     def get_computed_blocks(self, sequence: Sequence) -> CacheHit:
@@ -57,8 +63,8 @@ class SequenceManager:
         empty when caching is off. Raises SequenceStateError when the sequence holds blocks. One dict lookup and one
         memcmp for each run of blocks that were cached together.
         """
-        if self._change.state == CHANGING:
-            self._change.refuse()
+        if self.change_state:
+            self.check_whole()
         if sequence.owner is not None:
             raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {sequence}")
         if self._group_index is not None:
@@ -94,8 +100,8 @@ class SequenceManager:
         (the hit's blocks have been evicted since), InvalidArgumentError (no tokens left, or fewer than asked for).
         O(hit blocks + new blocks).
         """
-        if self._change.state == CHANGING:
-            self._change.refuse()
+        if self.change_state:
+            self.check_whole()
         is_start = sequence.owner is None
         start = self._check_start(sequence, hit) if is_start else self._check_continued(sequence, hit)
         num_left = sequence.num_tokens - start
@@ -125,28 +131,22 @@ class SequenceManager:
         Raises SequenceStateError (not this manager's, or tokens without slots are left) and InvalidTokensError. O(1) a
         token, and O(block_size) for one that fills a block.
         """
-        state = self._change.state
-        if state and state == CHANGING:
-            self._change.refuse()
+        if self.change_state:
+            return self._append_checked(sequence, token_ids)
         if sequence.appender is self and type(token_ids) is list and len(token_ids) == 1:
             num_tokens = sequence.num_computed_tokens
             if num_tokens < sequence.next_edge:
                 # It fits the last block without filling it: 14 of 16 decoded tokens, and nothing else changes.
                 try:
-                    try:
-                        sequence.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
-                    except (AttributeError, BufferError, TypeError, OverflowError, ValueError):
-                        sequence.truncate_tokens(num_tokens)  # what an odd integer left half done
-                    else:
-                        sequence.num_computed_tokens = num_tokens + 1
-                        if state:
-                            self.check()
-                        return []
-                except BaseException:
-                    self._change.state = CHANGING
-                    sequence.truncate_tokens(sequence.num_computed_tokens)  # to what is counted
-                    self._change.state = state
-                    raise
+                    sequence.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
+                    sequence.num_computed_tokens = num_tokens + 1
+                    return []
+                except BaseException as error:
+                    self.change_state = CHANGING
+                    sequence.truncate_tokens(sequence.num_computed_tokens)  # what isn't counted
+                    self.change_state = IDLE
+                    if sequence.num_computed_tokens > num_tokens or not isinstance(error, _NO_PLAIN_TOKEN):
+                        raise
             elif (
                 self._fills_quickly
                 and num_tokens == len(sequence.tokens)
@@ -154,12 +154,26 @@ class SequenceManager:
                 and 0 <= token_ids[0] <= MAX_TOKEN_ID
             ):
                 blocks = self._slots.append_one(sequence, token_ids[0])
-                self._change.state = IDLE
+                self.change_state = IDLE
                 return blocks
         if sequence.owner is not self or sequence.num_computed_tokens != len(sequence.tokens):
             self._check_appendable(sequence, "append_slots")
         blocks = self._slots.append(sequence, pack_tokens(token_ids))
         self._end()
+        return blocks
+
+    def _append_checked(self, sequence: Sequence, token_ids: TokenIds) -> list[KVCacheBlock] | None:
+        """`append_slots` of a manager that is checked after each change, or that was left half done."""
+        self.check_whole()
+        self.change_state = IDLE
+        try:
+            blocks = self.append_slots(sequence, token_ids)
+        finally:
+            was_short = self.change_state == IDLE
+            if was_short:
+                self.change_state = DEBUGGING
+        if was_short:
+            self.check()
         return blocks
 
     def append_step(self, sequences: Items[Sequence], token_ids: TokenIds) -> list[tuple[int, int, int]] | None:
@@ -180,8 +194,8 @@ class SequenceManager:
         return self._append_step(sequences, token_ids)
 
     def _append_step(self, sequences: Items[Sequence], token_ids: TokenIds) -> list[tuple[int, int, int]] | None:
-        if self._change.state == CHANGING:
-            self._change.refuse()
+        if self.change_state:
+            self.check_whole()
         batch = list(sequences)
         if not batch:
             _check_step(batch, len(list(token_ids)))
@@ -230,7 +244,7 @@ class SequenceManager:
         O(blocks), a lookup for each pin that begins alike and lacks blocks, and once O(sequences) after a step.
         """
         self._check_owned(sequence, "free")
-        self._change.state = CHANGING
+        self.change_state = CHANGING
         self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
@@ -256,7 +270,7 @@ class SequenceManager:
         """
         self._check_owned(sequence, "abort")
         written = check_count("num_computed_tokens", num_computed_tokens, 0, sequence.num_computed_tokens)
-        self._begin()
+        self.begin_change()
         self._forget_unwritten(sequence, written)
         self._free(sequence)
 
@@ -280,8 +294,8 @@ class SequenceManager:
         return sequence.num_computed_tokens
 
     def _check_owned(self, sequence: Sequence, call: str) -> None:
-        if self._change.state == CHANGING:
-            self._change.refuse()
+        if self.change_state:
+            self.check_whole()
         if sequence.owner is not self or self._sequences.get(sequence.sequence_id) is not sequence:
             raise SequenceStateError(f"{call}: expected a sequence allocated here, got {sequence.describe_for(self)}")
 
@@ -295,7 +309,7 @@ class SequenceManager:
         self, sequence: Sequence, end: int, num_lookahead_tokens: int, hit: CacheHit | None
     ) -> list[KVCacheBlock] | None:
         epoch = self._index.epoch if self.enable_caching else None
-        blocks = self._slots.start(sequence, self, epoch, end, num_lookahead_tokens, hit)
+        blocks = self._slots.start(sequence, epoch, end, num_lookahead_tokens, hit)
         if blocks is None:
             return None
         sequence.appender = self
@@ -310,7 +324,7 @@ class SequenceManager:
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants of docs/design.md hold (never under python -O). O(pool)."""
-        self._check_whole()
+        self.check_whole()
         tables = [table for sequence in self._sequences.values() for table in self._slots.tables(sequence)]
         self._pool.check(tables + self._retention.tables())
         self._retention.check()
@@ -322,22 +336,10 @@ class SequenceManager:
             for table in [] if sequence.window_tables is None else sequence.window_tables.tables:
                 table.check(sequence.num_computed_tokens)
 
-    def _check_whole(self) -> None:
-        """Raise CorruptStateError if a call was left half done."""
-        if self._change.state == CHANGING:
-            self._change.refuse()
-
-    def _begin(self) -> None:
-        """Say that a change begins, which lasts until `_end` unless it is left half done. Raises CorruptStateError."""
-        if self._change.state == CHANGING:
-            self._change.refuse()
-        self._change.state = CHANGING
-
     def _end(self) -> None:
-        """Say that all is consistent again."""
-        rest = self._change.rest
-        self._change.state = rest
-        if rest:
+        """End a change, and check that all is consistent if that is wanted."""
+        self.end_change()
+        if self.change_state:
             self.check()
 
 

@@ -1,8 +1,8 @@
 """Slots: how a sequence gets blocks for more of its tokens, and how those that fill up become cached.
 
 One place for the order of things that keeps a failing call harmless: first see whether the pool can serve it, then
-compute what a caller's hash function may refuse to, and only then touch, take, copy, and cache. From there on `change`
-says that a change is under way; the manager, which has more to change, says that it is over.
+compute what a caller's hash function may refuse to, and only then touch, take, copy, and cache. From there on a change
+is under way; the manager, which has more to change, says when it is over.
 
 Copy on write: a token must not be written to a block that somebody else reads, be it another block table or the
 cache. Full blocks are never written again, so this concerns only the last, partly filled block of a sequence that was
@@ -13,7 +13,7 @@ from array import array
 
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
-from kvblocks.change import CHANGING, Change
+from kvblocks.change import CHANGING, Changeable
 from kvblocks.epoch import Epoch
 from kvblocks.pool import BlockPool
 from kvblocks.registration import digests_ahead, register_filled_blocks, register_full_blocks
@@ -24,12 +24,13 @@ from kvblocks.sequence import Sequence
 class SlotAllocator:
     """Gives the blocks of `pool` to sequences, pinned ones too where `retention` gives them up.
 
-    change: the manager's. num_taken_blocks: how many it gave. copies: (source, destination) block ids to copy, in order, since last taken.
+    manager: whose it is, which that sets. num_taken_blocks: how many it gave. copies: (source, destination) block ids to copy, in order, since last taken.
     edge_size: the size of the smallest blocks.
     """
 
-    def __init__(self, pool: BlockPool, retention: Retention, change: Change) -> None:
-        self.change = change
+    manager: Changeable
+
+    def __init__(self, pool: BlockPool, retention: Retention) -> None:
         self._pool = pool
         self._retention = retention
         self._index = pool.index
@@ -38,18 +39,11 @@ class SlotAllocator:
         self.copies: list[tuple[int, int]] = []
 
     def start(
-        self,
-        sequence: Sequence,
-        owner: object,
-        epoch: Epoch | None,
-        end: int,
-        num_lookahead_tokens: int,
-        hit: CacheHit | None,
+        self, sequence: Sequence, epoch: Epoch | None, end: int, num_lookahead_tokens: int, hit: CacheHit | None
     ) -> list[KVCacheBlock] | None:
         """Give a sequence without blocks those of `hit` and what its first `end` tokens need beyond them.
 
-        owner: the manager. epoch: of what cache the sequence is; None: nothing of it is to be cached.
-        num_lookahead_tokens: slots behind `end`.
+        epoch: of what cache it is; None: nothing of it is to be cached. num_lookahead_tokens: slots behind `end`.
 
         Returns the new blocks; None, with nothing changed, when the pool can't serve it. O(blocks).
         """
@@ -58,8 +52,8 @@ class SlotAllocator:
         if not self._pool.can_take(num_missing, held) and self._retention.refuses(num_missing, held):
             return None
         digests = digests_ahead(self._index, sequence, epoch, held, end)
-        self.change.state = CHANGING
-        sequence.owner = owner  # first, so that what is left half done is nobody else's to allocate
+        self.manager.change_state = CHANGING
+        sequence.owner = self.manager  # first, so that what is left half done is nobody else's to allocate
         self._pool.touch(held)
         sequence.epoch = epoch
         sequence.blocks += held
@@ -77,7 +71,7 @@ class SlotAllocator:
         if self._lacks(num_missing + (shared is not None)):
             return None
         digests = self._digests_ahead(sequence, end)
-        self.change.state = CHANGING
+        self.manager.change_state = CHANGING
         return self._grow(sequence, end, num_missing, shared, digests)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock] | None:
@@ -86,7 +80,7 @@ class SlotAllocator:
         num_missing = self._num_missing_blocks(sequence, sequence.num_tokens + num_tokens)
         if self._lacks(num_missing + (shared is not None)):
             return None
-        self.change.state = CHANGING
+        self.manager.change_state = CHANGING
         blocks = self._add_blocks(sequence, num_missing, shared)
         if num_tokens:
             self._find_edge(sequence)
@@ -113,12 +107,12 @@ class SlotAllocator:
         if num_tokens > len(sequence.blocks) * self._block_size:
             if not self._pool.num_free_blocks and self._retention.refuses(1, []):
                 return None
-            self.change.state = CHANGING
+            self.manager.change_state = CHANGING
             sequence.append_token(token)
             blocks = self._take_one(sequence)
             sequence.blocks += blocks
         else:
-            self.change.state = CHANGING
+            self.manager.change_state = CHANGING
             sequence.append_token(token)
         self._count(sequence, num_tokens)
         if num_tokens % self._block_size == 0:
@@ -140,14 +134,14 @@ class SlotAllocator:
         A hash function that raises takes the tokens back, and no change is under way.
         """
         num_before, next_edge = sequence.num_tokens, sequence.next_edge
-        self.change.state = CHANGING
+        self.manager.change_state = CHANGING
         sequence.append_packed(tokens)
         try:
             return self._digests_ahead(sequence, sequence.num_tokens)
         except BaseException:
             sequence.truncate_tokens(num_before)
             sequence.next_edge = next_edge
-            self.change.state = self.change.rest
+            self.manager.end_change()
             raise
 
     def _grow(

@@ -70,7 +70,7 @@ class StepAllocator(SlotAllocator):
 
         Raises what a bad token does, with the others taken back and no change under way.
         """
-        self.change.state = CHANGING
+        self.manager.change_state = CHANGING
         for sequence, token in zip(sequences, tokens):  # noqa: B905  # as many; `strict` isn't compiled
             try:
                 try:
@@ -91,7 +91,7 @@ class StepAllocator(SlotAllocator):
         for sequence in sequences:
             sequence.num_computed_tokens -= 1
             sequence.truncate_tokens(sequence.num_computed_tokens)
-        self.change.state = self.change.rest
+        self.manager.end_change()
 
     def _digests_of_step(self, sequences: list[Sequence], at_edge: list[Sequence]) -> dict[Sequence, bytearray | None]:
         """Return the digests of the blocks that the last tokens of those `at_edge` fill.

@@ -20,6 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "named": {"enable_events": True, "num_history_blocks": 8},
     "quotas": {},
     "sampled": {},
+    "debug": {"debug": True},
     "grouped": {"groups": [FullAttention(4), SlidingWindow(2, 6)], "enable_events": True},
     "ghosts": {"groups": [SlidingWindow(4, 8)]},
 }
@@ -251,6 +252,8 @@ _FIRST: dict[str, Callable[[World], Any]] = {
 
 def names_of(kind: str) -> list[str]:
     """Return the names of the calls that a kind of manager has."""
+    if kind == "debug":
+        return ["append_slots", "append_slots copying", "append_slots of nonsense", "free"]
     names = [*CALLS, "renew"]
     if kind != "ghosts":
         names += _QUOTAS
