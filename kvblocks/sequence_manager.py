@@ -259,7 +259,9 @@ class SequenceManager(Changeable):
         if sequence.window_tables is not None and self._group_slots is not None:
             self._group_slots.release(sequence)
         sequence.reset_blocks()
-        self._end()
+        self.change_state = self._rest_state
+        if self.change_state:
+            self.check()
 
     def abort(self, sequence: Sequence, num_computed_tokens: SupportsIndex) -> None:
         """Free a sequence of a step that died; of its tokens, the first `num_computed_tokens` have their KV written.
@@ -338,8 +340,9 @@ class SequenceManager(Changeable):
 
     def _end(self) -> None:
         """End a change, and check that all is consistent if that is wanted."""
-        self.end_change()
-        if self.change_state:
+        rest = self._rest_state
+        self.change_state = rest
+        if rest:
             self.check()
 
 
