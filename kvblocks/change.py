@@ -32,8 +32,8 @@ class Changeable:
         if self.change_state == CHANGING:
             raise CorruptStateError(
                 f"expected a {self._kind} none of whose calls was left half done, got one where an exception (a"
-                " KeyboardInterrupt, say) came in the middle of a change, or one that is called in the middle of its own"
-                f" call: make a new {self._kind}, and new sequences from their token_ids()"
+                " KeyboardInterrupt, say) came in the middle of a change, or one that is called in the middle of its"
+                f" own call: make a new {self._kind}, and new sequences from their token_ids()"
             )
 
     def begin_change(self) -> None:

@@ -1,7 +1,7 @@
 """The errors that kvblocks raises.
 
 Every error that a caller can cause is a `KVBlocksError`; its kinds are what a caller can act on. A message says what
-was expected and what it got. An operation that raises has changed nothing.
+was expected and what it got. An operation that raises one of them has changed nothing.
 """
 
 
@@ -34,10 +34,10 @@ class PoolExhaustedError(KVBlocksError):
 
 
 class CorruptStateError(KVBlocksError):
-    """A call was left half done, by a KeyboardInterrupt or MemoryError for example: make a new manager, or cache.
+    """An earlier call was left half done, by a KeyboardInterrupt for example: make a new manager, or cache.
 
-    Every call of the object says so from then on. Also raised to a call that is made in the middle of another one, by
-    a finalizer or a signal handler.
+    Every call of the object raises it from then on. Also raised to a call that is made in the middle of another one's
+    change, by a finalizer or a signal handler; then the object is fine once that one has ended.
     """
 
 

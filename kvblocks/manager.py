@@ -6,7 +6,9 @@ cached as soon as it is allocated full, before its KV is computed, so that a lat
 that is sound for engines that store a step's keys and values, layer by layer, before they attend. `abort` is for the
 step that died.
 
-Every call that raises, or returns None because the pool can't serve it, has changed nothing.
+Every call that raises, or returns None because the pool can't serve it, has changed nothing. But one that is
+interrupted in the middle of a change, by a KeyboardInterrupt say, leaves a manager all of whose calls raise
+CorruptStateError; only what counts (`stats`, `pins`, `quotas` and so on) may still be read.
 
 A manager has one owner at a time: it takes no lock, and calls from several threads at once are an error of the
 caller's. The calls' names are those of vLLM v1's KVCacheManager.

@@ -1,7 +1,7 @@
 """The calls that an engine's steps make: look up, allocate, append, reserve, free, abort.
 
 `KVCacheManager` is this and what an engine asks between its steps. Every call that raises, or returns None because the
-pool can't serve it, has changed nothing but `last_refusal`.
+pool can't serve it, has changed nothing but `last_refusal`; one that is left half done is known, see `change`.
 """
 
 from collections.abc import Hashable
@@ -23,7 +23,6 @@ from kvblocks.retention import Retention
 from kvblocks.sequence import Sequence
 from kvblocks.steps import StepAllocator
 from kvblocks.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
-
 
 _NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
 """What adding a token the short way raises where the long way may still take it, or knows what is wrong with it."""
@@ -140,13 +139,14 @@ class SequenceManager(Changeable):
                 try:
                     sequence.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
                     sequence.num_computed_tokens = num_tokens + 1
-                    return []
                 except BaseException as error:
                     self.change_state = CHANGING
                     sequence.truncate_tokens(sequence.num_computed_tokens)  # what isn't counted
                     self.change_state = IDLE
                     if sequence.num_computed_tokens > num_tokens or not isinstance(error, _NO_PLAIN_TOKEN):
                         raise
+                else:
+                    return []
             elif (
                 self._fills_quickly
                 and num_tokens == len(sequence.tokens)

@@ -24,8 +24,8 @@ from kvblocks.sequence import Sequence
 class SlotAllocator:
     """Gives the blocks of `pool` to sequences, pinned ones too where `retention` gives them up.
 
-    manager: whose it is, which that sets. num_taken_blocks: how many it gave. copies: (source, destination) block ids to copy, in order, since last taken.
-    edge_size: the size of the smallest blocks.
+    manager: whose it is, which that sets. num_taken_blocks: how many it gave. copies: (source, destination) block ids
+    to copy, in order, since last taken. edge_size: the size of the smallest blocks.
     """
 
     manager: Changeable

@@ -1,4 +1,4 @@
-"""The managers that `test_interruption.py` interrupts: kinds of them, all in the middle of their work, and their calls."""
+"""The managers that `test_interruption.py` interrupts: kinds of them, in the middle of their work, and their calls."""
 
 from array import array
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 from interruption import Case
 
 import kvblocks
-from kvblocks import FullAttention, KVCacheManager, Pin, Sequence, SlidingWindow
+from kvblocks import FullAttention, KVCacheManager, Sequence, SlidingWindow
 
 PROMPT = list(range(12))
 OLD = list(range(100, 116))
@@ -99,7 +99,9 @@ class World:
         if self.kind != "sampled":
             return None
         sampler = self.manager._pool.sampler  # noqa: SLF001
-        return sampler and [(h.values().counts, h.total) for h in (sampler.lifetimes, sampler.idle_times, sampler.reuse_gaps)]
+        return sampler and [
+            (h.values().counts, h.total) for h in (sampler.lifetimes, sampler.idle_times, sampler.reuse_gaps)
+        ]
 
     def look_at(self, sequence: Sequence) -> Any:
         numbers = (sequence.num_computed_tokens, sequence.num_readonly_tokens, sequence.num_registered_blocks)

@@ -6,6 +6,7 @@ the same object and the same call each time, so that n can go from 1 until the c
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,8 +21,8 @@ PACKAGE = str(Path(kvblocks.__file__).parent)
 class Case:
     """One call of one object.
 
-    look: returns its whole state, as plain values. check: raises unless it is consistent. calls: all that a broken object
-    must refuse, by name. salvage: raises unless what a broken object leaves can be used elsewhere.
+    look: returns its whole state, as plain values. check: raises unless it is consistent. calls: all that a broken
+    object must refuse, by name. salvage: raises unless what a broken object leaves can be used elsewhere.
     """
 
     call: Callable[[], Any]
@@ -52,9 +53,8 @@ def interrupt(call: Callable[[], Any], at: int) -> bool:
     before = sys.gettrace()
     sys.settrace(enter)
     try:
-        call()
-    except (KeyboardInterrupt, kvblocks.KVBlocksError):
-        pass
+        with suppress(KeyboardInterrupt):
+            run(call)
     finally:
         sys.settrace(before)
     return num_seen >= at
@@ -62,10 +62,8 @@ def interrupt(call: Callable[[], Any], at: int) -> bool:
 
 def run(call: Callable[[], Any]) -> None:
     """Run a call that may be refused for what it asks."""
-    try:
+    with suppress(kvblocks.KVBlocksError):
         call()
-    except kvblocks.KVBlocksError:
-        pass
 
 
 def accepted(calls: dict[str, Callable[[], Any]], error: type[Exception]) -> list[str]:
@@ -120,7 +118,7 @@ def _short(value: Any) -> str:
 
 
 def interrupt_everywhere(
-    make: Callable[[], Case], error: type[Exception], *, first: int = 1, stride: int = 1
+    make: Callable[[], Case], error: type[Exception], first: int = 1, stride: int = 1
 ) -> dict[str, list[int]]:
     """Interrupt a case at each `stride`-th opcode from `first` on; returns the verdicts, and where they fell."""
     case = make()

@@ -157,10 +157,10 @@ def body(num_lines: int) -> str:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("x = 1\n" * 301, "at most 300 lines in a file, got 301"),
-        ("def f():\n" + body(40), "kvblocks.pool:f: expected at most 40 lines in a function, got 41"),
-        ("class C:\n  async def f(self):\n" + body(40), "kvblocks.pool:C.f: expected at most 40"),
-        ("def f():\n  def g():\n" + body(40), "kvblocks.pool:f.g: expected at most 40"),
+        ("x = 1\n" * 501, "at most 500 lines in a file, got 501"),
+        ("def f():\n" + body(60), "kvblocks.pool:f: expected at most 60 lines in a function, got 61"),
+        ("class C:\n  async def f(self):\n" + body(60), "kvblocks.pool:C.f: expected at most 60"),
+        ("def f():\n  def g():\n" + body(60), "kvblocks.pool:f.g: expected at most 60"),
         ("def f(a, b, c, d, e, f, g): ...", "at most 6 parameters, got 7"),
         ("def f(a, /, b, *c, d, e, f, **g): ...", "at most 6 parameters, got 7"),
         ("class C:\n def f(self, a, b, c, d, e, f, g): ...", "at most 6 parameters, got 7"),
