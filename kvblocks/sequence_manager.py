@@ -62,10 +62,10 @@ class SequenceManager(Changeable):
         empty when caching is off. Raises SequenceStateError when the sequence holds blocks. One dict lookup and one
         memcmp for each run of blocks that were cached together.
         """
-        if self.change_state:
+        if self.change_state or sequence.owner is not None:
             self.check_whole()
-        if sequence.owner is not None:
-            raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {sequence}")
+            if sequence.owner is not None:
+                raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {sequence}")
         if self._group_index is not None:
             return find_hit(self._group_index, sequence, self._in_flight, enable_caching=self.enable_caching)
         tokens = sequence.tokens
