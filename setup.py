@@ -13,7 +13,7 @@ from setuptools.command.build_ext import build_ext
 
 # The core, as one unit: calls between its modules are then C calls. The engine and the command line stay plain.
 MODULES = (
-    *("arguments", "tokens", "hashing", "eviction_history", "tenant", "epoch", "block"),
+    *("arguments", "change", "tokens", "hashing", "eviction_history", "tenant", "epoch", "block"),
     *("free_queue", "sequence_keys", "sequence", "quotas", "cached_runs", "prefix_index", "block_sampler"),
     *("group_layout", "group_tables", "companions", "ghosts", "group_pool", "group_lookup"),
     *("group_need", "group_registration", "group_retention", "group_slots", "group_explanation", "group_manager"),

@@ -17,6 +17,7 @@ from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
 from kvblocks.errors import (
     BlockStateError,
+    CorruptStateError,
     InvalidArgumentError,
     InvalidTokensError,
     KVBlocksError,
@@ -59,6 +60,7 @@ __all__ = [
     "CacheHit",
     "CacheMetrics",
     "CacheStats",
+    "CorruptStateError",
     "Explanation",
     "FreeBlockQueue",
     "FullAttention",

@@ -10,7 +10,7 @@ from typing import SupportsIndex
 
 from kvblocks.arguments import Given, check_count
 from kvblocks.errors import SequenceStateError
-from kvblocks.registration import register_anew
+from kvblocks.registration import digests_anew, register_anew
 from kvblocks.sequence import Sequence
 from kvblocks.sequence_manager import SequenceManager
 
@@ -45,7 +45,7 @@ class BranchingManager(SequenceManager):
             sequence.appender = twin.appender = None
             sequence.next_edge = 0
         self._in_flight.note(twin)
-        self._check_if_debugging()
+        self._end()
         return twin
 
     def truncate(
@@ -71,6 +71,7 @@ class BranchingManager(SequenceManager):
             written = check_count("num_computed_tokens", num_computed_tokens, num_left, most)
         if sequence.window_tables is not None:
             sequence.window_tables.check_truncate(num_left, sequence.sequence_id)
+        self.begin_change()
         if num_computed_tokens is not None:
             self._forget_unwritten(sequence, written)
         self._retention.extend(sequence)
@@ -86,7 +87,7 @@ class BranchingManager(SequenceManager):
         if self._group_slots is not None:
             self._group_slots.truncate(sequence, end)
         self._in_flight.note(sequence)
-        self._check_if_debugging()
+        self._end()
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the (source, destination) ids of blocks to copy, in order, since the last call, and forget them.
@@ -94,7 +95,10 @@ class BranchingManager(SequenceManager):
         Only sequences that were forked or truncated need any. The engine copies the blocks' KV in all layers, one pair
         after the other or as if so, before it stores any of the step's keys and values. O(1).
         """
-        return self._slots.take_copies()
+        self.begin_change()
+        copies = self._slots.take_copies()
+        self._end()
+        return copies
 
     def renew(self, sequence: Given[Sequence]) -> None:
         """Say that the KV of a sequence from before a reset of the cache is valid after it, so that it is cached again.
@@ -106,7 +110,9 @@ class BranchingManager(SequenceManager):
         sequence = self._check_owned(sequence, "renew")
         if not self.enable_caching or sequence.epoch is self._index.epoch:
             raise SequenceStateError(f"renew: expected a sequence from before a reset of the cache, got {sequence}")
-        register_anew(self._index, sequence)
+        digests = digests_anew(self._index, sequence)
+        self.begin_change()
+        register_anew(self._index, sequence, digests)
         if self._group_slots is not None:
             self._group_slots.register_anew(sequence)
-        self._check_if_debugging()
+        self._end()

@@ -131,10 +131,14 @@ class CachedRuns:
         if self.events is not None:
             self.events.append(AllBlocksCleared())
 
-    def take_events(self) -> list[CacheEvent]:
-        """Return the records since the last call, oldest first, and forget them."""
+    def check_events(self) -> None:
+        """Raise InvalidArgumentError unless changes are recorded."""
         if self.events is None:
             raise InvalidArgumentError("take_events: expected enable_events=True when the manager was made, got False")
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return the records since the last call, oldest first, and forget them."""
+        assert self.events is not None
         events, self.events = self.events, []
         return events
 

@@ -1,7 +1,7 @@
 """The errors that kvblocks raises.
 
 Every error that a caller can cause is a `KVBlocksError`; its kinds are what a caller can act on. A message says what
-was expected and what it got. An operation that raises has changed nothing.
+was expected and what it got. An operation that raises one of them has changed nothing.
 """
 
 
@@ -31,6 +31,14 @@ class BlockStateError(KVBlocksError):
 
 class PoolExhaustedError(KVBlocksError):
     """More blocks were asked than can be had. The manager answers None; the engine's scheduler raises this."""
+
+
+class CorruptStateError(KVBlocksError):
+    """An earlier call was left half done, by a KeyboardInterrupt for example: make a new manager, or cache.
+
+    Every call of the object raises it from then on. Also raised to a call that is made in the middle of another one's
+    change, by a finalizer or a signal handler; then the object is fine once that one has ended.
+    """
 
 
 class PinBudgetError(KVBlocksError):

@@ -34,26 +34,22 @@ class GroupManager(BranchingManager):
         than those that became dead; None, with nothing changed, when the pool can't serve all. Raises as `append_step`.
         O(sequences x groups).
         """
-        if self._group_slots is None:
-            changes = self.append_step(sequences, token_ids)
+        changes = self._append_step(sequences, token_ids)
+        if changes is None or self._group_slots is None:
             return None if changes is None else [(i, 0, position, block_id) for i, position, block_id in changes]
-        self._group_slots.step_changes = []
-        self._group_slots.tells_groups = True
-        try:
-            changes = self.append_step(sequences, token_ids)
-        finally:
-            self._group_slots.tells_groups = False
-        return None if changes is None else self._group_slots.step_changes
+        return self._group_slots.step_changes if sequences else []
 
     def take_group_copies(self) -> list[tuple[int, int, int]]:
         """Return the copies since the last call, as `take_copies`, with the group whose layers have them: (group,
         source, destination). A block id stands for the same memory in each group, so copying all of it does no harm.
         """
+        self.check_whole()
         groups = [0] * len(self._slots.copies) if self._group_slots is None else self._group_slots.copy_groups
         return [(group, *pair) for group, pair in zip(groups, self.take_copies(), strict=True)]
 
     def group_usage(self) -> list[GroupUsage]:
         """Return what each group uses of the pool, by group. For people and metrics: O(pool)."""
+        self.check_whole()
         num_cached = [self._pool.num_cached_blocks]
         if self._group_index is not None:
             num_cached = self._group_index.num_cached_by_group()

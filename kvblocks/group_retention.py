@@ -26,8 +26,8 @@ class GroupRetention(Retention):
         self._group_index: GroupIndex = pool.group_index
 
     def remove(self, pin: Pin) -> None:
-        """End a pin; what it holds is free then, unless others hold it. Raises InvalidArgumentError."""
-        hanging, pin.hanging = (pin.hanging, []) if pin in self.pins else ([], pin.hanging)
+        """End a pin; what it holds is free then, unless others hold it."""
+        hanging, pin.hanging = pin.hanging, []
         super().remove(pin)
         self._pool.release_table(hanging)
 

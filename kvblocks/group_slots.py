@@ -16,8 +16,8 @@ from typing import Any
 
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
+from kvblocks.change import CHANGING
 from kvblocks.epoch import Epoch
-from kvblocks.errors import InvalidArgumentError
 from kvblocks.group_lookup import GroupHit
 from kvblocks.group_need import Need, keep_for_last, table_block
 from kvblocks.group_pool import GroupPool
@@ -32,9 +32,8 @@ from kvblocks.steps import StepAllocator
 class GroupSlots(StepAllocator):
     """`StepAllocator` for several groups.
 
-    copy_groups: of `copies`, one for each. step_changes: of the last step, with their groups. tells_groups: whether the
-    caller asks for those, as it must where there is more than one. num_limited_tokens: that the primary group had
-    cached for sequences which started, and another group had not.
+    copy_groups: of `copies`, one for each. step_changes: of the last step, with their groups. num_limited_tokens: that
+    the primary group had cached for sequences which started, and another group had not.
     """
 
     def __init__(self, pool: GroupPool, retention: Retention) -> None:
@@ -45,7 +44,6 @@ class GroupSlots(StepAllocator):
         self.edge_size = self._layout.edge_size
         self.copy_groups: list[int] = []
         self.step_changes: list[tuple[int, int, int, int]] = []
-        self.tells_groups = False
         self.num_limited_tokens = 0
 
     def start(
@@ -62,18 +60,19 @@ class GroupSlots(StepAllocator):
             for table, (first, blocks) in zip(tables.tables, found.tables, strict=True):
                 table.begin(first, blocks)
                 touched += blocks
+        in_pool = touched if self._group_pool.ghosts is not None else held + touched
+        sequence.owner = self.manager  # first, so that what is left half done is nobody else's to allocate
         sequence.window_tables = tables
         sequence.blocks += held
-        need = Need(sequence, len(held) * self._block_size, end + num_lookahead_tokens, self._block_size)
-        in_pool = touched if self._group_pool.ghosts is not None else held + touched
         try:
+            need = Need(sequence, len(held) * self._block_size, end + num_lookahead_tokens, self._block_size)
             num_taken = need.num_taken_of_pool(has_ghosts=self._group_pool.ghosts is not None)
             if not self._pool.can_take(num_taken, in_pool) and self._retention.refuses(num_taken, in_pool):
-                sequence.window_tables, sequence.blocks = None, []
+                self._undo_start(sequence)
                 return None
             digests = digests_ahead(self._index, sequence, epoch, held, len(held), end)
         except BaseException:
-            sequence.window_tables, sequence.blocks = None, []
+            self._undo_start(sequence)
             raise
         self._pool.touch(held)
         self._pool.touch(touched)
@@ -88,6 +87,7 @@ class GroupSlots(StepAllocator):
         if self._lacks_for([need]):
             return None
         digests = self._digests_ahead(sequence, end)
+        self.manager.change_state = CHANGING
         self._let_pass(need)
         return self._finish(need, end, digests)
 
@@ -99,6 +99,7 @@ class GroupSlots(StepAllocator):
         need.passed = []
         if self._lacks_for([need]):
             return None
+        self.manager.change_state = CHANGING
         blocks = self._fill(need, None)
         self._find_edge(sequence)
         return blocks
@@ -110,14 +111,7 @@ class GroupSlots(StepAllocator):
         need = Need(sequence, num_before, end, self._block_size)
         if self._lacks_for([need]):
             return None
-        next_edge = sequence.next_edge
-        sequence.append_packed(tokens)
-        try:
-            digests = self._digests_ahead(sequence, end)
-        except BaseException:
-            sequence.truncate_tokens(num_before)
-            sequence.next_edge = next_edge
-            raise
+        digests = self._append_tokens(sequence, tokens)
         self._let_pass(need)
         return self._finish(need, end, digests)
 
@@ -132,11 +126,6 @@ class GroupSlots(StepAllocator):
 
         Raises as `append`, changing nothing.
         """
-        if len(self._layout.groups) > 1 and not self.tells_groups:
-            got = len(self._layout.groups)
-            raise InvalidArgumentError(
-                f"append_step: expected a manager of one group, got {got}: use append_group_step"
-            )
         needs = [Need(s, s.num_computed_tokens, s.num_computed_tokens + 1, self._block_size) for s in at_edge]
         keep_for_last(needs)
         if self._lacks_in_step(self._num_taken_for(needs), tokens):
@@ -190,6 +179,11 @@ class GroupSlots(StepAllocator):
         tables = sequence.window_tables
         assert tables is not None
         return [sequence.blocks, *[table.blocks for table in tables.tables]]
+
+    def _undo_start(self, sequence: Sequence) -> None:
+        """Take back what `start` does to a sequence to see what it needs."""
+        sequence.window_tables, sequence.blocks = None, []
+        sequence.owner = None
 
     def _lacks_for(self, needs: list[Need]) -> bool:
         """Whether the pool can't serve all of them, after their sequences have let go of what they need no more."""

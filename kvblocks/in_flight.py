@@ -4,6 +4,7 @@ A block is found by others as soon as it has a slot. What a chunked prefill will
 this compares prompts directly: a scheduler can then let a sequence wait for what another one will compute anyway.
 """
 
+from kvblocks.change import Changeable
 from kvblocks.prefix_index import PrefixIndex
 from kvblocks.registration import find_blocks
 from kvblocks.sequence import Sequence
@@ -12,12 +13,16 @@ _CHUNK_BLOCKS = 64
 
 
 class InFlight:
-    """The allocated sequences that have tokens without slots, oldest first. index: where they will be cached."""
+    """The allocated sequences that have tokens without slots, oldest first. index: where they will be cached.
 
-    __slots__ = ("_sequences", "index")
+    manager: whose sequences they are.
+    """
 
-    def __init__(self, index: PrefixIndex) -> None:
+    __slots__ = ("_manager", "_sequences", "index")
+
+    def __init__(self, index: PrefixIndex, manager: Changeable) -> None:
         self.index = index
+        self._manager = manager
         self._sequences: dict[Sequence, None] = {}
 
     def __len__(self) -> int:
@@ -38,9 +43,11 @@ class InFlight:
     def find(self, sequence: Sequence) -> tuple[Sequence, int] | None:
         """Return the sequence that will compute most of what follows this one's cached prefix, and how many blocks.
 
-        Sequences from before a reset of the cache don't count. None when nobody will. Changes nothing. A lookup,
-        O(sequences in flight), and O(tokens) for those that share the next block; O(1) when nothing is in flight.
+        Sequences from before a reset of the cache don't count. None when nobody will. Changes nothing. Raises
+        CorruptStateError. A lookup, O(sequences in flight), and O(tokens) for those that share the next block; O(1)
+        when nothing is in flight.
         """
+        self._manager.check_whole()
         if not self._sequences:
             return None
         num_blocks = len(find_blocks(self.index, sequence))

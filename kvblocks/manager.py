@@ -6,7 +6,9 @@ cached as soon as it is allocated full, before its KV is computed, so that a lat
 that is sound for engines that store a step's keys and values, layer by layer, before they attend. `abort` is for the
 step that died.
 
-Every call that raises, or returns None because the pool can't serve it, has changed nothing.
+Every call that raises, or returns None because the pool can't serve it, has changed nothing. But one that is
+interrupted in the middle of a change, by a KeyboardInterrupt say, leaves a manager all of whose calls raise
+CorruptStateError; only what counts (`stats`, `pins`, `quotas` and so on) may still be read.
 
 A manager has one owner at a time: it takes no lock, and calls from several threads at once are an error of the
 caller's. The calls' names are those of vLLM v1's KVCacheManager.
@@ -147,10 +149,11 @@ class KVCacheManager(GroupManager):
         those are cached anew. O(1) but for giving memory back; O(blocks that pins hold); and O(cached blocks) with a
         history, which remembers them.
         """
+        self.begin_change()
         self._index.clear()
         if self._retention.pins:
             self._retention.drop_uncached()
-        self._check_if_debugging()
+        self._end()
 
     def shared_prefixes(
         self,
@@ -164,6 +167,7 @@ class KVCacheManager(GroupManager):
         See `find_shared_prefixes`. With several groups they are those of the primary one. Raises SequenceStateError
         (not this manager's) and InvalidArgumentError. Changes nothing. Near-linear in the batch's blocks.
         """
+        self.check_whole()
         batch = listed("sequences", "an iterable of sequences", sequences)
         self._check_has_primary("shared_prefixes")
         for sequence in batch:
@@ -172,6 +176,7 @@ class KVCacheManager(GroupManager):
 
     def prefix_rows(self) -> list[PrefixRow]:
         """Return what is cached as the rows of a table, for people. Changes nothing. O(cached blocks)."""
+        self.check_whole()
         self._check_has_primary("prefix_rows")
         return prefix_rows(self._index)
 
@@ -211,22 +216,29 @@ class KVCacheManager(GroupManager):
         lookup whenever a sequence that begins like it is freed. While there are pins, a call that finds too few free
         blocks costs O(pins) more, and O(pinned blocks) if some of those have other owners than at the last such call.
         """
+        self.check_whole()
         if not self.enable_caching:
             raise InvalidArgumentError("pin: expected enable_caching=True when the manager was made, got False")
         end = None if expires_at is None else check_number("expires_at", expires_at, "a number or None")
         copied = bytes(memoryview(pack_tokens(token_ids)).cast("B"))  # a pin may outlive the caller's buffer
         prefix = Sequence("pin", copied, salt=salt, lora=lora, extra_keys=extra_keys)
-        pin = self._retention.add(prefix, priority, end)
-        self._check_if_debugging()
+        pin = self._retention.make(prefix, priority, end)
+        self.begin_change()
+        self._retention.add(pin)
+        self._end()
         return pin
 
     def unpin(self, pin: Given[Pin]) -> None:
         """End a pin; its blocks stay cached as any others do. Raises InvalidArgumentError. O(its blocks)."""
+        self.check_whole()
         given: Any = pin
         if not is_a(given, Pin):
             raise wrong("unpin", "a Pin", given)
+        if given not in self._retention.pins:
+            raise InvalidArgumentError(f"unpin: expected a pin of this manager that hasn't ended, got {given}")
+        self.begin_change()
         self._retention.remove(given)
-        self._check_if_debugging()
+        self._end()
 
     def expire_pins(self, now: SupportsFloat) -> list[Pin]:
         """End and return the pins whose `expires_at` is not after `now`, on the clock that `expires_at` was told by.
@@ -234,8 +246,12 @@ class KVCacheManager(GroupManager):
         Their blocks are free then, and reused before any that is still pinned. Nothing expires by itself: call it now
         and then. Raises InvalidArgumentError. O(pins + blocks freed).
         """
-        expired = self._retention.expire(check_number("now", now))
-        self._check_if_debugging()
+        self.check_whole()
+        expired = self._retention.expired(check_number("now", now))
+        self.begin_change()
+        for pin in expired:
+            self._retention.remove(pin)
+        self._end()
         return expired
 
     def set_quota(self, salt: Text | None, max_blocks: SupportsIndex | None) -> None:
@@ -248,6 +264,7 @@ class KVCacheManager(GroupManager):
         self._check_has_primary("set_quota")
         name = check_name("salt", salt)
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
+        self.begin_change()
         quotas = TenantQuotas() if self._index.quotas is None else self._index.quotas
         quotas.set_quota(name, number)
         self._use_quotas(quotas)
@@ -256,6 +273,7 @@ class KVCacheManager(GroupManager):
         """`set_quota` for each salt, other than None, that has none of its own. O(pool)."""
         self._check_has_primary("set_default_quota")
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
+        self.begin_change()
         quotas = TenantQuotas() if self._index.quotas is None else self._index.quotas
         quotas.set_default(number)
         self._use_quotas(quotas)
@@ -272,6 +290,7 @@ class KVCacheManager(GroupManager):
         ended the hit. Raises InvalidArgumentError. For people: O(runs in the cache + tokens + blocks cached for them
         under any keys).
         """
+        self.check_whole()
         own = as_sequence("explain", sequence)
         if self._group_index is not None:
             return explain_group_miss(self._group_index, own, self._slots.num_taken_blocks)
@@ -282,13 +301,18 @@ class KVCacheManager(GroupManager):
 
         Raises InvalidArgumentError unless the manager was made with enable_events=True.
         """
-        return self._index.take_events()
+        self._index.check_events()
+        self.begin_change()
+        events = self._index.take_events()
+        self._end()
+        return events
 
     def start_sampling(self, every: SupportsIndex, now: Callable[[], float], bounds: Iterable[float]) -> BlockSampler:
         """Record the lives of about one block in `every` from now on; `metrics.CacheMetrics` is what shows them.
 
         now, bounds: see `BlockSampler`. Raises InvalidArgumentError, also when they are being recorded. O(num_blocks).
         """
+        self.check_whole()
         number, limits = check_count("every", every, 1), check_bounds(bounds)
         check_clock("now", now)
         if self._pool.sampler is not None:
@@ -300,6 +324,7 @@ class KVCacheManager(GroupManager):
 
     def stop_sampling(self, sampler: Given[BlockSampler]) -> None:
         """Tell `sampler` nothing more. Does nothing when it isn't told anything. Raises InvalidArgumentError. O(1)."""
+        self.check_whole()
         if not is_a(sampler, BlockSampler):
             raise wrong("sampler", "what start_sampling returned", sampler)
         if self._pool.sampler is sampler:
@@ -307,12 +332,13 @@ class KVCacheManager(GroupManager):
 
     def free_block_ids(self) -> list[int]:
         """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
+        self.check_whole()
         return self._pool.free_block_ids()
 
     def _use_quotas(self, quotas: TenantQuotas) -> None:
-        """Put quotas into force, counting anew; without any, nothing asks for them."""
+        """Put quotas into force, counting anew, which ends the change; without any, nothing asks for them."""
         self._index.quotas = quotas
         self._pool.recount_quotas()
         if quotas.is_empty:
             self._index.quotas = None
-        self._check_if_debugging()
+        self._end()

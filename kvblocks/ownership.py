@@ -9,25 +9,50 @@ from typing import Any
 
 from kvblocks.arguments import Given, is_a, listed, shown, wrong
 from kvblocks.cache_hit import CacheHit
+from kvblocks.change import Changeable
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, SequenceStateError
 from kvblocks.sequence import Sequence
 
 
-class SequenceOwner:
+class SequenceOwner(Changeable):
     """Owns sequences. A part of `KVCacheManager`; not made by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, debug: bool) -> None:
+        super().__init__("manager", debug=debug)
         self._sequences: dict[Hashable, Sequence] = {}
 
     def _claim(self, sequence: Sequence, call: str) -> None:
-        """Enter a sequence under its id. `_sequences.popitem()` takes it back without asking for the id's hash."""
-        if self._sequences.setdefault(sequence.sequence_id, sequence) is not sequence:
+        """Begin a change by entering a sequence under its id, which is hashed and compared before anything changes.
+
+        Raises what those raise, and SequenceStateError when the id is in use; then no change is under way.
+        """
+        self.begin_change()
+        try:
+            is_free = self._sequences.setdefault(sequence.sequence_id, sequence) is sequence
+        except BaseException:
+            self._unclaim(sequence)
+            raise
+        if not is_free:
+            self.end_change()
             raise SequenceStateError(
                 f"{call}: expected another sequence_id than {shown(sequence.sequence_id)}, which is in use"
             )
 
+    def _unclaim(self, sequence: Sequence) -> None:
+        """End a change of which nothing but the claim was made, or not even that. Asks for no id's hash. O(1)."""
+        if self._sequences and next(reversed(self._sequences.values())) is sequence:
+            self._sequences.popitem()
+        self.end_change()
+
+    def _keep(self, sequence: Sequence) -> None:
+        """End a change that was to begin by taking a sequence out, unless it is out already. O(sequences)."""
+        if id(sequence) in map(id, self._sequences.values()):  # by identity
+            self.end_change()
+
     def _check_owned(self, sequence: Given[Sequence], call: str) -> Sequence:
         """Return `sequence` if it is one of ours, else raise SequenceStateError or InvalidArgumentError. O(1)."""
+        if self.change_state:
+            self.check_whole()
         try:
             own: Sequence = sequence  # type: ignore[assignment]  # compiled code looks at its type here
             owner = own.owner

@@ -8,9 +8,11 @@ Who owns an id: the engine, until `insert_prefix` takes it; then the cache, unti
 that evicts returns it. Ids that an insertion doesn't take are in its result.
 
 Every public call takes one lock and may come from any thread. Not from a finalizer or a signal handler, which may find
-the same thread in the middle of another call; only leaving a match is safe there, and never waits.
+the same thread in the middle of another call (a call that finds it in the middle of a change raises
+CorruptStateError); only leaving a match is safe there, and never waits.
 
-A call that raises has changed nothing.
+A call that raises has changed nothing. But one that is interrupted in the middle of a change, by a KeyboardInterrupt
+say, leaves a cache all of whose calls raise CorruptStateError.
 """
 
 from collections import deque
@@ -19,6 +21,7 @@ from threading import RLock
 from typing import Any, SupportsIndex
 
 from kvblocks.arguments import Flag, Text, check_count, check_flag, check_name, listed
+from kvblocks.change import CHANGING, IDLE, Changeable
 from kvblocks.errors import BlockStateError, InvalidArgumentError, StaleHitError
 from kvblocks.hashing import PositionKeys
 from kvblocks.prefix_match import Hold, PrefixInsert, PrefixMatch
@@ -30,7 +33,7 @@ from kvblocks.tokens import TokenIds
 _NAME = "prefix"
 
 
-class PrefixCache:
+class PrefixCache(Changeable):
     """Knows which of the engine's blocks hold which prefixes: at most `max_blocks` blocks of `block_size` tokens.
 
     Wherever tokens are given, salt, lora and extra_keys say what else their KV depends on, as in `Sequence`; prefixes
@@ -40,6 +43,7 @@ class PrefixCache:
     """
 
     def __init__(self, max_blocks: SupportsIndex, block_size: SupportsIndex = 16) -> None:
+        super().__init__("cache")
         self.max_blocks = check_count("max_blocks", max_blocks, 1)
         self.block_size = check_count("block_size", block_size, 1)
         self._lock: Any = RLock()  # Any: what RLock is differs between versions of Python
@@ -91,6 +95,7 @@ class PrefixCache:
         """Return how many tokens `match_prefix` would find. Changes nothing, neither recency nor what is counted."""
         sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
         with self._lock:
+            self.check_whole()
             return len(self._store.find(sequence)) * self.block_size
 
     def insert_prefix(
@@ -118,15 +123,20 @@ class PrefixCache:
         pins = check_flag("pin", pin)
         with self._lock:
             self._settle()
-            path, num_new, evicted = self._store.insert(sequence, ids)
+            path = self._store.find(sequence)
+            self._store.check_insertable(ids, path)
+            self.begin_change()
+            path, num_new, evicted = self._store.insert(sequence, ids, path)
             if pins and path:
                 self._pins.add(sequence, path, None)
             else:
                 self._store.let_go(path)
             found = path[: len(path) - num_new]
             unused = [given for given, block in zip(ids, found, strict=False) if given != block.block_id]
+            done = PrefixInsert(len(path), num_new, unused + ids[len(path) :], evicted)
+            self.end_change()
             self._store.drop_payloads()
-            return PrefixInsert(len(path), num_new, unused + ids[len(path) :], evicted)
+            return done
 
     def attach(
         self,
@@ -144,6 +154,7 @@ class PrefixCache:
         """
         sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
         with self._lock:
+            self.check_whole()
             attached = self._store.attach(sequence, payload)
             self._store.drop_payloads()
             return attached
@@ -156,7 +167,9 @@ class PrefixCache:
         num_wanted = check_count("num_blocks", num_blocks, 0)
         with self._lock:
             self._settle()
+            self.begin_change()
             evicted = self._store.evict(num_wanted)
+            self.end_change()
             self._store.drop_payloads()
             return evicted
 
@@ -181,8 +194,10 @@ class PrefixCache:
             self._settle()
             path = self._store.find(sequence)
             if path:
+                self.begin_change()
                 self._store.hold(path)
                 self._pins.add(sequence, path, name)
+                self.end_change()
             return len(path) * self.block_size
 
     def unpin_prefix(
@@ -196,24 +211,29 @@ class PrefixCache:
         sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
         with self._lock:
             self._settle()
+            self.begin_change()
             path = self._pins.remove(sequence)
             self._store.let_go(path)
+            self.end_change()
             return len(path) * self.block_size
 
     def list_pinned(self) -> list[PinnedPrefix]:
         """Return a record for each pin. O(pinned tokens)."""
         with self._lock:
+            self.check_whole()
             return self._pins.records()
 
     def contains_block(self, kv_block_id: SupportsIndex) -> bool:
         """Whether this id holds a cached prefix. Raises InvalidArgumentError. O(1)."""
         number = check_count("kv_block_id", kv_block_id, 0)
         with self._lock:
+            self.check_whole()
             return number in self._store.blocks
 
     def cached_block_count(self) -> int:
         """Return how many blocks are cached. O(1)."""
         with self._lock:
+            self.check_whole()
             return len(self._store.blocks)
 
     def evictable_count(self) -> int:
@@ -225,11 +245,13 @@ class PrefixCache:
     def get_hit_rate(self) -> float:
         """Return the share of the tokens looked up that were cached, 0.0 to 1.0; 0.0 before the first lookup. O(1)."""
         with self._lock:
+            self.check_whole()
             return self._num_hit_tokens / self._num_queried_tokens if self._num_queried_tokens else 0.0
 
     def get_avg_match_length(self) -> float:
         """Return the mean number of tokens found by a lookup, misses included; 0.0 before the first one. O(1)."""
         with self._lock:
+            self.check_whole()
             return self._num_hit_tokens / self._num_queries if self._num_queries else 0.0
 
     def clear(self) -> list[int]:
@@ -241,10 +263,12 @@ class PrefixCache:
             self._settle()
             if self._holds:
                 raise BlockStateError(f"clear: expected no match to be held, got {len(self._holds)}")
+            self.begin_change()
             for path in self._pins.paths():
                 self._store.let_go(path)
             self._pins.clear()
             evicted = self._store.evict(self._store.num_evictable_blocks)
+            self.end_change()
             self._store.drop_payloads()
             return evicted
 
@@ -267,8 +291,10 @@ class PrefixCache:
                 if match.is_read and not match.is_still(blocks):
                     raise StaleHitError(f"expected {match} to be cached still; it isn't: match again")
             hold = Hold(blocks)
+            self.begin_change()
             self._store.hold(blocks)
             self._holds[hold] = None
+            self.end_change()
             if match.is_read:
                 match.renew(blocks, version)
             else:
@@ -280,21 +306,27 @@ class PrefixCache:
         self._left.append(hold)
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
-        if self._left:
+        if self._left or self.change_state:
             self._settle()
         store = self._store
         match = PrefixMatch(self, sequence)
         blocks = store.find(sequence)
         match.show(blocks, self.block_size, store.index.version, store.payload(sequence, blocks))
+        self.change_state = CHANGING
         store.renew(blocks)
         self._num_queries += 1
         self._num_queried_tokens += sequence.num_tokens
         self._num_hit_tokens += len(blocks) * self.block_size
+        self.change_state = IDLE
         return match
 
     def _settle(self) -> None:
-        """Let go of the matches that were left since the last call."""
+        """Let go of the matches that were left since the last call. Raises CorruptStateError."""
+        self.check_whole()
         while self._left:
+            self.begin_change()
             hold = self._left.popleft()
-            del self._holds[hold]
-            self._store.let_go(hold.blocks)
+            if hold in self._holds:
+                del self._holds[hold]
+                self._store.let_go(hold.blocks)
+            self.end_change()

@@ -43,7 +43,7 @@ class MatchHolder(Protocol):
         """Bring `match` up to date and hold its blocks."""
 
     def let_go(self, hold: Hold) -> None:
-        """Hold them no longer."""
+        """Hold them no longer. Telling it twice does no harm."""
 
 
 class PrefixMatch:
@@ -110,7 +110,8 @@ class PrefixMatch:
         """Let go of the blocks; never waits. Raises BlockStateError when they aren't held."""
         if not self._holds:
             raise BlockStateError(f"expected a match that was entered, got {self}")
-        self._holder.let_go(self._holds.pop())
+        self._holder.let_go(self._holds[-1])  # before it is forgotten here, so that an interrupt can't lose it
+        self._holds.pop()
 
     def show(self, blocks: list[KVCacheBlock], block_size: int, version: int, payload: Any) -> Any:
         """Say that these blocks match, as of `version`. For the cache alone.

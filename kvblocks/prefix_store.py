@@ -132,16 +132,16 @@ class PrefixStore:
         """Undo one `hold`; what nothing holds any more becomes the most recently used. O(1 + those blocks)."""
         self._queue.let_go(path)
 
-    def insert(self, sequence: Sequence, kv_block_ids: list[int]) -> tuple[list[KVCacheBlock], int, list[int]]:
+    def insert(
+        self, sequence: Sequence, kv_block_ids: list[int], path: list[KVCacheBlock]
+    ) -> tuple[list[KVCacheBlock], int, list[int]]:
         """Cache as much of the sequence's full blocks as there is room for, evicting what nothing holds.
 
-        kv_block_ids: different ones, one for each full block. Returns the path that is cached then, held once; how many
-        blocks of it are new, the last ones; and the ids that were evicted. Raises BlockStateError, changing nothing,
-        when an id is here for another prefix. O(blocks).
+        kv_block_ids: different ones, one for each full block, that passed `check_insertable`. path: what is found of
+        the sequence. Returns the path that is cached then, held once; how many blocks of it are new, the last ones; and
+        the ids that were evicted. O(blocks).
         """
-        path = self.find(sequence)
         num_found = len(path)
-        self._check_insertable(kv_block_ids, path)
         self.hold(path)
         num_missing = len(kv_block_ids) - num_found - (self.max_blocks - len(self.blocks))
         evicted = self.evict(num_missing) if num_missing > 0 else []
@@ -221,7 +221,8 @@ class PrefixStore:
         assert all(block.run is None and block.ref_cnt == 1 for block in self._stock), "store: the stock is in use"
         assert self._payloads.keys() <= num_holds.keys(), "store: a payload without its block"
 
-    def _check_insertable(self, kv_block_ids: list[int], path: list[KVCacheBlock]) -> None:
+    def check_insertable(self, kv_block_ids: list[int], path: list[KVCacheBlock]) -> None:
+        """Raise BlockStateError when an id is here for another prefix than `path`. Changes nothing. O(blocks)."""
         if self.blocks.keys().isdisjoint(kv_block_ids):
             return
         for position, kv_block_id in enumerate(kv_block_ids):

@@ -72,14 +72,21 @@ def register_filled_blocks(index: PrefixIndex, sequences: list[Sequence]) -> Non
         register_full_blocks(index, sequence, None)
 
 
-def register_anew(index: PrefixIndex, sequence: Sequence) -> None:
+def digests_anew(index: PrefixIndex, sequence: Sequence) -> bytearray | None:
+    """Return the digests that `register_anew` will record; None when changes have no names. As `digests_ahead`."""
+    if not index.names_changes:
+        return None
+    num_full = sequence.num_computed_tokens // index.block_size
+    return index.digests(ROOT, sequence.packed_tokens(), sequence.encoded_keys(index.block_size), 0, num_full)
+
+
+def register_anew(index: PrefixIndex, sequence: Sequence, digests: bytearray | None) -> None:
     """Cache all full blocks of a sequence from before a reset. O(their number).
 
     Those that it shares with a sequence which was registered anew earlier may be cached already, and stay as they are.
     """
     blocks, num_full = sequence.blocks, sequence.num_computed_tokens // index.block_size
     tokens, keys, size = sequence.packed_tokens(), sequence.encoded_keys(index.block_size), index.epoch.num_digest_bytes
-    digests = index.digests(ROOT, tokens, keys, 0, num_full) if index.names_changes else None
     node, first = ROOT, 0
     while first < num_full:
         end = first

@@ -100,10 +100,10 @@ class Retention:
         self.lacking: dict[bytes, dict[Pin, None]] = {}
         self._only_pinned = PinnedBlocks(pool)
 
-    def add(self, sequence: Sequence, priority: Priority, expires_at: Any) -> Pin:
-        """Pin a prefix. Raises InvalidArgumentError, and PinBudgetError when it would take too much.
+    def make(self, sequence: Sequence, priority: Priority, expires_at: Any) -> Pin:
+        """Return a pin of a prefix, for `add`. InvalidArgumentError; PinBudgetError when it would take too much.
 
-        expires_at: a number, or None. O(tokens + pins).
+        expires_at: a number, or None. Changes nothing. O(tokens + pins).
         """
         pin = Pin(sequence, block_priorities(priority, sequence.num_tokens, self._pool.index.block_size), expires_at)
         self._count_wanted(pin)
@@ -113,27 +113,25 @@ class Retention:
                 f"pin: expected pins of at most {self.max_blocks} blocks together, got {pin.num_wanted_blocks} more"
                 f" than the {num_pinned} that are pinned"
             )
+        return pin
+
+    def add(self, pin: Pin) -> None:
+        """Put a pin that `make` returned into force. O(tokens)."""
         self.pins[pin] = None
         self._note(pin)
         self._extend(pin)
-        return pin
 
     def remove(self, pin: Pin) -> None:
-        """End a pin; its blocks are free then, unless others hold them. Raises InvalidArgumentError. O(its blocks)."""
-        if pin not in self.pins:
-            raise InvalidArgumentError(f"unpin: expected a pin of this manager that hasn't ended, got {pin}")
+        """End a pin; its blocks are free then, unless others hold them. O(its blocks)."""
         del self.pins[pin]
         blocks, pin.blocks, pin.has_ended = pin.blocks, [], True
         self._note(pin)
         self.extend(pin.sequence)  # another pin may have given up what this one held all the same
         self._pool.release_table(blocks)
 
-    def expire(self, now: Any) -> list[Pin]:
-        """End the pins whose time has come, as `remove`. O(pins + blocks freed)."""
-        expired = [pin for pin in self.pins if pin.expires_at is not None and pin.expires_at <= now]
-        for pin in expired:
-            self.remove(pin)
-        return expired
+    def expired(self, now: Any) -> list[Pin]:
+        """Return the pins whose time has come. O(pins)."""
+        return [pin for pin in self.pins if pin.expires_at is not None and pin.expires_at <= now]
 
     def extend(self, sequence: Sequence) -> None:
         """Hold what pins lack and `sequence`, which is about to let go of blocks, may have. A lookup for each of those.

@@ -188,17 +188,18 @@ class Sequence:
 
     def append_checked(self, token_id: int) -> None:
         """Add one token that is one. Only for the manager. As `append_token`."""
+        self.next_edge = 0
         try:
             self.tokens.append(token_id)  # type: ignore[union-attr]  # a view has no append
         except (AttributeError, BufferError):
             self.append_packed(array("I", (token_id,)))
-        self.next_edge = 0
 
     def append_packed(self, tokens: "array[int] | memoryview[int]") -> None:
         """Add tokens that `pack_tokens` returned. Only for the manager.
 
         O(new tokens), and once O(prompt) if that is the caller's buffer.
         """
+        self.next_edge = 0  # first, so that an exception at any place leaves nothing that the short way would trust
         own = self.tokens
         if not isinstance(own, array):
             own = self.tokens = array("I", own.tobytes())
@@ -207,7 +208,6 @@ class Sequence:
             own.extend(more)
         except BufferError:  # somebody looks at the old array still, a traceback for example: leave it to them
             self.tokens = own + more
-        self.next_edge = 0
 
     def truncate_tokens(self, num_tokens: int) -> None:
         """Drop what was appended behind the first `num_tokens`. Only for the manager. O(tokens dropped)."""
@@ -299,4 +299,5 @@ class Sequence:
         self.blocks = []
         self._block_ids = None
         self.num_computed_tokens = self.num_readonly_tokens = self.num_registered_blocks = self.next_edge = 0
-        self.owner = self.appender = self.epoch = self.run = None
+        self.appender = self.epoch = self.run = None
+        self.owner = None  # last: what was left half done is nobody else's to allocate

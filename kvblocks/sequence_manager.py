@@ -1,7 +1,7 @@
 """The calls that an engine's steps make: look up, allocate, append, reserve, free, abort.
 
 `KVCacheManager` is this and what an engine asks between its steps. Every call that raises, or returns None because the
-pool can't serve it, has changed nothing but `last_refusal`.
+pool can't serve it, has changed nothing but `last_refusal`; one that is left half done is known, see `change`.
 """
 
 from collections.abc import Sequence as Items
@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex
 from kvblocks.arguments import Given, check_count, check_integer, listed
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit, check_hit
+from kvblocks.change import CHANGING, DEBUGGING, IDLE
 from kvblocks.companions import GroupIndex
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.group_lookup import find_hit
@@ -23,6 +24,12 @@ from kvblocks.sequence import Sequence
 from kvblocks.steps import StepAllocator
 from kvblocks.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 
+_NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
+"""What adding a token the short way raises where the long way may still take it, or knows what is wrong with it."""
+
+Step = tuple[list[Sequence], dict[Sequence, int]]
+"""The sequences of a step, and their places in it."""
+
 
 class SequenceManager(SequenceOwner):
     """Gives the blocks of `pool` to sequences and takes them back. A part of `KVCacheManager`; not made by itself."""
@@ -30,7 +37,7 @@ class SequenceManager(SequenceOwner):
     def __init__(
         self, pool: BlockPool, retention: Retention, slots: StepAllocator, *, enable_caching: bool, debug: bool
     ) -> None:
-        super().__init__()
+        super().__init__(debug=debug)
         self.block_size = pool.index.block_size
         self.enable_caching = enable_caching
         self._pool = pool
@@ -39,11 +46,10 @@ class SequenceManager(SequenceOwner):
         self._slots = slots
         self._group_slots = slots if isinstance(slots, GroupSlots) else None
         self._group_index = pool.index if isinstance(pool.index, GroupIndex) else None
-        self._in_flight = InFlight(pool.index)
-        self._debug = debug
-        # The sequences of the last step and their places, until one is freed: the next batch is mostly the same.
-        self._batch: list[Sequence] = []
-        self._places: dict[Sequence, int] = {}
+        self._in_flight = InFlight(pool.index, self)
+        slots.manager = self
+        # Until one of its sequences is freed: the next batch is mostly the same.
+        self._last_step: Step = ([], {})
         self._largest_size = self.block_size if self._group_index is None else self._group_index.layout.hit_size
         # When debugging or naming changes, a token that begins or fills a block goes the long way.
         self._fills_quickly = not debug and not self._index.names_changes and self._group_index is None
@@ -60,8 +66,10 @@ class SequenceManager(SequenceOwner):
         if type(sequence) is not Sequence:  # what is like one would do until it is to change
             as_sequence("get_computed_blocks", sequence)
         own: Sequence = sequence  # type: ignore[assignment]
-        if own.owner is not None:
-            raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {own}")
+        if self.change_state or own.owner is not None:
+            self.check_whole()
+            if own.owner is not None:
+                raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {own}")
         if self._group_index is not None:
             return find_hit(self._group_index, own, self._in_flight, enable_caching=self.enable_caching)
         tokens = own.tokens
@@ -95,6 +103,8 @@ class SequenceManager(SequenceOwner):
         (the hit's blocks have been evicted since), InvalidArgumentError (no tokens left, or fewer than asked for).
         O(hit blocks + new blocks).
         """
+        if self.change_state:
+            self.check_whole()
         if type(sequence) is not Sequence or (hit is not None and type(hit) is not CacheHit):
             check_start(sequence, hit)
         own: Sequence = sequence  # type: ignore[assignment]
@@ -118,7 +128,7 @@ class SequenceManager(SequenceOwner):
             blocks = self._slots.grow(own, end, num_lookahead)
         if blocks is not None:
             self._in_flight.note(own)
-        self._check_if_debugging()
+        self._end()
         return blocks
 
     def append_slots(self, sequence: Given[Sequence], token_ids: TokenIds) -> list[KVCacheBlock] | None:
@@ -131,36 +141,55 @@ class SequenceManager(SequenceOwner):
         Raises SequenceStateError (not this manager's, or tokens without slots are left) and InvalidTokensError. O(1) a
         token, and O(block_size) for one that fills a block.
         """
+        if self.change_state:
+            return self._append_checked(sequence, token_ids)
         try:
             own: Sequence = sequence  # type: ignore[assignment]  # compiled code looks at its type here
             is_ours = own.appender is self
         except (AttributeError, TypeError):
             raise not_a_sequence("append_slots", sequence) from None
         if is_ours and type(token_ids) is list and len(token_ids) == 1:
-            if own.num_computed_tokens < own.next_edge:
+            num_tokens = own.num_computed_tokens
+            if num_tokens < own.next_edge:
                 # It fits the last block without filling it: 14 of 16 decoded tokens, and nothing else changes.
                 try:
                     own.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
+                    own.num_computed_tokens = num_tokens + 1
                 except BaseException as error:
-                    own.truncate_tokens(own.num_computed_tokens)  # what an odd integer left half done
-                    if not isinstance(error, (AttributeError, BufferError, TypeError, OverflowError, ValueError)):
+                    self.change_state = CHANGING
+                    own.truncate_tokens(own.num_computed_tokens)  # what isn't counted
+                    self.change_state = IDLE
+                    if own.num_computed_tokens > num_tokens or not isinstance(error, _NO_PLAIN_TOKEN):
                         raise
                 else:
-                    own.num_computed_tokens += 1
-                    if self._debug:
-                        self.check()
                     return []
             elif (
                 self._fills_quickly
-                and own.num_computed_tokens == len(own.tokens)
+                and num_tokens == len(own.tokens)
                 and type(token_ids[0]) is int
                 and 0 <= token_ids[0] <= MAX_TOKEN_ID
             ):
-                return self._slots.append_one(own, token_ids[0])
+                blocks = self._slots.append_one(own, token_ids[0])
+                self.change_state = IDLE
+                return blocks
         if own.owner is not self or own.num_computed_tokens != len(own.tokens):
             self._check_appendable(own, "append_slots")
         blocks = self._slots.append(own, pack_tokens(token_ids))
-        self._check_if_debugging()
+        self._end()
+        return blocks
+
+    def _append_checked(self, sequence: Given[Sequence], token_ids: TokenIds) -> list[KVCacheBlock] | None:
+        """`append_slots` of a manager that is checked after each change, or that was left half done."""
+        self.check_whole()
+        self.change_state = IDLE
+        try:
+            blocks = self.append_slots(sequence, token_ids)
+        finally:
+            was_short = self.change_state == IDLE
+            if was_short:
+                self.change_state = DEBUGGING
+        if was_short:
+            self.check()
         return blocks
 
     def append_step(self, sequences: Items[Sequence], token_ids: TokenIds) -> list[tuple[int, int, int]] | None:
@@ -173,6 +202,16 @@ class SequenceManager(SequenceOwner):
         Raises SequenceStateError, InvalidTokensError and, for repeated sequences or too few or many tokens,
         InvalidArgumentError. O(sequences).
         """
+        if self._group_index is not None and len(self._group_index.layout.groups) > 1:
+            got = len(self._group_index.layout.groups)
+            raise InvalidArgumentError(
+                f"append_step: expected a manager of one group, got {got}: use append_group_step"
+            )
+        return self._append_step(sequences, token_ids)
+
+    def _append_step(self, sequences: Items[Sequence], token_ids: TokenIds) -> list[tuple[int, int, int]] | None:
+        if self.change_state:
+            self.check_whole()
         batch: list[Sequence] = (
             [*sequences] if type(sequences) is list else listed("sequences", "an iterable of sequences", sequences)
         )
@@ -190,10 +229,10 @@ class SequenceManager(SequenceOwner):
         for sequence in at_edge:
             if sequence.owner is not self or sequence.num_computed_tokens != len(sequence.tokens):
                 self._check_appendable(sequence, "append_step")
-        if batch != self._batch:
+        if batch != self._last_step[0]:
             self._note_batch(batch)  # only now, so that nobody else's sequence is kept
-        changes = self._slots.append_step(batch, tokens, at_edge, self._places)
-        self._check_if_debugging()
+        changes = self._slots.append_step(batch, tokens, at_edge, self._last_step[1])
+        self._end()
         return changes
 
     def _note_batch(self, batch: list[Sequence]) -> None:
@@ -201,7 +240,7 @@ class SequenceManager(SequenceOwner):
         places = dict(zip(batch, range(len(batch)), strict=True))
         if len(places) != len(batch):
             check_step(batch, len(batch))
-        self._batch, self._places = batch, places
+        self._last_step = batch, places
 
     def reserve_slots(self, sequence: Given[Sequence], num_tokens: SupportsIndex) -> list[KVCacheBlock] | None:
         """Make room for `num_tokens` more tokens than are known, such as drafts. Nothing of them is cached.
@@ -211,7 +250,7 @@ class SequenceManager(SequenceOwner):
         """
         sequence = self._check_owned(sequence, "reserve_slots")
         blocks = self._slots.reserve(sequence, check_count("num_tokens", num_tokens, 0))
-        self._check_if_debugging()
+        self._end()
         return blocks
 
     def free(self, sequence: Given[Sequence]) -> None:
@@ -222,10 +261,12 @@ class SequenceManager(SequenceOwner):
         allocated again. Raises SequenceStateError when it isn't this manager's or holds no blocks (a double free).
         O(blocks), a lookup for each pin that begins alike and lacks blocks, and once O(sequences) after a step.
         """
-        self._end(sequence, "free", None)
+        self._give_back(sequence, "free", None)
 
-    def _end(self, sequence: Given[Sequence], call: str, num_computed_tokens: SupportsIndex | None) -> None:
+    def _give_back(self, sequence: Given[Sequence], call: str, num_computed_tokens: SupportsIndex | None) -> None:
         """Give back what a sequence holds; num_computed_tokens: that are written, None: all. O(as `free`, `abort`)."""
+        if self.change_state:
+            self.check_whole()
         try:  # `_check_owned`, without the call
             own: Sequence = sequence  # type: ignore[assignment]
             owner = own.owner
@@ -233,23 +274,28 @@ class SequenceManager(SequenceOwner):
             raise not_a_sequence(call, sequence) from None
         if owner is not self or self._sequences.get(own.sequence_id) is not own:
             raise self._refusal(call, sequence)
-        if num_computed_tokens is None:
+        if num_computed_tokens is not None:
+            num_computed_tokens = check_count("num_computed_tokens", num_computed_tokens, 0, own.num_computed_tokens)
+        self.change_state = CHANGING
+        try:
             del self._sequences[own.sequence_id]  # first of all, since it asks for the id's hash
-        else:
-            written = check_count("num_computed_tokens", num_computed_tokens, 0, own.num_computed_tokens)
-            del self._sequences[own.sequence_id]
-            self._forget_unwritten(own, written)
+        except BaseException:
+            self._keep(own)
+            raise
+        if num_computed_tokens is not None:
+            self._forget_unwritten(own, num_computed_tokens)
         if self._retention.lacking:
             self._retention.extend(own)
-        if self._batch:
-            self._batch, self._places = [], {}
+        if self._last_step[0]:
+            self._last_step = ([], {})
         num_cached = own.num_registered_blocks if own.epoch is self._index.epoch else 0
         self._pool.release_table(own.blocks, num_cached)
         self._in_flight.drop(own)
         if own.window_tables is not None and self._group_slots is not None:
             self._group_slots.release(own)
         own.reset_blocks()
-        if self._debug:
+        self.change_state = self._rest_state  # `_end`, without the call
+        if self.change_state:
             self.check()
 
     def abort(self, sequence: Given[Sequence], num_computed_tokens: SupportsIndex) -> None:
@@ -259,7 +305,7 @@ class SequenceManager(SequenceOwner):
         step, also those that may have hit such a block, which they keep in their tables until then, and those that
         waited for a copy (`take_copies`). Raises SequenceStateError, InvalidArgumentError. O(blocks + blocks of pins).
         """
-        self._end(sequence, "abort", check_integer("num_computed_tokens", num_computed_tokens))
+        self._give_back(sequence, "abort", check_integer("num_computed_tokens", num_computed_tokens))
 
     def _forget_unwritten(self, sequence: Sequence, num_computed_tokens: int) -> None:
         forget_unwritten(self._index, sequence, num_computed_tokens)
@@ -276,12 +322,13 @@ class SequenceManager(SequenceOwner):
         try:
             blocks = self._slots.start(sequence, epoch, end, num_lookahead_tokens, hit)
         except BaseException:
-            self._sequences.popitem()
+            if sequence.owner is None:  # nothing was changed yet
+                self._unclaim(sequence)
             raise
         if blocks is None:
-            self._sequences.popitem()
+            self._unclaim(sequence)
             return None
-        sequence.owner = sequence.appender = self
+        sequence.appender = self
         self._num_queries += 1
         self._num_queried_tokens += sequence.num_tokens
         if hit is not None and hit.blocks:
@@ -292,12 +339,17 @@ class SequenceManager(SequenceOwner):
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants of docs/design.md hold (never under python -O). O(pool)."""
+        self.check_whole()
         tables = [table for sequence in self._sequences.values() for table in self._slots.tables(sequence)]
         self._pool.check(tables + self._retention.tables())
         self._retention.check()
-        assert self._places == {sequence: i for i, sequence in enumerate(self._batch)}, "step: places of another batch"
+        batch, places = self._last_step
+        assert places == {sequence: i for i, sequence in enumerate(batch)}, "step: places of another batch"
         self._check_sequences(self.block_size, self._slots.edge_size)
 
-    def _check_if_debugging(self) -> None:
-        if self._debug:
+    def _end(self) -> None:
+        """End a change, and check that all is consistent if that is wanted."""
+        rest = self._rest_state
+        self.change_state = rest
+        if rest:
             self.check()

@@ -1,7 +1,8 @@
 """Slots: how a sequence gets blocks for more of its tokens, and how those that fill up become cached.
 
 One place for the order of things that keeps a failing call harmless: first see whether the pool can serve it, then
-compute what a caller's hash function may refuse to, and only then touch, take, copy, and cache.
+compute what a caller's hash function may refuse to, and only then touch, take, copy, and cache. From there on a change
+is under way; the manager, which has more to change, says when it is over.
 
 Copy on write: a token must not be written to a block that somebody else reads, be it another block table or the
 cache. Full blocks are never written again, so this concerns only the last, partly filled block of a sequence that was
@@ -12,6 +13,7 @@ from array import array
 
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit
+from kvblocks.change import CHANGING, Changeable
 from kvblocks.epoch import Epoch
 from kvblocks.pool import BlockPool
 from kvblocks.registration import digests_ahead, register_filled_blocks, register_full_blocks
@@ -22,9 +24,11 @@ from kvblocks.sequence import Sequence
 class SlotAllocator:
     """Gives the blocks of `pool` to sequences, pinned ones too where `retention` gives them up.
 
-    num_taken_blocks: how many it gave. copies: (source, destination) block ids to copy, in order, since last taken.
-    edge_size: the size of the smallest blocks.
+    manager: whose it is, which that sets. num_taken_blocks: how many it gave. copies: (source, destination) block ids
+    to copy, in order, since last taken. edge_size: the size of the smallest blocks.
     """
+
+    manager: Changeable
 
     def __init__(self, pool: BlockPool, retention: Retention) -> None:
         self._pool = pool
@@ -48,6 +52,7 @@ class SlotAllocator:
         if not self._pool.can_take(num_missing, held) and self._retention.refuses(num_missing, held):
             return None
         digests = digests_ahead(self._index, sequence, epoch, held, len(held), end)
+        sequence.owner = self.manager  # first, so that what is left half done is nobody else's to allocate
         self._pool.touch(held)
         sequence.epoch = epoch
         sequence.blocks += held
@@ -65,10 +70,8 @@ class SlotAllocator:
         if self._lacks(num_missing + (shared is not None)):
             return None
         digests = self._digests_ahead(sequence, end)
-        blocks = self._add_blocks(sequence, num_missing, shared)
-        self._count(sequence, end)
-        register_full_blocks(self._index, sequence, digests)
-        return blocks
+        self.manager.change_state = CHANGING
+        return self._grow(sequence, end, num_missing, shared, digests)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock] | None:
         """Give a sequence slots for `num_tokens` more than are known. As `start`. O(new blocks)."""
@@ -76,6 +79,7 @@ class SlotAllocator:
         num_missing = self._num_missing_blocks(sequence, sequence.num_tokens + num_tokens)
         if self._lacks(num_missing + (shared is not None)):
             return None
+        self.manager.change_state = CHANGING
         blocks = self._add_blocks(sequence, num_missing, shared)
         if num_tokens:
             self._find_edge(sequence)
@@ -86,16 +90,11 @@ class SlotAllocator:
         num_before = sequence.num_tokens
         end = num_before + len(tokens)
         shared = self._shared_place(sequence, num_before)
-        if self._lacks(self._num_missing_blocks(sequence, end) + (shared is not None)):
+        num_missing = self._num_missing_blocks(sequence, end)
+        if self._lacks(num_missing + (shared is not None)):
             return None
-        next_edge = sequence.next_edge
-        sequence.append_packed(tokens)
-        try:
-            return self.grow(sequence, end, 0)
-        except BaseException:
-            sequence.truncate_tokens(num_before)
-            sequence.next_edge = next_edge
-            raise
+        digests = self._append_tokens(sequence, tokens)
+        return self._grow(sequence, end, num_missing, shared, digests)
 
     def append_one(self, sequence: Sequence, token: int) -> list[KVCacheBlock] | None:
         """`append` of one token to a sequence that shares no block it writes to, while changes need no names.
@@ -107,10 +106,12 @@ class SlotAllocator:
         if num_tokens > len(sequence.blocks) * self._block_size:
             if not self._pool.num_free_blocks and self._retention.refuses(1, []):
                 return None
+            self.manager.change_state = CHANGING
             sequence.append_checked(token)
             blocks = self._take_one(sequence)
             sequence.blocks += blocks
         else:
+            self.manager.change_state = CHANGING
             sequence.append_checked(token)
         self._count(sequence, num_tokens)
         if num_tokens % self._block_size == 0:
@@ -125,6 +126,31 @@ class SlotAllocator:
     def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
         """Return all that a sequence holds, by table. O(1)."""
         return [sequence.blocks]
+
+    def _append_tokens(self, sequence: Sequence, tokens: "array[int] | memoryview[int]") -> bytearray | None:
+        """Begin a change by adding packed tokens; returns the digests of what they fill, if changes have names.
+
+        A hash function that raises takes the tokens back, and no change is under way.
+        """
+        num_before, next_edge = sequence.num_tokens, sequence.next_edge
+        self.manager.change_state = CHANGING
+        sequence.append_packed(tokens)
+        try:
+            return self._digests_ahead(sequence, sequence.num_tokens)
+        except BaseException:
+            sequence.truncate_tokens(num_before)
+            sequence.next_edge = next_edge
+            self.manager.end_change()
+            raise
+
+    def _grow(
+        self, sequence: Sequence, end: int, num_missing: int, shared: int | None, digests: bytearray | None
+    ) -> list[KVCacheBlock]:
+        """Give a sequence what its first `end` tokens need, and cache what they fill."""
+        blocks = self._add_blocks(sequence, num_missing, shared)
+        self._count(sequence, end)
+        register_full_blocks(self._index, sequence, digests)
+        return blocks
 
     def _count(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Say how many tokens are computed, of a sequence with room for them."""

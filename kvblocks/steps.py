@@ -9,6 +9,7 @@ from operator import index
 from typing import Any
 
 from kvblocks.block import KVCacheBlock
+from kvblocks.change import CHANGING
 from kvblocks.registration import register_filled_blocks, register_full_blocks
 from kvblocks.sequence import Sequence
 from kvblocks.slots import SlotAllocator
@@ -65,10 +66,13 @@ class StepAllocator(SlotAllocator):
         return self._lacks(num_blocks)
 
     def _append_each(self, sequences: list[Sequence], tokens: list[Any]) -> None:
-        """Add a token to each sequence, counted as computed. Raises InvalidTokensError, changing nothing."""
-        sequence = sequences[0]
-        try:
-            for sequence, token in zip(sequences, tokens):  # noqa: B905  # as many; `strict` isn't compiled
+        """Begin a change by adding a token to each sequence, counted as computed.
+
+        Raises InvalidTokensError, or what a token's own code does, with the others taken back and no change under way.
+        """
+        self.manager.change_state = CHANGING
+        for sequence, token in zip(sequences, tokens):  # noqa: B905  # as many; `strict` isn't compiled
+            try:
                 try:
                     sequence.tokens.append(token)  # type: ignore[union-attr]  # a view has no append
                 except (AttributeError, BufferError):
@@ -76,19 +80,20 @@ class StepAllocator(SlotAllocator):
                     sequence.truncate_tokens(sequence.num_computed_tokens)  # what an odd integer left half done
                     sequence.append_packed(array("I", (index(token),)))
                     sequence.next_edge = next_edge
-                sequence.num_computed_tokens += 1
-        except BaseException as error:
-            sequence.truncate_tokens(sequence.num_computed_tokens)
-            self._take_back(sequences[: sequences.index(sequence)])
-            if isinstance(error, (TypeError, OverflowError, ValueError)):
-                refuse_tokens(tokens)
-            raise
+            except BaseException as error:  # nothing is counted in here, so it is known what there is to take back
+                sequence.truncate_tokens(sequence.num_computed_tokens)
+                self._take_back(sequences[: sequences.index(sequence)])
+                if isinstance(error, (TypeError, OverflowError, ValueError)):
+                    refuse_tokens(tokens)
+                raise
+            sequence.num_computed_tokens += 1
 
     def _take_back(self, sequences: list[Sequence]) -> None:
-        """Take the last token from each sequence."""
+        """Take the last token from each sequence, which ends the change."""
         for sequence in sequences:
             sequence.num_computed_tokens -= 1
             sequence.truncate_tokens(sequence.num_computed_tokens)
+        self.manager.end_change()
 
     def _digests_of_step(self, sequences: list[Sequence], at_edge: list[Sequence]) -> dict[Sequence, bytearray | None]:
         """Return the digests of the blocks that the last tokens of those `at_edge` fill.

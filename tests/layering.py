@@ -16,6 +16,7 @@ FLOORS = {
     "kvblocks.version": 0,
     "kvblocks.errors": 0,
     "kvblocks.arguments": 0,
+    "kvblocks.change": 0,
     "kvblocks.tokens": 0,
     "kvblocks.hashing": 0,
     "kvblocks.stats": 0,

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvblocks import KVCacheManager, Sequence
+from kvblocks.change import Changeable
 from kvblocks.hashing import xxh3_128_digest
 from kvblocks.in_flight import InFlight
 from kvblocks.prefix_index import PrefixIndex
@@ -103,7 +104,7 @@ def test_nobody_waits_for_itself() -> None:
 
 def test_it_forgets_who_has_finished() -> None:
     manager = KVCacheManager(64, 4)
-    in_flight = InFlight(PrefixIndex(4, xxh3_128_digest))
+    in_flight = InFlight(PrefixIndex(4, xxh3_128_digest), Changeable("manager"))
     one, other = Sequence(1, range(8)), Sequence(2, range(8))
     manager.allocate_slots(one, 3)
     in_flight.note(one)
