@@ -67,14 +67,10 @@ class KVMemory:
         """Carry out the copies, then write all that was scheduled; and look at what each of its queries sees."""
         self.num_steps += 1
         self.num_copied += len(self.copies)
-        for source, destination in self.copies:
-            self.now[destination] = list(self.now[source])
         for sequence, positions in self.unwritten.items():
             self._check_visible(sequence, positions[0])
-            numbers = self.numbers(sequence)
-            for position in positions:
-                for group, (block_id, offset) in self._slots(sequence, position):
-                    self.now[block_id][offset] = self._in_group(group, numbers[position])
+        self._project()
+        self.now = self.then
         self._end_step()
         for sequence in self.computed_with:
             assert self.num_written(sequence) == sequence.num_computed_tokens, f"{sequence}: not all of it is written"
@@ -87,9 +83,20 @@ class KVMemory:
         self._end_step()
 
     def _end_step(self) -> None:
-        self.then = [list(block) for block in self.now]
         self.copies = []
         self.unwritten = {}
+        self._project()
+
+    def _project(self) -> None:
+        """Find out what the step will leave: all copies in order, then all that is written."""
+        self.then = [list(block) for block in self.now]
+        for source, destination in self.copies:
+            self.then[destination] = list(self.then[source])
+        for sequence, positions in self.unwritten.items():
+            numbers = self.numbers(sequence)
+            for position in positions:
+                for group, (block_id, offset) in self._slots(sequence, position):
+                    self.then[block_id][offset] = self._in_group(group, numbers[position])
 
     # What becomes of sequences.
 
@@ -111,12 +118,11 @@ class KVMemory:
 
     def cancel(self, sequence: kvblocks.Sequence, first: int = 0) -> None:
         """The next step doesn't write a sequence's positions from `first` on."""
-        for position in [position for position in self.unwritten.get(sequence, []) if position >= first]:
-            for _, (block_id, offset) in self._slots(sequence, position):
-                self.then[block_id][offset] = self.now[block_id][offset]
-            self.unwritten[sequence].remove(position)
+        if sequence in self.unwritten:
+            self.unwritten[sequence] = [position for position in self.unwritten[sequence] if position < first]
             if not self.unwritten[sequence]:
                 del self.unwritten[sequence]
+            self._project()
 
     def change_weights(self) -> None:
         self.weights += 1
@@ -133,7 +139,22 @@ class KVMemory:
 
     def num_written(self, sequence: kvblocks.Sequence) -> int:
         """How many of a sequence's first tokens are computed, in each group's live blocks."""
-        return min(self._num_right(sequence, group, self.now) for group in range(len(self.groups)))
+        coming = self._coming_slots()
+        num_written = min(self._num_right(sequence, group, self.now) for group in range(len(self.groups)))
+        for group, spec in enumerate(self.groups):
+            ids, first = sequence.group_block_ids(group), sequence.first_live_block(group)
+            for position in range(first * spec.block_size, num_written):
+                if (ids[position // spec.block_size], position % spec.block_size) in coming:
+                    num_written = position
+                    break
+        return num_written
+
+    def _coming_slots(self) -> set[Slot]:
+        """The slots that the next step copies or writes to."""
+        coming = {(copied, offset) for _, copied in self.copies for offset in range(len(self.now[copied]))}
+        for sequence, positions in self.unwritten.items():
+            coming |= {slot for position in positions for _, slot in self._slots(sequence, position)}
+        return coming
 
     def is_lost(self, sequence: kvblocks.Sequence) -> bool:
         """Whether the next step won't leave what its table says."""
@@ -148,9 +169,10 @@ class KVMemory:
         if self.has_windows and sequence in self.unwritten:
             return True
         end = sequence.num_computed_tokens
+        coming = {block_id for block_id, _ in self._coming_slots()}
         for group, spec in enumerate(self.groups):
             place = end // spec.block_size
-            if end % spec.block_size and self._num_right(sequence, group, self.now) < end:
+            if end % spec.block_size and sequence.group_block_ids(group)[place] in coming:
                 block = sequence.group_blocks(group)[place]
                 if block is not None and block.ref_cnt > 1:
                     return True

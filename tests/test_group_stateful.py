@@ -83,12 +83,14 @@ def test_walks_without_caching_agree_too() -> None:
     assert num_dead > 100
 
 
-@pytest.mark.parametrize("name", ["one window", "windows only"])
+@pytest.mark.parametrize(("name", "num_kept_per_block"), [("one window", 1), ("windows only", 0)])
 @pytest.mark.parametrize("variant", ["xxh3_128", "3-bit hash"])
-def test_walks_agree_where_few_ghosts_are_kept(name: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvblocks.ghosts.KEPT_PER_BLOCK", 1)
+def test_walks_agree_where_few_ghosts_are_kept(
+    name: str, num_kept_per_block: int, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvblocks.ghosts.KEPT_PER_BLOCK", num_kept_per_block)
     history = GroupHistory(14, SETS[name], **VARIANTS[variant])
-    walk(history, RandomChooser(seed=5), num_steps=8000)
+    walk(history, RandomChooser(seed=5), num_steps=5000)
     assert history.num_hits > 20
     assert len(history.model.ghosts) < 50 and history.model.num_ids < 14 + 60  # thousands were asked for
     if history.has_history:
