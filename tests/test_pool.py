@@ -34,11 +34,12 @@ def cache(pool: BlockPool, blocks: list[KVCacheBlock], first_token: int) -> None
     pool.index.insert(ROOT, blocks, memoryview(tokens).cast("B"), None, 0)
 
 
-def test_what_holds_nothing_is_taken_first_and_a_tables_end_before_its_beginning() -> None:
+@pytest.mark.parametrize("num_known", [0, 1, 3])
+def test_what_holds_nothing_is_taken_first_and_a_tables_end_before_its_beginning(num_known: int) -> None:
     pool = make(8)
     blocks = pool.take(5)
     cache(pool, blocks[:3], 0)
-    pool.release_table(blocks, 3)
+    pool.release_table(blocks, num_known)
     assert pool.free_block_ids() == [4, 3, 5, 6, 7, 2, 1, 0]
     others = pool.take(4)
     assert [block.block_id for block in others] == [4, 3, 5, 6]
