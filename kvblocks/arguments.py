@@ -90,6 +90,12 @@ def check_count(name: str, value: SupportsIndex, low: int, high: int | None = No
     return number
 
 
+def asked_once(value: SupportsIndex) -> SupportsIndex:
+    """Return `value` as an int if it is one, so that its own code isn't run later; else as it is, to be refused."""
+    number = as_int(value)
+    return value if number is None else number
+
+
 def check_integer(name: str, value: SupportsIndex) -> int:
     """Return `value` as an int if it is one of any size or sign (NumPy's too); else raise InvalidArgumentError."""
     number = as_int(value)

@@ -8,7 +8,7 @@ blocks among its samples, with copy on write, is vLLM's PagedAttention.
 from collections.abc import Hashable
 from typing import SupportsIndex
 
-from kvblocks.arguments import Given, check_count
+from kvblocks.arguments import Given, asked_once, check_count
 from kvblocks.errors import SequenceStateError
 from kvblocks.registration import digests_anew, register_anew
 from kvblocks.sequence import Sequence
@@ -63,6 +63,9 @@ class BranchingManager(SequenceManager):
         further back only while all that the next token sees is held, else SequenceStateError. O(tokens dropped), and as
         `free` and `abort`.
         """
+        num_tokens = asked_once(num_tokens)
+        if num_computed_tokens is not None:
+            num_computed_tokens = asked_once(num_computed_tokens)
         sequence = self._check_owned(sequence, "truncate")
         end = check_count("num_tokens", num_tokens, sequence.num_prompt_tokens, sequence.num_tokens)
         num_left = min(sequence.num_computed_tokens, end)

@@ -2,8 +2,9 @@
 
 A KeyboardInterrupt or MemoryError may come between any two steps of a change. What it leaves then is some state that
 nobody thought of. So whoever changes a manager says when it begins and when all is consistent again. A change that
-never ended is seen by the next call, which refuses. That needs no handler, hence there is none which another interrupt
-could stop.
+never ended is seen by the next call, which refuses. That needs no handler on the way out, which another interrupt could
+stop. Handlers only take back what was begun for nothing, such as a token that is none, and while they do a change is
+under way.
 """
 
 from typing import Final

@@ -207,11 +207,13 @@ class FreeBlockQueue:
     def release_passed(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Give up one reference to each block, all of them cached, that left a window; of a queue with windows.
 
-        Those that lose their last one are taken before what was freed at a sequence's end, in the order given.
-        O(blocks).
+        Those that lose their last one are taken before what was freed at a sequence's end, in the order given. The
+        blocks are different ones. Raises BlockStateError, changing nothing. O(blocks).
         """
         for block in blocks:
-            assert block.ref_cnt > 0, f"double free: {block} has no owner"
+            if block.ref_cnt < 1:
+                raise BlockStateError(f"double free: expected a block with an owner, got {block}")
+        for block in blocks:
             block.ref_cnt -= 1
             if block.ref_cnt:
                 self.num_shared_changes += 1

@@ -61,15 +61,8 @@ class GroupPool(BlockPool):
         else:
             super().touch(blocks)
 
-    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take an owner from each of `blocks`, all ghosts or none, last one first. O(blocks)."""
-        if self.ghosts is not None and blocks and self.is_ghost(blocks[0]):
-            self.ghosts.release(blocks)
-        else:
-            super().release(blocks)
-
     def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
-        """`release` of blocks of a table, of which those that hold nothing are reused next. O(blocks)."""
+        """Take an owner from each of `blocks`, all ghosts or none, as `BlockPool.release_table`. O(blocks)."""
         if self.ghosts is not None and blocks and self.is_ghost(blocks[0]):
             self.ghosts.release(blocks)
         else:

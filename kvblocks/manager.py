@@ -214,7 +214,7 @@ class KVCacheManager(GroupManager):
         Raises PinBudgetError when all pins together would be for more than `pin_budget` allows (a block in two pins
         counts twice), InvalidArgumentError and InvalidTokensError. O(tokens + pins); and while it lacks blocks, a
         lookup whenever a sequence that begins like it is freed. While there are pins, a call that finds too few free
-        blocks costs O(pins) more, and O(pinned blocks) if some of those have other owners than at the last such call.
+        blocks costs O(pins) more, and O(pinned blocks) if any block was shared or left by a sharer since the last one.
         """
         self.check_whole()
         if not self.enable_caching:

@@ -1,8 +1,9 @@
 """Which blocks only pins hold: what a call that finds too few free blocks could have, and what it could not.
 
 To know it takes a look at everything that is pinned. So it is kept for the next call, which a scheduler makes at its
-next step. It changes when a pin holds other blocks, which `Retention` says, and when a pinned block gets another owner
-or loses one of several, which the free queue counts. What is taken and freed otherwise makes no difference.
+next step. It may change when a pin holds other blocks, which `Retention` says, and when a block gets another owner
+or loses one of several, which the free queue counts for all blocks alike. What is taken and freed otherwise makes no
+difference. So a pool in which prefixes are shared all the time is looked at each time, once a call.
 """
 
 from collections.abc import Iterable

@@ -124,8 +124,8 @@ class BlockPool:
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take an owner from each of `blocks`, last one first, so that a prefix's end is reused before its beginning.
 
-        Those without another owner join the end of the queue, which is right for cached ones. Raises BlockStateError,
-        changing nothing, when one has no owner. O(blocks).
+        Those without another owner join the end of the queue. For blocks that are cached, while none is `detached`;
+        `release_table` is for all. Raises BlockStateError, changing nothing, when one has no owner. O(blocks).
         """
         backwards = blocks[::-1]
         self._queue.release(backwards)

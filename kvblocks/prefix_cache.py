@@ -280,8 +280,8 @@ class PrefixCache(Changeable):
             assert all(paths), "cache: a pin of nothing"
             self._store.check([*paths, *[hold.blocks for hold in self._holds]])
 
-    def hold(self, match: PrefixMatch) -> Hold:
-        """Bring `match` up to date and hold its blocks. For `PrefixMatch.__enter__`, which says the rest."""
+    def hold(self, match: PrefixMatch, hold: Hold) -> None:
+        """Bring `match` up to date and hold its blocks by `hold`. For `PrefixMatch.__enter__`, which says the rest."""
         with self._lock:
             self._settle()
             version, blocks = self._store.index.version, match.blocks
@@ -290,7 +290,7 @@ class PrefixCache(Changeable):
                 blocks = found[: len(match.blocks)] if match.is_read else found
                 if match.is_read and not match.is_still(blocks):
                     raise StaleHitError(f"expected {match} to be cached still; it isn't: match again")
-            hold = Hold(blocks)
+            hold.blocks = blocks
             self.begin_change()
             self._store.hold(blocks)
             self._holds[hold] = None
@@ -299,10 +299,9 @@ class PrefixCache(Changeable):
                 match.renew(blocks, version)
             else:
                 match.show(blocks, self.block_size, version, self._store.payload(match.sequence, blocks))
-            return hold
 
     def let_go(self, hold: Hold) -> None:
-        """Let go of what `hold` returned, at the next call, without a lock. For `PrefixMatch`, and any finalizer."""
+        """Let go of what `hold` held, if anything, at the next call, without a lock. For `PrefixMatch` and finalizers."""
         self._left.append(hold)
 
     def _match(self, sequence: Sequence) -> PrefixMatch:

@@ -39,11 +39,11 @@ class Hold:
 class MatchHolder(Protocol):
     """What a match asks of its cache."""
 
-    def hold(self, match: "PrefixMatch") -> Hold:
-        """Bring `match` up to date and hold its blocks."""
+    def hold(self, match: "PrefixMatch", hold: Hold) -> None:
+        """Bring `match` up to date and hold its blocks by `hold`."""
 
     def let_go(self, hold: Hold) -> None:
-        """Hold them no longer. Telling it twice does no harm."""
+        """Hold them no longer. Telling it twice, or of a hold of nothing, does no harm."""
 
 
 class PrefixMatch:
@@ -103,7 +103,15 @@ class PrefixMatch:
 
     def __enter__(self) -> Self:
         """Hold the blocks. Raises StaleHitError, holding nothing. O(blocks), and perhaps a lookup."""
-        self._holds.append(self._holder.hold(self))
+        hold = Hold([])
+        try:
+            self._holder.hold(self, hold)
+            self._holds.append(hold)
+        except BaseException:
+            self._holder.let_go(hold)  # an interrupt may come when it is held and isn't known here yet
+            if hold in self._holds:
+                self._holds.remove(hold)
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,7 +2,7 @@
 
 A quota takes nothing away by itself: as long as the pool has blocks that hold nothing, a tenant may cache beyond its
 quota. But where a block that somebody else cached is next to be reused, the least recently used free block of the
-tenant that is furthest beyond its quota goes instead. Blocks in use count towards a quota and are never taken.
+tenant that is longest beyond its quota goes instead. Blocks in use count towards a quota and are never taken.
 
 Counting is exact: every cached run knows its tenant, by the salt in its first block's key.
 """

@@ -157,7 +157,7 @@ class Retention:
         """Whether `num_blocks` can't be had after `touched` are taken, even if pins give up what they may.
 
         Keeps the reason in last_refusal. Changes nothing else. O(touched), and O(pinned blocks) if pins hold others
-        than at the last call, or if a pinned block got another owner since or lost one of several.
+        than at the last call, or if any block got another owner since or lost one of several.
         """
         num_free = self._pool.num_free_blocks - sum([block.ref_cnt == 0 for block in touched])
         num_given = num_kept = 0

@@ -7,7 +7,7 @@ pool can't serve it, has changed nothing but `last_refusal`; one that is left ha
 from collections.abc import Sequence as Items
 from typing import Any, SupportsIndex
 
-from kvblocks.arguments import Given, check_count, check_integer, listed
+from kvblocks.arguments import Given, asked_once, check_count, check_integer, listed
 from kvblocks.block import KVCacheBlock
 from kvblocks.cache_hit import CacheHit, check_hit
 from kvblocks.change import CHANGING, DEBUGGING, IDLE
@@ -109,6 +109,8 @@ class SequenceManager(SequenceOwner):
             check_start(sequence, hit)
         own: Sequence = sequence  # type: ignore[assignment]
         found: CacheHit | None = hit  # type: ignore[assignment]
+        num_wanted = None if num_new_tokens is None else asked_once(num_new_tokens)
+        num_lookahead = check_count("num_lookahead_tokens", num_lookahead_tokens, 0)
         is_start = own.owner is None
         if is_start:
             start = 0 if found is None else check_hit(self._index, own, found)
@@ -117,11 +119,10 @@ class SequenceManager(SequenceOwner):
         num_left = own.num_tokens - start
         if not num_left:
             raise InvalidArgumentError(f"allocate_slots: expected tokens without slots, got {own} with none left")
-        if num_new_tokens is None:
+        if num_wanted is None:
             end = own.num_tokens
         else:
-            end = start + check_count("num_new_tokens", num_new_tokens, 1, num_left)
-        num_lookahead = check_count("num_lookahead_tokens", num_lookahead_tokens, 0)
+            end = start + check_count("num_new_tokens", num_wanted, 1, num_left)
         if is_start:
             blocks = self._start(own, end, num_lookahead, found)
         else:
@@ -172,9 +173,10 @@ class SequenceManager(SequenceOwner):
                 blocks = self._slots.append_one(own, token_ids[0])
                 self.change_state = IDLE
                 return blocks
+        packed = pack_tokens(token_ids)  # first, since it may run the caller's own code, which may do anything
         if own.owner is not self or own.num_computed_tokens != len(own.tokens):
             self._check_appendable(own, "append_slots")
-        blocks = self._slots.append(own, pack_tokens(token_ids))
+        blocks = self._slots.append(own, packed)
         self._end()
         return blocks
 
@@ -248,8 +250,8 @@ class SequenceManager(SequenceOwner):
         `append_slots` fills the room. Returns the new blocks, perhaps none; or None, with nothing changed, when the
         pool can't serve it. Raises SequenceStateError and InvalidArgumentError. O(new blocks).
         """
-        sequence = self._check_owned(sequence, "reserve_slots")
-        blocks = self._slots.reserve(sequence, check_count("num_tokens", num_tokens, 0))
+        number = check_count("num_tokens", num_tokens, 0)
+        blocks = self._slots.reserve(self._check_owned(sequence, "reserve_slots"), number)
         self._end()
         return blocks
 

@@ -3,9 +3,9 @@
 The runs that a tenant has cached count it up and down; `TenantQuotas` makes it and tells it what becomes free. What
 stops being free is not told, but found out when somebody looks, so that it costs nothing where nobody does.
 
-Invariants: every free cached block of the tenant's is in `free_blocks`, in the order of the free queue; together with
-those that aren't any more they are at most 2 * num_cached_blocks + 16. Every tenant that is over its quota and has
-`free_blocks` is a candidate of `OverQuota`.
+Invariants: every free cached block of the tenant's is in `free_blocks`, in the order in which they became free (the
+free queue puts those that left a window before the others); together with those that aren't any more they are at most
+2 * num_cached_blocks + 16. Every tenant that is over its quota and has `free_blocks` is a candidate of `OverQuota`.
 """
 
 from collections import OrderedDict

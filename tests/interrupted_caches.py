@@ -35,6 +35,7 @@ class CacheWorld:
             "queue": [block.block_id for block in store._queue],  # noqa: SLF001
             "blocks": sorted([(number, block.ref_cnt) for number, block in store.blocks.items()]),
             "holds": len(cache._holds),  # noqa: SLF001
+            "entered": len(self.other._holds),  # noqa: SLF001  # one that the match doesn't know could never be left
             "pins": cache.list_pinned(),
             "rates": (cache.get_hit_rate(), cache.get_avg_match_length()),
             "runs": [(bytes(run.tokens), [block.block_id for block in run.blocks]) for run in store.index.runs()],

@@ -114,6 +114,9 @@ def test_what_left_a_window_stands_between() -> None:
     queue.release([blocks[4]])
     queue.release_passed([blocks[5]])
     assert ids(queue) == [3, 7, 1, 2, 5, 0, 4]
+    with pytest.raises(BlockStateError, match="double free"):
+        queue.release_passed([blocks[6], blocks[1]])
+    assert (ids(queue), blocks[6].ref_cnt) == ([3, 7, 1, 2, 5, 0, 4], 1)
     queue.move_to_front([blocks[4], blocks[5]])
     assert ids(queue) == [4, 5, 3, 7, 1, 2, 0]
     assert [queue.popleft().block_id for _ in range(7)] == [4, 5, 3, 7, 1, 2, 0]

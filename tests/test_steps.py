@@ -294,3 +294,31 @@ def test_an_append_that_raises_lets_nothing_leave_a_window() -> None:
         manager.append_slots(one, [2, 3, 4])
     assert manager.append_slots(one, [2]) == []
     assert one.first_live_block() == 0
+
+
+def test_tokens_that_free_their_sequence_while_they_are_read_give_it_nothing() -> None:
+    manager = KVCacheManager(8, 4)
+    sequence = started(manager, "s", range(4))
+
+    def tokens() -> Iterator[int]:
+        manager.free(sequence)
+        yield 7
+
+    with pytest.raises(SequenceStateError, match="holds no blocks"):
+        manager.append_slots(sequence, tokens())
+    manager.check()
+    assert manager.num_free_blocks == 8
+
+
+def test_a_count_that_allocates_while_it_is_read_is_the_second_to_do_so() -> None:
+    manager = KVCacheManager(8, 4)
+    sequence = Sequence("s", range(8))
+
+    class Count:
+        def __index__(self) -> int:
+            manager.allocate_slots(sequence, 4)
+            return 4
+
+    assert manager.allocate_slots(sequence, Count()) is not None
+    assert (sequence.num_computed_tokens, manager.num_free_blocks) == (8, 6)
+    manager.check()

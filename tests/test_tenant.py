@@ -44,7 +44,7 @@ def test_tenants_that_come_and_go_keep_no_blocks() -> None:
 
 
 def test_those_over_their_quota_are_just_those() -> None:
-    """However many salts there were: each block that is taken looks at all that are over their quotas."""
+    """However many salts there were: what is kept for them is kept for those alone."""
     pool, quotas = make_pool(0)
     tenants = [fill(pool, quotas, f"user-{number}", 0, 5) for number in range(300)]
     assert set(quotas.over) == {tenant for tenant in tenants if tenant.num_excess_blocks > 0}
