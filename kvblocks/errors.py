@@ -36,9 +36,9 @@ class PoolExhaustedError(KVBlocksError):
 class CorruptStateError(KVBlocksError):
     """An earlier call was left half done, by a KeyboardInterrupt for example: make a new manager, or cache.
 
-    Every call that uses more than counters raises it from then on, unless its arguments are wrong. Also raised to a call
-    that is made in the middle of another one's change, by a finalizer or a signal handler; then the object is fine once
-    that one has ended.
+    Every call that uses more than counters raises it from then on, unless its arguments are wrong. Also raised to a
+    call that is made in the middle of another one's change, by a finalizer or a signal handler; then the object is fine
+    once that one has ended.
     """
 
 

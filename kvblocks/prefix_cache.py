@@ -301,7 +301,7 @@ class PrefixCache(Changeable):
                 match.show(blocks, self.block_size, version, self._store.payload(match.sequence, blocks))
 
     def let_go(self, hold: Hold) -> None:
-        """Let go of what `hold` held, if anything, at the next call, without a lock. For `PrefixMatch` and finalizers."""
+        """Let go of what `hold` held, if anything, at the next call, without a lock. For `PrefixMatch`, finalizers."""
         self._left.append(hold)
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
