@@ -65,7 +65,7 @@ class FreeBlockQueue:
         if not 0 <= num_blocks <= self.num_free_blocks:
             raise PoolExhaustedError(f"expected 0 to {self.num_free_blocks} blocks to take, got {num_blocks}")
         if self._has_windows:
-            return [self.popleft() for _ in range(num_blocks)]
+            return self._pop_each(num_blocks)
         root = self._root
         block = root.next_free_block
         taken = []
@@ -255,6 +255,10 @@ class FreeBlockQueue:
             assert num_seen <= num_linked, f"queue: more than {num_linked} blocks are linked"
         assert root.prev_free_block is previous, "queue: the end doesn't lead to the last block"
         assert num_seen == num_linked, f"queue: {num_seen} linked, {num_linked} counted"
+
+    def _pop_each(self, num_blocks: int) -> list[KVCacheBlock]:
+        """`popleft_n`, past the mark. Apart, since a comprehension makes all names of its function dearer."""
+        return [self.popleft() for _ in range(num_blocks)]
 
     def _link(self, block: KVCacheBlock, following: KVCacheBlock) -> None:
         previous = following.prev_free_block

@@ -87,14 +87,15 @@ class BlockPool:
 
     def take_one(self) -> KVCacheBlock:
         """`take` of one block; there must be one. O(1)."""
-        if self.index.quotas is not None and self.index.quotas.over:
-            return self._take_fairly(self.index.quotas)
+        index = self.index
+        if index.quotas is not None and index.quotas.over:
+            return self._take_fairly(index.quotas)
         block = self._queue.popleft()
         if self.sampler is not None:
             self.sampler.note_taken([block])
         if block.run is not None:
-            self.num_evicted_blocks += self.index.evict_one(block)
-            if self.index.detached:
+            self.num_evicted_blocks += index.evict_one(block)
+            if index.detached:
                 self.requeue_detached()
         return block
 
@@ -129,21 +130,21 @@ class BlockPool:
         """
         backwards = blocks[::-1]
         self._queue.release(backwards)
-        if self.index.quotas is not None:  # `_note_released`, without the call
-            self.index.quotas.note_released(backwards)
-        if self.sampler is not None:
-            self.sampler.note_released(backwards)
+        if self.index.quotas is not None or self.sampler is not None:
+            self._note_released(backwards)
 
     def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
         """`release` of blocks of a table, of which those that hold nothing are reused next.
 
         num_cached: the first so many were cached by their owner, and no reset came since. O(blocks).
         """
+        backwards = blocks[::-1]
         if num_cached == len(blocks) and not self.detached:
-            self.release(blocks)
-            return
-        self._queue.release_table(blocks, 0 if self.detached else num_cached)
-        self._note_released(blocks[::-1])
+            self._queue.release(backwards)
+        else:
+            self._queue.release_table(blocks, 0 if self.detached else num_cached)
+        if self.detached or self.index.quotas is not None or self.sampler is not None:
+            self._note_released(backwards)
 
     def requeue_detached(self) -> None:
         """Have blocks that stopped being cached, though nobody took them, reused next if they are free.

@@ -170,6 +170,7 @@ class SequenceManager(SequenceOwner):
                 and type(token_ids[0]) is int
                 and 0 <= token_ids[0] <= MAX_TOKEN_ID
             ):
+                self.change_state = CHANGING
                 blocks = self._slots.append_one(own, token_ids[0])
                 self.change_state = IDLE
                 return blocks

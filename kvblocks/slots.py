@@ -101,20 +101,22 @@ class SlotAllocator:
 
         O(1), and O(block_size) when it fills a block.
         """
-        num_tokens = sequence.num_tokens + 1
+        block_size = self._block_size
+        num_tokens = len(sequence.tokens) + 1
         blocks: list[KVCacheBlock] = []
-        if num_tokens > len(sequence.blocks) * self._block_size:
+        if num_tokens > len(sequence.blocks) * block_size:
             if not self._pool.num_free_blocks and self._retention.refuses(1, []):
                 return None
-            self.manager.change_state = CHANGING
             sequence.append_checked(token)
             blocks = self._take_one(sequence)
             sequence.blocks += blocks
         else:
-            self.manager.change_state = CHANGING
             sequence.append_checked(token)
-        self._count(sequence, num_tokens)
-        if num_tokens % self._block_size == 0:
+        sequence.num_computed_tokens = num_tokens
+        place = num_tokens % block_size
+        if place:
+            sequence.next_edge = num_tokens - place + block_size - 1  # `_find_edge`, without the call
+        else:
             register_filled_blocks(self._index, [sequence])
         return blocks
 
