@@ -283,7 +283,8 @@ class PrefixCache(Changeable):
     def hold(self, match: PrefixMatch, hold: Hold) -> None:
         """Bring `match` up to date and hold its blocks by `hold`. For `PrefixMatch.__enter__`, which says the rest."""
         with self._lock:
-            self._settle()
+            if self._left or self.change_state:
+                self._settle()
             version, blocks = self._store.index.version, match.blocks
             if match.version != version:
                 found = self._store.find(match.sequence)
@@ -291,10 +292,10 @@ class PrefixCache(Changeable):
                 if match.is_read and not match.is_still(blocks):
                     raise StaleHitError(f"expected {match} to be cached still; it isn't: match again")
             hold.blocks = blocks
-            self.begin_change()
+            self.change_state = CHANGING
             self._store.hold(blocks)
             self._holds[hold] = None
-            self.end_change()
+            self.change_state = IDLE
             if match.is_read:
                 match.renew(blocks, version)
             else:
@@ -323,9 +324,9 @@ class PrefixCache(Changeable):
         """Let go of the matches that were left since the last call. Raises CorruptStateError."""
         self.check_whole()
         while self._left:
-            self.begin_change()
+            self.change_state = CHANGING
             hold = self._left.popleft()
             if hold in self._holds:
                 del self._holds[hold]
                 self._store.let_go(hold.blocks)
-            self.end_change()
+            self.change_state = IDLE
