@@ -142,7 +142,7 @@ class Ours(Driver):
         return {"pool": Case(lambda _: take(self._pool, num_blocks), TAKEN_BLOCKS, tidy=self._release)}
 
     def free(self, num_blocks: int) -> Cases:
-        """`BlockPool.release`."""
+        """`BlockPool.release`, which takes its blocks for cached ones, as most of a request's are when it ends."""
         return {"pool": Case(self._release, TAKEN_BLOCKS, prepare=lambda: take(self._pool, num_blocks))}
 
     def evict(self, num_blocks: int) -> Cases:
