@@ -85,7 +85,7 @@ def check_count(name: str, value: SupportsIndex, low: int, high: int | None = No
         number = low - 1 if found is None else found
     if number < low or (high is not None and number > high):
         raise wrong(name, f"an int of at least {low}" if high is None else f"an int from {low} to {high}", value)
-    if number > _SMALL and number > _MAX_COUNT:
+    if number > _SMALL and high is None and number > _MAX_COUNT:
         raise wrong(name, f"an int from {low} to {_MAX_COUNT}", value)
     return number
 
