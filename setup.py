@@ -16,9 +16,9 @@ MODULES = (
     *("arguments", "change", "tokens", "hashing", "eviction_history", "tenant", "epoch", "block"),
     *("free_queue", "sequence_keys", "sequence", "quotas", "cached_runs", "prefix_index", "block_sampler"),
     *("group_layout", "group_tables", "companions", "ghosts", "group_pool", "group_lookup"),
-    *("group_need", "group_registration", "group_retention", "group_slots", "group_explanation", "group_manager"),
+    *("group_need", "group_registration", "group_retention", "group_slots", "group_explanation"),
     *("in_flight", "cache_hit", "pool", "registration", "pinned_blocks", "retention", "slots", "steps", "explanation"),
-    *("ownership", "sequence_manager", "branching", "shared_prefixes", "picture", "manager", "metrics"),
+    *("sequence_checks", "shared_prefixes", "picture", "manager", "metrics"),
     *("prefix_match", "prefix_pins", "prefix_store", "prefix_cache"),
 )
 

@@ -12,9 +12,13 @@ CorruptStateError; only what counts (`stats`, `pins`, `quotas` and so on) may st
 
 A manager has one owner at a time: it takes no lock, and calls from several threads at once are an error of the
 caller's. The calls' names are those of vLLM v1's KVCacheManager.
+
+A caller's id is hashed and compared by the caller's own code, which may raise. So a call asks for it before it changes
+anything, and never again after that. Sharing a sequence's blocks among its samples, with copy on write, is vLLM's
+PagedAttention.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
 from typing import Any, SupportsFloat, SupportsIndex
 
@@ -22,44 +26,58 @@ from kvblocks.arguments import (
     Flag,
     Given,
     Text,
+    asked_once,
     check_clock,
     check_count,
     check_flag,
+    check_integer,
     check_name,
     check_number,
     check_share,
     is_a,
     listed,
+    shown,
     wrong,
 )
+from kvblocks.block import KVCacheBlock
 from kvblocks.block_sampler import BlockSampler, check_bounds, choose_sample
+from kvblocks.cache_hit import CacheHit, check_hit
+from kvblocks.change import CHANGING, DEBUGGING, IDLE, Changeable
 from kvblocks.companions import GroupIndex
-from kvblocks.errors import InvalidArgumentError
+from kvblocks.errors import InvalidArgumentError, KVBlocksError, SequenceStateError
 from kvblocks.events import CacheEvent
 from kvblocks.eviction_history import EvictionHistory
 from kvblocks.explanation import Explanation, explain_miss
 from kvblocks.group_explanation import explain_group_miss
 from kvblocks.group_layout import make_layout
-from kvblocks.group_manager import GroupManager
+from kvblocks.group_lookup import find_hit
 from kvblocks.group_pool import GroupPool
 from kvblocks.group_retention import GroupRetention
 from kvblocks.group_slots import GroupSlots
-from kvblocks.groups import Group
+from kvblocks.groups import FullAttention, Group
 from kvblocks.hashing import HashFunction, PositionKey, get_hash_function
-from kvblocks.ownership import as_sequence
+from kvblocks.in_flight import InFlight
 from kvblocks.picture import PrefixRow, prefix_rows, to_dot
 from kvblocks.pool import BlockPool
 from kvblocks.prefix_index import PrefixIndex
 from kvblocks.quotas import TenantQuotas
+from kvblocks.registration import digests_anew, forget_unwritten, register_anew
 from kvblocks.retention import Pin, Priority, Refusal, Retention
 from kvblocks.sequence import Sequence
+from kvblocks.sequence_checks import as_sequence, check_no_step, check_start, check_step, not_a_sequence
 from kvblocks.shared_prefixes import SharedPrefix, find_shared_prefixes
-from kvblocks.stats import CacheStats, QuotaUsage
+from kvblocks.stats import CacheStats, GroupUsage, QuotaUsage
 from kvblocks.steps import StepAllocator
-from kvblocks.tokens import TokenIds, pack_tokens
+from kvblocks.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
+
+_NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
+"""What adding a token the short way raises where the long way may still take it, or knows what is wrong with it."""
+
+Step = tuple[list[Sequence], dict[Sequence, int]]
+"""The sequences of a step, and their places in it."""
 
 
-class KVCacheManager(GroupManager):
+class KVCacheManager(Changeable):
     """Manages a pool of `num_blocks` blocks of `block_size` tokens (None: 16, or what the groups say).
 
     groups: the groups of the model's layers, see `groups`; None: all layers attend to everything before a token.
@@ -95,15 +113,29 @@ class KVCacheManager(GroupManager):
             index.keep_history(EvictionHistory(num_remembered))
         share = check_share("pin_budget", pin_budget, "a share of the pool from 0.0 to 1.0")
         max_pinned = int(share * check_count("num_blocks", num_blocks, 1) + 1e-6)  # 0.29 of 100 is 29
+        super().__init__("manager", debug=debugs)
+        self.block_size = index.block_size
+        self.enable_caching = caches
+        self._index = index
+        self._group_index = group_index
+        self._group_slots: GroupSlots | None = None
         if group_index is None:
-            pool = BlockPool(num_blocks, index)
-            retention = Retention(pool, max_pinned)
-            slots = StepAllocator(pool, retention)
+            self._pool = BlockPool(num_blocks, index)
+            self._retention = Retention(self._pool, max_pinned)
+            self._slots = StepAllocator(self._pool, self._retention)
         else:
-            pool = group_pool = GroupPool(num_blocks, group_index)
-            retention = GroupRetention(group_pool, max_pinned)
-            slots = GroupSlots(group_pool, retention)
-        super().__init__(pool, retention, slots, enable_caching=caches, debug=debugs)
+            group_pool = GroupPool(num_blocks, group_index)
+            self._pool = group_pool
+            self._retention = GroupRetention(group_pool, max_pinned)
+            self._slots = self._group_slots = GroupSlots(group_pool, self._retention)
+        self._slots.manager = self
+        self._in_flight = InFlight(index, self)
+        self._sequences: dict[Hashable, Sequence] = {}
+        self._last_step: Step = ([], {})  # until one of its sequences is freed: the next batch is mostly the same
+        self._largest_size = self.block_size if group_index is None else group_index.layout.hit_size
+        # When debugging or naming changes, a token that begins or fills a block goes the long way.
+        self._fills_quickly = not debugs and not index.names_changes and group_index is None
+        self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
 
     @property
     def num_blocks(self) -> int:
@@ -126,6 +158,18 @@ class KVCacheManager(GroupManager):
         return self._slots.num_taken_blocks
 
     @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of layers, by their numbers; one of full attention unless others were given. O(1)."""
+        if self._group_index is not None:
+            return self._group_index.layout.groups
+        return (FullAttention(self.block_size),)
+
+    @property
+    def hit_size(self) -> int:
+        """Hits are multiples of so many tokens: the largest block size of a group. O(1)."""
+        return self._largest_size
+
+    @property
     def stats(self) -> CacheStats:
         """Counters since the manager was made. O(1)."""
         return CacheStats(
@@ -141,6 +185,307 @@ class KVCacheManager(GroupManager):
             num_limited_tokens=0 if self._group_slots is None else self._group_slots.num_limited_tokens,
         )
 
+    # The calls of a step.
+
+    def get_computed_blocks(self, sequence: Given[Sequence]) -> CacheHit:
+        """Return the longest cached prefix of a sequence that isn't allocated. Changes nothing.
+
+        Looks at all known tokens, so a sequence that was freed hits the blocks of its generated tokens too. The hit is
+        empty when caching is off. Raises SequenceStateError when the sequence holds blocks, InvalidArgumentError. One
+        dict lookup and one memcmp for each run of blocks that were cached together; O(blocks) where sequences parted
+        at every block.
+        """
+        if type(sequence) is not Sequence:  # what is like one would do until it is to change
+            as_sequence("get_computed_blocks", sequence)
+        own: Sequence = sequence  # type: ignore[assignment]
+        if self.change_state or own.owner is not None:
+            self.check_whole()
+            if own.owner is not None:
+                raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {own}")
+        if self._group_index is not None:
+            return find_hit(self._group_index, own, self._in_flight, enable_caching=self.enable_caching)
+        tokens = own.tokens
+        num_tokens = len(tokens)
+        if not self.enable_caching:
+            return CacheHit(own, [], 0, num_tokens, self._in_flight)
+        block_size = self.block_size
+        # As `find_blocks`, which costs a call and a second view.
+        view = tokens if type(tokens) is memoryview else memoryview(tokens)
+        keys = None if own.keys is None else own.encoded_keys(block_size)
+        blocks = self._index.match(view, keys, num_tokens // block_size)
+        return CacheHit(own, blocks, len(blocks) * block_size, num_tokens, self._in_flight)
+
+    def allocate_slots(
+        self,
+        sequence: Given[Sequence],
+        num_new_tokens: SupportsIndex | None = None,
+        *,
+        hit: Given[CacheHit] | None = None,
+        num_lookahead_tokens: SupportsIndex = 0,
+    ) -> list[KVCacheBlock] | None:
+        """Make room for the next `num_new_tokens` known tokens (None: all the rest) and cache the blocks that get full.
+
+        For a sequence without blocks this is the start, and `hit` is what `get_computed_blocks` found for it (None:
+        use nothing of the cache); the tokens are those after the hit's. For one that has some it is the next chunk,
+        and there is no hit. num_lookahead_tokens: slots to add behind them for tokens that aren't known yet, such as
+        drafts; nothing in them is cached before `append_slots` says which tokens were accepted. Returns the new blocks,
+        perhaps none; or None, with nothing changed, when the pool can't serve it.
+
+        Raises SequenceStateError (another manager's, an id in use, a hit for a sequence that has blocks), StaleHitError
+        (the hit's blocks have been evicted since), InvalidArgumentError (no tokens left, or fewer than asked for).
+        O(hit blocks + new blocks).
+        """
+        if self.change_state:
+            self.check_whole()
+        if type(sequence) is not Sequence or (hit is not None and type(hit) is not CacheHit):
+            check_start(sequence, hit)
+        own: Sequence = sequence  # type: ignore[assignment]
+        found: CacheHit | None = hit  # type: ignore[assignment]
+        num_wanted = None if num_new_tokens is None else asked_once(num_new_tokens)
+        num_lookahead = check_count("num_lookahead_tokens", num_lookahead_tokens, 0)
+        is_start = own.owner is None
+        if is_start:
+            start = 0 if found is None else check_hit(self._index, own, found)
+        else:
+            start = self._check_continued(own, found)
+        num_left = own.num_tokens - start
+        if not num_left:
+            raise InvalidArgumentError(f"allocate_slots: expected tokens without slots, got {own} with none left")
+        if num_wanted is None:
+            end = own.num_tokens
+        else:
+            end = start + check_count("num_new_tokens", num_wanted, 1, num_left)
+        if is_start:
+            blocks = self._start(own, end, num_lookahead, found)
+        else:
+            blocks = self._slots.grow(own, end, num_lookahead)
+        if blocks is not None:
+            self._in_flight.note(own)
+        self._end()
+        return blocks
+
+    def append_slots(self, sequence: Given[Sequence], token_ids: TokenIds) -> list[KVCacheBlock] | None:
+        """Add decoded tokens and make room for them, in reserved slots first. Blocks that get full are cached.
+
+        token_ids: one or several accepted tokens, in any form that `Sequence` takes. Returns the new blocks, perhaps
+        none, where one that replaces a shared block (`fork`, `truncate`) comes first; or None, with nothing changed and
+        the tokens not added, when the pool can't serve it.
+
+        Raises SequenceStateError (not this manager's, or tokens without slots are left) and InvalidTokensError. O(1) a
+        token, and O(block_size) for one that fills a block.
+        """
+        if self.change_state:
+            return self._append_checked(sequence, token_ids)
+        try:
+            own: Sequence = sequence  # type: ignore[assignment]  # compiled code looks at its type here
+            is_ours = own.appender is self
+        except (AttributeError, TypeError):
+            raise not_a_sequence("append_slots", sequence) from None
+        if is_ours and type(token_ids) is list and len(token_ids) == 1:
+            num_tokens = own.num_computed_tokens
+            if num_tokens < own.next_edge:
+                # It fits the last block without filling it: 14 of 16 decoded tokens, and nothing else changes.
+                try:
+                    own.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
+                    own.num_computed_tokens = num_tokens + 1
+                except BaseException as error:
+                    self.change_state = CHANGING
+                    own.truncate_tokens(own.num_computed_tokens)  # what isn't counted
+                    self.change_state = IDLE
+                    if own.num_computed_tokens > num_tokens or not isinstance(error, _NO_PLAIN_TOKEN):
+                        raise
+                else:
+                    return []
+            elif (
+                self._fills_quickly
+                and num_tokens == len(own.tokens)
+                and type(token_ids[0]) is int
+                and 0 <= token_ids[0] <= MAX_TOKEN_ID
+            ):
+                self.change_state = CHANGING
+                blocks = self._slots.append_one(own, token_ids[0])
+                self.change_state = IDLE
+                return blocks
+        packed = pack_tokens(token_ids)  # first, since it may run the caller's own code, which may do anything
+        if own.owner is not self or own.num_computed_tokens != len(own.tokens):
+            self._check_appendable(own, "append_slots")
+        blocks = self._slots.append(own, packed)
+        self._end()
+        return blocks
+
+    def append_step(self, sequences: Items[Sequence], token_ids: TokenIds) -> list[tuple[int, int, int]] | None:
+        """Add one decoded token to each of `sequences` and make room for it: a whole decode step in one call.
+
+        token_ids: as many as sequences. Returns (place in `sequences`, position in its table, block id) for each
+        sequence whose table changed: all that an engine has to write to the step's block tables. None, with nothing
+        changed for any of them, when the pool can't serve all.
+
+        Raises SequenceStateError, InvalidTokensError and, for repeated sequences or too few or many tokens,
+        InvalidArgumentError. O(sequences).
+        """
+        if self._group_index is not None and len(self._group_index.layout.groups) > 1:
+            got = len(self._group_index.layout.groups)
+            raise InvalidArgumentError(
+                f"append_step: expected a manager of one group, got {got}: use append_group_step"
+            )
+        return self._append_step(sequences, token_ids)
+
+    def append_group_step(
+        self, sequences: Items[Sequence], token_ids: TokenIds
+    ) -> list[tuple[int, int, int, int]] | None:
+        """Add one decoded token to each of `sequences`, as `append_step`, whatever the groups are.
+
+        Returns (place in `sequences`, group, position in its table, block id) for each table entry that changed, other
+        than those that became dead; None, with nothing changed, when the pool can't serve all. Raises as `append_step`.
+        O(sequences x groups).
+        """
+        changes = self._append_step(sequences, token_ids)
+        if changes is None or self._group_slots is None:
+            return None if changes is None else [(i, 0, position, block_id) for i, position, block_id in changes]
+        return self._group_slots.step_changes if sequences else []
+
+    def reserve_slots(self, sequence: Given[Sequence], num_tokens: SupportsIndex) -> list[KVCacheBlock] | None:
+        """Make room for `num_tokens` more tokens than are known, such as drafts. Nothing of them is cached.
+
+        `append_slots` fills the room. Returns the new blocks, perhaps none; or None, with nothing changed, when the
+        pool can't serve it. Raises SequenceStateError and InvalidArgumentError. O(new blocks).
+        """
+        number = check_count("num_tokens", num_tokens, 0)
+        blocks = self._slots.reserve(self._check_owned(sequence, "reserve_slots"), number)
+        self._end()
+        return blocks
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the (source, destination) ids of blocks to copy, in order, since the last call, and forget them.
+
+        Only sequences that were forked or truncated need any. The engine copies the blocks' KV in all layers, one pair
+        after the other or as if so, before it stores any of the step's keys and values. O(1).
+        """
+        self.begin_change()
+        copies = self._slots.take_copies()
+        self._end()
+        return copies
+
+    def take_group_copies(self) -> list[tuple[int, int, int]]:
+        """Return the copies since the last call, as `take_copies`, with the group whose layers have them: (group,
+        source, destination). A block id stands for the same memory in each group, so copying all of it does no harm.
+        """
+        self.check_whole()
+        groups = [0] * len(self._slots.copies) if self._group_slots is None else self._group_slots.copy_groups
+        return [(group, *pair) for group, pair in zip(groups, self.take_copies(), strict=True)]
+
+    def free(self, sequence: Given[Sequence]) -> None:
+        """Give the sequence's blocks back, last first. What is cached of it stays so until the blocks are reused.
+
+        All that it was given slots for must have been computed. A token that was appended last and that no step has
+        computed must not stay cached: then call `abort` with num_tokens - 1. The sequence keeps its tokens and can be
+        allocated again. Raises SequenceStateError when it isn't this manager's or holds no blocks (a double free).
+        O(blocks), a lookup for each pin that begins alike and lacks blocks, and once O(sequences) after a step.
+        """
+        self._give_back(sequence, "free", None)
+
+    def abort(self, sequence: Given[Sequence], num_computed_tokens: SupportsIndex) -> None:
+        """Free a sequence of a step that died; of its tokens, the first `num_computed_tokens` have their KV written.
+
+        What it caches beyond them is cached no more, nor is anything chained to that. Abort every sequence of the
+        step, also those that may have hit such a block, which they keep in their tables until then, and those that
+        waited for a copy (`take_copies`). Raises SequenceStateError, InvalidArgumentError. O(blocks + blocks of pins).
+        """
+        self._give_back(sequence, "abort", check_integer("num_computed_tokens", num_computed_tokens))
+
+    # Sequences that part and go back.
+
+    def fork(self, sequence: Given[Sequence], sequence_id: Hashable) -> Sequence:
+        """Return a new sequence with the same tokens and keys that shares all blocks which hold them.
+
+        For several samples of one prompt, or beam search. Both go on from there; the first that adds a token to an
+        unfilled block which the other still holds gets a block of its own, and `take_copies` says what to copy there.
+        Reserved slots are not shared. What is shared must be computed before a token is added to either, and if the
+        step that was to compute it dies, both must be aborted.
+
+        Raises SequenceStateError (not this manager's, or an id in use) and InvalidArgumentError. O(tokens + blocks).
+        """
+        sequence = self._check_owned(sequence, "fork")
+        twin = sequence.fork(sequence_id)
+        self._claim(twin, "fork")
+        num_tokens, block_size = sequence.num_computed_tokens, self.block_size
+        twin.blocks += sequence.blocks[: -(-num_tokens // block_size)]
+        self._pool.touch(twin.blocks)
+        twin.epoch = sequence.epoch
+        twin.num_computed_tokens = num_tokens
+        twin.num_registered_blocks = sequence.num_registered_blocks
+        twin.num_readonly_tokens = max(sequence.num_readonly_tokens, num_tokens // block_size * block_size)
+        twin.owner = twin.appender = self
+        if self._group_slots is not None:
+            self._group_slots.fork(sequence, twin)
+        if num_tokens % self._largest_size:
+            sequence.appender = twin.appender = None
+            sequence.next_edge = 0
+        self._in_flight.note(twin)
+        self._end()
+        return twin
+
+    def truncate(
+        self, sequence: Given[Sequence], num_tokens: SupportsIndex, *, num_computed_tokens: SupportsIndex | None = None
+    ) -> None:
+        """Drop all but the first `num_tokens` tokens of a sequence, such as rejected drafts, and its room beyond them.
+
+        num_tokens: from the prompt's to all known ones. num_computed_tokens: how many have their KV written, at least
+        those that are kept; None: all that were given slots, such as drafts that were verified. What is cached beyond
+        them leaves the cache, as in `abort`.
+
+        Blocks that aren't needed any more are given back, last first; what was written of them stays cached, and a
+        token added later never overwrites it: see `take_copies`. Raises SequenceStateError and InvalidArgumentError.
+        With windowed groups it goes back at least to what was computed before the last call that made room for tokens;
+        further back only while all that the next token sees is held, else SequenceStateError. O(tokens dropped), and as
+        `free` and `abort`.
+        """
+        num_tokens = asked_once(num_tokens)
+        if num_computed_tokens is not None:
+            num_computed_tokens = asked_once(num_computed_tokens)
+        sequence = self._check_owned(sequence, "truncate")
+        end = check_count("num_tokens", num_tokens, sequence.num_prompt_tokens, sequence.num_tokens)
+        num_left = min(sequence.num_computed_tokens, end)
+        most = written = sequence.num_computed_tokens
+        if num_computed_tokens is not None:
+            written = check_count("num_computed_tokens", num_computed_tokens, num_left, most)
+        if sequence.window_tables is not None:
+            sequence.window_tables.check_truncate(num_left, sequence.sequence_id)
+        self.begin_change()
+        if num_computed_tokens is not None:
+            self._forget_unwritten(sequence, written)
+        self._retention.extend(sequence)
+        dropped = sequence.truncate_blocks(-(-end // self.block_size))
+        sequence.truncate_tokens(end)
+        sequence.num_computed_tokens = num_left
+        sequence.num_registered_blocks = min(sequence.num_registered_blocks, num_left // self.block_size)
+        # Down to a whole block: the one that it ends in may be written in place, once nobody else reads it.
+        sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left // self.block_size * self.block_size)
+        sequence.appender = None  # the block that it ends in may be cached, or somebody else's too
+        sequence.next_edge = 0
+        self._pool.release_table(dropped)
+        if self._group_slots is not None:
+            self._group_slots.truncate(sequence, end)
+        self._in_flight.note(sequence)
+        self._end()
+
+    def renew(self, sequence: Given[Sequence]) -> None:
+        """Say that the KV of a sequence from before a reset of the cache is valid after it, so that it is cached again.
+
+        For resets that had another reason than new weights, or after computing its KV anew. Its full blocks are
+        cached at once, and what it fills later too. Raises SequenceStateError when it isn't this manager's or not from
+        before a reset. O(its full blocks).
+        """
+        sequence = self._check_owned(sequence, "renew")
+        if not self.enable_caching or sequence.epoch is self._index.epoch:
+            raise SequenceStateError(f"renew: expected a sequence from before a reset of the cache, got {sequence}")
+        digests = digests_anew(self._index, sequence)
+        self.begin_change()
+        register_anew(self._index, sequence, digests)
+        if self._group_slots is not None:
+            self._group_slots.register_anew(sequence)
+        self._end()
+
     def reset_prefix_cache(self) -> None:
         """Stop caching everything, at any time: no block cached before is hit again. After a change of weights, say.
 
@@ -155,34 +500,7 @@ class KVCacheManager(GroupManager):
             self._retention.drop_uncached()
         self._end()
 
-    def shared_prefixes(
-        self,
-        sequences: Items[Sequence],
-        *,
-        min_blocks: SupportsIndex = 1,
-        num_visible_tokens: Items[SupportsIndex] | None = None,
-    ) -> list[SharedPrefix]:
-        """Return the groups of `sequences`, a batch, that share blocks, for cascade attention; parents before children.
-
-        See `find_shared_prefixes`. With several groups they are those of the primary one. Raises SequenceStateError
-        (not this manager's) and InvalidArgumentError. Changes nothing. Near-linear in the batch's blocks.
-        """
-        self.check_whole()
-        batch = listed("sequences", "an iterable of sequences", sequences)
-        self._check_has_primary("shared_prefixes")
-        for sequence in batch:
-            self._check_owned(sequence, "shared_prefixes")
-        return find_shared_prefixes(batch, self.block_size, min_blocks, num_visible_tokens)
-
-    def prefix_rows(self) -> list[PrefixRow]:
-        """Return what is cached as the rows of a table, for people. Changes nothing. O(cached blocks)."""
-        self.check_whole()
-        self._check_has_primary("prefix_rows")
-        return prefix_rows(self._index)
-
-    def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
-        """Return what is cached as a Graphviz document, of at most `max_nodes` nodes. As `prefix_rows`."""
-        return to_dot(self.prefix_rows(), max_nodes)
+    # What stays: pins and quotas.
 
     @property
     def pins(self) -> list[Pin]:
@@ -283,6 +601,37 @@ class KVCacheManager(GroupManager):
         tenants = [] if self._index.quotas is None else self._index.quotas.tenants()
         return [QuotaUsage(t.salt, t.max_cached_blocks, t.num_cached_blocks) for t in tenants]
 
+    # What people and engines look at.
+
+    def shared_prefixes(
+        self,
+        sequences: Items[Sequence],
+        *,
+        min_blocks: SupportsIndex = 1,
+        num_visible_tokens: Items[SupportsIndex] | None = None,
+    ) -> list[SharedPrefix]:
+        """Return the groups of `sequences`, a batch, that share blocks, for cascade attention; parents before children.
+
+        See `find_shared_prefixes`. With several groups they are those of the primary one. Raises SequenceStateError
+        (not this manager's) and InvalidArgumentError. Changes nothing. Near-linear in the batch's blocks.
+        """
+        self.check_whole()
+        batch = listed("sequences", "an iterable of sequences", sequences)
+        self._check_has_primary("shared_prefixes")
+        for sequence in batch:
+            self._check_owned(sequence, "shared_prefixes")
+        return find_shared_prefixes(batch, self.block_size, min_blocks, num_visible_tokens)
+
+    def prefix_rows(self) -> list[PrefixRow]:
+        """Return what is cached as the rows of a table, for people. Changes nothing. O(cached blocks)."""
+        self.check_whole()
+        self._check_has_primary("prefix_rows")
+        return prefix_rows(self._index)
+
+    def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
+        """Return what is cached as a Graphviz document, of at most `max_nodes` nodes. As `prefix_rows`."""
+        return to_dot(self.prefix_rows(), max_nodes)
+
     def explain(self, sequence: Given[Sequence]) -> Explanation:
         """Say why the longest cached prefix of a sequence ends where it does. Changes nothing.
 
@@ -306,6 +655,21 @@ class KVCacheManager(GroupManager):
         events = self._index.take_events()
         self._end()
         return events
+
+    def group_usage(self) -> list[GroupUsage]:
+        """Return what each group uses of the pool, by group. For people and metrics: O(pool)."""
+        self.check_whole()
+        num_cached = [self._pool.num_cached_blocks]
+        if self._group_index is not None:
+            num_cached = self._group_index.num_cached_by_group()
+        held: list[set[int]] = [set() for _ in self.groups]
+        for sequence in self._sequences.values():
+            for group, blocks in enumerate(held):
+                blocks |= {block.block_id for block in sequence.group_blocks(group) if block is not None}
+        return [
+            GroupUsage(group, len(blocks), number)
+            for group, (blocks, number) in enumerate(zip(held, num_cached, strict=True))
+        ]
 
     def start_sampling(self, every: SupportsIndex, now: Callable[[], float], bounds: Iterable[float]) -> BlockSampler:
         """Record the lives of about one block in `every` from now on; `metrics.CacheMetrics` is what shows them.
@@ -335,6 +699,203 @@ class KVCacheManager(GroupManager):
         self.check_whole()
         return self._pool.free_block_ids()
 
+    def check(self) -> None:
+        """Raise AssertionError unless all invariants of docs/design.md hold (never under python -O). O(pool)."""
+        self.check_whole()
+        tables = [table for sequence in self._sequences.values() for table in self._slots.tables(sequence)]
+        self._pool.check(tables + self._retention.tables())
+        self._retention.check()
+        batch, places = self._last_step
+        assert places == {sequence: i for i, sequence in enumerate(batch)}, "step: places of another batch"
+        self._check_sequences(self.block_size, self._slots.edge_size)
+
+    # What the calls are made of.
+
+    def _start(
+        self, sequence: Sequence, end: int, num_lookahead_tokens: int, hit: CacheHit | None
+    ) -> list[KVCacheBlock] | None:
+        epoch = self._index.epoch if self.enable_caching else None
+        self._claim(sequence, "allocate_slots")
+        try:
+            blocks = self._slots.start(sequence, epoch, end, num_lookahead_tokens, hit)
+        except BaseException:
+            if sequence.owner is None:  # nothing was changed yet
+                self._unclaim(sequence)
+            raise
+        if blocks is None:
+            self._unclaim(sequence)
+            return None
+        sequence.appender = self
+        self._num_queries += 1
+        self._num_queried_tokens += sequence.num_tokens
+        if hit is not None and hit.blocks:
+            sequence.num_readonly_tokens = hit.num_readonly_tokens
+            self._num_hits += 1
+            self._num_hit_tokens += hit.num_tokens
+        return blocks
+
+    def _append_checked(self, sequence: Given[Sequence], token_ids: TokenIds) -> list[KVCacheBlock] | None:
+        """`append_slots` of a manager that is checked after each change, or that was left half done."""
+        self.check_whole()
+        self.change_state = IDLE
+        try:
+            blocks = self.append_slots(sequence, token_ids)
+        finally:
+            was_short = self.change_state == IDLE
+            if was_short:
+                self.change_state = DEBUGGING
+        if was_short:
+            self.check()
+        return blocks
+
+    def _append_step(self, sequences: Items[Sequence], token_ids: TokenIds) -> list[tuple[int, int, int]] | None:
+        if self.change_state:
+            self.check_whole()
+        batch: list[Sequence] = (
+            [*sequences] if type(sequences) is list else listed("sequences", "an iterable of sequences", sequences)
+        )
+        if not batch:
+            check_no_step(token_ids)
+            return []
+        tokens: list[Any] = token_ids if type(token_ids) is list else pack_tokens(token_ids).tolist()
+        if len(batch) != len(tokens):
+            check_step(batch, len(tokens))
+        try:
+            at_edge = [s for s in batch if s.num_computed_tokens >= s.next_edge or s.appender is not self]
+        except (AttributeError, TypeError):
+            check_step(batch, len(tokens))  # says which is no sequence
+            raise
+        for sequence in at_edge:
+            if sequence.owner is not self or sequence.num_computed_tokens != len(sequence.tokens):
+                self._check_appendable(sequence, "append_step")
+        if batch != self._last_step[0]:
+            self._note_batch(batch)  # only now, so that nobody else's sequence is kept
+        changes = self._slots.append_step(batch, tokens, at_edge, self._last_step[1])
+        self._end()
+        return changes
+
+    def _note_batch(self, batch: list[Sequence]) -> None:
+        """Find the places of a step's sequences. Raises InvalidArgumentError when one comes twice."""
+        places = dict(zip(batch, range(len(batch)), strict=True))
+        if len(places) != len(batch):
+            check_step(batch, len(batch))
+        self._last_step = batch, places
+
+    def _give_back(self, sequence: Given[Sequence], call: str, num_computed_tokens: SupportsIndex | None) -> None:
+        """Give back what a sequence holds; num_computed_tokens: that are written, None: all. O(as `free`, `abort`)."""
+        if self.change_state:
+            self.check_whole()
+        try:  # `_check_owned`, without the call
+            own: Sequence = sequence  # type: ignore[assignment]
+            owner = own.owner
+        except (AttributeError, TypeError):
+            raise not_a_sequence(call, sequence) from None
+        if owner is not self or self._sequences.get(own.sequence_id) is not own:
+            raise self._refusal(call, sequence)
+        if num_computed_tokens is not None:
+            num_computed_tokens = check_count("num_computed_tokens", num_computed_tokens, 0, own.num_computed_tokens)
+        self.change_state = CHANGING
+        try:
+            del self._sequences[own.sequence_id]  # first of all, since it asks for the id's hash
+        except BaseException:
+            self._keep(own)
+            raise
+        if num_computed_tokens is not None:
+            self._forget_unwritten(own, num_computed_tokens)
+        if self._retention.lacking:
+            self._retention.extend(own)
+        if self._last_step[0]:
+            self._last_step = ([], {})
+        num_cached = own.num_registered_blocks if own.epoch is self._index.epoch else 0
+        self._pool.release_table(own.blocks, num_cached)
+        self._in_flight.drop(own)
+        if own.window_tables is not None and self._group_slots is not None:
+            self._group_slots.release(own)
+        own.reset_blocks()
+        self.change_state = self._rest_state  # `_end`, without the call
+        if self.change_state:
+            self.check()
+
+    def _forget_unwritten(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        forget_unwritten(self._index, sequence, num_computed_tokens)
+        if self._index.detached:
+            self._pool.requeue_detached()
+        if self._retention.pins:
+            self._retention.drop_uncached()
+
+    def _claim(self, sequence: Sequence, call: str) -> None:
+        """Begin a change by entering a sequence under its id, which is hashed and compared before anything changes.
+
+        Raises what those raise, and SequenceStateError when the id is in use; then no change is under way.
+        """
+        self.change_state = CHANGING  # `begin_change`, without the call: both callers have asked whether all is whole
+        try:
+            is_free = self._sequences.setdefault(sequence.sequence_id, sequence) is sequence
+        except BaseException:
+            self._unclaim(sequence)
+            raise
+        if not is_free:
+            self.end_change()
+            raise SequenceStateError(
+                f"{call}: expected another sequence_id than {shown(sequence.sequence_id)}, which is in use"
+            )
+
+    def _unclaim(self, sequence: Sequence) -> None:
+        """End a change of which nothing but the claim was made, or not even that. Asks for no id's hash. O(1)."""
+        if self._sequences and next(reversed(self._sequences.values())) is sequence:
+            self._sequences.popitem()
+        self.end_change()
+
+    def _keep(self, sequence: Sequence) -> None:
+        """End a change that was to begin by taking a sequence out, unless it is out already. O(sequences)."""
+        if id(sequence) in map(id, self._sequences.values()):  # by identity
+            self.end_change()
+
+    def _check_owned(self, sequence: Given[Sequence], call: str) -> Sequence:
+        """Return `sequence` if it is one of ours, else raise SequenceStateError or InvalidArgumentError. O(1)."""
+        if self.change_state:
+            self.check_whole()
+        try:
+            own: Sequence = sequence  # type: ignore[assignment]  # compiled code looks at its type here
+            owner = own.owner
+        except (AttributeError, TypeError):
+            raise not_a_sequence(call, sequence) from None
+        if owner is not self or self._sequences.get(own.sequence_id) is not own:
+            raise self._refusal(call, sequence)
+        return own
+
+    def _check_continued(self, sequence: Sequence, hit: CacheHit | None) -> int:
+        self._check_owned(sequence, "allocate_slots")
+        if hit is not None:
+            raise SequenceStateError(f"allocate_slots: expected no hit, since {sequence} has blocks; got {hit}")
+        return sequence.num_computed_tokens
+
+    def _check_appendable(self, sequence: Sequence, call: str) -> None:
+        self._check_owned(sequence, call)
+        if sequence.num_computed_tokens != sequence.num_tokens:
+            got = f"{sequence.num_computed_tokens} slots for {sequence}"
+            raise SequenceStateError(f"{call}: expected slots for all tokens, got {got}")
+
+    def _check_has_primary(self, call: str) -> None:
+        if self._group_index is not None and self._group_index.layout.primary is None:
+            raise InvalidArgumentError(f"{call}: expected a manager with a group of full attention, got {self.groups}")
+
+    def _refusal(self, call: str, sequence: object) -> KVBlocksError:
+        try:
+            got = as_sequence(call, sequence).describe_for(self)
+        except InvalidArgumentError as error:
+            return error
+        return SequenceStateError(f"{call}: expected a sequence allocated here, got {got}")
+
+    def _check_sequences(self, block_size: int, edge_size: int) -> None:
+        """Raise AssertionError unless all sequences are here under their ids and agree with themselves."""
+        for sequence_id, sequence in self._sequences.items():
+            own_id: Any = sequence.sequence_id  # whose == may answer anything
+            assert sequence.owner is self and own_id == sequence_id, f"{sequence}: not under its own id"
+            sequence.check(block_size, edge_size)
+            for table in [] if sequence.window_tables is None else sequence.window_tables.tables:
+                table.check(sequence.num_computed_tokens)
+
     def _use_quotas(self, quotas: TenantQuotas) -> None:
         """Put quotas into force, counting anew, which ends the change; without any, nothing asks for them."""
         self._index.quotas = quotas
@@ -342,3 +903,10 @@ class KVCacheManager(GroupManager):
         if quotas.is_empty:
             self._index.quotas = None
         self._end()
+
+    def _end(self) -> None:
+        """End a change, and check that all is consistent if that is wanted."""
+        rest = self._rest_state
+        self.change_state = rest
+        if rest:
+            self.check()

@@ -57,10 +57,7 @@ FLOORS = {
     "kvblocks.prefix_match": 2,
     "kvblocks.prefix_pins": 2,
     "kvblocks.prefix_store": 2,
-    "kvblocks.ownership": 3,
-    "kvblocks.sequence_manager": 3,
-    "kvblocks.branching": 3,
-    "kvblocks.group_manager": 3,
+    "kvblocks.sequence_checks": 3,
     "kvblocks.picture": 2,
     "kvblocks.shared_prefixes": 2,
     "kvblocks.manager": 3,
@@ -130,7 +127,9 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6  # all kinds, keyword-only, *args and **kwargs included; without self and cls
 
 # "module:Class.function" (or "module" for a file) -> why it may be larger. An entry that is not needed fails the test.
-LARGER_FILES: dict[str, str] = {}
+LARGER_FILES: dict[str, str] = {
+    "kvblocks.manager": "the facade: one class, whose methods check what they were given and delegate",
+}
 LONGER_FUNCTIONS: dict[str, str] = {}
 _PAGED_BATCH = "the tensors of a paged batch, one by one as attention kernels take them"
 MORE_PARAMETERS: dict[str, str] = {
