@@ -150,31 +150,19 @@ def test_runs_find_what_a_dict_of_prefixes_finds() -> None:
     assert num_partial > 500
 
 
-def test_a_run_that_lost_its_end_to_a_decoded_token_is_not_extended() -> None:
+@pytest.mark.parametrize("num_prompt_tokens", [17, 16])
+def test_a_run_that_lost_its_end_to_another_sequence_is_not_extended(num_prompt_tokens: int) -> None:
+    """Whether a prompt's last token takes the block, or a decoded one."""
     manager = KVCacheManager(5, 4)
     first = Sequence("first", range(20))
     manager.allocate_slots(first)
     manager.free(first)
-    second = Sequence("second", range(17))
-    manager.allocate_slots(second, hit=manager.get_computed_blocks(second), num_new_tokens=1)  # takes the fifth block
-    manager.append_slots(second, [90])
-    manager.append_slots(second, [91])
-    manager.append_slots(second, [92])
-    for tokens, num_hit in ((range(21), 16), ([*range(17), 90, 91, 92, 0], 20)):
-        assert manager.get_computed_blocks(Sequence("probe", tokens)).num_tokens == num_hit
-    manager.check()
-
-
-def test_so_it_is_when_a_decoded_token_begins_the_block() -> None:
-    manager = KVCacheManager(5, 4)
-    first = Sequence("first", range(20))
-    manager.allocate_slots(first)
-    manager.free(first)
-    second = Sequence("second", range(16))
+    second = Sequence("second", range(num_prompt_tokens))
     manager.allocate_slots(second, hit=manager.get_computed_blocks(second))
-    for token in (90, 91, 92, 93):
+    decoded = [90, 91, 92, 93][: 20 - num_prompt_tokens]
+    for token in decoded:
         assert manager.append_slots(second, [token]) is not None
-    for tokens, num_hit in ((range(21), 16), ([*range(16), 90, 91, 92, 93, 0], 20)):
+    for tokens, num_hit in ((range(21), 16), ([*range(num_prompt_tokens), *decoded, 0], 20)):
         assert manager.get_computed_blocks(Sequence("probe", tokens)).num_tokens == num_hit
     manager.check()
 
