@@ -3,8 +3,9 @@
     python -m bench.worst_cases [--cases evict,explain] [--rounds N] [--scale X] [--json FILE]
 
 Each case is run at a quarter of its size and at its size. Work that grows with the size takes 4 times as long then, a
-call that doesn't grow with it as long as before, and 16 times as long is quadratic. With PYTHONPATH=DIR it measures the
-kvblocks in DIR, an older checkout for example, where a case may take minutes.
+call that doesn't grow with it as long as before, and 16 times as long is quadratic. From outside the
+checkout, with PYTHONPATH=DIR:CHECKOUT, it measures the kvblocks in DIR, an older one for example, where a case may take
+minutes; inside it, Python puts the checkout first.
 
 What it does not show: ordinary work, which `bench.compare` and `bench.versus` do; several bad histories at once; and
 that the collector is off.
