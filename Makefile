@@ -17,8 +17,8 @@ PINS := pyproject.toml constraints.txt kvblocks/version.py $(wildcard setup.py)
 # A process a core, a file of tests in one of them; PYTEST_ARGS="-n 0" goes without.
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
-# All tests but those of the engine, the command line and the packaging.
-CORE_TESTS := $(filter-out $(addprefix tests/test_,bench.py bench_metrics.py bench_prefix_cache.py bench_versus.py cli.py compiled_wheel.py examples.py layering.py packaging.py),$(wildcard tests/test_*.py))
+# All tests but those of the engine, the kernels, the command line, the benches and the house.
+CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/retention tests/observe tests/prefix_cache tests/house/test_build.py
 
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
@@ -62,19 +62,19 @@ SANITIZED := $(addprefix tests/kernels/test_,store.py decode.py extend.py prefix
 
 # On a machine with a GPU: the kernels and the engine natively, then their benches. Its own torch and triton serve as well: see README.md.
 gpu-test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) tests/kernels tests/engine/test_engine_gpu.py tests/engine/test_decode_step.py
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) tests/kernels tests/engine/run/test_engine_gpu.py tests/engine/run/test_decode_step.py
 	@if command -v compute-sanitizer >/dev/null; then \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --target-processes all --error-exitcode 9 \
 			$(BIN)/python -m pytest -q -k 'not graph and not 128k and not random' $(SANITIZED); \
 	else echo 'compute-sanitizer was not found: what the kernels touch out of bounds is not looked for'; fi
 	$(BIN)/python -m bench.attention --json bench/results/attention.json
-	$(BIN)/python -m bench.engine_gpu --json bench/results/engine-gpu.json
+	$(BIN)/python -m bench.attention.engine_gpu --json bench/results/engine-gpu.json
 
 check: $(DEV_STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python tools/check_types.py
-	$(BIN)/python -m pytest -q tests/test_layering.py tests/test_packaging.py
+	$(BIN)/python -m pytest -q tests/house/test_layering.py tests/house/test_packaging.py
 
 format: $(DEV_STAMP)
 	$(BIN)/python -m ruff format .

@@ -7,20 +7,27 @@ build is made; `kvblocks.__compiled__` tells which one is installed.
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
-# The core, as one unit: calls between its modules are then C calls. The engine and the command line stay plain.
-MODULES = (
-    *("arguments", "change", "tokens", "hashing", "eviction_history", "tenant", "epoch", "block"),
-    *("free_queue", "sequence_keys", "sequence", "quotas", "cached_runs", "prefix_index", "block_sampler"),
-    *("group_layout", "group_tables", "companions", "ghosts", "group_pool", "group_lookup"),
-    *("group_need", "group_registration", "group_retention", "group_slots", "group_explanation"),
-    *("in_flight", "cache_hit", "pool", "registration", "pinned_blocks", "retention", "slots", "steps", "explanation"),
-    *("sequence_checks", "shared_prefixes", "picture", "manager", "metrics"),
-    *("prefix_match", "prefix_pins", "prefix_store", "prefix_cache"),
-)
+ROOT = Path(__file__).resolve().parent
+# What is compiled, as one unit: calls between its modules are then C calls. The engine and the command line stay plain.
+FOLDERS = ("core", "retention", "groups", "prefix_cache", "observe")
+SINGLE = ("arguments.py", "manager.py")
+# These stay plain: records gain nothing, and people pickle and subclass them. So do the errors, events and stats.
+PLAIN = ("groups/kinds.py", "groups/plan.py")
+
+
+def compiled_files() -> list[str]:
+    """Return the sources that are compiled, by their paths from here. A test holds them against the tree."""
+    package = ROOT / "kvblocks"
+    files = [
+        *SINGLE,
+        *(f"{folder}/{path.name}" for folder in FOLDERS for path in sorted((package / folder).glob("*.py"))),
+    ]
+    return [f"kvblocks/{file}" for file in files if file not in PLAIN and not file.endswith("__init__.py")]
 
 
 class BuildOrGoWithout(build_ext):
@@ -39,15 +46,20 @@ def extensions() -> list:
     """Return mypyc's extensions for the core. Needs mypy."""
     from mypyc.build import mypycify
 
-    # errors, events, groups, pool_plan and stats stay plain: records gain nothing, and people pickle and subclass them.
     # The dotted name puts the shared library inside the package, so that the wheel has no second top-level module.
-    files = [f"kvblocks/{module}.py" for module in MODULES]
+    files = compiled_files()
     return mypycify(["--strict", "--config-file=", *files], opt_level="3", debug_level="0", group_name="kvblocks.core")
 
 
-if os.environ.get("KVBLOCKS_COMPILE") == "1" and find_spec("mypyc") is None:
-    setup(setup_requires=["mypy>=1.18"])  # pip asks for this first, and then installs it into the build's environment
-elif os.environ.get("KVBLOCKS_COMPILE") == "1":
-    setup(ext_modules=extensions(), cmdclass={"build_ext": BuildOrGoWithout}, setup_requires=["mypy>=1.18"])
-else:
-    setup()
+def main() -> None:
+    """Build."""
+    if os.environ.get("KVBLOCKS_COMPILE") != "1":
+        setup()
+    elif find_spec("mypyc") is None:
+        setup(setup_requires=["mypy>=1.18"])  # pip asks for this first, and then installs it where it builds
+    else:
+        setup(ext_modules=extensions(), cmdclass={"build_ext": BuildOrGoWithout}, setup_requires=["mypy>=1.18"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Benchmarks: `python -m bench.micro` for this machine, `python -m bench.compare` beside the peers.
+"""Benchmarks: `python -m bench.core.micro` for this machine, `python -m bench.core.compare` beside the peers.
 
 An installed kvblocks, compiled perhaps, is what gets measured; the checkout's only where none is installed. `python -m`
 puts the checkout first on the path, so it is moved to the end here, before anything imports kvblocks.

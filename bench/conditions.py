@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import kvblocks
-from bench.ours import is_compiled
-from bench.workload import BLOCK_SIZE, POOL_BLOCKS
+from bench.core.ours import is_compiled
+from bench.core.workload import BLOCK_SIZE, POOL_BLOCKS
 
 
 def cpu_model() -> str:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Installs the peers that PyPI has into a virtual environment of their own, about 3 GB, for `python -m bench.compare`.
+# Installs the peers that PyPI has into a virtual environment of their own, about 3 GB, for `python -m bench.core.compare`.
 #
 #     bench/install_peers.sh DIR [more arguments for pip]
-#     DIR/bin/python -m bench.compare                                  # the checkout's kvblocks, plain
-#     KVBLOCKS_COMPILE=1 DIR/bin/pip install --no-deps . && DIR/bin/python -m bench.compare      # the compiled build
+#     DIR/bin/python -m bench.core.compare                                  # the checkout's kvblocks, plain
+#     KVBLOCKS_COMPILE=1 DIR/bin/pip install --no-deps . && DIR/bin/python -m bench.core.compare      # the compiled build
 #
 # vLLM and SGLang want different versions of the same packages, and a GPU's; their block managers need neither, so all
 # is installed without dependencies, from a list. On Linux, PyPI's torch brings CUDA (several GB more); for the CPU build
@@ -22,4 +22,4 @@ here=$(cd "$(dirname "$0")" && pwd)
 pip=("$peers/bin/python" -m pip install --quiet --disable-pip-version-check)
 "${pip[@]}" "$@" torch==2.13.0 numpy
 "${pip[@]}" "$@" --no-deps -r "$here/peers/requirements.txt"
-echo "peers installed; now: $peers/bin/python -m bench.compare"
+echo "peers installed; now: $peers/bin/python -m bench.core.compare"

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.items import BASELINE, ITEMS, TARGETS
-from bench.serving_rows import ROWS
+from bench.core.items import BASELINE, ITEMS, TARGETS
+from bench.serving.rows import ROWS
 
 BENCH = Path(__file__).resolve().parent
 PAGE = BENCH.parent / "docs" / "performance.md"

@@ -2,7 +2,7 @@
 
 A table that is checked in, not a search at run time: the first call of a process costs no search, and the same machine
 always runs the same code. The entries below are chosen by reasoning and by compiling ahead of time (no spills, loads of
-K and V in flight while the tile before is computed); none has been measured on a GPU yet. `bench/sweep_kernels.py`
+K and V in flight while the tile before is computed); none has been measured on a GPU yet. `bench.sweep_kernels`
 measures them on one and prints the entries to put here.
 
 Each kernel has a dictionary of its own, from (family, head_dim, bytes of an element of K) to a `Launch`. The families

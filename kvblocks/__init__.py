@@ -5,50 +5,93 @@
     hit = manager.get_computed_blocks(sequence)
     manager.allocate_slots(sequence, hit=hit)
 
+The rooms: `kvblocks.core` is one group of layers with full attention and all that exactness needs; `kvblocks.groups`
+are several groups; `kvblocks.retention` says what stays; `kvblocks.observe` is what people look at;
+`kvblocks.prefix_cache` is for engines that own their block ids. The reference engine is `kvblocks.engine`, its kernels
+`kvblocks.kernels`.
+
 Public calls check what they are given: see `kvblocks.arguments`. Nothing is checked of the records that they answer
 with (CacheStats, PrefixRow, SharedPrefix, Plan and the like) when somebody else makes one.
 
-The core needs no torch, numpy, clock or thread; the reference engine is `kvblocks.engine`, its kernels
-`kvblocks.kernels`.
+The names below are imported when they are first asked for (PEP 562), so that who needs a block table loads nothing
+else. None of them needs torch, numpy, a clock or a thread.
 """
 
-from kvblocks import block
-from kvblocks.block import KVCacheBlock
-from kvblocks.cache_hit import CacheHit
-from kvblocks.errors import (
-    BlockStateError,
-    CorruptStateError,
-    InvalidArgumentError,
-    InvalidTokensError,
-    KVBlocksError,
-    PinBudgetError,
-    PoolExhaustedError,
-    SequenceStateError,
-    StaleHitError,
-)
-from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
-from kvblocks.explanation import Explanation
-from kvblocks.free_queue import FreeBlockQueue
-from kvblocks.groups import FullAttention, Group, SlidingWindow
-from kvblocks.manager import KVCacheManager
-from kvblocks.metrics import CacheMetrics
-from kvblocks.picture import PrefixRow
-from kvblocks.pool import BlockPool
-from kvblocks.pool_plan import KVLayer, Plan, plan
-from kvblocks.prefix_cache import PrefixCache
-from kvblocks.prefix_match import PrefixInsert, PrefixMatch
-from kvblocks.prefix_pins import PinnedPrefix
-from kvblocks.retention import Pin, Refusal
-from kvblocks.sequence import Sequence
-from kvblocks.shared_prefixes import SharedPrefix
-from kvblocks.stats import CacheStats, GroupUsage, MetricsSnapshot, QuotaUsage
-from kvblocks.version import __version__
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__compiled__: bool = not str(block.__file__).endswith(".py")
-"""Whether this is the compiled build of the core (`KVBLOCKS_COMPILE=1 pip install .`).
+if TYPE_CHECKING:
+    from kvblocks.core.block import KVCacheBlock
+    from kvblocks.core.free_queue import FreeBlockQueue
+    from kvblocks.core.hit import CacheHit
+    from kvblocks.core.pool import BlockPool
+    from kvblocks.core.sequence import Sequence
+    from kvblocks.errors import (
+        BlockStateError,
+        CorruptStateError,
+        InvalidArgumentError,
+        InvalidTokensError,
+        KVBlocksError,
+        PinBudgetError,
+        PoolExhaustedError,
+        SequenceStateError,
+        StaleHitError,
+    )
+    from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+    from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
+    from kvblocks.groups.plan import KVLayer, Plan, plan
+    from kvblocks.manager import KVCacheManager
+    from kvblocks.observe.explanation import Explanation
+    from kvblocks.observe.metrics import CacheMetrics
+    from kvblocks.observe.picture import PrefixRow
+    from kvblocks.observe.shared_prefixes import SharedPrefix
+    from kvblocks.prefix_cache.cache import PrefixCache
+    from kvblocks.prefix_cache.match import PrefixInsert, PrefixMatch
+    from kvblocks.prefix_cache.pins import PinnedPrefix
+    from kvblocks.retention.pins import Pin
+    from kvblocks.stats import CacheStats, GroupUsage, MetricsSnapshot, QuotaUsage, Refusal
+    from kvblocks.version import __version__
 
-The two behave alike; docs/design.md has the exceptions.
-"""
+    __compiled__: bool
+    """Whether this is the compiled build of the core (`KVBLOCKS_COMPILE=1 pip install .`).
+
+    The two behave alike; docs/design.md has the exceptions.
+    """
+
+# Where each public name lives; a test holds this against the imports above.
+_HOMES = {
+    "core.block": ("KVCacheBlock",),
+    "core.free_queue": ("FreeBlockQueue",),
+    "core.hit": ("CacheHit",),
+    "core.pool": ("BlockPool",),
+    "core.sequence": ("Sequence",),
+    "errors": (
+        "BlockStateError",
+        "CorruptStateError",
+        "InvalidArgumentError",
+        "InvalidTokensError",
+        "KVBlocksError",
+        "PinBudgetError",
+        "PoolExhaustedError",
+        "SequenceStateError",
+        "StaleHitError",
+    ),
+    "events": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "CacheEvent"),
+    "groups.kinds": ("FullAttention", "Group", "SlidingWindow"),
+    "groups.plan": ("KVLayer", "Plan", "plan"),
+    "manager": ("KVCacheManager",),
+    "observe.explanation": ("Explanation",),
+    "observe.metrics": ("CacheMetrics",),
+    "observe.picture": ("PrefixRow",),
+    "observe.shared_prefixes": ("SharedPrefix",),
+    "prefix_cache.cache": ("PrefixCache",),
+    "prefix_cache.match": ("PrefixInsert", "PrefixMatch"),
+    "prefix_cache.pins": ("PinnedPrefix",),
+    "retention.pins": ("Pin",),
+    "stats": ("CacheStats", "GroupUsage", "MetricsSnapshot", "QuotaUsage", "Refusal"),
+    "version": ("__version__",),
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AllBlocksCleared",
@@ -93,3 +136,19 @@ __all__ = [
     "__version__",
     "plan",
 ]
+
+
+def __getattr__(name: str) -> object:
+    value: object
+    if name == "__compiled__":
+        value = not str(import_module("kvblocks.core.block").__file__).endswith(".py")
+    elif name in _MODULES:
+        value = vars(import_module(f"kvblocks.{_MODULES[name]}"))[name]
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

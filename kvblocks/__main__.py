@@ -1,6 +1,6 @@
 """`python -m kvblocks` is the `kvblocks` command."""
 
-from kvblocks.cli import main
+from kvblocks.cli.app import main
 
 if __name__ == "__main__":
     main()

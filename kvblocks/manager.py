@@ -39,36 +39,36 @@ from kvblocks.arguments import (
     shown,
     wrong,
 )
-from kvblocks.block import KVCacheBlock
-from kvblocks.block_sampler import BlockSampler, check_bounds, choose_sample
-from kvblocks.cache_hit import CacheHit, check_hit
-from kvblocks.change import CHANGING, DEBUGGING, IDLE, Changeable
-from kvblocks.companions import GroupIndex
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.caching import digests_anew, forget_unwritten, register_anew
+from kvblocks.core.change import CHANGING, DEBUGGING, IDLE, Changeable
+from kvblocks.core.hashing import HashFunction, PositionKey, get_hash_function
+from kvblocks.core.hit import CacheHit, check_hit
+from kvblocks.core.in_flight import InFlight
+from kvblocks.core.pool import BlockPool
+from kvblocks.core.prefix_index import PrefixIndex
+from kvblocks.core.sequence import Sequence
+from kvblocks.core.sequence_checks import as_sequence, check_no_step, check_start, check_step, not_a_sequence
+from kvblocks.core.steps import StepAllocator
+from kvblocks.core.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, SequenceStateError
 from kvblocks.events import CacheEvent
-from kvblocks.eviction_history import EvictionHistory
-from kvblocks.explanation import Explanation, explain_miss
-from kvblocks.group_explanation import explain_group_miss
-from kvblocks.group_layout import make_layout
-from kvblocks.group_lookup import find_hit
-from kvblocks.group_pool import GroupPool
-from kvblocks.group_retention import GroupRetention
-from kvblocks.group_slots import GroupSlots
-from kvblocks.groups import FullAttention, Group
-from kvblocks.hashing import HashFunction, PositionKey, get_hash_function
-from kvblocks.in_flight import InFlight
-from kvblocks.picture import PrefixRow, prefix_rows, to_dot
-from kvblocks.pool import BlockPool
-from kvblocks.prefix_index import PrefixIndex
-from kvblocks.quotas import TenantQuotas
-from kvblocks.registration import digests_anew, forget_unwritten, register_anew
-from kvblocks.retention import Pin, Priority, Refusal, Retention
-from kvblocks.sequence import Sequence
-from kvblocks.sequence_checks import as_sequence, check_no_step, check_start, check_step, not_a_sequence
-from kvblocks.shared_prefixes import SharedPrefix, find_shared_prefixes
-from kvblocks.stats import CacheStats, GroupUsage, QuotaUsage
-from kvblocks.steps import StepAllocator
-from kvblocks.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
+from kvblocks.groups.hit import find_hit
+from kvblocks.groups.index import GroupIndex
+from kvblocks.groups.kinds import FullAttention, Group
+from kvblocks.groups.layout import make_layout
+from kvblocks.groups.pins import GroupRetention
+from kvblocks.groups.pool import GroupPool
+from kvblocks.groups.slots import GroupSlots
+from kvblocks.observe.block_sampler import BlockSampler, check_bounds, choose_sample
+from kvblocks.observe.explanation import Explanation, explain_miss
+from kvblocks.observe.group_explanation import explain_group_miss
+from kvblocks.observe.picture import PrefixRow, prefix_rows, to_dot
+from kvblocks.observe.removal_history import EvictionHistory
+from kvblocks.observe.shared_prefixes import SharedPrefix, find_shared_prefixes
+from kvblocks.retention.pins import Pin, Priority, Retention
+from kvblocks.retention.quotas import TenantQuotas
+from kvblocks.stats import CacheStats, GroupUsage, QuotaUsage, Refusal
 
 _NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
 """What adding a token the short way raises where the long way may still take it, or knows what is wrong with it."""

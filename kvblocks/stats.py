@@ -61,6 +61,24 @@ class GroupUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the pool could not serve a call: it needed `num_blocks`, and had `num_free_blocks` free ones.
+
+    num_given_blocks: those that pins would have given up. num_kept_blocks: those that only pins hold and would not.
+    """
+
+    num_blocks: int
+    num_free_blocks: int
+    num_given_blocks: int
+    num_kept_blocks: int
+
+    @property
+    def is_due_to_pins(self) -> bool:
+        """Whether it could have been served without pins."""
+        return self.num_blocks <= self.num_free_blocks + self.num_given_blocks + self.num_kept_blocks
+
+
+@dataclass(frozen=True, slots=True)
 class PinUsage:
     """All pins together.
 

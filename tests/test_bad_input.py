@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from odd_values import ODD, Index, Mine, Text
+from model.odd_values import ODD, Index, Mine, Text
 
 import kvblocks
 from kvblocks import (
@@ -25,7 +25,7 @@ from kvblocks import (
     SlidingWindow,
     plan,
 )
-from kvblocks.hashing import decode_extra_keys
+from kvblocks.core.hashing import decode_extra_keys
 
 WORLDS = ["plain", "named", "groups"]
 

@@ -5,11 +5,11 @@ from array import array
 from pathlib import Path
 
 import pytest
-from bytecodes import count_bytecodes, uncompiled
+from model.bytecodes import count_bytecodes, uncompiled
 
 from kvblocks import KVCacheManager, Sequence
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def tokens(first_block: int, num_blocks: int) -> "array[int]":
@@ -20,7 +20,7 @@ def tokens(first_block: int, num_blocks: int) -> "array[int]":
 def worst_cases(monkeypatch):
     """The cases by name, each of which makes a history of a size and returns the work."""
     monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("bench.worst_cases").CASES
+    return importlib.import_module("bench.core.worst_cases").CASES
 
 
 @uncompiled

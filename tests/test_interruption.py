@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from interrupted_caches import CALLS, make_cache_case
-from interrupted_managers import KINDS, PROMPT, make_case, names_of
-from interruption import interrupt_everywhere
+from model.interrupted_caches import CALLS, make_cache_case
+from model.interrupted_managers import KINDS, PROMPT, make_case, names_of
+from model.interruption import interrupt_everywhere
 
 import kvblocks
 from kvblocks import CorruptStateError, KVCacheManager, PrefixCache, Sequence

@@ -15,7 +15,7 @@ from kvblocks import (
     SequenceStateError,
     StaleHitError,
 )
-from kvblocks.hashing import sha256_digest
+from kvblocks.core.hashing import sha256_digest
 
 
 def start(manager: KVCacheManager, sequence: Sequence) -> int:

@@ -4,11 +4,11 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from history import OPERATIONS, FragileHash, History, RandomChooser, walk
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from model.history import OPERATIONS, FragileHash, History, RandomChooser, walk
 
-from kvblocks.hashing import sha256_digest
+from kvblocks.core.hashing import sha256_digest
 
 
 def three_bit_hash(preimage: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 import importlib
 
-from bench.driver import Driver
+from bench.core.driver import Driver
 
 PEERS = {
     "vllm": "bench.peers.vllm:VLLM",

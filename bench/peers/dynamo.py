@@ -5,9 +5,9 @@ from importlib.metadata import version
 
 import dynamo._core as core
 
-from bench.driver import Cases, Driver
+from bench.core.driver import Cases, Driver
+from bench.core.workload import BLOCK_SIZE, FreshPrompts, calls_for, half_prompt, prompt
 from bench.timing import Case
-from bench.workload import BLOCK_SIZE, FreshPrompts, calls_for, half_prompt, prompt
 
 
 class Dynamo(Driver):

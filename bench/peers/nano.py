@@ -17,9 +17,8 @@ for _package in ("nanovllm", "nanovllm.engine"):  # without running their __init
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
-from bench.driver import Cases, Driver
-from bench.timing import Case
-from bench.workload import (
+from bench.core.driver import Cases, Driver
+from bench.core.workload import (
     BLOCK_SIZE,
     FILLER_BLOCKS,
     NUM_REQUESTS,
@@ -37,6 +36,7 @@ from bench.workload import (
     shared_prefix,
     step_tokens,
 )
+from bench.timing import Case
 
 Sequence.block_size = BLOCK_SIZE
 Sequences = list[Sequence]

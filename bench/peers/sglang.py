@@ -4,19 +4,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from bench.driver import Cases, Driver
-from bench.peers.sglang_tree import (
-    VERSION,
-    Batch,
-    Cache,
-    MatchPrefixParams,
-    alloc_token_slots,
-    get_hash_str,
-    make_allocator,
-    make_key,
-)
-from bench.timing import Case
-from bench.workload import (
+from bench.core.driver import Cases, Driver
+from bench.core.workload import (
     BLOCK_SIZE,
     FILLER_BLOCKS,
     NUM_REQUESTS,
@@ -30,6 +19,17 @@ from bench.workload import (
     prompt,
     shared_prefix,
 )
+from bench.peers.sglang_tree import (
+    VERSION,
+    Batch,
+    Cache,
+    MatchPrefixParams,
+    alloc_token_slots,
+    get_hash_str,
+    make_allocator,
+    make_key,
+)
+from bench.timing import Case
 
 PAGED = f"Rust core, page {BLOCK_SIZE}"
 UNPAGED = "Rust core, page 1"

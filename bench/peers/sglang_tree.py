@@ -57,7 +57,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_hash_str
 
-from bench.workload import BLOCK_SIZE, FILLER_BLOCKS, POOL_BLOCKS, STEP_SEQUENCES, filler
+from bench.core.workload import BLOCK_SIZE, FILLER_BLOCKS, POOL_BLOCKS, STEP_SEQUENCES, filler
 
 __all__ = [
     "VERSION",

@@ -20,9 +20,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from bench.driver import Cases, Driver
-from bench.timing import Case
-from bench.workload import (
+from bench.core.driver import Cases, Driver
+from bench.core.workload import (
     BLOCK_SIZE,
     FILLER_BLOCKS,
     NUM_REQUESTS,
@@ -39,6 +38,7 @@ from bench.workload import (
     shared_prefix,
     step_tokens,
 )
+from bench.timing import Case
 
 MAX_MODEL_TOKENS = 200_000
 DEFAULT_HASH = "sha256"

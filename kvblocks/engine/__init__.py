@@ -3,8 +3,8 @@
     engine = Engine("smollm2")
     completions = engine.generate(["The capital of France is"], max_tokens=8)
 
-The names below are imported when they are first asked for, since they bring torch; `engine.scheduler` and
-`engine.request` need the core only.
+The names below are imported when they are first asked for, since they bring torch; `engine.schedule`
+needs the core only.
 """
 
 from typing import TYPE_CHECKING
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvblocks.engine.errors import ModelError
     from kvblocks.engine.generation import Generation
     from kvblocks.engine.options import GenerationOptions
-    from kvblocks.engine.runner import LoadedModel
-    from kvblocks.engine.step import StepLimits
+    from kvblocks.engine.run.runner import LoadedModel
+    from kvblocks.engine.schedule.step import StepLimits
 
 __all__ = [
     "Completion",
@@ -33,7 +33,9 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvblocks.engine import completion, engine, errors, generation, options, runner, step
+    from kvblocks.engine import completion, engine, errors, generation, options
+    from kvblocks.engine.run import runner
+    from kvblocks.engine.schedule import step
 
     for module in (completion, engine, errors, generation, options, runner, step):
         if name in vars(module):

@@ -1,11 +1,11 @@
-"""The cached prefixes as a table for the terminal. `kvblocks.picture` makes its rows and its words."""
+"""The cached prefixes as a table for the terminal. `kvblocks.observe.picture` makes its rows and its words."""
 
 from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
-from kvblocks.picture import PrefixRow, describe_blocks, describe_keys, describe_tokens
+from kvblocks.observe.picture import PrefixRow, describe_blocks, describe_keys, describe_tokens
 
 _MAX_INDENT = 16  # levels that are shown by indenting; a cache may be thousands deep
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvblocks.engine.request import FinishReason
+from kvblocks.engine.schedule.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,24 +17,24 @@ from typing import Unpack
 import torch
 
 from kvblocks.arguments import check_count, is_number
-from kvblocks.engine.backends import Backend
-from kvblocks.engine.cache_plan import plan_cache
 from kvblocks.engine.completion import Completion, Piece
-from kvblocks.engine.dtypes import parse_dtype
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.intake import Intake, Prompt
-from kvblocks.engine.layer_attention import LayerPlace
-from kvblocks.engine.memory import read_memory
+from kvblocks.engine.model.dtypes import parse_dtype
+from kvblocks.engine.model.layer_attention import LayerPlace
 from kvblocks.engine.options import GenerationOptions, OptionValues
-from kvblocks.engine.runner import LoadedModel
-from kvblocks.engine.scheduler import Scheduler
-from kvblocks.engine.schedules import make_order
-from kvblocks.engine.step import StepLimits
+from kvblocks.engine.run.backends import Backend
+from kvblocks.engine.run.cache_plan import plan_cache
+from kvblocks.engine.run.memory import read_memory
+from kvblocks.engine.run.runner import LoadedModel
+from kvblocks.engine.schedule.scheduler import Scheduler
+from kvblocks.engine.schedule.schedules import make_order
+from kvblocks.engine.schedule.step import StepLimits
 from kvblocks.engine.stepper import Stepper
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
-from kvblocks.metrics import CacheMetrics
-from kvblocks.pool_plan import Plan
+from kvblocks.observe.metrics import CacheMetrics
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 

@@ -3,10 +3,10 @@
 from collections import deque
 
 from kvblocks.engine.completion import Completion, Piece
-from kvblocks.engine.request import FinishReason, Request
-from kvblocks.engine.sampler import Sampler
-from kvblocks.engine.stop_strings import StopMatcher
-from kvblocks.engine.tokenizer import StreamDecoder
+from kvblocks.engine.run.sampler import Sampler
+from kvblocks.engine.schedule.request import FinishReason, Request
+from kvblocks.engine.text.stop_strings import StopMatcher
+from kvblocks.engine.text.tokenizer import StreamDecoder
 
 
 class Generation:

@@ -4,17 +4,17 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
+from kvblocks.core.sequence import Sequence as KVSequence
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.options import GenerationOptions
-from kvblocks.engine.request import Request
-from kvblocks.engine.runner import LoadedModel
-from kvblocks.engine.sampler import make_samplers
-from kvblocks.engine.scheduler import Scheduler
-from kvblocks.engine.stop_strings import StopMatcher
-from kvblocks.engine.tokenizer import StreamDecoder
+from kvblocks.engine.run.runner import LoadedModel
+from kvblocks.engine.run.sampler import make_samplers
+from kvblocks.engine.schedule.request import Request
+from kvblocks.engine.schedule.scheduler import Scheduler
+from kvblocks.engine.text.stop_strings import StopMatcher
+from kvblocks.engine.text.tokenizer import StreamDecoder
 from kvblocks.errors import InvalidTokensError, KVBlocksError
-from kvblocks.sequence import Sequence as KVSequence
 
 Prompt = str | Sequence[int]
 

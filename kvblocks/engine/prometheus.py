@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.metrics import CacheMetrics
+from kvblocks.observe.metrics import CacheMetrics
 from kvblocks.stats import HistogramValues, MetricsSnapshot, QuotaUsage
 
 # Of CacheStats: attribute, name without prefix and _total, help.

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from itertools import chain
 from traceback import clear_frames
 
-from kvblocks.engine.capacity import StalledError
 from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.generation import Generation
-from kvblocks.engine.request import Request
-from kvblocks.engine.runner import ModelRunner
-from kvblocks.engine.sampler import sample_step
-from kvblocks.engine.scheduler import Scheduler
-from kvblocks.engine.step import ScheduledChunk
+from kvblocks.engine.run.runner import ModelRunner
+from kvblocks.engine.run.sampler import sample_step
+from kvblocks.engine.schedule.capacity import StalledError
+from kvblocks.engine.schedule.request import Request
+from kvblocks.engine.schedule.scheduler import Scheduler
+from kvblocks.engine.schedule.step import ScheduledChunk
 
 Outcomes = list[tuple[Generation, int | Exception]]
 

@@ -16,7 +16,7 @@ def tiny_model():
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory, tiny_model) -> Path:
     """A Hugging Face folder converted from a tiny GGUF. Do not write into it."""
-    from kvblocks.engine.convert import convert_gguf
+    from kvblocks.engine.model.convert import convert_gguf
 
     folder = tmp_path_factory.mktemp("tiny")
     convert_gguf(tiny_model().write(tmp_path_factory.mktemp("gguf") / "tiny.gguf"), folder)
@@ -26,7 +26,7 @@ def tiny_folder(tmp_path_factory, tiny_model) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
     """The real model's folder in the user's cache, fetched if it is not there; if that fails the test is skipped."""
-    from kvblocks.engine.fetch import FetchError, fetch_model
+    from kvblocks.engine.model.fetch import FetchError, fetch_model
 
     try:
         return fetch_model("smollm2")

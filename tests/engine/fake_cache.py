@@ -7,9 +7,9 @@ copied. Sequence ids of samples are (name, number), and samples with different n
 import zlib
 
 from kvblocks import KVCacheManager, Sequence
-from kvblocks.engine.request import Request
-from kvblocks.engine.scheduler import Scheduler
-from kvblocks.engine.step import StepLimits
+from kvblocks.engine.schedule.request import Request
+from kvblocks.engine.schedule.scheduler import Scheduler
+from kvblocks.engine.schedule.step import StepLimits
 
 BLOCK_SIZE = 4
 NUM_TOKEN_IDS = 3

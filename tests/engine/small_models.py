@@ -6,14 +6,14 @@ from itertools import pairwise
 
 import torch
 
-from kvblocks.engine.architectures import GEMMA3 as GEMMA3_ARCHITECTURE
-from kvblocks.engine.architectures import QWEN3 as QWEN3_ARCHITECTURE
-from kvblocks.engine.batch import SequenceRows, StepBatch
-from kvblocks.engine.config import ModelConfig
-from kvblocks.engine.loader import expected_shapes
-from kvblocks.engine.model import DecoderModel, KVCache
-from kvblocks.engine.rope_config import RopeConfig
-from kvblocks.engine.weights import LayerWeights, ModelWeights
+from kvblocks.engine.attention.batch import SequenceRows, StepBatch
+from kvblocks.engine.model.architectures import GEMMA3 as GEMMA3_ARCHITECTURE
+from kvblocks.engine.model.architectures import QWEN3 as QWEN3_ARCHITECTURE
+from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.model.loader import expected_shapes
+from kvblocks.engine.model.rope_config import RopeConfig
+from kvblocks.engine.model.weights import LayerWeights, ModelWeights
+from kvblocks.engine.run.forward import DecoderModel, KVCache
 
 BLOCK_SIZE = 16
 WINDOW = 27  # no multiple of anything

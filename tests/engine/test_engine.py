@@ -12,8 +12,8 @@ from engine.small_models import EVEN, ODD, random_tokens, random_weights
 from kvblocks import InvalidTokensError, KVBlocksError
 from kvblocks.engine import Completion, Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine import engine as engine_module
-from kvblocks.engine.loader import expected_shapes
-from kvblocks.engine.sampler import Sampler
+from kvblocks.engine.model.loader import expected_shapes
+from kvblocks.engine.run.sampler import Sampler
 from kvblocks.errors import InvalidArgumentError
 
 # Untied: a random model with tied embeddings mostly repeats its last token.

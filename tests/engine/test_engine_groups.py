@@ -15,8 +15,8 @@ from engine.small_models import GEMMA3, ODD, QWEN3, WINDOW, random_tokens, rando
 from engine.watched import Watch
 from kvblocks import FullAttention, PoolExhaustedError, SlidingWindow
 from kvblocks.engine import Engine, LoadedModel, StepLimits
-from kvblocks.engine.cache_plan import plan_cache
-from kvblocks.engine.sampler import sample_seed
+from kvblocks.engine.run.cache_plan import plan_cache
+from kvblocks.engine.run.sampler import sample_seed
 from kvblocks.errors import InvalidArgumentError
 
 CONFIGS = {
@@ -219,7 +219,7 @@ class TestMemory:
 
     def test_as_text_and_as_a_share_of_what_is_free(self, gemma, monkeypatch):
         assert Engine(gemma, kv_cache_memory="1MiB").plan.num_bytes == 2**20
-        monkeypatch.setattr("kvblocks.engine.memory.free_memory", lambda device: 3_000_000)
+        monkeypatch.setattr("kvblocks.engine.run.memory.free_memory", lambda device: 3_000_000)
         assert Engine(gemma, kv_cache_memory=0.5).plan.num_bytes == 1_500_000
 
     def test_a_number_of_blocks(self, gemma):
@@ -283,7 +283,7 @@ def test_models_without_windows_have_one_group():
 
 def test_a_context_longer_than_the_pool_where_block_tables_stay_on_the_device():
     pytest.importorskip("triton", reason="triton is not installed")
-    from kvblocks.engine.device_runner import DeviceRunner
+    from kvblocks.engine.run.device_runner import DeviceRunner
 
     model = LoadedModel(CONFIGS["windows only"], random_weights(CONFIGS["windows only"]))
     completions = []

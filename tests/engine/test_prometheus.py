@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvblocks import InvalidArgumentError, KVCacheManager, Sequence
 from kvblocks.engine import Engine
 from kvblocks.engine.prometheus import KVBlocksCollector
-from kvblocks.metrics import CacheMetrics
+from kvblocks.observe.metrics import CacheMetrics
 from kvblocks.stats import HitCounts
 
 

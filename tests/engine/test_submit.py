@@ -14,9 +14,9 @@ from engine.small_models import EVEN, random_tokens, random_weights
 from kvblocks import InvalidTokensError, PoolExhaustedError
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine.errors import BrokenLogitsError
-from kvblocks.engine.sampler import Sampler
-from kvblocks.engine.schedules import SCHEDULES
-from kvblocks.engine.tokenizer import StreamDecoder
+from kvblocks.engine.run.sampler import Sampler
+from kvblocks.engine.schedule.schedules import SCHEDULES
+from kvblocks.engine.text.tokenizer import StreamDecoder
 from kvblocks.errors import InvalidArgumentError
 
 NUM_BLOCKS = 64

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_batch import SUM_ERROR, PagedBatch, slots_owned, slots_read, store_fp8
+from model.paged_batch import SUM_ERROR, PagedBatch, slots_owned, slots_read, store_fp8
 
 from kvblocks.kernels import extend as extend_module
 from kvblocks.kernels.extend import extend

@@ -143,6 +143,6 @@ def test_cpu_users_have_no_triton():
         "import sys\n"
         "sys.modules['triton'] = None\n"
         "import kvblocks.kernels, kvblocks.kernels.reference, kvblocks.kernels.layout, kvblocks.kernels.oracle\n"
-        "import kvblocks.engine.attention\n"
+        "import kvblocks.engine.attention.attention\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_batch import ROUNDING, PagedBatch, check_close, slots_owned, slots_read, store_fp8
+from model.paged_batch import ROUNDING, PagedBatch, check_close, slots_owned, slots_read, store_fp8
 
 from kvblocks.kernels import oracle
 from kvblocks.kernels.cascade import cascade_decode, own_parts

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from kvblocks.core.sequence import Sequence
 from kvblocks.engine.completion import Completion
-from kvblocks.explanation import Explanation
 from kvblocks.manager import KVCacheManager
-from kvblocks.sequence import Sequence
+from kvblocks.observe.explanation import Explanation
 
 MAX_KEPT = 1000
 

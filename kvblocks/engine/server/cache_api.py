@@ -7,6 +7,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvblocks.core.sequence import Sequence
 from kvblocks.engine.server.arrivals import Arrival
 from kvblocks.engine.server.bodies import read_json
 from kvblocks.engine.server.errors import ApiError, as_api_error
@@ -14,10 +15,9 @@ from kvblocks.engine.server.fields import Fields
 from kvblocks.engine.server.replies import Json, encode_json
 from kvblocks.engine.server.requests import Message, encode_prompt, parse_messages, parse_prompts
 from kvblocks.engine.server.service import Service
-from kvblocks.engine.tokenizer import Tokenizer
+from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import KVBlocksError
-from kvblocks.explanation import Explanation
-from kvblocks.sequence import Sequence
+from kvblocks.observe.explanation import Explanation
 
 _KINDS = ("text", "system", "messages", "token_ids")
 

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 
 from kvblocks.manager import KVCacheManager
-from kvblocks.retention import Pin
+from kvblocks.retention.pins import Pin
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from kvblocks.engine.server.errors import ApiError
 from kvblocks.engine.server.fields import Fields, is_unicode, show
-from kvblocks.engine.tokenizer import Tokenizer
+from kvblocks.engine.text.tokenizer import Tokenizer
 
 MAX_SAMPLES = 128
 MAX_STOPS = 16

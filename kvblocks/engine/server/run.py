@@ -11,7 +11,7 @@ from types import FrameType
 import uvicorn
 
 from kvblocks.engine.engine import Engine
-from kvblocks.engine.runner import LoadedModel
+from kvblocks.engine.run.runner import LoadedModel
 from kvblocks.engine.server.app import make_app
 from kvblocks.engine.server.service import Service
 from kvblocks.engine.server.settings import CacheSettings, ServerSettings

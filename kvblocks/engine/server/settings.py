@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 
 from kvblocks.arguments import check_count, is_number
-from kvblocks.engine.memory import read_memory
-from kvblocks.engine.step import StepLimits
+from kvblocks.engine.run.memory import read_memory
+from kvblocks.engine.schedule.step import StepLimits
 from kvblocks.errors import InvalidArgumentError
 
 Schedule = Literal["fcfs", "longest-prefix", "grouped"]

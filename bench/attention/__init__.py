@@ -1,0 +1,1 @@
+"""Attention kernels and decode steps on a GPU."""

@@ -1,0 +1,7 @@
+"""`python -m bench.attention`."""
+
+import sys
+
+from bench.attention.attention import main
+
+sys.exit(main())

@@ -1,0 +1,166 @@
+"""Measure ways to launch the attention kernels on this GPU, and print the fastest as entries for kernels/table.py.
+
+`python -m bench.attention.sweep_kernels` sweeps all, `--kernel DECODE --head-dim 128 --bytes 2` one entry. Every
+candidate runs on the same few batches, each replayed from a CUDA graph, and the one with the least product of times
+wins: no batch counts more than another for being larger. A candidate that does not compile, does not fit, or computes
+something else is out.
+
+The table's present entries do not come from here: they were chosen by reasoning and by compiling ahead of time, for
+want of a GPU.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from kvblocks.kernels import table
+from kvblocks.kernels.layout import FP8
+from kvblocks.kernels.table import Launch
+
+HEADS = (32, 8)
+BLOCK_SIZE = 16
+NUM_CALLS, NUM_REPLAYS = 20, 7
+TOLERANCE = 0.05
+"""Far above rounding, far below what a wrong kernel gets wrong: outputs are of order 0.1 to 1."""
+
+# (sequences, rows of each, tokens in context)
+SHAPES = {
+    "DECODE": ((1, 1, 8192), (16, 1, 4096), (64, 1, 4096), (256, 1, 1024)),
+    "EXTEND": ((1, 4096, 4096), (4, 1024, 5120), (16, 256, 256)),
+    "EXTEND_NARROW": ((32, 4, 4096), (128, 2, 1024)),
+}
+ROW_TILES = {"DECODE": (16,), "EXTEND": (32, 64, 128), "EXTEND_NARROW": (16, 32)}
+PROGRAMS_PER_SM = {"DECODE": (1, 2, 3, 4), "EXTEND": (1,), "EXTEND_NARROW": (1,)}
+DTYPES = {1: (torch.bfloat16, FP8), 2: (torch.bfloat16, torch.bfloat16), 4: (torch.float32, torch.float32)}
+
+Call = Callable[[], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One candidate's median microseconds for each of its kernel's shapes."""
+
+    launch: Launch
+    microseconds: tuple[float, ...]
+
+    @property
+    def score(self) -> float:
+        """The geometric mean: less is better."""
+        return math.exp(statistics.fmean(math.log(time) for time in self.microseconds))
+
+
+def candidates(kernel: str, head_dim: int, element_bytes: int) -> Iterator[Launch]:
+    """What is worth trying: tiles whose K takes 2 to 64 KiB."""
+    for tile_keys, num_warps, num_stages in product((16, 32, 64, 128), (4, 8), (1, 2, 3, 4, 5)):
+        if 2**11 <= tile_keys * head_dim * element_bytes <= 2**16:
+            for tile_rows, programs in product(ROW_TILES[kernel], PROGRAMS_PER_SM[kernel]):
+                yield Launch(tile_keys, num_warps, num_stages, tile_rows, programs)
+
+
+def make_call(kernel: str, shape: tuple[int, int, int], head_dim: int, element_bytes: int) -> Call:
+    """A call of a kernel on a batch whose blocks are scattered."""
+    from kvblocks.kernels.decode import decode
+    from kvblocks.kernels.extend import extend
+
+    num_seqs, num_rows, context = shape
+    device = torch.device("cuda")
+    dtype, kv_dtype = DTYPES[element_bytes]
+    max_blocks = -(-context // BLOCK_SIZE)
+    torch.manual_seed(0)
+    tables = torch.randperm(num_seqs * max_blocks, device=device).int().view(num_seqs, max_blocks)
+    cache_shape = (num_seqs * max_blocks, BLOCK_SIZE, HEADS[1], head_dim)
+    key_cache, value_cache = (torch.randn(cache_shape, device=device, dtype=dtype).to(kv_dtype) for _ in range(2))
+    query = torch.randn(num_seqs * num_rows, HEADS[0], head_dim, device=device, dtype=dtype)
+    seq_lens = torch.full((num_seqs,), context, dtype=torch.int32, device=device)
+    start = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * num_rows
+    scale = head_dim**-0.5
+    if kernel == "DECODE":
+        return lambda: decode(query, key_cache, value_cache, tables, seq_lens, scale=scale)
+    return lambda: extend(query, key_cache, value_cache, tables, start, seq_lens, scale=scale)
+
+
+def measure(call: Call) -> float:
+    """Median microseconds of one call, of NUM_CALLS in a CUDA graph that is replayed NUM_REPLAYS times."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(NUM_CALLS):
+            call()
+    graph.replay()
+    times = []
+    for _ in range(NUM_REPLAYS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(float(begin.elapsed_time(end)) / NUM_CALLS * 1000)
+    return statistics.median(times)
+
+
+def try_launch(
+    launch: Launch, launches: dict[table.Key, Launch], key: table.Key, calls: list[Call], expected: list[Tensor]
+) -> Timing | None:
+    """Time a candidate as the entry `key` of a kernel's dictionary; None if it is out. Restores the dictionary."""
+    before = launches.get(key)
+    launches[key] = launch
+    try:
+        for call, output in zip(calls, expected, strict=True):
+            if not (call()[0].float() - output).abs().max() < TOLERANCE:
+                print(f"    {launch}: wrong")
+                return None
+        return Timing(launch, tuple(measure(call) for call in calls))
+    except Exception as error:  # noqa: BLE001 - the compiler and the driver raise what they like; the sweep goes on
+        print(f"    {launch}: {type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}")
+        return None
+    finally:
+        del launches[key]
+        if before is not None:
+            launches[key] = before
+
+
+def sweep(kernel: str, head_dim: int, element_bytes: int) -> None:
+    """Sweep one entry, and print it with what it and the table's present one took."""
+    launches: dict[table.Key, Launch] = getattr(table, kernel)
+    key = (table.family(torch.device("cuda")), head_dim, element_bytes)
+    present = launches.get(key) or launches["any", head_dim, element_bytes]
+    calls = [make_call(kernel, shape, head_dim, element_bytes) for shape in SHAPES[kernel]]
+    expected = [call()[0].float() for call in calls]
+    tried = dict.fromkeys([present, *candidates(kernel, head_dim, element_bytes)])
+    timings = [timing for launch in tried if (timing := try_launch(launch, launches, key, calls, expected))]
+    if not timings:
+        print(f"  # {kernel} {key}: no candidate ran")
+        return
+    best = min(timings, key=lambda timing: timing.score)
+    was = next((timing.score for timing in timings if timing.launch == present), math.nan)
+    fields = f"{best.launch.tile_keys}, {best.launch.num_warps}, {best.launch.num_stages}"
+    more = f", tile_rows={best.launch.tile_rows}, programs_per_sm={best.launch.programs_per_sm}"
+    times = ", ".join(f"{time:.1f}" for time in best.microseconds)
+    print(f'    ("{key[0]}", {head_dim}, {element_bytes}): Launch({fields}{more}),')
+    print(f"    # {kernel}: {times} us for {SHAPES[kernel]}; mean {best.score:.1f}, the present entry's {was:.1f}")
+
+
+def main() -> None:
+    """Parse the arguments and sweep."""
+    parser = argparse.ArgumentParser(prog="bench.attention.sweep_kernels", description=__doc__)
+    parser.add_argument("--kernel", choices=sorted(SHAPES), action="append")
+    parser.add_argument("--head-dim", type=int, choices=(64, 128, 256), action="append")
+    parser.add_argument("--bytes", type=int, choices=(1, 2, 4), action="append", help="of an element of K")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench.attention.sweep_kernels: expected a GPU, found none")
+    print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for kernel in given.kernel or SHAPES:
+        for head_dim, element_bytes in product(given.head_dim or (64, 128, 256), given.bytes or (1, 2, 4)):
+            if element_bytes > 1 or torch.cuda.get_device_capability() >= (8, 9):
+                sweep(kernel, head_dim, element_bytes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Block management: every call beside the peers', and against itself."""

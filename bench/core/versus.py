@@ -1,0 +1,195 @@
+"""Two trees of kvblocks on the same work, in turns: whether a change made anything slower.
+
+    python -m bench.core.versus OLD [--new NEW] [--rounds N] [--samples N] [--items a,b] [--json FILE]
+
+OLD, NEW: folders that hold the package kvblocks: a checkout, or what `pip install --target` has filled with a compiled
+build; NEW is this checkout unless said. Each tree gets a process of its own that lives as long as the comparison; both
+run the items of `bench.compare` and `bench.prefix_cache` as this checkout has them, so that only kvblocks differs. They
+take turns round by round, and every other round the other one begins. In a round both run on the same processor, and
+every two rounds on the next, where the system allows that: processors that others use too differ by more than what
+is looked for. A round's number is its least sample.
+
+What counts is the last column, the median of the rounds' ratios new / old: noise that lasts longer than a round meets
+both. What it does not show: how a process happens to lie in memory, which is worth some percent and stays as it is as
+long as the process lives. So run it again before believing 3 %.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import kvblocks
+from bench.conditions import conditions, print_conditions
+from bench.core.items import ITEMS
+from bench.core.ours import Ours, is_compiled
+from bench.core.prefix_cache import evict_case, insert_cases, match_cases
+from bench.timing import NUM_WARM_UPS, Case, settle
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+CACHE_BLOCKS = 16_384
+CACHE_ITEMS = "prefix cache"
+_PROCESSORS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+# The tree goes in front while kvblocks is imported; what imports it comes from this checkout. Then `serve`.
+_BOOTSTRAP = (
+    "import sys; tree, checkout = sys.argv[1:]; sys.path.insert(0, tree); import kvblocks;"
+    "sys.path.insert(0, checkout); from bench.core.versus import serve; serve()"
+)
+
+
+class Row(NamedTuple):
+    """One way of one item, in nanoseconds a unit of work. ratio: the median of the rounds' new / old."""
+
+    item: str
+    way: str
+    old_min: float
+    old_median: float
+    old_max: float
+    new_min: float
+    new_median: float
+    new_max: float
+    ratio: float
+
+
+def item_names() -> list[str]:
+    """Return the names of all items: those of `bench.core.compare`, and those of `bench.core.prefix_cache` as one."""
+    return [*[item.name for item in ITEMS], CACHE_ITEMS]
+
+
+class Worker:
+    """A process that times cases of the kvblocks in `tree`. Raises RuntimeError when it fails, with its words."""
+
+    def __init__(self, tree: Path) -> None:
+        environment = os.environ | {"PYTHONHASHSEED": "0"}
+        command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(tree.resolve()), str(CHECKOUT)]
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._tree = tree
+        self.about = self.ask("about")
+        if not Path(self.about["file"]).is_relative_to(tree.resolve()):
+            raise RuntimeError(f"{tree}: expected a folder with the package kvblocks, got {self.about['file']}")
+
+    def ask(self, request: str, argument: object = None) -> Any:
+        """Return the answer to one of `serve`'s requests."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps([request, argument]) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise RuntimeError(f"{self._tree}: the process that measures it has ended; see its last words above")
+        return json.loads(line)
+
+    def end(self) -> None:
+        """Let the process end. It keeps nothing."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def serve() -> None:
+    """Answer the requests on stdin, one a line, until it ends. Runs in a worker."""
+    ours, cases = Ours(), dict[str, Case]()
+    for line in sys.stdin:
+        request, argument = json.loads(line)
+        answer: object = None
+        if request == "about":
+            build = "compiled" if is_compiled() else "plain"
+            answer = {"file": str(Path(kvblocks.__file__).resolve()), "version": kvblocks.__version__, "build": build}
+        elif request == "prepare":
+            cases = dict(_cases(ours, argument))
+            for case in cases.values():
+                for _ in range(NUM_WARM_UPS):
+                    case.time_once()
+            settle()
+            answer = list(cases)
+        elif request == "time":
+            way, num_samples, round_number = argument
+            _move(round_number)
+            cases[way].time_once()  # fills the caches that the other process has taken
+            answer = min([cases[way].time_once() for _ in range(num_samples)])
+        print(json.dumps(answer), flush=True)
+
+
+def _move(round_number: int) -> None:
+    """Go on on the processor of this round."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {_PROCESSORS[round_number // 2 % len(_PROCESSORS)]})
+
+
+def _cases(ours: Ours, item: str) -> Iterator[tuple[str, Case]]:
+    if item == CACHE_ITEMS:
+        yield from (match_cases(in_list=False) | match_cases(in_list=True) | insert_cases(CACHE_BLOCKS)).items()
+        yield "evict", evict_case(CACHE_BLOCKS)
+        return
+    for found in ITEMS:
+        if found.name == item:
+            yield from getattr(ours, found.kind)(found.size).items()
+
+
+def compare_item(item: str, old: Worker, new: Worker, num_rounds: int, num_samples: int) -> list[Row]:
+    """Time one item in both processes, in turns."""
+    ways = old.ask("prepare", item)
+    new.ask("prepare", item)
+    rows = []
+    for way in ways:
+        pairs: list[dict[Worker, float]] = []
+        for number in range(num_rounds):
+            turns = (old, new) if number % 2 == 0 else (new, old)
+            pairs.append({worker: worker.ask("time", [way, num_samples, number]) for worker in turns})
+        columns = [[pair[worker] for pair in pairs] for worker in (old, new)]
+        numbers = [round(f(column), 2) for column in columns for f in (min, statistics.median, max)]
+        rows.append(Row(item, way, *numbers, round(statistics.median([pair[new] / pair[old] for pair in pairs]), 4)))
+    return rows
+
+
+def print_row(row: Row) -> None:
+    """Print a line of the table."""
+    numbers = "".join(f"{number:>13.1f}" for number in row[2:8])
+    print(f"{f'{row.item}: {row.way}':<48}{numbers}{row.ratio:>9.3f}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bench.core.versus", description="Times two trees of kvblocks in turns.")
+    parser.add_argument("old", type=Path, help="a folder that holds the package kvblocks, as it was")
+    parser.add_argument("--new", type=Path, default=CHECKOUT, help="the same, as it is now (default: this checkout)")
+    parser.add_argument("--rounds", type=int, default=15, help="turns that each tree gets (default 15)")
+    parser.add_argument("--samples", type=int, default=3, help="samples a turn, of which the least counts (default 3)")
+    parser.add_argument("--items", help="only items whose name contains one of these, split by commas")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep conditions and results in FILE")
+    given = parser.parse_args(arguments)
+    wanted = given.items.split(",") if given.items else [""]
+    old, new = Worker(given.old), Worker(given.new)
+    facts = conditions(
+        kvblocks=f"{old.about['version']} (old), {new.about['version']} (new)",
+        build=f"{old.about['build']} (old), {new.about['build']} (new)",
+        source="two trees",
+        num_rounds=given.rounds,
+        num_samples=given.samples,
+    )
+    print_conditions(facts)
+    print(f"{'nanoseconds a unit of work':<48}{'old min':>13}{'median':>13}{'max':>13}{'new min':>13}", end="")
+    print(f"{'median':>13}{'max':>13}{'new/old':>9}")
+    rows: list[Row] = []
+    for item in item_names():
+        if any(part in item for part in wanted):
+            rows += (measured := compare_item(item, old, new, given.rounds, given.samples))
+            for row in measured:
+                print_row(row)
+    old.end()
+    new.end()
+    if given.json:
+        kept = {"conditions": facts, "results": [row._asdict() for row in rows]}
+        given.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

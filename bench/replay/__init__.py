@@ -1,0 +1,1 @@
+"""What policies are worth on workloads: hit rates, not times."""

@@ -1,0 +1,1 @@
+"""What prefix caching does for a server's clients."""

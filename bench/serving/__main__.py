@@ -1,0 +1,7 @@
+"""`python -m bench.serving`."""
+
+import sys
+
+from bench.serving.serving import main
+
+sys.exit(main())

@@ -1,0 +1,116 @@
+"""Drives a server over HTTP and notes when what came: the clients of bench.serving."""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+
+from bench.serving.workloads import Conversation, Workload
+
+TIMEOUT_S = 1800.0
+
+
+@dataclass
+class Answer:
+    """One answer. Times in seconds on one clock: of asking, of each token, of the end."""
+
+    asked_s: float
+    token_s: list[float] = field(default_factory=list)
+    end_s: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """From asking to the first token."""
+        return self.token_s[0] - self.asked_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between each token and the one before it."""
+        return [later - earlier for earlier, later in zip(self.token_s, self.token_s[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a workload: the answers of each conversation, and the server's counters over it."""
+
+    answers: tuple[tuple[Answer, ...], ...]
+    seconds: float
+    num_queried_tokens: int
+    num_hit_tokens: int
+
+
+async def drive(url: str, workload: Workload) -> Outcome:
+    """Run a workload against the server at `url`, whose cache is emptied before. Raises RuntimeError for an error."""
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+    timeout = httpx2.Timeout(TIMEOUT_S)
+    async with httpx2.AsyncClient(base_url=url, timeout=timeout, limits=limits, trust_env=False) as http:
+        await _warm_up(http)
+        before = (await http.get("/v1/cache/stats")).json()
+        start_s = time.perf_counter()
+        answers = await asyncio.gather(*(_converse(http, talk, start_s) for talk in workload.conversations))
+        seconds = time.perf_counter() - start_s
+        after = (await http.get("/v1/cache/stats")).json()
+    return Outcome(
+        tuple(map(tuple, answers)),
+        seconds,
+        after["num_queried_tokens"] - before["num_queried_tokens"],
+        after["num_hit_tokens"] - before["num_hit_tokens"],
+    )
+
+
+async def _warm_up(http: httpx2.AsyncClient) -> None:
+    """The first pass of a process also sets up its libraries; what it leaves in the cache is forgotten."""
+    await _ask(http, "/v1/completions", {"prompt": [5] * 64, "max_tokens": 3})
+    (await http.post("/v1/cache/reset", json={})).raise_for_status()
+
+
+async def _converse(http: httpx2.AsyncClient, talk: Conversation, start_s: float) -> list[Answer]:
+    await asyncio.sleep(max(0.0, start_s + talk.start_s - time.perf_counter()))
+    limit = {"max_tokens": talk.max_tokens}
+    if not talk.turns:
+        return [await _ask(http, "/v1/completions", {"prompt": list(talk.prompt), **limit})]
+    messages = [{"role": "system", "content": talk.system}]
+    answers = []
+    for turn in talk.turns:
+        messages.append({"role": "user", "content": turn})
+        answer = await _ask(http, "/v1/chat/completions", {"messages": messages, **limit})
+        messages.append({"role": "assistant", "content": answer.text})
+        answers.append(answer)
+    return answers
+
+
+async def _ask(http: httpx2.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
+    """Send a greedy request whose answer streams, a token an event."""
+    options = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    answer = Answer(time.perf_counter())
+    async with http.stream("POST", path, json={**body, **options, "return_token_ids": True}) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"{path}: status {response.status_code}: {(await response.aread())!r:.500}")
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                _note(answer, json.loads(line.removeprefix("data: ")), time.perf_counter())
+    answer.end_s = time.perf_counter()
+    if len(answer.token_ids) != body["max_tokens"]:
+        raise RuntimeError(f"{path}: expected {body['max_tokens']} tokens, got {len(answer.token_ids)}")
+    return answer
+
+
+def _note(answer: Answer, event: dict[str, Any], now_s: float) -> None:
+    if "error" in event:
+        raise RuntimeError(f"the server answered with an error: {event['error']}")
+    for choice in event["choices"]:
+        token_ids = choice.get("token_ids", [])
+        answer.token_ids += token_ids
+        answer.token_s += [now_s] * len(token_ids)
+        answer.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+    usage = event.get("usage")
+    if usage:
+        answer.num_prompt_tokens = usage["prompt_tokens"]
+        answer.num_cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]

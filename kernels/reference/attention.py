@@ -1,0 +1,170 @@
+"""Paged attention in plain torch: store K and V in slots, and attend over block tables, with windows and softcaps.
+
+Two kinds of attention share their shapes. `paged_attention` is the natural one: a whole prompt is one causal call,
+the later chunks of a prompt are cut into slices that skip the keys no row of the slice may see, and single queries
+(decodes) of similar length are computed together. `tiled_paged_attention` computes every query in a tile of 16 rows
+that starts at a multiple of 16 positions, with the keys padded to the tile's end. The shapes that produce a row, and
+its place in them, then depend on its position alone, so its bits do not depend on how a prompt was cut into chunks,
+on what was cached, or on the rest of the batch.
+
+Invariant: a slot that no row of the batch sees is never read, whatever is there.
+
+`plan_paged` and `plan_tiled` (`plan`) work out once what all layers with the same window share; `attend` then
+runs the plan in each of them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvblocks.kernels.reference.plan import TILE_ROWS, AttentionPlan, plan_paged, plan_tiled
+
+__all__ = [
+    "TILE_ROWS",
+    "AttentionPlan",
+    "attend",
+    "copy_blocks",
+    "paged_attention",
+    "plan_paged",
+    "plan_tiled",
+    "store",
+    "tiled_paged_attention",
+]
+
+
+def store(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write each token's K and V to its slot; a slot of -1 stores nothing.
+
+    key, value: [num_tokens, num_kv_heads, head_dim]; key_cache, value_cache: [num_blocks, block_size, num_kv_heads,
+    head_dim]; slot_mapping: int64 [num_tokens]. Changes both caches.
+    """
+    kept = slot_mapping >= 0
+    if not bool(kept.all()):
+        slot_mapping, key, value = slot_mapping[kept], key[kept], value[kept]
+    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
+    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+
+
+def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
+    """Copy whole blocks within each cache, as if pair after pair: a pair sees what the pairs before it have written.
+
+    caches: of shape [num_blocks, ...], all with the same num_blocks; pairs: int64 [num_pairs, 2], source and
+    destination block ids, on any device. Changes the caches.
+    """
+    origins: dict[int, int] = {}  # where what a block will hold is now: pairs in a row become copies all at once
+    for source, destination in pairs.tolist():
+        origins[destination] = origins.get(source, source)
+    moves = [(origin, destination) for destination, origin in origins.items() if origin != destination]
+    if not moves:
+        return
+    sources, destinations = torch.tensor(moves, device=caches[0].device).unbind(1)
+    for cache in caches:
+        cache.index_copy_(0, destinations, cache.index_select(0, sources))
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention of a ragged batch over block tables: prefill chunks and decodes in one call.
+
+    query: [num_tokens, num_heads, head_dim], the sequences' rows one after another; key_cache, value_cache:
+    [num_blocks, block_size, num_kv_heads, head_dim], where num_heads is a multiple of num_kv_heads; block_tables:
+    int32 [num_seqs, max_blocks]; query_start: int32 [num_seqs + 1], each sequence's first row, then num_tokens;
+    seq_lens: int32 [num_seqs], the tokens in context, this step's included. Row i of a sequence with n rows is at
+    position `seq_len - n + i` and attends to the positions up to its own: the last `window` of them, its own included,
+    or all. Blocks before all windows are not read. A score is `scale * (q . k)`, then `softcap * tanh(score / softcap)`
+    if there is a softcap. A sequence may have no rows. Returns [num_tokens, num_heads, head_dim]. Changes nothing.
+    """
+    plan = plan_paged(block_tables, query_start, seq_lens, key_cache.shape[1], window)
+    return attend(plan, query, key_cache, value_cache, scale=scale, softcap=softcap)
+
+
+def tiled_paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`paged_attention`, each row's bits a function of its own sequence's K, V, query and position only.
+
+    Shapes as in `paged_attention`. A decode costs as much as 16 queries would. Changes nothing.
+    """
+    plan = plan_tiled(block_tables, query_start, seq_lens, key_cache.shape[1], window)
+    return attend(plan, query, key_cache, value_cache, scale=scale, softcap=softcap)
+
+
+def attend(
+    plan: AttentionPlan,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Run a plan in one layer. Shapes as in `paged_attention`; every row of `query` is in the plan. Changes nothing."""
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+    for group in plan.decodes:
+        shape = (len(group.rows), -1)
+        key = keys.index_select(0, group.slots).unflatten(0, shape).transpose(1, 2)
+        value = values.index_select(0, group.slots).unflatten(0, shape).transpose(1, 2)
+        queries = query.index_select(0, group.rows).unsqueeze(2)
+        attended = _attend(queries, key, value, group.mask, scale, softcap)
+        output.index_copy_(0, group.rows, attended.squeeze(2))
+    for sequence in plan.sequences:
+        key = keys.index_select(0, sequence.slots).transpose(0, 1).unsqueeze(0)
+        value = values.index_select(0, sequence.slots).transpose(0, 1).unsqueeze(0)
+        for tile in sequence.tiles:
+            rows = slice(tile.first_row, tile.first_row + tile.num_rows)
+            places = slice(tile.offset, tile.offset + tile.num_rows)
+            # Always a tensor of its own: the address and strides of rows of `query` vary, and could change bits.
+            queries = query.new_zeros(tile.size, *query.shape[1:])
+            queries[places] = query[rows]
+            queries = queries.transpose(0, 1).unsqueeze(0)
+            seen = slice(tile.first_key, tile.last_key)
+            attended = _attend(queries, key[:, :, seen], value[:, :, seen], tile.mask, scale, softcap)
+            output[rows] = attended[0].transpose(0, 1)[places]
+    return output
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    """Dense attention: [batch, num_heads, num_rows, head_dim] over [batch, num_kv_heads, num_keys, head_dim].
+
+    mask: bool, broadcast to the scores; None: a single row sees all keys, row i of several the keys up to i.
+    """
+    is_causal = mask is None and query.shape[2] > 1
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=True
+        )
+    # Query heads that share K and V become rows of one product.
+    shared = query.unflatten(1, (key.shape[1], -1))
+    scores = (shared.flatten(2, 3) @ key.transpose(2, 3)).float() * scale
+    scores = (torch.tanh(scores / softcap) * softcap).unflatten(2, shared.shape[2:4])
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores.masked_fill_(~mask if mask.dim() == 2 else ~mask.unsqueeze(1), -torch.inf)
+    weights = scores.softmax(-1).to(query.dtype)
+    attended: Tensor = (weights.flatten(2, 3) @ value).unflatten(2, shared.shape[2:4]).flatten(1, 2)
+    return attended

@@ -1,0 +1,5 @@
+"""The command line: `app` puts the commands together; each family of them is a module."""
+
+from kvblocks.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,133 @@
+"""The `kvblocks` command: one typer app, one function for each command.
+
+Torch and the other heavy imports happen inside the commands, so that `kvblocks --help` answers at once. Errors that a
+user can act on (KVBlocksError) become one line on stderr and exit code 1; results go to stdout, progress to stderr.
+"""
+
+import sys
+from typing import Annotated
+
+from kvblocks.errors import KVBlocksError
+from kvblocks.version import __version__
+
+_NO_ENGINE = "kvblocks: this command needs the engine: pip install 'kvblocks[engine]'"
+
+try:
+    import typer
+except ModuleNotFoundError as _error:
+    # The console script imports this module first of all, so this is where a core-only installation ends.
+    raise SystemExit(f"{_NO_ENGINE} (Python has no module {_error.name!r})") from _error
+
+from kvblocks.cli.cache import cache_commands  # noqa: E402  # these need typer too
+from kvblocks.cli.models import ModelOption, load_model, show_progress  # noqa: E402
+from kvblocks.cli.server import server_commands  # noqa: E402
+
+_SERVER_PACKAGES = frozenset({"starlette", "uvicorn", "httpx2"})
+_NO_SERVER = "kvblocks: this command needs the server: pip install 'kvblocks[engine,server]'"
+
+app = typer.Typer(
+    name="kvblocks",
+    help="KV-cache blocks with exact prefix caching for LLM engines, and a small reference engine.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvblocks {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def fetch(model: Annotated[str, typer.Argument(help="A model that kvblocks knows: smollm2.")] = "smollm2") -> None:
+    """Fetch a model into the user's cache, and print its folder as the last line.
+
+    The cache is $KVBLOCKS_CACHE, or kvblocks/ in $XDG_CACHE_HOME or ~/.cache.
+    """
+    from kvblocks.engine.model.fetch import fetch_model
+
+    with show_progress() as progress:
+        folder = fetch_model(model, progress=progress)
+    print(folder)
+
+
+@app.command()
+def demo(
+    model: ModelOption = "smollm2",
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the results as one JSON object, the rest to stderr.")
+    ] = False,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads.")] = 1,
+) -> None:
+    """Answer questions that share a long prompt, without and with prefix caching, and compare. Takes about a minute.
+
+    One torch thread is the default: deterministic results are fastest there, and other work on the machine disturbs
+    the times least.
+    """
+    from json import dumps
+
+    import torch
+    from rich.console import Console
+
+    from kvblocks.engine.demo.demo import run_demo
+
+    torch.set_num_threads(threads)
+    report = run_demo(load_model(model), Console(stderr=json))
+    if json:
+        print(dumps(report.to_json(model)))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="A question; for a model without a chat template, a text to continue.")],
+    model: ModelOption = "smollm2",
+    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="For a temperature above 0.")] = None,
+    n: Annotated[int, typer.Option(min=1, help="How many answers; they are equal at temperature 0.")] = 1,
+) -> None:
+    """Answer a prompt, printing the text as it comes; several answers are printed one after another."""
+    from kvblocks.engine.engine import Engine
+
+    engine = Engine(load_model(model))
+    tokenizer = engine.model.tokenizer
+    is_chat = tokenizer is not None and tokenizer.has_chat_template
+    tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if tokenizer and is_chat else prompt
+    if n > 1:
+        completions = engine.generate([tokens], n=n, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        for number, completion in enumerate(completions, 1):
+            print(f"[{number}/{n}]\n{completion.text}")
+        return
+    for piece in engine.stream([tokens], max_tokens=max_tokens, temperature=temperature, seed=seed):
+        print(piece.text, end="", flush=True)
+    print()
+
+
+app.add_typer(server_commands)
+app.add_typer(cache_commands, name="cache")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command line (sys.argv's by default) and exit: 0 if all is well, 1 error, 2 bad usage, 130 Ctrl-C."""
+    try:
+        app(args=arguments, prog_name="kvblocks")
+    except KVBlocksError as error:
+        sys.exit(f"kvblocks: {error}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "kvblocks":
+            raise  # ours, so a bug
+        needed = _NO_SERVER if error.name.partition(".")[0] in _SERVER_PACKAGES else _NO_ENGINE
+        sys.exit(f"{needed} (Python has no module {error.name!r})")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,207 @@
+"""`kvblocks cache`: questions to a running server about its cache, and what is done to it."""
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvblocks.cli.server import ApiKeyOption
+from kvblocks.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from kvblocks.cli.client import ServerClient
+
+cache_commands = typer.Typer(
+    no_args_is_help=True, help="Ask a running server about its cache, pin prefixes, or reset it."
+)
+
+_Url = Annotated[str, typer.Option(envvar="KVBLOCKS_URL", help="The server.")]
+_URL = "http://127.0.0.1:8000"
+_Json = Annotated[bool, typer.Option("--json", help="Print the server's JSON.")]
+_Text = Annotated[str | None, typer.Argument(help="The text; or --file, or --tokens.")]
+_File = Annotated[Path | None, typer.Option(help="Read the text from a file (UTF-8).")]
+_Tokens = Annotated[str | None, typer.Option(help="Token ids instead: 1,2,3, or @FILE with a JSON list.")]
+_Raw = Annotated[bool, typer.Option("--raw", help="The text is a prompt as it is, not a part of a chat.")]
+_Salt = Annotated[str | None, typer.Option(help="The cache_salt of the requests that it is for.")]
+
+
+@cache_commands.command()
+def stats(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -> None:
+    """Entries, hit rate, memory, and the average time of a lookup."""
+    with _client(url, api_key) as client:
+        values = _ask(client, "prefix_caching", "GET", "/v1/cache/stats")
+    if json:
+        print(json_module.dumps(values))
+        return
+    memory, lookups, pins = values["memory"], values["lookups"], values["pins"]
+    mean_s = lookups["mean_s"]
+    rows = {
+        "prefix caching": "on" if values["prefix_caching"] else "off",
+        "entries": f"{values['num_entries']} of {values['num_blocks']} blocks of {values['block_size']} tokens",
+        "evicted": f"{values['num_evicted_blocks']} blocks",
+        "hit rate": f"{values['hit_rate']:.1%} of {values['num_queried_tokens']} tokens,"
+        f" {values['request_hit_rate']:.1%} of {values['num_queries']} requests",
+        "recently": f"{values['recent']['hit_rate']:.1%} of {values['recent']['num_queried_tokens']} tokens",
+        "memory": f"{_mb(memory['pool_bytes'])}: {_mb(memory['used_bytes'])} in use,"
+        f" {_mb(memory['cached_bytes'])} cached",
+        "average lookup": "none yet" if mean_s is None else f"{mean_s * 1e6:.1f} us, of {lookups['num_lookups']}",
+        "pins": f"{pins['num_pins']}, holding {pins['num_pinned_blocks']} of {pins['num_wanted_blocks']} blocks",
+    }
+    for name, value in rows.items():
+        print(f"{name:<15} {value}")
+
+
+@cache_commands.command()
+def pin(
+    text: _Text = None,
+    file: _File = None,
+    tokens: _Tokens = None,
+    raw: _Raw = False,
+    description: Annotated[str | None, typer.Option(help="What it is, for list-pinned.")] = None,
+    ttl: Annotated[float | None, typer.Option(help="Seconds until it ends. Default: never.")] = None,
+    priority: Annotated[int, typer.Option(min=0, max=100, help="Who gives way first; 100 never does.")] = 50,
+    salt: _Salt = None,
+    url: _Url = _URL,
+    api_key: ApiKeyOption = None,
+    json: _Json = False,
+) -> None:
+    """Keep a prefix cached: a system prompt by default, or with --raw any text. Prints the pin's id."""
+    prefix = _prefix(text, file, tokens, "text" if raw else "system")
+    options = {"description": description, "ttl_s": ttl, "priority": priority, "cache_salt": salt}
+    with _client(url, api_key) as client:
+        entry = _ask(client, "id", "POST", "/v1/cache/pins", {**prefix, **options})
+    print(json_module.dumps(entry) if json else _pin_line(entry))
+
+
+@cache_commands.command()
+def unpin(
+    pin_id: Annotated[str, typer.Argument(help="As list-pinned shows it.")],
+    url: _Url = _URL,
+    api_key: ApiKeyOption = None,
+    json: _Json = False,
+) -> None:
+    """End a pin; its prefix stays cached as any other does."""
+    from urllib.parse import quote
+
+    with _client(url, api_key) as client:
+        entry = _ask(client, "id", "DELETE", f"/v1/cache/pins/{quote(pin_id, safe='')}")
+    print(json_module.dumps(entry) if json else f"unpinned {entry['id']}")
+
+
+@cache_commands.command("list-pinned")
+def list_pinned(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -> None:
+    """The pins that stand, oldest first."""
+    with _client(url, api_key) as client:
+        values = _ask(client, "pins", "GET", "/v1/cache/pins")
+    if json:
+        print(json_module.dumps(values))
+        return
+    for entry in values["pins"]:
+        print(_pin_line(entry))
+    if not values["pins"]:
+        print("nothing is pinned")
+
+
+@cache_commands.command()
+def reset(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -> None:
+    """Forget all that is cached. Pins stand."""
+    with _client(url, api_key) as client:
+        values = _ask(client, "num_removed_entries", "POST", "/v1/cache/reset", {})
+    print(json_module.dumps(values) if json else f"removed {values['num_removed_entries']} entries")
+
+
+@cache_commands.command()
+def explain(
+    text: _Text = None,
+    file: _File = None,
+    tokens: _Tokens = None,
+    raw: _Raw = False,
+    request: Annotated[str | None, typer.Option(help="The id of an earlier request instead: chatcmpl-...")] = None,
+    system: Annotated[str | None, typer.Option(help="The chat's system prompt.")] = None,
+    salt: _Salt = None,
+    url: _Url = _URL,
+    api_key: ApiKeyOption = None,
+    json: _Json = False,
+) -> None:
+    """Why a prompt would miss the cache now, or why an earlier request did when it came.
+
+    The text is a user's message by default, or with --raw a prompt.
+    """
+    if request is not None:
+        if (text, file, tokens, system, salt) != (None,) * 5 or raw:
+            raise InvalidArgumentError("expected --request alone, since the server knows the rest, got more")
+        body: dict[str, Any] = {"request_id": request}
+    else:
+        body = _prefix(text, file, tokens, "text" if raw else "messages")
+        if system is not None and "messages" not in body:
+            raise InvalidArgumentError("expected --system with a message only, got --raw or --tokens")
+        if "messages" in body:
+            first = [] if system is None else [{"role": "system", "content": system}]
+            body["messages"] = [*first, {"role": "user", "content": body["messages"]}]
+        body["cache_salt"] = salt
+    with _client(url, api_key) as client:
+        values = _ask(client, "prompts", "POST", "/v1/cache/explain", body)
+    if json:
+        print(json_module.dumps(values))
+        return
+    for entry in values["prompts"]:
+        why = entry["text"] or "no reasons were kept: the server runs with --num-history-blocks 0"
+        print(f"{entry['num_cached_tokens']} of {entry['num_prompt_tokens']} tokens: {why}")
+
+
+def _client(url: str, api_key: str | None) -> "ServerClient":
+    from kvblocks.cli.client import ServerClient
+
+    return ServerClient(url, api_key, timeout_s=60.0)
+
+
+def _ask(client: "ServerClient", field: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """What the server answers. Raises InvalidArgumentError if that lacks `field`, as another program's does."""
+    values = client.ask(method, path, body)
+    if field not in values:
+        raise InvalidArgumentError(f"expected a kvblocks server at {client.url}, got an answer without {field!r}")
+    return values
+
+
+def _prefix(text: str | None, file: Path | None, tokens: str | None, kind: str) -> dict[str, Any]:
+    """The prefix that a command is about, as the server takes it. Raises InvalidArgumentError."""
+    if (text is not None) + (file is not None) + (tokens is not None) != 1:
+        raise InvalidArgumentError("expected a text, --file or --tokens, exactly one of them")
+    if tokens is not None:
+        return {"token_ids": _parse_tokens(tokens)}
+    if file is None:
+        return {kind: text}
+    return {kind: _read(file)}
+
+
+def _parse_tokens(tokens: str) -> list[int]:
+    written = _read(Path(tokens[1:])) if tokens.startswith("@") else f"[{tokens}]"
+    try:
+        value = json_module.loads(written)
+    except ValueError:
+        value = None
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise InvalidArgumentError(
+            f"--tokens: expected token ids such as 1,2,3, or @FILE with a JSON list, got {tokens!r}"
+        )
+    return value
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"expected a readable file of UTF-8 text, got {str(path)!r}: {error}") from error
+
+
+def _pin_line(entry: dict[str, Any]) -> str:
+    left = entry["expires_in_s"]
+    until = "no end" if left is None else f"ends in {left:.0f} s"
+    held = f"{entry['num_held_blocks']} of {entry['num_blocks']} blocks held"
+    line = f"{entry['id']}  {entry['num_tokens']} tokens, {held}, priority {entry['priority']}, {until}"
+    return f"{line}  {entry['description']}".rstrip()
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MB"

@@ -1,0 +1,157 @@
+"""A chat in the terminal that shows what each turn cost: time to first token, speed, and how much was cached.
+
+What it says is separate from where answers come from: a server, or an engine in this process.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvblocks.cli.client import ServerClient
+from kvblocks.engine.completion import Completion
+from kvblocks.engine.errors import ModelError
+from kvblocks.errors import KVBlocksError
+
+if TYPE_CHECKING:
+    from kvblocks.engine.engine import Engine  # brings torch, which a chat with a server doesn't need
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer and what it cost. ttft_s, seconds: from asking to the first piece of text, and to the end."""
+
+    text: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_tokens: int
+    ttft_s: float
+    seconds: float
+
+    def __str__(self) -> str:
+        rest = self.seconds - self.ttft_s
+        speed = f"{(self.num_tokens - 1) / rest:.1f} tokens/s" if self.num_tokens > 1 and rest > 0 else "1 token"
+        share = self.num_cached_tokens / max(1, self.num_prompt_tokens)
+        cached = f"{self.num_cached_tokens} of {self.num_prompt_tokens} prompt tokens from the cache ({share:.0%})"
+        return f"first token after {self.ttft_s:.2f} s, {speed}, {cached}"
+
+
+class Answerer(Protocol):
+    """Where answers come from."""
+
+    def answer(self, messages: list[Message]) -> Iterator[str | Turn]:
+        """Give the pieces of an answer as they come, and last what it cost. Raises KVBlocksError."""
+
+
+class EngineAnswerer:
+    """Answers with an engine in this process. Raises ModelError for a model that has no chat template."""
+
+    def __init__(self, engine: "Engine", *, max_tokens: int, temperature: float, seed: int | None) -> None:
+        tokenizer = engine.model.tokenizer
+        if tokenizer is None or not tokenizer.has_chat_template:
+            raise ModelError("expected a model with a chat template, got one without")
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._max_tokens, self._temperature, self._seed = max_tokens, temperature, seed
+
+    def answer(self, messages: list[Message]) -> Iterator[str | Turn]:
+        """As `Answerer`."""
+        start_s, first_s = time.perf_counter(), None
+        prompt = self._tokenizer.apply_chat_template(list(messages))
+        completion: Completion | None = None
+        for piece in self._engine.stream(
+            [prompt], max_tokens=self._max_tokens, temperature=self._temperature, seed=self._seed
+        ):
+            first_s = first_s or time.perf_counter()
+            completion = piece.completion
+            yield piece.text
+        assert completion is not None and first_s is not None, "the last piece has the completion"
+        end_s = time.perf_counter()
+        yield Turn(
+            completion.text,
+            completion.num_prompt_tokens,
+            completion.num_cached_tokens,
+            len(completion.token_ids),
+            first_s - start_s,
+            end_s - start_s,
+        )
+
+
+class ServerAnswerer:
+    """Answers with a server's model. salt: keeps this chat's prefixes apart from those of others."""
+
+    def __init__(
+        self, client: ServerClient, *, max_tokens: int, temperature: float, seed: int | None, salt: str | None = None
+    ) -> None:
+        self._client = client
+        options = {"max_completion_tokens": max_tokens, "temperature": temperature, "seed": seed, "cache_salt": salt}
+        self._options = {name: value for name, value in options.items() if value is not None}
+
+    def answer(self, messages: list[Message]) -> Iterator[str | Turn]:
+        """As `Answerer`."""
+        body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **self._options}
+        start_s, first_s = time.perf_counter(), None
+        texts: list[str] = []
+        usage: dict[str, Any] = {}
+        for event in self._client.stream("/v1/chat/completions", body):
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                text = choice["delta"].get("content") or ""
+                if text or choice["finish_reason"]:
+                    first_s = first_s or time.perf_counter()
+                texts.append(text)
+                yield text
+        end_s = time.perf_counter()
+        yield Turn(
+            "".join(texts),
+            usage.get("prompt_tokens", 0),
+            (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+            usage.get("completion_tokens", 0),
+            (first_s or end_s) - start_s,
+            end_s - start_s,
+        )
+
+
+def chat(
+    answerer: Answerer,
+    lines: Iterable[str],
+    write: Callable[[str], None],
+    *,
+    system: str | None = None,
+    note: Callable[[str], None] | None = None,
+) -> list[Turn]:
+    """Chat until a line is empty or there is none, and return the turns.
+
+    lines: what the user says, one turn each. write: gets the answers' text as it comes; note: a line about each turn,
+    by default as `write`. A turn that fails is said so and forgotten; the chat goes on.
+    """
+    remark = note or (lambda text: write(f"[{text}]\n"))
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    turns = []
+    for line in lines:
+        question = line.strip()
+        if not question:
+            break
+        asked = [*messages, {"role": "user", "content": question}]
+        try:
+            turn = _show(answerer.answer(asked), write)
+        except KVBlocksError as error:
+            write("\n")
+            remark(f"no answer: {error}")
+            continue
+        write("\n")
+        remark(str(turn))
+        messages = [*asked, {"role": "assistant", "content": turn.text}]
+        turns.append(turn)
+    return turns
+
+
+def _show(pieces: Iterator[str | Turn], write: Callable[[str], None]) -> Turn:
+    """Write an answer's pieces, and return what it cost."""
+    for piece in pieces:
+        if isinstance(piece, Turn):
+            return piece
+        write(piece)
+    raise AssertionError("the last piece says what the turn cost")

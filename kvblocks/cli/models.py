@@ -1,0 +1,56 @@
+"""Models as commands need them: the option that names one, loading it, and showing how a download gets on."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvblocks.engine.model.fetch import Progress
+    from kvblocks.engine.run.runner import LoadedModel
+
+ModelOption = Annotated[str, typer.Option(help="smollm2 (fetched if need be), or a Hugging Face folder.")]
+
+
+def load_model(model: str, device: str = "auto", dtype: str | None = None) -> "LoadedModel":
+    """Load a model for a command, as `Engine` would; a known one is fetched first, which shows its progress."""
+    from kvblocks.engine.engine import choose_device
+    from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model
+    from kvblocks.engine.run.runner import LoadedModel
+
+    if model in KNOWN_MODELS:
+        with show_progress() as progress:
+            fetch_model(model, progress=progress)
+    return LoadedModel.load(model, choose_device(device), dtype)
+
+
+_STAGES = {
+    "wait": "Waiting for another kvblocks that is fetching this model",
+    "download": "Downloading",
+    "check": "Checking the digest",
+    "convert": "Converting",
+}
+
+
+@contextmanager
+def show_progress() -> Iterator["Progress"]:
+    """Shows the stages of `fetch_model` on stderr: bars on a terminal, elsewhere (a log) one line for each stage."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+
+        def report(stage: str, fraction: float | None) -> None:
+            label = _STAGES.get(stage, stage)
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(label, total=None if fraction is None else 1.0)
+                if not console.is_terminal:
+                    console.print(label)
+            if fraction is not None:
+                bars.update(tasks[stage], completed=fraction)
+
+        yield report

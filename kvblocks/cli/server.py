@@ -1,0 +1,165 @@
+"""`kvblocks serve` and `kvblocks chat`."""
+
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from kvblocks.cli.models import ModelOption, load_model
+
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(envvar="KVBLOCKS_API_KEY", help="The server's key. The environment hides it from other users' `ps`."),
+]
+_CACHE, _WORK, _SERVER = "KV cache", "Work", "Server"
+
+server_commands = typer.Typer()
+
+
+@server_commands.command()
+def serve(
+    model: ModelOption = "smollm2",
+    block_size: Annotated[int, typer.Option(help="Tokens in a block.", rich_help_panel=_CACHE)] = 16,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="Blocks in the pool. Default: as many as 512 MB hold.", rich_help_panel=_CACHE)
+    ] = None,
+    kv_cache_memory: Annotated[
+        str | None, typer.Option(help="Instead of --num-blocks: 2GiB, or 0.5 of what is free.", rich_help_panel=_CACHE)
+    ] = None,
+    no_prefix_caching: Annotated[
+        bool, typer.Option("--no-prefix-caching", help="Compute every prompt wholly.", rich_help_panel=_CACHE)
+    ] = False,
+    num_history_blocks: Annotated[
+        int,
+        typer.Option(
+            help="Evicted blocks that `kvblocks cache explain` remembers; 0: explain no requests, hash nothing.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = 10_000,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a step.", rich_help_panel=_WORK)] = 512,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences in a step.", rich_help_panel=_WORK)] = 64,
+    schedule: Annotated[
+        str, typer.Option(help="Who is admitted first: fcfs, longest-prefix or grouped.", rich_help_panel=_WORK)
+    ] = "fcfs",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits, cached or not.", rich_help_panel=_WORK)
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto.", rich_help_panel=_WORK)] = "auto",
+    attention: Annotated[str, typer.Option(help="torch, triton, flash-attn or auto.", rich_help_panel=_WORK)] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, float16 or bfloat16. Default: as Engine's.", rich_help_panel=_WORK)
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Torch threads. Default: torch's own choice.", rich_help_panel=_WORK)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.", rich_help_panel=_SERVER)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0: any free one.", rich_help_panel=_SERVER)] = 8000,
+    api_key: ApiKeyOption = None,
+    allow_anyone: Annotated[
+        bool, typer.Option("--allow-anyone", help="Serve other machines without a key.", rich_help_panel=_SERVER)
+    ] = False,
+    max_requests: Annotated[
+        int, typer.Option(help="Unfinished answers, running and waiting; more get 429.", rich_help_panel=_SERVER)
+    ] = 256,
+    max_body_bytes: Annotated[int, typer.Option(help="Larger bodies get 413.", rich_help_panel=_SERVER)] = 4 * 2**20,
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds for a request, waiting included.", rich_help_panel=_SERVER)
+    ] = 600.0,
+    grace_period: Annotated[
+        float, typer.Option(help="Seconds that running requests get after SIGTERM.", rich_help_panel=_SERVER)
+    ] = 30.0,
+) -> None:
+    """Serve a model through OpenAI's API, with prefix caching.
+
+    SIGTERM or Ctrl-C lets running requests finish; a second one doesn't.
+    """
+    from kvblocks.engine.server.settings import CacheSettings, ServerSettings, parse_memory
+
+    cache = CacheSettings(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_cache_memory=None if kv_cache_memory is None else parse_memory(kv_cache_memory),
+        prefix_caching=not no_prefix_caching,
+        num_history_blocks=num_history_blocks,
+        schedule=schedule,
+        deterministic=deterministic,
+        device=device,
+        attention=attention,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+    )
+    server = ServerSettings(
+        host=host,
+        port=port,
+        api_key=api_key,
+        allow_anyone=allow_anyone,
+        max_requests=max_requests,
+        max_body_bytes=max_body_bytes,
+        request_timeout_s=request_timeout,
+        grace_s=grace_period,
+    )
+    import torch
+
+    from kvblocks.engine.server.run import serve as run_server
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    run_server(
+        lambda: load_model(model, device, dtype),
+        model,
+        cache,
+        server,
+        lambda line: print(line, file=sys.stderr, flush=True),
+    )
+
+
+@server_commands.command()
+def chat(
+    url: Annotated[
+        str | None, typer.Option(help="A running server, such as http://127.0.0.1:8000. Default: in this process.")
+    ] = None,
+    model: ModelOption = "smollm2",
+    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="For a temperature above 0.")] = None,
+    salt: Annotated[str | None, typer.Option(help="With --url: share no cached prefix with other salts.")] = None,
+    api_key: ApiKeyOption = None,
+) -> None:
+    """Chat, and see what each turn cost: time to first token, speed, and how much of the prompt was cached.
+
+    An empty line or Ctrl-D ends it.
+    """
+    from kvblocks.cli.chat import EngineAnswerer, ServerAnswerer
+    from kvblocks.cli.chat import chat as run_chat
+    from kvblocks.errors import InvalidArgumentError
+
+    if url is None:
+        if salt is not None:
+            raise InvalidArgumentError("expected --salt with --url only: a chat in this process shares with nobody")
+        from kvblocks.engine.engine import Engine
+
+        engine = Engine(load_model(model))
+        answerer = EngineAnswerer(engine, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        run_chat(answerer, _read_lines(), _write, system=system)
+        return
+    from kvblocks.cli.client import ServerClient
+
+    with ServerClient(url, api_key) as client:
+        remote = ServerAnswerer(client, max_tokens=max_tokens, temperature=temperature, seed=seed, salt=salt)
+        client.ask("GET", "/v1/models")  # says at once if there is no server, or another key is needed
+        run_chat(remote, _read_lines(), _write, system=system)
+
+
+def _read_lines() -> Iterator[str]:
+    """The lines that the user types, until Ctrl-D."""
+    while True:
+        try:
+            yield input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)

@@ -1,0 +1,271 @@
+"""The queue of blocks that nobody owns, in the order in which they are taken.
+
+Three stretches follow one another: blocks that hold nothing, blocks that left a window, and the others, least
+recently used first. Where a block goes is decided when it is released: what is cached goes to the end, what holds
+nothing to the front, so that no cached block is evicted while an empty one is free.
+
+A circular doubly-linked list through the blocks themselves, so that a block in the middle leaves in O(1) when a
+prefix hit takes it back. Being queued and having no owner are one fact, so one place keeps both: whatever leaves the
+queue leaves it with `ref_cnt` 1, whatever enters has 0. One root block that is never handed out closes the circle,
+which makes every operation free of special cases at the ends.
+
+After vLLM v1's FreeKVCacheBlockQueue, `prepend` included; the circle with self-linked outsiders is the Linux kernel's
+list_head. The stretch between is this project's.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.errors import BlockStateError, PoolExhaustedError
+
+
+class FreeBlockQueue:
+    """An intrusive queue over `blocks`, all of them free at first and in the given order. O(blocks) to make.
+
+    has_windows: whether blocks may leave a window (`release_passed`). num_shared_changes: how often a block that has an
+    owner got another one, or lost one of several. Raises BlockStateError, changing nothing, when a block is linked or
+    owned already. A part of the manager that is public for those who build one of their own:
+    beyond that it checks no types.
+    """
+
+    def __init__(self, blocks: Sequence[KVCacheBlock], *, has_windows: bool = False) -> None:
+        self._root = KVCacheBlock(0)  # never handed out, so its id is never seen
+        self._mark = KVCacheBlock(0)  # nor this one: it stands behind what left a window, if anything does
+        self._has_windows = has_windows
+        self.num_free_blocks = 0
+        self.num_shared_changes = 0
+        self.extend(blocks)
+        if has_windows:
+            self._link(self._mark, self._root)
+
+    def __len__(self) -> int:
+        return self.num_free_blocks
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        """Yield the blocks as they would be taken. The queue must not change meanwhile."""
+        block = self._root.next_free_block
+        while block is not self._root:
+            if block is not self._mark:
+                yield block
+            block = block.next_free_block
+
+    @property
+    def first(self) -> KVCacheBlock | None:
+        """The block that is taken next, None if there is none. O(1)."""
+        block = self._root.next_free_block
+        if block is self._mark:
+            block = block.next_free_block
+        return None if block is self._root else block
+
+    def popleft_n(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take the first `num_blocks` blocks, in order; each then has `ref_cnt` 1.
+
+        Raises PoolExhaustedError, changing nothing, when there are fewer. O(num_blocks).
+        """
+        if not 0 <= num_blocks <= self.num_free_blocks:
+            raise PoolExhaustedError(f"expected 0 to {self.num_free_blocks} blocks to take, got {num_blocks}")
+        if self._has_windows:
+            return self._pop_each(num_blocks)
+        root = self._root
+        block = root.next_free_block
+        taken = []
+        for _ in range(num_blocks):
+            taken.append(block)
+            block.ref_cnt = 1
+            block.prev_free_block = block
+            block = block.next_free_block
+        root.next_free_block = block
+        block.prev_free_block = root
+        self.num_free_blocks -= num_blocks
+        return taken
+
+    def popleft(self) -> KVCacheBlock:
+        """Take the first block; it then has `ref_cnt` 1. There must be one. O(1)."""
+        previous = self._root
+        block = previous.next_free_block
+        if block is self._mark:
+            previous, block = block, block.next_free_block
+        following = block.next_free_block
+        previous.next_free_block = following
+        following.prev_free_block = previous
+        block.prev_free_block = block
+        block.ref_cnt = 1
+        self.num_free_blocks -= 1
+        return block
+
+    def extend(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Append blocks that are neither queued nor owned, in order. O(blocks).
+
+        Raises BlockStateError, changing nothing, when one is linked or owned already.
+        """
+        root = self._root
+        last = root.prev_free_block
+        num_linked = 0
+        for block in blocks:
+            if block.ref_cnt or block.prev_free_block is not block:
+                self._unlink_last(last, num_linked)
+                state = f"owned {block.ref_cnt} times" if block.ref_cnt else "queued already"
+                raise BlockStateError(f"expected a block that is neither queued nor owned, got {block} {state}")
+            block.prev_free_block = last
+            last.next_free_block = block
+            # The next link goes to the root at once: a block given twice is then seen to be linked.
+            block.next_free_block = root
+            last = block
+            num_linked += 1
+        root.prev_free_block = last
+        self.num_free_blocks += num_linked
+
+    def _unlink_last(self, last: KVCacheBlock, num_blocks: int) -> None:
+        """Take back what a failing call has linked behind the queue's end: the `num_blocks` blocks up to `last`."""
+        for _ in range(num_blocks):
+            previous = last.prev_free_block
+            last.prev_free_block = last
+            last = previous
+        last.next_free_block = self._root
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Give up one reference to each block; those that lose their last one are appended, in the order given.
+
+        Raises BlockStateError, changing nothing, when a block has no reference left to give up. O(blocks).
+        """
+        root = self._root
+        last = root.prev_free_block
+        num_kept = 0  # those that aren't linked are counted, since they are few
+        rest = iter(blocks)
+        for block in rest:
+            if block.ref_cnt == 1:
+                block.ref_cnt = 0
+                block.prev_free_block = last
+                last.next_free_block = block
+                last = block
+            elif block.ref_cnt > 1:
+                block.ref_cnt -= 1
+                num_kept += 1
+            else:
+                num_done = len(blocks) - 1 - len(list(rest))
+                self._unlink_last(last, num_done - num_kept)
+                for released in blocks[:num_done]:
+                    released.ref_cnt += 1
+                raise BlockStateError(f"double free: expected a block with an owner, got {block}")
+        last.next_free_block = root
+        root.prev_free_block = last
+        self.num_free_blocks += len(blocks) - num_kept
+        if num_kept:
+            self.num_shared_changes += num_kept
+
+    def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
+        """Give up one reference to each block, a table's or a part of one; those that lose their last one are queued.
+
+        The last one first: cached ones at the end, so that a prefix's end is taken before its beginning; those that
+        hold nothing in front of all others, where the table's last one is taken first. num_cached: the first so many
+        are known to be cached. Raises BlockStateError, changing nothing. O(blocks).
+        """
+        cached: list[KVCacheBlock] = []
+        empty: list[KVCacheBlock] = []
+        for block in blocks[: num_cached - 1 if num_cached else None : -1]:
+            run = block.run
+            if run is not None and run.epoch.is_current:  # `is_cached`, without the call
+                cached.append(block)
+            else:
+                empty.append(block)
+        self.release_empty(empty)
+        try:
+            self.release(cached + [*blocks[:num_cached]][::-1])
+        except BlockStateError:
+            self.touch(empty)
+            raise
+
+    def release_empty(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Give up one reference to each block, none of them cached; those that lose their last one are taken next.
+
+        In the order given, before all others. Raises BlockStateError, changing nothing. O(blocks).
+        """
+        root = self._root
+        following = root.next_free_block
+        last, num_linked = root, 0
+        for place, block in enumerate(blocks):
+            if block.ref_cnt == 1:
+                block.ref_cnt = 0
+                block.prev_free_block = last
+                last.next_free_block = block
+                last = block
+                num_linked += 1
+            elif block.ref_cnt > 1:
+                block.ref_cnt -= 1
+            else:
+                for released in blocks[:place]:
+                    if not released.ref_cnt:
+                        released.prev_free_block = released
+                    released.ref_cnt += 1
+                root.next_free_block = following
+                raise BlockStateError(f"double free: expected a block with an owner, got {block}")
+        last.next_free_block = following
+        following.prev_free_block = last
+        self.num_free_blocks += num_linked
+        self.num_shared_changes += len(blocks) - num_linked
+
+    def release_passed(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Give up one reference to each block, all of them cached, that left a window; of a queue with windows.
+
+        Those that lose their last one are taken before what was freed at a sequence's end, in the order given. The
+        blocks are different ones. Raises BlockStateError, changing nothing. O(blocks).
+        """
+        for block in blocks:
+            if block.ref_cnt < 1:
+                raise BlockStateError(f"double free: expected a block with an owner, got {block}")
+        for block in blocks:
+            block.ref_cnt -= 1
+            if block.ref_cnt:
+                self.num_shared_changes += 1
+            else:
+                self._link(block, self._mark)
+                self.num_free_blocks += 1
+
+    def move_to_front(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Have queued blocks, which hold nothing any more, taken next, in the order given. O(blocks)."""
+        for block in reversed(blocks):
+            self._unlink(block)
+            self._link(block, self._root.next_free_block)
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Add one reference to each block; those that were free leave the queue. O(blocks)."""
+        num_owned = 0
+        for block in blocks:
+            if block.ref_cnt == 0:
+                previous, following = block.prev_free_block, block.next_free_block
+                previous.next_free_block = following
+                following.prev_free_block = previous
+                block.prev_free_block = block
+                block.ref_cnt = 1
+            else:
+                block.ref_cnt += 1
+                num_owned += 1
+        self.num_free_blocks -= len(blocks) - num_owned
+        if num_owned:
+            self.num_shared_changes += num_owned
+
+    def check(self) -> None:
+        """Raise AssertionError unless the links agree, the length is right and no queued block is owned. O(queue)."""
+        root, num_linked = self._root, self.num_free_blocks + self._has_windows
+        num_seen, previous, block = 0, root, root.next_free_block
+        while block is not root:
+            assert block.prev_free_block is previous, f"{block}: back link leads to {block.prev_free_block}"
+            assert block.ref_cnt == 0, f"{block} is queued and owned"
+            num_seen, previous, block = num_seen + 1, block, block.next_free_block
+            assert num_seen <= num_linked, f"queue: more than {num_linked} blocks are linked"
+        assert root.prev_free_block is previous, "queue: the end doesn't lead to the last block"
+        assert num_seen == num_linked, f"queue: {num_seen} linked, {num_linked} counted"
+
+    def _pop_each(self, num_blocks: int) -> list[KVCacheBlock]:
+        """`popleft_n`, past the mark. Apart, since a comprehension makes all names of its function dearer."""
+        return [self.popleft() for _ in range(num_blocks)]
+
+    def _link(self, block: KVCacheBlock, following: KVCacheBlock) -> None:
+        previous = following.prev_free_block
+        block.prev_free_block, block.next_free_block = previous, following
+        previous.next_free_block = following.prev_free_block = block
+
+    def _unlink(self, block: KVCacheBlock) -> None:
+        previous, following = block.prev_free_block, block.next_free_block
+        previous.next_free_block, following.prev_free_block = following, previous
+        block.prev_free_block = block

@@ -1,0 +1,183 @@
+"""The digest chain: how a cached block is named outside this process.
+
+A block's digest covers its parent's digest, its extra keys and its tokens, so it names the whole prefix up to the
+block. It is the block's address in events, other processes and other tiers. It never decides a hit: matching compares
+preimages (see `prefix_index`), so a weak or broken hash function can confuse an outside reader of events, never a
+lookup.
+
+Format 1, pinned by golden vectors in tests/core; integers are little-endian and unsigned unless noted:
+
+    preimage   = u32 len(parent) | parent | u32 len(extra) | extra | tokens      parent is empty for a first block
+    tokens     = block_size x u32
+    extra      = entry*           salt, then LoRA (first block only), then positions by (start, end, key)
+    entry      = u8 kind | [position kinds only: i64 start, u64 length] | u32 len(payload) | payload
+
+Kinds: 1 salt, 2 LoRA name, 3 position key given as str, 4 position key given as bytes. `start` is where the keyed span
+begins relative to the block's first token (negative when it began in an earlier block), `length` is the span's whole
+length. Kinds and lengths make the encoding injective: no two different sets of keys have the same bytes.
+
+The chain of digests follows vLLM's automatic prefix caching; the typed, length-prefixed keys are this project's.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from struct import pack, unpack
+from typing import Any
+
+from xxhash import xxh3_128_digest
+
+from kvblocks.arguments import Given, Text, is_a, plain_bytes, plain_text, shown, wrong
+from kvblocks.errors import InvalidArgumentError
+
+HashFunction = Callable[[bytes], bytes]
+"""Maps a preimage to a digest. Must be pure and always return the same number of bytes, at least one."""
+
+PositionKey = tuple[int, int, str | bytes]
+"""(start, end, key): tokens start..end-1 depend on `key`, such as the hash of the image that they stand for."""
+
+PositionKeys = Iterable[PositionKey]
+"""Several of them, in any order."""
+
+ExtraKey = tuple[str, tuple[int, int] | None, str | bytes]
+"""A decoded extra key: ("salt", None, salt), ("lora", None, name) or ("key", (start, length), key).
+
+start: where the keyed span begins relative to the block's first token; length: of the whole span. In tokens.
+"""
+
+SALT_KIND, LORA_KIND, STR_KEY_KIND, BYTES_KEY_KIND = 1, 2, 3, 4
+
+
+def sha256_digest(preimage: bytes) -> bytes:
+    """Return the 32-byte SHA-256 of `preimage`."""
+    return hashlib.sha256(preimage).digest()
+
+
+HASH_FUNCTIONS: dict[str, HashFunction] = {"xxh3_128": xxh3_128_digest, "sha256": sha256_digest}
+
+
+def get_hash_function(algorithm: Text | HashFunction) -> HashFunction:
+    """Return the hash function that `algorithm` names, or `algorithm` itself when it is a callable bytes -> bytes.
+
+    Raises InvalidArgumentError for an unknown name, and for a callable that doesn't take bytes or doesn't return at
+    least one byte.
+    """
+    given: Any = algorithm
+    if is_a(given, str):
+        name = plain_text(given)
+        if name not in HASH_FUNCTIONS:
+            known = ", ".join(repr(name) for name in HASH_FUNCTIONS)
+            raise wrong("hash_algorithm", f"{known} or a callable", name)
+        return HASH_FUNCTIONS[name]
+    if not callable(given):
+        raise InvalidArgumentError(f"hash_algorithm: expected a name or a callable, got {type(given).__name__}")
+    try:
+        digest = given(b"")
+    except TypeError as error:
+        raise wrong("hash_algorithm", f"a callable bytes -> bytes; it says {error}", given) from error
+    check_digest(digest, None)
+    function: HashFunction = given
+    return function
+
+
+def check_digest(digest: Any, num_bytes: int | None) -> bytes:
+    """Return `digest` if it is `num_bytes` bytes long (None: any length but 0), else raise InvalidArgumentError."""
+    if type(digest) is not bytes or not digest:  # a subclass may say that it is longer than it is
+        raise InvalidArgumentError(f"hash function: expected it to return bytes, at least one; got {shown(digest)}")
+    if num_bytes is not None and len(digest) != num_bytes:
+        raise InvalidArgumentError(f"hash function: expected {num_bytes} bytes as before, got {len(digest)}")
+    return digest
+
+
+def make_preimage(parent_digest: bytes, extra_keys: bytes, tokens: bytes) -> bytes:
+    """Return what a block's digest is the hash of.
+
+    parent_digest: the parent block's digest, b"" for a first block. extra_keys: the block's encoded extra keys, b"" for
+    none. tokens: the block's token ids, packed as little-endian u32.
+    """
+    return b"".join((pack("<I", len(parent_digest)), parent_digest, pack("<I", len(extra_keys)), extra_keys, tokens))
+
+
+def encode_extra_keys(
+    salt: str | None, lora: str | None, position_keys: Iterable[PositionKey], block_size: int
+) -> dict[int, bytes]:
+    """Return the encoded extra keys of every block that has some, by the block's position in the sequence.
+
+    Salt and LoRA name go to block 0 alone: every later block hangs from it. A position key goes to each block that its
+    span touches. The order in which `position_keys` come makes no difference. O(spans x blocks each touches).
+    """
+    encoded: dict[int, bytes] = {}
+    root = b""
+    if salt is not None:
+        root += _entry(SALT_KIND, b"", salt.encode())
+    if lora is not None:
+        root += _entry(LORA_KIND, b"", lora.encode())
+    if root:
+        encoded[0] = root
+    for start, end, kind, payload in sorted(_typed(key) for key in position_keys):
+        for block in range(start // block_size, (end - 1) // block_size + 1):
+            place = pack("<qQ", start - block * block_size, end - start)
+            encoded[block] = encoded.get(block, b"") + _entry(kind, place, payload)
+    return encoded
+
+
+def decode_extra_keys(encoded: Given[bytes]) -> list[ExtraKey]:
+    """Return a block's extra keys in the order of their encoding; the inverse of `encode_extra_keys`.
+
+    encoded: one block's, as in `BlockStored.extra_keys`; b"" for none. Raises InvalidArgumentError for bytes that are
+    no block's encoding. O(bytes).
+    """
+    given: Any = encoded
+    if not is_a(given, bytes):
+        raise wrong("extra keys", "bytes", given)
+    return _decoded_keys(plain_bytes(given))
+
+
+def _decoded_keys(encoded: bytes) -> list[ExtraKey]:
+    keys: list[ExtraKey] = []
+    offset, previous = 0, (0, 0, 0, 0, b"")
+    while offset < len(encoded):
+        kind, start, length = encoded[offset], 0, 0
+        offset += 1
+        if kind in (STR_KEY_KIND, BYTES_KEY_KIND):
+            start, length = unpack("<qQ", _cut(encoded, offset, 16))
+            offset += 16
+        payload = _cut(encoded, offset + 4, unpack("<I", _cut(encoded, offset, 4))[0])
+        offset += 4 + len(payload)
+        order = (min(kind, STR_KEY_KIND), start, start + length, kind, payload)
+        is_in_order = order >= previous if kind >= STR_KEY_KIND else kind > previous[0]
+        if not is_in_order or (kind >= STR_KEY_KIND and not 0 < start + length > start):
+            got = f"{_decoded(kind, start, length, payload)} after {keys}"
+            raise InvalidArgumentError(f"extra keys: expected salt, LoRA, then non-empty spans by position, got {got}")
+        keys.append(_decoded(kind, start, length, payload))
+        previous = order
+    return keys
+
+
+def _typed(key: PositionKey) -> tuple[int, int, int, bytes]:
+    start, end, payload = key
+    if isinstance(payload, str):
+        return start, end, STR_KEY_KIND, payload.encode()
+    return start, end, BYTES_KEY_KIND, payload
+
+
+def _entry(kind: int, place: bytes, payload: bytes) -> bytes:
+    return pack("<B", kind) + place + pack("<I", len(payload)) + payload
+
+
+def _cut(encoded: bytes, offset: int, num_bytes: int) -> bytes:
+    part = encoded[offset : offset + num_bytes]
+    if len(part) < num_bytes:
+        raise InvalidArgumentError(f"extra keys: expected {num_bytes} bytes from {offset} on, got {part!r}")
+    return part
+
+
+def _decoded(kind: int, start: int, length: int, payload: bytes) -> ExtraKey:
+    if not SALT_KIND <= kind <= BYTES_KEY_KIND:
+        raise InvalidArgumentError(f"extra keys: expected a kind from {SALT_KIND} to {BYTES_KEY_KIND}, got {kind}")
+    try:
+        text: str | bytes = payload if kind == BYTES_KEY_KIND else payload.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(f"extra keys: expected UTF-8, got {payload!r}: {error.reason}") from None
+    if kind >= STR_KEY_KIND:
+        return "key", (start, length), text
+    return "salt" if kind == SALT_KIND else "lora", None, text

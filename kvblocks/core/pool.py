@@ -1,0 +1,193 @@
+"""The pool: every block there is, who owns it, and what happens to what it held when it changes hands.
+
+Puts the free queue and the prefix index together. A block is free or owned (the queue's fact), cached or not (the
+index's fact), and both at once in all four combinations: a free cached block is what a later request hits, and it
+stops being cached at the moment it is taken for something else. The roles are those of vLLM v1's BlockPool.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
+
+from kvblocks.arguments import check_count
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.free_queue import FreeBlockQueue
+from kvblocks.core.prefix_index import PrefixIndex
+from kvblocks.observe.block_sampler import BlockSampler
+from kvblocks.retention.quotas import TenantQuotas
+
+
+class BlockPool:
+    """`num_blocks` blocks with ids 0 to num_blocks - 1, handed out 0, 1, 2, … when fresh.
+
+    Later what holds nothing goes first, then what is least recently used. index: where their contents may be cached.
+    blocks: all of them, by id. detached: blocks that stopped being cached while they were owned, and still are; few and
+    seldom. sampler: told what happens to blocks; None: nobody is. Raises InvalidArgumentError. O(num_blocks).
+
+    A part of the manager that is public for those who build one of their own: beyond that it checks no types.
+    """
+
+    def __init__(self, num_blocks: SupportsIndex, index: PrefixIndex) -> None:
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(check_count("num_blocks", num_blocks, 1))]
+        self.index = index
+        self.num_evicted_blocks = 0
+        self.detached: set[KVCacheBlock] = set()
+        self.sampler: BlockSampler | None = None
+        self._queue = self._make_queue()
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody owns, those with cached contents included. O(1)."""
+        return self._queue.num_free_blocks
+
+    @property
+    def num_shared_changes(self) -> int:
+        """How often a block that has an owner got another one, or lost one of several. O(1)."""
+        return self._queue.num_shared_changes
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks whose contents are cached. O(1)."""
+        return self.index.num_cached_blocks
+
+    def free_block_ids(self) -> list[int]:
+        """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
+        return [block.block_id for block in self._queue]
+
+    def recount_quotas(self) -> None:
+        """Count anew what tenants have cached, after a change of their quotas. O(pool)."""
+        if self.index.quotas is not None:
+            self.index.quotas.recount(self.index.runs(), self._queue)
+
+    def can_take(self, num_blocks: int, touched: Sequence[KVCacheBlock]) -> bool:
+        """Whether `num_blocks` can be taken after `touched` are. O(1) if there is room to spare, else O(touched)."""
+        num_free = self._queue.num_free_blocks
+        if num_blocks + len(touched) <= num_free:
+            return True
+        return num_blocks <= num_free - sum(1 for block in touched if block.ref_cnt == 0)
+
+    def take(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take the next free blocks; what they held is cached no more. O(num_blocks).
+
+        While a tenant is over its quota, a free block of its goes before somebody else's cached one. Raises
+        PoolExhaustedError, changing nothing, when there are fewer.
+        """
+        quotas = self.index.quotas
+        if quotas is not None and quotas.over and 0 < num_blocks <= self._queue.num_free_blocks:
+            return [self._take_fairly(quotas) for _ in range(num_blocks)]
+        blocks = self._queue.popleft_n(num_blocks)
+        if self.sampler is not None:
+            self.sampler.note_taken(blocks)
+        for block in blocks:  # half as long as a list of those that are cached
+            if block.run is not None:
+                self.num_evicted_blocks += self.index.evict(blocks)
+                if self.index.detached:
+                    self.requeue_detached()
+                break
+        return blocks
+
+    def take_one(self) -> KVCacheBlock:
+        """`take` of one block; there must be one. O(1)."""
+        index = self.index
+        if index.quotas is not None and index.quotas.over:
+            return self._take_fairly(index.quotas)
+        block = self._queue.popleft()
+        if self.sampler is not None:
+            self.sampler.note_taken([block])
+        if block.run is not None:
+            self.num_evicted_blocks += index.evict_one(block)
+            if index.detached:
+                self.requeue_detached()
+        return block
+
+    def _take_fairly(self, quotas: TenantQuotas) -> KVCacheBlock:
+        """Take the next block, or if that is cached, a tenant's that is over its quota."""
+        first = self._queue.first
+        victim = quotas.next_victim() if first is not None and first.is_cached else None
+        if victim is None:
+            block = self._queue.popleft()
+        else:
+            block = victim
+            self._queue.touch([block])
+        if self.sampler is not None:
+            self.sampler.note_taken([block])
+        if block.run is not None:
+            self.num_evicted_blocks += self.index.evict_one(block)
+            if self.index.detached:
+                self.requeue_detached()
+        return block
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Add an owner to each of `blocks`, free or not; what they hold stays. O(blocks)."""
+        self._queue.touch(blocks)
+        if self.sampler is not None:
+            self.sampler.note_touched(blocks)
+
+    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take an owner from each of `blocks`, last one first, so that a prefix's end is reused before its beginning.
+
+        Those without another owner join the end of the queue. For blocks that are cached, while none is `detached`;
+        `release_table` is for all. Raises BlockStateError, changing nothing, when one has no owner. O(blocks).
+        """
+        backwards = blocks[::-1]
+        self._queue.release(backwards)
+        if self.index.quotas is not None or self.sampler is not None:
+            self._note_released(backwards)
+
+    def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
+        """`release` of blocks of a table, of which those that hold nothing are reused next.
+
+        num_cached: the first so many were cached by their owner, and no reset came since. O(blocks).
+        """
+        backwards = blocks[::-1]
+        if num_cached == len(blocks) and not self.detached:
+            self._queue.release(backwards)
+        else:
+            self._queue.release_table(blocks, 0 if self.detached else num_cached)
+        if self.detached or self.index.quotas is not None or self.sampler is not None:
+            self._note_released(backwards)
+
+    def requeue_detached(self) -> None:
+        """Have blocks that stopped being cached, though nobody took them, reused next if they are free.
+
+        What an abort leaves holding nothing, and what was chained to it. O(their number).
+        """
+        detached, self.index.detached = self.index.detached, []
+        free = [block for block in detached if not block.ref_cnt]
+        self.detached.update([block for block in detached if block.ref_cnt])
+        self._queue.move_to_front(sorted(free, key=_block_id))
+
+    def check(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
+        """Raise AssertionError unless every block is free or owned as `tables`, the live block tables, say. O(pool)."""
+        owners = [0] * len(self.blocks)
+        for table in tables:
+            for block in table:
+                assert self.blocks[block.block_id] is block, f"{block}: not of this pool"
+                owners[block.block_id] += 1
+        self._queue.check()
+        num_free = num_cached = 0
+        for block_id, block in enumerate(self.blocks):
+            assert block.block_id == block_id, f"{block}: stands at {block_id}"
+            assert block.ref_cnt == owners[block_id], f"{block}: held by {owners[block_id]} block tables"
+            num_free += block.ref_cnt == 0
+            num_cached += block.is_cached
+        assert num_free == self.num_free_blocks, f"pool: {num_free} without an owner, {self.num_free_blocks} queued"
+        self.index.check()
+        assert not self.index.detached, "pool: detached blocks that weren't requeued"
+        assert all(block.ref_cnt for block in self.detached), "pool: a free block counts as owned and detached"
+        # The index reaches as many blocks as think that they are cached, so it reaches just those.
+        assert num_cached == self.num_cached_blocks, f"pool: {num_cached} cached, {self.num_cached_blocks} found"
+
+    def _note_released(self, blocks: Sequence[KVCacheBlock]) -> None:
+        if self.detached:
+            self.detached.difference_update([block for block in blocks if not block.ref_cnt])
+        if self.index.quotas is not None:
+            self.index.quotas.note_released(blocks)
+        if self.sampler is not None:
+            self.sampler.note_released(blocks)
+
+    def _make_queue(self) -> FreeBlockQueue:
+        return FreeBlockQueue(self.blocks)
+
+
+def _block_id(block: KVCacheBlock) -> int:
+    return block.block_id

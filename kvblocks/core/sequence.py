@@ -1,0 +1,303 @@
+"""A sequence of tokens and the blocks that hold its keys and values.
+
+Three numbers are kept apart, because engines let them drift apart: the tokens that are known (`num_tokens`), the slots
+that exist for them (`num_slots`) and the tokens whose KV is computed, or will be by the step they were allocated for
+(`num_computed_tokens`). The caller makes a sequence and adds tokens to it; everything about blocks is the manager's to
+write. The tokens outlive the blocks: a sequence that was freed can be allocated again.
+"""
+
+from array import array
+from collections.abc import Hashable, Iterable
+from typing import Any, NoReturn, SupportsIndex
+
+from kvblocks.arguments import Text, check_count, check_id, check_integer, shown
+from kvblocks.core.block import KVCacheBlock, Run
+from kvblocks.core.epoch import Epoch
+from kvblocks.core.hashing import PositionKey
+from kvblocks.core.keys import SequenceKeys, check_keys
+from kvblocks.core.tokens import TokenIds, pack_tokens
+from kvblocks.groups.tables import GroupTable, GroupTables
+
+_NO_KEYS: tuple[PositionKey, ...] = ()
+
+
+class Sequence:
+    """One request: its tokens, what else its KV depends on, and its block table.
+
+    sequence_id: the caller's name for it, of any type that is hashable, and equal to itself (NaN isn't); two sequences
+    that hold blocks at the same time need different ones. prompt_token_ids: a list or other iterable of ints, or a
+    buffer (see `tokens.pack_tokens`), which is used without a copy and must not change while the sequence is in use.
+    At least one token, each 0 to 2**32 - 1. salt: sequences with different salts (None is one of them) never share a
+    block. lora: the adapter's name, likewise. extra_keys: (start, end, key) for spans of tokens whose KV depends on
+    more than their ids, such as the placeholders of an image and its hash; key is a str or bytes.
+
+    Raises InvalidTokensError and InvalidArgumentError. O(tokens) for ints; O(1) for a buffer of 4-byte integers.
+    num_prompt_tokens: given at first. blocks: those of the block table, in order. num_computed_tokens: tokens whose KV
+    is computed, or will be by the step that they were last allocated for. num_readonly_tokens: positions below it lie
+    in full blocks that were hit or shared by a fork; their KV is there and must not be written. A multiple of the
+    block size. The other attributes are for the manager.
+    """
+
+    __slots__ = (
+        "_block_ids",
+        "appender",
+        "blocks",
+        "epoch",
+        "keys",
+        "next_edge",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_readonly_tokens",
+        "num_registered_blocks",
+        "owner",
+        "run",
+        "sequence_id",
+        "tokens",
+        "was_truncated",
+        "window_tables",
+    )
+
+    def __init__(
+        self,
+        sequence_id: Hashable,
+        prompt_token_ids: TokenIds,
+        *,
+        salt: Text | None = None,
+        lora: Text | None = None,
+        extra_keys: Iterable[PositionKey] = _NO_KEYS,
+    ) -> None:
+        if type(sequence_id) is not str and type(sequence_id) is not int:
+            check_id("sequence_id", sequence_id)
+        self.sequence_id = sequence_id
+        ids: Any = prompt_token_ids  # what `pack_tokens` does with an array, without the call
+        is_packed = type(ids) is array and ids.typecode == "I" and ids
+        self.tokens: array[int] | memoryview[int] = memoryview(ids) if is_packed else pack_tokens(ids)
+        self.num_prompt_tokens = len(self.tokens)
+        self.keys: SequenceKeys | None = None
+        if salt is not None or lora is not None or extra_keys is not _NO_KEYS:
+            self.keys = check_keys(salt, lora, extra_keys, self.num_prompt_tokens)
+        self.blocks: list[KVCacheBlock] = []
+        self._block_ids: list[int] | None = None  # made when first asked for
+        self.num_computed_tokens = 0
+        self.num_readonly_tokens = 0
+        self.num_registered_blocks = 0
+        self.was_truncated = False  # an earlier hit may be of tokens that it has no more
+        self.owner: object | None = None
+        self.appender: object | None = None  # the owner, while the next token certainly goes to a block of its own
+        self.next_edge = 0  # while fewer tokens are computed, the next one fits the last block and doesn't fill it
+        self.epoch: Epoch | None = None
+        self.run: Run | None = None  # where its last registered block stands, if anything: a hint
+        self.window_tables: GroupTables | None = None  # the tables beside `blocks`, of a manager of several groups
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are known. O(1)."""
+        return len(self.tokens)
+
+    @property
+    def salt(self) -> str | None:
+        """The salt that it was given. O(1)."""
+        return None if self.keys is None else self.keys.salt
+
+    @property
+    def lora(self) -> str | None:
+        """The name of its LoRA adapter. O(1)."""
+        return None if self.keys is None else self.keys.lora
+
+    @property
+    def extra_keys(self) -> tuple[PositionKey, ...]:
+        """The keys of its spans, as they were given. O(1)."""
+        return () if self.keys is None else self.keys.extra_keys
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The block table: ids of the blocks that hold the sequence, first to last.
+
+        While the sequence is allocated the table only grows, except that `truncate` shortens it and that a sequence
+        which was forked or truncated gets another block in the place of its last, unfilled one. The list is the
+        sequence's own; don't change it. With several groups it is the table of the primary one, the first that has full
+        attention, or group 0's if there is none; see `group_block_ids`. O(blocks added since the last look).
+        """
+        block_ids = self._block_ids
+        if block_ids is None:
+            block_ids = self._block_ids = []
+        if len(block_ids) < len(self.blocks):
+            if self.window_tables is not None and self.window_tables.layout.primary is None:
+                return self.group_block_ids(0)
+            block_ids += [block.block_id for block in self.blocks[len(block_ids) :]]
+        return block_ids
+
+    def group_block_ids(self, group: SupportsIndex = 0) -> list[int]:
+        """Return the block table of a KV-cache group: token i is in the block at place i // the group's block size.
+
+        Places before `first_live_block` are dead: what they held has left the window. They hold 0, an id in range
+        that must not be read. As `block_ids` otherwise: the list is the sequence's own, its end grows, and dead places
+        become 0. Raises InvalidArgumentError. O(groups), and O(blocks added) for the primary one.
+        """
+        table = self._group_table(group)
+        return self.block_ids if table is None else table.block_ids
+
+    def group_blocks(self, group: SupportsIndex = 0) -> list[KVCacheBlock | None]:
+        """Return the blocks of a KV-cache group's table, None in dead places. As `group_block_ids`. O(blocks)."""
+        table = self._group_table(group)
+        if table is None:
+            return [*self.blocks]
+        return [*[None] * table.num_dead, *table.blocks]
+
+    def first_live_block(self, group: SupportsIndex = 0) -> int:
+        """Return the first place of a KV-cache group's table that isn't dead. As `group_block_ids`. O(groups)."""
+        table = self._group_table(group)
+        return 0 if table is None else table.num_dead
+
+    @property
+    def new_group_blocks(self) -> list[list[KVCacheBlock]]:
+        """By group, the blocks that the last call which made room gave; of a manager of several groups. O(1)."""
+        return [] if self.window_tables is None else self.window_tables.new_blocks
+
+    def _group_table(self, group: SupportsIndex) -> GroupTable | None:
+        if self.window_tables is None:
+            check_count("group", group, 0, 0)
+            return None
+        return self.window_tables.table(check_count("group", group, 0, len(self.window_tables.layout.groups) - 1))
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether a manager holds blocks for it. O(1)."""
+        return self.owner is not None
+
+    def token_ids(self, start: SupportsIndex = 0, end: SupportsIndex | None = None) -> list[int]:
+        """Return the known tokens from position `start` up to `end` (None: all), generated ones included. O(tokens).
+
+        As a slice: a negative position counts from the end. Raises InvalidArgumentError.
+        """
+        first, last = check_integer("start", start), None if end is None else check_integer("end", end)
+        tokens: Any = self.tokens
+        part: list[int] = tokens[first:last].tolist()
+        return part
+
+    def append_tokens(self, token_ids: TokenIds) -> None:
+        """Add tokens that have no slots yet; `allocate_slots` makes room for them. O(new tokens).
+
+        For tokens whose slots are wanted at once, use the manager's `append_slots`. Raises InvalidTokensError.
+        """
+        self.append_packed(pack_tokens(token_ids))
+
+    def append_token(self, token_id: SupportsIndex) -> None:
+        """Add one token, as `append_tokens`. O(1), and once O(prompt) if that is a buffer."""
+        self.append_packed(pack_tokens([token_id]))
+
+    def append_checked(self, token_id: int) -> None:
+        """Add one token that is one. Only for the manager. As `append_token`."""
+        self.next_edge = 0
+        try:
+            self.tokens.append(token_id)  # type: ignore[union-attr]  # a view has no append
+        except (AttributeError, BufferError):
+            self.append_packed(array("I", (token_id,)))
+
+    def append_packed(self, tokens: "array[int] | memoryview[int]") -> None:
+        """Add tokens that `pack_tokens` returned. Only for the manager.
+
+        O(new tokens), and once O(prompt) if that is the caller's buffer.
+        """
+        self.next_edge = 0  # first, so that an exception at any place leaves nothing that the short way would trust
+        own = self.tokens
+        if not isinstance(own, array):
+            own = self.tokens = array("I", own.tobytes())
+        more = tokens if isinstance(tokens, array) else array("I", tokens.tobytes())
+        try:
+            own.extend(more)
+        except BufferError:  # somebody looks at the old array still, a traceback for example: leave it to them
+            self.tokens = own + more
+
+    def truncate_tokens(self, num_tokens: int) -> None:
+        """Drop what was appended behind the first `num_tokens`. Only for the manager. O(tokens dropped)."""
+        if num_tokens < self.num_tokens:
+            self.was_truncated = True
+            try:
+                del self.tokens[num_tokens:]  # type: ignore[union-attr]  # a view has no appended tokens
+            except BufferError:  # somebody looks at the array still: leave it to them
+                self.tokens = self.tokens[:num_tokens]
+
+    def truncate_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Cut the block table to its first `num_blocks` and return the rest. Only for the manager. O(rest)."""
+        dropped = self.blocks[num_blocks:]
+        del self.blocks[num_blocks:]
+        if self._block_ids is not None:
+            del self._block_ids[num_blocks:]
+        return dropped
+
+    def replace_block(self, place: int, block: KVCacheBlock) -> None:
+        """Put another block in a place of the table. Only for the manager. O(1)."""
+        self.blocks[place] = block
+        if self._block_ids is not None and place < len(self._block_ids):
+            self._block_ids[place] = block.block_id
+
+    def fork(self, sequence_id: Hashable) -> "Sequence":
+        """Return a sequence without blocks that has the same tokens and keys, and its own from then on. O(tokens).
+
+        Raises InvalidArgumentError.
+        """
+        own = self.tokens
+        twin = Sequence(sequence_id, own)
+        twin.tokens = own[:] if isinstance(own, array) else own
+        twin.keys = self.keys
+        twin.num_prompt_tokens = self.num_prompt_tokens
+        return twin
+
+    def packed_tokens(self) -> memoryview:
+        """Return the known tokens as bytes, packed u32, without a copy; a view of them as they are now."""
+        return memoryview(self.tokens).cast("B")
+
+    def encoded_keys(self, block_size: int) -> dict[int, bytes] | None:
+        """Return the encoded extra keys by block, None without any. Only for the manager.
+
+        O(blocks that spans touch) once, then O(1).
+        """
+        return None if self.keys is None else self.keys.encoded(block_size)
+
+    def check(self, block_size: int, edge_size: int) -> None:
+        """Raise AssertionError unless its numbers fit together and only registered blocks are cached. O(blocks).
+
+        edge_size: the size of the smallest blocks of any group. Only for the manager.
+        """
+        num_slots = len(self.blocks) * block_size
+        assert self.num_computed_tokens <= min(num_slots, self.num_tokens), f"{self}: tokens without slots"
+        assert self.num_registered_blocks <= self.num_computed_tokens // block_size, f"{self}: cached before it is full"
+        num_full = self.num_computed_tokens // block_size * block_size
+        assert self.num_readonly_tokens in range(0, num_full + 1, block_size), f"{self}: what it must not write"
+        # Blocks of before a reset may be cached by `renew` of another sequence that shares them.
+        if self.epoch is None or self.epoch.is_current:
+            for place, block in enumerate(self.blocks[self.num_registered_blocks :], self.num_registered_blocks):
+                is_shared = self.appender is None and place == self.num_computed_tokens // block_size
+                assert is_shared or not block.is_cached, f"{self}: {block} is cached, but not by it"
+        if self.next_edge > self.num_computed_tokens:
+            assert self.appender is self.owner is not None, f"{self}: whether its last block is its own isn't known"
+            assert self.num_computed_tokens == self.num_tokens, f"{self}: tokens without slots"
+            room = edge_size - 1 - self.num_computed_tokens % edge_size
+            assert self.num_computed_tokens % edge_size, f"{self}: its next token begins a block"
+            assert self.next_edge - self.num_computed_tokens <= room, f"{self}: its next edge is too far"
+        if self.appender is not None and self.num_computed_tokens % block_size:
+            last = self.blocks[self.num_computed_tokens // block_size]
+            assert last.ref_cnt == 1 and not last.is_cached, f"{self}: would write to {last}"
+
+    def describe_for(self, manager: object) -> str:
+        """Say what stands in the way of `manager` using this sequence. Only for the manager's error messages."""
+        if self.owner is None:
+            return f"{self}, which holds no blocks (never allocated, or freed)"
+        return f"{self}, which {'was renamed' if self.owner is manager else 'belongs to another manager'}"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: two sequences would own one block table."""
+        raise TypeError(f"{self}: a sequence can't be copied or pickled; make a new one of its token_ids()")
+
+    def __repr__(self) -> str:
+        state = f"{len(self.blocks)} blocks" if self.owner is not None else "not allocated"
+        return f"Sequence({shown(self.sequence_id)}, {self.num_tokens} tokens, {state})"
+
+    def reset_blocks(self) -> None:
+        """Forget the block table. Only for the manager that releases it."""
+        self.blocks = []
+        self._block_ids = None
+        self.num_computed_tokens = self.num_readonly_tokens = self.num_registered_blocks = self.next_edge = 0
+        self.appender = self.epoch = self.run = None
+        self.owner = None  # last: what was left half done is nobody else's to allocate

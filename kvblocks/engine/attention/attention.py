@@ -1,0 +1,183 @@
+"""The paged KV cache, what an attention backend is, and the backends in plain torch.
+
+A backend is asked once per step for a `StepAttention`, which may work out whatever all layers share; the model then
+stores and attends layer by layer. `triton_attention` and `flash_attention` implement the same two protocols.
+
+Invariant: all K and V of a step are stored in a layer before any of its queries attends there, so that a sequence can
+share blocks that another sequence of the same step fills.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from kvblocks.engine.attention.batch import StepBatch
+from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.model.layer_attention import LayerAttention, LayerPlace
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.kernels import reference
+
+if TYPE_CHECKING:
+    from kvblocks.kernels.copy import CacheTable
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """K and V of every layer: one tensor [num_blocks, block_size, num_kv_heads, head_dim] each.
+
+    Layers of different groups may be the same tensors: a block is one group's at a time. copies_by_kernel: whether
+    blocks are copied by one launch of a Triton kernel for all layers, rather than by torch.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    copies_by_kernel: bool = False
+
+    @classmethod
+    def allocate(
+        cls,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        *,
+        layer_places: Sequence[LayerPlace] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> "KVCache":
+        """A zeroed cache for a model of this shape. Raises InvalidArgumentError for sizes below 1.
+
+        layer_places: of each layer; layers with the same slot, of different groups, share memory. None: none do.
+        """
+        if num_blocks < 1 or block_size < 1:
+            raise InvalidArgumentError(
+                f"expected num_blocks and block_size of at least 1, got {num_blocks} and {block_size}"
+            )
+        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        slots = range(config.num_layers) if layer_places is None else [slot for _, slot in layer_places]
+        memory = {slot: torch.zeros(2, *shape, dtype=dtype, device=device) for slot in set(slots)}
+        by_kernel = memory[0].is_cuda and find_spec("triton") is not None and config.head_dim % 8 == 0
+        return cls(tuple(memory[slot][0] for slot in slots), tuple(memory[slot][1] for slot in slots), by_kernel)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in every layer."""
+        return self.keys[0].shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.keys[0].shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all layers, counted once where they share it."""
+        return sum(tensor.nbytes for tensor in self._memory)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks in every layer of every group, one (source, destination) pair after the other, or as if so.
+
+        Raises InvalidArgumentError, changing nothing, for ids that aren't the cache's. O(pairs x bytes of a block).
+        """
+        if not pairs:
+            return
+        for block_id in chain.from_iterable(pairs):
+            if not 0 <= block_id < self.num_blocks:
+                raise InvalidArgumentError(
+                    f"copy_blocks: expected block ids from 0 to {self.num_blocks - 1}, got {block_id}"
+                )
+        ids = torch.tensor(pairs, dtype=torch.int64)
+        if self.copies_by_kernel:
+            from kvblocks.kernels import copy  # needs triton
+
+            with torch.cuda.device_of(self.keys[0]):
+                copy.copy_blocks(self._copy_table, ids.to(self.keys[0].device))
+        else:
+            reference.copy_blocks(self._memory, ids)
+
+    @cached_property
+    def _copy_table(self) -> "CacheTable":
+        """The caches as the kernel takes them. Waits for the device once."""
+        from kvblocks.kernels.copy import CacheTable
+
+        return CacheTable.of(self._memory)
+
+    @property
+    def _memory(self) -> tuple[Tensor, ...]:
+        """The tensors that the layers are, each of them once. O(layers)."""
+        return tuple({tensor.data_ptr(): tensor for tensor in (*self.keys, *self.values)}.values())
+
+
+class StepAttention(Protocol):
+    """Attention of one step over one cache."""
+
+    def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """Write K and V of some rows to their slots; -1 stores nothing.
+
+        key, value: [num_rows, num_kv_heads, head_dim]; slot_mapping: int64 [num_rows]. Changes the cache.
+        """
+
+    def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
+        """Attention of all the batch's rows, in its order: [num_tokens, num_heads, head_dim] to the same shape."""
+
+
+class AttentionBackend(Protocol):
+    """A way to compute paged attention. `is_tiled`: a row's bits depend on its own sequence and position only."""
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether a row's bits are independent of chunking, caching and the rest of the batch."""
+
+    def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
+        """Prepare one step. The result is good for this batch only."""
+
+
+Planner = Callable[[Tensor, Tensor, Tensor, int, int | None], reference.AttentionPlan]
+
+
+@dataclass(frozen=True)
+class _PlannedStep:
+    """A step of the torch backends: a plan for each group and window, made when the first layer asks for it."""
+
+    batch: StepBatch
+    kv_cache: KVCache
+    planner: Planner
+    plans: dict[tuple[int, int | None], reference.AttentionPlan] = field(default_factory=dict)
+
+    def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        reference.store(key, value, self.kv_cache.keys[layer], self.kv_cache.values[layer], slot_mapping)
+
+    def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
+        keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        return reference.attend(self._plan(how), query, keys, values, scale=how.scale, softcap=how.softcap)
+
+    def _plan(self, how: LayerAttention) -> reference.AttentionPlan:
+        kind = how.group, how.window
+        if kind not in self.plans:
+            batch = self.batch
+            tables = (batch.block_tables[how.group], batch.query_start, batch.seq_lens)
+            self.plans[kind] = self.planner(*tables, self.kv_cache.block_size, how.window)
+        return self.plans[kind]
+
+
+@dataclass(frozen=True)
+class TorchAttention:
+    """Paged attention in plain torch, at natural shapes. Runs on any device."""
+
+    is_tiled: bool = False
+
+    def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
+        """Plan the step. O(tokens in context), once for every window that the model has."""
+        return _PlannedStep(batch, kv_cache, reference.plan_tiled if self.is_tiled else reference.plan_paged)
+
+
+@dataclass(frozen=True)
+class TiledTorchAttention(TorchAttention):
+    """Paged attention in plain torch, every query in a tile of 16 aligned positions: for the deterministic modes."""
+
+    is_tiled: bool = True

@@ -1,0 +1,100 @@
+"""Attention by the package `flash-attn` (FlashAttention 2), where it is installed: optional, and on CUDA devices only.
+
+Its functions take the engine's caches and block tables as they are, with pages of a multiple of 256 tokens. A decode
+step goes to `flash_attn_with_kvcache`, which splits long contexts; any other to `flash_attn_varlen_func`, whose lengths
+are cumulative. Both are called for K and V that are stored already.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvblocks.engine.attention.attention import KVCache, StepAttention
+from kvblocks.engine.attention.batch import StepBatch
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.model.layer_attention import LayerAttention
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.kernels import reference
+
+PAGE_TOKENS = 256
+MAX_HEAD_DIM = 256
+DEVICE_TYPES = ("cuda",)
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class FlashAttention:
+    """Paged attention by `flash_attn`, the package's module."""
+
+    flash_attn: Any
+    is_tiled: bool = False
+
+    def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
+        """Prepare one step. O(1), without waiting for the device."""
+        key_start = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        return _FlashStep(self.flash_attn, batch, kv_cache, key_start)
+
+
+@dataclass(frozen=True)
+class _FlashStep:
+    """A step. key_start: int32 [num_seqs + 1], the sums of the lengths before each sequence, and of all."""
+
+    flash_attn: Any
+    batch: StepBatch
+    kv_cache: KVCache
+    key_start: Tensor
+
+    def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        reference.store(key, value, self.kv_cache.keys[layer], self.kv_cache.values[layer], slot_mapping)
+
+    def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
+        keys, values, batch = self.kv_cache.keys[layer], self.kv_cache.values[layer], self.batch
+        options = {
+            "softmax_scale": how.scale,
+            "causal": True,
+            "window_size": (-1, -1) if how.window is None else (how.window - 1, 0),
+            "softcap": how.softcap or 0.0,
+            "block_table": batch.block_tables[how.group],
+        }
+        attended: Tensor
+        if batch.shape.num_decodes == batch.seq_lens.shape[0]:
+            rows = query.unsqueeze(1)
+            attended = self.flash_attn.flash_attn_with_kvcache(
+                rows, keys, values, cache_seqlens=batch.seq_lens, **options
+            )
+            return attended.squeeze(1)
+        attended = self.flash_attn.flash_attn_varlen_func(
+            *(query, keys, values, batch.query_start, self.key_start, batch.shape.max_rows, batch.shape.max_seq_len),
+            **options,
+        )
+        return attended
+
+
+def load_flash_attention(
+    config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device
+) -> FlashAttention:
+    """The backend. Raises InvalidArgumentError for what the package can't do, and ModelError if it isn't installed."""
+    if device.type not in DEVICE_TYPES:
+        raise InvalidArgumentError(f"attention='flash-attn': expected a CUDA device, got {str(device)!r}")
+    if block_size % PAGE_TOKENS:
+        raise InvalidArgumentError(
+            f"attention='flash-attn': expected a block_size in multiples of {PAGE_TOKENS}, its pages, got {block_size}"
+        )
+    if dtype not in DTYPES:
+        raise InvalidArgumentError(f"attention='flash-attn': expected dtype float16 or bfloat16, got {dtype}")
+    if config.head_dim > MAX_HEAD_DIM or config.head_dim % 8:
+        raise InvalidArgumentError(
+            f"attention='flash-attn': expected a head_dim in multiples of 8, at most {MAX_HEAD_DIM}, got"
+            f" {config.head_dim}"
+        )
+    try:
+        import flash_attn
+    except ImportError as error:
+        raise ModelError(
+            f"attention='flash-attn': expected the package flash-attn, got: {error}. To install it: pip install"
+            " 'kvblocks[engine,flash-attn]'"
+        ) from error
+    return FlashAttention(flash_attn)

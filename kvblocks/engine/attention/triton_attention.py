@@ -1,0 +1,136 @@
+"""Attention by the Triton kernels: on a GPU, and on a CPU in Triton's interpreter.
+
+Which kernel computes what:
+
+- A step in which every sequence has one row is a decode step: `decode` (stream-K), which spreads all contexts evenly
+  over the GPU, or `cascade_decode` where the step begins with groups that share blocks.
+- In any other step the sequences in front that have one row each still go through `decode`, and `extend` takes the
+  rest. `extend` could take all of it in one launch, but there one program reads the whole context of a decode, alone.
+  The scheduler puts running requests first, so those in front are nearly always all the decodes there are.
+- Batch-invariant (`is_tiled`): `extend` for everything, in its batch-invariant form. A row then goes through the same
+  operations whether it is decoded, prefilled, or computed again behind a cached prefix, and has the same bits. `decode`
+  with splits of a fixed size does not depend on the batch either, but its bits are not those of a prefill.
+
+Nothing here reads a tensor on the host.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvblocks.engine.attention.attention import KVCache, StepAttention
+from kvblocks.engine.attention.batch import StepBatch
+from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.model.layer_attention import LayerAttention
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.kernels.cascade import OwnParts, cascade_decode, own_parts
+from kvblocks.kernels.decode import decode
+from kvblocks.kernels.extend import extend
+from kvblocks.kernels.layout import BLOCK_SIZES, HEAD_DIMS, QUERY_DTYPES, is_interpreted
+from kvblocks.kernels.runs import SharedRuns
+from kvblocks.kernels.store import store
+
+
+@dataclass(frozen=True)
+class TritonAttention:
+    """Paged attention by the Triton kernels. is_tiled: a row's bits are independent of its batch; slower."""
+
+    is_tiled: bool = False
+
+    def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
+        """Prepare one step. O(1), without waiting for the device."""
+        num_decodes = 0 if self.is_tiled else batch.shape.num_decodes
+        rest = batch.query_start[num_decodes:] - num_decodes if num_decodes else batch.query_start
+        return _TritonStep(batch, kv_cache, num_decodes, rest, self.is_tiled)
+
+    def begin_cascade(self, batch: StepBatch, kv_cache: KVCache, runs: SharedRuns, group: int = 0) -> StepAttention:
+        """Prepare a decode step whose sequences share `runs` of blocks, each of them read once. O(1), one launch.
+
+        group: the KV-cache group whose blocks they are; layers of others don't use the runs. Raises
+        InvalidArgumentError for a step that isn't all decodes, and for a batch-invariant backend, since the bits follow
+        from the groups.
+        """
+        num_seqs = batch.seq_lens.shape[0]
+        if self.is_tiled or batch.shape.num_decodes != num_seqs:
+            raise InvalidArgumentError(
+                f"begin_cascade: expected one row of each of {num_seqs} sequences, and a backend that isn't"
+                f" batch-invariant; got {batch.shape.num_decodes}, and {self!r}"
+            )
+        own = own_parts(batch.block_tables[group], batch.seq_lens, runs, kv_cache.block_size)
+        return _CascadeStep(batch, kv_cache, num_seqs, batch.query_start, self.is_tiled, runs, own, group)
+
+
+@dataclass(frozen=True)
+class _TritonStep:
+    """A step. The first `num_decodes` sequences are decodes; `rest_start` are the first rows of the others."""
+
+    batch: StepBatch
+    kv_cache: KVCache
+    num_decodes: int
+    rest_start: Tensor
+    batch_invariant: bool
+
+    def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        store(key, value, self.kv_cache.keys[layer], self.kv_cache.values[layer], slot_mapping)
+
+    def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
+        caches = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        tables, seq_lens, num_decodes = self.batch.block_tables[how.group], self.batch.seq_lens, self.num_decodes
+        options = _options(how)
+        if num_decodes == seq_lens.shape[0]:
+            return decode(query, *caches, tables, seq_lens, **options)[0]
+        if not num_decodes:
+            options["batch_invariant"] = self.batch_invariant
+            return extend(query, *caches, tables, self.rest_start, seq_lens, **options)[0]
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        decodes, rest = slice(None, num_decodes), slice(num_decodes, None)
+        decode(query[decodes], *caches, tables[decodes], seq_lens[decodes], output=output[decodes], **options)
+        output[rest] = extend(query[rest], *caches, tables[rest], self.rest_start, seq_lens[rest], **options)[0]
+        return output
+
+
+@dataclass(frozen=True)
+class _CascadeStep(_TritonStep):
+    """A decode step whose sequences share runs of blocks of a group; `own` is what each has alone of them."""
+
+    runs: SharedRuns
+    own: OwnParts
+    group: int
+
+    def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
+        if how.window is not None or how.group != self.group:
+            return super().attend(layer, query, how)
+        keys, values, tables = (
+            self.kv_cache.keys[layer],
+            self.kv_cache.values[layer],
+            self.batch.block_tables[self.group],
+        )
+        options: dict[str, Any] = {"scale": how.scale, "softcap": how.softcap}
+        return cascade_decode(query, keys, values, self.own, tables, self.runs, **options)[0]
+
+
+def check_supported(config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise InvalidArgumentError for what the kernels can't do, or can't do there."""
+    if device.type != "cuda" and not is_interpreted():
+        raise InvalidArgumentError(
+            "attention='triton': expected a CUDA device, or TRITON_INTERPRET=1 in the environment before Python starts"
+            f" (slow, for tests); got the device {str(device)!r}"
+        )
+    wanted: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
+        "a head_dim": (config.head_dim, HEAD_DIMS),
+        "a block_size": (block_size, BLOCK_SIZES),
+        "a dtype": (dtype, QUERY_DTYPES),
+    }
+    for name, (got, supported) in wanted.items():
+        if got not in supported:
+            choices = ", ".join(map(str, supported))
+            raise InvalidArgumentError(
+                f"attention='triton': expected {name} among {choices}, got {got}; attention='torch' takes any"
+            )
+
+
+def _options(how: LayerAttention) -> dict[str, Any]:
+    return {"scale": how.scale, "window": how.window, "softcap": how.softcap}

@@ -1,0 +1,1 @@
+"""The demo: a support desk whose conversations share a long prompt."""

@@ -1,0 +1,184 @@
+"""A model's configuration, read from the config.json of a Hugging Face folder.
+
+Only what the forward pass and the scheduler need is kept. What this engine cannot compute faithfully (another
+architecture, activation or RoPE scaling, quantised weights) is refused by name here, before any weight is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.model.architectures import LLAMA, Architecture, choose_architecture
+from kvblocks.engine.model.fields import (
+    read_eos_token_ids,
+    read_flag,
+    read_json,
+    read_number,
+    read_optional_number,
+    read_size,
+)
+from kvblocks.engine.model.layer_attention import LayerAttention
+from kvblocks.engine.model.rope_config import RopeConfig, read_ropes
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model. Sizes are in elements.
+
+    windows: for each layer how many positions a row sees, its own included, or None for all before it; empty: all
+    layers see all. local_rope: the frequencies of layers with a window; None: those of the others. query_scale: what
+    scores are multiplied by; None: the inverse root of head_dim. attention_softcap, logits_softcap: c in
+    c * tanh(x / c), of scores and of logits; None: neither. `eos_token_ids` may be empty.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    architecture: Architecture = LLAMA
+    windows: tuple[int | None, ...] = ()
+    local_rope: RopeConfig | None = None
+    query_scale: float | None = None
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+
+    @property
+    def attention(self) -> tuple[LayerAttention, ...]:
+        """How each layer attends. O(layers)."""
+        scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+        windows = self.windows or (None,) * self.num_layers
+        return tuple(LayerAttention(scale, window, self.attention_softcap) for window in windows)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Each layer's rotary frequencies. O(layers)."""
+        windows = self.windows or (None,) * self.num_layers
+        return tuple(self.rope if window is None else self.local_rope or self.rope for window in windows)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> "ModelConfig":
+        """Read config.json, and generation_config.json if there is one: its eos_token_id then takes precedence.
+
+        Raises ModelError if the folder or config.json is missing or broken, or the model is of a kind not supported.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ModelError(f"expected a Hugging Face model folder, got {folder}, which is not a folder")
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"expected a config.json in {folder}, got none")
+        fields = read_json(folder / "config.json")
+        generation = folder / "generation_config.json"
+        eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
+        return cls.from_fields(fields, eos_token_id=eos)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any], *, eos_token_id: Any = None) -> "ModelConfig":
+        """Make the configuration of what config.json holds; an `eos_token_id` takes precedence over the one in it.
+
+        Raises ModelError if a field is missing or not a sensible value, or the model is of a kind not supported.
+        """
+        architecture = choose_architecture(fields)
+        eos_token_id = fields.get("eos_token_id") if eos_token_id is None else eos_token_id
+        fields = _text_fields(fields, architecture)
+        _check_supported(fields, architecture)
+        hidden_size, num_heads = read_size(fields, "hidden_size"), read_size(fields, "num_attention_heads")
+        num_layers = read_size(fields, "num_hidden_layers")
+        max_positions = read_size(fields, "max_position_embeddings", 2048)
+        rope, local_rope = read_ropes(fields, max_positions)
+        windows = _read_windows(fields, num_layers)
+        query_scalar = read_optional_number(fields, "query_pre_attn_scalar")
+        return cls(
+            hidden_size=hidden_size,
+            intermediate_size=read_size(fields, "intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=_read_kv_heads(fields, num_heads),
+            head_dim=_read_head_dim(fields, hidden_size // num_heads),
+            vocab_size=read_size(fields, "vocab_size"),
+            max_position_embeddings=max_positions,
+            rms_norm_eps=read_number(fields, "rms_norm_eps", 1e-6),
+            rope=rope,
+            tie_word_embeddings=read_flag(fields, "tie_word_embeddings"),
+            attention_bias=read_flag(fields, "attention_bias"),
+            mlp_bias=read_flag(fields, "mlp_bias"),
+            eos_token_ids=read_eos_token_ids(fields.get("eos_token_id") if eos_token_id is None else eos_token_id),
+            architecture=architecture,
+            windows=windows if any(windows) else (),
+            local_rope=local_rope if any(windows) and local_rope != rope else None,
+            query_scale=None if query_scalar is None else query_scalar**-0.5,
+            attention_softcap=read_optional_number(fields, "attn_logit_softcapping"),
+            logits_softcap=read_optional_number(fields, "final_logit_softcapping"),
+        )
+
+
+def _text_fields(fields: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """The text model's fields, those that are missing or null from the architecture's defaults."""
+    text = fields.get("text_config", fields)
+    if not isinstance(text, Mapping):
+        raise ModelError(f"expected text_config to be an object, got {text!r}")
+    quantized = {"quantization_config": fields.get("quantization_config")}  # said of the whole model
+    given = {name: value for name, value in (quantized | dict(text)).items() if value is not None}
+    return dict(architecture.defaults) | given
+
+
+def _check_supported(fields: Mapping[str, Any], architecture: Architecture) -> None:
+    """Refuse what changes the numbers and isn't computed here. Raises ModelError."""
+    name = architecture.activation_field
+    activation = fields.get(name, architecture.activation)
+    if activation != architecture.activation:
+        raise ModelError(f"expected {name} {architecture.activation!r}, got {activation!r}")
+    if "quantization_config" in fields:
+        raise ModelError(
+            f"expected weights in floating point, got quantization_config {fields['quantization_config']!r}"
+        )
+    if read_flag(fields, "use_bidirectional_attention"):
+        raise ModelError("expected causal attention, got use_bidirectional_attention true")
+
+
+def _read_kv_heads(fields: Mapping[str, Any], num_heads: int) -> int:
+    num_kv_heads = read_size(fields, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"expected num_key_value_heads to divide num_attention_heads ({num_heads}), got {num_kv_heads}"
+        )
+    return num_kv_heads
+
+
+def _read_head_dim(fields: Mapping[str, Any], default: int) -> int:
+    head_dim = read_size(fields, "head_dim", default)
+    if head_dim % 2:
+        raise ModelError(f"expected an even head_dim (RoPE turns pairs), got {head_dim}")
+    return head_dim
+
+
+def _read_windows(fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's window: as `layer_types` says, or every n-th layer has none, or the first n layers have none."""
+    if not read_flag(fields, "use_sliding_window") or fields.get("sliding_window") is None:
+        return (None,) * num_layers
+    window = read_size(fields, "sliding_window")
+    types = fields.get("layer_types")
+    if types is None and fields.get("sliding_window_pattern") is not None:
+        pattern = read_size(fields, "sliding_window_pattern")
+        types = [_LAYER_TYPES[(index + 1) % pattern != 0] for index in range(num_layers)]
+    elif types is None:
+        num_full = 0 if fields.get("max_window_layers") == 0 else read_size(fields, "max_window_layers", 28)
+        types = [_LAYER_TYPES[index >= num_full] for index in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in _LAYER_TYPES for kind in types):
+        raise ModelError(
+            f"expected layer_types to be a list of {num_layers}, each {' or '.join(_LAYER_TYPES)}, got {types!r}"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

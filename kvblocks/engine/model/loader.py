@@ -1,0 +1,227 @@
+"""Loads a model's weights from the safetensors of a Hugging Face folder: one file, or shards with an index.
+
+Every name and shape is checked against the configuration before anything is read, so a folder that can't work is
+refused at once. A tensor that the configuration has no place for is refused too: ignoring it would give a model that
+runs and is wrong.
+
+Each tensor is copied out of the mapped file into memory of its own, which torch aligns; the deterministic modes' bits
+would otherwise hang on where a file happens to put a tensor.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.model.fields import read_json
+from kvblocks.engine.model.weights import LayerWeights, ModelWeights
+
+_EMBEDDING, _FINAL_NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+
+# The norms of a layer. Where the output of the attention is normed, its norm has the name that the MLP's has elsewhere.
+_LLAMA_NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_SANDWICH_NORMS = {
+    "input_norm": "input_layernorm",
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+
+
+def load_weights(
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> ModelWeights:
+    """Load the weights that `config` describes from `path`, as `dtype` on `device`.
+
+    Raises ModelError if the folder or a file is missing or broken, a tensor is missing, unexpected, of a wrong shape
+    or not floating point. O(bytes of the model).
+    """
+    with ExitStack() as stack:
+        tensors = _find_tensors(_open_files(Path(path), stack), config)
+        _check(tensors, config)
+        reader = _Reader(tensors, config, dtype, torch.device(device))
+        embedding = reader.read(_EMBEDDING)
+        return ModelWeights(
+            embedding=embedding,
+            layers=tuple(_read_layer(reader, index) for index in range(config.num_layers)),
+            final_norm=reader.read_norm(_FINAL_NORM),
+            lm_head=embedding if config.tie_word_embeddings else reader.read(_LM_HEAD),
+        )
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor's name and shape with this configuration; a folder's names may begin otherwise."""
+    hidden, wide = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    projections = {
+        "self_attn.q_proj": (queries, hidden, config.attention_bias),
+        "self_attn.k_proj": (keys, hidden, config.attention_bias),
+        "self_attn.v_proj": (keys, hidden, config.attention_bias),
+        "self_attn.o_proj": (hidden, queries, config.attention_bias),
+        "mlp.gate_proj": (wide, hidden, config.mlp_bias),
+        "mlp.up_proj": (wide, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, wide, config.mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), _FINAL_NORM: (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes[_LM_HEAD] = (config.vocab_size, hidden)
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        for name in _layer_norms(config).values():
+            shapes[f"{prefix}{name}.weight"] = (hidden,)
+        if config.architecture.has_qk_norms:
+            shapes[prefix + "self_attn.q_norm.weight"] = shapes[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
+        for name, (num_outputs, num_inputs, has_bias) in projections.items():
+            shapes[f"{prefix}{name}.weight"] = (num_outputs, num_inputs)
+            if has_bias:
+                shapes[f"{prefix}{name}.bias"] = (num_outputs,)
+    return shapes
+
+
+def _layer_norms(config: ModelConfig) -> Mapping[str, str]:
+    """A layer's norms: what each is in LayerWeights, and its name in a folder."""
+    return _SANDWICH_NORMS if config.architecture.has_output_norms else _LLAMA_NORMS
+
+
+class _Stored(NamedTuple):
+    """A tensor in an open file."""
+
+    file: Any
+    name: str
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads tensors by name: where each is stored, and what to turn it into."""
+
+    tensors: Mapping[str, _Stored]
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def read(self, *names: str) -> Tensor:
+        """The tensors stacked along their first dimension, in memory of their own."""
+        parts = [self._load(name) for name in names]
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        stacked = torch.empty(shape, dtype=self.dtype, device=self.device)
+        torch.cat([part.to(self.device, self.dtype) for part in parts], out=stacked)
+        return stacked
+
+    def read_norm(self, name: str) -> Tensor:
+        """A norm's weight, as LayerWeights wants it."""
+        if self.config.architecture.has_centered_norms:
+            return self._load(name).to(self.device, torch.float32) + 1.0
+        return self.read(name)
+
+    def read_qk_norm(self, prefix: str) -> Tensor | None:
+        """The weights of the heads' norms, one row a head, queries first; None in models without them."""
+        if not self.config.architecture.has_qk_norms:
+            return None
+        query, key = (self.read_norm(f"{prefix}self_attn.{name}_norm.weight") for name in ("q", "k"))
+        return torch.cat([query.expand(self.config.num_heads, -1), key.expand(self.config.num_kv_heads, -1)])
+
+    def _load(self, name: str) -> Tensor:
+        file, stored_name = self.tensors[name]
+        loaded: Tensor = file.get_tensor(stored_name)
+        return loaded
+
+
+def _read_layer(reader: _Reader, index: int) -> LayerWeights:
+    prefix, config = f"model.layers.{index}.", reader.config
+
+    def read(kind: str, *names: str) -> Tensor:
+        return reader.read(*(f"{prefix}{name}.{kind}" for name in names))
+
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    return LayerWeights(
+        qkv=read("weight", *qkv),
+        output=read("weight", "self_attn.o_proj"),
+        gate_up=read("weight", *gate_up),
+        down=read("weight", "mlp.down_proj"),
+        qkv_bias=read("bias", *qkv) if config.attention_bias else None,
+        output_bias=read("bias", "self_attn.o_proj") if config.attention_bias else None,
+        gate_up_bias=read("bias", *gate_up) if config.mlp_bias else None,
+        down_bias=read("bias", "mlp.down_proj") if config.mlp_bias else None,
+        qk_norm=reader.read_qk_norm(prefix),
+        **{field: reader.read_norm(f"{prefix}{name}.weight") for field, name in _layer_norms(config).items()},
+    )
+
+
+def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Open the folder's safetensors for as long as `stack` lives: the open file of each tensor, by its name there."""
+    if not folder.is_dir():
+        raise ModelError(f"expected a Hugging Face model folder, got {folder}, which is not a folder")
+    files: dict[str, Any] = {}
+    for path in _weight_files(folder):
+        if not path.is_file():
+            raise ModelError(f"expected the weight file {path}, which the index names; got none")
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"expected safetensors in {path}, got: {error}") from error
+        files |= dict.fromkeys(file.keys(), file)
+    return files
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ModelError(f"expected model.safetensors or model.safetensors.index.json in {folder}, got neither")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"expected a weight_map of tensor names to file names in {index}, got {weight_map!r:.100}")
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ModelError(f"expected plain file names in {index}, got {outside[0]!r}")
+    return [folder / name for name in names]
+
+
+def _find_tensors(files: Mapping[str, Any], config: ModelConfig) -> dict[str, _Stored]:
+    """What the folder has for this model, by the names that `expected_shapes` uses."""
+    tensors: dict[str, _Stored] = {}
+    for stored_name, file in files.items():
+        if stored_name.startswith(config.architecture.ignored_prefixes):
+            continue
+        name = stored_name
+        for prefix, ours in config.architecture.prefixes.items():
+            if stored_name.startswith(prefix):
+                name = ours + stored_name.removeprefix(prefix)
+        tensors[name] = _Stored(file, stored_name)
+    return tensors
+
+
+def _check(tensors: Mapping[str, _Stored], config: ModelConfig) -> None:
+    """Compare names, shapes and dtypes with the configuration. Raises ModelError on the first difference."""
+    shapes = expected_shapes(config)
+    missing = [name for name in shapes if name not in tensors]
+    if missing:
+        raise ModelError(f"expected the tensor {missing[0]} in the weights, got none ({len(missing)} missing in all)")
+    for name, (file, stored_name) in tensors.items():
+        if name not in shapes:
+            # Old checkpoints store RoPE's frequencies, and some store the tied head: both repeat what we have.
+            if name.endswith(".rotary_emb.inv_freq") or (name == _LM_HEAD and config.tie_word_embeddings):
+                continue
+            raise ModelError(f"expected no tensor {stored_name} with this configuration, got one")
+        entry = file.get_slice(stored_name)
+        if tuple(entry.get_shape()) != shapes[name]:
+            raise ModelError(f"expected {name} of shape {list(shapes[name])}, got {list(entry.get_shape())}")
+        if entry.get_dtype() not in _FLOAT_DTYPES:
+            raise ModelError(
+                f"expected {name} in floating point ({', '.join(sorted(_FLOAT_DTYPES))}), got {entry.get_dtype()}"
+            )

@@ -1,0 +1,68 @@
+"""Rotary position embeddings: the table of angles, and the rotation.
+
+The table is computed once for every position, in float32 and in the order of operations that `transformers` uses, so
+that its values are equal to the last bit. A row's angles depend on its position only.
+
+From: RoFormer (Su et al. 2021); "linear" is position interpolation (Chen et al. 2023); "llama3" is Llama 3.1's, which
+stretches long wavelengths, keeps short ones and blends between.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvblocks.engine.model.rope_config import RopeConfig
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """cos and sin of every position's angles: [num_positions, head_dim / 2], in the model's dtype."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def build(cls, rope: RopeConfig, num_positions: int, head_dim: int, like: Tensor) -> "RopeTable":
+        """Compute the table in `like`'s dtype, on its device. O(num_positions * head_dim)."""
+        positions = torch.arange(num_positions, dtype=torch.float32)
+        angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
+        return cls(angles.cos().to(like), angles.sin().to(like))
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin at int64 `positions` [num_rows]: twice [num_rows, head_dim / 2]."""
+        return self.cos[positions], self.sin[positions]
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Radians per position of each pair: float32 [head_dim / 2]."""
+    plain: Tensor = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    if rope.rope_type == "default":
+        return plain
+    stretched = plain / rope.factor
+    if rope.rope_type == "linear":
+        return stretched
+    wavelength = 2 * math.pi / plain
+    longest_kept = rope.original_max_position_embeddings / rope.high_freq_factor
+    shortest_stretched = rope.original_max_position_embeddings / rope.low_freq_factor
+    turns = rope.original_max_position_embeddings / wavelength
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - blend) * plain / rope.factor + blend * plain
+    return torch.where(
+        wavelength > shortest_stretched, stretched, torch.where(wavelength < longest_kept, plain, blended)
+    )
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each head's pairs (i, i + head_dim / 2) by their angle.
+
+    heads: [num_rows, num_heads, head_dim]; cos, sin: [num_rows, head_dim / 2]. Returns a new tensor shaped like
+    `heads`.
+    """
+    pairs = heads.unflatten(-1, (2, -1))
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned: Tensor = pairs * cos[:, :, None, :]
+    turned[:, :, 0] -= pairs[:, :, 1] * sin
+    turned[:, :, 1] += pairs[:, :, 0] * sin
+    return turned.flatten(-2)

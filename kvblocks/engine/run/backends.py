@@ -1,0 +1,87 @@
+"""Which attention an engine uses, and which runner goes with it: `Engine(attention=...)`.
+
+Kernels are imported only when they are chosen: the engine works without triton, and without flash-attn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from kvblocks.engine.attention.attention import AttentionBackend, TiledTorchAttention, TorchAttention
+from kvblocks.engine.attention.flash_attention import FlashAttention, load_flash_attention
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.model.layer_attention import LayerPlace
+from kvblocks.engine.run.determinism import choose_determinism
+from kvblocks.engine.run.forward import DecoderModel
+from kvblocks.engine.run.rows import NATURAL
+from kvblocks.engine.run.runner import LoadedModel, ModelRunner
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.manager import KVCacheManager
+
+ATTENTIONS = ("auto", "triton", "torch", "flash-attn")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How a model is to be run. attention: one of ATTENTIONS. cuda_graphs: whether decode steps are captured."""
+
+    attention: str = "auto"
+    deterministic: bool = False
+    cuda_graphs: bool = True
+
+    def choose_attention(self, model: LoadedModel, block_size: int) -> AttentionBackend:
+        """The attention for this model. Raises InvalidArgumentError and ModelError, saying what else there is."""
+        if self.attention not in ATTENTIONS:
+            raise InvalidArgumentError(f"attention: expected {', '.join(ATTENTIONS)}, got {self.attention!r}")
+        chosen = self.attention
+        if chosen == "auto":
+            chosen = "triton" if model.device.type == "cuda" else "torch"
+        if chosen == "torch":
+            return TiledTorchAttention() if self.deterministic else TorchAttention()
+        if chosen == "flash-attn":
+            if self.deterministic:
+                raise InvalidArgumentError("attention='flash-attn': expected deterministic=False, got True")
+            return load_flash_attention(model.config, block_size, model.dtype, model.device)
+        if find_spec("triton") is None:
+            raise ModelError(
+                "attention='triton': expected the package triton, got none: pip install 'kvblocks[engine,gpu]', or use"
+                " attention='torch'"
+            )
+        from kvblocks.engine.attention.triton_attention import TritonAttention, check_supported
+
+        check_supported(model.config, block_size, model.dtype, model.device)
+        return TritonAttention(is_tiled=self.deterministic)
+
+    def make_runner(
+        self, model: LoadedModel, manager: KVCacheManager, layer_places: Sequence[LayerPlace] | None = None
+    ) -> ModelRunner:
+        """The runner for this model and the manager's blocks. Raises as `choose_attention`, and ModelError.
+
+        layer_places: where the layers' KV is in the blocks; None: all layers are one group.
+        Checks the machine first if it is to be deterministic: see `determinism`.
+        """
+        attention = self.choose_attention(model, manager.block_size)
+        strategy = choose_determinism(model.config, model.weights) if self.deterministic else NATURAL
+        computed = DecoderModel(
+            model.config, model.weights, strategy=strategy, attention=attention, layer_places=layer_places
+        )
+        if isinstance(attention, TorchAttention):
+            return ModelRunner(computed, manager.num_blocks, manager.block_size)
+        return self._make_device_runner(computed, manager)
+
+    def _make_device_runner(self, model: DecoderModel, manager: KVCacheManager) -> ModelRunner:
+        from kvblocks.engine.attention.cascade import CascadePlanner
+        from kvblocks.engine.run.decode_step import GraphCapture
+        from kvblocks.engine.run.device_runner import DeviceRunner
+
+        sizes, device = (manager.num_blocks, manager.block_size), model.weights.embedding.device
+        if isinstance(model.attention, FlashAttention):
+            return DeviceRunner(model, *sizes)
+        cascade = None
+        full = [number for number, group in enumerate(manager.groups) if group.window is None]
+        # A cascade's bits follow from what is shared; layers with windows take no part in it. Prefixes are shared in
+        # the primary group, the first one without a window.
+        if full and not self.deterministic:
+            cascade = CascadePlanner(manager.shared_prefixes, manager.block_size, device, group=full[0])
+        capture = GraphCapture() if device.type == "cuda" and self.cuda_graphs else None
+        return DeviceRunner(model, *sizes, capture=capture, cascade=cascade)

@@ -1,0 +1,144 @@
+"""Chooses how to compute so that a row's bits don't depend on its batch, by checking this machine.
+
+`packed16` is nearly as fast as natural shapes, and relies on a property of the matrix library that nothing documents:
+over the row counts that the strategy allows, a row's bits depend neither on how many rows there are nor on its place
+among them. It varies with the processor, the library and the number of threads. So it is checked, at start, with the
+model's own functions and weights, at the current number of threads, for every row count that can occur and every
+place in it. On a GPU, whose libraries choose by the number of rows, `fixed64` is next: the same property, of one
+number of rows. If neither holds, `tile16` needs no such property and is chosen, if at least a row's bits don't depend
+on the numbers in other rows.
+
+What is left to trust: that a kernel's order of operations depends on shapes and alignment, not on the numbers; and
+that the layers, which have one shape, behave as the first one does.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.model.layers import DecoderLayers, Linear
+from kvblocks.engine.model.weights import ModelWeights
+from kvblocks.engine.run.rows import FIXED64, PACKED16, TILE16, RowStrategy, chunks
+
+RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Takes tensors with the same number of rows, gives tensors with that number of rows."""
+
+# Coprime to 16: moving a row by 7 places, again and again, takes it to every place of a chunk.
+_MOVE = 7
+
+
+def choose_determinism(config: ModelConfig, weights: ModelWeights, *, linear: Linear = F.linear) -> RowStrategy:
+    """PACKED16, FIXED64 on a GPU, or TILE16: the first for which the machine has what it needs.
+
+    On a CPU a strategy is good for the current number of torch threads. `linear` is the matrix product that the model
+    will use. Raises ModelError if not even TILE16 holds. Costs about as much as 1,900 tokens of one layer and 300 rows
+    of logits: 0.4 s for SmolLM2-135M on a CPU. Changes nothing.
+    """
+    is_cpu = weights.embedding.device.type == "cpu"
+    if packed_rows_hold(config, weights, PACKED16, linear=linear):
+        return replace(PACKED16, num_threads=torch.get_num_threads()) if is_cpu else PACKED16
+    if not is_cpu and packed_rows_hold(config, weights, FIXED64, linear=linear):
+        return FIXED64
+    if placed_rows_hold(config, weights, TILE16, linear=linear):
+        return TILE16
+    raise ModelError(
+        "deterministic: expected matrix products whose rows don't depend on the numbers in other rows, got others from"
+        f" this machine's library, in {weights.embedding.dtype} on {str(weights.embedding.device)!r}"
+    )
+
+
+@torch.inference_mode()
+def packed_rows_hold(
+    config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = F.linear
+) -> bool:
+    """Whether every row-wise function of the model gives a row the same bits at all of the strategy's row counts."""
+    return all(
+        rows_are_independent(function, inputs, counts)
+        for function, inputs, counts in _row_functions(config, weights, strategy, linear)
+    )
+
+
+@torch.inference_mode()
+def placed_rows_hold(
+    config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = F.linear
+) -> bool:
+    """Whether every row-wise function gives a row in its place the same bits, whatever is in the other rows."""
+    return all(
+        rows_ignore_others(function, inputs)
+        for function, inputs, _ in _row_functions(config, weights, strategy, linear)
+    )
+
+
+def _row_functions(
+    config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, linear: Linear
+) -> list[tuple[RowFunction, Sequence[Tensor], tuple[int, ...]]]:
+    """The model's row-wise functions, random inputs of the strategy's largest count, and the counts it allows them."""
+    layers, layer = DecoderLayers(config, linear), weights.layers[0]
+    generator = torch.Generator().manual_seed(0)
+
+    def random_rows(counts: tuple[int, ...], *shape: int) -> Tensor:
+        values = torch.randn(counts[-1], *shape, generator=generator)
+        return values.to(weights.embedding.device, weights.embedding.dtype)
+
+    def project(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+        return layers.project(layer, *rows)
+
+    def mix(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+        hidden, attended = rows[0].clone(), rows[1]
+        layers.mix(layer, hidden, attended)
+        return (hidden,)
+
+    def logits(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+        return (layers.logits(weights, rows[0]),)
+
+    body, head = strategy.row_counts, strategy.head_row_counts
+    hidden = random_rows(body, config.hidden_size)
+    cos, sin = random_rows(body, config.head_dim // 2), random_rows(body, config.head_dim // 2)
+    attended = random_rows(body, config.num_heads, config.head_dim)
+    return [
+        (project, (hidden, cos, sin), body),
+        (mix, (hidden, attended), body),
+        (logits, (random_rows(head, config.hidden_size),), head),
+    ]
+
+
+def rows_ignore_others(function: RowFunction, inputs: Sequence[Tensor]) -> bool:
+    """Whether each row of what `function` gives has the same bits when the others are computed of other numbers.
+
+    Every second row gets other numbers, then the others do; and the same numbers must give the same bits again.
+    """
+    expected = function(inputs)
+    if not all(torch.equal(got, wanted) for got, wanted in zip(function(inputs), expected, strict=True)):
+        return False
+    for kept, changed in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
+        others = [rows.clone() for rows in inputs]
+        for rows in others:
+            rows[changed] = rows[changed].flip(0) * 3 + 1
+        outputs = function(others)
+        if not all(torch.equal(got[kept], wanted[kept]) for got, wanted in zip(outputs, expected, strict=True)):
+            return False
+    return True
+
+
+def rows_are_independent(function: RowFunction, inputs: Sequence[Tensor], row_counts: tuple[int, ...]) -> bool:
+    """Whether `function` gives each row of `inputs` the same bits at every row count, in every place.
+
+    The rows are first computed in chunks of the smallest count. Then each count gets the first rows, once in their
+    order and once moved along, and must give the bits of the first time. `inputs` has as many rows as the largest
+    count.
+    """
+    num_rows = inputs[0].shape[0]
+    parts = [function([rows[part] for rows in inputs]) for part in chunks(num_rows, row_counts[:1])]
+    expected = [torch.cat(outputs) for outputs in zip(*parts, strict=True)]
+    for count in row_counts:
+        for move in (0, _MOVE):
+            outputs = function([rows.roll(move, 0)[:count] for rows in inputs])
+            moved = [rows.roll(move, 0)[:count] for rows in expected]
+            if not all(torch.equal(got, wanted) for got, wanted in zip(outputs, moved, strict=True)):
+                return False
+    return True

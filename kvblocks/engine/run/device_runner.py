@@ -1,0 +1,116 @@
+"""The model side of a step where it runs on a device: block tables stay there, and decode steps may be replayed.
+
+What `ModelRunner` does, by other means. Every step is checked on the host, from what the host knows, since reading a
+tensor would wait for the device. Then it is uploaded, and computed in one of three ways: a decode step with shared
+prefixes that are worth it by cascade; another decode step by its bucket, in buffers that don't change, so that it can
+be a CUDA graph; anything else as it comes.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from kvblocks.engine.attention.batch import SequenceRows
+from kvblocks.engine.attention.cascade import CascadePlanner
+from kvblocks.engine.run.decode_step import Capture, DecodeBuckets, bucket_of
+from kvblocks.engine.run.forward import DecoderModel
+from kvblocks.engine.run.resident_table import ResidentTable
+from kvblocks.engine.run.runner import ModelRunner
+from kvblocks.engine.run.step_upload import StepUploader, UploadCounts
+from kvblocks.engine.schedule.step import ScheduledChunk
+from kvblocks.errors import InvalidArgumentError
+
+
+class DeviceRunner(ModelRunner):
+    """Runs steps of one model over a KV cache of `num_blocks` blocks, on the model's device.
+
+    capture: how decode steps are made ready for replay; None: they are run as any other. cascade: finds what decode
+    steps share; None: nothing is looked for. Reads: num_cascades, num_replays, uploads. Raises InvalidArgumentError for
+    sizes below 1.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        num_blocks: int,
+        block_size: int,
+        *,
+        capture: Capture | None = None,
+        cascade: CascadePlanner | None = None,
+    ) -> None:
+        super().__init__(model, num_blocks, block_size)
+        self.num_cascades = 0
+        device = model.weights.embedding.device
+        self._device = device
+        max_blocks = -(-model.config.max_position_embeddings // block_size)
+        if any(how.window is None for how in model.layer_attention):  # else a context may be longer than the pool
+            max_blocks = min(num_blocks, max_blocks)
+        tables = [ResidentTable(num_blocks, max_blocks, device) for _ in range(model.num_groups)]
+        self._uploader = StepUploader(tables, block_size)
+        self._cascade = cascade
+        # A strategy that places rows asks the device how many there are.
+        can_capture = capture is not None and not model.strategy.is_placed
+        self._buckets = DecodeBuckets(model, self.kv_cache, tables, capture) if capture and can_capture else None
+
+    @property
+    def num_replays(self) -> int:
+        """Decode steps that were run by their bucket."""
+        return self._buckets.num_replays if self._buckets else 0
+
+    @property
+    def uploads(self) -> UploadCounts:
+        """What steps have uploaded so far; shared runs are counted by the cascade planner."""
+        return self._uploader.counts
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+        """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
+
+        The logits are good until the next step. Raises InvalidArgumentError, before anything is written, for a token id
+        or a position that the model doesn't have, and ModelError for another number of torch threads than was checked.
+        """
+        rows = [self.rows_of(chunk, self.model.num_groups) for chunk in chunks]
+        self._check_rows(rows)
+        with self._on_device():
+            self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
+            if all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
+                return self._decode(chunks, rows)
+            batch = self._uploader.batch(self._uploader.upload(rows))
+            return self.model.compute(batch, self.model.attention.begin(batch, self.kv_cache))
+
+    def _decode(self, chunks: Sequence[ScheduledChunk], rows: list[SequenceRows]) -> Tensor:
+        """Compute one token of each sequence."""
+        if self._cascade is not None:
+            runs = self._cascade.plan([chunk.request.sequence for chunk in chunks])
+            if runs is not None:
+                self.num_cascades += 1
+                batch = self._uploader.batch(self._uploader.upload(rows))
+                return self.model.compute(batch, self._cascade.begin(batch, self.kv_cache, runs))
+        bucket = bucket_of(len(rows))
+        if self._buckets is None or bucket is None:
+            batch = self._uploader.batch(self._uploader.upload(rows))
+            return self.model.compute(batch, self.model.attention.begin(batch, self.kv_cache))
+        columns = self._uploader.upload(rows, num_padded=bucket).decode_columns
+        assert columns is not None
+        return self._buckets.run(columns, len(rows))
+
+    def _check_rows(self, rows: Sequence[SequenceRows]) -> None:
+        """Raise what `DecoderModel.forward` would, without a look at the device. The uploader checks block ids."""
+        config = self.model.config
+        self.model.check_threads()
+        for sequence in rows:
+            low, high = min(sequence.token_ids), max(sequence.token_ids)
+            if low < 0 or high >= config.vocab_size:
+                got = low if low < 0 else high
+                raise InvalidArgumentError(f"expected token ids from 0 to {config.vocab_size - 1}, got {got}")
+            if sequence.start < 0 or sequence.seq_len > config.max_position_embeddings:
+                got = sequence.start if sequence.start < 0 else sequence.seq_len - 1
+                raise InvalidArgumentError(
+                    f"expected positions from 0 to {config.max_position_embeddings - 1}, got {got}"
+                )
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels are launched on the current device."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

@@ -1,0 +1,154 @@
+"""The model: one forward pass over a ragged batch, reading and writing a paged KV cache.
+
+The pass is split in two kinds of work. Row-wise work (`layers`) is handed over as the row strategy says; attention is
+the backend's. In float32 with the natural strategy on a CPU, the logits are meant to equal those of `transformers`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvblocks.engine.attention.attention import (
+    AttentionBackend,
+    KVCache,
+    StepAttention,
+    TiledTorchAttention,
+    TorchAttention,
+)
+from kvblocks.engine.attention.batch import StepBatch
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.model.layer_attention import LayerPlace
+from kvblocks.engine.model.layers import DecoderLayers, Linear
+from kvblocks.engine.model.rope import RopeTable
+from kvblocks.engine.model.weights import ModelWeights
+from kvblocks.engine.run.rows import NATURAL, RowLayout, RowStrategy, chunks, pad_rows
+from kvblocks.errors import InvalidArgumentError
+
+
+class DecoderModel:
+    """A model ready to run. It owns its weights and RoPE tables; caches belong to the caller.
+
+    `strategy` is NATURAL, or what `determinism.choose_determinism` returned. `attention` defaults to the torch
+    backend that fits it; a deterministic strategy needs a tiled one. `linear` is the matrix product to use.
+    `layer_places` says which KV-cache group each layer belongs to; by default all are in one group.
+
+    Attributes: what it was made of; `layer_attention`, how each layer attends; `num_groups`, of the KV cache.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        *,
+        strategy: RowStrategy = NATURAL,
+        attention: AttentionBackend | None = None,
+        linear: Linear = F.linear,
+        layer_places: Sequence[LayerPlace] | None = None,
+    ) -> None:
+        if attention is None:
+            attention = TiledTorchAttention() if strategy.is_deterministic else TorchAttention()
+        if strategy.is_deterministic and not attention.is_tiled:
+            raise InvalidArgumentError(f"expected a tiled attention backend for {strategy.name}, got {attention!r}")
+        self.config = config
+        self.weights = weights
+        self.strategy = strategy
+        self.attention = attention
+        self.layer_places = tuple(layer_places or [LayerPlace(0, slot) for slot in range(config.num_layers)])
+        kinds = zip(config.attention, self.layer_places, strict=True)
+        self.layer_attention = tuple(replace(how, group=place.group) for how, place in kinds)
+        self.num_groups = 1 + max(place.group for place in self.layer_places)
+        self._layers = DecoderLayers(config, linear)
+        # A tensor, so that the factor is rounded to the model's dtype: these models were trained with that. Made here,
+        # since making one waits for a GPU.
+        self._embedding_scale = weights.embedding.new_tensor(config.hidden_size**0.5)
+        self._ropes = {
+            rope: RopeTable.build(rope, config.max_position_embeddings, config.head_dim, weights.embedding)
+            for rope in dict.fromkeys(config.ropes)
+        }
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """A zeroed cache in the model's dtype, on its device."""
+        dtype, device, places = self.weights.embedding.dtype, self.weights.embedding.device, self.layer_places
+        return KVCache.allocate(self.config, num_blocks, block_size, layer_places=places, dtype=dtype, device=device)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, kv_cache: KVCache) -> Tensor:
+        """Run one step: float32 [num_logits, vocab], a row for each of `batch.logits_rows`.
+
+        Raises InvalidArgumentError, before anything is written, if a token id is not in the vocabulary, a position is
+        not below max_position_embeddings, a block is not in the cache, or a group has no block tables: this is the last
+        guard, so that no caller can read or write out of bounds; a scheduler should refuse such a request when it
+        arrives. Raises ModelError if the number of torch threads is not the one that the strategy was checked for.
+        Changes the cache: K and V of every row with a slot.
+        """
+        self._check(batch, kv_cache)
+        return self.compute(batch, self.attention.begin(batch, kv_cache))
+
+    @torch.inference_mode()
+    def compute(self, batch: StepBatch, step: StepAttention) -> Tensor:
+        """As `forward`, with an attention that was begun and without its guards: for a caller that has checked.
+
+        Reads no value of a tensor on the host, so it never waits for a GPU and can be captured in a CUDA graph; only a
+        strategy that places rows (`RowStrategy.is_placed`) reads how many there are.
+        """
+        layout = RowLayout.build(batch, self.strategy)
+        parts = list(chunks(layout.num_rows, self.strategy.row_counts))
+        hidden = self._embed(layout.token_ids)
+        angles = {rope: table.at(layout.positions) for rope, table in self._ropes.items()}
+        kinds = zip(self.weights.layers, self.layer_attention, self.config.ropes, strict=True)
+        for index, (layer, how, rope) in enumerate(kinds):
+            cos, sin = angles[rope]
+            queries = []
+            for rows in parts:
+                query, key, value = self._layers.project(layer, hidden[rows], cos[rows], sin[rows])
+                step.store(index, key, value, layout.slot_mappings[how.group][rows])
+                queries.append(query)
+            query = queries[0] if len(queries) == 1 else torch.cat(queries)
+            attended = layout.put_own(step.attend(index, layout.take_own(query), how))
+            for rows in parts:
+                self._layers.mix(layer, hidden[rows], attended[rows])
+        return self._logits(hidden.index_select(0, layout.logits_rows))
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """The first layer's input: [num_rows, hidden]."""
+        hidden = F.embedding(token_ids, self.weights.embedding)
+        if self.config.architecture.scales_embedding:
+            hidden *= self._embedding_scale
+        return hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """float32 [num_rows, vocab], computed in the row counts that the strategy allows the head."""
+        if hidden.shape[0] == 0:
+            return torch.empty(0, self.config.vocab_size, device=hidden.device)
+        counts = self.strategy.head_row_counts
+        padded = pad_rows(hidden, counts)
+        logits = [self._layers.logits(self.weights, padded[rows]) for rows in chunks(padded.shape[0], counts)]
+        return (logits[0] if len(logits) == 1 else torch.cat(logits))[: hidden.shape[0]]
+
+    def _check(self, batch: StepBatch, kv_cache: KVCache) -> None:
+        if len(batch.block_tables) != self.num_groups:
+            raise InvalidArgumentError(
+                f"expected block tables of {self.num_groups} groups, got {len(batch.block_tables)}"
+            )
+        limits = (
+            ("token ids", batch.token_ids, self.config.vocab_size),
+            ("positions", batch.positions, self.config.max_position_embeddings),
+            *(("block ids", table, kv_cache.num_blocks) for table in batch.block_tables),
+        )
+        for name, values, limit in limits:
+            low, high = (int(bound) for bound in values.aminmax())
+            if low < 0 or high >= limit:
+                raise InvalidArgumentError(f"expected {name} from 0 to {limit - 1}, got {low if low < 0 else high}")
+        self.check_threads()
+
+    def check_threads(self) -> None:
+        """Raise ModelError if the number of torch threads is not the one that the strategy was checked for."""
+        wanted, num_threads = self.strategy.num_threads, torch.get_num_threads()
+        if wanted is not None and wanted != num_threads:
+            raise ModelError(
+                f"expected {wanted} torch threads, for which {self.strategy.name} was checked, got {num_threads}"
+            )

@@ -1,0 +1,109 @@
+"""The model side of a step: what was loaded, the KV cache beside it, and chunks turned into logits.
+
+The scheduler speaks of requests and chunks, the model of tensors; this is where one becomes the other. The rest of the
+engine doesn't know the model, and the model doesn't know requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvblocks.engine.attention.batch import SequenceRows, StepBatch
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.model.dtypes import parse_dtype, stored_dtype
+from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model
+from kvblocks.engine.model.loader import load_weights
+from kvblocks.engine.model.weights import ModelWeights
+from kvblocks.engine.run.forward import DecoderModel
+from kvblocks.engine.schedule.step import ScheduledChunk
+from kvblocks.engine.text.tokenizer import Tokenizer
+from kvblocks.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory, which engines may share. `tokenizer` is None if its folder has no tokenizer.json."""
+
+    config: ModelConfig
+    weights: ModelWeights
+    tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | str | None = None,
+    ) -> "LoadedModel":
+        """Load a known model by name, fetching it if need be, or a Hugging Face folder.
+
+        dtype: of weights, KV cache and computing: float32, float16 or bfloat16, by name or torch's; None: float32 on a
+        CPU, and elsewhere what the folder's config.json says, or float32.
+
+        Raises ModelError, FetchError and InvalidArgumentError. O(bytes of the model).
+        """
+        if not isinstance(model, str | Path) or not str(model):
+            raise InvalidArgumentError(f"model: expected the name of a model or a folder, got {model!r}")
+        if str(model) in KNOWN_MODELS:
+            folder = fetch_model(str(model))
+        else:
+            folder = Path(model).expanduser()
+            if not folder.is_dir():
+                known = ", ".join(sorted(KNOWN_MODELS))
+                raise ModelError(f"expected a known model ({known}) or a Hugging Face folder, got {str(model)!r}")
+        wanted = parse_dtype(dtype)
+        if wanted is None:
+            wanted = torch.float32 if torch.device(device).type == "cpu" else stored_dtype(folder)
+        config = ModelConfig.from_folder(folder)
+        tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+        return cls(config, load_weights(folder, config, dtype=wanted, device=device), tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.weights.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are, and what is computed in."""
+        return self.weights.embedding.dtype
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The tokens that end a generation."""
+        return frozenset(self.config.eos_token_ids) if self.tokenizer is None else self.tokenizer.eos_token_ids
+
+
+class ModelRunner:
+    """Runs steps of one model over a KV cache of `num_blocks` blocks. Raises InvalidArgumentError for sizes below 1."""
+
+    def __init__(self, model: DecoderModel, num_blocks: int, block_size: int) -> None:
+        self.model = model
+        self.kv_cache = model.new_kv_cache(num_blocks, block_size)
+
+    def run(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+        """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
+
+        Copies what the chunks say first: blocks that were shared until now, and that this step writes to.
+        """
+        rows = [self.rows_of(chunk, self.model.num_groups) for chunk in chunks]
+        batch = StepBatch.build(rows, self.kv_cache.block_size, self.model.weights.embedding.device)
+        self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
+        return self.model.forward(batch, self.kv_cache)
+
+    @staticmethod
+    def rows_of(chunk: ScheduledChunk, num_groups: int = 1) -> SequenceRows:
+        """What a chunk computes, as the batch takes it; its block tables are the sequence's own lists."""
+        sequence = chunk.request.sequence
+        return SequenceRows(
+            token_ids=chunk.token_ids,
+            start=chunk.start,
+            block_ids=sequence.group_block_ids(0),
+            num_readonly_tokens=sequence.num_readonly_tokens,
+            wants_logits=chunk.samples,
+            other_block_ids=[sequence.group_block_ids(group) for group in range(1, num_groups)],
+        )

@@ -1,0 +1,201 @@
+"""A step on its way to the device: whatever of it is new, in one transfer.
+
+What a step says goes into one vector of int32 in pinned host memory: tokens, and for each sequence its length, how much
+of it is read only, and its row of each group's resident table; then the tables' new entries. Positions, slots and the
+batch's block tables are made of that on the device. A decode step is 12 bytes a sequence and 4 for each group, 8 more
+for each new block, and one transfer, whose latency is far above what keeping the lengths there, too, would save of its
+bytes.
+
+Invariant: the vector is written again only after the device has read it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from kvblocks.engine.attention.batch import SequenceRows, StepBatch, StepShape
+from kvblocks.engine.run.resident_table import ResidentTable, TableChanges
+
+DECODE_COLUMNS = 3
+"""Rows of what a decode step is made of: token ids, lengths, read-only tokens; then table rows, one for each group."""
+
+
+@dataclass(frozen=True)
+class UploadedStep:
+    """A step as it came: int32 vectors on the device, good until the next upload.
+
+    decode_columns: [DECODE_COLUMNS + num_groups, num_seqs], padded; or None when the step isn't all decodes.
+    table_rows: by group, of each sequence. The rest: as in `StepBatch`, with `num_readonly` by sequence.
+    """
+
+    token_ids: Tensor
+    seq_lens: Tensor
+    num_readonly: Tensor
+    table_rows: tuple[Tensor, ...]
+    query_start: Tensor
+    logits_rows: Tensor
+    decode_columns: Tensor | None
+    shape: StepShape
+
+
+@dataclass
+class UploadCounts:
+    """What was uploaded so far: transfers, their bytes, and entries of block tables among them."""
+
+    num_transfers: int = 0
+    num_bytes: int = 0
+    num_block_ids: int = 0
+
+
+class StepUploader:
+    """Uploads steps, and the changes of `tables`, one for each group, which this object owns. Reads: counts."""
+
+    def __init__(self, tables: Sequence[ResidentTable], block_size: int) -> None:
+        self.tables = tuple(tables)
+        self.counts = UploadCounts()
+        self._block_size = block_size
+        self._device = self.tables[0].blocks.device
+        self._host, self._staging = self._buffers(1024)
+        self._was_read: torch.cuda.Event | None = None
+
+    def upload(self, rows: Sequence[SequenceRows], num_padded: int = 0) -> UploadedStep:
+        """Bring a step of at least one sequence to the device, and the tables' rows of its sequences up to date.
+
+        rows: their block tables are the sequences' own lists (see `resident_table`). num_padded: a step of single
+        tokens is padded to so many sequences, which have no tokens. Raises InvalidArgumentError, and has uploaded
+        nothing then. O(tokens + new blocks), and O(blocks) for sequences without a row.
+        """
+        shape = StepShape.of(rows)
+        is_decode = shape.num_decodes == len(rows) and all(sequence.wants_logits for sequence in rows)
+        changes = [TableChanges() for _ in self.tables]
+        for table in self.tables:
+            table.reserve(len(rows))
+        try:
+            sections = self._pack(rows, changes, num_padded if is_decode else 0)
+            if not is_decode:
+                sections += _ragged_sections(rows)
+            num_sections = len(sections)
+            sections += [values for change in changes for values in (change.places, change.block_ids)]
+            parts = self._transfer(sections)
+        except BaseException:
+            for table in self.tables:
+                table.forget()
+            raise
+        self._write(changes, parts[num_sections:])
+        num_columns = DECODE_COLUMNS + len(self.tables)
+        token_ids, seq_lens, num_readonly = parts[:DECODE_COLUMNS]
+        if is_decode:
+            num_seqs = len(token_ids)
+            columns: Tensor | None = self._staging[: num_columns * num_seqs].view(num_columns, num_seqs)
+            index = torch.arange(num_seqs + 1, dtype=torch.int32, device=self._device)
+            query_start, logits_rows, shape = index, index[:-1], replace(shape, num_decodes=num_seqs)
+        else:
+            columns, (query_start, logits_rows) = None, parts[num_columns:num_sections]
+        table_rows = tuple(parts[DECODE_COLUMNS:num_columns])
+        return UploadedStep(token_ids, seq_lens, num_readonly, table_rows, query_start, logits_rows, columns, shape)
+
+    def batch(self, step: UploadedStep) -> StepBatch:
+        """Lay out a step that was just uploaded; its block tables are cut to what the longest context fills."""
+        width = -(-step.shape.max_seq_len // self._block_size)
+        return lay_out(step, [table.blocks[:, :width] for table in self.tables], self._block_size)
+
+    def _write(self, changes: Sequence[TableChanges], parts: list[Tensor]) -> None:
+        """Write the tables' new entries. parts: of each table, places and block ids, on the device."""
+        for table, change, places, block_ids in zip(self.tables, changes, parts[::2], parts[1::2], strict=True):
+            if change.places:
+                table.blocks.view(-1).index_copy_(0, places.long(), block_ids)
+            self.counts.num_block_ids += len(change.places)
+
+    def _pack(self, rows: Sequence[SequenceRows], changes: Sequence[TableChanges], num_padded: int) -> list[list[int]]:
+        """Token ids, lengths, read-only tokens, and table rows of each group.
+
+        A sequence of padding has no tokens, all read only.
+        """
+        size = self._block_size
+        table_rows = [
+            [
+                table.place(
+                    _own_list(sequence.block_tables[group]),
+                    sequence.start // size,
+                    -(-sequence.seq_len // size),
+                    changes[group],
+                )
+                for sequence in rows
+            ]
+            for group, table in enumerate(self.tables)
+        ]
+        token_ids = list(chain.from_iterable(sequence.token_ids for sequence in rows))
+        seq_lens = [sequence.seq_len for sequence in rows]
+        num_readonly = [sequence.num_readonly_tokens for sequence in rows]
+        missing = max(0, num_padded - len(rows))
+        zeros = [0] * missing
+        columns = [token_ids + zeros, seq_lens + zeros, num_readonly + [1] * missing]
+        return columns + [numbers + zeros for numbers in table_rows]
+
+    def _transfer(self, sections: list[list[int]]) -> list[Tensor]:
+        """Copy lists of ints to the device, together: a vector of each."""
+        sizes = [len(section) for section in sections]
+        values = torch.tensor(list(chain.from_iterable(sections)), dtype=torch.int32)
+        if self._was_read is not None:
+            self._was_read.synchronize()
+        if len(values) > len(self._host):
+            self._host, self._staging = self._buffers(2 * len(values))
+        host, staging = self._host[: len(values)], self._staging[: len(values)]
+        host.copy_(values)
+        staging.copy_(host, non_blocking=True)
+        if self._device.type == "cuda":
+            self._was_read = torch.cuda.Event()
+            self._was_read.record()
+        self.counts.num_transfers += 1
+        self.counts.num_bytes += host.nbytes
+        return list(staging.split(sizes))
+
+    def _buffers(self, num_values: int) -> tuple[Tensor, Tensor]:
+        """The vector on the host and the one on the device."""
+        host = torch.empty(num_values, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        return host, torch.empty(num_values, dtype=torch.int32, device=self._device)
+
+
+def lay_out(step: UploadedStep, tables: Sequence[Tensor], block_size: int) -> StepBatch:
+    """The batch of a step, from tensors on the device alone; it reads none of them on the host.
+
+    tables: of each group, int32 [num_rows, max_blocks], of which the step's rows are taken.
+    """
+    num_tokens, num_seqs, device = step.token_ids.shape[0], step.seq_lens.shape[0], step.token_ids.device
+    block_tables = [table.index_select(0, rows) for table, rows in zip(tables, step.table_rows, strict=True)]
+    if step.decode_columns is not None:
+        owner = torch.arange(num_seqs, device=device)
+        positions = (step.seq_lens.long() - 1).clamp_(min=0)  # padding has no last token
+    else:
+        lengths = step.query_start.diff().long()
+        index = torch.arange(num_seqs, device=device)
+        owner = torch.repeat_interleave(index, lengths, output_size=num_tokens)
+        first_positions = step.seq_lens.long() - lengths - step.query_start[:-1]
+        positions = torch.arange(num_tokens, device=device) + first_positions[owner]
+    places, offsets, is_readonly = positions // block_size, positions % block_size, positions < step.num_readonly[owner]
+    slots = [table[owner, places].long() * block_size + offsets for table in block_tables]
+    return StepBatch(
+        token_ids=step.token_ids.long(),
+        positions=positions,
+        slot_mappings=tuple(own.masked_fill(is_readonly, -1) for own in slots),
+        block_tables=tuple(block_tables),
+        query_start=step.query_start,
+        seq_lens=step.seq_lens,
+        logits_rows=step.logits_rows.long(),
+        shape=step.shape,
+    )
+
+
+def _own_list(block_ids: Sequence[int]) -> list[int]:
+    """A block table as the object that a row belongs to."""
+    return block_ids if isinstance(block_ids, list) else list(block_ids)
+
+
+def _ragged_sections(rows: Sequence[SequenceRows]) -> list[list[int]]:
+    """Each sequence's first row, then the end, and the rows whose logits are wanted."""
+    query_start = [0, *accumulate(len(sequence.token_ids) for sequence in rows)]
+    wanted = [end - 1 for sequence, end in zip(rows, query_start[1:], strict=True) if sequence.wants_logits]
+    return [query_start, wanted]

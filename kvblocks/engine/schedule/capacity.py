@@ -1,0 +1,132 @@
+"""What the pool can serve at all: how long a request may be, and what pins leave of the pool.
+
+The oldest request gets the blocks of all others if need be. So all that can stand in its way for good are the model's
+context, the size of the pool, and what pins of priority 100 keep of it: the blocks that it doesn't share with them.
+Where they do, a scheduler would wait for ever; it raises StalledError instead, and the caller may unpin.
+
+A sequence needs blocks of every group of layers: in those with a window, for what a step sees and no more. So how long
+a request may be depends on how many tokens a step computes of it at most.
+"""
+
+from bisect import bisect_right
+
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.hit import CacheHit
+from kvblocks.core.sequence import Sequence
+from kvblocks.engine.schedule.request import Request
+from kvblocks.errors import InvalidArgumentError, PoolExhaustedError
+from kvblocks.manager import KVCacheManager
+from kvblocks.retention.pinned_blocks import KEEP
+
+
+class StalledError(PoolExhaustedError):
+    """Pins leave no room for `request`, though nobody else stands in its way."""
+
+    def __init__(self, message: str, request: Request) -> None:
+        super().__init__(message)
+        self.request = request
+
+
+def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, num_step_tokens: int) -> None:
+    """Raise if the request could never finish, even alone, in steps of `num_step_tokens` of it. Changes nothing.
+
+    InvalidArgumentError: it never will; PoolExhaustedError: not while the present pins stand. O(groups), and O(tokens
+    pinned + prompt) with pins.
+    """
+    sequence = request.sequence
+    num_tokens = sequence.num_prompt_tokens + request.max_tokens
+    asked = f"{num_tokens} (a prompt of {sequence.num_prompt_tokens} and max_tokens {request.max_tokens})"
+    if num_tokens > max_model_len:
+        raise InvalidArgumentError(f"expected at most {max_model_len} tokens, the model's context, got {asked}")
+    num_wanted = count_blocks(manager, num_tokens - 1, num_step_tokens)  # the last token generated needs no slot
+    if num_wanted > manager.num_blocks:
+        most = _most_tokens(manager, manager.num_blocks, num_step_tokens, num_tokens)
+        raise InvalidArgumentError(
+            f"expected at most {most + 1} tokens, what the pool's {manager.num_blocks} blocks of"
+            f" {manager.block_size} can serve, got {asked}"
+        )
+    kept = _kept_blocks(manager)
+    if not kept:
+        return
+    num_left = manager.num_blocks - len(kept.difference(_find_cached(manager, request)[0]))
+    if num_wanted > num_left:
+        most = _most_tokens(manager, num_left, num_step_tokens, num_tokens)
+        raise PoolExhaustedError(
+            f"expected at most {most + 1} tokens while pins keep {len(kept)} of the pool's"
+            f" {manager.num_blocks} blocks, got {asked}: unpin something, or wait for pins to expire"
+        )
+
+
+def max_request_tokens(manager: KVCacheManager, max_model_len: int, num_step_tokens: int) -> int:
+    """Return how many tokens, prompt and generated, a request may have that shares nothing with what pins keep.
+
+    O(groups * log(tokens)), and O(tokens pinned) with pins.
+    """
+    num_left = manager.num_blocks - len(_kept_blocks(manager))
+    return min(max_model_len, 1 + _most_tokens(manager, num_left, num_step_tokens, max_model_len))
+
+
+def check_oldest(manager: KVCacheManager, request: Request, num_tokens: int, max_num_tokens: int) -> None:
+    """Raise StalledError if the oldest running request, just refused, can't go on though all others give way.
+
+    It can if the rest of the pool holds its first `num_tokens` tokens: beside the blocks that it has, or, if it starts
+    anew with at most `max_num_tokens` tokens, beside those that the cache then has for it, which pins may hold also.
+    Changes nothing. O(tokens pinned + the request's tokens).
+    """
+    kept = _kept_blocks(manager)
+    if not kept:
+        return
+    cached, num_cached_tokens = _find_cached(manager, request)
+    num_tokens_anew = max(num_tokens, min(num_cached_tokens + max_num_tokens, request.sequence.num_tokens))
+    for num_wanted, blocks in ((num_tokens, blocks_of(manager, request.sequence)), (num_tokens_anew, cached)):
+        num_left = manager.num_blocks - len(kept.difference(blocks))
+        if count_blocks(manager, num_wanted, max_num_tokens) <= num_left:
+            return
+    raise stalled(manager, request)
+
+
+def stalled(manager: KVCacheManager, request: Request) -> StalledError:
+    """The error for a request that the pool, with nobody else in the way, has just refused. O(tokens pinned)."""
+    refusal = manager.last_refusal
+    wanted = "" if refusal is None else f" {refusal.num_blocks} more blocks"
+    return StalledError(
+        f"expected{wanted} for {request.sequence}, the next in line, once all others give way; got too few: pins of"
+        f" priority {KEEP} keep {len(_kept_blocks(manager))} of the pool's {manager.num_blocks}. Nothing was changed:"
+        f" unpin something or cancel the request (manager.last_refusal has the numbers)",
+        request,
+    )
+
+
+def count_blocks(manager: KVCacheManager, num_tokens: int, num_step_tokens: int) -> int:
+    """Blocks of all groups that a sequence holds at most."""
+    return sum(group.num_blocks(num_tokens, num_step_tokens) for group in manager.groups)
+
+
+def _most_tokens(manager: KVCacheManager, num_blocks: int, num_step_tokens: int, below: int) -> int:
+    """The longest sequence, shorter than `below`, that so many blocks hold. O(groups * log(below))."""
+    return bisect_right(range(below), num_blocks, key=lambda tokens: count_blocks(manager, tokens, num_step_tokens)) - 1
+
+
+def blocks_of(manager: KVCacheManager, holder: Sequence | CacheHit) -> list[KVCacheBlock]:
+    """What a sequence or a hit has in all groups. O(blocks)."""
+    tables = [holder.group_blocks(group) for group in range(len(manager.groups))]
+    return [block for table in tables for block in table if block is not None]
+
+
+def _kept_blocks(manager: KVCacheManager) -> set[KVCacheBlock]:
+    """Blocks that pins never give up: those that they hold, and those that they will when a request lets go of them."""
+    kept: set[KVCacheBlock] = set()
+    for pin in manager.pins:
+        # A pin may hold more than can be hit: where a group lacks something, or in ghosts, which take no memory.
+        for blocks in (pin.blocks, manager.get_computed_blocks(pin.sequence).blocks):
+            kept.update(block for block, priority in zip(blocks, pin.priorities, strict=False) if priority >= KEEP)
+        if all(priority >= KEEP for priority in pin.priorities):
+            kept.update(pin.hanging)
+    return {block for block in kept if block.block_id < manager.num_blocks}
+
+
+def _find_cached(manager: KVCacheManager, request: Request) -> tuple[list[KVCacheBlock], int]:
+    """The blocks that the request would hit if it started now, and how many tokens it would not compute."""
+    sequence = request.sequence
+    hit = manager.get_computed_blocks(sequence.fork("probe") if sequence.is_allocated else sequence)
+    return blocks_of(manager, hit), hit.num_tokens

@@ -1,0 +1,58 @@
+"""The watermark: what admitting a request leaves free, so that those who run can grow before anybody is preempted.
+
+Without it a pool that is nearly full admits a request, preempts it a few tokens later, admits it again, and computes it
+anew each time. So a request is admitted beside others only if the pool then still has some blocks free for what is not
+known yet, the tokens that will be generated, counting as taken what is known: all tokens of the request that aren't
+cached, and what the running ones have yet to get slots for.
+
+What is cached costs a request nothing as long as somebody holds it. Free blocks that it hits stop being free, and are
+counted; all other free blocks can be had, whatever they cache, so a pool full of cached blocks is an empty one.
+The share left free is vLLM v0's watermark; counting the whole prompt, not its first chunk, is what chunks need.
+"""
+
+from collections.abc import Iterable
+
+from kvblocks.core.hit import CacheHit
+from kvblocks.engine.schedule.capacity import blocks_of, count_blocks
+from kvblocks.engine.schedule.request import Request
+from kvblocks.manager import KVCacheManager
+
+
+class Headroom:
+    """What one step's admissions may use of a pool of which `share` is to stay free.
+
+    num_step_tokens: what a step computes of a request at most, on which depends what layers with a window hold.
+    O(running requests).
+    """
+
+    def __init__(self, manager: KVCacheManager, running: Iterable[Request], share: float, num_step_tokens: int) -> None:
+        self._manager = manager
+        self._num_step_tokens = num_step_tokens
+        self._num_reserved_blocks = int(share * manager.num_blocks + 1e-6)  # 0.29 of 100 is 29
+        self._num_promised_blocks = 0
+        self._is_alone = True
+        for request in running:
+            self.note(request)
+
+    def admits(self, request: Request, hit: CacheHit) -> bool:
+        """Whether a waiting request with this hit leaves enough free. Always, if nobody runs. O(blocks of the hit)."""
+        if self._is_alone or not self._num_reserved_blocks:
+            return True
+        found = blocks_of(self._manager, hit)
+        num_new = max(0, self._num_blocks(request) - len(found))
+        num_hit_free = sum([not block.ref_cnt for block in found])
+        num_left = self._manager.num_free_blocks - self._num_promised_blocks - num_new - num_hit_free
+        return num_left >= self._num_reserved_blocks
+
+    def note(self, request: Request) -> None:
+        """Count a running request, with the blocks that it has: the rest of its prompt will need more. O(groups)."""
+        self._is_alone = False
+        sequence = request.sequence
+        groups = range(len(self._manager.groups))
+        num_held = sum([len(sequence.group_block_ids(group)) - sequence.first_live_block(group) for group in groups])
+        self._num_promised_blocks += max(0, self._num_blocks(request) - num_held)
+
+    def _num_blocks(self, request: Request) -> int:
+        """Blocks for all tokens that are known, and one more in each group for each other sample of the prompt."""
+        num_blocks = count_blocks(self._manager, request.sequence.num_tokens, self._num_step_tokens)
+        return num_blocks + len(request.siblings) * len(self._manager.groups)

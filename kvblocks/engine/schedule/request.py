@@ -1,0 +1,96 @@
+"""A request as the scheduler sees it: a sequence, when it is finished, and what it has cost so far.
+
+A sampled token joins the sequence at once, without a slot; the next step makes room for it like for any other token
+that isn't computed yet. So a request that loses its blocks loses no token, and prefill, decode and recompute are the
+same case. The scheduler alone changes a request.
+
+Several samples of one prompt are requests of their own, with one difference at the start: until the prompt is computed
+only the first of them is scheduled. Then all get a token from its logits, and the others its blocks, by forking.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvblocks.arguments import check_count
+from kvblocks.core.sequence import Sequence
+from kvblocks.errors import SequenceStateError
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One sequence to continue by at most `max_tokens` tokens; one of `stop_token_ids` ends it earlier.
+
+    num_cached_tokens: those of the prompt that needed no computing for it: what the cache had when it was first
+    admitted, or the whole prompt when it was forked. num_computed_tokens: tokens that went through the model for it,
+    recomputed ones included. num_preemptions: how often it lost its blocks to an older one. finish_reason: None while
+    it is unfinished; "stop" and "length" say that it has all its tokens, the others that it got no further. deadline:
+    when `Scheduler.expire` cancels it, on the caller's clock, and set before it is queued; None: never. siblings: the
+    other samples of the prompt, until that is computed. was_admitted: whether it ever ran. num_overtakes: how many
+    behind it in the queue were admitted before it. sequence: another object once the request was forked. Raises
+    InvalidArgumentError.
+    """
+
+    sequence: Sequence
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    deadline: float | None = None
+    siblings: "list[Request]" = field(default_factory=list)
+    was_admitted: bool = False
+    num_overtakes: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("max_tokens", self.max_tokens, 1)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far. O(1)."""
+        return self.sequence.num_tokens - self.sequence.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens generated so far, a stop token included. O(tokens generated)."""
+        return self.sequence.token_ids(self.sequence.num_prompt_tokens)
+
+    def add_sample(self, sequence_id: Hashable) -> "Request":
+        """Return a request for one more sample of the prompt, which comes with this one when that is queued.
+
+        sequence_id: another than those of all other requests. Raises SequenceStateError when this one has tokens
+        generated already. O(prompt).
+        """
+        if self.num_output_tokens:
+            raise SequenceStateError(
+                f"add_sample: expected a request that has generated nothing, got {self.num_output_tokens} tokens"
+            )
+        sample = Request(self.sequence.fork(sequence_id), self.max_tokens, self.stop_token_ids, deadline=self.deadline)
+        self.siblings.append(sample)
+        return sample
+
+    def take_token(self, token_id: int | None) -> None:
+        """Add a sampled token, which may finish the request; None: there is none. Only for the scheduler. O(1)."""
+        if token_id is None:
+            self.finish_reason = "error"
+            return
+        self.sequence.append_tokens([token_id])
+        if token_id in self.stop_token_ids:
+            self.finish_reason = "stop"
+        elif self.num_output_tokens == self.max_tokens:
+            self.finish_reason = "length"
+
+    def hand_over(self) -> "Request":
+        """Make the next sample the one that is scheduled for all, and return it. Only for the scheduler.
+
+        It takes what the prompt has cost so far upon itself, as this one would have. O(samples).
+        """
+        heir, *others = self.siblings
+        self.siblings, heir.siblings = [], others
+        heir.num_cached_tokens, heir.num_computed_tokens = self.num_cached_tokens, self.num_computed_tokens
+        heir.num_preemptions, heir.num_overtakes = self.num_preemptions, self.num_overtakes
+        heir.was_admitted = self.was_admitted
+        return heir

@@ -1,0 +1,290 @@
+"""Decides what each step computes: continuous batching with chunked prefill over one block manager.
+
+Sans-IO: no tensors, no clock, no model. `schedule` says what to compute, the caller computes it, and then calls
+`complete` with the sampled tokens, or `abort` if the step died. One step at a time.
+
+Invariants:
+- A sequence that is scheduled in a step keeps its blocks until the step has ended. The manager caches a block as soon
+  as it is allocated full, so others may already have hit what this step has yet to write. Hence the order of
+  `schedule`: running requests first, oldest first; a victim is always the youngest, which the step hasn't reached.
+- Waiting requests come last, and only into a step that took blocks from nobody; otherwise a victim would get its
+  blocks back at once, and lose them again in the next step.
+- The oldest running request gets on in every step: alone it fits, or `add` would have refused it. Pins may have grown
+  since; a step that they leave nothing for raises, before it has changed anything.
+- Waiting requests are admitted in the order that `order` says, preempted ones in front. One whose prefix a running
+  request is about to compute, in chunks, waits for that, and lets others pass. Nobody waits for somebody who waits,
+  since whoever computes has blocks; and whoever passes doesn't begin with what the other one waits for, so it can't
+  prolong the wait. When one is refused, by the pool or the watermark, nobody behind it is admitted in that step.
+- Samples of one prompt are forked when its last chunk was computed, between two steps: whatever they share is written.
+  Until then nobody who came later takes their places; if there aren't enough, the rest wait, in front.
+
+The order of work, and recomputing as the only kind of preemption, are those of vLLM v1's scheduler.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Items
+from itertools import islice
+from math import inf
+
+from kvblocks.core.hit import CacheHit
+from kvblocks.engine.schedule.capacity import check_fits, check_oldest, count_blocks, max_request_tokens, stalled
+from kvblocks.engine.schedule.headroom import Headroom
+from kvblocks.engine.schedule.order import FirstCome, Order
+from kvblocks.engine.schedule.request import FinishReason, Request
+from kvblocks.engine.schedule.step import ScheduledChunk, StepLimits
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.manager import KVCacheManager
+
+
+class Scheduler:
+    """Schedules requests on `manager`, whose sequences are all its own.
+
+    max_model_len: tokens that the model can have in context. limits: may be replaced between steps. order: None is
+    first come, first served.
+    waiting, running: unfinished requests, oldest first; samples of a prompt that isn't computed yet are among the
+    `siblings` of its first one. Read them, but let the scheduler change them.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        max_model_len: int,
+        limits: StepLimits | None = None,
+        *,
+        order: Order | None = None,
+    ) -> None:
+        self.manager = manager
+        self.max_model_len = max_model_len
+        self.limits = limits or StepLimits()
+        self.order: Order = order or FirstCome()
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._next_deadline = inf  # of all requests, or earlier
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished. O(1)."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def _num_step_tokens(self) -> int:
+        """How many tokens a step computes of one request at most."""
+        return self.limits.chunk_tokens(self.limits.max_num_batched_tokens)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """How many tokens, prompt and generated, a request may have that shares nothing with what pins keep.
+
+        O(groups * log(tokens)), and O(tokens pinned) with pins.
+        """
+        return max_request_tokens(self.manager, self.max_model_len, self._num_step_tokens)
+
+    def check_fits(self, request: Request) -> None:
+        """Raise if the request could not finish, even alone. Changes nothing.
+
+        InvalidArgumentError: it never could; PoolExhaustedError: not while the present pins stand. How many samples it
+        is for doesn't matter: they can go one after another. O(1), and O(tokens pinned + prompt) with pins.
+        """
+        check_fits(self.manager, request, self.max_model_len, self._num_step_tokens)
+
+    def add(self, request: Request) -> None:
+        """Queue a request, and its siblings with it. Raises what `check_fits` does, changing nothing. As that."""
+        self.check_fits(request)
+        deadlines = [sample.deadline for sample in (request, *request.siblings) if sample.deadline is not None]
+        self._next_deadline = min([self._next_deadline, *deadlines])
+        self.waiting.append(request)
+
+    def schedule(self) -> list[ScheduledChunk]:
+        """Return what the next step computes, with slots for all of it; empty only if there is no work.
+
+        Allocates, and preempts the youngest requests when the pool runs dry. Raises StalledError, a PoolExhaustedError,
+        changing nothing, when pins keep so much that not even its `request` can go on, the oldest or the next in line;
+        unpin, or cancel it, and call again. O(running requests + new blocks + tokens of waiting requests that are
+        looked up): those admitted, at most max_num_seqs that wait for a prefix, one refused, and what `order` looks up.
+        """
+        chunks: list[ScheduledChunk] = []
+        budget = self.limits.max_num_batched_tokens
+        num_running = len(self.running)
+        while len(chunks) < len(self.running) and budget:
+            chunk = self._continue(self.running[len(chunks)], budget, is_oldest=not chunks)
+            if chunk is None:
+                self._preempt_youngest()
+            else:
+                chunks.append(chunk)
+                budget -= chunk.num_tokens
+        if len(self.running) == num_running or not chunks:  # without any, the oldest one itself starts anew
+            refused = self._admit(chunks, budget)
+            if refused is not None and not chunks:
+                raise stalled(self.manager, refused)
+        return chunks
+
+    def complete(self, chunks: Items[ScheduledChunk], token_ids: Items[int | None]) -> None:
+        """Record a step that was computed. Requests that are finished give their blocks back, cached as they are.
+
+        token_ids: one sampled token for each of `chunk.sampled_requests`, chunk by chunk, in their order; None where
+        there is none to be had, which ends that request with finish_reason "error". Raises InvalidArgumentError,
+        changing nothing, for more or fewer. O(requests of the step), and O(prompt) for each sample that is forked.
+        """
+        num_sampled = sum(len(chunk.sampled_requests) for chunk in chunks)
+        if len(token_ids) != num_sampled:
+            raise InvalidArgumentError(f"complete: expected {num_sampled} sampled tokens, got {len(token_ids)}")
+        sampled = iter(token_ids)
+        for chunk in chunks:
+            chunk.request.num_computed_tokens += chunk.num_tokens
+            samples = chunk.sampled_requests
+            if len(samples) > 1:
+                self._fork(chunk.request)
+            for request in samples:
+                request.take_token(next(sampled))
+                if request.finish_reason is not None:
+                    self._remove(request)
+
+    def abort(self, chunks: Items[ScheduledChunk]) -> None:
+        """Undo a step that died: nothing that it should have written stays cached; its requests wait again, in front.
+
+        They keep all their tokens, and hit what earlier steps wrote. O(blocks of the step's sequences).
+        """
+        for chunk in reversed(chunks):
+            self.manager.abort(chunk.request.sequence, chunk.start)
+            self.running.remove(chunk.request)
+            self.waiting.appendleft(chunk.request)
+
+    def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
+        """End an unfinished request, between two steps; what is cached of it stays, and so do its siblings.
+
+        Its blocks are free at once. reason: its finish_reason from now on; one that it has already stays, and nothing
+        is done. O(requests), and O(prompt) when the next sample takes its place.
+        """
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = reason
+        if request.siblings and request in self.waiting:
+            self.waiting[self.waiting.index(request)] = request.hand_over()
+            return
+        if request.siblings and request in self.running:
+            heir = request.hand_over()
+            heir.sequence = self.manager.fork(request.sequence, heir.sequence.sequence_id)
+            self.running.insert(self.running.index(request), heir)
+        self._remove(request)
+
+    def expire(self, now: float) -> list[Request]:
+        """Cancel the requests whose `deadline` is not after `now`, between two steps, and return them.
+
+        Their finish_reason is "timeout". Nothing expires by itself: call it before each step. O(1) before the next
+        deadline, then O(requests).
+        """
+        if now < self._next_deadline:
+            return []
+        unfinished = [sample for r in (*self.running, *self.waiting) for sample in (r, *r.siblings)]
+        timed = [(request.deadline, request) for request in unfinished if request.deadline is not None]
+        expired = [request for deadline, request in timed if deadline <= now]
+        self._next_deadline = min([deadline for deadline, _ in timed if deadline > now], default=inf)
+        for request in reversed(expired):  # the samples of a prompt before the one that computes it for them
+            self.cancel(request, "timeout")
+        return expired
+
+    def _continue(self, request: Request, budget: int, *, is_oldest: bool) -> ScheduledChunk | None:
+        """Make room for a running request's next tokens: the rest of its prompt, or the token sampled last."""
+        sequence = request.sequence
+        start, most = sequence.num_computed_tokens, self.limits.chunk_tokens(budget)
+        num_tokens = self._fitting_tokens(request, min(most, sequence.num_tokens - start))
+        if self.manager.allocate_slots(sequence, num_tokens) is None:
+            if is_oldest:
+                check_oldest(self.manager, request, start + num_tokens, most)
+            return None
+        return self._chunk(request, start)
+
+    def _admit(self, chunks: list[ScheduledChunk], budget: int) -> Request | None:
+        """Add the first chunks of waiting requests to the step, and return the one that ended it by being refused.
+
+        Those whose prefix somebody is computing are passed over.
+        """
+        most, num_passed = self.limits.max_num_seqs, 0  # as many are passed over as could run, at most
+        num_seqs = sum(1 + len(request.siblings) for request in self.running)
+        headroom = Headroom(self.manager, self.running, self.limits.watermark, self._num_step_tokens)
+        candidates = self.order.candidates(self.waiting, self.manager)
+        while budget and num_seqs < most and num_passed < most and self.waiting:
+            request = next(candidates, None)
+            if request is None:
+                return None
+            hit = self.manager.get_computed_blocks(request.sequence)
+            if self.limits.wait_for_prefixes and hit.pending_tokens and not self.order.is_overdue(request):
+                num_passed += 1
+                continue
+            chunk = self._start(request, hit, budget) if headroom.admits(request, hit) else None
+            if chunk is None:
+                return request
+            self._take_turn(request)
+            headroom.note(request)
+            chunks.append(chunk)
+            budget -= chunk.num_tokens
+            num_seqs += 1 + len(request.siblings)
+        return None
+
+    def _take_turn(self, request: Request) -> None:
+        """Move a waiting request that has been given slots to the running ones. O(those in front of it)."""
+        place = self.waiting.index(request)
+        for older in islice(self.waiting, place):
+            older.num_overtakes += 1
+        request.was_admitted = True
+        del self.waiting[place]
+        self.running.append(request)
+        self.order.note_admitted(request)
+
+    def _start(self, request: Request, hit: CacheHit, budget: int) -> ScheduledChunk | None:
+        """Make room for the first tokens of a waiting request that aren't in the cache."""
+        num_left = request.sequence.num_tokens - hit.num_tokens
+        num_tokens = self._fitting_tokens(request, min(self.limits.chunk_tokens(budget), num_left))
+        if self.manager.allocate_slots(request.sequence, num_tokens, hit=hit) is None:
+            return None
+        if not request.num_computed_tokens:
+            request.num_cached_tokens = hit.num_tokens
+        return self._chunk(request, hit.num_tokens)
+
+    def _fitting_tokens(self, request: Request, num_tokens: int) -> int:
+        """`num_tokens`, or fewer where a step of so many would need more than the pool has.
+
+        It was queued for smaller steps then, before the limits were replaced. O(groups), mostly.
+        """
+        num_known = request.sequence.num_tokens
+        while num_tokens > 1 and count_blocks(self.manager, num_known, num_tokens) > self.manager.num_blocks:
+            num_tokens //= 2
+        return num_tokens
+
+    def _chunk(self, request: Request, start: int) -> ScheduledChunk:
+        """The chunk from `start` to where the request has just been given slots."""
+        end = request.sequence.num_computed_tokens
+        copies = tuple(self.manager.take_copies())
+        return ScheduledChunk(request, start, end - start, end == request.sequence.num_tokens, copies)
+
+    def _fork(self, request: Request) -> None:
+        """Make the samples of a computed prompt requests of their own: as many as may run, the others wait in front."""
+        siblings, request.siblings = request.siblings, []
+        num_forks = max(0, self.limits.max_num_seqs - len(self.running))
+        forks, others = siblings[:num_forks], siblings[num_forks:]
+        for sample in siblings:
+            sample.num_cached_tokens, sample.was_admitted = request.sequence.num_prompt_tokens, True
+        for sample in forks:
+            sample.sequence = self.manager.fork(request.sequence, sample.sequence.sequence_id)
+        place = self.running.index(request) + 1
+        self.running[place:place] = forks
+        self.waiting.extendleft(reversed(others))
+
+    def _remove(self, request: Request) -> None:
+        """Take a request out of wherever it is, and its blocks from it."""
+        if request in self.running:
+            self.running.remove(request)
+            self.manager.free(request.sequence)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            for other in (*self.running, *self.waiting):
+                if request in other.siblings:
+                    other.siblings.remove(request)
+
+    def _preempt_youngest(self) -> None:
+        """Take the youngest request's blocks, to be recomputed later; what stays cached of them it will hit again."""
+        victim = self.running.pop()
+        self.manager.free(victim.sequence)
+        victim.num_preemptions += 1
+        self.waiting.appendleft(victim)

@@ -1,0 +1,234 @@
+"""Text to token ids and back, from the tokenizer.json of a Hugging Face folder.
+
+What it owns: which text may become a special token, decoding as a stream, and prompts from chats (with
+chat_template.py).
+
+Invariants:
+- Text is text: unless the caller says `parse_special=True`, no part of it becomes a special token, so a user cannot
+  end their turn by writing "<|im_end|>". In a chat, only the template's own markup becomes special tokens. What
+  counts as special is what tokenizer.json marks so (`"special": true`), with one limit: a file whose special tokens
+  are matched after normalisation (`"normalized": true`, older Llama 2 folders) protects chats only against their
+  exact text.
+- For text that contains no special token's text, ids are those of `transformers`' AutoTokenizer.
+- The pieces of a StreamDecoder joined are `decode` of all ids, and no piece ends inside a character.
+
+The encoding itself is the `tokenizers` library's.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.text.chat_template import ChatTemplate, Message, token_text
+from kvblocks.errors import InvalidArgumentError, InvalidTokensError
+
+__all__ = ["StreamDecoder", "Tokenizer"]
+
+_REPLACEMENT = "\ufffd"  # what decoding gives for bytes that are not, or not yet, a character
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class Tokenizer:
+    """A model's tokenizer. Calls change no state, so threads may share it.
+
+    Attributes: `num_tokens` (ids are below it; a model's vocabulary may be padded beyond), `special_token_ids`,
+    `eos_token_ids` (any of them ends a generation), `bos_token_id` (None if the model has none), `byte_token_ids`
+    (tokens that stand for one byte of a character), `has_chat_template`.
+    """
+
+    def __init__(
+        self, definition: str, configs: Mapping[str, Mapping[str, Any]], template: ChatTemplate | None
+    ) -> None:
+        """`definition` is the text of tokenizer.json; `configs` the folder's other JSON files by name, {} for a
+        missing one.
+
+        Raises ModelError if the definition is not one that the `tokenizers` library reads. Most callers want
+        `from_folder`.
+        """
+        # Two of them, because whether special tokens are recognised is a setting of the object, not of the call.
+        self._markup = _load_definition(definition)
+        self._plain = _load_definition(definition)
+        self._plain.encode_special_tokens = True  # "encode their text", that is: as any other text
+        self._template = template
+        added_tokens = self._markup.get_added_tokens_decoder()
+        self._special_texts = frozenset(token.content for token in added_tokens.values() if token.special)
+        self.special_token_ids = frozenset(index for index, token in added_tokens.items() if token.special)
+        vocabulary = self._markup.get_vocab(with_added_tokens=True)
+        self.num_tokens = 1 + max(vocabulary.values(), default=-1)
+        has_byte_fallback = "ByteFallback" in json.dumps(json.loads(definition).get("decoder"))
+        self.byte_token_ids = frozenset(
+            index for text, index in vocabulary.items() if has_byte_fallback and _BYTE_TOKEN.fullmatch(text)
+        )
+        self.bos_token_id = vocabulary.get(token_text(configs["tokenizer_config.json"].get("bos_token")) or "")
+        self.eos_token_ids = _eos_token_ids(configs, vocabulary)
+
+    @classmethod
+    def from_folder(cls, folder: Path | str) -> "Tokenizer":
+        """The tokenizer of a Hugging Face folder: tokenizer.json, and what the JSON files beside it say about it.
+
+        Raises ModelError if tokenizer.json is missing or unreadable, or another file is broken. About 0.2 s for
+        50,000 tokens.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"expected a Hugging Face folder with tokenizer.json, got {folder} without one")
+        names = ("tokenizer_config.json", "generation_config.json", "config.json")
+        configs = {name: _read_object(folder / name) for name in names}
+        template = ChatTemplate.from_folder(folder, configs["tokenizer_config.json"])
+        try:
+            return cls(path.read_text(encoding="utf-8"), configs, template)
+        except (ModelError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path}: {error}") from error
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` works; a base model's folder has no template."""
+        return self._template is not None
+
+    def encode(self, text: str, *, parse_special: bool = False, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`.
+
+        `parse_special`: whether "<|im_end|>" and the like become the token instead of their characters. Off by
+        default: turn it on only for text that no user wrote. `add_special_tokens`: whether what tokenizer.json adds
+        to every prompt (a BOS, for some models) is added.
+
+        Raises InvalidArgumentError if the text is not valid Unicode. O(len(text)).
+        """
+        encoder = self._markup if parse_special else self._plain
+        try:
+            ids: list[int] = encoder.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # what the library says of a lone surrogate
+            raise InvalidArgumentError(f"expected text of valid Unicode, got {text!r:.100}") from error
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the ids. Bytes that are no character become U+FFFD; ids that no token has become nothing.
+
+        Raises InvalidTokensError if an id is not an integer from 0 to 2**32 - 1. O(ids).
+        """
+        try:
+            return self._markup.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise InvalidTokensError(f"expected ids from 0 to 2**32 - 1, got {list(token_ids)!r:.100}") from error
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token with this id as the vocabulary spells it (not as text), or None if no token has it."""
+        return self._markup.id_to_token(token_id)
+
+    def apply_chat_template(
+        self,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The ids of a chat, as the model was trained to read it.
+
+        `messages` are {"role": ..., "content": ...} and what else the template reads. `add_generation_prompt`:
+        whether the prompt ends where the assistant's answer begins. `variables`: more values for the template, such
+        as tools. Special tokens written in messages are encoded as text; without any, the ids are those of
+        `transformers`.
+
+        Raises ModelError if the model has no template; InvalidArgumentError if the template refuses the messages.
+        O(length).
+        """
+        if self._template is None:
+            raise ModelError(
+                "expected a chat template in chat_template.jinja or tokenizer_config.json, got none: "
+                "this is a base model, so give it a prompt of text"
+            )
+        spans = self._template.render(
+            messages, self._special_texts, add_generation_prompt=add_generation_prompt, variables=variables or {}
+        )
+        encoded = (self.encode(text, parse_special=is_markup, add_special_tokens=False) for text, is_markup in spans)
+        return [token_id for piece in encoded for token_id in piece]
+
+
+class StreamDecoder:
+    """Decodes ids as they are generated: `feed` them, show what it returns, and show what `finish` returns at the end.
+
+    What it returned, joined, is always a prefix of the text of all ids, and at the end that text. Text is held back
+    only while later ids could still change it: an unfinished character, or a run of byte tokens.
+    """
+
+    # A decoder is local but for its first token (some strip its space) and for characters spread over tokens. So it
+    # is enough to decode from the last token at which a character ended, and to skip what that token itself decodes
+    # to.
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        self._window: list[int] = []
+        self._num_returned = 0  # characters of the window's text
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """The text that these ids make certain; often "", when a character is not finished.
+
+        Raises InvalidTokensError as `Tokenizer.decode` does, and changes nothing then. O(ids), apart from ids that
+        spell no valid text for long.
+        """
+        ids = list(token_ids)
+        self._tokenizer.decode(ids)
+        self._window += [index for index in ids if index not in self._skipped_ids and self._is_token(index)]
+        if not self._window or self._window[-1] in self._tokenizer.byte_token_ids:
+            return ""
+        text = self._decode(self._window)
+        is_whole = not text.endswith(_REPLACEMENT)
+        num_certain = len(text) if is_whole else max(self._num_returned, len(text) - 1)
+        piece = text[self._num_returned : num_certain]
+        self._num_returned = num_certain
+        if is_whole:
+            self._window = self._window[-1:]
+            self._num_returned = len(self._decode(self._window))
+        return piece
+
+    def finish(self) -> str:
+        """What was held back, an unfinished character as U+FFFD. Afterwards the decoder is as new."""
+        piece = self._decode(self._window)[self._num_returned :]
+        self._window, self._num_returned = [], 0
+        return piece
+
+    def _is_token(self, token_id: int) -> bool:
+        return self._tokenizer.id_to_token(token_id) is not None
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _load_definition(definition: str) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"expected the definition of a tokenizer, got an error: {error}") from error
+    tokenizer.no_truncation()  # both are settings of training that some folders still carry
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _eos_token_ids(configs: Mapping[str, Mapping[str, Any]], vocabulary: Mapping[str, int]) -> frozenset[int]:
+    """As in `transformers`: what generation_config.json says, or else config.json, or else the tokenizer."""
+    for name in ("generation_config.json", "config.json"):
+        value = configs[name].get("eos_token_id")
+        if value is not None:
+            return frozenset(value) if isinstance(value, list) else frozenset([value])
+    eos_token_id = vocabulary.get(token_text(configs["tokenizer_config.json"].get("eos_token")) or "")
+    return frozenset() if eos_token_id is None else frozenset([eos_token_id])
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"expected {path} to be JSON, got an error: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"expected {path} to be a JSON object, got {type(value).__name__}")
+    return value

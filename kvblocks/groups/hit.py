@@ -1,0 +1,133 @@
+"""Lookups where there are several groups: the longest prefix for which every group can serve attention.
+
+Groups of full attention need all blocks of the prefix, windowed ones those that the next token's query sees: of the
+tokens before the hit's end the last window - 1, and one more where the whole prompt is cached, since its last token is
+then computed again. The primary group's cached prefix is found as ever; from its end the walk goes back: a missing
+companion ends every hit that would need it, so the next candidate ends where that block begins.
+"""
+
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+from kvblocks.arguments import check_count
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.caching import find_blocks
+from kvblocks.core.hit import CacheHit
+from kvblocks.core.in_flight import InFlight
+from kvblocks.core.sequence import Sequence
+from kvblocks.groups.index import GroupIndex, Row
+from kvblocks.groups.layout import Companion
+
+Tables = list[tuple[int, list[KVCacheBlock]]]
+"""By `layout.companions`: the first place that a hit needs, and the blocks from there to its end."""
+
+
+class GroupHit(CacheHit):
+    """A `CacheHit` of several groups. tables: what it has of those beside the primary one."""
+
+    __slots__ = ("group_index", "num_matched", "tables")
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        blocks: list[KVCacheBlock],
+        tables: Tables,
+        num_matched: int,
+        index: GroupIndex,
+        in_flight: InFlight,
+    ) -> None:
+        """blocks: the primary group's, of the hit. num_matched: how many of them there were without other groups."""
+        super().__init__(sequence, blocks, len(blocks) * index.block_size, sequence.num_tokens, in_flight)
+        self.group_index = index
+        self.num_matched = num_matched
+        self.tables = tables
+
+    @property
+    def num_matched_tokens(self) -> int:
+        """Tokens that the primary group alone has cached. O(1)."""
+        return self.num_matched * self.index.block_size
+
+    def group_blocks(self, group: SupportsIndex) -> list[KVCacheBlock | None]:
+        """Return the blocks of a group's table, None where it needs none. O(blocks)."""
+        layout = self.group_index.layout
+        number = check_count("group", group, 0, len(layout.groups) - 1)
+        for companion, (first, held) in zip(layout.companions, self.tables, strict=True):
+            if companion.group == number:
+                return [*[None] * first, *held]
+        return [*self.blocks]
+
+    def has_lost_companions(self) -> bool:
+        """Whether a block of another group than the primary one hangs no more where it did. O(blocks)."""
+        for companion, (first, held) in zip(self.group_index.layout.companions, self.tables, strict=True):
+            if _find(self.group_index, companion, self.blocks, first, first + len(held)) != held:
+                return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What ended a hit: a group's block `number` isn't cached. end: of the longest hit that would have needed it."""
+
+    companion: Companion
+    number: int
+    end: int
+
+
+def find_hit(index: GroupIndex, sequence: Sequence, in_flight: InFlight, *, enable_caching: bool) -> GroupHit:
+    """Return the longest cached prefix that every group can serve. Changes nothing. O(runs + tokens + blocks seen)."""
+    matched = find_blocks(index, sequence) if enable_caching else []
+    end, tables, _ = longest_end(index, matched, sequence.num_tokens)
+    num_hit = end // index.block_size
+    blocks = matched if num_hit == len(matched) else matched[:num_hit]
+    return GroupHit(sequence, blocks, tables, len(matched), index, in_flight)
+
+
+def longest_end(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, Tables, Limit | None]:
+    """Return how many tokens the longest hit has, its tables, and what kept all that is matched from being hit.
+
+    matched: the primary group's blocks. num_tokens: known of the sequence.
+    """
+    size, step = index.layout.block_size, index.layout.hit_size
+    end = len(matched) * size // step * step
+    limit: Limit | None = None
+    while True:
+        tables: Tables = []
+        rows: dict[int, list[Row]] = {}  # by their first place: groups that are alike ask for the same ones
+        for companion in index.layout.companions:
+            first, last = needed_blocks(companion, end, num_tokens)
+            found: list[KVCacheBlock | None]
+            if companion.block_size != size:
+                found = _find(index, companion, matched, first, last)
+            elif (
+                first not in rows and last > first and index.companion(matched[last - 1], companion.first_place) is None
+            ):
+                first, found = last - 1, [None]  # so that stretches without anything cost O(1) a block
+            else:
+                if first not in rows:
+                    rows[first] = index.rows(matched, first, last)
+                place = companion.first_place
+                found = [row[place] for row in rows[first]]
+            held = [block for block in found if block is not None]
+            if len(held) < len(found):
+                missing = first + max([i for i, block in enumerate(found) if block is None])
+                limit = limit or Limit(companion, missing, end)
+                end = missing * companion.block_size // step * step
+                break
+            tables.append((first, held))
+        if len(tables) == len(index.layout.companions):
+            return end, tables, limit
+
+
+def needed_blocks(companion: Companion, end: int, num_tokens: int) -> tuple[int, int]:
+    """Return the first block, and the one behind the last, that a hit of `end` tokens needs of a group."""
+    if not end:
+        return 0, 0
+    return companion.first_needed(end - 1 if end == num_tokens else end), end // companion.block_size
+
+
+def _find(
+    index: GroupIndex, companion: Companion, matched: list[KVCacheBlock], first: int, end: int
+) -> list[KVCacheBlock | None]:
+    """Return a group's blocks first to end - 1 of a prefix, None for those that aren't cached. O(end - first)."""
+    homes = [companion.home(number) for number in range(first, end)]
+    return [index.companion(matched[position], place) for position, place in homes]

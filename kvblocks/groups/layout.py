@@ -1,0 +1,125 @@
+"""What follows from an engine's groups alone: which is the primary one, and where the others' blocks hang.
+
+The *primary* group is the first with full attention. Its cached prefixes are what the prefix index knows; the blocks of
+the others hang from them (`companions`). Where no group has full attention, identities without KV stand in its place
+(`ghosts`).
+
+Invariants: of two block sizes the smaller one divides the larger one, so hits, which every group must be able to
+serve, are multiples of the largest.
+"""
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import SupportsIndex
+
+from kvblocks.arguments import check_count, is_a, listed, wrong
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
+
+
+class Companion:
+    """A group beside the primary one: where its blocks hang.
+
+    Its block that ends with token e hangs from the primary block that has token e - 1, in one of the places first_place
+    to first_place + num_places - 1 of that block's row: several when its blocks are smaller. window: None: all of the
+    past. Read-only.
+    """
+
+    __slots__ = ("block_size", "first_place", "group", "num_places", "primary_size", "window")
+
+    def __init__(self, group: int, spec: Group, primary_size: int, first_place: int) -> None:
+        self.group = group
+        self.block_size = spec.block_size
+        self.window = spec.window
+        self.primary_size = primary_size
+        self.first_place = first_place
+        self.num_places = max(1, primary_size // spec.block_size)
+
+    def home(self, number: int) -> tuple[int, int]:
+        """Return the primary block that this group's block `number` hangs from, and its place in the row. O(1)."""
+        end = (number + 1) * self.block_size
+        position = (end - 1) // self.primary_size
+        if self.num_places == 1:
+            return position, self.first_place
+        return position, self.first_place + (end - position * self.primary_size) // self.block_size - 1
+
+    def first_needed(self, position: int) -> int:
+        """Return the first of its blocks that has a token which a query at `position` sees. O(1)."""
+        if self.window is None or position < self.window:
+            return 0
+        return (position - self.window + 1) // self.block_size
+
+
+class GroupLayout:
+    """What follows from the groups alone. Read-only.
+
+    primary: the place among `groups` of the group whose cached prefixes the index knows, None where no group has full
+    attention. block_size: tokens of a primary block. hit_size: hits are multiples of it. edge_size: the smallest block
+    size. companions: the other groups. row_size: places for their blocks at each primary block. table_numbers: by
+    group, the number of its table: its place in companions, or one behind them for the primary group.
+    """
+
+    __slots__ = (
+        "block_size",
+        "companions",
+        "edge_size",
+        "groups",
+        "hit_size",
+        "primary",
+        "row_size",
+        "table_numbers",
+    )
+
+    def __init__(self, groups: tuple[Group, ...]) -> None:
+        self.groups = groups
+        sizes = [group.block_size for group in groups]
+        self.hit_size, self.edge_size = max(sizes), min(sizes)
+        self.primary: int | None = None
+        for place, group in enumerate(groups):
+            if group.window is None and self.primary is None:
+                self.primary = place
+        self.block_size = self.hit_size if self.primary is None else sizes[self.primary]
+        self.companions: list[Companion] = []
+        self.row_size = 0
+        for place, group in enumerate(groups):
+            if place != self.primary:
+                companion = Companion(place, group, self.block_size, self.row_size)
+                self.companions.append(companion)
+                self.row_size += companion.num_places
+        numbers = {companion.group: number for number, companion in enumerate(self.companions)}
+        self.table_numbers = [numbers.get(group, len(self.companions)) for group in range(len(groups))]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one group of full attention and nothing else. O(1)."""
+        return not self.companions
+
+
+def check_groups(groups: Iterable[Group]) -> GroupLayout:
+    """Return the layout of what an engine gives as its groups. Raises InvalidArgumentError."""
+    items = listed("groups", "FullAttention and SlidingWindow items", groups)
+    if not items or not all(is_a(item, FullAttention) or is_a(item, SlidingWindow) for item in items):
+        raise wrong("groups", "FullAttention and SlidingWindow items", items)
+    sizes = sorted({item.block_size for item in items})
+    for smaller, larger in pairwise(sizes):
+        if larger % smaller:
+            raise InvalidArgumentError(
+                f"groups: expected block sizes of which each divides the next larger one, got {smaller} and {larger}"
+            )
+    return GroupLayout(tuple(items))
+
+
+def make_layout(block_size: SupportsIndex | None, groups: Iterable[Group] | None) -> GroupLayout:
+    """Return the layout of a manager's `groups`; None: one of full attention, in blocks of `block_size` (None: 16).
+
+    Raises InvalidArgumentError, also when both are given and don't agree.
+    """
+    size = None if block_size is None else check_count("block_size", block_size, 1)
+    if groups is None:
+        return check_groups([FullAttention(16 if size is None else size)])
+    layout = check_groups(groups)
+    if size is not None and size != layout.block_size:
+        raise InvalidArgumentError(
+            f"block_size: expected the groups' alone, which is {layout.block_size} for the primary one, got {size} too"
+        )
+    return layout

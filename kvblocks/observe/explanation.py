@@ -1,0 +1,168 @@
+"""Why a prefix missed: the answer of `KVCacheManager.explain`, for people who wonder about their hit rate.
+
+Looks at the first block that isn't found. The eviction history is asked first, since it knows; otherwise what is
+cached is searched for something similar: the same tokens under other keys, or a block that begins alike.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvblocks.arguments import shown
+from kvblocks.core.block import ROOT, Node, Run
+from kvblocks.core.caching import find_blocks
+from kvblocks.core.hashing import ExtraKey, decode_extra_keys
+from kvblocks.core.prefix_index import PrefixIndex
+from kvblocks.core.sequence import Sequence
+from kvblocks.observe.removal_history import Removal
+
+MissCause = Literal["no miss", "never cached", "evicted", "aborted", "reset", "other keys", "partly equal", "group"]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why the longest cached prefix of a sequence ends after `num_cached_blocks` of its `num_full_blocks`.
+
+    cause: "no miss": all full blocks are cached. "evicted", "aborted", "reset": the next one was cached, see
+    `removal`, `num_blocks_since` blocks taken from the pool ago. "other keys": it is cached under `their_keys`
+    instead of `our_keys` (salt, LoRA, keys by position, as `decode_extra_keys` returns them), first at block
+    `keys_block`. "partly equal": the block cached there has only its first `num_common_tokens` tokens in common.
+    "never cached": nothing like it is cached, or it went longer ago than the history remembers. "group": the primary
+    group has more, see `num_matched_blocks`, but `group`, with its `window`, lacks the tokens `missing_tokens` (first,
+    end), which a longer hit would need; `removal` says how they went, None: that isn't remembered, or they never were.
+
+    Blocks are the primary group's. group: the one that ended the hit; None where there is only one.
+    """
+
+    cause: MissCause
+    num_cached_blocks: int
+    num_full_blocks: int
+    removal: Removal | None = None
+    num_blocks_since: int = 0
+    num_common_tokens: int = 0
+    keys_block: int = 0
+    our_keys: tuple[ExtraKey, ...] = ()
+    their_keys: tuple[ExtraKey, ...] = ()
+    group: int | None = None
+    window: int | None = None
+    num_matched_blocks: int = 0
+    missing_tokens: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        found = f"{self.num_cached_blocks} of {self.num_full_blocks} full blocks are cached"
+        if self.missing_tokens is None and self.num_matched_blocks > self.num_cached_blocks:
+            found = (
+                f"{self.num_matched_blocks} of {self.num_full_blocks} full blocks are cached, {self.num_cached_blocks}"
+            )
+            found += " of them to be hit: hits end where the largest blocks do"
+        if self.cause == "no miss":
+            return found
+        if self.missing_tokens is not None:
+            return f"{found} in all groups; {self._group_miss(*self.missing_tokens)}"
+        missed = f"{found}; block {max(self.num_cached_blocks, self.num_matched_blocks)} "
+        if self.removal is not None and self.cause in ("evicted", "aborted", "reset"):
+            by = "" if self.removal.sequence_id is None else f" for sequence {shown(self.removal.sequence_id)}"
+            how = {"evicted": f"was evicted{by}", "aborted": "was never computed: its step was aborted"}
+            return (
+                f"{missed}{how.get(self.cause, 'went with a reset of the cache')}, {self.num_blocks_since} blocks ago"
+            )
+        if self.cause == "other keys":
+            theirs, ours = list(self.their_keys) or "no keys", list(self.our_keys) or "no keys"
+            return f"{missed}is cached with other keys: block {self.keys_block} has {theirs} there and {ours} here"
+        if self.cause == "partly equal":
+            return f"{missed}has only its first {self.num_common_tokens} tokens in common with what is cached there"
+        return f"{missed}was never cached, as far as is remembered"
+
+    def _group_miss(self, first: int, end: int) -> str:
+        kind = "full attention" if self.window is None else f"a window of {self.window}"
+        lacks = f"{self.num_matched_blocks} are in the primary one, but group {self.group} ({kind}) lacks"
+        how = "as far as is remembered they were never cached"
+        if self.removal is not None:
+            how = f"they were {self.removal.cause} {self.num_blocks_since} blocks ago"
+        return f"{lacks} tokens {first} to {end - 1}; {how}"
+
+
+def explain_miss(index: PrefixIndex, sequence: Sequence, num_taken_blocks: int) -> Explanation:
+    """Return why the first block of a sequence that isn't found isn't. num_taken_blocks: from the pool, until now.
+
+    Changes nothing visible. O(runs + tokens + blocks cached for these tokens under any keys).
+    """
+    size = index.block_size
+    blocks = find_blocks(index, sequence)
+    num_cached, num_full = len(blocks), sequence.num_tokens // size
+    if num_cached == num_full:
+        return Explanation("no miss", num_cached, num_full)
+    node = blocks[-1].node if blocks else ROOT
+    tokens, keys = sequence.packed_tokens(), sequence.encoded_keys(size) or {}
+    if index.history is not None:
+        digest = bytes(index.digests(node, tokens, keys, num_cached, num_cached + 1))
+        removal = index.history.find(digest)
+        if removal is not None:
+            since = num_taken_blocks - removal.num_taken_blocks
+            return Explanation(removal.cause, num_cached, num_full, removal, since)
+    roots = [run for run in index.runs() if run.key[0] is None]
+    chain = _longest_by_tokens(roots, tokens)
+    if len(chain) > num_cached:
+        block = next((i for i, theirs in enumerate(chain) if theirs != keys.get(i)), 0)
+        our_keys, their_keys = decode_extra_keys(keys.get(block) or b""), decode_extra_keys(chain[block] or b"")
+        return Explanation(
+            "other keys",
+            num_cached,
+            num_full,
+            keys_block=block,
+            our_keys=tuple(our_keys),
+            their_keys=tuple(their_keys),
+        )
+    missed = bytes(tokens[num_cached * 4 * size : (num_cached + 1) * 4 * size])
+    num_common = _num_common_tokens(node, roots, missed, keys.get(num_cached))
+    if num_common:
+        return Explanation("partly equal", num_cached, num_full, num_common_tokens=num_common)
+    return Explanation("never cached", num_cached, num_full)
+
+
+def _longest_by_tokens(roots: list[Run], tokens: memoryview) -> list[bytes | None]:
+    """Return the keys, by block, of the cached prefix that shares most blocks with `tokens`, whatever its keys."""
+    longest, end_of_longest = 0, ROOT
+    pending: list[tuple[Run, int]] = [(root, 0) for root in roots]  # runs, and how many blocks are above them
+    while pending:
+        run, first = pending.pop()
+        size, count = run.epoch.block_bytes, 0
+        while count < len(run.blocks) and _is_equal(run.tokens, count * size, tokens, (first + count) * size, size):
+            count += 1
+        if first + count > longest:
+            longest, end_of_longest = first + count, (run, count - 1)
+        for position, children in (run.children or {}).items():
+            if position < count:
+                pending += [(child, first + position + 1) for child in children]
+    return _keys_above(end_of_longest)
+
+
+def _keys_above(node: Node) -> list[bytes | None]:
+    """Return the keys, by block, of the prefix that ends in a node."""
+    keys: list[bytes | None] = []  # last block first
+    above, position = node
+    while above is not None:
+        keys += [(above.extra_keys or {}).get(index) for index in range(position, -1, -1)]
+        above, position, _, _ = above.key
+    return keys[::-1]
+
+
+def _is_equal(one: bytearray, start: int, other: memoryview, other_start: int, num_bytes: int) -> bool:
+    part = other[other_start : other_start + num_bytes]
+    return len(part) == num_bytes and one.startswith(part, start)
+
+
+def _num_common_tokens(node: Node, roots: list[Run], tokens: bytes, key: bytes | None) -> int:
+    """Return how many first tokens of a block the most similar one below `node` with its keys has too."""
+    run, position = node
+    children = roots if run is None else list((run.children or {}).get(position, {}))
+    below = [bytes(child.tokens[: len(tokens)]) for child in children if child.key[3] == key]
+    if run is not None and position + 1 < len(run.blocks) and (run.extra_keys or {}).get(position + 1) == key:
+        below.append(bytes(run.tokens[(position + 1) * len(tokens) : (position + 2) * len(tokens)]))
+    return max([_num_equal_tokens(tokens, other) for other in below], default=0)
+
+
+def _num_equal_tokens(one: bytes, other: bytes) -> int:
+    count = 0
+    while count < len(one) and one[count : count + 4] == other[count : count + 4]:
+        count += 4
+    return count // 4

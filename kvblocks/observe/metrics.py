@@ -1,0 +1,126 @@
+"""What to watch a running cache by: hit rates, evictions, usage, pins, quotas, and the lives of a sample of blocks.
+
+Owns the window of recent requests and the sampler. Everything is read from counters that the manager keeps anyway,
+except the sample: only a manager that is watched looks, at each block that it takes, shares or gets back, whether the
+block is in the sample.
+
+The core has no clock. Time is counted in blocks taken from the pool, which is deterministic and what an LRU queue's
+ages are about anyway: a block is evicted when as many as stood before it have been taken. With a clock of the caller's
+it is seconds.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Literal, SupportsFloat, SupportsIndex
+
+from kvblocks.arguments import Given, check_clock, check_count, is_a, wrong
+from kvblocks.manager import KVCacheManager
+from kvblocks.observe.block_sampler import BlockSampler, check_bounds
+from kvblocks.stats import HitCounts, MetricsSnapshot, PinUsage
+
+BLOCK_BOUNDS: tuple[float, ...] = tuple([float(4**power) for power in range(2, 13)])
+"""Bounds of histograms in blocks taken: 16 to 16.8 million, by fours."""
+
+SECOND_BOUNDS: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0)
+"""Bounds of histograms in seconds."""
+
+
+class CacheMetrics:
+    """Watches a manager from now on; one at a time can watch the blocks of one.
+
+    sample_every: about one block in so many is watched; None: none is, the histograms stay empty, and watching costs
+    nothing at all. clock: returns seconds, such as `time.monotonic`, never less than before, and never raises; None:
+    time is counted in blocks taken. window: how many of the last requests `MetricsSnapshot.window` is about. bounds: of
+    the histograms, ascending, in the unit of time; None: BLOCK_BOUNDS or SECOND_BOUNDS.
+
+    Raises InvalidArgumentError. O(num_blocks).
+    """
+
+    def __init__(
+        self,
+        manager: Given[KVCacheManager],
+        *,
+        sample_every: SupportsIndex | None = 64,
+        clock: Callable[[], float] | None = None,
+        window: SupportsIndex = 1000,
+        bounds: Iterable[SupportsFloat] | None = None,
+    ) -> None:
+        if not is_a(manager, KVCacheManager):
+            raise wrong("manager", "a KVCacheManager", manager)
+        watched: KVCacheManager = manager  # type: ignore[assignment]
+        if clock is not None:
+            check_clock("clock", clock)
+        max_queries = check_count("window", window, 1)
+        every = None if sample_every is None else check_count("sample_every", sample_every, 1)
+        limits = (BLOCK_BOUNDS if clock is None else SECOND_BOUNDS) if bounds is None else check_bounds(bounds)
+        self.time_unit: Literal["blocks", "seconds"] = "blocks" if clock is None else "seconds"
+        self._manager = watched
+        self._clock = clock
+        self._max_queries = max_queries
+        # All that was noted, and its window: one tuple, so that another thread finds them to be of one moment.
+        self._noted = (_hit_counts(watched), HitCounts())
+        self._steps: deque[HitCounts] = deque()
+        self._sampler = BlockSampler([], self._now, limits)
+        if every is not None:
+            self._sampler = watched.start_sampling(every, self._now, limits)
+
+    def observe(self) -> None:
+        """Note the requests since the last call. Call it once a step: the window can't tell apart what came between.
+
+        O(1) on average.
+        """
+        counts = _hit_counts(self._manager)
+        noted, window = self._noted
+        step = counts.plus(noted, -1)
+        if not step.num_queries:
+            return
+        window = window.plus(step)
+        self._steps.append(step)
+        while window.num_queries - self._steps[0].num_queries >= self._max_queries:
+            window = window.plus(self._steps.popleft(), -1)
+        self._noted = (counts, window)
+
+    def snapshot(self) -> MetricsSnapshot:
+        """Return the values of now. Changes nothing.
+
+        Another thread than the manager's may call this while the manager works (under CPython's global lock): values
+        may then be of slightly different moments. O(sample + pinned blocks + salts with a quota).
+        """
+        manager, sampler = self._manager, self._sampler
+        noted, window = self._noted
+        oldest = sampler.oldest_release
+        now = self._now()
+        return MetricsSnapshot(
+            time=now,
+            time_unit=self.time_unit,
+            stats=manager.stats,
+            window=window.plus(_hit_counts(manager).plus(noted, -1)),
+            pins=_pin_usage(manager),
+            quotas=tuple(manager.quotas()),
+            num_sampled_blocks=sampler.num_blocks,
+            lifetimes=sampler.lifetimes.values(),
+            idle_times=sampler.idle_times.values(),
+            reuse_gaps=sampler.reuse_gaps.values(),
+            last_idle_time=sampler.last_idle_time,
+            queue_age=None if oldest is None else now - oldest,
+        )
+
+    def close(self) -> None:
+        """Stop watching blocks, so that other metrics can. What was recorded stays. O(1)."""
+        self._manager.stop_sampling(self._sampler)
+
+    def _now(self) -> float:
+        if self._clock is not None:
+            return self._clock()
+        return float(self._manager.num_taken_blocks)
+
+
+def _hit_counts(manager: KVCacheManager) -> HitCounts:
+    stats = manager.stats
+    return HitCounts(stats.num_queries, stats.num_hits, stats.num_queried_tokens, stats.num_hit_tokens)
+
+
+def _pin_usage(manager: KVCacheManager) -> PinUsage:
+    pins = manager.pins
+    held = [block for pin in pins for block in [*pin.blocks, *pin.hanging] if block.block_id < manager.num_blocks]
+    return PinUsage(len(pins), sum([pin.num_wanted_blocks for pin in pins]), len(held), len(set(held)))

@@ -1,0 +1,194 @@
+"""A picture of what is cached, for people who want to see it.
+
+The cached prefixes form a forest of stretches: a run is cut after every block that other runs hang from, and each
+piece is one `PrefixRow`, with its parent. Every cached block is in exactly one row, as one of the blocks that hits get
+or as a spare. `prefix_rows` makes the rows; `to_dot` draws them for Graphviz; `engine.cache_table` makes a terminal's
+table of them.
+
+A row comes before its children, with all that hangs from the first child before the second. Children are in the order
+of their age, the rest of their parent's own run first.
+"""
+
+from array import array
+from collections.abc import Sequence as Items
+from typing import NamedTuple, SupportsIndex
+
+from kvblocks.arguments import check_count
+from kvblocks.core.block import Run
+from kvblocks.core.hashing import ExtraKey, decode_extra_keys
+from kvblocks.core.prefix_index import PrefixIndex
+
+_MAX_FIRST_TOKENS = 8
+_MAX_KEYS = 4  # in a description; a row has all
+_MAX_PAYLOAD = 24  # characters or bytes of a key in a description
+
+
+class PrefixRow(NamedTuple):
+    """Consecutive cached blocks behind which the cached prefixes part, or end.
+
+    parent: place of the row that this one follows; None: it begins a prefix. depth: how many rows come before it in its
+    prefixes. start_token: its first token's position in the prefix. num_tokens: in its blocks. num_blocks: those that
+    hits get. num_spares: further blocks that hold the same. num_owned: how many of both kinds sequences hold; the
+    others are free. first_tokens: ids of the first tokens, at most 8. extra_keys: those of its blocks, each once, with
+    spans as (first position in the prefix, length).
+    """
+
+    parent: int | None
+    depth: int
+    start_token: int
+    num_tokens: int
+    num_blocks: int
+    num_spares: int
+    num_owned: int
+    first_tokens: tuple[int, ...]
+    extra_keys: tuple[ExtraKey, ...]
+
+    @property
+    def num_free(self) -> int:
+        """Blocks, spares included, that no sequence holds. O(1)."""
+        return self.num_blocks + self.num_spares - self.num_owned
+
+
+def prefix_rows(index: PrefixIndex) -> list[PrefixRow]:
+    """Return what `index` has cached as rows, parents before children. Changes nothing. O(cached blocks + keys)."""
+    rows: list[PrefixRow] = []
+    roots = [run for run in index.runs() if run.key[0] is None]
+    # (run, first position of the next stretch, where that one and those behind it end, last first; parent)
+    pending: list[tuple[Run, int, list[int], int | None]] = []
+    pending += [(run, 0, _ends(run), None) for run in reversed(roots)]
+    while pending:
+        run, first, ends, parent = pending.pop()
+        end, place = ends.pop(), len(rows)
+        rows.append(_row(run, first, end, parent, rows))
+        children = list(run.children.get(end - 1, {})) if run.children else []
+        pending += [(child, 0, _ends(child), place) for child in reversed(children)]
+        if ends:
+            pending.append((run, end, ends, place))
+    return rows
+
+
+def describe_key(key: ExtraKey) -> str:
+    """Return an extra key as one line of printable text; a long one is abbreviated, with its length."""
+    kind, place, payload = key
+    text = repr(payload)
+    if len(payload) > _MAX_PAYLOAD:
+        unit = "characters" if isinstance(payload, str) else "bytes"
+        text = f"{payload[:_MAX_PAYLOAD]!r}… ({len(payload)} {unit})"
+    return f"{kind} {text}" if place is None else f"{kind} {text} at {place[0]}-{place[0] + place[1] - 1}"
+
+
+def describe_keys(row: PrefixRow) -> list[str]:
+    """Return a row's extra keys, a line each; behind the first few, how many more there are."""
+    lines = [describe_key(key) for key in row.extra_keys[:_MAX_KEYS]]
+    if len(row.extra_keys) > _MAX_KEYS:
+        lines.append(f"and {len(row.extra_keys) - _MAX_KEYS} more keys")
+    return lines
+
+
+def describe_tokens(row: PrefixRow) -> str:
+    """Return a row's first token ids, with … where it has more."""
+    text = " ".join([str(token) for token in row.first_tokens])
+    return f"{text} …" if row.num_tokens > len(row.first_tokens) else text
+
+
+def describe_blocks(rows: Items[PrefixRow]) -> str:
+    """Return how many blocks `rows` have together, such as "5 blocks (2 owned, 3 free, 1 spare)"."""
+    num_blocks = sum([row.num_blocks + row.num_spares for row in rows])
+    num_spares = sum([row.num_spares for row in rows])
+    parts = [f"{sum([row.num_owned for row in rows])} owned", f"{sum([row.num_free for row in rows])} free"]
+    if num_spares:
+        parts.append(_counted(num_spares, "spare"))
+    return f"{_counted(num_blocks, 'block')} ({', '.join(parts)})"
+
+
+def to_dot(rows: Items[PrefixRow], max_nodes: SupportsIndex | None = 200) -> str:
+    """Return a Graphviz document of `rows`: a node for each, below one for the whole cache.
+
+    max_nodes: draw at most so many rows, those nearest to the beginning of prefixes; a further node then says what was
+    left out. None: draw all. Rows of which a sequence holds blocks are shaded. Raises InvalidArgumentError. O(rows).
+    """
+    limit = len(rows) if max_nodes is None else check_count("max_nodes", max_nodes, 1)
+    by_depth = sorted([(row.depth, place) for place, row in enumerate(rows)])
+    drawn = sorted([place for _, place in by_depth[:limit]])
+    left_out = [rows[place] for _, place in by_depth[limit:]]
+    whole = ["cached prefixes", describe_blocks(rows)] if rows else ["nothing is cached"]
+    lines = ["digraph prefix_cache {", "  rankdir=LR;", '  node [shape=box, fontname="monospace"];']
+    lines.append(f"  cache [label={_quoted(whole)}, style=rounded];")
+    for place in drawn:
+        row = rows[place]
+        shade = ', style=filled, fillcolor="lightblue"' if row.num_owned else ""
+        lines.append(f"  row{place} [label={_quoted(_label(row))}{shade}];")
+        lines.append(f"  {'cache' if row.parent is None else f'row{row.parent}'} -> row{place};")
+    if left_out:
+        lines.append(f"  left_out [label={_quoted(_left_out(left_out))}, style=dashed];")
+        lines.append("  cache -> left_out [style=dashed];")
+    return "\n".join([*lines, "}", ""])
+
+
+def _ends(run: Run) -> list[int]:
+    """Return where the stretches of `run` end, last first: behind blocks that something hangs from, and at its end."""
+    ends = {len(run.blocks)}
+    if run.children:
+        ends |= {position + 1 for position in run.children}
+    return sorted(ends, reverse=True)
+
+
+def _row(run: Run, first: int, end: int, parent: int | None, rows: list[PrefixRow]) -> PrefixRow:
+    """Return the row of `run`'s positions first to end - 1, which hang from rows[parent]."""
+    depth = start_token = 0
+    if parent is not None:
+        depth, start_token = rows[parent].depth + 1, rows[parent].start_token + rows[parent].num_tokens
+    block_size, blocks = run.epoch.block_bytes // 4, run.blocks[first:end]
+    if run.spares:
+        for position in range(first, end):
+            blocks += run.spares.get(position, ())
+    num_tokens = (end - first) * block_size
+    num_first = min(num_tokens, _MAX_FIRST_TOKENS)
+    first_byte = first * run.epoch.block_bytes
+    return PrefixRow(
+        parent=parent,
+        depth=depth,
+        start_token=start_token,
+        num_tokens=num_tokens,
+        num_blocks=end - first,
+        num_spares=len(blocks) - (end - first),
+        num_owned=sum([block.ref_cnt > 0 for block in blocks]),
+        first_tokens=tuple(array("I", bytes(run.tokens[first_byte : first_byte + 4 * num_first]))),
+        extra_keys=_keys(run, first, end, start_token),
+    )
+
+
+def _keys(run: Run, first: int, end: int, start_token: int) -> tuple[ExtraKey, ...]:
+    """Return the extra keys of `run`'s positions first to end - 1, each once. start_token: where `first` begins."""
+    if run.extra_keys is None:
+        return ()
+    block_size = run.epoch.block_bytes // 4
+    keys: dict[ExtraKey, None] = {}
+    for position in range(first, end):
+        block_start = start_token + (position - first) * block_size
+        for kind, place, payload in decode_extra_keys(run.extra_keys.get(position, b"")):
+            span = None if place is None else (block_start + place[0], place[1])
+            keys[kind, span, payload] = None
+    return tuple(keys)
+
+
+def _label(row: PrefixRow) -> list[str]:
+    span = f"tokens {row.start_token}-{row.start_token + row.num_tokens - 1}"
+    return [span, describe_blocks([row]), *describe_keys(row), describe_tokens(row)]
+
+
+def _left_out(rows: list[PrefixRow]) -> list[str]:
+    return [f"left out: {_counted(len(rows), 'node')}", describe_blocks(rows)]
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _quoted(lines: list[str]) -> str:
+    """Return `lines` as a quoted string of the dot language, left-justified.
+
+    Graphviz gives a meaning to backslashes, quotes and HTML entities in it. Nothing unprintable comes here.
+    """
+    escaped = [line.replace("\\", "\\\\").replace('"', '\\"').replace("&", "&amp;") for line in lines]
+    return '"' + "".join([f"{line}\\l" for line in escaped]) + '"'

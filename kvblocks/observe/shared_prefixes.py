@@ -1,0 +1,159 @@
+"""Shared prefixes: which sequences of a batch read the same physical blocks, for cascade attention.
+
+A cascade kernel reads a stretch of blocks once for all sequences that share it, and merges what it finds with what each
+reads alone. `find_shared_prefixes` tells the stretches: sequences that hold the very same blocks at the same places of
+their tables, from the first block on. Equal tokens in different blocks share nothing here.
+
+Such a kernel applies no causal mask within a stretch, so every slot of it must be visible to every query of every
+member. Hence the rule: only full blocks count, all of whose tokens are among the first `num_visible_tokens` of each
+member. Blocks that are reserved, or filled in part by either half of a fork, are never among them.
+
+Invariants: a group has two members or more. Its stretch begins where its parent's ends and goes on for as long as all
+its members share. So the stretches of the groups that a sequence is in follow one another from block 0 on, outermost
+first, and what is behind the last of them it reads alone. With min_blocks 1 that is nothing that it could share.
+
+Shared prefixes at several levels are those of cascade attention in FlashInfer and of Hydragen. The walk is this
+project's: members are compared with one leader, by slices, until they part from it.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import NamedTuple, SupportsIndex
+
+from kvblocks.arguments import check_count, listed
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.sequence import Sequence
+from kvblocks.errors import InvalidArgumentError
+
+_PART_BLOCKS = 128  # compared at a time: little is looked at in vain, and the blocks' counts stay in the CPU's cache
+
+
+class SharedPrefix(NamedTuple):
+    """A stretch of blocks that several sequences of a batch share.
+
+    parent: place in the list of groups of the one whose stretch comes before this one's, always a smaller place; None:
+    this stretch begins at block 0. members: places of its sequences in the batch, ascending; all of them are the
+    parent's too. start_block: where the stretch begins in their block tables. block_ids: the stretch. num_tokens:
+    tokens in it, all visible to every member.
+    """
+
+    parent: int | None
+    members: tuple[int, ...]
+    start_block: int
+    block_ids: tuple[int, ...]
+    num_tokens: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the stretch. O(1)."""
+        return len(self.block_ids)
+
+
+def find_shared_prefixes(
+    sequences: Items[Sequence],
+    block_size: int,
+    min_blocks: SupportsIndex = 1,
+    num_visible_tokens: Items[SupportsIndex] | None = None,
+) -> list[SharedPrefix]:
+    """Return the groups of `sequences` that share blocks, at all levels of nesting; a group before those inside it.
+
+    min_blocks: stretches with fewer aren't worth a group; their blocks go to the groups inside, whose stretches then
+    begin earlier. num_visible_tokens: for each sequence, how many of its first tokens all of its queries may attend to,
+    which is the position of its first query, plus 1. None: num_computed_tokens, which is right for a step in which each
+    sequence computes its last token only.
+
+    A sequence without blocks is in no group. Changes nothing. Raises InvalidArgumentError. O(sequences + shared blocks
+    of each + members of the groups, those smaller than `min_blocks` included); per block one comparison of pointers.
+    """
+    smallest = check_count("min_blocks", min_blocks, 1)
+    limits = _visible_blocks(sequences, block_size, num_visible_tokens)
+    tables = [sequence.blocks for sequence in sequences]
+    common = [0] * len(tables)
+    groups: list[SharedPrefix] = []
+    # (members, start of their stretch, blocks that they are known to share, parent)
+    pending: list[tuple[list[int], int, int, int | None]] = []
+    pending += [(members, 0, 0, None) for members in reversed(_part(tables, limits, range(len(tables)), 0))]
+    while pending:
+        members, start, num_known, parent = pending.pop()
+        leader = max(members, key=limits.__getitem__)  # the one with which the others may share most
+        _compare(tables, limits, members, leader, num_known, common)
+        while len(members) > 1:
+            end = min([common[member] for member in members])
+            if end - start >= smallest:
+                block_ids = tuple([block.block_id for block in tables[leader][start:end]])
+                groups.append(SharedPrefix(parent, tuple(members), start, block_ids, (end - start) * block_size))
+                parent, start = len(groups) - 1, end
+            leaving = [member for member in members if common[member] == end]
+            members = [member for member in members if common[member] > end]
+            pending += [(sharing, start, end, parent) for sharing in reversed(_part(tables, limits, leaving, end))]
+    return groups
+
+
+def _visible_blocks(
+    sequences: Items[Sequence], block_size: int, num_visible_tokens: Items[SupportsIndex] | None
+) -> list[int]:
+    """Return how many of each sequence's blocks may be shared."""
+    if num_visible_tokens is None:
+        return [sequence.num_computed_tokens // block_size for sequence in sequences]
+    given = listed("num_visible_tokens", "an iterable of ints", num_visible_tokens)
+    if len(given) != len(sequences):
+        raise InvalidArgumentError(
+            f"num_visible_tokens: expected one for each of {len(sequences)} sequences, got {len(given)}"
+        )
+    return [
+        check_count("num_visible_tokens", num_tokens, 0, sequence.num_computed_tokens) // block_size
+        for sequence, num_tokens in zip(sequences, given, strict=True)
+    ]
+
+
+def _part(tables: list[list[KVCacheBlock]], limits: list[int], places: Iterable[int], position: int) -> list[list[int]]:
+    """Return the groups of two or more of `places` that have the same block at `position`."""
+    sharing: dict[KVCacheBlock, list[int]] = {}
+    for place in places:
+        if limits[place] > position:
+            sharing.setdefault(tables[place][position], []).append(place)
+    return [members for members in sharing.values() if len(members) > 1]
+
+
+def _compare(
+    tables: list[list[KVCacheBlock]],
+    limits: list[int],
+    members: list[int],
+    leader: int,
+    num_known: int,
+    common: list[int],
+) -> None:
+    """Write to `common`, for each of `members`, how many blocks it shares with `leader`, at least `num_known`.
+
+    leader: one of them, with the highest limit. Slices are compared in C, part after part, all members with the same
+    part before the next; a bisection where one parts from the leader. O(blocks shared with the leader).
+    """
+    low, end, going = num_known, limits[leader], [member for member in members if member != leader]
+    common[leader] = end
+    while going:
+        high = min(low + _PART_BLOCKS, end)
+        part = tables[leader][low:high]
+        equal: list[int] = []
+        for member in going:
+            blocks = tables[member][low : min(high, limits[member])]
+            if blocks == part:
+                equal.append(member)
+                common[member] = high
+            else:
+                common[member] = low + _num_equal(blocks, part)
+        going = equal if high < end else []
+        low = high
+
+
+def _num_equal(blocks: list[KVCacheBlock], others: list[KVCacheBlock]) -> int:
+    """Return how many of `blocks` from the first on stand in `others` too, which is at least as long."""
+    low, high = 0, len(blocks)
+    if blocks == others[:high]:
+        return high
+    while high - low > 1:  # the first `low` are equal, the first `high` aren't
+        middle = (low + high) // 2
+        if blocks[low:middle] == others[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,332 @@
+"""A prefix cache for engines that keep their own KV and choose their own block ids.
+
+`KVCacheManager` owns a pool and hands out its blocks. Here the engine owns the memory, and the cache only knows which
+blocks hold which prefix: the engine inserts what it has computed, looks up what it is about to compute, and asks which
+ids it may reuse. The exact map underneath is the same, so a hit is never wrong; no hash takes part.
+
+Who owns an id: the engine, until `insert_prefix` takes it; then the cache, until `evict_lru`, `clear` or an insertion
+that evicts returns it. Ids that an insertion doesn't take are in its result.
+
+Every public call takes one lock and may come from any thread. Not from a finalizer or a signal handler, which may find
+the same thread in the middle of another call (a call that finds it in the middle of a change raises
+CorruptStateError); only leaving a match is safe there, and never waits.
+
+A call that raises has changed nothing. But one that is interrupted in the middle of a change, by a KeyboardInterrupt
+say, leaves a cache all of whose calls raise CorruptStateError.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from threading import RLock
+from typing import Any, SupportsIndex
+
+from kvblocks.arguments import Flag, Text, check_count, check_flag, check_name, listed
+from kvblocks.core.change import CHANGING, IDLE, Changeable
+from kvblocks.core.hashing import PositionKeys
+from kvblocks.core.sequence import Sequence
+from kvblocks.core.tokens import TokenIds
+from kvblocks.errors import BlockStateError, InvalidArgumentError, StaleHitError
+from kvblocks.prefix_cache.match import Hold, PrefixInsert, PrefixMatch
+from kvblocks.prefix_cache.pins import PinnedPrefix, PrefixPins
+from kvblocks.prefix_cache.store import PrefixStore, check_block_ids
+
+_NAME = "prefix"
+
+
+class PrefixCache(Changeable):
+    """Knows which of the engine's blocks hold which prefixes: at most `max_blocks` blocks of `block_size` tokens.
+
+    Wherever tokens are given, salt, lora and extra_keys say what else their KV depends on, as in `Sequence`; prefixes
+    are equal only where all of it is. Tokens come in any form that `tokens.pack_tokens` takes, at least one. Only full
+    blocks are cached. Raises InvalidArgumentError. Takes no memory for blocks that were never inserted. What it costs
+    to let go of a match falls to a later call: O(1) for each that was left, and for each block that nothing then holds.
+    """
+
+    def __init__(self, max_blocks: SupportsIndex, block_size: SupportsIndex = 16) -> None:
+        super().__init__("cache")
+        self.max_blocks = check_count("max_blocks", max_blocks, 1)
+        self.block_size = check_count("block_size", block_size, 1)
+        self._lock: Any = RLock()  # Any: what RLock is differs between versions of Python
+        self._store = PrefixStore(self.max_blocks, self.block_size)
+        self._pins = PrefixPins(self.block_size)
+        self._holds: dict[Hold, None] = {}
+        self._left: deque[Hold] = deque()  # of matches that were left, until the next call lets go of them
+        self._num_queries = self._num_queried_tokens = self._num_hit_tokens = 0
+
+    def match_prefix(
+        self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
+    ) -> PrefixMatch:
+        """Return the longest cached prefix, which becomes the most recently used. Counted by the rates.
+
+        Enter the match (`with`) to keep its blocks; see `PrefixMatch`. It may cover all of the tokens: unless the
+        payload has the answer, compute the last one again for its logits. Raises InvalidTokensError and
+        InvalidArgumentError. A dict lookup and a memcmp for each run of blocks that were inserted together, and
+        O(blocks found).
+        """
+        sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
+        with self._lock:
+            return self._match(sequence)
+
+    def match_many(
+        self,
+        prompts: Iterable[TokenIds],
+        *,
+        salt: Text | None = None,
+        lora: Text | None = None,
+        extra_keys: Iterable[PositionKeys] = (),
+    ) -> list[PrefixMatch]:
+        """`match_prefix` of several prompts, in order, as of one moment. extra_keys: an iterable a prompt, or ()."""
+        items, keys = (
+            listed("prompts", "an iterable of prompts", prompts),
+            listed("extra_keys", "an iterable a prompt", extra_keys),
+        )
+        if keys and len(keys) != len(items):
+            raise InvalidArgumentError(f"extra_keys: expected them for {len(items)} prompts, got {len(keys)}")
+        sequences = [
+            Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=keys[i] if keys else ())
+            for i, token_ids in enumerate(items)
+        ]
+        with self._lock:
+            return [self._match(sequence) for sequence in sequences]
+
+    def query_match_len(
+        self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
+    ) -> int:
+        """Return how many tokens `match_prefix` would find. Changes nothing, neither recency nor what is counted."""
+        sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
+        with self._lock:
+            self.check_whole()
+            return len(self._store.find(sequence)) * self.block_size
+
+    def insert_prefix(
+        self,
+        token_ids: TokenIds,
+        kv_block_ids: Iterable[SupportsIndex],
+        *,
+        pin: Flag = False,
+        salt: Text | None = None,
+        lora: Text | None = None,
+        extra_keys: PositionKeys = (),
+    ) -> PrefixInsert:
+        """Cache that these blocks, whose KV is computed, hold these tokens. The prefix becomes the most recently used.
+
+        kv_block_ids: one for each full block, none for a partial one at the end. Where a prefix is cached already, its
+        block stays and the given id is not taken. When the cache is full, blocks that nothing holds are evicted, least
+        recently used first; if that isn't enough, the longest prefix that fits is cached. pin: pin what is cached, as
+        `pin_prefix` does.
+
+        Raises InvalidTokensError, InvalidArgumentError, and BlockStateError for an id that holds another prefix.
+        O(tokens).
+        """
+        sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
+        ids = check_block_ids(kv_block_ids, sequence.num_tokens // self.block_size, self.block_size)
+        pins = check_flag("pin", pin)
+        with self._lock:
+            self._settle()
+            path = self._store.find(sequence)
+            self._store.check_insertable(ids, path)
+            self.begin_change()
+            path, num_new, evicted = self._store.insert(sequence, ids, path)
+            if pins and path:
+                self._pins.add(sequence, path, None)
+            else:
+                self._store.let_go(path)
+            found = path[: len(path) - num_new]
+            unused = [given for given, block in zip(ids, found, strict=False) if given != block.block_id]
+            done = PrefixInsert(len(path), num_new, unused + ids[len(path) :], evicted)
+            self.end_change()
+            self._store.drop_payloads()
+            return done
+
+    def attach(
+        self,
+        token_ids: TokenIds,
+        payload: Any,
+        *,
+        salt: Text | None = None,
+        lora: Text | None = None,
+        extra_keys: PositionKeys = (),
+    ) -> bool:
+        """Leave `payload` for matches of exactly these tokens, a partial last block's included; None takes it away.
+
+        It is kept with the last full block: one a block, the latest, until that is evicted. Whether it was attached:
+        not when some full block isn't cached, or there is none. Uses and counts nothing. O(tokens).
+        """
+        sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
+        with self._lock:
+            self.check_whole()
+            attached = self._store.attach(sequence, payload)
+            self._store.drop_payloads()
+            return attached
+
+    def evict_lru(self, num_blocks: SupportsIndex) -> list[int]:
+        """Give up the `num_blocks` least recently used blocks that nothing holds, ends of prefixes before beginnings.
+
+        Returns their ids, fewer if fewer are evictable. Raises InvalidArgumentError. O(num_blocks).
+        """
+        num_wanted = check_count("num_blocks", num_blocks, 0)
+        with self._lock:
+            self._settle()
+            self.begin_change()
+            evicted = self._store.evict(num_wanted)
+            self.end_change()
+            self._store.drop_payloads()
+            return evicted
+
+    def pin_prefix(
+        self,
+        token_ids: TokenIds,
+        description: Text | None = None,
+        *,
+        salt: Text | None = None,
+        lora: Text | None = None,
+        extra_keys: PositionKeys = (),
+    ) -> int:
+        """Keep the longest cached prefix from being evicted, until `unpin_prefix` is called as often for these tokens.
+
+        Returns how many tokens are pinned; 0: nothing was cached, and nothing is to be unpinned. What is inserted later
+        isn't pinned with it. description: for `list_pinned`. Raises InvalidTokensError and InvalidArgumentError.
+        O(tokens).
+        """
+        sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
+        name = check_name("description", description)
+        with self._lock:
+            self._settle()
+            path = self._store.find(sequence)
+            if path:
+                self.begin_change()
+                self._store.hold(path)
+                self._pins.add(sequence, path, name)
+                self.end_change()
+            return len(path) * self.block_size
+
+    def unpin_prefix(
+        self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
+    ) -> int:
+        """Take back the last pin of these tokens, whose blocks then are the most recently used.
+
+        The tokens are those that were pinned; a partial last block makes no difference. Returns how many were pinned;
+        0: there was no such pin. Raises InvalidTokensError, InvalidArgumentError. O(tokens).
+        """
+        sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
+        with self._lock:
+            self._settle()
+            self.begin_change()
+            path = self._pins.remove(sequence)
+            self._store.let_go(path)
+            self.end_change()
+            return len(path) * self.block_size
+
+    def list_pinned(self) -> list[PinnedPrefix]:
+        """Return a record for each pin. O(pinned tokens)."""
+        with self._lock:
+            self.check_whole()
+            return self._pins.records()
+
+    def contains_block(self, kv_block_id: SupportsIndex) -> bool:
+        """Whether this id holds a cached prefix. Raises InvalidArgumentError. O(1)."""
+        number = check_count("kv_block_id", kv_block_id, 0)
+        with self._lock:
+            self.check_whole()
+            return number in self._store.blocks
+
+    def cached_block_count(self) -> int:
+        """Return how many blocks are cached. O(1)."""
+        with self._lock:
+            self.check_whole()
+            return len(self._store.blocks)
+
+    def evictable_count(self) -> int:
+        """Return how many blocks are neither pinned nor held by a match. O(1) beside matches that were left."""
+        with self._lock:
+            self._settle()
+            return self._store.num_evictable_blocks
+
+    def get_hit_rate(self) -> float:
+        """Return the share of the tokens looked up that were cached, 0.0 to 1.0; 0.0 before the first lookup. O(1)."""
+        with self._lock:
+            self.check_whole()
+            return self._num_hit_tokens / self._num_queried_tokens if self._num_queried_tokens else 0.0
+
+    def get_avg_match_length(self) -> float:
+        """Return the mean number of tokens found by a lookup, misses included; 0.0 before the first one. O(1)."""
+        with self._lock:
+            self.check_whole()
+            return self._num_hit_tokens / self._num_queries if self._num_queries else 0.0
+
+    def clear(self) -> list[int]:
+        """Unpin and evict everything, after a change of weights, say. Returns the ids, which are the caller's.
+
+        Raises BlockStateError while a match is held: its blocks are being read. The rates go on. O(cached blocks).
+        """
+        with self._lock:
+            self._settle()
+            if self._holds:
+                raise BlockStateError(f"clear: expected no match to be held, got {len(self._holds)}")
+            self.begin_change()
+            for path in self._pins.paths():
+                self._store.let_go(path)
+            self._pins.clear()
+            evicted = self._store.evict(self._store.num_evictable_blocks)
+            self.end_change()
+            self._store.drop_payloads()
+            return evicted
+
+    def check(self) -> None:
+        """Raise AssertionError unless all invariants hold (never under python -O). O(cached blocks and holds)."""
+        with self._lock:
+            self._settle()
+            paths = self._pins.paths()
+            assert all(paths), "cache: a pin of nothing"
+            self._store.check([*paths, *[hold.blocks for hold in self._holds]])
+
+    def hold(self, match: PrefixMatch, hold: Hold) -> None:
+        """Bring `match` up to date and hold its blocks by `hold`. For `PrefixMatch.__enter__`, which says the rest."""
+        with self._lock:
+            if self._left or self.change_state:
+                self._settle()
+            version, blocks = self._store.index.version, match.blocks
+            if match.version != version:
+                found = self._store.find(match.sequence)
+                blocks = found[: len(match.blocks)] if match.is_read else found
+                if match.is_read and not match.is_still(blocks):
+                    raise StaleHitError(f"expected {match} to be cached still; it isn't: match again")
+            hold.blocks = blocks
+            self.change_state = CHANGING
+            self._store.hold(blocks)
+            self._holds[hold] = None
+            self.change_state = IDLE
+            if match.is_read:
+                match.renew(blocks, version)
+            else:
+                match.show(blocks, self.block_size, version, self._store.payload(match.sequence, blocks))
+
+    def let_go(self, hold: Hold) -> None:
+        """Let go of what `hold` held, if anything, at the next call, without a lock. For `PrefixMatch`, finalizers."""
+        self._left.append(hold)
+
+    def _match(self, sequence: Sequence) -> PrefixMatch:
+        if self._left or self.change_state:
+            self._settle()
+        store = self._store
+        match = PrefixMatch(self, sequence)
+        blocks = store.find(sequence)
+        match.show(blocks, self.block_size, store.index.version, store.payload(sequence, blocks))
+        self.change_state = CHANGING
+        store.renew(blocks)
+        self._num_queries += 1
+        self._num_queried_tokens += sequence.num_tokens
+        self._num_hit_tokens += len(blocks) * self.block_size
+        self.change_state = IDLE
+        return match
+
+    def _settle(self) -> None:
+        """Let go of the matches that were left since the last call. Raises CorruptStateError."""
+        self.check_whole()
+        while self._left:
+            self.change_state = CHANGING
+            hold = self._left.popleft()
+            if hold in self._holds:
+                del self._holds[hold]
+                self._store.let_go(hold.blocks)
+            self.change_state = IDLE

@@ -1,0 +1,72 @@
+"""Which prefixes a `PrefixCache` is to keep: each pin holds a path of blocks until it is taken back.
+
+A pin is found again by the tokens and keys that it was made with, not by the blocks that it got: what is cached for the
+same tokens may have grown since.
+"""
+
+from array import array
+from typing import NamedTuple
+
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.sequence import Sequence
+
+PinKey = tuple[bytes, tuple[tuple[int, bytes], ...]]
+"""A prefix's full blocks: their packed tokens, and encoded keys by block."""
+
+Path = list[KVCacheBlock]
+
+
+class PinnedPrefix(NamedTuple):
+    """One pin. token_ids: the tokens that it covers. kv_block_ids: their blocks. description: what the caller said."""
+
+    token_ids: list[int]
+    kv_block_ids: list[int]
+    description: str | None
+
+
+class PrefixPins:
+    """Pins by prefix, several for one if it was pinned as often. Whoever adds one holds its path, here and outside."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._pins: dict[PinKey, list[tuple[Path, str | None]]] = {}
+
+    def add(self, sequence: Sequence, path: Path, description: str | None) -> None:
+        """Pin the cached `path` of a sequence. O(tokens)."""
+        self._pins.setdefault(self._key(sequence), []).append((path, description))
+
+    def remove(self, sequence: Sequence) -> Path:
+        """Take back the sequence's last pin. Returns its path, empty when there is none. O(tokens)."""
+        key = self._key(sequence)
+        if key not in self._pins:
+            return []
+        pins = self._pins[key]
+        path, _ = pins.pop()
+        if not pins:
+            del self._pins[key]
+        return path
+
+    def clear(self) -> None:
+        """Take back all pins."""
+        self._pins.clear()
+
+    def paths(self) -> list[Path]:
+        """Return the path of each pin. O(pins)."""
+        return [path for pins in self._pins.values() for path, _ in pins]
+
+    def records(self) -> list[PinnedPrefix]:
+        """Return a record of each pin, those of one prefix together. O(pinned tokens)."""
+        return [
+            PinnedPrefix(self._tokens(key, len(path)), [block.block_id for block in path], description)
+            for key, pins in self._pins.items()
+            for path, description in pins
+        ]
+
+    def _key(self, sequence: Sequence) -> PinKey:
+        num_blocks = sequence.num_tokens // self._block_size
+        keys = sequence.encoded_keys(self._block_size) or {}
+        packed = bytes(sequence.packed_tokens()[: 4 * self._block_size * num_blocks])
+        return packed, tuple(sorted([(block, key) for block, key in keys.items() if block < num_blocks]))
+
+    def _tokens(self, key: PinKey, num_blocks: int) -> list[int]:
+        return array("I", key[0][: 4 * self._block_size * num_blocks]).tolist()

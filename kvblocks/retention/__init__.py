@@ -1,0 +1,1 @@
+"""What stays cached, beyond the order of use: pins, and quotas of tenants."""

@@ -1,0 +1,257 @@
+"""Pins: prefixes that stay cached because somebody said so, until they expire or more important things need the space.
+
+A pin holds its prefix's blocks as a sequence holds its own, so that they are out of the free queue and nothing on the
+hot path has to know of pins. It stands for a prefix, not for some blocks: what of it isn't cached yet, or had to be
+given up, is held from when it is cached and would become free.
+
+No deadlock: all pins together hold at most a share of the pool, and when the pool has nothing else, pins give up
+blocks, those of lowest priority first, and within a pin the end of the prefix first. Only those of priority 100 never
+do.
+
+Invariants: a pin holds the first blocks of its prefix, all cached; their priorities never rise from one block to the
+next, so no block is protected longer than the one it hangs from.
+
+Retention priorities by ranges of tokens are TensorRT-LLM's; holding a reference as the way to protect is this
+project's.
+"""
+
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+from typing import Any, SupportsIndex
+
+from kvblocks.arguments import as_int, check_count, is_a, listed, shown, wrong
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.caching import find_blocks
+from kvblocks.core.pool import BlockPool
+from kvblocks.core.sequence import Sequence
+from kvblocks.errors import InvalidArgumentError, PinBudgetError
+from kvblocks.retention.pinned_blocks import KEEP, Held, PinnedBlocks
+from kvblocks.stats import Refusal
+
+Priority = SupportsIndex | Iterable[tuple[SupportsIndex, SupportsIndex, SupportsIndex]]
+"""0 to 100 for a whole prefix, or (start, end, priority) for ranges of its tokens."""
+
+
+class Pin:
+    """A standing wish to keep a prefix cached. Made by `KVCacheManager.pin`; tell pins apart by identity.
+
+    sequence: the prefix, with its salt and keys. priorities: of its full blocks, first to last. expires_at: the time
+    from which it counts no more, None: never. blocks: those that it holds now. hanging: of groups beside the primary
+    one, those that a hit of the whole prefix needs, if it holds all of them. num_wanted_blocks: that it is for in all
+    groups, and that count towards the budget.
+    """
+
+    __slots__ = ("blocks", "expires_at", "hanging", "has_ended", "num_wanted_blocks", "priorities", "sequence")
+
+    def __init__(self, sequence: Sequence, priorities: list[int], expires_at: Any) -> None:
+        self.sequence = sequence
+        self.priorities = priorities
+        self.expires_at = expires_at
+        self.has_ended = False
+        self.blocks: list[KVCacheBlock] = []
+        self.hanging: list[KVCacheBlock] = []
+        self.num_wanted_blocks = len(priorities)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it is for, of the primary group. O(1)."""
+        return len(self.priorities)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that it protects now: those that are cached and weren't given up. O(1)."""
+        return len(self.blocks) + len(self.hanging)
+
+    def __repr__(self) -> str:
+        until = "" if self.expires_at is None else f", until {shown(self.expires_at)}"
+        return f"Pin({shown(self.sequence.sequence_id)}, {len(self.blocks)} of {self.num_blocks} blocks{until})"
+
+
+class Retention:
+    """The pins of a pool, which together hold at most `max_blocks`.
+
+    lacking: those of them that don't hold all of their blocks, by their first block's tokens. last_refusal: of the last
+    call that got None.
+    """
+
+    def __init__(self, pool: BlockPool, max_blocks: int) -> None:
+        self._pool = pool
+        self.max_blocks = max_blocks
+        self.last_refusal: Refusal | None = None
+        self.pins: dict[Pin, None] = {}
+        self.lacking: dict[bytes, dict[Pin, None]] = {}
+        self._only_pinned = PinnedBlocks(pool)
+
+    def make(self, sequence: Sequence, priority: Priority, expires_at: Any) -> Pin:
+        """Return a pin of a prefix, for `add`. InvalidArgumentError; PinBudgetError when it would take too much.
+
+        expires_at: a number, or None. Changes nothing. O(tokens + pins).
+        """
+        pin = Pin(sequence, block_priorities(priority, sequence.num_tokens, self._pool.index.block_size), expires_at)
+        self._count_wanted(pin)
+        num_pinned = sum([other.num_wanted_blocks for other in self.pins])
+        if num_pinned + pin.num_wanted_blocks > self.max_blocks:
+            raise PinBudgetError(
+                f"pin: expected pins of at most {self.max_blocks} blocks together, got {pin.num_wanted_blocks} more"
+                f" than the {num_pinned} that are pinned"
+            )
+        return pin
+
+    def add(self, pin: Pin) -> None:
+        """Put a pin that `make` returned into force. O(tokens)."""
+        self.pins[pin] = None
+        self._note(pin)
+        self._extend(pin)
+
+    def remove(self, pin: Pin) -> None:
+        """End a pin; its blocks are free then, unless others hold them. O(its blocks)."""
+        del self.pins[pin]
+        blocks, pin.blocks, pin.has_ended = pin.blocks, [], True
+        self._note(pin)
+        self.extend(pin.sequence)  # another pin may have given up what this one held all the same
+        self._pool.release_table(blocks)
+
+    def expired(self, now: Any) -> list[Pin]:
+        """Return the pins whose time has come. O(pins)."""
+        return [pin for pin in self.pins if pin.expires_at is not None and pin.expires_at <= now]
+
+    def extend(self, sequence: Sequence) -> None:
+        """Hold what pins lack and `sequence`, which is about to let go of blocks, may have. A lookup for each of those.
+
+        Pins of other prefixes, by their first block, are not looked at.
+        """
+        if self.lacking:
+            for pin in list(self.lacking.get(_first_block(sequence, self._pool.index.block_size), ())):
+                self._extend(pin)
+
+    def drop_uncached(self) -> None:
+        """Let go of what is cached no more, after an abort or a reset. O(pinned blocks)."""
+        for pin in self.pins:
+            num_cached = 0
+            while num_cached < len(pin.blocks) and pin.blocks[num_cached].is_cached:
+                num_cached += 1
+            gone = pin.blocks[num_cached:]
+            del pin.blocks[num_cached:]
+            self._pool.release_table(gone)
+            self._note(pin)
+
+    def refuses(self, num_blocks: int, touched: list[KVCacheBlock]) -> bool:
+        """Whether `num_blocks` can't be had after `touched` are taken, even if pins give up what they may.
+
+        Keeps the reason in last_refusal. Changes nothing else. O(touched), and O(pinned blocks) if pins hold others
+        than at the last call, or if any block got another owner since or lost one of several.
+        """
+        num_free = self._pool.num_free_blocks - sum([block.ref_cnt == 0 for block in touched])
+        num_given = num_kept = 0
+        if self.pins:
+            held = map(self._held_by, self.pins)  # as far as is needed; a compiled generator makes a list first
+            num_given, num_kept = self._only_pinned.count(held, touched, num_blocks - num_free)
+            if num_given >= num_blocks - num_free:
+                return False
+        self.last_refusal = Refusal(num_blocks, num_free, num_given, num_kept)
+        return True
+
+    def give_up(self, num_blocks: int) -> None:
+        """Free `num_blocks` blocks of pins, by priority, then of the oldest pin. `refuses` must have said that it can.
+
+        O(pins + blocks given up x log pins).
+        """
+        order = [(pin.priorities[len(pin.blocks) - 1], age, pin) for age, pin in enumerate(self.pins) if pin.blocks]
+        heapify(order)
+        known, given_up = self._only_pinned.known, list[KVCacheBlock]()
+        num_wanted = self._pool.num_free_blocks + num_blocks
+        while self._pool.num_free_blocks < num_wanted:
+            _, age, pin = heappop(order)
+            given_up += self._give_up_end(pin)
+            self._note(pin)
+            if pin.blocks:
+                heappush(order, (pin.priorities[len(pin.blocks) - 1], age, pin))
+        self._only_pinned.note_given_up(known, given_up)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the module's invariants hold. O(pinned blocks)."""
+        assert sum([pin.num_wanted_blocks for pin in self.pins]) <= self.max_blocks, "pins: over their budget"
+        self._only_pinned.check([self._held_by(pin) for pin in self.pins])
+        for pin in self.pins:
+            assert pin.blocks == find_blocks(self._pool.index, pin.sequence)[: len(pin.blocks)], f"{pin}: holds others"
+            lacking = self.lacking.get(_first_block(pin.sequence, self._pool.index.block_size), ())
+            assert (pin in lacking) == self._lacks(pin), f"{pin}: not seen to lack anything"
+            assert pin.priorities == sorted(pin.priorities, reverse=True), f"{pin}: a priority rises"
+
+    def _extend(self, pin: Pin) -> None:
+        num_held = len(pin.blocks)
+        more = find_blocks(self._pool.index, pin.sequence)[num_held : pin.num_blocks]
+        self._pool.touch(more)
+        pin.blocks += more
+        self._note(pin)
+
+    def _note(self, pin: Pin) -> None:
+        """Keep `lacking` true of a pin that is new, ends, or holds other blocks than before."""
+        self._only_pinned.forget()
+        first = _first_block(pin.sequence, self._pool.index.block_size)
+        if not pin.has_ended and self._lacks(pin):
+            self.lacking.setdefault(first, {})[pin] = None
+        elif first in self.lacking:
+            self.lacking[first].pop(pin, None)
+            if not self.lacking[first]:
+                del self.lacking[first]
+
+    def tables(self) -> list[list[KVCacheBlock]]:
+        """Return all that pins hold. O(pins)."""
+        return [pin.blocks for pin in self.pins]
+
+    def _count_wanted(self, pin: Pin) -> None:
+        """Set what counts towards the budget, of a pin that is being made."""
+
+    def _lacks(self, pin: Pin) -> bool:
+        return len(pin.blocks) < pin.num_blocks
+
+    def _give_up_end(self, pin: Pin) -> list[KVCacheBlock]:
+        """Let go of the end of what a pin holds, and return it."""
+        end = [pin.blocks.pop()]
+        self._pool.release_table(end)
+        return end
+
+    def _held_by(self, pin: Pin) -> Held:
+        """Return the blocks of the pool that a pin holds, with their priorities."""
+        return zip(pin.blocks, pin.priorities, strict=False)
+
+
+def _first_block(sequence: Sequence, block_size: int) -> bytes:
+    return bytes(sequence.packed_tokens()[: 4 * block_size])
+
+
+def block_priorities(priority: Priority, num_tokens: int, block_size: int) -> list[int]:
+    """Return the priority of each full block that is to be kept.
+
+    A block has the highest priority of the ranges that touch it, and at least that of the blocks behind it. Blocks
+    behind the last range are not pinned. Raises InvalidArgumentError unless that leaves at least one. O(blocks +
+    ranges).
+    """
+    given: Any = priority
+    if as_int(given) is not None or not hasattr(given, "__iter__"):  # one number, for all of it
+        ranges = [(0, num_tokens, check_count("priority", given, 0, KEEP))]
+    else:
+        ranges = [
+            _check_range(item, num_tokens)
+            for item in listed("priority", "an int or an iterable of (start, end, priority)", given)
+        ]
+    end = max([stop for _, stop, _ in ranges], default=0)
+    priorities = [0] * min(-(-end // block_size), num_tokens // block_size)
+    if not priorities:
+        raise InvalidArgumentError(f"pin: expected at least one full block of {block_size} tokens, got {end} tokens")
+    for start, stop, level in ranges:
+        for block in range(start // block_size, min(-(-stop // block_size), len(priorities))):
+            priorities[block] = max(priorities[block], level)
+    for block in range(len(priorities) - 2, -1, -1):
+        priorities[block] = max(priorities[block], priorities[block + 1])
+    return priorities
+
+
+def _check_range(item: Any, num_tokens: int) -> tuple[int, int, int]:
+    items: list[Any] = [*item] if is_a(item, tuple) or is_a(item, list) else []
+    if len(items) != 3:
+        raise wrong("priority", "(start, end, priority)", item)
+    start = check_count("priority: start", items[0], 0, num_tokens - 1)
+    end = check_count("priority: end", items[1], start + 1, num_tokens)
+    return start, end, check_count("priority", items[2], 0, KEEP)

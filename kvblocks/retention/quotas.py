@@ -1,0 +1,119 @@
+"""Quotas of tenants: how many cached blocks each salt may keep while others want the space.
+
+A quota takes nothing away by itself: as long as the pool has blocks that hold nothing, a tenant may cache beyond its
+quota. But where a block that somebody else cached is next to be reused, the least recently used free block of the
+tenant that is longest beyond its quota goes instead. Blocks in use count towards a quota and are never taken.
+
+Counting is exact: every cached run knows its tenant, by the salt in its first block's key.
+"""
+
+from collections.abc import Iterable
+from struct import unpack_from
+
+from kvblocks.core.block import KVCacheBlock, Run
+from kvblocks.core.hashing import SALT_KIND
+from kvblocks.retention.tenant import OverQuota, Tenant
+
+
+class TenantQuotas:
+    """The tenants there are, by salt."""
+
+    def __init__(self) -> None:
+        self.default_max_blocks: int | None = None
+        self._over = OverQuota()
+        self._tenants: dict[str | None, Tenant] = {}
+        self._named: dict[str | None, int] = {}
+        self._sweep_at = 1000
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    @property
+    def over(self) -> dict[Tenant, int]:
+        """The tenants beyond their quotas, longest first. Not to be changed. O(1)."""
+        return self._over.tenants
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no quota. O(1)."""
+        return not self._named and self.default_max_blocks is None
+
+    def tenants(self) -> list[Tenant]:
+        """Return the tenants that have a quota of their own or anything cached, in order of their making."""
+        tenants = list(self._tenants.values())  # at once, since another thread may ask for metrics
+        return [tenant for tenant in tenants if tenant.salt in self._named or tenant.num_cached_blocks]
+
+    def set_quota(self, salt: str | None, max_blocks: int | None) -> None:
+        """Give the sequences of one salt a quota; None takes it away. `recount` must follow. O(1)."""
+        self._tenants.pop(salt, None)
+        self._named.pop(salt, None)
+        if max_blocks is not None:
+            self._tenants[salt] = Tenant(salt, max_blocks, self._over)
+            self._named[salt] = max_blocks
+
+    def set_default(self, max_blocks: int | None) -> None:
+        """Give every other salt one of `max_blocks`; None: none. `recount` must follow. O(salts)."""
+        self.default_max_blocks = max_blocks
+        self._tenants = {salt: tenant for salt, tenant in self._tenants.items() if salt in self._named}
+
+    def tenant_of(self, extra_keys: bytes | None) -> Tenant | None:
+        """Return the tenant whose salt is in a first block's encoded extra keys, None if it has no quota. O(1)."""
+        salt = _salt_in(extra_keys)
+        tenant = self._tenants.get(salt)
+        if tenant is None and salt is not None and self.default_max_blocks is not None:
+            if len(self._tenants) >= self._sweep_at:
+                self._forget_idle()
+            tenant = self._tenants[salt] = Tenant(salt, self.default_max_blocks, self._over)
+        return tenant
+
+    def recount(self, runs: list[Run], free_blocks: Iterable[KVCacheBlock]) -> None:
+        """Count what is cached anew. runs: all there are, parents first. free_blocks: in their order. O(both)."""
+        self._over.reorder([])
+        for tenant in self._tenants.values():
+            tenant.num_cached_blocks = 0
+            tenant.free_blocks.clear()
+        for run in runs:
+            parent, _, _, extra_keys = run.key
+            run.tenant = self.tenant_of(extra_keys) if parent is None else parent.tenant
+            if run.tenant is not None:
+                run.tenant.add(run.num_cached_blocks())
+        self._over.reorder(sorted(self.over, key=_name))  # nobody knows who went over first
+        self.note_released(free_blocks)
+
+    def note_released(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Keep the order in which tenants' blocks became free. blocks: just released, in order. O(blocks)."""
+        for block in blocks:
+            run = block.run
+            if block.ref_cnt == 0 and run is not None and run.tenant is not None:
+                run.tenant.note_free(block)
+
+    def next_victim(self) -> KVCacheBlock | None:
+        """Return the least recently used free block of the tenant longest beyond its quota, None if none has any.
+
+        O(log tenants) on average.
+        """
+        block: KVCacheBlock | None = self._over.next_victim()
+        return block
+
+    def clear(self) -> None:
+        """Start anew, since nothing is cached any more. O(salts with a quota of their own)."""
+        self._over = OverQuota()
+        self._tenants = {salt: Tenant(salt, max_blocks, self._over) for salt, max_blocks in self._named.items()}
+
+    def _forget_idle(self) -> None:
+        """Drop tenants by default that have nothing cached, so that salts that come and go don't add up."""
+        kept = [t for t in self._tenants.values() if t.salt in self._named or t.num_cached_blocks]
+        self._tenants = {tenant.salt: tenant for tenant in kept}
+        self._sweep_at = max(1000, 2 * len(kept))  # so that sweeping costs O(1) a tenant on average
+
+
+def _name(tenant: Tenant) -> str:
+    return tenant.salt or ""
+
+
+def _salt_in(extra_keys: bytes | None) -> str | None:
+    """Return the salt in encoded extra keys, where it always comes first."""
+    if not extra_keys or extra_keys[0] != SALT_KIND:
+        return None
+    (num_bytes,) = unpack_from("<I", extra_keys, 1)
+    return extra_keys[5 : 5 + num_bytes].decode()

@@ -1,0 +1,58 @@
+"""The bench of the attention kernels runs as far as it can without a GPU. No test asks how long anything took."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+WITH_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the bench itself runs")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_bench(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", "bench.attention", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=150)
+
+
+def test_without_a_gpu_it_says_what_it_needs():
+    done = run_bench()
+    assert done.returncode == 2 and done.stdout == ""
+    assert "expected a GPU that torch can use, got none" in done.stderr and "--rehearse" in done.stderr
+
+
+@WITH_A_GPU
+def test_the_rehearsal_runs_and_checks_every_workload(tmp_path):
+    kept = tmp_path / "kept.json"
+    done = run_bench("--rehearse", "--json", str(kept))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(kept.read_text())["results"]
+    ours = [row for row in results if row["contestant"].startswith("kvblocks")]
+    assert len({row["workload"] for row in ours}) == 8
+    assert {row["contestant"].split(",")[0] for row in ours} == {
+        *("kvblocks decode", "kvblocks extend", "kvblocks cascade_decode"),
+    }
+    assert all(row["is_right"] and 0 < row["error"] < 0.01 for row in ours)
+    assert all("median_us" not in row for row in results), "nothing is timed on a CPU"
+    assert "FlexAttention, contiguous" in {row["contestant"] for row in results}
+    assert "FlashInfer" in done.stdout + done.stderr, "a peer that can't be imported is named"
+
+
+@WITH_A_GPU
+def test_a_wrong_result_is_told_and_is_the_exit_status(tmp_path):
+    program = (
+        "import os, sys; os.environ['TRITON_INTERPRET'] = '1'\n"
+        "from bench import attention, attention_cases\n"
+        "right = attention_cases._extend\n"
+        "attention_cases._extend = lambda batch: right(batch) * 1.02\n"
+        "sys.exit(attention.main(['--rehearse', '--only', 'prefill']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=150
+    )
+    assert done.returncode == 1 and "WRONG, not timed" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,112 @@
+"""The serving bench runs on a tiny model, says what it measured, and judges it right. No test asks how long it took."""
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The module in bench/, which isn't installed."""
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.chdir(ROOT)  # its servers are `python -m kvblocks`
+    return importlib.import_module("bench.serving.serving")
+
+
+@pytest.fixture
+def roomy_folder(tiny_folder, tmp_path):
+    """The tiny model, said to read more than it could make sense of."""
+    folder = tmp_path / "tiny"
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    return folder
+
+
+def test_it_measures_three_workloads_and_draws_them(bench, roomy_folder, tmp_path, capsys):
+    kept, picture = tmp_path / "kept.json", tmp_path / "picture.png"
+    bench.main(["--model", str(roomy_folder), "--quick", "--json", str(kept), "--plot", str(picture)])
+    shown = capsys.readouterr().out
+    results = json.loads(kept.read_text())
+    assert {"model", "cpu", "rate", "max_tokens", "threads", "mode"} <= results["conditions"].keys()
+    shared, chats, alone = results["results"]
+    assert [row["workload"] for row in (shared, chats, alone)] == ["shared prefix", "multi-turn chat", "no sharing"]
+    for row in (shared, chats, alone):
+        assert row["is_identical"], row["workload"]
+        assert row["about"] in shown
+        for name in ("without", "with"):
+            run = row[name]
+            assert run["num_answers"] == len(run["ttft_s"])
+            assert 0 < run["ttft_p50_s"] <= run["ttft_p99_s"] <= run["latency_p99_s"] <= run["seconds"]
+            assert 0 <= run["itl_p50_s"] <= run["itl_p99_s"]
+        assert row["without"]["hit_rate"] == row["without"]["num_cached_tokens"] == 0
+        assert row["ratios"]["num_computed_tokens"] >= 1
+    assert shared["with"]["num_cached_tokens"] == 5 * 64  # all but the first request hit the shared 64 tokens
+    assert shared["with"]["num_answers"] == 6
+    assert chats["with"]["num_cached_tokens"] > 0
+    assert chats["with"]["num_answers"] == 4
+    assert alone["with"]["num_cached_tokens"] == 0
+    assert alone["with"]["num_answers"] == 2 * 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "TTFT p50 of all but the first" in shown
+    assert "Not shown:" in shown
+
+
+def run_of(ttft_p50_s, hit_rate=0.0):
+    keys = ("ttft_p50_s", "later_ttft_p50_s")
+    return dict.fromkeys(keys, ttft_p50_s) | {"hit_rate": hit_rate, "saved": hit_rate}
+
+
+def row_of(name, without, caching, is_identical=True, shares=True):
+    ratios = {key: without[key] / caching[key] for key in ("ttft_p50_s", "later_ttft_p50_s")}
+    facts = {"workload": name, "shares": shares, "is_identical": is_identical}
+    return facts | {"without": without, "with": caching, "ratios": ratios}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (row_of("shared prefix", run_of(5.0), run_of(1.0, 0.6)), [True, True, True, True]),
+        (row_of("shared prefix", run_of(4.9), run_of(1.0, 0.59)), [True, False, True, False]),
+        (row_of("shared prefix", run_of(5.0), run_of(1.0, 0.29), is_identical=False), [False, False, False, True]),
+        (row_of("no sharing", run_of(1.0), run_of(1.09), shares=False), [True, True]),
+        (row_of("no sharing", run_of(1.0), run_of(1.11), shares=False), [True, False]),
+        (row_of("multi-turn chat", run_of(1.0), run_of(2.0)), [True]),
+    ],
+)
+def test_targets_that_are_missed_are_said(bench, row, expected):
+    assert list(bench.judge(row).values()) == expected
+
+
+def test_percentiles(bench):
+    assert bench.percentile([3.0], 99) == 3.0
+    assert bench.percentile([1.0, 2.0, 3.0], 50) == 2.0
+    assert bench.percentile([float(value) for value in range(101)], 99) == pytest.approx(99.0)
+
+
+def test_workloads_are_as_large_as_they_say(bench):
+    sizes = bench.slowed(bench.Sizes(), 4.0)
+    shared, chats, alone = bench.make_workloads(sizes, lambda text: [len(word) for word in text.split()])
+    prompts = [talk.prompt for talk in shared.conversations]
+    assert len(prompts) == 48
+    assert len({prompt[:1024] for prompt in prompts}) == 1
+    assert len({prompt[1024:] for prompt in prompts}) == 48
+    assert {32 <= len(prompt) - 1024 <= 128 for prompt in prompts} == {True}
+    assert [talk.start_s for talk in shared.conversations[:3]] == [0.0, 0.5, 1.0]
+    assert {len(talk.turns) for talk in chats.conversations} == {4}
+    assert {len(talk.prompt) for talk in alone.conversations} == {384}
+    assert len({talk.prompt[:16] for talk in alone.conversations}) == 12
+    assert "2 a second" in shared.about
+
+
+def test_a_server_that_does_not_start_is_an_error(bench):
+    with (
+        pytest.raises(RuntimeError, match="ended with status 1 before it served"),
+        bench.server("tiny", "--num-blocks", "0"),
+    ):
+        pass

@@ -1,0 +1,127 @@
+"""The terminal chat: what it sends, what it shows of each turn, and how it ends; in this process and with a server."""
+
+import re
+
+import pytest
+from engine.server.server_harness import Gate, running_server, tiny_loaded
+
+from kvblocks.cli.chat import EngineAnswerer, ServerAnswerer, Turn, chat
+from kvblocks.cli.client import ServerClient
+from kvblocks.engine import Engine, LoadedModel, ModelError
+from kvblocks.engine.server.errors import ApiError
+from kvblocks.errors import InvalidArgumentError
+
+SYSTEM = "the cat is in the hat. " * 8
+LINES = ["hello", "and the hen?", "why?"]
+OPTIONS = {"max_tokens": 9, "temperature": 0.0, "seed": None}
+NOTE = re.compile(
+    r"first token after \d+\.\d\d s, \d+\.\d tokens/s, (\d+) of (\d+) prompt tokens from the cache \(\d+%\)"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder):
+    return tiny_loaded(tiny_folder)
+
+
+@pytest.fixture
+def answerer(model, request):
+    """Answers from an engine, or from a server: the same, since both are deterministic."""
+    if request.param == "engine":
+        yield EngineAnswerer(Engine(model, num_blocks=64, deterministic=True), **OPTIONS)
+        return
+    with running_server(model, cache={"deterministic": True}) as server, ServerClient(server.url) as client:
+        yield ServerAnswerer(client, **OPTIONS)
+        server.wait_until_idle()
+
+
+both = pytest.mark.parametrize("answerer", ["engine", "server"], indirect=True)
+
+
+@both
+def test_each_turn_is_answered_and_shows_what_it_cost(model, answerer):
+    written, notes = [], []
+    turns = chat(answerer, LINES, written.append, system=SYSTEM, note=notes.append)
+    assert len(turns) == len(notes) == 3
+    reference = Engine(model, num_blocks=64, deterministic=True)
+    messages = [{"role": "system", "content": SYSTEM}]
+    for line, turn, note in zip(LINES, turns, notes, strict=True):
+        messages.append({"role": "user", "content": line})
+        prompt = model.tokenizer.apply_chat_template(messages)
+        (expected,) = reference.generate([prompt], max_tokens=9)
+        assert turn.text == expected.text
+        assert (turn.num_prompt_tokens, turn.num_tokens) == (len(prompt), len(expected.token_ids))
+        assert turn.num_cached_tokens == expected.num_cached_tokens
+        assert 0 < turn.ttft_s <= turn.seconds
+        shown = NOTE.fullmatch(note)
+        assert shown is not None, note
+        assert shown.groups() == (str(turn.num_cached_tokens), str(turn.num_prompt_tokens))
+        messages.append({"role": "assistant", "content": turn.text})
+    assert "".join(written) == "".join(f"{turn.text}\n" for turn in turns)
+    assert turns[0].num_cached_tokens == 0
+    assert turns[1].num_cached_tokens >= turns[0].num_prompt_tokens // 16 * 16
+    assert turns[2].num_cached_tokens >= turns[1].num_prompt_tokens // 16 * 16
+
+
+@both
+def test_an_empty_line_ends_it(answerer):
+    assert len(chat(answerer, ["hello", "  ", "never"], lambda _: None)) == 1
+    assert chat(answerer, [], lambda _: None) == []
+
+
+@both
+def test_a_turn_that_fails_is_forgotten_and_the_chat_goes_on(answerer):
+    written = []
+    turns = chat(answerer, ["hello", "x" * 2000, "hello again"], written.append)
+    assert len(turns) == 2
+    assert "[no answer: " in "".join(written)
+    assert "the model's context" in "".join(written)
+    assert turns[1].num_prompt_tokens < 200
+
+
+def test_one_token_has_no_speed():
+    assert "1 token," in str(Turn("a", 10, 5, 1, 0.5, 0.5))
+    assert "50%" in str(Turn("a", 10, 5, 1, 0.5, 0.5))
+    assert "10.0 tokens/s" in str(Turn("a", 10, 5, 11, 0.5, 1.5))
+
+
+def test_a_model_without_a_chat_template_cannot_chat(model):
+    bare = LoadedModel(model.config, model.weights)
+    with pytest.raises(ModelError, match="chat template"):
+        EngineAnswerer(Engine(bare, num_blocks=8), **OPTIONS)
+
+
+def test_salts_keep_chats_apart(model):
+    with running_server(model) as server, ServerClient(server.url) as client:
+        one, other = (ServerAnswerer(client, **OPTIONS, salt=salt) for salt in ("a", "b"))
+        turns = [chat(answerer, ["hello"], lambda _: None, system=SYSTEM)[0] for answerer in (one, other, one)]
+    assert [turn.num_cached_tokens > 100 for turn in turns] == [False, False, True]
+
+
+def test_the_client_tells_errors_of_all_kinds(model):
+    with running_server(model) as server, ServerClient(f"{server.url}/v1/") as client:
+        assert client.ask("GET", "/v1/models")["object"] == "list"
+        with pytest.raises(ApiError, match="another path"):
+            client.ask("GET", "/nonsense")
+        with pytest.raises(ApiError, match="expected a JSON object"):
+            client.ask("GET", "/metrics")
+        with pytest.raises(ApiError, match="messages: expected"):
+            list(client.stream("/v1/chat/completions", {}))
+    with pytest.raises(InvalidArgumentError, match="expected a kvblocks server"):
+        list(client_of_nobody().stream("/v1/completions", {}))
+
+
+def client_of_nobody():
+    return ServerClient("http://127.0.0.1:1")
+
+
+def test_an_error_in_a_stream_is_raised(model):
+    with running_server(model, request_timeout_s=1.0) as server, ServerClient(server.url) as client:
+        gate = Gate(server.engine)
+        body = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        stream = client.stream("/v1/completions", body)
+        assert next(stream)["choices"]
+        gate.shut()
+        with pytest.raises(ApiError, match=r"within 1 s"):
+            list(stream)
+        gate.open()

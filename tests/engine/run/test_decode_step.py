@@ -1,0 +1,187 @@
+"""Decode steps in fixed buffers: replayed with new contents they give what a fresh batch gives."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from engine.small_models import BLOCK_SIZE, EVEN, converted, prefill, random_tokens, random_weights, step
+
+from kvblocks.engine.attention.attention import TorchAttention
+from kvblocks.engine.attention.batch import SequenceRows
+from kvblocks.engine.attention.triton_attention import TritonAttention
+from kvblocks.engine.run.decode_step import MAX_BUCKET, DecodeBuckets, DecodeStep, GraphCapture, bucket_of, run_in_place
+from kvblocks.engine.run.forward import DecoderModel
+from kvblocks.engine.run.resident_table import ResidentTable
+from kvblocks.engine.run.step_upload import StepUploader
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning:triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TINY = replace(EVEN, hidden_size=64, intermediate_size=96, num_heads=2, vocab_size=96, num_layers=2)
+PROMPTS = [random_tokens(TINY, length, seed=length) for length in (40, 16, 5, 23, 1)]
+TABLES = [[3, 1, 9], [4, 0], [7], [5, 11], [2]]
+
+
+class Case:
+    """A model with some prompts computed, and the same through torch: what a decode step must give."""
+
+    def __init__(self, capture=run_in_place, **attention):
+        weights = random_weights(TINY)
+        self.plain = DecoderModel(TINY, weights, attention=TorchAttention())
+        self.model = DecoderModel(TINY, converted(weights, DEVICE), attention=TritonAttention(**attention))
+        self.plain_cache = self.plain.new_kv_cache(12, BLOCK_SIZE)
+        for prompt, table in zip(PROMPTS, TABLES, strict=True):
+            prefill(self.plain, self.plain_cache, prompt, table)
+        self.cache = self.model.new_kv_cache(12, BLOCK_SIZE)
+        for mine, other in zip(
+            (*self.cache.keys, *self.cache.values), (*self.plain_cache.keys, *self.plain_cache.values), strict=True
+        ):
+            mine.copy_(other)
+        self.uploader = StepUploader([ResidentTable(12, 12, DEVICE, num_rows=2)], BLOCK_SIZE)
+        self.buckets = DecodeBuckets(self.model, self.cache, self.uploader.tables, capture)
+        self.lengths = [len(prompt) for prompt in PROMPTS]
+
+    @torch.inference_mode()
+    def decode(self, sequences, token_ids, num_readonly=0):
+        """Decode a token of some sequences in a bucket, and by torch: both logits."""
+        rows = [
+            SequenceRows([token], self.lengths[number], TABLES[number], num_readonly)
+            for number, token in zip(sequences, token_ids, strict=True)
+        ]
+        columns = self.uploader.upload(rows, num_padded=bucket_of(len(rows))).decode_columns
+        got = self.buckets.run(columns, len(rows)).cpu()
+        if not num_readonly:
+            for number in sequences:
+                self.lengths[number] += 1
+        return got, step(self.plain, self.plain_cache, *rows)
+
+
+def check(case, *arguments, **options):
+    got, expected = case.decode(*arguments, **options)
+    assert got.shape == expected.shape
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
+    for mine, other in zip(case.cache.keys, case.plain_cache.keys, strict=True):
+        torch.testing.assert_close(mine.cpu(), other, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_replays_with_new_contents_give_what_fresh_batches_give(is_tiled):
+    case = Case(is_tiled=is_tiled)
+    # Of a bucket of 4: three, then others in another order, then one of them in a bucket of its own, then four.
+    check(case, [0, 1, 2], [5, 6, 7])
+    check(case, [3, 0, 4], [8, 9, 10])
+    check(case, [0], [11])
+    check(case, [2, 4, 0, 3], [12, 13, 14, 15])
+    assert case.buckets.num_replays == 4
+
+
+def test_a_token_in_a_shared_block_is_not_stored():
+    case = Case()
+    before = [tensor.clone() for tensor in (*case.cache.keys, *case.cache.values)]
+    case.lengths[0] = 31  # of a prompt of 40, whose first two blocks are shared
+    got, expected = case.decode([0], [PROMPTS[0][31]], num_readonly=32)
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
+    for old, new in zip(before, (*case.cache.keys, *case.cache.values), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_padding_changes_nothing():
+    case = Case()
+    before = [tensor.clone() for tensor in (*case.cache.keys, *case.cache.values)]
+    padded = DecodeStep(case.model, case.cache, case.uploader.tables, 4)
+    with torch.inference_mode():
+        assert padded.compute().isfinite().all()
+    for old, new in zip(before, (*case.cache.keys, *case.cache.values), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_steps_are_made_anew_when_the_tables_move():
+    made = []
+
+    def capture(step):
+        made.append(step.columns.shape[1])
+        return step.compute
+
+    case = Case(capture)
+    check(case, [0, 1], [1, 2])
+    check(case, [1, 0], [3, 4])
+    assert made == [2]
+    check(case, [0, 1, 2], [5, 6, 7])  # three rows of a table that has two
+    check(case, [0, 1], [8, 9])
+    assert made == [2, 4, 2]
+
+
+def test_a_step_reads_no_tensor_on_the_host(monkeypatch):
+    """What capturing demands. Whoever reads a value of a tensor calls one of these."""
+    case = Case()
+    ready = DecodeStep(case.model, case.cache, case.uploader.tables, 2)
+    reading = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy")
+    with monkeypatch.context() as patch, torch.inference_mode():
+        # The kernels themselves, which the interpreter runs on the host.
+        for name in ("store", "decode"):
+            patch.setattr(f"kvblocks.engine.attention.triton_attention.{name}", fake_kernel(name))
+        for name in reading:
+            patch.setattr(torch.Tensor, name, refuse(name))
+        logits = ready.compute()
+    assert logits.shape == (2, TINY.vocab_size)
+
+
+def fake_kernel(name):
+    return (lambda *_: None) if name == "store" else (lambda query, *_, **__: (query, None))
+
+
+def refuse(name):
+    def read(*_):
+        raise AssertionError(f"{name}: a value of a tensor is read on the host")
+
+    return read
+
+
+def test_buckets():
+    assert [bucket_of(number) for number in (1, 2, 3, 4, 5, 64, 65, MAX_BUCKET)] == [1, 2, 4, 4, 8, 64, 128, MAX_BUCKET]
+    assert bucket_of(MAX_BUCKET + 1) is None
+
+
+@pytest.mark.skipif(
+    DEVICE.type == "cpu", reason="CUDA graphs need a GPU; without one the same steps run in place, above"
+)
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_captured_steps_give_what_fresh_batches_give(is_tiled):
+    case = Case(GraphCapture(), is_tiled=is_tiled)
+    for sequences in ([0, 1, 2], [3, 0, 4], [0], [2, 4, 0, 3], [1, 3, 2]):
+        check(case, sequences, [7 + number for number in sequences])
+
+
+@pytest.mark.skipif(
+    DEVICE.type == "cpu", reason="CUDA graphs need a GPU; without one the same steps run in place, above"
+)
+def test_steps_are_captured_anew_when_the_tables_move():
+    case = Case(GraphCapture())
+    check(case, [0, 1], [1, 2])
+    check(case, [0, 1, 2], [5, 6, 7])  # three rows of a table that has two: all graphs go
+    check(case, [0, 1], [8, 9])
+    check(case, [2], [3])
+
+
+def test_a_pool_without_graphs_is_not_captured_into_again(monkeypatch):
+    """By stand-ins for torch's functions: what torch refuses on a GPU."""
+    pools, numbers = [], iter(range(100))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(numbers))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", type("CUDAGraph", (), {"replay": lambda self: None}))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, *, pool, stream: nullcontext(pools.append(pool)))
+    capture, step = GraphCapture(), SimpleNamespace(compute=lambda: torch.zeros(1))
+    kept = [capture(step), capture(step)]
+    assert pools[0] == pools[1]
+    kept.pop(0)
+    kept.append(capture(step))
+    assert pools[2] == pools[0]
+    kept.clear()
+    kept.append(capture(step))
+    assert pools[3] != pools[0]

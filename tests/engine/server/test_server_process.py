@@ -1,0 +1,144 @@
+"""The commands as users run them: processes of their own, signals, exit codes."""
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+
+from kvblocks.cli.app import main as cli
+
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends signals to processes, which POSIX systems have")
+
+
+def start(*arguments, stdin=subprocess.DEVNULL):
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvblocks", *arguments],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+
+
+@contextmanager
+def serving(folder, *arguments):
+    """A `kvblocks serve` of a tiny model: its process, its URL, and its lines on stderr."""
+    process = start("serve", "--model", str(folder), "--port", "0", "--threads", "1", "--num-blocks", "64", *arguments)
+    lines = []
+    found = queue.Queue()
+
+    def read():
+        for line in process.stderr:
+            lines.append(line)
+            match = re.search(r"serving \S+ at (http://\S+)", line)
+            if match:
+                found.put(match[1])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield process, found.get(timeout=60), lines
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(60)
+        reader.join(60)
+        process.stdout.close()
+        process.stderr.close()
+
+
+def test_serve_until_sigterm(tiny_folder):
+    with serving(tiny_folder, "--grace-period", "20") as (process, url, lines):
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            (model,) = client.models.list().data
+            assert model.id == tiny_folder.name
+            stream = client.completions.create(
+                model=model.id, prompt="hello", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(stream)
+            process.send_signal(signal.SIGTERM)
+            reasons = [chunk.choices[0].finish_reason for chunk in stream]
+            assert reasons[-1] == "length"  # it was let finish
+        assert process.wait(30) == 0
+        assert process.stdout.read() == ""
+    assert lines[0].startswith("KV cache: 64 blocks of 16 tokens")
+    assert "256 tokens together" in lines[0]
+    assert len(lines) == 2
+
+
+def test_chat_with_a_server_whose_port_is_taken_until_ctrl_c(tiny_folder):
+    with serving(tiny_folder) as (process, url, lines):
+        chat = start("chat", "--url", url, "--max-tokens", "5", stdin=subprocess.PIPE)
+        output, error = chat.communicate("hello\nand the hen?\n\nnever\n", timeout=60)
+        assert (chat.returncode, error) == (0, "")
+        notes = re.findall(r"^\[first token after .* from the cache \(\d+%\)\]$", output, re.MULTILINE)
+        assert len(notes) == 2
+        assert " 0 of " in notes[0]
+        assert " 0 of " not in notes[1]
+        port = re.search(r":(\d+)/", url)[1]
+        with pytest.raises(SystemExit) as raised:
+            cli.main(["serve", "--model", str(tiny_folder), "--port", port])
+        assert f"expected a free address of this machine, got 127.0.0.1 port {port}" in str(raised.value.code)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    assert "Traceback" not in "".join(lines)
+
+
+def test_chat_in_process_until_the_input_ends(tiny_folder):
+    process = start("chat", "--model", str(tiny_folder), "--max-tokens", "5", "--system", "hi", stdin=subprocess.PIPE)
+    output, error = process.communicate("hello\n", timeout=60)
+    assert (process.returncode, error) == (0, "")
+    assert len(re.findall(r"first token after", output)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--num-blocks", "4", "--kv-cache-memory", "1GiB"], "expected --num-blocks or --kv-cache-memory"),
+        (["--host", "0.0.0.0"], "expected --api-key"),
+        (["--no-prefix-caching", "--schedule", "grouped"], "--schedule fcfs with --no-prefix-caching"),
+        (["--kv-cache-memory", "lots"], "kv_cache_memory: expected bytes"),
+        (["--kv-cache-memory", "1KB"], "kv_cache_memory: expected at least"),
+        (["--model", "nonsense"], "expected a known model (smollm2) or a Hugging Face folder, got 'nonsense'"),
+        (["--host", "192.0.2.1", "--api-key", "k"], "expected a free address of this machine, got 192.0.2.1 port"),
+    ],
+)
+def test_what_cannot_be_served_is_an_error_at_start(tiny_folder, arguments, words, capsys):
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["serve", "--model", str(tiny_folder), "--port", "0", *arguments])
+    assert str(raised.value.code).startswith("kvblocks: ")
+    assert words in str(raised.value.code)
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("missing", ["starlette", "httpx2"])
+def test_without_the_server_extra_it_says_what_to_install(tiny_folder, missing):
+    command = ["cache", "stats"] if missing == "httpx2" else ["serve", "--model", str(tiny_folder), "--port", "0"]
+    code = f"import sys; sys.modules[{missing!r}] = None; from kvblocks.cli.app import main; main({command!r})"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60
+    )
+    assert result.returncode == 1
+    assert "pip install 'kvblocks[engine,server]'" in result.stderr
+    assert missing in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_salt_is_for_servers(tiny_folder):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["chat", "--model", str(tiny_folder), "--salt", "a"])
+    assert "expected --salt with --url only" in str(raised.value.code)

@@ -1,0 +1,111 @@
+"""Managers of several groups against the dumb model of all groups, as test_stateful.py does it for one."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from model.group_history import GROUP_OPERATIONS, GroupHistory, walk
+from model.history import RandomChooser
+from test_stateful import VARIANTS, DataChooser
+
+from kvblocks import FullAttention, Group, SlidingWindow
+
+SETS: dict[str, list[Group]] = {
+    "full and window": [FullAttention(2), SlidingWindow(2, 3)],
+    "window first": [SlidingWindow(2, 4), FullAttention(2)],
+    "smaller blocks": [FullAttention(4), SlidingWindow(2, 5)],
+    "larger blocks": [SlidingWindow(4, 6), FullAttention(2)],
+    "two windows": [FullAttention(2), SlidingWindow(2, 2), SlidingWindow(2, 5)],
+    "window of one": [FullAttention(2), SlidingWindow(2, 1), SlidingWindow(1, 2)],
+    "two full": [FullAttention(2), FullAttention(4), SlidingWindow(2, 3)],
+    "quick appends": [FullAttention(4), SlidingWindow(4, 5)],
+    "one window": [SlidingWindow(2, 3)],
+    "windows only": [SlidingWindow(2, 3), SlidingWindow(4, 6)],
+}
+
+
+class GroupMachine(RuleBasedStateMachine):
+    options: dict[str, Any]
+
+    @initialize(num_blocks=st.integers(2, 24), groups=st.sampled_from(list(SETS.values())), data=st.data())
+    def make(self, num_blocks: int, groups: list[Group], data: st.DataObject) -> None:
+        self.history = GroupHistory(num_blocks, groups, **self.options)
+        for _ in range(3):
+            self.history.new(DataChooser(data))
+
+    @rule(data=st.data(), operation=st.sampled_from([op for op, weight in GROUP_OPERATIONS for _ in range(weight)]))
+    def do(self, data: st.DataObject, operation: Any) -> None:
+        operation(self.history, DataChooser(data))
+
+    @rule(data=st.data(), really=st.integers(0, 20))
+    def reset(self, data: st.DataObject, really: int) -> None:
+        if really == 20:
+            self.history.reset(DataChooser(data))
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "history"):
+            self.history.check()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_machine_agrees_with_the_dumb_model(variant: str) -> None:
+    machine = type("Machine", (GroupMachine,), {"options": VARIANTS[variant]})
+    run_state_machine_as_test(
+        machine, settings=settings(stateful_step_count=40, max_examples=settings().max_examples // 2)
+    )
+
+
+@pytest.mark.parametrize("variant", ["xxh3_128", "3-bit hash", "a hash that raises"])
+@pytest.mark.parametrize("name", SETS)
+def test_long_walks_agree_with_the_dumb_model(variant: str, name: str) -> None:
+    history = GroupHistory(10 * len(SETS[name]), SETS[name], **VARIANTS[variant])
+    walk(history, RandomChooser(seed=len(name)), num_steps=4000)
+    # A walk that never met these would prove little.
+    assert history.num_refused > 50
+    assert history.num_hits > 20
+    assert history.num_limited > 5
+    assert history.memory.num_copied > 5
+    assert history.memory.num_dead > 100
+    assert history.manager.stats.num_evicted_blocks > 100
+    assert {"no miss", "group"} <= history.causes
+
+
+def test_walks_without_caching_agree_too() -> None:
+    num_dead = 0
+    for name, groups in SETS.items():
+        history = GroupHistory(8 * len(groups), groups, **VARIANTS["caching off"])
+        walk(history, RandomChooser(seed=len(name)), num_steps=300)
+        assert history.num_hits == 0
+        num_dead += history.memory.num_dead
+    assert num_dead > 100
+
+
+@pytest.mark.parametrize(("name", "num_kept_per_block"), [("one window", 1), ("windows only", 0)])
+@pytest.mark.parametrize("variant", ["xxh3_128", "3-bit hash"])
+def test_walks_agree_where_few_ghosts_are_kept(
+    name: str, num_kept_per_block: int, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvblocks.groups.anchors.KEPT_PER_BLOCK", num_kept_per_block)
+    history = GroupHistory(14, SETS[name], **VARIANTS[variant])
+    walk(history, RandomChooser(seed=5), num_steps=5000)
+    assert history.num_hits > 20
+    assert len(history.model.ghosts) < 50 and history.model.num_ids < 14 + 60  # thousands were asked for
+    if history.has_history:
+        assert "evicted" in history.causes
+
+
+def test_walks_meet_what_is_rare() -> None:
+    """Pins that hold a window, truncations that are refused, hits that went stale."""
+    histories = []
+    for seed in range(3):
+        history = GroupHistory(24, SETS["two windows"], debug=True)
+        walk(history, RandomChooser(seed), num_steps=3000)
+        histories.append(history)
+    assert sum(history.num_hanging for history in histories) > 100
+    assert sum(history.num_given_up for history in histories) > 100
+    assert sum(history.num_refused_truncations for history in histories) > 10
+    assert sum(history.num_stale_hits for history in histories) > 3
+    assert sum(history.num_orphans for history in histories) > 5

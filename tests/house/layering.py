@@ -1,0 +1,334 @@
+"""The checker behind test_layering.py: where each folder stands, what it may import, and how large its modules may be.
+
+A module stands where FLOORS says of it, or of the innermost folder that it lies in. An import may go to a lower floor,
+or sideways on its own floor and inside its own folder if no circle comes of it. Imports count wherever they stand: in
+a function, under TYPE_CHECKING, or as `importlib.import_module("...")`.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+
+FLOORS = {
+    "kvblocks.version": 0,
+    "kvblocks.errors": 0,
+    "kvblocks.arguments": 0,
+    "kvblocks.events": 0,
+    "kvblocks.stats": 0,
+    "kvblocks.core": 1,
+    "kvblocks.hashing": 2,  # the path by which people import what is in the core
+    "kvblocks.retention": 2,
+    "kvblocks.groups": 3,
+    "kvblocks.prefix_cache": 3,
+    "kvblocks.observe": 4,
+    "kvblocks.manager": 5,
+    "kvblocks.observe.metrics": 6,  # watches a manager, and nothing that a manager imports
+    "kvblocks.metrics": 7,  # the path by which people import it
+    "kvblocks": 7,  # the public names, imported when asked for
+    "kvblocks.kernels": 8,  # the floor K: beside the engine, reached through a few doors
+    "kvblocks.engine.errors": 8,
+    "kvblocks.engine.schedule": 9,
+    "kvblocks.engine.text": 9,
+    "kvblocks.engine.model": 9,
+    "kvblocks.engine.attention": 10,
+    "kvblocks.engine.run": 11,
+    "kvblocks.engine": 12,
+    "kvblocks.engine.demo": 13,
+    "kvblocks.engine.server": 13,
+    "kvblocks.cli": 14,
+    "kvblocks.__main__": 15,
+}
+TOP_CORE_FLOOR = 7
+
+KERNELS = "kvblocks.kernels"
+# Those modules of the engine that turn its objects into the tensors that kernels take; nothing else may know a kernel.
+KERNELS_DOORS = frozenset(
+    f"kvblocks.engine.attention.{name}" for name in ("attention", "triton_attention", "flash_attention", "cascade")
+)
+
+CORE_PACKAGES = frozenset({"xxhash"})
+KERNEL_PACKAGES = frozenset({"torch", "triton"})
+ENGINE_PACKAGES = frozenset(
+    {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "filelock", "rich", "typer", "prometheus_client"}
+    | {"flash_attn"}
+)
+SERVER = "kvblocks.engine.server"
+SERVER_PACKAGES = ENGINE_PACKAGES | {"starlette", "uvicorn", "httpx2"}  # the engine itself knows nothing of HTTP
+CLI = "kvblocks.cli"
+
+# The core and the kernels do no input or output, and take time, seeds and settings as arguments.
+FORBIDDEN_STDLIB = frozenset(
+    {
+        *("asyncio", "concurrent", "multiprocessing", "queue", "sched", "selectors", "signal", "threading", "_thread"),
+        *("calendar", "datetime", "time", "timeit", "zoneinfo"),
+        *("random", "secrets", "uuid"),
+        *("fcntl", "fileinput", "glob", "io", "mmap", "os", "pathlib", "shelve", "shutil", "sqlite3", "tempfile"),
+        *(
+            "ftplib",
+            "http",
+            "imaplib",
+            "poplib",
+            "select",
+            "smtplib",
+            "socket",
+            "socketserver",
+            "ssl",
+            "urllib",
+            "xmlrpc",
+        ),
+        *("ctypes", "importlib", "pickle", "pkgutil", "runpy", "site", "subprocess", "webbrowser"),
+        *("getpass", "locale", "logging", "platform", "pwd", "resource", "syslog", "termios", "tty"),
+    }
+)
+
+# "module" -> a package of the forbidden ones that it may import all the same, and why.
+PERMITTED_STDLIB = {
+    "kvblocks": "importlib",  # its names are imported when they are first asked for
+    "kvblocks.prefix_cache.cache": "threading",  # a lock is what makes it safe to share; it starts no thread
+}
+
+MAX_FILE_LINES = 500
+MAX_FOLDER_FILES = 15
+# Lines of code, without blanks, comments and docstrings, of what is to be read in an afternoon.
+MAX_CORE_LINES = 2000
+# From the line of `def` to the last, without the docstring and the decorators; without the signature if that is free.
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 6  # all kinds, keyword-only, *args and **kwargs included; without self and cls
+
+# "module:Class.function" (or "module" for a file) -> why it may be larger. An entry that is not needed fails the test.
+LARGER_FILES: dict[str, str] = {
+    "kvblocks.manager": "the facade: one class, whose methods check what they were given and delegate",
+}
+LONGER_FUNCTIONS: dict[str, str] = {}
+_PAGED_BATCH = "the tensors of a paged batch, one by one as attention kernels take them"
+MORE_PARAMETERS: dict[str, str] = {
+    "kvblocks.engine.engine:Engine.__init__": "an option each, by keyword, with a default that suits most",
+    "kvblocks.manager:KVCacheManager.__init__": "an option each, by keyword, with a default that costs nothing",
+    "kvblocks.kernels.reference.attention:paged_attention": _PAGED_BATCH,
+    "kvblocks.kernels.reference.attention:tiled_paged_attention": _PAGED_BATCH,
+    "kvblocks.kernels.oracle:attention": _PAGED_BATCH,
+    "kvblocks.kernels.store:store": _PAGED_BATCH,
+    "kvblocks.kernels.decode:decode": _PAGED_BATCH,
+    "kvblocks.kernels.extend:extend": _PAGED_BATCH,
+    "kvblocks.kernels.prefix_decode:prefix_decode": _PAGED_BATCH,
+    "kvblocks.kernels.cascade:cascade_decode": _PAGED_BATCH,
+}
+# These decide their parameters themselves: a Triton kernel takes pointers and strides one by one, a typer command its
+# options.
+FREE_PARAMETERS_DECORATOR = re.compile(r"^(triton\.)?(jit|autotune|heuristics)\b|^\w+\.(command|callback)\b")
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of `target`, a dotted name, at `line` of its module."""
+
+    target: str
+    line: int
+
+
+def floor_of(module: str) -> int | None:
+    """The floor that `module` stands on, or None if the table doesn't list it, or a folder of its below kvblocks."""
+    name = module
+    while name not in FLOORS:
+        name = name.rpartition(".")[0]
+        if name in ("", "kvblocks"):  # what lies at the top is listed by itself
+            return None
+    return FLOORS[name]
+
+
+def is_inside(module: str, folder: str) -> bool:
+    """Whether `module` is the package `folder` or anything in it."""
+    return module == folder or module.startswith(folder + ".")
+
+
+def folder_of(module: str, packages: Collection[str]) -> str:
+    """The folder that a module of kvblocks lies in; a folder's __init__ lies in it too."""
+    return module if module in packages else module.rpartition(".")[0]
+
+
+def find_imports(module: str, source: str, known: Mapping[str, object], *, is_package: bool) -> list[Import]:
+    """Every import in `source`, resolved: `from a import b` means a.b where that is a module in `known`, else a."""
+    found: list[Import] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.extend(Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")
+                keep = len(parents) - node.level + is_package
+                base = ".".join([*parents[:keep], *([base] if base else [])])
+            for alias in node.names:
+                submodule = f"{base}.{alias.name}"
+                found.append(Import(submodule if submodule in known else base, node.lineno))
+        elif isinstance(node, ast.Call) and re.search(r"(^|\.)(import_module|__import__)$", ast.unparse(node.func)):
+            argument = node.args[0] if node.args else None
+            constant = isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            found.append(Import(str(argument.value) if constant else "<computed>", node.lineno))
+    return found
+
+
+def allowed_packages(module: str) -> frozenset[str]:
+    """The packages outside the standard library that `module` may import."""
+    if is_inside(module, KERNELS):
+        return KERNEL_PACKAGES
+    if is_inside(module, SERVER) or is_inside(module, CLI):
+        return SERVER_PACKAGES
+    floor = floor_of(module)
+    return CORE_PACKAGES if floor is not None and floor <= TOP_CORE_FLOOR else ENGINE_PACKAGES
+
+
+def check_inside(module: str, imported: Import, known: Mapping[str, object], packages: Collection[str]) -> str | None:
+    """What is wrong with an import of one of our own modules, or None."""
+    target = imported.target
+    if target not in known:
+        return f"imports {target}, which is not a module of this tree"
+    if is_inside(target, SERVER) and is_inside(module, "kvblocks.engine") and not is_inside(module, SERVER):
+        return f"imports {target}: the engine knows nothing of its server"
+    if is_inside(target, KERNELS) and not is_inside(module, KERNELS) and module not in KERNELS_DOORS:
+        return f"imports {target}: only {', '.join(sorted(KERNELS_DOORS))} may import {KERNELS}"
+    if is_inside(module, KERNELS) and not is_inside(target, KERNELS):
+        return f"imports {target}: kernels take tensors, and import only torch, triton and each other"
+    here, there = floor_of(module), floor_of(target)
+    if here is None or there is None:
+        return None  # check_imports reports the module without a floor
+    if there > here:
+        return f"imports {target}: expected a floor of at most {here}, got {there}"
+    if there == here and folder_of(module, packages) != folder_of(target, packages):
+        return f"imports {target}: sideways imports stay inside one folder"
+    return None
+
+
+def check_outside(module: str, imported: Import) -> str | None:
+    """What is wrong with an import from outside kvblocks, or None."""
+    package = imported.target.partition(".")[0]
+    pure = not allowed_packages(module) >= ENGINE_PACKAGES
+    if imported.target == "<computed>" and module == "kvblocks":
+        return None  # from a table that a test holds against imports under TYPE_CHECKING
+    if imported.target == "<computed>":
+        return "imports a computed name: expected a constant, so that this test can follow it"
+    if package in sys.stdlib_module_names:
+        return (
+            f"imports {imported.target}: the core and the kernels do no I/O"
+            if pure and package in FORBIDDEN_STDLIB and PERMITTED_STDLIB.get(module) != package
+            else None
+        )
+    if package not in allowed_packages(module):
+        return f"imports {imported.target}: expected the standard library or {sorted(allowed_packages(module))}"
+    return None
+
+
+def check_imports(sources: Mapping[str, str], packages: frozenset[str]) -> list[str]:
+    """Every violation of the floors in `sources` (dotted name -> text); `packages` names those that are an __init__."""
+    problems = []
+    sideways: dict[str, set[str]] = {}
+    for module, source in sorted(sources.items()):
+        if floor_of(module) is None:
+            problems.append(f"{module}: has no floor; add its folder to FLOORS in tests/house/layering.py")
+        for imported in find_imports(module, source, sources, is_package=module in packages):
+            ours = is_inside(imported.target, "kvblocks")
+            problem = check_inside(module, imported, sources, packages) if ours else check_outside(module, imported)
+            if problem is not None:
+                problems.append(f"{module}:{imported.line}: {problem}")
+            if ours:
+                sideways.setdefault(module, set()).add(imported.target)
+    try:
+        TopologicalSorter(sideways).prepare()
+    except CycleError as error:
+        problems.append(f"imports go in a circle: {' -> '.join(reversed(error.args[1]))}")
+    return problems
+
+
+def find_functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, FunctionNode, bool]]:
+    """Every function below `tree`: its qualified name, its node, and whether a class is its parent."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, FunctionNode):
+            yield prefix + node.name, node, isinstance(tree, ast.ClassDef)
+        named = isinstance(node, FunctionNode | ast.ClassDef)
+        yield from find_functions(node, f"{prefix}{node.name}." if named else prefix)
+
+
+def is_free(function: FunctionNode) -> bool:
+    """Whether a function's decorator decides its parameters."""
+    return any(FREE_PARAMETERS_DECORATOR.search(ast.unparse(decorator)) for decorator in function.decorator_list)
+
+
+def count_lines(function: FunctionNode) -> int:
+    """The lines of a function as MAX_FUNCTION_LINES counts them."""
+    first = function.body[0].lineno if is_free(function) else function.lineno
+    total = (function.end_lineno or function.lineno) - first + 1
+    if ast.get_docstring(function, clean=False) is not None:
+        docstring = function.body[0]
+        total -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
+    return total
+
+
+def count_parameters(function: FunctionNode, *, in_class: bool) -> int:
+    """The parameters of a function as MAX_PARAMETERS counts them; 0 if its decorator frees them."""
+    if is_free(function):
+        return 0
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    static = any(ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list)
+    bound = in_class and not static and bool(arguments.posonlyargs or arguments.args)
+    return len(named) - bound + (arguments.vararg is not None) + (arguments.kwarg is not None)
+
+
+def measure(sources: Mapping[str, str]) -> Iterator[tuple[str, str, int, int, Mapping[str, str]]]:
+    """Every measured thing: its name, the unit, its size, the limit, and the table of exceptions."""
+    for module, source in sorted(sources.items()):
+        yield module, "lines in a file", len(source.splitlines()), MAX_FILE_LINES, LARGER_FILES
+        for name, function, in_class in find_functions(ast.parse(source)):
+            key = f"{module}:{name}"
+            yield key, "lines in a function", count_lines(function), MAX_FUNCTION_LINES, LONGER_FUNCTIONS
+            parameters = count_parameters(function, in_class=in_class)
+            yield key, "parameters", parameters, MAX_PARAMETERS, MORE_PARAMETERS
+
+
+def check_sizes(sources: Mapping[str, str]) -> list[str]:
+    """Every file and function that is too large, and every exception that nothing needs."""
+    problems = []
+    needed: set[tuple[int, str]] = set()
+    for key, unit, size, limit, exceptions in measure(sources):
+        if size > limit and key in exceptions:
+            needed.add((id(exceptions), key))
+        elif size > limit:
+            problems.append(f"{key}: expected at most {limit} {unit}, got {size}")
+    for exceptions in (LARGER_FILES, LONGER_FUNCTIONS, MORE_PARAMETERS):
+        unneeded = [key for key in exceptions if (id(exceptions), key) not in needed]
+        problems.extend(f"{key}: no longer needs its exception in tests/house/layering.py" for key in unneeded)
+    return problems
+
+
+def check_folders(modules: Collection[str], packages: Collection[str]) -> list[str]:
+    """Every folder that has too many files."""
+    counts = Counter(folder_of(module, packages) for module in modules)
+    return [
+        f"{folder}: expected at most {MAX_FOLDER_FILES} files, got {number}"
+        for folder, number in sorted(counts.items())
+        if number > MAX_FOLDER_FILES
+    ]
+
+
+def count_code_lines(source: str) -> int:
+    """The lines of `source` that hold code: without blanks, comments and docstrings."""
+    lines: set[int] = set()
+    ignored = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in ignored:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        is_text = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+        if is_text:
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)

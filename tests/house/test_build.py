@@ -1,0 +1,26 @@
+"""Which build of the core is under test: CI runs the core's tests on the plain one and on the compiled one."""
+
+import os
+import runpy
+from pathlib import Path
+
+import kvblocks
+
+
+def test_the_build_is_the_one_that_was_meant() -> None:
+    """KVBLOCKS_EXPECT_COMPILED is set by `make test-compiled`. A forgotten .so among the sources is found here too."""
+    expected = os.environ.get("KVBLOCKS_EXPECT_COMPILED") == "1"
+    assert kvblocks.__compiled__ == expected, f"{kvblocks.__file__}: compiled is {kvblocks.__compiled__}"
+
+
+def test_the_compiled_build_compiles_the_whole_core() -> None:
+    """What setup.py finds in the folders is all that there is, but for the list here of what gains nothing."""
+    root = Path(__file__).resolve().parents[2]
+    setup = runpy.run_path(str(root / "setup.py"), run_name="not main")
+    compiled = set(setup["compiled_files"]())
+    rooms = [path for path in (root / "kvblocks").iterdir() if path.is_dir() and path.name not in {"engine", "cli"}]
+    core = [*(root / "kvblocks").glob("*.py"), *(path for room in rooms for path in room.rglob("*.py"))]
+    plain = {"errors.py", "events.py", "stats.py", "version.py", "hashing.py", "metrics.py", "groups/kinds.py"}
+    plain |= {"__main__.py", "groups/plan.py"}
+    names = {path.relative_to(root / "kvblocks").as_posix() for path in core if path.name != "__init__.py"}
+    assert {f"kvblocks/{name}" for name in names - plain} == compiled

@@ -1,0 +1,256 @@
+"""The floors of docs/design.md and the size limits, read from the sources; and that the checker itself can fail."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from house import layering
+from house.layering import check_imports, check_sizes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def read_tree(folder: Path, package: str) -> tuple[dict[str, str], set[str]]:
+    """The sources below `folder` by dotted name, and which of the names are packages."""
+    sources, packages = {}, set()
+    for path in sorted(folder.rglob("*.py")):
+        parts = [package, *path.relative_to(folder).with_suffix("").parts]
+        if parts[-1] == "__init__":
+            parts.pop()
+            packages.add(".".join(parts))
+        sources[".".join(parts)] = path.read_text(encoding="utf-8")
+    return sources, packages
+
+
+@pytest.fixture(scope="module")
+def tree() -> tuple[dict[str, str], frozenset[str]]:
+    """The modules as they ship: kernels/ as kvblocks.kernels."""
+    sources, packages = read_tree(ROOT / "kvblocks", "kvblocks")
+    kernel_sources, kernel_packages = read_tree(ROOT / "kernels", "kvblocks.kernels")
+    return sources | kernel_sources, frozenset(packages | kernel_packages)
+
+
+def test_imports_keep_to_the_floors(tree):
+    problems = check_imports(*tree)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_files_and_functions_keep_to_their_sizes(tree):
+    problems = check_sizes(tree[0])
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_the_tree_was_really_read(tree):
+    sources, packages = tree
+    assert {"kvblocks.errors", "kvblocks.manager"} <= sources.keys()
+    assert {"kvblocks", "kvblocks.engine", "kvblocks.kernels"} <= packages
+
+
+# Sources with one violation each, beside modules that they may name.
+NEIGHBOURS = {
+    "kvblocks": "",
+    "kvblocks.errors": "",
+    "kvblocks.core.hashing": "",
+    "kvblocks.core.pool": "",
+    "kvblocks.manager": "",
+    "kvblocks.engine": "",
+    "kvblocks.engine.run.forward": "",
+    "kvblocks.engine.attention.attention": "",
+    "kvblocks.engine.server": "",
+    "kvblocks.engine.server.app": "",
+    "kvblocks.kernels": "",
+    "kvblocks.kernels.store": "",
+}
+DOORS = "only kvblocks.engine.attention.attention, "
+PACKAGES = frozenset({"kvblocks", "kvblocks.engine", "kvblocks.engine.server", "kvblocks.kernels"})
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("kvblocks.core.pool", "from kvblocks.manager import KVCacheManager", "at most 1, got 5"),
+        ("kvblocks.core.pool", "def f():\n    import kvblocks.manager", "pool:2: imports kvblocks.manager"),
+        ("kvblocks.core.pool", "if TYPE_CHECKING:\n    from kvblocks import manager", "at most 1, got 5"),
+        ("kvblocks.core.pool", "from .. import manager", "at most 1, got 5"),
+        ("kvblocks.core.pool", "from ..manager import KVCacheManager", "at most 1, got 5"),
+        ("kvblocks.manager", "from kvblocks import Sequence", "at most 5, got 7"),
+        ("kvblocks.manager", "from kvblocks.engine import model", "at most 5, got 12"),
+        ("kvblocks.manager", "import torch", "imports torch"),
+        ("kvblocks.manager", "def f():\n    import numpy.typing", "imports numpy.typing"),
+        ("kvblocks.manager", "import time", "no I/O"),
+        ("kvblocks.manager", "import os.path", "no I/O"),
+        ("kvblocks.manager", "from random import Random", "no I/O"),
+        ("kvblocks.manager", "__import__('threading')", "no I/O"),
+        ("kvblocks.manager", "__import__(name)", "computed name"),
+        ("kvblocks.manager", "import kvblocks.blocks", "not a module of this tree"),
+        ("kvblocks.planner", "", "has no floor; add it to FLOORS"),
+        (
+            "kvblocks.engine.run.forward",
+            "from kvblocks.kernels import store",
+            DOORS,
+        ),
+        (
+            "kvblocks.engine.run.forward",
+            "import importlib\nimportlib.import_module('kvblocks.kernels')",
+            "only kvblocks.engine",
+        ),
+        (
+            "kvblocks.engine.run.forward",
+            "from ...kernels.store import store",
+            DOORS,
+        ),
+        ("kvblocks.engine.run.forward", "from kernels import store", "imports kernels"),
+        ("kvblocks.engine.run.forward", "import requests", "imports requests"),
+        ("kvblocks.engine.run.forward", "import starlette", "imports starlette"),
+        ("kvblocks.engine.run.forward", "from kvblocks.engine.server import app", "knows nothing of its server"),
+        ("kvblocks.engine", "from kvblocks.engine.server.app import make_app", "knows nothing of its server"),
+        ("kvblocks.engine.server.app", "import requests", "imports requests"),
+        (
+            "kvblocks.engine.server.app",
+            "from kvblocks.kernels import store",
+            DOORS,
+        ),
+        ("kvblocks.engine.server.app", "import kvblocks.cli.app", "at most 13, got 14"),
+        ("kvblocks.cli.app", "import requests", "imports requests"),
+        ("kvblocks.engine.attention.attention", "from kvblocks.cli import app", "at most 10, got 14"),
+        ("kvblocks.kernels.store", "from kvblocks.errors import KVBlocksError", "kernels take tensors"),
+        ("kvblocks.kernels.store", "from kvblocks.engine import model", "kernels take tensors"),
+        ("kvblocks.kernels.store", "import numpy", "imports numpy"),
+        ("kvblocks.kernels.store", "import os", "no I/O"),
+        ("kvblocks.cli.app", "from kvblocks.kernels import store", DOORS),
+    ],
+)
+def test_the_checker_finds_a_forbidden_import(module, source, expected):
+    problems = check_imports(NEIGHBOURS | {"kvblocks.cli.app": ""} | {module: source}, PACKAGES)
+    assert len(problems) == 1
+    assert problems[0].startswith(module + ":")
+    assert expected in problems[0]
+
+
+def test_the_checker_finds_a_circle():
+    sources = NEIGHBOURS | {
+        "kvblocks.errors": "def f():\n    from kvblocks.version import f",
+        "kvblocks.version": "from kvblocks import errors",
+    }
+    problems = check_imports(sources, PACKAGES)
+    assert len(problems) == 1
+    assert problems[0].startswith("imports go in a circle: ")
+    assert {"kvblocks.errors", "kvblocks.version"} <= set(problems[0].split(": ")[1].split(" -> "))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvblocks.core.pool", "from array import array\nimport xxhash\nfrom kvblocks.errors import KVBlocksError"),
+        ("kvblocks.core.hashing", "from kvblocks.errors import KVBlocksError\nfrom ..errors import KVBlocksError"),
+        ("kvblocks", "from kvblocks.manager import KVCacheManager\nfrom .core.pool import BlockPool"),
+        (
+            "kvblocks.engine.attention.attention",
+            "import torch\nfrom kvblocks.kernels import store\nfrom ...kernels.store import f",
+        ),
+        ("kvblocks.engine", "from kvblocks import KVCacheManager\nfrom .run.forward import Model\nimport time, os"),
+        ("kvblocks.engine.server.app", "import uvicorn\nfrom kvblocks.engine import model\nimport asyncio"),
+        ("kvblocks.cli.app", "from kvblocks.engine.server import app"),
+        ("kvblocks.kernels.store", "import math\nimport torch\nimport triton.language as tl"),
+        ("kvblocks.kernels", "from .store import store\nfrom kvblocks.kernels import store as again"),
+        ("kvblocks.cli.app", "from kvblocks.engine.run.forward import Model\nimport typer"),
+    ],
+)
+def test_the_checker_lets_good_imports_pass(module, source):
+    assert check_imports(NEIGHBOURS | {module: source}, PACKAGES) == []
+
+
+def body(num_lines: int) -> str:
+    """Statements of `num_lines` lines, indented."""
+    return "    pass\n" * num_lines
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("x = 1\n" * 501, "at most 500 lines in a file, got 501"),
+        ("def f():\n" + body(60), "kvblocks.core.pool:f: expected at most 60 lines in a function, got 61"),
+        ("class C:\n  async def f(self):\n" + body(60), "kvblocks.core.pool:C.f: expected at most 60"),
+        ("def f():\n  def g():\n" + body(60), "kvblocks.core.pool:f.g: expected at most 60"),
+        ("def f(a, b, c, d, e, f, g): ...", "at most 6 parameters, got 7"),
+        ("def f(a, /, b, *c, d, e, f, **g): ...", "at most 6 parameters, got 7"),
+        ("class C:\n def f(self, a, b, c, d, e, f, g): ...", "at most 6 parameters, got 7"),
+        ("class C:\n @staticmethod\n def f(a, b, c, d, e, f, g): ...", "at most 6 parameters, got 7"),
+    ],
+)
+def test_the_checker_finds_what_is_too_large(source, expected):
+    assert any(expected in problem for problem in check_sizes({"kvblocks.core.pool": source}))
+
+
+@pytest.fixture
+def no_exceptions(monkeypatch):
+    """The project's own exceptions say nothing about synthetic sources, and would all be called unneeded."""
+    for name in ("LARGER_FILES", "LONGER_FUNCTIONS", "MORE_PARAMETERS"):
+        monkeypatch.setattr(layering, name, {})
+
+
+@pytest.mark.usefixtures("no_exceptions")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = 1\n" * 500,
+        '@decorator\ndef f():\n    """Docs\n\n    more.\n    """\n' + body(59),
+        "class C:\n def f(self, a, b, c, d, e, f): ...",
+        "class C:\n @classmethod\n def f(cls, a, b, c, d, e, *, f): ...",
+        "@triton.jit\ndef f(a, b, c, d, e, f, g): ...",
+        "@app.command()\ndef f(a, b, c, d, e, f, g): ...",
+    ],
+)
+def test_the_checker_lets_good_sizes_pass(source):
+    assert check_sizes({"kvblocks.core.pool": source}) == []
+
+
+@pytest.mark.usefixtures("no_exceptions")
+def test_an_exception_holds_only_while_it_is_needed(monkeypatch):
+    monkeypatch.setitem(layering.MORE_PARAMETERS, "kvblocks.core.pool:f", "a reason")
+    assert check_sizes({"kvblocks.core.pool": "def f(a, b, c, d, e, f, g): ..."}) == []
+    assert "no longer needs its exception" in check_sizes({"kvblocks.core.pool": "def f(a): ..."})[0]
+
+
+# Runs one statement where torch, triton and numpy cannot be imported, and prints the modules that it brought.
+ISOLATED = """
+import json, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "triton", "numpy"}:
+            raise ImportError("blocked: " + name)
+
+sys.meta_path.insert(0, Blocker())
+before = set(sys.modules)
+exec(sys.argv[1])
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def run_isolated(statement: str) -> subprocess.CompletedProcess[str]:
+    """Run `statement` as ISOLATED says, on what is installed: -P keeps the current folder out of the path."""
+    command = [sys.executable, "-P", "-c", ISOLATED, statement]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def foreign_packages(modules: list[str]) -> set[str]:
+    """The packages among `modules` that are neither kvblocks nor of the standard library."""
+    return {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {"kvblocks"}
+
+
+def test_import_kvblocks_needs_xxhash_only():
+    result = run_isolated("import kvblocks")
+    assert result.returncode == 0, result.stderr
+    modules = json.loads(result.stdout)
+    assert "kvblocks.manager" in modules
+    assert foreign_packages(modules) == {"xxhash"}
+    assert not [name for name in modules if layering.folder_of(name) != "kvblocks"]
+
+
+def test_the_isolation_can_fail():
+    assert "blocked: numpy" in run_isolated("import numpy").stderr
+    assert foreign_packages(json.loads(run_isolated("import iniconfig").stdout)) == {"iniconfig"}

@@ -1,0 +1,195 @@
+"""What users install: the wheel, the source distribution, the editable install, and the pinned versions."""
+
+import email
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import kvblocks
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PINNED_EXTRAS = ("engine", "server", "bench", "test", "dev")
+PINNED_BY_TORCH = ("cuda-", "nvidia-", "triton")  # what a CUDA build of torch brings, in versions of its own choice
+UNSHIPPED = ("__pycache__", "*.pyc", "*.so", "*.pyd", "*.egg-info")
+
+
+def run_python(*arguments: str, cwd: Path) -> str:
+    """Run this interpreter and return what it printed; a failure shows both streams."""
+    # A compiled build has its own tests; here the source's packaging is the subject.
+    environment = {name: value for name, value in os.environ.items() if name != "KVBLOCKS_COMPILE"}
+    command = [sys.executable, *arguments]
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=150)
+    assert result.returncode == 0, f"{command}:\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def build(source: Path, kind: str, destination: Path) -> Path:
+    """Build a "wheel" or "sdist" with the installed build tools, so without a network."""
+    pytest.importorskip("build", reason="needs the extra kvblocks[dev]")
+    run_python("-m", "build", "--no-isolation", f"--{kind}", "--outdir", str(destination), cwd=source)
+    (made,) = destination.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return made
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the sources: a build leaves folders behind, and would ship what an older one left."""
+    destination = tmp_path_factory.mktemp("checkout") / "kvblocks"
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", ".*_cache", ".hypothesis", *UNSHIPPED)
+    shutil.copytree(ROOT, destination, ignore=ignored)
+    return destination
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout, tmp_path_factory) -> dict[str, bytes]:
+    """The files of the wheel built from the sources, by name."""
+    return read_wheel(build(checkout, "wheel", tmp_path_factory.mktemp("wheel")))
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel) -> Message:
+    """The wheel's METADATA."""
+    return email.message_from_bytes(wheel[f"kvblocks-{kvblocks.__version__}.dist-info/METADATA"])
+
+
+def read_wheel(path: Path) -> dict[str, bytes]:
+    """The files of a wheel, by name."""
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
+
+
+def expected_files() -> set[str]:
+    """Every file of the two source folders, at the place where the wheel should have it."""
+    files = set()
+    for folder, package in (("kvblocks", "kvblocks"), ("kernels", "kvblocks/kernels")):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts and path.suffix not in {".pyc", ".so", ".pyd"}:
+                files.add(f"{package}/{path.relative_to(ROOT / folder).as_posix()}")
+    return files
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
+    shipped = {name for name in wheel if ".dist-info/" not in name}
+    # A folder or data file missing here is missing from [tool.setuptools] in pyproject.toml.
+    assert shipped == expected_files()
+    assert {name.partition("/")[0] for name in shipped} == {"kvblocks"}
+    assert {"kvblocks/__init__.py", "kvblocks/py.typed", "kvblocks/kernels/__init__.py"} <= shipped
+
+
+def test_the_wheel_carries_the_licence(wheel, metadata):
+    licence = wheel[f"kvblocks-{kvblocks.__version__}.dist-info/licenses/LICENSE"]
+    assert licence == (ROOT / "LICENSE").read_bytes()
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["License-File"] == "LICENSE"
+
+
+def test_the_wheel_says_what_it_needs(metadata):
+    assert metadata["Name"] == "kvblocks"
+    assert metadata["Version"] == kvblocks.__version__ == importlib.metadata.version("kvblocks")
+    assert metadata["Requires-Python"] == ">=3.11"
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    assert [requirement.name for requirement in requirements if requirement.marker is None] == ["xxhash"]
+    extras = {"engine", "server", "gpu", "flash-attn", "bench", "test", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == extras
+
+
+def test_the_wheel_installs_the_command(wheel):
+    entry_points = wheel[f"kvblocks-{kvblocks.__version__}.dist-info/entry_points.txt"].decode()
+    assert entry_points.split() == ["[console_scripts]", "kvblocks", "=", "kvblocks.cli:main"]
+
+
+def test_the_source_distribution_builds_the_same_wheel(checkout, wheel, tmp_path):
+    with tarfile.open(build(checkout, "sdist", tmp_path)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / f"kvblocks-{kvblocks.__version__}"
+    assert (unpacked / "tests" / "conftest.py").is_file()
+    assert read_wheel(build(unpacked, "wheel", tmp_path)) == wheel
+
+
+# Prints where kvblocks and its kernels come from when only `site_folder` and the installed requirements are importable:
+# -S keeps this environment's own kvblocks away, and a plain sys.path entry does not run .pth files.
+WHERE = """
+import site, sys
+site_folder, requirements = sys.argv[1:]
+site.addsitedir(site_folder)
+sys.path.append(requirements)
+from importlib.util import find_spec
+import kvblocks
+print(kvblocks.__version__, kvblocks.__file__, *find_spec("kvblocks.kernels").submodule_search_locations, sep="\\n")
+"""
+
+
+def where(site_folder: Path) -> list[str]:
+    """The version, the file of kvblocks, and the folder of kvblocks.kernels, as installed in `site_folder`."""
+    requirements = sysconfig.get_path("purelib")
+    return run_python("-I", "-S", "-c", WHERE, str(site_folder), requirements, cwd=site_folder).splitlines()
+
+
+def test_an_installed_wheel_is_importable(wheel, tmp_path):
+    for name, content in wheel.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    package = tmp_path / "kvblocks"
+    assert where(tmp_path) == [kvblocks.__version__, str(package / "__init__.py"), str(package / "kernels")]
+
+
+def test_an_editable_install_finds_the_kernels_in_their_folder(checkout, tmp_path):
+    hook = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
+    run_python("-c", hook, str(tmp_path), cwd=checkout)
+    (made,) = tmp_path.glob("*.whl")
+    site_folder = tmp_path / "site"
+    with zipfile.ZipFile(made) as archive:
+        archive.extractall(site_folder)
+    package = checkout / "kvblocks"
+    assert where(site_folder) == [kvblocks.__version__, str(package / "__init__.py"), str(checkout / "kernels")]
+
+
+def read_constraints() -> dict[str, str]:
+    """The pinned version of each package; a line that is not `name==version` fails."""
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            match = re.fullmatch(r"([a-z0-9._-]+)==([0-9][0-9a-z.]*)", line)
+            assert match is not None, f"expected name==version, got {line!r}"
+            pins[canonicalize_name(match[1])] = match[2]
+    return pins
+
+
+def test_every_requirement_is_pinned_and_the_pins_are_installed():
+    pins = read_constraints()
+    project = PYPROJECT["project"]
+    extras = [line for extra in PINNED_EXTRAS for line in project["optional-dependencies"][extra]]
+    waiting = [Requirement(line) for line in [*project["dependencies"], *extras]]
+    reached: set[str] = set()
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        assert name in pins, f"{name} is not pinned in constraints.txt"
+        assert requirement.specifier.contains(pins[name], prereleases=True), f"{requirement} is pinned to {pins[name]}"
+        if name in reached:
+            continue
+        reached.add(name)
+        try:
+            needs = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"{name} is not installed: needs the extras {', '.join(PINNED_EXTRAS)}")
+        for line in needs:
+            need = Requirement(line)
+            needed = need.marker is None or need.marker.evaluate({"extra": ""})
+            if needed and not (name == "torch" and need.name.startswith(PINNED_BY_TORCH)):
+                waiting.append(need)
+    assert pins["torch"] == "2.13.0"

@@ -1,0 +1,449 @@
+"""What a manager of several groups must do, as plainly as possible: `DumbModel` with a list for each table.
+
+A companion's content is its home node's prefix with its group and its end behind it, so that it hangs from the prefixes
+that the node hangs from. Ghosts are numbers behind those of the pool's blocks.
+"""
+
+from collections import Counter
+
+from kvblocks.groups import anchors
+from model.dumb_model import DumbModel, ModelPin, ModelSequence, Prefix
+
+Spec = tuple[int, int | None]
+"""(block size, window or None)"""
+
+
+class DumbGroups(DumbModel):
+    def __init__(self, num_blocks: int, specs: list[Spec], enable_caching: bool = True) -> None:
+        full = [group for group, (_, window) in enumerate(specs) if window is None]
+        self.primary = full[0] if full else None
+        self.step = max(size for size, _ in specs)
+        super().__init__(num_blocks, self.step if self.primary is None else specs[self.primary][0], enable_caching)
+        self.specs = specs
+        self.others = [group for group in range(len(specs)) if group != self.primary]
+        self.num_real = self.num_ids = num_blocks
+        self.early, self.late = self.queue, []  # what holds nothing or left a window; what was freed at an end
+        self.ghosts: list[int] = []
+        self.max_ghosts = anchors.KEPT_PER_BLOCK * num_blocks
+        self.tables: dict[ModelSequence, dict[int, list[int | None]]] = {}
+        self.landmarks: dict[ModelSequence, set[int]] = {}
+        self.unsure: set[ModelSequence] = set()
+        self.hanging: dict[ModelPin, list[int]] = {}
+        self.copy_groups: list[int] = []
+        self.new: list[list[int]] = []
+
+    @property
+    def has_ghosts(self) -> bool:
+        return self.primary is None
+
+    def order(self) -> list[int]:
+        """The free blocks as they would be taken."""
+        return self.early + self.late
+
+    # Lookups.
+
+    def numbers(self, group: int, position: int, end: int) -> set[int]:
+        """The blocks before `end` that have a token which a query at `position` sees."""
+        size, window = self.specs[group]
+        return {i // size for i in range(end) if window is None or i > position - window}
+
+    def needed(self, group: int, end: int, num_tokens: int) -> list[int]:
+        return sorted(self.numbers(group, end - 1 if end == num_tokens else end, end)) if end else []
+
+    def home(self, sequence: ModelSequence, group: int, number: int) -> Prefix:
+        end = (number + 1) * self.specs[group][0]
+        return (*sequence.prefix(-(-end // self.block_size), self.block_size), group, end)
+
+    def match(self, sequence: ModelSequence) -> list[int]:
+        return super().hit(sequence)
+
+    def missing_group(self, sequence: ModelSequence, end: int) -> int | None:
+        """A group that can't serve a hit of `end` tokens."""
+        for group in self.others:
+            for number in self.needed(group, end, len(sequence.tokens)):
+                if self.home(sequence, group, number) not in self.cached:
+                    return group
+        return None
+
+    def hit(self, sequence: ModelSequence) -> list[int]:
+        matched = self.match(sequence)
+        end = len(matched) * self.block_size // self.step * self.step
+        while end and self.missing_group(sequence, end) is not None:
+            end -= self.step
+        return matched[: end // self.block_size]
+
+    def hit_tables(self, sequence: ModelSequence, hit: list[int], num_tokens: int) -> dict[int, list[int | None]]:
+        """The tables that a hit gives, of a sequence that had `num_tokens` when it was looked up."""
+        tables: dict[int, list[int | None]] = {}
+        for group in self.others:
+            end = len(hit) * self.block_size
+            numbers = self.needed(group, end, num_tokens)
+            tables[group] = [None] * (end // self.specs[group][0])
+            for number in numbers:
+                tables[group][number] = self.cached.get(self.home(sequence, group, number), [None])[0]
+        return tables
+
+    # Making room. Tables are by group; None is the primary one.
+
+    def grow(
+        self,
+        sequence: ModelSequence,
+        end: int,
+        hit: list[int],
+        num_lookahead: int = 0,
+        ends: frozenset[int] = frozenset(),
+        is_whole: bool = False,
+    ) -> bool:
+        """ends, is_whole: of a hit: where it and what it matched end; whether it was all of the tokens then known."""
+        if sequence.is_allocated:
+            return self.serve([(sequence, sequence.num_computed, end + num_lookahead, end)]) is not None
+        hit_end = len(hit) * self.block_size
+        self.tables[sequence] = self.hit_tables(sequence, hit, hit_end if is_whole else hit_end + 1)
+        self.unsure.discard(sequence)
+        sequence.table = list(hit)
+        touched = [block for table in self.tables[sequence].values() for block in table if block is not None]
+        places = self.wanted(sequence, None, end + num_lookahead)
+        if not self.can_take(self.num_taken(places), touched if self.has_ghosts else hit + touched):
+            sequence.table = []
+            return False
+        self.landmarks[sequence] = {e // self.step * self.step for e in (*ends, sequence.num_prompt)} - {0}
+        sequence.is_allocated = sequence.is_of_this_epoch = True
+        self.hold(hit)
+        self.hold(touched)
+        sequence.num_registered = len(hit)
+        sequence.num_readonly = hit_end
+        self.fill(sequence, places)
+        sequence.num_computed = end
+        self.register(sequence)
+        return True
+
+    def serve(self, wishes: list[tuple[ModelSequence, int, int, int]]) -> list[tuple[int, int, int, int]] | None:
+        """Room for each (sequence, first token to write, slots, tokens then computed); what changed in their tables."""
+        dead = Counter(block for s, start, _, _ in wishes for _, _, block in self.passed(s, start))
+        num_freed = sum(count == self.owners[block] for block, count in dead.items())
+        leaving: Counter[int] = Counter()
+        places = [self.wanted(sequence, start, slots, leaving) for sequence, start, slots, _ in wishes]
+        if not self.can_take(sum(map(self.num_taken, places)) - num_freed, []):
+            return None
+        for sequence, start, _, _ in wishes:
+            self.let_pass(sequence, start)
+        changes = []
+        for i, (sequence, _, _, _) in enumerate(wishes):
+            changes += [(i, *change) for change in self.fill(sequence, places[i])]
+        for sequence, _, _, end in wishes:
+            sequence.num_computed = end
+            self.register(sequence)
+        return changes
+
+    def reserve(self, sequence: ModelSequence, num_tokens: int) -> list[int] | None:
+        if not num_tokens:
+            return []
+        places = self.wanted(sequence, sequence.num_computed, len(sequence.tokens) + num_tokens)
+        if not self.can_take(self.num_taken(places), []):
+            return None
+        self.fill(sequence, places)
+        return [block for blocks in self.new for block in blocks]
+
+    def group_step(self, sequences: list[ModelSequence], tokens: list[int]) -> list[tuple[int, int, int, int]] | None:
+        """One token for each. Windows are looked at where a block begins or ends, or may be shared."""
+        at_edge = [i for i, sequence in enumerate(sequences) if self.is_edge(sequence)]
+        starts = [len(sequences[i].tokens) for i in at_edge]
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.tokens.append(token)
+        wishes = [(sequences[i], n, n + 1, n + 1) for i, n in zip(at_edge, starts, strict=True)]
+        changes = self.serve(wishes)
+        if changes is None:
+            for sequence in sequences:
+                sequence.tokens.pop()
+            return None
+        for sequence in sequences:
+            sequence.num_computed = len(sequence.tokens)
+        return [(at_edge[i], group, place, block) for i, group, place, block in changes]
+
+    def is_edge(self, sequence: ModelSequence) -> bool:
+        """Whether its next token may change a table."""
+        edge = min(size for size, _ in self.specs)
+        return not 0 < len(sequence.tokens) % edge < edge - 1 or sequence in self.unsure
+
+    def passed(self, sequence: ModelSequence, start: int) -> list[tuple[int, int, int]]:
+        """(group, place, block) of what no query at `start` or later sees."""
+        found = []
+        for group in self.others:
+            size, window = self.specs[group]
+            for place, block in enumerate(self.tables[sequence][group]):
+                if block is not None and window is not None and (place + 1) * size <= start - window + 1:
+                    found.append((group, place, block))
+        return found
+
+    def wanted(
+        self, sequence: ModelSequence, start: int | None, slots: int, leaving: Counter[int] | None = None
+    ) -> dict[int | None, list[int]]:
+        """The places of each table that get a new block: one that the token at `start` must not go to, and its end.
+
+        leaving: how many of the step's sequences leave each block; the last one may keep it.
+        """
+        places: dict[int | None, list[int]] = {}
+        leaving = Counter() if leaving is None else leaving
+        for group in [*self.others, None]:
+            size = self.block_size if group is None else self.specs[group][0]
+            table = sequence.table if group is None else self.tables[sequence][group]
+            places[group] = list(range(len(table), -(-slots // size)))
+            if start is not None and start % size:
+                block = table[start // size]
+                assert block is not None
+                if block in self.content or self.owners[block] - leaving[block] > 1:
+                    leaving[block] += 1
+                    places[group].insert(0, start // size)
+        return places
+
+    def num_taken(self, places: dict[int | None, list[int]]) -> int:
+        return sum(len(found) for group, found in places.items() if group is not None or not self.has_ghosts)
+
+    def let_pass(self, sequence: ModelSequence, start: int) -> None:
+        passed = self.passed(sequence, start)
+        for group in self.others:
+            blocks = [(place, block) for g, place, block in passed if g == group]
+            kept = [b for place, b in blocks if b in self.content and self.is_landmark(sequence, group, place)]
+            for place, _ in blocks:
+                self.tables[sequence][group][place] = None
+            self.drop([block for _, block in blocks if block not in self.content])
+            for block in [block for _, block in blocks if block in self.content and block not in kept]:
+                self.owners[block] -= 1
+                if not self.owners[block]:
+                    self.early.append(block)
+            self.drop(kept)
+
+    def is_landmark(self, sequence: ModelSequence, group: int, place: int) -> bool:
+        return any(place in self.numbers(group, end - 1, end) for end in self.landmarks[sequence])
+
+    def fill(self, sequence: ModelSequence, places: dict[int | None, list[int]]) -> list[tuple[int, int, int]]:
+        """Take what is wanted and put it in its places, by group; (group, place, block) of each."""
+        blocks = self.take(self.num_taken(places))
+        if self.has_ghosts:
+            ghosts_taken = [self.take_ghost() for _ in places[None]]
+            self.requeue_detached()
+            for place, ghost in zip(places[None], ghosts_taken, strict=True):
+                self.put_in(sequence, None, place, ghost)
+        changes = []
+        self.new = []
+        for group in range(len(self.specs)):
+            table = None if group == self.primary else group
+            self.new.append(blocks[: len(places[table])])
+            for place in places[table]:
+                changes.append((group, place, blocks[0]))
+                self.put_in(sequence, table, place, blocks.pop(0))
+        self.unsure.discard(sequence)
+        return changes
+
+    def put_in(self, sequence: ModelSequence, group: int | None, place: int, block: int) -> None:
+        table: list[int | None] = sequence.table if group is None else self.tables[sequence][group]  # type: ignore[assignment]
+        if place == len(table):
+            table.append(block)
+            return
+        source = table[place]
+        assert source is not None
+        self.extend_pins(sequence)
+        self.drop([source])
+        table[place] = block
+        if source < self.num_real:
+            self.copies.append((source, block))
+            self.copy_groups.append(self.primary if group is None else group)  # type: ignore[arg-type]
+        if group is None:
+            sequence.num_readonly = min(sequence.num_readonly, place * self.block_size)
+
+    def can_take(self, num_blocks: int, hit: list[int]) -> bool:
+        free = [block for block in self.early + self.late if block not in hit]
+        soft: Counter[int] = Counter()
+        for pin in self.pins:
+            soft.update(b for b, p in zip(pin.held, pin.priorities, strict=False) if p < 100 and b < self.num_real)
+            soft.update(b for b in self.hanging[pin] if pin.priorities[-1] < 100)
+        given = [block for block, count in soft.items() if self.owners[block] == count and block not in hit]
+        return num_blocks <= len(free) + len(given)
+
+    def take(self, num_blocks: int) -> list[int]:
+        if not num_blocks:
+            return []
+        while len(self.early) + len(self.late) < num_blocks:
+            pin = min((pin for pin in self.pins if pin.held), key=lambda pin: pin.priorities[len(pin.held) - 1])
+            if self.hanging[pin]:
+                self.drop_hanging(pin)
+            else:
+                self.drop([pin.held.pop()])
+        return [self.take_one() for _ in range(num_blocks)]
+
+    def take_one(self) -> int:
+        block = self.order()[0]
+        self.hold([block])
+        self.forget(block, "evicted")
+        self.requeue_detached()
+        return block
+
+    def take_ghost(self) -> int:
+        if self.ghosts and (self.ghosts[0] not in self.content or len(self.ghosts) >= self.max_ghosts):
+            ghost = self.ghosts.pop(0)
+            self.owners[ghost] = 1
+            self.forget(ghost, "evicted")
+            return ghost
+        self.num_ids += 1
+        self.owners[self.num_ids - 1] = 1
+        return self.num_ids - 1
+
+    def hold(self, blocks: list[int]) -> None:
+        for block in blocks:
+            for queue in (self.early, self.late, self.ghosts):
+                if block in queue:
+                    queue.remove(block)
+            self.owners[block] += 1
+
+    def drop(self, blocks: list[int]) -> None:
+        empty: dict[bool, list[int]] = {False: [], True: []}
+        for block in reversed(blocks):
+            is_ghost = block >= self.num_real
+            self.owners[block] -= 1
+            if not self.owners[block]:
+                queue = self.ghosts if is_ghost else self.late
+                (queue if block in self.content else empty[is_ghost]).append(block)
+        self.early[:0], self.ghosts[:0] = empty[False], empty[True]
+
+    def requeue_detached(self) -> None:
+        for block in sorted(self.detached, reverse=True):
+            for queue in (self.early, self.late, self.ghosts):
+                if block in queue:
+                    queue.remove(block)
+                    (self.ghosts if queue is self.ghosts else self.early).insert(0, block)
+                    break
+        self.detached.clear()
+
+    # What is cached.
+
+    def register(self, sequence: ModelSequence) -> None:
+        first = sequence.num_registered
+        super().register(sequence)
+        if sequence.num_registered > first:
+            self.hang(sequence, first)
+            self.extend_pins(sequence)
+
+    def hang(self, sequence: ModelSequence, first: int) -> None:
+        for group in self.others:
+            size = self.specs[group][0]
+            for number, block in enumerate(self.tables[sequence][group]):
+                end = (number + 1) * size
+                if not first * self.block_size < end <= sequence.num_registered * self.block_size:
+                    continue
+                if block is None or block in self.content or not self.is_useful(group, number):
+                    continue
+                home = self.home(sequence, group, number)
+                older = self.cached.get(home, [])
+                if older and self.owners[older[0]]:
+                    continue
+                for block_before in older:
+                    del self.content[block_before]
+                    self.detached.add(block_before)
+                self.cached[home] = [block]
+                self.content[block] = home
+        self.requeue_detached()
+
+    def is_useful(self, group: int, number: int) -> bool:
+        """Whether any hit can need it."""
+        last = (number + 1) * self.specs[group][0] + (self.specs[group][1] or 0) + self.step
+        return any(number in self.numbers(group, end - 1, end) for end in range(self.step, last + 1, self.step))
+
+    def forget(self, block: int, cause: str) -> None:
+        prefix = self.content.pop(block, None)
+        if prefix is None:
+            return
+        self.cached[prefix].remove(block)
+        if len(prefix) > 4:
+            del self.cached[prefix]
+            return
+        if cause == "aborted":
+            self.detached.add(block)
+        is_gone = not self.cached[prefix]
+        for longer in [other for other in self.cached if self.hangs_from(other, prefix)]:
+            if is_gone or (cause == "aborted" and len(longer) > 4 and longer[:4] == prefix):
+                for holder in self.cached.pop(longer):
+                    self.content.pop(holder, None)
+                    self.detached.add(holder)
+
+    def hangs_from(self, longer: Prefix, prefix: Prefix) -> bool:
+        return super().hangs_from(longer[:4], prefix)
+
+    def renew(self, sequence: ModelSequence) -> None:
+        super().renew(sequence)
+        self.hang(sequence, 0)
+
+    # What ends, parts and goes back.
+
+    def free(self, sequence: ModelSequence) -> None:
+        tables = self.tables.pop(sequence)
+        super().free(sequence)
+        for group in self.others:
+            self.drop([block for block in tables[group] if block is not None])
+
+    def fork(self, sequence: ModelSequence, name: str) -> ModelSequence:
+        twin = super().fork(sequence, name)
+        if twin.num_computed % self.step:
+            self.unsure |= {sequence, twin}
+        self.landmarks[twin] = self.landmarks[sequence]
+        self.tables[twin] = {
+            group: self.tables[sequence][group][: -(-twin.num_computed // self.specs[group][0])]
+            for group in self.others
+        }
+        for table in self.tables[twin].values():
+            self.hold([block for block in table if block is not None])
+        return twin
+
+    def can_truncate(self, sequence: ModelSequence, num_tokens: int) -> bool:
+        """Whether all that the next token sees is there, and its own place."""
+        position = min(sequence.num_computed, num_tokens)
+        for group in self.others:
+            table = self.tables[sequence][group]
+            numbers = self.numbers(group, position, position + 1)
+            if any(number < len(table) and table[number] is None for number in numbers):
+                return False
+        return True
+
+    def truncate(self, sequence: ModelSequence, num_tokens: int, num_computed: int | None) -> None:
+        super().truncate(sequence, num_tokens, num_computed)
+        self.unsure.add(sequence)
+        for group in self.others:
+            table, num_kept = self.tables[sequence][group], -(-num_tokens // self.specs[group][0])
+            rest = table[num_kept:]
+            del table[num_kept:]
+            self.drop([block for block in rest if block is not None])
+
+    # Pins.
+
+    def hanging_homes(self, prefix: ModelSequence, num_blocks: int) -> list[Prefix]:
+        end = num_blocks * self.block_size // self.step * self.step
+        return [self.home(prefix, group, number) for group in self.others for number in self.needed(group, end, end)]
+
+    def num_wanted(self, prefix: ModelSequence, num_blocks: int) -> int:
+        return (0 if self.has_ghosts else num_blocks) + len(self.hanging_homes(prefix, num_blocks))
+
+    def pin(self, pin: ModelPin) -> None:
+        self.hanging[pin] = []
+        super().pin(pin)
+
+    def unpin(self, pin: ModelPin) -> None:
+        super().unpin(pin)
+        self.drop(self.hanging.pop(pin))
+
+    def drop_hanging(self, pin: ModelPin) -> None:
+        hanging, self.hanging[pin] = self.hanging[pin], []
+        self.drop(hanging)
+
+    def extend_pin(self, pin: ModelPin) -> None:
+        more = self.match(pin.prefix)[len(pin.held) : len(pin.priorities)]
+        self.hold(more)
+        pin.held += more
+        homes = self.hanging_homes(pin.prefix, len(pin.priorities))
+        if len(pin.held) == len(pin.priorities) and not self.hanging[pin] and all(h in self.cached for h in homes):
+            self.hanging[pin] = [self.cached[home][0] for home in homes]
+            self.hold(self.hanging[pin])
+
+    def shrink_pins(self) -> None:
+        for pin in self.pins:
+            if not all(block in self.content for block in [*self.hanging[pin], *pin.held]):
+                self.drop_hanging(pin)
+        super().shrink_pins()

@@ -1,0 +1,356 @@
+"""`History` of a manager of several groups: the same operations, with the dumb model of all groups beside it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import kvblocks
+from kvblocks import (
+    BlockRemoved,
+    BlockStored,
+    Group,
+    InvalidArgumentError,
+    KVCacheManager,
+    PinBudgetError,
+    SequenceStateError,
+    StaleHitError,
+)
+from kvblocks.groups.hit import GroupHit
+from model.dumb_groups import DumbGroups
+from model.dumb_model import ModelPin, ModelSequence
+from model.history import MAX_TOKENS, OPERATIONS, Chooser, History
+from model.kv_memory import KVMemory
+
+
+class GroupHistory(History):
+    manager: KVCacheManager
+    model: DumbGroups
+
+    def __init__(self, num_blocks: int, groups: list[Group], *, enable_caching: bool = True, **options: Any) -> None:
+        manager = KVCacheManager(num_blocks, groups=groups, enable_caching=enable_caching, **options)
+        super().__init__(num_blocks, manager.block_size, enable_caching=enable_caching, **options)
+        self.manager = manager
+        self.memory = KVMemory(num_blocks, manager.groups, manager.block_size)
+        self.model = DumbGroups(num_blocks, [(g.block_size, g.window) for g in groups], enable_caching)
+        self.group_stored: set[tuple[int, bytes]] = set()
+        self.num_limited = self.num_refused_truncations = self.num_hanging = 0
+
+    def allocate(self, chooser: Chooser) -> None:
+        pair = self.pick(chooser, allocated=False)
+        if pair is None:
+            return
+        sequence, model = pair
+        mode = chooser.choose(["fresh", "fresh", "old", "none"])
+        found = self.manager.get_computed_blocks(sequence) if mode == "fresh" else None
+        hit = self.hits.get(model.name) if mode == "old" else found
+        held = [] if hit is None else [block.block_id for block in hit.blocks]
+        if hit is not None and (hit.num_tokens >= len(model.tokens) or self.is_stale(model, hit)):
+            assert mode == "old"
+            self.num_stale_hits += 1
+            with self.unchanged(), pytest.raises(StaleHitError):
+                self.manager.allocate_slots(sequence, hit=hit)
+            return
+        start = 0 if hit is None else hit.num_tokens
+        num_new = chooser.choose([None, None, chooser.integer(1, len(model.tokens) - start)])
+        end = len(model.tokens) if num_new is None else start + num_new
+        self.num_hits += bool(held)
+        num_drafts = chooser.choose([0, 0, 0, 1, 4])
+
+        def call() -> Any:
+            return self.manager.allocate_slots(sequence, num_new, hit=hit, num_lookahead_tokens=num_drafts)
+
+        self.start(sequence, model, end, hit, call, num_drafts)
+
+    def is_stale(self, model: ModelSequence, hit: Any) -> bool:
+        if self.model.match(model)[: len(hit.blocks)] != [block.block_id for block in hit.blocks]:
+            return True
+        ids = self.model.hit_tables(model, [block.block_id for block in hit.blocks], self.num_looked_up(hit))
+        return any(table != self.ids(hit.group_blocks(group)) for group, table in ids.items())
+
+    def start(
+        self,
+        sequence: kvblocks.Sequence,
+        model: ModelSequence,
+        end: int,
+        hit: Any,
+        call: Callable[[], Any],
+        num: int = 0,
+    ) -> None:
+        held, ends, is_whole = [], frozenset(), False
+        if hit is not None:
+            held = [block.block_id for block in hit.blocks]
+            ends = frozenset({hit.num_readonly_tokens, hit.num_matched_tokens})
+            is_whole = hit.num_tokens != hit.num_readonly_tokens
+            self.num_limited += hit.num_matched_tokens - hit.num_readonly_tokens >= self.manager.hit_size
+        self.answer(self.model.grow(model, end, held, num, ends, is_whole), call)
+
+    def allocate_twin(self, chooser: Chooser) -> None:
+        pair = self.pick(chooser, allocated=True)
+        if pair is None:
+            return
+        tokens = [*pair[1].tokens[: chooser.integer(1, len(pair[1].tokens))], chooser.integer(0, 1)]
+        spans = {(start, end, key) for start, end, key in pair[1].keys if end <= len(tokens)}
+        self.add(tokens[:MAX_TOKENS], pair[1].salt, pair[1].lora, spans)
+        self.start_whole(*self.pairs[-1])
+
+    def preempt_and_resume(self, chooser: Chooser) -> None:
+        pair = self.pick(chooser, allocated=True)
+        if pair is None:
+            return
+        self.end(chooser, pair)
+        self.start_whole(*pair)
+
+    def start_whole(self, sequence: kvblocks.Sequence, model: ModelSequence) -> None:
+        hit = self.manager.get_computed_blocks(sequence)
+        self.start(sequence, model, len(model.tokens), hit, lambda: self.manager.allocate_slots(sequence, hit=hit))
+
+    def append(self, chooser: Chooser) -> None:
+        pair = self.pick(chooser, allocated=True)
+        if pair is None or len(pair[1].tokens) > MAX_TOKENS:
+            return
+        sequence, model = pair
+        tokens = [chooser.integer(0, 1) for _ in range(chooser.choose([1, 1, 2, 3]))]
+        if model.num_computed < len(model.tokens):
+            with self.unchanged(), pytest.raises(SequenceStateError, match="expected slots for all tokens"):
+                self.manager.append_slots(sequence, tokens)
+            return
+        self.prepare(sequence)
+        is_quick = len(tokens) == 1 and not self.model.is_edge(model)
+        model.tokens += tokens
+        if is_quick:  # looks at no window
+            assert self.manager.append_slots(sequence, tokens) == []
+            model.num_computed += 1
+        elif not self.grow(sequence, model, len(model.tokens), [], lambda: self.manager.append_slots(sequence, tokens)):
+            del model.tokens[-len(tokens) :]
+
+    def append_step(self, chooser: Chooser) -> None:
+        pairs = [p for p in self.pairs if p[1].is_allocated and p[1].num_computed == len(p[1].tokens) < MAX_TOKENS + 4]
+        pairs = [pair for pair in pairs if chooser.integer(0, 3)]
+        tokens = [chooser.integer(0, 1) for _ in pairs]
+        sequences = [sequence for sequence, _ in pairs]
+        if len(self.model.specs) > 1 and sequences:
+            with self.unchanged(), pytest.raises(InvalidArgumentError, match="append_group_step"):
+                self.manager.append_step(sequences, tokens)
+        self.prepare(*sequences)
+        changes = self.model.group_step([model for _, model in pairs], tokens)
+        if changes is None:
+            self.num_refused += 1
+            with self.unchanged():
+                assert self.manager.append_group_step(sequences, tokens) is None
+            return
+        assert self.attempt(lambda: self.manager.append_group_step(sequences, tokens)) == changes
+
+    def truncate(self, chooser: Chooser) -> None:
+        pair = self.pick(chooser, allocated=True)
+        if pair is None:
+            return
+        sequence, model = pair
+        num_tokens = chooser.integer(model.num_prompt, len(model.tokens))
+        if not self.model.can_truncate(model, num_tokens):
+            self.num_refused_truncations += 1
+            with self.unchanged(), pytest.raises(SequenceStateError, match="sees nothing before"):
+                self.manager.truncate(sequence, num_tokens)
+            return
+        self.truncate_to(chooser, pair, num_tokens)
+
+    def pin(self, chooser: Chooser) -> None:
+        if not self.pairs or not self.model.enable_caching:
+            return
+        _, model = chooser.choose(self.pairs)
+        size = self.model.block_size
+        if len(model.tokens) < size or model.keys:
+            return
+        tokens = model.tokens[: chooser.integer(size, len(model.tokens))]
+        priority, expires_at = chooser.choose([0, 50, 99, 100]), chooser.choose([None, self.now + 2])
+        prefix = ModelSequence("pin", list(tokens), model.salt, model.lora)
+        num_full = len(tokens) // size
+        used = sum(self.model.num_wanted(pin.prefix, len(pin.priorities)) for _, pin in self.pins)
+        options = {"salt": model.salt, "lora": model.lora, "expires_at": expires_at, "priority": priority}
+        if used + self.model.num_wanted(prefix, num_full) > self.manager.num_blocks // 2:
+            with self.unchanged(), pytest.raises(PinBudgetError):
+                self.manager.pin(tokens, **options)
+            return
+        pin = self.manager.pin(tokens, **options)
+        self.pins.append((pin, ModelPin(prefix, [priority] * num_full, expires_at)))
+        self.model.pin(self.pins[-1][1])
+
+    # What the operations are made of.
+
+    def grow(
+        self,
+        sequence: kvblocks.Sequence,
+        model: ModelSequence,
+        end: int,
+        held: list[int],
+        call: Callable[[], Any],
+        num_lookahead: int = 0,
+    ) -> bool:
+        assert model.is_allocated and not held
+        return self.answer(self.model.grow(model, end, [], num_lookahead), call)
+
+    def answer(self, could_serve: bool, call: Callable[[], Any]) -> bool:
+        if not could_serve:
+            self.num_refused += 1
+            with self.unchanged():
+                assert call() is None
+            return False
+        blocks = self.attempt(call)
+        assert [block.block_id for block in blocks] == [block for part in self.model.new for block in part]
+        return True
+
+    def snapshot(self) -> object:
+        tables = [
+            [list(s.group_block_ids(group)) for group in range(len(self.model.specs))]
+            for s, _ in self.pairs
+            if s.is_allocated
+        ]
+        hanging = [pin.hanging for pin in self.manager.pins]
+        return super().snapshot(), tables, hanging, self.manager.group_usage()
+
+    @staticmethod
+    def ids(blocks: list[Any]) -> list[int | None]:
+        return [None if block is None else block.block_id for block in blocks]
+
+    @staticmethod
+    def num_looked_up(hit: Any) -> int:
+        """Known tokens at the lookup, as far as they matter."""
+        return hit.num_readonly_tokens + (hit.num_tokens == hit.num_readonly_tokens)
+
+    def check(self) -> None:
+        manager, model = self.manager, self.model
+        manager.check()
+        self.check_memory()
+        assert manager.free_block_ids() == model.order()
+        assert manager.num_free_blocks == len(model.early) + len(model.late)
+        assert manager.stats.num_cached_blocks == len([block for block in model.content if block < model.num_real])
+        for sequence, expected in self.pairs:
+            assert sequence.token_ids() == expected.tokens
+            assert self.ids(sequence.blocks) == expected.table
+            assert sequence.num_computed_tokens == expected.num_computed
+            if expected.is_allocated:
+                self.check_tables(sequence, expected)
+            else:
+                self.check_hit(sequence, expected)
+        self.num_checks += 1
+        self.check_usage()
+        self.check_pins()
+        if self.has_events:
+            self.replay_events()
+
+    def check_tables(self, sequence: kvblocks.Sequence, expected: ModelSequence) -> None:
+        for group in range(len(self.model.specs)):
+            table = expected.table if group == self.model.primary else self.model.tables[expected][group]
+            blocks = sequence.group_blocks(group)
+            assert self.ids(blocks) == table
+            assert sequence.group_block_ids(group) == [block or 0 for block in table]
+            num_dead = sequence.first_live_block(group)
+            assert num_dead == len([1 for block in table if block is None])
+            assert all(block is None for block in table[:num_dead])
+            for block in blocks[num_dead:]:
+                assert block is not None
+                assert block.ref_cnt == self.model.owners[block.block_id]
+                assert block.is_cached == (block.block_id in self.model.content)
+
+    def check_hit(self, sequence: kvblocks.Sequence, expected: ModelSequence) -> None:
+        hit = self.manager.get_computed_blocks(sequence)
+        assert isinstance(hit, GroupHit)
+        held = self.model.hit(expected)
+        assert self.ids(hit.blocks) == held
+        self.memory.check_hit(sequence, hit)
+        assert hit.num_matched_tokens == len(self.model.match(expected)) * self.model.block_size
+        for group, table in self.model.hit_tables(expected, held, len(expected.tokens)).items():
+            assert self.ids(hit.group_blocks(group)) == table
+        if (self.num_checks + len(expected.name)) % 5 == 0:
+            self.check_pending(hit, expected)
+            self.check_explanation(sequence, expected)
+
+    def check_explanation(self, sequence: kvblocks.Sequence, model: ModelSequence) -> None:
+        if not self.model.enable_caching:
+            return
+        end = len(self.model.match(model)) * self.model.block_size // self.model.step * self.model.step
+        group = self.model.missing_group(model, end)
+        explanation = self.manager.explain(sequence)
+        self.causes.add(explanation.cause)
+        assert explanation.num_cached_blocks == len(self.model.hit(model))
+        assert (explanation.cause == "group") == (group is not None)
+        assert explanation.group == (self.model.primary if group is None else group)
+        assert str(explanation)
+
+    def check_usage(self) -> None:
+        for usage in self.manager.group_usage():
+            table = None if usage.group == self.model.primary else usage.group
+            tables = [
+                s.table if table is None else self.model.tables[s][table] for _, s in self.pairs if s.is_allocated
+            ]
+            assert usage.num_owned_blocks == len({block for row in tables for block in row if block is not None})
+            places = [4 if table is None else 6]
+            contents = [c for c in self.model.content.values() if len(c) in places and (table is None or c[4] == table)]
+            assert usage.num_cached_blocks == len(contents)
+
+    def check_pins(self) -> None:
+        assert self.manager.pins == [pin for pin, _ in self.pins]
+        for pin, expected in self.pins:
+            assert self.ids(pin.blocks) == expected.held
+            assert self.ids(pin.hanging) == self.model.hanging[expected]
+            self.num_given_up += len(pin.blocks) < pin.num_blocks
+            self.num_hanging += bool(pin.hanging)
+
+    def schedule(self) -> None:
+        copies = self.manager.take_group_copies()
+        expected = zip(self.model.copy_groups, self.model.copies, strict=True)
+        assert copies == [(group, *pair) for group, pair in expected]
+        self.model.copies, self.model.copy_groups = [], []
+        running = [sequence for sequence, model in self.pairs if model.is_allocated]
+        self.memory.schedule([(source, destination) for _, source, destination in copies], running)
+
+    def check_memory(self) -> None:
+        self.schedule()
+        self.memory.check()
+        for block, prefix in self.model.content.items():
+            if len(prefix) > 4:
+                group, end = prefix[4:]
+                self.memory.check_cached(block, group, prefix[:4], end)  # type: ignore[arg-type]
+            elif self.model.primary is not None:
+                self.memory.check_cached(block, self.model.primary, prefix, len(prefix[2]))  # type: ignore[arg-type]
+
+    def replay_events(self) -> None:
+        for event in self.manager.take_events():
+            if isinstance(event, BlockStored):
+                assert event.group_idx is not None
+                assert event.block_size == self.manager.groups[event.group_idx].block_size
+                names = {(event.group_idx, name) for name in event.block_hashes}
+                assert not self.group_stored & names
+                self.group_stored |= names
+            elif isinstance(event, BlockRemoved):
+                assert event.group_idx is not None
+                names = {(event.group_idx, name) for name in event.block_hashes}
+                assert self.group_stored >= names
+                self.group_stored -= names
+            else:
+                self.group_stored.clear()
+        contents = [content for content in self.model.cached if len(content) == 6 or not self.model.has_ghosts]
+        assert len(self.group_stored) == len(contents)
+
+
+_REPLACED = {
+    name: getattr(GroupHistory, name)
+    for name in ("allocate", "allocate_twin", "preempt_and_resume", "append", "append_step", "truncate", "pin")
+}
+GROUP_OPERATIONS = tuple(
+    [
+        (_REPLACED.get(operation.__name__, operation), weight)
+        for operation, weight in OPERATIONS
+        if operation.__name__ != "set_quota"
+    ]
+)
+"""As `history.OPERATIONS`, without quotas: tests/groups/test_groups.py has those."""
+
+
+def walk(history: GroupHistory, chooser: Any, num_steps: int, reset_every: int = 150) -> None:
+    operations = [operation for operation, weight in GROUP_OPERATIONS for _ in range(weight)]
+    for step in range(1, num_steps + 1):
+        chooser.choose(operations)(history, chooser)
+        if step % reset_every == 0:
+            history.reset(chooser)
+        history.check()

@@ -1,0 +1,90 @@
+"""The prefix caches that `test_interruption.py` interrupts, and their calls."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvblocks import PrefixCache
+from model.interruption import Case
+
+LONG = list(range(13))
+OTHER = list(range(50, 62))
+
+
+class CacheWorld:
+    """A full cache with pins, a payload, a match that is held, and one that was left and not settled yet."""
+
+    def __init__(self) -> None:
+        self.cache = cache = PrefixCache(10, 4)
+        cache.insert_prefix(LONG, [0, 1, 2])
+        cache.insert_prefix(OTHER, [10, 11, 12], pin=True)
+        cache.insert_prefix([*LONG[:8], 90, 91, 92, 93], [0, 1, 20])
+        cache.insert_prefix(range(100, 112), [30, 31, 32])
+        cache.attach(LONG, "payload")
+        self.held = cache.match_prefix(range(100, 108))
+        self.held.__enter__()
+        with cache.match_prefix(LONG):
+            pass
+        self.other = cache.match_prefix(LONG)
+
+    def look(self) -> Any:
+        cache: Any = self.cache
+        cache.evictable_count()  # settles, which is no part of any call
+        store = cache._store  # noqa: SLF001
+        return {
+            "queue": [block.block_id for block in store._queue],  # noqa: SLF001
+            "blocks": sorted([(number, block.ref_cnt) for number, block in store.blocks.items()]),
+            "holds": len(cache._holds),  # noqa: SLF001
+            "entered": len(self.other._holds),  # noqa: SLF001  # one that the match doesn't know could never be left
+            "pins": cache.list_pinned(),
+            "rates": (cache.get_hit_rate(), cache.get_avg_match_length()),
+            "runs": [(bytes(run.tokens), [block.block_id for block in run.blocks]) for run in store.index.runs()],
+            "payloads": sorted([block.block_id for block in store._payloads]),  # noqa: SLF001
+        }
+
+    def calls(self) -> dict[str, Callable[[], Any]]:
+        """Return every public call but leaving a match, which only takes note of it."""
+        cache = self.cache
+        return {
+            "match_prefix": lambda: cache.match_prefix(LONG),
+            "match_many": lambda: cache.match_many([LONG]),
+            "query_match_len": lambda: cache.query_match_len(LONG),
+            "insert_prefix": lambda: cache.insert_prefix(LONG, [0, 1, 2]),
+            "attach": lambda: cache.attach(LONG, "another"),
+            "evict_lru": lambda: cache.evict_lru(1),
+            "pin_prefix": lambda: cache.pin_prefix(LONG),
+            "unpin_prefix": lambda: cache.unpin_prefix(LONG),
+            "list_pinned": cache.list_pinned,
+            "contains_block": lambda: cache.contains_block(0),
+            "cached_block_count": cache.cached_block_count,
+            "evictable_count": cache.evictable_count,
+            "get_hit_rate": cache.get_hit_rate,
+            "get_avg_match_length": cache.get_avg_match_length,
+            "clear": cache.clear,
+            "check": cache.check,
+            "entering a match": self.other.__enter__,
+        }
+
+
+CALLS: dict[str, Callable[[CacheWorld], Any]] = {
+    "match_prefix": lambda w: w.cache.match_prefix(LONG),
+    "insert_prefix": lambda w: w.cache.insert_prefix(range(200, 216), [40, 41, 42, 43]),
+    "insert_prefix with a pin": lambda w: w.cache.insert_prefix([*LONG[:4], *range(300, 308)], [5, 51, 52], pin=True),
+    "insert_prefix of a wrong id": lambda w: w.cache.insert_prefix(range(300, 308), [0, 99]),
+    "attach": lambda w: w.cache.attach(OTHER, "another"),
+    "evict_lru": lambda w: w.cache.evict_lru(3),
+    "pin_prefix": lambda w: w.cache.pin_prefix(LONG, "description"),
+    "unpin_prefix": lambda w: w.cache.unpin_prefix(OTHER),
+    "clear": lambda w: w.cache.clear(),
+    "entering a match": lambda w: w.other.__enter__(),
+    "leaving a match": lambda w: w.held.__exit__(),
+}
+# `clear` is refused while a match is held.
+_FIRST: dict[str, Callable[[CacheWorld], Any]] = {"clear": lambda w: w.held.__exit__()}
+
+
+def make_cache_case(name: str) -> Case:
+    """Return a call of a cache, which is in the same state each time."""
+    world = CacheWorld()
+    if name in _FIRST:
+        _FIRST[name](world)
+    return Case(lambda: CALLS[name](world), world.look, world.cache.check, world.calls(), lambda: None)

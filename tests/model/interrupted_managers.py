@@ -1,0 +1,282 @@
+"""The managers that `test_interruption.py` interrupts: kinds of them, in the middle of their work, and their calls."""
+
+from array import array
+from collections.abc import Callable
+from functools import cache
+from itertools import count
+from typing import Any
+
+import kvblocks
+from kvblocks import FullAttention, KVCacheManager, Sequence, SlidingWindow
+from model.interruption import Case
+
+PROMPT = list(range(12))
+OLD = list(range(100, 116))
+TENANT = "tenant"
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "named": {"enable_events": True, "num_history_blocks": 8},
+    "quotas": {},
+    "sampled": {},
+    "debug": {"debug": True},
+    "grouped": {"groups": [FullAttention(4), SlidingWindow(2, 6)], "enable_events": True},
+    "ghosts": {"groups": [SlidingWindow(4, 8)]},
+}
+
+
+class Odd:
+    """A number that is none: its `__index__` raises."""
+
+    def __index__(self) -> int:
+        raise TypeError("no number")
+
+
+class World:
+    """A manager with a pin, cached prefixes of ended sequences, and running ones that stand before different edges."""
+
+    def __init__(self, kind: str) -> None:
+        options = KINDS[kind]
+        self.kind = kind
+        self.manager = KVCacheManager(40 if "groups" in options else 23, None if "groups" in options else 4, **options)
+        self.num_groups = len(self.manager.groups)
+        self.sequences: dict[Any, Sequence] = {}
+        self.times = count()
+        self.batch: list[Sequence] = []
+        if kind == "sampled":
+            self.sampler = self.manager.start_sampling(1, lambda: float(next(self.times)), (4.0, 16.0))
+        if kind == "quotas":
+            self.manager.set_quota(TENANT, 2)
+        for name, tokens in (("first", [*PROMPT, 90]), ("old", OLD), ("tenant", list(range(200, 212)))):
+            self.start(name, tokens, salt=TENANT if name == "tenant" else None)
+            self.manager.free(self.sequences[name])
+        self.pin = self.manager.pin(OLD, priority=50, expires_at=5)
+        self.start("a", [*PROMPT[:8], 50, 51, 52, 53, 54, 55])
+        self.sequences["twin"] = self.manager.fork(self.sequences["a"], "twin")
+        self.start("chunked", list(range(300, 311)), 6)
+        self.start("d", [400, 401, 402, 403, 404, 405, 406])
+        self.start("e", [500, 501, 502, 503, 504])
+        self.start("f", list(range(600, 608)))
+        self.new = self.add("new", [*PROMPT, 91, 92, 93, 94])
+        self.hit = self.manager.get_computed_blocks(self.new)
+
+    def add(self, name: str, tokens: list[int], **options: Any) -> Sequence:
+        self.sequences[name] = sequence = Sequence(name, tokens, **options)
+        return sequence
+
+    def start(self, name: str, tokens: list[int], num_new: int | None = None, **options: Any) -> None:
+        sequence = self.add(name, tokens, **options)
+        hit = self.manager.get_computed_blocks(sequence)
+        assert self.manager.allocate_slots(sequence, num_new, hit=hit) is not None, name
+
+    def look(self) -> dict[str, Any]:
+        """Return all that a manager's future depends on, and all that it tells. Changes nothing."""
+        manager: Any = self.manager
+        found: dict[str, Any] = {
+            "free": manager.free_block_ids(),
+            "stats": manager.stats,
+            "refusal": manager.last_refusal,
+            "quotas": manager.quotas(),
+            "pins": [(pin.has_ended, pin.num_held_blocks, [b.block_id for b in pin.blocks]) for pin in manager.pins],
+            "usage": manager.group_usage(),
+            "copies": list(manager._slots.copies),  # noqa: SLF001  # `take_copies` would forget them
+            "events": list(manager._index.events or ()),  # noqa: SLF001
+            "sampler": self.lives(),
+            "runs": [(bytes(run.tokens), [b.block_id for b in run.blocks]) for run in manager._index.runs()],  # noqa: SLF001
+        }
+        if self.num_groups > 1:
+            found["copies"] = list(zip(manager._slots.copy_groups, manager._slots.copies, strict=True))  # noqa: SLF001
+        live = {sequence.sequence_id: sequence for sequence in manager._sequences.values()}  # noqa: SLF001
+        for name, sequence in {**self.sequences, **live}.items():
+            found[f"sequence {name}"] = self.look_at(sequence)
+        for tokens in (PROMPT, OLD, list(range(300, 312)), list(range(400, 416))):
+            hit = manager.get_computed_blocks(Sequence("probe", tokens))
+            found[f"hit {tokens[0]}"] = (hit.num_tokens, [b.block_id for b in hit.blocks], hit.pending_tokens)
+        return found
+
+    def lives(self) -> Any:
+        if self.kind != "sampled":
+            return None
+        sampler = self.manager._pool.sampler  # noqa: SLF001
+        return sampler and [
+            (h.values().counts, h.total) for h in (sampler.lifetimes, sampler.idle_times, sampler.reuse_gaps)
+        ]
+
+    def look_at(self, sequence: Sequence) -> Any:
+        numbers = (sequence.num_computed_tokens, sequence.num_readonly_tokens, sequence.num_registered_blocks)
+        tables = []
+        if sequence.is_allocated:
+            tables = [list(sequence.group_block_ids(group)) for group in range(self.num_groups)]
+        epoch = sequence.epoch is None or sequence.epoch.is_current
+        return (sequence.token_ids(), numbers, tables, sequence.is_allocated, epoch)
+
+    def calls(self) -> dict[str, Callable[[], Any]]:
+        """Return every call that a broken manager must refuse, each on every sequence where it takes one."""
+        manager = self.manager
+        calls: dict[str, Callable[[], Any]] = {
+            "get_computed_blocks": lambda: manager.get_computed_blocks(Sequence("probe", PROMPT)),
+            "free_block_ids": manager.free_block_ids,
+            "explain": lambda: manager.explain(Sequence("probe", PROMPT)),
+            "group_usage": manager.group_usage,
+            "pending_tokens": lambda: self.hit.pending_tokens,
+            "check": manager.check,
+            "reset_prefix_cache": manager.reset_prefix_cache,
+            "pin": lambda: manager.pin(OLD),
+            "unpin": lambda: manager.unpin(self.pin),
+            "expire_pins": lambda: manager.expire_pins(9),
+            "take_copies": manager.take_copies,
+            "take_group_copies": manager.take_group_copies,
+            "start_sampling": lambda: manager.start_sampling(1, lambda: 0.0, (1.0,)),
+            "stop_sampling": lambda: manager.stop_sampling(self.manager._pool.sampler),  # noqa: SLF001  # type: ignore[arg-type]
+        }
+        if self.kind != "ghosts":
+            calls["prefix_rows"] = manager.prefix_rows
+            calls["to_dot"] = manager.to_dot
+            calls["shared_prefixes"] = lambda: manager.shared_prefixes([])
+            calls["set_quota"] = lambda: manager.set_quota(TENANT, 1)
+            calls["set_default_quota"] = lambda: manager.set_default_quota(1)
+        if KINDS[self.kind].get("enable_events"):
+            calls["take_events"] = manager.take_events
+        for name, sequence in self.sequences.items():
+            calls |= self.calls_for(name, sequence)
+        return calls
+
+    def calls_for(self, name: str, sequence: Sequence) -> dict[str, Callable[[], Any]]:
+        manager = self.manager
+        calls: dict[str, Callable[[], Any]] = {
+            "get_computed_blocks": lambda: manager.get_computed_blocks(sequence),
+            "allocate_slots": lambda: manager.allocate_slots(sequence),
+            "append_slots": lambda: manager.append_slots(sequence, [1]),
+            "append_slots of two": lambda: manager.append_slots(sequence, [1, 2]),
+            "append_group_step": lambda: manager.append_group_step([sequence], [1]),
+            "reserve_slots": lambda: manager.reserve_slots(sequence, 1),
+            "free": lambda: manager.free(sequence),
+            "abort": lambda: manager.abort(sequence, 0),
+            "fork": lambda: manager.fork(sequence, "another"),
+            "truncate": lambda: manager.truncate(sequence, sequence.num_prompt_tokens),
+            "renew": lambda: manager.renew(sequence),
+        }
+        if self.num_groups == 1:
+            calls["append_step"] = lambda: manager.append_step([sequence], [1])
+        return {f"{call} of {name}": function for call, function in calls.items()}
+
+    def salvage(self) -> None:
+        """Take the sequences of a broken manager to another one: what they are called holds no trace of the first."""
+        other = _other_manager(self.kind)
+        for name, sequence in self.sequences.items():
+            if sequence.is_allocated:
+                try:
+                    other.allocate_slots(sequence)
+                except kvblocks.SequenceStateError:
+                    pass
+                else:
+                    raise AssertionError(f"{sequence}: taken by another manager")
+            else:
+                assert other.allocate_slots(sequence) is not None
+                other.free(sequence)
+            anew = Sequence(name, sequence.token_ids())
+            assert other.allocate_slots(anew, hit=other.get_computed_blocks(anew)) is not None
+            other.free(anew)
+        other.check()
+
+
+@cache
+def _other_manager(kind: str) -> KVCacheManager:
+    options = KINDS[kind]
+    return KVCacheManager(200, None if "groups" in options else 4, **options)
+
+
+def _cow(world: World) -> None:
+    world.manager.append_slots(world.sequences["a"], [70])
+
+
+def _reset(world: World) -> None:
+    world.manager.reset_prefix_cache()
+
+
+def _drained(world: World) -> None:
+    """Let somebody take all but the last free blocks, so that what comes next evicts and makes pins give up."""
+    size = 4 * (world.manager.num_free_blocks // world.num_groups - 1)
+    while size > 0 and world.manager.allocate_slots(world.add("drain", list(range(800, 800 + size)))) is None:
+        size -= 4
+
+
+CALLS: dict[str, Callable[[World], Any]] = {
+    "allocate_slots with a hit": lambda w: w.manager.allocate_slots(w.new, hit=w.hit),
+    "allocate_slots of a part": lambda w: w.manager.allocate_slots(w.new, 2, hit=w.hit, num_lookahead_tokens=3),
+    "allocate_slots evicting": lambda w: w.manager.allocate_slots(w.sequences["big"]),
+    "allocate_slots refused": lambda w: w.manager.allocate_slots(w.sequences["huge"]),
+    "allocate_slots of a tenant": lambda w: w.manager.allocate_slots(w.sequences["of tenant"]),
+    "allocate_slots of the next chunk": lambda w: w.manager.allocate_slots(w.sequences["chunked"]),
+    "append_slots": lambda w: w.manager.append_slots(w.sequences["e"], [7]),
+    "append_slots filling": lambda w: w.manager.append_slots(w.sequences["d"], [7]),
+    "append_slots growing": lambda w: w.manager.append_slots(w.sequences["f"], [7]),
+    "append_slots copying": lambda w: w.manager.append_slots(w.sequences["a"], [7]),
+    "append_slots of five": lambda w: w.manager.append_slots(w.sequences["e"], [7, 8, 9, 10, 11]),
+    "append_slots of a buffer": lambda w: w.manager.append_slots(w.sequences["e"], array("I", [7])),
+    "append_slots of nonsense": lambda w: w.manager.append_slots(w.sequences["e"], [Odd()]),
+    "append_group_step": lambda w: w.manager.append_group_step(w.batch, [1, 2, 3, 4, 5]),
+    "append_group_step of nonsense": lambda w: w.manager.append_group_step(w.batch, [1, 2, 3, Odd(), 5]),
+    "reserve_slots": lambda w: w.manager.reserve_slots(w.sequences["e"], 6),
+    "reserve_slots copying": lambda w: w.manager.reserve_slots(w.sequences["a"], 3),
+    "free": lambda w: w.manager.free(w.sequences["d"]),
+    "free of a twin": lambda w: w.manager.free(w.sequences["a"]),
+    "abort": lambda w: w.manager.abort(w.sequences["f"], 4),
+    "abort of what others hang from": lambda w: w.manager.abort(w.sequences["a"], 0),
+    "fork": lambda w: w.manager.fork(w.sequences["e"], "fork of e"),
+    "truncate": lambda w: w.manager.truncate(w.sequences["long"], 9),
+    "truncate of what isn't written": lambda w: w.manager.truncate(w.sequences["long"], 9, num_computed_tokens=10),
+    "reset_prefix_cache": lambda w: w.manager.reset_prefix_cache(),
+    "pin": lambda w: w.manager.pin(PROMPT, priority=100),
+    "unpin": lambda w: w.manager.unpin(w.pin),
+    "expire_pins": lambda w: w.manager.expire_pins(7),
+    "take_group_copies": lambda w: w.manager.take_group_copies(),
+    "stop_sampling": lambda w: w.manager.stop_sampling(w.manager._pool.sampler),  # noqa: SLF001
+    "get_computed_blocks": lambda w: w.manager.get_computed_blocks(w.new),
+    "explain": lambda w: w.manager.explain(w.new),
+}
+_QUOTAS = {
+    "set_quota": lambda w: w.manager.set_quota(TENANT, 1),
+    "set_quota to none": lambda w: w.manager.set_quota(TENANT, None),
+    "set_default_quota": lambda w: w.manager.set_default_quota(1),
+}
+_SINGLE = {"append_step": lambda w: w.manager.append_step(w.batch, [1, 2, 3, 4, 5])}
+_EVENTS = {"take_events": lambda w: w.manager.take_events()}
+# What is done to the world before a call, by its name.
+_FIRST: dict[str, Callable[[World], Any]] = {
+    "take_group_copies": _cow,
+    "renew": _reset,
+    "allocate_slots evicting": _drained,
+    "append_slots growing": _drained,
+}
+
+
+def names_of(kind: str) -> list[str]:
+    """Return the names of the calls that a kind of manager has."""
+    if kind == "debug":
+        return ["append_slots", "append_slots copying", "append_slots of nonsense", "free"]
+    names = [*CALLS, "renew"]
+    if kind != "ghosts":
+        names += _QUOTAS
+    if kind != "grouped":
+        names += _SINGLE
+    if KINDS[kind].get("enable_events"):
+        names += _EVENTS
+    return names
+
+
+def make_case(kind: str, name: str) -> Case:
+    """Return a call of a manager of some kind, which is in the same state each time."""
+    world = World(kind)
+    manager = world.manager
+    world.start("long", list(range(900, 909)))
+    assert manager.append_slots(world.sequences["long"], [1, 2, 3]) is not None
+    if name in _FIRST:
+        _FIRST[name](world)
+    world.add("big", list(range(700, 708)))
+    world.add("huge", list(range(2000, 2200)))
+    world.add("of tenant", [*range(200, 208), *range(240, 252)], salt=TENANT)
+    world.batch = [world.sequences[name] for name in ("a", "twin", "d", "e", "f")]
+    calls = {**CALLS, **_QUOTAS, **_SINGLE, **_EVENTS, "renew": lambda w: w.manager.renew(w.sequences["a"])}
+    manager.check()
+    return Case(lambda: calls[name](world), world.look, manager.check, world.calls(), world.salvage)

@@ -1,0 +1,378 @@
+"""A history of a `PrefixCache`, and beside it a dumb model: dicts of token tuples, and lists. No run, link or hash."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvblocks import BlockStateError, FullAttention, InvalidArgumentError, PrefixCache, PrefixMatch, StaleHitError
+from model.dumb_model import ModelSequence, Prefix
+from model.history import Chooser
+from model.kv_memory import KVMemory
+
+MAX_TOKENS = 14
+MAX_PROMPTS = 8
+MAX_MATCHES = 6
+
+
+class Prompt(ModelSequence):
+    """Tokens, salt, lora and keys, as the cache's calls take them."""
+
+    def options(self) -> dict[str, object]:
+        return {"salt": self.salt, "lora": self.lora, "extra_keys": self.keys}
+
+
+class PrefixModel:
+    def __init__(self, max_blocks: int, block_size: int) -> None:
+        self.max_blocks = max_blocks
+        self.block_size = block_size
+        self.holders: dict[Prefix, int] = {}
+        self.queue: list[Prefix] = []
+        self.num_holds: Counter[Prefix] = Counter()
+        self.payloads: dict[Prefix, tuple[Prefix, object]] = {}
+        self.num_queries = self.num_queried = self.num_hit = 0
+
+    def path(self, prompt: ModelSequence) -> list[Prefix]:
+        """The full blocks, as prefixes."""
+        num_blocks = len(prompt.tokens) // self.block_size
+        return [prompt.prefix(n, self.block_size) for n in range(1, num_blocks + 1)]
+
+    def whole(self, prompt: ModelSequence) -> Prefix:
+        """All of the prompt, its partial block and what touches it included."""
+        return (prompt.salt, prompt.lora, tuple(prompt.tokens), tuple(sorted(prompt.keys)))
+
+    def find(self, prompt: ModelSequence) -> list[Prefix]:
+        found = []
+        for prefix in self.path(prompt):
+            if prefix not in self.holders:
+                break
+            found.append(prefix)
+        return found
+
+    def ids(self, path: list[Prefix]) -> list[int]:
+        return [self.holders[prefix] for prefix in path]
+
+    def payload(self, prompt: ModelSequence) -> object:
+        path = self.path(prompt)
+        whole, payload = self.payloads.get(path[-1], (None, None)) if path else (None, None)
+        return payload if whole == self.whole(prompt) else None
+
+    def look_up(self, prompt: ModelSequence) -> list[Prefix]:
+        path = self.find(prompt)
+        self.hold(path)
+        self.let_go(path)
+        self.num_queries += 1
+        self.num_queried += len(prompt.tokens)
+        self.num_hit += len(path) * self.block_size
+        return path
+
+    def hold(self, path: list[Prefix]) -> None:
+        for prefix in path:
+            if not self.num_holds[prefix] and prefix in self.queue:
+                self.queue.remove(prefix)
+            self.num_holds[prefix] += 1
+
+    def let_go(self, path: list[Prefix]) -> None:
+        for prefix in reversed(path):
+            self.num_holds[prefix] -= 1
+            if not self.num_holds[prefix]:
+                self.queue.append(prefix)
+
+    def evict(self, num_blocks: int) -> list[int]:
+        evicted = [self.queue.pop(0) for _ in range(min(num_blocks, len(self.queue)))]
+        for prefix in evicted:
+            self.payloads.pop(prefix, None)
+        return [self.holders.pop(prefix) for prefix in evicted]
+
+    def insert(
+        self, prompt: ModelSequence, ids: list[int], pin: bool
+    ) -> tuple[list[Prefix], int, list[int], list[int]]:
+        path, found = self.path(prompt), self.find(prompt)
+        unused = [i for i, held in zip(ids, self.ids(found), strict=False) if i != held]
+        self.hold(found)
+        num_missing = len(path) - len(found) - (self.max_blocks - len(self.holders))
+        evicted = self.evict(max(num_missing, 0))
+        end = min(len(path), len(found) + self.max_blocks - len(self.holders))
+        self.holders.update(zip(path[len(found) : end], ids[len(found) : end], strict=True))
+        self.hold(path[len(found) : end])
+        if not pin:
+            self.let_go(path[:end])
+        return path[:end], end - len(found), unused + ids[end:], evicted
+
+
+class PrefixHistory:
+    """Operations on both. Each does nothing when there is nothing to do it to."""
+
+    def __init__(self, max_blocks: int, block_size: int) -> None:
+        self.cache = PrefixCache(max_blocks, block_size)
+        self.model = PrefixModel(max_blocks, block_size)
+        self.prompts: list[Prompt] = []
+        self.matches: list[tuple[PrefixMatch, Prompt, list[int] | None]] = []  # and the ids that were read, if any
+        self.held: list[tuple[PrefixMatch, list[Prefix]]] = []
+        self.pins: list[tuple[Prompt, list[Prefix], str | None]] = []
+        self.free_ids = [
+            7 * i + i % 3 for i in range(max_blocks + MAX_TOKENS + 2)
+        ]  # the engine's, neither dense nor from 0 on
+        self.all_ids = list(self.free_ids)
+        self.memory = KVMemory(max(self.all_ids) + 1, (FullAttention(block_size),), block_size)
+        self.met: Counter[str] = Counter()
+
+    def new(self, chooser: Chooser) -> None:
+        if self.prompts and chooser.integer(0, 3):  # like another, so that prefixes meet and part at every place
+            other = chooser.choose(self.prompts)
+            more = [chooser.integer(0, 1) for _ in range(chooser.integer(0, 6))]
+            tokens = (other.tokens[: chooser.integer(0, len(other.tokens))] + more)[:MAX_TOKENS] or [0]
+            spans = {(start, min(end, len(tokens)), key) for start, end, key in other.keys if start < len(tokens)}
+            salt, lora = chooser.choose([other.salt, other.salt, "salt"]), other.lora
+        else:
+            tokens = [chooser.integer(0, 1) for _ in range(chooser.integer(1, MAX_TOKENS))]
+            salt, lora, spans = chooser.choose([None, None, "salt"]), chooser.choose([None, None, "lora"]), set()
+        if not chooser.integer(0, 5):
+            start = chooser.integer(0, len(tokens) - 1)
+            spans.add((start, chooser.integer(start + 1, len(tokens)), chooser.choose("xy")))
+        self.prompts.append(Prompt("", tokens, salt, lora, tuple(spans)))
+        del self.prompts[:-MAX_PROMPTS]
+
+    def pick(self, chooser: Chooser) -> Prompt:
+        """A prompt, more likely one that is wholly cached."""
+        whole = [prompt for prompt in self.prompts if len(self.model.find(prompt)) == len(self.model.path(prompt))]
+        return chooser.choose(whole * 3 + self.prompts)
+
+    def match(self, chooser: Chooser) -> None:
+        if not self.prompts:
+            return
+        prompt = self.pick(chooser)
+        match = self.cache.match_prefix(prompt.tokens, **prompt.options())
+        ids = self.model.ids(self.model.look_up(prompt))
+        read = chooser.choose([True, False])
+        if read:
+            self.compare(match, prompt, ids)
+            self.compare_payload(match, prompt)
+        self.matches.append((match, prompt, ids if read else None))
+        del self.matches[:-MAX_MATCHES]
+
+    def compare(self, match: PrefixMatch, prompt: Prompt, ids: list[int]) -> None:
+        end = len(ids) * self.model.block_size
+        assert match.match_length == end
+        assert match.matched_kv_blocks == ids
+        assert match.matched_tokens == prompt.tokens[:end]
+        assert match.remaining_tokens == prompt.tokens[end:]
+        self.memory.check_blocks(match.matched_kv_blocks, self.numbers(prompt))
+        self.met["hits"] += bool(ids)
+
+    def compare_payload(self, match: PrefixMatch, prompt: Prompt) -> None:
+        assert match.payload == self.model.payload(prompt)
+        self.met["payloads"] += match.payload is not None
+
+    def match_many(self, chooser: Chooser) -> None:
+        prompts = [prompt for prompt in self.prompts if prompt.salt is None and prompt.lora is None]
+        keys = [prompt.keys for prompt in prompts]
+        matches = self.cache.match_many([prompt.tokens for prompt in prompts], extra_keys=keys)
+        for match, prompt in zip(matches, prompts, strict=True):
+            self.compare(match, prompt, self.model.ids(self.model.look_up(prompt)))
+            self.compare_payload(match, prompt)
+
+    def enter(self, chooser: Chooser) -> None:
+        if not self.matches:
+            return
+        match, prompt, ids = chooser.choose(self.matches)
+        path = self.model.find(prompt)
+        if ids is not None and self.model.ids(path)[: len(ids)] != ids:
+            self.met["stale"] += 1
+            with self.unchanged(), pytest.raises(StaleHitError):
+                match.__enter__()
+            return
+        assert match.__enter__() is match
+        if ids is None:  # nobody has read it: it may say what was cached then, if that is so still, or what is now
+            ids = match.matched_kv_blocks
+            assert len(ids) == len(path) or self.model.ids(path)[: len(ids)] == ids
+            self.matches[:] = [(match, prompt, ids) if other[0] is match else other for other in self.matches]
+        self.compare(match, prompt, ids)
+        path = path[: len(ids)]
+        assert self.model.ids(path) == ids
+        self.model.hold(path)
+        self.held.append((match, path))
+
+    def leave(self, chooser: Chooser) -> None:
+        if self.held:
+            match, _ = chooser.choose(self.held)
+            place = max(i for i, (held, _) in enumerate(self.held) if held is match)  # nested: the last one first
+            _, path = self.held.pop(place)
+            match.__exit__(None, None, None)
+            self.model.let_go(path)
+
+    def insert(self, chooser: Chooser) -> None:
+        if not self.prompts:
+            return
+        prompt, pin = chooser.choose(self.prompts), not chooser.integer(0, 9)
+        ids = self.choose_ids(chooser, prompt)
+        found = self.model.ids(self.model.find(prompt))
+        known = set(self.model.holders.values())
+        if any(i in known and found[place : place + 1] != [i] for place, i in enumerate(ids)):
+            self.met["conflicts"] += 1
+            with self.unchanged(), pytest.raises(BlockStateError, match="hold no other prefix"):
+                self.cache.insert_prefix(prompt.tokens, ids, pin=pin, **prompt.options())
+            return
+        self.memory.store([None if i in known else i for i in ids], self.numbers(prompt))
+        result = self.cache.insert_prefix(prompt.tokens, ids, pin=pin, **prompt.options())
+        self.memory.spoil(i for i in result.unused_kv_blocks if i not in known)
+        self.memory.spoil(result.evicted_kv_blocks)
+        path, num_new, unused, evicted = self.model.insert(prompt, ids, pin)
+        assert result == (len(path), num_new, unused, evicted)
+        if pin and path:
+            self.pins.append((prompt, path, None))
+        self.free_ids = [i for i in self.all_ids if i not in self.model.holders.values()]
+        self.met["evicting"] += bool(evicted)
+        self.met["cut short"] += len(path) < len(ids)
+
+    def choose_ids(self, chooser: Chooser, prompt: Prompt) -> list[int]:
+        """Free ids, perhaps the cached ones for what is cached, perhaps a wrong one."""
+        num_blocks = len(prompt.tokens) // self.model.block_size
+        ids = [self.free_ids[(chooser.integer(0, 20) + i) % len(self.free_ids)] for i in range(num_blocks)]
+        ids = list(dict.fromkeys([*ids, *self.free_ids]))[:num_blocks]
+        if chooser.integer(0, 1):
+            found = self.model.ids(self.model.find(prompt))
+            ids = found + ids[len(found) :]
+        if ids and self.model.holders and not chooser.integer(0, 5):
+            wrong = chooser.choose(sorted(self.model.holders.values()))
+            if wrong not in ids:
+                ids[chooser.integer(0, num_blocks - 1)] = wrong
+        return ids
+
+    def evict(self, chooser: Chooser) -> None:
+        num_blocks = chooser.integer(0, 4)
+        evicted = self.cache.evict_lru(num_blocks)
+        assert evicted == self.model.evict(num_blocks)
+        self.memory.spoil(evicted)
+        self.met["too few evictable"] += len(evicted) < num_blocks
+        self.free_ids += evicted
+
+    def attach(self, chooser: Chooser) -> None:
+        if not self.prompts:
+            return
+        prompt, payload = self.pick(chooser), chooser.choose([None, 1, 2, 3])
+        path = self.model.path(prompt)
+        can_attach = bool(path) and path[-1] in self.model.holders
+        assert self.cache.attach(prompt.tokens, payload, **prompt.options()) == can_attach
+        if can_attach:
+            self.model.payloads[path[-1]] = self.model.whole(prompt), payload
+
+    def pin(self, chooser: Chooser) -> None:
+        if not self.prompts:
+            return
+        prompt, description = chooser.choose(self.prompts), chooser.choose([None, "a", "b"])
+        path = self.model.find(prompt)
+        num_tokens = self.cache.pin_prefix(prompt.tokens, description, **prompt.options())
+        assert num_tokens == len(path) * self.model.block_size
+        self.model.hold(path)
+        if path:
+            self.pins.append((prompt, path, description))
+
+    def unpin(self, chooser: Chooser) -> None:
+        prompts = [prompt for prompt, _, _ in self.pins] * 2 + self.prompts
+        if not prompts:
+            return
+        prompt = chooser.choose(prompts)
+        full = self.model.path(prompt)[-1:]
+        ours = [i for i, (pinned, _, _) in enumerate(self.pins) if self.model.path(pinned)[-1:] == full]
+        num_tokens = self.cache.unpin_prefix(prompt.tokens, **prompt.options())
+        if not ours:
+            assert num_tokens == 0
+            return
+        _, path, _ = self.pins.pop(ours[-1])
+        assert num_tokens == len(path) * self.model.block_size
+        self.model.let_go(path)
+        self.met["unpinned"] += 1
+
+    def clear(self, chooser: Chooser) -> None:
+        if self.held:
+            with self.unchanged(), pytest.raises(BlockStateError, match="expected no match to be held"):
+                self.cache.clear()
+            return
+        cleared = self.cache.clear()
+        assert sorted(cleared) == sorted(self.model.holders.values())
+        self.memory.spoil(cleared)
+        self.pins.clear()
+        for state in (self.model.holders, self.model.queue, self.model.num_holds, self.model.payloads):
+            state.clear()
+        self.free_ids = list(self.all_ids)
+
+    def misuse(self, chooser: Chooser) -> None:
+        cache, num_blocks = self.cache, 2
+        tokens = [0] * (num_blocks * self.model.block_size)
+        calls: list[Callable[[], object]] = [
+            lambda: cache.insert_prefix(tokens, [1]),
+            lambda: cache.insert_prefix(tokens, [1, 2, 3]),
+            lambda: cache.insert_prefix(tokens, [1, -1]),
+            lambda: cache.insert_prefix(tokens, [1, 1]),
+            lambda: cache.insert_prefix([], []),
+            lambda: cache.match_prefix([]),
+            lambda: cache.match_many([[1], [-1]]),
+            lambda: cache.evict_lru(-1),
+            lambda: cache.pin_prefix(tokens, ""),
+            lambda: cache.attach(tokens, 1, salt=""),
+        ]
+        with self.unchanged(), pytest.raises(InvalidArgumentError):
+            chooser.choose(calls)()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        before = self.snapshot()
+        yield
+        assert self.snapshot() == before
+
+    def snapshot(self) -> object:
+        cache = self.cache
+        counts = cache.cached_block_count(), cache.evictable_count(), cache.get_hit_rate(), cache.get_avg_match_length()
+        lengths = [cache.query_match_len(prompt.tokens, **prompt.options()) for prompt in self.prompts]
+        return counts, lengths, cache.list_pinned(), [cache.contains_block(i) for i in self.all_ids]
+
+    def check(self) -> None:
+        """The cache's own invariants hold, and all that can be seen of it is what the model says."""
+        cache, model = self.cache, self.model
+        cache.check()
+        assert cache.cached_block_count() == len(model.holders) <= model.max_blocks
+        assert cache.evictable_count() == len(model.queue)
+        assert [i for i in self.all_ids if cache.contains_block(i)] == sorted(model.holders.values())
+        assert sorted([*self.free_ids, *model.holders.values()]) == self.all_ids
+        assert cache.get_hit_rate() == (model.num_hit / model.num_queried if model.num_queried else 0)
+        assert cache.get_avg_match_length() == (model.num_hit / model.num_queries if model.num_queries else 0)
+        for prompt in self.prompts:
+            found = len(model.find(prompt)) * model.block_size
+            assert cache.query_match_len(prompt.tokens, **prompt.options()) == found
+        self.check_memory()
+        expected = [(list(path[-1][2]), model.ids(path), name) for _, path, name in self.pins]  # type: ignore[call-overload]
+        assert sorted(map(repr, cache.list_pinned())) == sorted(
+            f"PinnedPrefix(token_ids={tokens}, kv_block_ids={ids}, description={name!r})"
+            for tokens, ids, name in expected
+        )
+
+    def numbers(self, prompt: ModelSequence) -> list[int]:
+        return self.memory.chain(prompt.salt, prompt.lora, prompt.tokens, prompt.keys)
+
+    def check_memory(self) -> None:
+        """What is cached or held has the KV of its tokens; what is pinned is what the model says."""
+        for prefix, block_id in self.model.holders.items():
+            self.memory.check_cached(block_id, 0, prefix, len(prefix[2]))  # type: ignore[arg-type]
+        prompts = {id(match): prompt for match, prompt, _ in self.matches}
+        for match, _ in self.held:
+            if id(match) in prompts:
+                ids = [block.block_id for block in match.blocks]
+                self.memory.check_blocks(ids, self.numbers(prompts[id(match)]))
+
+
+OPERATIONS: tuple[tuple[Callable[[PrefixHistory, Chooser], None], int], ...] = (
+    (PrefixHistory.new, 6),
+    (PrefixHistory.match, 8),
+    (PrefixHistory.match_many, 2),
+    (PrefixHistory.enter, 5),
+    (PrefixHistory.leave, 6),
+    (PrefixHistory.insert, 12),
+    (PrefixHistory.evict, 3),
+    (PrefixHistory.attach, 6),
+    (PrefixHistory.pin, 2),
+    (PrefixHistory.unpin, 4),
+    (PrefixHistory.misuse, 1),
+)
+"""Each operation and how often a walk does it. `clear` is left to the caller: it ends all that is interesting."""

@@ -1,0 +1,739 @@
+"""The prefix cache: by example, against the dumb model, and from eight threads at once."""
+
+import contextlib
+import gc
+import pickle
+import sys
+import threading
+import time
+from array import array
+from collections import deque
+from random import Random
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from model.history import RandomChooser
+from model.prefix_history import OPERATIONS, PrefixHistory
+
+from kvblocks import (
+    BlockStateError,
+    InvalidArgumentError,
+    InvalidTokensError,
+    KVCacheBlock,
+    PinnedPrefix,
+    PrefixCache,
+    PrefixInsert,
+    StaleHitError,
+)
+from kvblocks.core.hashing import sha256_digest
+from kvblocks.core.prefix_index import PrefixIndex
+
+
+def three_bit_hash(preimage: bytes) -> bytes:
+    """Only eight different digests."""
+    return bytes([sha256_digest(preimage)[0] & 7])
+
+
+def filled(max_blocks: int = 8, *prefixes: tuple[list[int], list[int]]) -> PrefixCache:
+    """A cache with blocks of two tokens that these prefixes were inserted in."""
+    cache = PrefixCache(max_blocks, 2)
+    for tokens, ids in prefixes:
+        cache.insert_prefix(tokens, ids)
+    cache.check()
+    return cache
+
+
+ABC = [1, 2, 3, 4, 5, 6]
+
+
+# Looking up and inserting
+
+
+def test_a_prompt_of_1060_tokens_matches_66_blocks_of_16():
+    cache = PrefixCache(100, 16)
+    tokens = list(range(1060))
+    assert cache.insert_prefix(tokens, range(1000, 1066)) == PrefixInsert(66, 66, [], [])
+    match = cache.match_prefix(tokens)
+    assert match.match_length == 1056
+    assert match.matched_kv_blocks == list(range(1000, 1066))
+    assert match.matched_tokens == tokens[:1056]
+    assert match.remaining_tokens == tokens[1056:]
+    assert cache.match_prefix(tokens[:1000]).match_length == 992
+    assert cache.match_prefix([*tokens[:500], 0, *tokens[501:]]).match_length == 496
+    cache.check()
+
+
+def test_a_miss_is_an_empty_match():
+    match = filled().match_prefix([1, 2, 3])
+    assert (match.match_length, match.matched_kv_blocks, match.matched_tokens) == (0, [], [])
+    assert match.remaining_tokens == [1, 2, 3]
+    assert match.payload is None
+    with match:
+        assert match.match_length == 0
+
+
+@pytest.mark.parametrize("form", [list, tuple, lambda t: array("I", t), lambda t: array("q", t), iter])
+def test_tokens_in_any_form(form):
+    cache = filled(8, (ABC, [5, 6, 7]))
+    assert cache.match_prefix(form(ABC)).matched_kv_blocks == [5, 6, 7]
+    assert cache.query_match_len(form(ABC)) == 6
+    assert cache.insert_prefix(form([*ABC, 9, 9]), iter([5, 6, 7, 8])).num_new_blocks == 1
+
+
+def test_salt_lora_and_keys_separate_prefixes():
+    cache = PrefixCache(8, 2)
+    kinds: list[dict[str, Any]] = [{}, {"salt": "a"}, {"lora": "a"}, {"extra_keys": [(2, 3, "image")]}]
+    for number, kind in enumerate(kinds):
+        assert cache.insert_prefix([1, 2, 3, 4], [2 * number, 2 * number + 1], **kind).num_new_blocks == 2 - (
+            number == 3
+        )
+    assert [cache.match_prefix([1, 2, 3, 4], **kind).matched_kv_blocks for kind in kinds] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [0, 7],
+    ]
+    assert cache.cached_block_count() == 7
+
+
+def test_an_id_that_is_not_taken_is_handed_back():
+    cache = filled(8, (ABC[:4], [0, 1]))
+    result = cache.insert_prefix(ABC, [10, 1, 12])
+    assert result == PrefixInsert(num_cached_blocks=3, num_new_blocks=1, unused_kv_blocks=[10], evicted_kv_blocks=[])
+    assert cache.match_prefix(ABC).matched_kv_blocks == [0, 1, 12]
+    assert not cache.contains_block(10) and cache.contains_block(12)
+
+
+def test_a_full_cache_evicts_ends_first_and_says_so():
+    cache = filled(4, (ABC, [0, 1, 2]))
+    result = cache.insert_prefix([9, 9, 8, 8, 7, 7], [3, 4, 5])
+    assert result == PrefixInsert(3, 3, [], [2, 1])
+    assert cache.match_prefix(ABC).matched_kv_blocks == [0]
+    assert cache.cached_block_count() == 4
+
+
+def test_what_is_extended_is_not_evicted_for_it():
+    cache = filled(3, (ABC[:4], [0, 1]), ([9, 9], [2]))
+    assert cache.insert_prefix([*ABC], [0, 1, 3]) == PrefixInsert(3, 1, [], [2])
+
+
+def test_the_longest_prefix_that_fits_is_inserted():
+    cache = filled(4, (ABC, [0, 1, 2]))
+    assert cache.pin_prefix(ABC) == 6
+    assert cache.insert_prefix([9, 9, 8, 8, 7, 7], [3, 4, 5]) == PrefixInsert(1, 1, [4, 5], [])
+    assert cache.insert_prefix([7, 7, 7, 7], [4, 5], pin=True) == PrefixInsert(1, 1, [5], [3])
+    assert cache.insert_prefix([8, 8], [5], pin=True) == PrefixInsert(0, 0, [5], [])
+    assert len(cache.list_pinned()) == 2
+    assert PrefixCache(2, 2).insert_prefix(ABC, [0, 1, 2]) == PrefixInsert(2, 2, [2], [])
+    cache.check()
+
+
+def test_a_prompt_without_a_full_block():
+    cache = filled()
+    assert cache.insert_prefix([1], []) == PrefixInsert(0, 0, [], [])
+    assert cache.insert_prefix([1], [], pin=True) == PrefixInsert(0, 0, [], [])
+    assert cache.list_pinned() == []
+    assert cache.pin_prefix([1]) == cache.unpin_prefix([1]) == 0
+    assert not cache.attach([1], "payload")
+
+
+def test_match_many_is_match_prefix_of_each():
+    cache = filled(8, (ABC, [0, 1, 2]))
+    matches = cache.match_many([ABC, [9], ABC[:3]])
+    assert [match.match_length for match in matches] == [6, 0, 2]
+    assert cache.get_avg_match_length() == 8 / 3
+    assert cache.get_hit_rate() == 8 / 10
+    assert cache.match_many([]) == []
+    assert [match.match_length for match in cache.match_many([ABC], salt="a")] == [0]
+    cache.insert_prefix(ABC, [0, 11, 12], extra_keys=[(2, 4, "image")])
+    matches = cache.match_many([ABC, ABC], extra_keys=[[(2, 4, "image")], ()])
+    assert [match.matched_kv_blocks for match in matches] == [[0, 11, 12], [0, 1, 2]]
+
+
+def test_a_query_of_the_length_changes_nothing():
+    cache = filled(8, (ABC, [0, 1, 2]), ([7, 7], [3]))
+    assert cache.query_match_len(ABC) == 6
+    assert cache.get_hit_rate() == cache.get_avg_match_length() == 0.0
+    assert cache.evict_lru(3) == [2, 1, 0]
+
+
+def test_a_match_or_an_insertion_makes_a_prefix_the_most_recently_used():
+    cache = filled(8, (ABC, [0, 1, 2]), ([7, 7, 6, 6], [3, 4]), ([8, 8], [5]))
+    cache.match_prefix(ABC[:4])
+    cache.insert_prefix([7, 7], [3])
+    assert cache.evict_lru(99) == [2, 4, 5, 1, 0, 3]
+    assert cache.cached_block_count() == 0
+    assert cache.insert_prefix(ABC, [5, 4, 3]).num_new_blocks == 3  # all are the engine's again
+
+
+def test_a_cache_in_steady_state_makes_no_blocks():
+    def count() -> int:
+        return sum(type(thing) is KVCacheBlock for thing in gc.get_objects())
+
+    cache = filled(6, (ABC, [0, 1, 2]), ([9, 9, 8, 8, 7, 7], [3, 4, 5]))
+    gc.collect()
+    gc.disable()  # or what was made in vain would be gone again
+    try:
+        num_before = count()
+        for number in range(50):
+            ids = cache.evict_lru(3)
+            cache.insert_prefix([number] * 6, ids)
+        assert count() == num_before
+    finally:
+        gc.enable()
+
+
+# Misuse
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 2], "expected 3, one for each full block of 2 tokens and none for a partial one, got 2"),
+        ([1, 2, 3, 4], "expected 3, one for each full block of 2 tokens and none for a partial one, got 4"),
+        ([1, 2, -3], "kv_block_ids: position 2: expected an int of at least 0, got -3"),
+        ([1, 2.0, 3], "kv_block_ids: position 1: expected an int of at least 0, got 2.0"),
+        ([True, 2, 3], "kv_block_ids: position 0: expected an int of at least 0, got True"),
+        ([1, 2, 1], "expected 3 different ones, got 2"),
+        ("123", "expected an iterable of ints, got '123'"),
+        (7, "expected an iterable of ints, got 7"),
+    ],
+)
+def test_bad_block_ids(ids, message):
+    cache = filled()
+    with pytest.raises(InvalidArgumentError, match=message):
+        cache.insert_prefix([*ABC, 7], ids)
+    assert cache.cached_block_count() == 0
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_an_id_holds_one_prefix(wrong):
+    """Whether the block would have been taken or not; ids of this very prefix at another place are no better."""
+    cache = filled(8, (ABC[:4], [0, 1]), ([9, 9], [2]))
+    for ids in ([wrong, 3, 2], [2, 1, 3], [1, 0, 3], [0, 1, wrong + 0] if wrong == 2 else [5, wrong, 2]):
+        with pytest.raises(BlockStateError, match=r"expected ids that hold no other prefix, got \d at position \d"):
+            cache.insert_prefix(ABC, ids)
+        assert cache.cached_block_count() == 3
+        cache.check()
+    assert cache.evict_lru(1) == [1]  # nor was anything used
+
+
+@pytest.mark.parametrize("bad", [(0, 16), (1, 0), (1.5, 16), ("8", 16), (True, 16)])
+def test_bad_sizes(bad):
+    with pytest.raises(InvalidArgumentError, match="expected an int of at least 1"):
+        PrefixCache(*bad)
+
+
+def test_bad_arguments():
+    cache = filled()
+    for call in (cache.match_prefix, cache.query_match_len, cache.pin_prefix, cache.unpin_prefix):
+        with pytest.raises(InvalidTokensError, match="expected at least one"):
+            call([])
+        with pytest.raises(InvalidArgumentError, match="salt: expected a non-empty str"):
+            call([1], salt="")
+    with pytest.raises(InvalidArgumentError, match="num_blocks: expected an int of at least 0, got -1"):
+        cache.evict_lru(-1)
+    with pytest.raises(InvalidArgumentError, match="kv_block_id: expected an int of at least 0"):
+        cache.contains_block(-1)
+    with pytest.raises(InvalidArgumentError, match="description: expected"):
+        cache.pin_prefix([1], 3)
+    with pytest.raises(InvalidArgumentError, match="expected them for 2 prompts, got 1"):
+        cache.match_many([[1], [2]], extra_keys=[()])
+
+
+# Holding
+
+
+def test_a_match_that_is_entered_keeps_its_blocks_until_it_is_left():
+    cache = filled(8, (ABC, [0, 1, 2]))
+    with cache.match_prefix(ABC[:4]) as match:
+        assert match.matched_kv_blocks == [0, 1]
+        assert cache.evictable_count() == 1
+        assert cache.evict_lru(3) == [2]
+        assert "4 of 4 tokens, held" in repr(match)
+        cache.check()
+    assert cache.evictable_count() == 2
+    assert cache.evict_lru(3) == [1, 0]
+    assert match.matched_kv_blocks == [0, 1]  # the value stays
+
+
+def test_a_match_is_left_when_the_body_raises():
+    cache = filled(8, (ABC, [0, 1, 2]))
+    with pytest.raises(ZeroDivisionError), cache.match_prefix(ABC) as match:
+        _ = match.match_length / cache.evictable_count()
+    assert cache.evictable_count() == 3
+    cache.check()
+
+
+def test_a_match_may_be_entered_again():
+    cache = filled(8, (ABC, [0, 1, 2]))
+    match = cache.match_prefix(ABC)
+    with match:
+        with match:
+            assert cache.evictable_count() == 0
+        assert cache.evictable_count() == 0
+        cache.check()
+    with match:
+        assert cache.evictable_count() == 0
+    assert cache.evictable_count() == 3
+
+
+def test_leaving_a_match_that_was_not_entered():
+    match = filled(8, (ABC, [0, 1, 2])).match_prefix(ABC)
+    with pytest.raises(BlockStateError, match="expected a match that was entered, got PrefixMatch"):
+        match.__exit__(None, None, None)
+
+
+def test_a_match_that_was_read_and_is_not_true_any_more_is_stale():
+    cache = filled(8, (ABC, [0, 1, 2]))
+    match = cache.match_prefix(ABC)
+    assert match.match_length == 6
+    assert cache.evict_lru(1) == [2]
+    with pytest.raises(StaleHitError, match="match again"), match:
+        pass
+    assert cache.evictable_count() == 2
+    cache.check()
+    cache.insert_prefix(ABC, [0, 1, 2])  # the same ids hold the same prefix again
+    with match:
+        assert cache.evictable_count() == 0
+    cache.insert_prefix([*ABC, 7, 7], [0, 1, 2, 3])
+    cache.insert_prefix([9], [])
+    with match:  # more is cached now, but what it says is true
+        assert match.matched_kv_blocks == [0, 1, 2]
+        assert cache.evictable_count() == 1
+
+
+def test_a_match_holds_what_has_its_ids_now():
+    """Another object may stand for an id that was evicted and inserted again."""
+    cache = filled(4, (ABC, [0, 1, 2]))
+    match = cache.match_prefix(ABC)
+    assert match.matched_kv_blocks == [0, 1, 2]
+    assert cache.evict_lru(2) == [2, 1]
+    cache.insert_prefix([9, 9], [9])
+    cache.insert_prefix(ABC, [0, 1, 2])
+    with match:
+        cache.check()
+        assert cache.evict_lru(4) == [9]
+
+
+def test_a_match_that_was_read_keeps_its_payload():
+    cache = filled(8, (ABC, [0, 1, 2]), ([9, 9], [3]))
+    cache.attach(ABC, "then")
+    match = cache.match_prefix(ABC)
+    assert match.payload == "then"
+    assert cache.evict_lru(1) == [3]
+    cache.attach(ABC, "now")
+    with match:
+        assert match.payload == "then"
+    assert cache.match_prefix(ABC).payload == "now"
+
+
+def test_what_was_left_counts_at_once():
+    """For each call that needs it, with no other in between."""
+    cache = filled(3, (ABC, [0, 1, 2]))
+    with cache.match_prefix(ABC):
+        pass
+    assert cache.evict_lru(1) == [2]
+    with cache.match_prefix(ABC):
+        pass
+    assert cache.insert_prefix([9, 9, 8, 8], [3, 4]).evicted_kv_blocks == [1]
+    with cache.match_prefix(ABC) as match:
+        cache.match_prefix([9, 9, 8, 8])
+    cache.match_prefix([9, 9, 8, 8])
+    assert cache.evict_lru(1) == [0]
+    with match:
+        pass
+    with cache.match_prefix([9, 9, 8, 8]):
+        pass
+    assert sorted(cache.clear()) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "field", ["match_length", "matched_kv_blocks", "matched_tokens", "remaining_tokens", "payload"]
+)
+def test_any_field_counts_as_reading(field):
+    cache = filled(8, (ABC, [0, 1, 2]))
+    match = cache.match_prefix(ABC)
+    assert "6 of 6" in repr(match)  # this doesn't
+    getattr(match, field)
+    cache.evict_lru(1)
+    with pytest.raises(StaleHitError), match:
+        pass
+
+
+def test_a_match_that_nobody_has_read_is_brought_up_to_date():
+    cache = filled(8, (ABC, [0, 1, 2]))
+    shorter, longer = cache.match_many([ABC, [*ABC, 7, 7]])
+    assert cache.evict_lru(1) == [2]
+    with shorter:
+        assert shorter.matched_kv_blocks == [0, 1]
+        cache.insert_prefix([*ABC, 7, 7], [0, 1, 5, 6])
+        with longer:
+            assert longer.matched_kv_blocks == [0, 1, 5, 6]
+    cache.check()
+
+
+# Payloads
+
+
+def test_a_payload_comes_back_for_exactly_its_tokens():
+    cache = filled(8, (ABC, [0, 1, 2]))
+    tokens = [*ABC, 7]
+    assert cache.attach(tokens, "next")
+    assert cache.match_prefix(tokens).payload == "next"
+    others = [ABC, [*ABC, 8], [*tokens, 8], ABC[:5], ABC[:4]]
+    assert [cache.match_prefix(other).payload for other in others] == [None] * 5
+    assert cache.match_prefix(tokens, salt="a").payload is None
+    assert cache.match_prefix(tokens, extra_keys=[(6, 7, "image")]).payload is None
+    assert cache.attach(tokens, "of an image", extra_keys=[(6, 7, "image")])  # one a block: the latest
+    assert cache.match_prefix(tokens, extra_keys=[(6, 7, "image")]).payload == "of an image"
+    assert cache.match_prefix(tokens).payload is None
+    assert cache.attach(ABC, "whole blocks") and cache.match_prefix(ABC).payload == "whole blocks"
+    assert cache.attach(ABC, None) and cache.match_prefix(ABC).payload is None
+
+
+def test_a_payload_needs_all_full_blocks():
+    cache = filled(8, (ABC, [0, 1, 2]))
+    assert not cache.attach([*ABC, 7, 7], "next")
+    assert not cache.attach(ABC, "next", salt="a")
+
+
+def test_a_payload_goes_with_its_block():
+    class Payload:
+        num_alive = 0
+
+        def __init__(self) -> None:
+            Payload.num_alive += 1
+
+        def __del__(self) -> None:
+            Payload.num_alive -= 1
+
+    cache = filled(3, (ABC, [0, 1, 2]))
+    cache.attach(ABC, Payload())
+    cache.attach(ABC[:4], Payload())
+    cache.attach(ABC[:4], Payload())
+    assert Payload.num_alive == 2
+    assert cache.evict_lru(1) == [2]
+    assert Payload.num_alive == 1
+    cache.insert_prefix([9, 9, 8, 8, 7, 7], [4, 5, 6])
+    assert Payload.num_alive == 0
+    cache.insert_prefix(ABC, [0, 1, 2])
+    assert cache.match_prefix(ABC).payload is None
+    cache.attach(ABC, Payload())
+    cache.clear()
+    assert Payload.num_alive == 0
+
+
+def test_a_payloads_finalizer_may_use_the_cache():
+    """What it finds is in order, also when it makes another payload go, and when the last to have it was a match."""
+    seen: list[int] = []
+
+    class Payload:
+        def __del__(self) -> None:
+            cache.check()
+            seen.append(cache.evictable_count())
+            seen.extend(cache.evict_lru(1))
+
+    cache = filled(3, (ABC, [0, 1, 2]))
+    cache.attach(ABC, Payload())
+    cache.attach(ABC[:4], Payload())
+    cache.attach(ABC[:2], Payload())
+    assert cache.insert_prefix([9, 9], [3]) == PrefixInsert(1, 1, [], [2])
+    assert seen == [3, 2, 1, 3, 0, 1]  # each counts, and then evicts what the next one hangs on
+    cache.check()
+    seen.clear()
+    cache.insert_prefix(ABC, [0, 1, 2])
+    cache.attach(ABC, Payload())
+    match = cache.match_prefix(ABC)
+    assert cache.evict_lru(1) == [2]
+    assert seen == []
+    with match:
+        assert seen == [0]
+        assert match.matched_kv_blocks == [0, 1]
+        cache.check()
+
+
+# Pins
+
+
+def test_pins_keep_prefixes_and_nest():
+    cache = filled(8, (ABC, [0, 1, 2]), ([9, 9], [3]))
+    assert cache.pin_prefix(ABC[:4], "system prompt") == 4
+    assert cache.pin_prefix([*ABC, 7]) == 6
+    assert cache.pin_prefix([5, 5]) == 0
+    assert cache.list_pinned() == [
+        PinnedPrefix([1, 2, 3, 4], [0, 1], "system prompt"),
+        PinnedPrefix(ABC, [0, 1, 2], None),
+    ]
+    assert cache.evict_lru(9) == [3]
+    assert cache.unpin_prefix(ABC) == 6  # the partial block makes no difference
+    assert cache.unpin_prefix(ABC) == 0
+    assert cache.evict_lru(9) == [2]
+    assert cache.unpin_prefix(ABC[:4], salt="a") == 0
+    assert cache.unpin_prefix(ABC[:4]) == 4
+    assert cache.evict_lru(9) == [1, 0]
+    assert cache.list_pinned() == []
+
+
+def test_unpinning_undoes_the_last_pin_of_these_tokens():
+    """Also when more of them is cached by then."""
+    cache = filled(8, (ABC[:2], [0]))
+    assert cache.pin_prefix(ABC, "first") == 2
+    cache.insert_prefix(ABC, [0, 1, 2], pin=True)
+    assert [pin.description for pin in cache.list_pinned()] == ["first", None]
+    assert cache.evictable_count() == 0
+    assert cache.unpin_prefix(ABC) == 6
+    assert cache.evictable_count() == 2
+    assert cache.unpin_prefix(ABC) == 2
+    assert cache.evictable_count() == 3
+
+
+def test_keys_tell_pins_apart():
+    cache = PrefixCache(8, 2)
+    cache.insert_prefix(ABC, [0, 1, 2], pin=True, extra_keys=[(1, 3, "x")])
+    assert cache.unpin_prefix(ABC) == cache.unpin_prefix(ABC, extra_keys=[(1, 3, "y")]) == 0
+    assert cache.unpin_prefix(ABC, extra_keys=[(1, 3, "x")]) == 6
+
+
+def test_clear_unpins_and_evicts_everything():
+    cache = filled(8, (ABC, [0, 1, 2]), ([9, 9], [3]))
+    cache.pin_prefix(ABC)
+    cache.pin_prefix(ABC[:2])
+    match = cache.match_prefix(ABC)
+    with match, pytest.raises(BlockStateError, match="expected no match to be held, got 1"):
+        cache.clear()
+    assert len(cache.list_pinned()) == 2
+    assert sorted(cache.clear()) == [0, 1, 2, 3]
+    assert cache.cached_block_count() == cache.evictable_count() == cache.query_match_len(ABC) == 0
+    assert cache.list_pinned() == []
+    with match:  # nobody has read it
+        assert match.match_length == 0
+    cache.check()
+
+
+def test_records_can_be_pickled():
+    cache = filled(8, (ABC, [0, 1, 2]))
+    cache.pin_prefix(ABC)
+    for record in (cache.insert_prefix(ABC, [0, 1, 2]), cache.list_pinned()[0]):
+        assert pickle.loads(pickle.dumps(record)) == record
+
+
+# Against the dumb model
+
+
+class DataChooser:
+    """Asks hypothesis."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.data = data
+
+    def choose(self, options: Any) -> Any:
+        return self.data.draw(st.sampled_from(options))
+
+    def integer(self, low: int, high: int) -> int:
+        return self.data.draw(st.integers(low, high))
+
+
+def make_history(max_blocks: int, block_size: int, weak_hash: bool) -> PrefixHistory:
+    history = PrefixHistory(max_blocks, block_size)
+    if weak_hash:  # there is no parameter for it, because no digest is ever asked for
+        history.cache._store.index = PrefixIndex(block_size, three_bit_hash)  # noqa: SLF001
+    return history
+
+
+class CacheMachine(RuleBasedStateMachine):
+    weak_hash: bool
+
+    @initialize(max_blocks=st.integers(1, 8), block_size=st.integers(1, 3), data=st.data())
+    def make(self, max_blocks: int, block_size: int, data: st.DataObject) -> None:
+        self.history = make_history(max_blocks, block_size, self.weak_hash)
+        for _ in range(3):
+            self.history.new(DataChooser(data))
+
+    @rule(data=st.data(), operation=st.sampled_from([op for op, weight in OPERATIONS for _ in range(weight)]))
+    def do(self, data: st.DataObject, operation: Any) -> None:
+        operation(self.history, DataChooser(data))
+
+    @rule(data=st.data(), really=st.integers(0, 20))
+    def clear(self, data: st.DataObject, really: int) -> None:
+        if really == 20:  # seldom, or nothing would live long enough to be hit
+            self.history.clear(DataChooser(data))
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "history"):
+            self.history.check()
+
+
+@pytest.mark.parametrize("weak_hash", [False, True])
+def test_machine_agrees_with_the_dumb_model(weak_hash):
+    machine = type("Machine", (CacheMachine,), {"weak_hash": weak_hash})
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=50))
+
+
+@pytest.mark.parametrize("weak_hash", [False, True])
+@pytest.mark.parametrize(("max_blocks", "block_size"), [(3, 2), (6, 2), (12, 1), (7, 3)])
+def test_long_walks_agree_with_the_dumb_model(max_blocks, block_size, weak_hash):
+    history = make_history(max_blocks, block_size, weak_hash)
+    chooser = RandomChooser(seed=max_blocks * 10 + block_size)
+    operations = [operation for operation, weight in OPERATIONS for _ in range(weight)]
+    for step in range(1, 5001):
+        chooser.choose(operations)(history, chooser)
+        if step % 300 == 0:
+            history.clear(chooser)
+        if chooser.integer(0, 2):  # not always: it lets go of what was left, so that other calls needn't
+            history.check()
+    # A walk that never met these would prove little.
+    expected = {"hits", "payloads", "stale", "conflicts", "evicting", "cut short", "too few evictable", "unpinned"}
+    assert {name for name, times in history.met.items() if times > 10} >= expected, history.met
+
+
+# Threads
+
+
+class HammeredEngine:
+    """Memory of 40 blocks, each of which remembers the prefix that it was written for; and a smaller cache of it."""
+
+    block_size = 4
+    num_steps = 600
+
+    def __init__(self) -> None:
+        self.cache = PrefixCache(24, self.block_size)
+        self.all_ids = [100 + 3 * i for i in range(40)]
+        self.free = deque(self.all_ids)
+        self.written: dict[int, list[int]] = {}
+        self.num_hits = self.num_evicted = 0
+        self.errors: list[BaseException] = []
+
+    def prompt(self, random: Random) -> list[int]:
+        system = [random.randrange(3)] * 8
+        return system + [random.randrange(2) for _ in range(random.randrange(14))]
+
+    def work(self, seed: int) -> None:
+        random = Random(seed)
+        try:
+            for step in range(self.num_steps):
+                self.serve(self.prompt(random))
+                self.meddle(random, self.prompt(random))
+                if step % 25 == 0:
+                    self.cache.check()
+        except BaseException as error:  # noqa: BLE001  # a thread's error is the test's
+            self.errors.append(error)
+
+    def serve(self, tokens: list[int]) -> None:
+        """A request: what is cached is read, the rest written and inserted."""
+        with self.cache.match_prefix(tokens) as match:
+            ids = match.matched_kv_blocks
+            assert match.payload in (None, tokens)
+            self.read(ids, tokens)
+            num_missing = len(tokens) // self.block_size - len(ids)
+            own = self.take(num_missing)
+            if len(own) < num_missing:
+                self.free.extend(own)
+                return
+            for place, kv_block_id in enumerate(own, len(ids) + 1):
+                self.written[kv_block_id] = tokens[: place * self.block_size]
+            time.sleep(0)
+            self.read([*ids, *own], tokens)
+            result = self.cache.insert_prefix(tokens, [*ids, *own])
+            self.read(ids, tokens)
+        assert set(result.unused_kv_blocks) <= set(own)
+        self.free.extend(result.unused_kv_blocks + result.evicted_kv_blocks)
+        self.cache.attach(tokens, tokens)
+        self.num_hits += bool(ids)
+        self.num_evicted += len(result.evicted_kv_blocks)
+
+    def read(self, ids: list[int], tokens: list[int]) -> None:
+        for place, kv_block_id in enumerate(ids, 1):
+            assert self.written[kv_block_id] == tokens[: place * self.block_size]
+
+    def take(self, num_blocks: int) -> list[int]:
+        own = []
+        while len(own) < num_blocks:
+            try:
+                own.append(self.free.popleft())
+            except IndexError:
+                evicted = self.cache.evict_lru(num_blocks - len(own))
+                if not evicted:
+                    return own
+                self.free.extend(evicted)
+        return own
+
+    def meddle(self, random: Random, tokens: list[int]) -> None:
+        """The other calls."""
+        cache, kind = self.cache, random.randrange(8)
+        if kind == 0:
+            num_tokens = cache.pin_prefix(tokens, "by a thread")
+            time.sleep(0)
+            assert all(pin.description == "by a thread" for pin in cache.list_pinned())
+            assert not num_tokens or cache.unpin_prefix(tokens)
+        elif kind == 1:
+            self.free.extend(cache.evict_lru(random.randrange(4)))
+        elif kind == 2:
+            matches = cache.match_many([tokens, tokens[:8]])
+            assert matches[1].matched_kv_blocks == matches[0].matched_kv_blocks[:2]
+        elif kind == 3:
+            assert 0 <= cache.query_match_len(tokens) <= len(tokens)
+            assert 0 <= cache.evictable_count() <= cache.max_blocks
+        elif kind == 4:
+            assert cache.cached_block_count() <= cache.max_blocks
+            assert 0 <= cache.get_hit_rate() <= 1 and cache.get_avg_match_length() >= 0
+            cache.contains_block(random.choice(self.all_ids))
+        elif kind == 5:
+            match = cache.match_prefix(tokens)
+            length = match.match_length
+            time.sleep(0)
+            with contextlib.suppress(StaleHitError), match:
+                assert match.match_length == length
+                self.read(match.matched_kv_blocks, tokens)
+
+
+def test_eight_threads_and_an_audit():
+    engine = HammeredEngine()
+    threads = [threading.Thread(target=engine.work, args=(seed,)) for seed in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    finally:
+        sys.setswitchinterval(interval)
+    assert engine.errors == []
+    assert not any(thread.is_alive() for thread in threads)
+    cache = engine.cache
+    cache.check()
+    assert cache.list_pinned() == []
+    assert cache.evictable_count() == cache.cached_block_count()
+    cached = [kv_block_id for kv_block_id in engine.all_ids if cache.contains_block(kv_block_id)]
+    assert sorted([*engine.free, *cached]) == engine.all_ids  # no id was lost, or is in two hands
+    assert sorted(cache.clear()) == cached
+    assert engine.num_hits > 200 and engine.num_evicted > 200
+
+
+def test_leaving_a_match_waits_for_nobody():
+    """Not even while another thread is inside the cache, here in a payload's finalizer."""
+    is_inside, has_left = threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    class Payload:
+        def __del__(self) -> None:
+            is_inside.set()
+            seen.append(has_left.wait(60))
+
+    cache = filled(8, (ABC, [0, 1, 2]), ([9, 9], [3]))
+    cache.attach([9, 9], Payload())
+    match = cache.match_prefix(ABC)
+    with match:
+        thread = threading.Thread(target=cache.evict_lru, args=(1,))
+        thread.start()
+        assert is_inside.wait(60)
+    has_left.set()
+    thread.join(60)
+    assert seen == [True]
+    assert cache.evictable_count() == 3
+    cache.check()
