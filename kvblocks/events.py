@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 class BlockStored:
     """Consecutive blocks of one prefix became cached.
 
-    block_hashes: their digests, first to last. parent_block_hash: the digest of the block that the first hangs from,
-    None for a first block. tokens: their token ids, packed as little-endian u32. block_size: tokens in a block.
+    block_hashes: their digests, first to last. parent_block_hash: the digest of the block that the first is attached
+    to, None for a first block. tokens: their token ids, packed as little-endian u32. block_size: tokens in a block.
     extra_keys: (position among block_hashes, encoded extra keys) of those that have some, encoded as in `hashing`; a
     group whose blocks are of another size than the primary one's leaves them to that. group_idx: the group that they
     are cached in; None where there is only one. In a windowed group the parent need not be cached.

@@ -40,7 +40,7 @@ from kvblocks.arguments import (
     wrong,
 )
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.caching import digests_anew, forget_unwritten, register_anew
+from kvblocks.core.caching import cache_anew, digests_anew, forget_unwritten
 from kvblocks.core.change import CHANGING, DEBUGGING, IDLE, Changeable
 from kvblocks.core.hashing import HashFunction, PositionKey, get_hash_function
 from kvblocks.core.hit import CacheHit, check_hit
@@ -57,16 +57,16 @@ from kvblocks.groups.hit import find_hit
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.kinds import FullAttention, Group
 from kvblocks.groups.layout import make_layout
-from kvblocks.groups.pins import GroupRetention
+from kvblocks.groups.pins import GroupPins
 from kvblocks.groups.pool import GroupPool
 from kvblocks.groups.slots import GroupSlots
 from kvblocks.observe.block_sampler import BlockSampler, check_bounds, choose_sample
 from kvblocks.observe.explanation import Explanation, explain_miss
 from kvblocks.observe.group_explanation import explain_group_miss
 from kvblocks.observe.picture import PrefixRow, prefix_rows, to_dot
-from kvblocks.observe.removal_history import EvictionHistory
+from kvblocks.observe.removal_history import RemovalHistory
 from kvblocks.observe.shared_prefixes import SharedPrefix, find_shared_prefixes
-from kvblocks.retention.pins import Pin, Priority, Retention
+from kvblocks.retention.pins import Pin, Pins, Priority
 from kvblocks.retention.quotas import TenantQuotas
 from kvblocks.stats import CacheStats, GroupUsage, QuotaUsage, Refusal
 
@@ -110,7 +110,7 @@ class KVCacheManager(Changeable):
         index = group_index or PrefixIndex(layout.block_size, hash_function, enable_events=named)
         num_remembered = check_count("num_history_blocks", num_history_blocks, 0)
         if num_remembered:
-            index.keep_history(EvictionHistory(num_remembered))
+            index.keep_history(RemovalHistory(num_remembered))
         share = check_share("pin_budget", pin_budget, "a share of the pool from 0.0 to 1.0")
         max_pinned = int(share * check_count("num_blocks", num_blocks, 1) + 1e-6)  # 0.29 of 100 is 29
         super().__init__("manager", debug=debugs)
@@ -121,20 +121,20 @@ class KVCacheManager(Changeable):
         self._group_slots: GroupSlots | None = None
         if group_index is None:
             self._pool = BlockPool(num_blocks, index)
-            self._retention = Retention(self._pool, max_pinned)
-            self._slots = StepAllocator(self._pool, self._retention)
+            self._pins = Pins(self._pool, max_pinned)
+            self._slots = StepAllocator(self._pool, self._pins)
         else:
             group_pool = GroupPool(num_blocks, group_index)
             self._pool = group_pool
-            self._retention = GroupRetention(group_pool, max_pinned)
-            self._slots = self._group_slots = GroupSlots(group_pool, self._retention)
+            self._pins = GroupPins(group_pool, max_pinned)
+            self._slots = self._group_slots = GroupSlots(group_pool, self._pins)
         self._slots.manager = self
         self._in_flight = InFlight(index, self)
         self._sequences: dict[Hashable, Sequence] = {}
         self._last_step: Step = ([], {})  # until one of its sequences is freed: the next batch is mostly the same
-        self._largest_size = self.block_size if group_index is None else group_index.layout.hit_size
+        self._largest_size = self.block_size if group_index is None else group_index.layout.alignment
         # When debugging or naming changes, a token that begins or fills a block goes the long way.
-        self._fills_quickly = not debugs and not index.names_changes and group_index is None
+        self._fills_quickly = not debugs and not index.needs_digests and group_index is None
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
 
     @property
@@ -165,7 +165,7 @@ class KVCacheManager(Changeable):
         return (FullAttention(self.block_size),)
 
     @property
-    def hit_size(self) -> int:
+    def alignment(self) -> int:
         """Hits are multiples of so many tokens: the largest block size of a group. O(1)."""
         return self._largest_size
 
@@ -278,12 +278,12 @@ class KVCacheManager(Changeable):
             return self._append_checked(sequence, token_ids)
         try:
             own: Sequence = sequence  # type: ignore[assignment]  # compiled code looks at its type here
-            is_ours = own.appender is self
+            is_ours = own.tail_owner is self
         except (AttributeError, TypeError):
             raise not_a_sequence("append_slots", sequence) from None
         if is_ours and type(token_ids) is list and len(token_ids) == 1:
             num_tokens = own.num_computed_tokens
-            if num_tokens < own.next_edge:
+            if num_tokens < own.fits_below:
                 # It fits the last block without filling it: 14 of 16 decoded tokens, and nothing else changes.
                 try:
                     own.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
@@ -413,14 +413,14 @@ class KVCacheManager(Changeable):
         self._pool.touch(twin.blocks)
         twin.epoch = sequence.epoch
         twin.num_computed_tokens = num_tokens
-        twin.num_registered_blocks = sequence.num_registered_blocks
+        twin.num_cached_blocks = sequence.num_cached_blocks
         twin.num_readonly_tokens = max(sequence.num_readonly_tokens, num_tokens // block_size * block_size)
-        twin.owner = twin.appender = self
+        twin.owner = twin.tail_owner = self
         if self._group_slots is not None:
             self._group_slots.fork(sequence, twin)
         if num_tokens % self._largest_size:
-            sequence.appender = twin.appender = None
-            sequence.next_edge = 0
+            sequence.tail_owner = twin.tail_owner = None
+            sequence.fits_below = 0
         self._in_flight.note(twin)
         self._end()
         return twin
@@ -449,20 +449,20 @@ class KVCacheManager(Changeable):
         most = written = sequence.num_computed_tokens
         if num_computed_tokens is not None:
             written = check_count("num_computed_tokens", num_computed_tokens, num_left, most)
-        if sequence.window_tables is not None:
-            sequence.window_tables.check_truncate(num_left, sequence.sequence_id)
+        if sequence.side_tables is not None:
+            sequence.side_tables.check_truncate(num_left, sequence.sequence_id)
         self.begin_change()
         if num_computed_tokens is not None:
             self._forget_unwritten(sequence, written)
-        self._retention.extend(sequence)
+        self._pins.extend(sequence)
         dropped = sequence.truncate_blocks(-(-end // self.block_size))
         sequence.truncate_tokens(end)
         sequence.num_computed_tokens = num_left
-        sequence.num_registered_blocks = min(sequence.num_registered_blocks, num_left // self.block_size)
+        sequence.num_cached_blocks = min(sequence.num_cached_blocks, num_left // self.block_size)
         # Down to a whole block: the one that it ends in may be written in place, once nobody else reads it.
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left // self.block_size * self.block_size)
-        sequence.appender = None  # the block that it ends in may be cached, or somebody else's too
-        sequence.next_edge = 0
+        sequence.tail_owner = None  # the block that it ends in may be cached, or somebody else's too
+        sequence.fits_below = 0
         self._pool.release_table(dropped)
         if self._group_slots is not None:
             self._group_slots.truncate(sequence, end)
@@ -481,9 +481,9 @@ class KVCacheManager(Changeable):
             raise SequenceStateError(f"renew: expected a sequence from before a reset of the cache, got {sequence}")
         digests = digests_anew(self._index, sequence)
         self.begin_change()
-        register_anew(self._index, sequence, digests)
+        cache_anew(self._index, sequence, digests)
         if self._group_slots is not None:
-            self._group_slots.register_anew(sequence)
+            self._group_slots.cache_anew(sequence)
         self._end()
 
     def reset_prefix_cache(self) -> None:
@@ -496,8 +496,8 @@ class KVCacheManager(Changeable):
         """
         self.begin_change()
         self._index.clear()
-        if self._retention.pins:
-            self._retention.drop_uncached()
+        if self._pins.pins:
+            self._pins.drop_uncached()
         self._end()
 
     # What stays: pins and quotas.
@@ -505,12 +505,12 @@ class KVCacheManager(Changeable):
     @property
     def pins(self) -> list[Pin]:
         """The pins that haven't ended, oldest first. O(pins)."""
-        return list(self._retention.pins)
+        return list(self._pins.pins)
 
     @property
     def last_refusal(self) -> Refusal | None:
         """Why the last call that returned None did so; None before the first. O(1)."""
-        return self._retention.last_refusal
+        return self._pins.last_refusal
 
     def pin(
         self,
@@ -540,9 +540,9 @@ class KVCacheManager(Changeable):
         end = None if expires_at is None else check_number("expires_at", expires_at, "a number or None")
         copied = bytes(memoryview(pack_tokens(token_ids)).cast("B"))  # a pin may outlive the caller's buffer
         prefix = Sequence("pin", copied, salt=salt, lora=lora, extra_keys=extra_keys)
-        pin = self._retention.make(prefix, priority, end)
+        pin = self._pins.make(prefix, priority, end)
         self.begin_change()
-        self._retention.add(pin)
+        self._pins.add(pin)
         self._end()
         return pin
 
@@ -552,10 +552,10 @@ class KVCacheManager(Changeable):
         given: Any = pin
         if not is_a(given, Pin):
             raise wrong("unpin", "a Pin", given)
-        if given not in self._retention.pins:
+        if given not in self._pins.pins:
             raise InvalidArgumentError(f"unpin: expected a pin of this manager that hasn't ended, got {given}")
         self.begin_change()
-        self._retention.remove(given)
+        self._pins.remove(given)
         self._end()
 
     def expire_pins(self, now: SupportsFloat) -> list[Pin]:
@@ -565,10 +565,10 @@ class KVCacheManager(Changeable):
         and then. Raises InvalidArgumentError. O(pins + blocks freed).
         """
         self.check_whole()
-        expired = self._retention.expired(check_number("now", now))
+        expired = self._pins.expired(check_number("now", now))
         self.begin_change()
         for pin in expired:
-            self._retention.remove(pin)
+            self._pins.remove(pin)
         self._end()
         return expired
 
@@ -703,11 +703,11 @@ class KVCacheManager(Changeable):
         """Raise AssertionError unless all invariants of docs/design.md hold (never under python -O). O(pool)."""
         self.check_whole()
         tables = [table for sequence in self._sequences.values() for table in self._slots.tables(sequence)]
-        self._pool.check(tables + self._retention.tables())
-        self._retention.check()
+        self._pool.check(tables + self._pins.tables())
+        self._pins.check()
         batch, places = self._last_step
         assert places == {sequence: i for i, sequence in enumerate(batch)}, "step: places of another batch"
-        self._check_sequences(self.block_size, self._slots.edge_size)
+        self._check_sequences(self.block_size, self._slots.smallest_block_size)
 
     # What the calls are made of.
 
@@ -725,7 +725,7 @@ class KVCacheManager(Changeable):
         if blocks is None:
             self._unclaim(sequence)
             return None
-        sequence.appender = self
+        sequence.tail_owner = self
         self._num_queries += 1
         self._num_queried_tokens += sequence.num_tokens
         if hit is not None and hit.blocks:
@@ -761,16 +761,16 @@ class KVCacheManager(Changeable):
         if len(batch) != len(tokens):
             check_step(batch, len(tokens))
         try:
-            at_edge = [s for s in batch if s.num_computed_tokens >= s.next_edge or s.appender is not self]
+            at_boundary = [s for s in batch if s.num_computed_tokens >= s.fits_below or s.tail_owner is not self]
         except (AttributeError, TypeError):
             check_step(batch, len(tokens))  # says which is no sequence
             raise
-        for sequence in at_edge:
+        for sequence in at_boundary:
             if sequence.owner is not self or sequence.num_computed_tokens != len(sequence.tokens):
                 self._check_appendable(sequence, "append_step")
         if batch != self._last_step[0]:
             self._note_batch(batch)  # only now, so that nobody else's sequence is kept
-        changes = self._slots.append_step(batch, tokens, at_edge, self._last_step[1])
+        changes = self._slots.append_step(batch, tokens, at_boundary, self._last_step[1])
         self._end()
         return changes
 
@@ -802,14 +802,14 @@ class KVCacheManager(Changeable):
             raise
         if num_computed_tokens is not None:
             self._forget_unwritten(own, num_computed_tokens)
-        if self._retention.lacking:
-            self._retention.extend(own)
+        if self._pins.lacking:
+            self._pins.extend(own)
         if self._last_step[0]:
             self._last_step = ([], {})
-        num_cached = own.num_registered_blocks if own.epoch is self._index.epoch else 0
+        num_cached = own.num_cached_blocks if own.epoch is self._index.epoch else 0
         self._pool.release_table(own.blocks, num_cached)
         self._in_flight.drop(own)
-        if own.window_tables is not None and self._group_slots is not None:
+        if own.side_tables is not None and self._group_slots is not None:
             self._group_slots.release(own)
         own.reset_blocks()
         self.change_state = self._rest_state  # `_end`, without the call
@@ -820,8 +820,8 @@ class KVCacheManager(Changeable):
         forget_unwritten(self._index, sequence, num_computed_tokens)
         if self._index.detached:
             self._pool.requeue_detached()
-        if self._retention.pins:
-            self._retention.drop_uncached()
+        if self._pins.pins:
+            self._pins.drop_uncached()
 
     def _claim(self, sequence: Sequence, call: str) -> None:
         """Begin a change by entering a sequence under its id, which is hashed and compared before anything changes.
@@ -887,13 +887,13 @@ class KVCacheManager(Changeable):
             return error
         return SequenceStateError(f"{call}: expected a sequence allocated here, got {got}")
 
-    def _check_sequences(self, block_size: int, edge_size: int) -> None:
+    def _check_sequences(self, block_size: int, smallest_block_size: int) -> None:
         """Raise AssertionError unless all sequences are here under their ids and agree with themselves."""
         for sequence_id, sequence in self._sequences.items():
             own_id: Any = sequence.sequence_id  # whose == may answer anything
             assert sequence.owner is self and own_id == sequence_id, f"{sequence}: not under its own id"
-            sequence.check(block_size, edge_size)
-            for table in [] if sequence.window_tables is None else sequence.window_tables.tables:
+            sequence.check(block_size, smallest_block_size)
+            for table in [] if sequence.side_tables is None else sequence.side_tables.tables:
                 table.check(sequence.num_computed_tokens)
 
     def _use_quotas(self, quotas: TenantQuotas) -> None:

@@ -24,7 +24,7 @@ def worst_cases(monkeypatch):
 
 
 @uncompiled
-@pytest.mark.parametrize("case", ["evict", "evict-spare", "evict-copies", "chunks-keys-events", "chunks-groups"])
+@pytest.mark.parametrize("case", ["evict", "evict-duplicate", "evict-copies", "chunks-keys-events", "chunks-groups"])
 def test_work_grows_with_what_is_done(worst_cases, case: str) -> None:
     few, many = (count_bytecodes(worst_cases[case].make(size)) for size in (100, 400))
     assert many < 4.2 * few

@@ -281,14 +281,14 @@ class TestAbort:
         manager.abort(dead, 4)
         manager.check()
         assert hit_tokens(manager, [*range(16)]) == 4
-        manager.append_slots(sharer, [16, 17, 18, 19])  # goes on, but hangs from nothing now
+        manager.append_slots(sharer, [16, 17, 18, 19])  # goes on, but is attached to nothing now
         manager.check()
         assert hit_tokens(manager, [*range(20)]) == 4
         manager.abort(sharer, 12)
         assert manager.num_free_blocks == 16
         assert start(manager, dead) == 4
 
-    def test_a_spare_keeps_the_prefix(self) -> None:
+    def test_a_duplicate_keeps_the_prefix(self) -> None:
         manager = KVCacheManager(16, 4)
         one, two = Sequence("one", range(6)), Sequence("two", range(6))
         start(manager, one)
@@ -332,7 +332,7 @@ class TestReset:
         assert hit_tokens(manager, list(range(10))) == 0
         manager.append_slots(running, [10, 11])
         manager.append_slots(starting, [103, 104])
-        assert manager.stats.num_cached_blocks == 0  # what they fill now hangs from KV of before
+        assert manager.stats.num_cached_blocks == 0  # what they fill now is attached to KV of before
         manager.free(running)
         manager.free(starting)
         assert start(manager, running) == 0
@@ -536,7 +536,7 @@ class TestEventsAndStats:
         start(manager, sharer)
         assert decode(manager, sharer) == 4  # a digest for each block that it filled
         manager.abort(sequence, 0)
-        assert decode(manager, sharer) == 0  # it hangs from nothing now
+        assert decode(manager, sharer) == 0  # it is attached to nothing now
         manager.reset_prefix_cache()
         assert decode(manager, sharer) == 0
 

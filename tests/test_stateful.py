@@ -81,7 +81,7 @@ def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, blo
     if history.model.enable_caching:
         assert history.num_hits > 100
         assert history.num_stale_hits > 5
-        assert history.num_orphans > 10
+        assert history.num_detached > 10
         assert history.num_pending > 10
         assert history.num_given_up > 100
         assert history.num_renewed > 0

@@ -90,7 +90,7 @@ def test_duplicate_blocks() -> None:
     one, three = first.blocks[1], second.blocks[1]
     assert one.block_hash == three.block_hash is not None  # cached under one key
 
-    # The spare goes from the map when it is evicted; the prefix stays cached as long as one of the two is left.
+    # The duplicate goes from the map when it is evicted; the prefix stays cached as long as one of the two is left.
     third = Sequence("third", list(b"ABCDEFGH"))
     assert [block.block_id for block in manager.get_computed_blocks(third).blocks] == [0, 1]
     manager.free(first)

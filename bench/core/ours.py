@@ -67,7 +67,7 @@ def cache_blocks(pool: BlockPool, blocks: Blocks, first_filler: int, num_blocks_
     """Cache fillers from `first_filler` on in blocks that were taken from `pool`, and give the blocks back."""
     for number, first in enumerate(range(0, len(blocks), num_blocks_each), first_filler):
         part = blocks[first : first + num_blocks_each]
-        pool.index.insert(ROOT, part, memoryview(filler(number, num_blocks_each)).cast("B"), None, 0)
+        pool.index.cache(ROOT, part, memoryview(filler(number, num_blocks_each)).cast("B"), None, 0)
         pool.release(part)
 
 

@@ -41,15 +41,15 @@ def _tokens(first_block: int, num_blocks: int) -> "array[int]":
     return array("I", range(first_block * BLOCK_SIZE, (first_block + num_blocks) * BLOCK_SIZE))
 
 
-def _evict_interleaved(num_blocks: int, *, with_spare: bool) -> Work:
+def _evict_interleaved(num_blocks: int, *, with_duplicate: bool) -> Work:
     """Two sequences of half the blocks each gave them back in turns; one's first block was computed twice."""
     half = num_blocks // 2
-    manager = KVCacheManager(num_blocks + with_spare, BLOCK_SIZE)
+    manager = KVCacheManager(num_blocks + with_duplicate, BLOCK_SIZE)
     pair = [Sequence(name, _tokens(name * half, 1)) for name in range(2)]
     for sequence in pair:
         manager.allocate_slots(sequence)
         manager.append_slots(sequence, _tokens(sequence.sequence_id * half + 1, half - 1))
-    if with_spare:
+    if with_duplicate:
         manager.allocate_slots(Sequence("double", _tokens(0, 1)))
     for left in range(half - 1, 0, -1):
         for sequence in pair:
@@ -170,8 +170,10 @@ def _left_holds(num_blocks: int) -> Work:
 
 
 CASES = {
-    "evict": Worst("evict two interleaved runs", 16_000, lambda n: _evict_interleaved(n, with_spare=False)),
-    "evict-spare": Worst("the same, one has a spare", 16_000, lambda n: _evict_interleaved(n, with_spare=True)),
+    "evict": Worst("evict two interleaved runs", 16_000, lambda n: _evict_interleaved(n, with_duplicate=False)),
+    "evict-duplicate": Worst(
+        "the same, one has a duplicate", 16_000, lambda n: _evict_interleaved(n, with_duplicate=True)
+    ),
     "evict-copies": Worst("evict copies of one block", 50_000, _evict_copies),
     "chunks": Worst("prefill by blocks", 8000, lambda n: _prefill(n, has_keys=False, enable_events=False)),
     "chunks-keys": Worst("the same, with keys", 8000, lambda n: _prefill(n, has_keys=True, enable_events=False)),

@@ -26,7 +26,7 @@ Node = tuple["Run | None", int]
 """A cached position: the run and the place in it; what stands there is one prefix, whole and exact."""
 
 ROOT: Node = (None, 0)
-"""The empty prefix, which everything hangs from."""
+"""The empty prefix, which everything is attached to."""
 
 
 class KVCacheBlock:
@@ -75,21 +75,21 @@ class Run:
 
     key: the preimage of `blocks[0]`. blocks: the block that a hit gets for each position; it shrinks from the end as
     blocks are evicted. tokens: packed u32 of those positions and perhaps of evicted ones after them. extra_keys:
-    encoded keys by position. spares: by position, further blocks that hold its very prefix. children: by position,
-    the runs that hang from a position of this one. is_closed: it lost its end once, so it is never extended again;
-    otherwise the position, which is an identity, would come to mean another prefix. tenant: whose quota it counts
-    towards.
+    encoded keys by position. duplicates: by position, further blocks that hold its very prefix. children: by position,
+    the runs that are attached to a position of this one. is_closed: it lost its end once, so it is never extended
+    again; otherwise the position, which is an identity, would come to mean another prefix. tenant: whose quota it
+    counts towards.
     """
 
     __slots__ = (
         "blocks",
         "children",
         "digests",
+        "duplicates",
         "epoch",
         "extra_keys",
         "is_closed",
         "key",
-        "spares",
         "tenant",
         "tokens",
     )
@@ -101,14 +101,14 @@ class Run:
         self.tokens = bytearray()
         self.digests = bytearray()
         self.extra_keys: dict[int, bytes] | None = None
-        self.spares: dict[int, dict[KVCacheBlock, None]] | None = None
+        self.duplicates: dict[int, dict[KVCacheBlock, None]] | None = None
         self.children: dict[int, dict[Run, None]] | None = None
         self.is_closed = False
         self.tenant: Tenant | None = None
 
     def num_cached_blocks(self) -> int:
-        """Return how many blocks it holds, spares included. O(positions with spares)."""
-        return len(self.blocks) + sum([len(spares) for spares in (self.spares or {}).values()])
+        """Return how many blocks it holds, duplicates included. O(positions with duplicates)."""
+        return len(self.blocks) + sum([len(duplicates) for duplicates in (self.duplicates or {}).values()])
 
     def num_common(
         self, position: int, tokens: memoryview, extra_keys: dict[int, bytes] | None, first: int, max_blocks: int
@@ -159,7 +159,7 @@ class Run:
         return min(differing, default=num_blocks)
 
     def is_open_at(self, position: int) -> bool:
-        """Whether the next block behind `position` may be added here. Nothing hangs from there then. O(1)."""
+        """Whether the next block behind `position` may be added here. Nothing is attached to there then. O(1)."""
         return position + 1 == len(self.blocks) and not self.is_closed
 
     def extend(self, blocks: list[KVCacheBlock], tokens: memoryview, extra_keys: dict[int, bytes]) -> None:
@@ -178,29 +178,31 @@ class Run:
                 self.extra_keys[base + i] = key
 
     def num_backwards(self, blocks: list[KVCacheBlock], first: int) -> int:
-        """Return how many of `blocks` from `first` on stand at the end here, last first, without a spare. O(those)."""
-        end, spares, count = len(self.blocks), self.spares or {}, 0
+        """Return how many of `blocks` from `first` on are the last ones here, last first, no duplicates. O(those)."""
+        end, duplicates, count = len(self.blocks), self.duplicates or {}, 0
         most = min(end, len(blocks) - first)
-        while count < most and blocks[first + count] is self.blocks[end - 1 - count] and end - 1 - count not in spares:
+        while (
+            count < most and blocks[first + count] is self.blocks[end - 1 - count] and end - 1 - count not in duplicates
+        ):
             count += 1
         return count
 
     def children_from(self, position: int) -> "list[Run]":
-        """Return the runs that hang from `position` or later. O(positions from there, and those runs)."""
+        """Return the runs that are attached to `position` or later. O(positions from there, and those runs)."""
         children = self.children
         if not children:
             return []
         return [child for place in self._places(position, children) for child in children.get(place, ())]
 
     def cut(self, position: int) -> list[KVCacheBlock]:
-        """Drop the blocks from `position` on, spares included, and close the run. Returns them. O(their number).
+        """Drop the blocks from `position` on, duplicates included, and close the run. Returns them. O(their number).
 
-        Nothing may hang from there any more.
+        Nothing may be attached to there any more.
         """
         dropped = self.blocks[position:]
-        if self.spares:
-            for place in self._places(position, self.spares):
-                dropped += self.spares.pop(place, ())
+        if self.duplicates:
+            for place in self._places(position, self.duplicates):
+                dropped += self.duplicates.pop(place, ())
         for block in dropped:
             block.run = None
         del self.blocks[position:]
@@ -239,21 +241,21 @@ class Run:
         )
 
     def check(self) -> int:
-        """Raise AssertionError unless all here agrees; return how many blocks it holds, with spares. O(blocks)."""
+        """Raise AssertionError unless all here agrees; return how many blocks it holds, with duplicates. O(blocks)."""
         parent, position, tokens, extra_keys = self.key
         size = self.epoch.block_bytes
-        assert parent is None or position < len(parent.blocks), f"{self}: hangs from a position that isn't cached"
+        assert parent is None or position < len(parent.blocks), f"{self}: is attached to a position that isn't cached"
         assert tokens == self.tokens[:size] and len(self.tokens) >= size * len(self.blocks), f"{self}: its tokens"
         assert extra_keys == (self.extra_keys or {}).get(0), f"{self}: its extra keys"
         held = list(enumerate(self.blocks))
-        held += [(index, block) for index, spares in (self.spares or {}).items() for block in spares]
+        held += [(index, block) for index, duplicates in (self.duplicates or {}).items() for block in duplicates]
         for index, block in held:
             assert block.run is self and block.index == index, f"{block}: doesn't lead to where it is cached"
         return len(held)
 
     def retire(self) -> None:
         """Give back what a run of an ended epoch holds, and leave no cycle of references."""
-        self.spares = self.children = self.extra_keys = None
+        self.duplicates = self.children = self.extra_keys = None
         self.blocks.clear()
         self.tokens.clear()
         self.digests.clear()

@@ -5,7 +5,7 @@ leaves the cache because it is about to be reused (`evict`), because its KV was 
 everything else (`clear`). What is chained to a prefix that goes, goes too.
 
 Invariants: `blocks` of a run are its positions 0..n-1 with no gap; a block's `run` and `index` lead to a position whose
-`blocks` entry or `spares` hold it; every run of the current epoch that has blocks is under its key in the map.
+`blocks` entry or `duplicates` hold it; every run of the current epoch that has blocks is under its key in the map.
 """
 
 from collections import OrderedDict
@@ -15,7 +15,7 @@ from kvblocks.core.epoch import Epoch
 from kvblocks.core.hashing import HashFunction
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.events import AllBlocksCleared, BlockRemoved, CacheEvent
-from kvblocks.observe.removal_history import EvictionHistory, RemovalCause
+from kvblocks.observe.removal_history import RemovalCause, RemovalHistory
 from kvblocks.retention.quotas import TenantQuotas
 
 MapKey = RunKey | bytes
@@ -25,8 +25,8 @@ Most lookups begin at the root and without extra keys, and bytes are found in tw
 """
 
 
-MANY_SPARES = 16
-"""A dict searches for its first key past all that went before it; with more spares of one position, that is felt."""
+MANY_DUPLICATES = 16
+"""A dict searches for its first key past all that went before it; with more duplicates, that is felt."""
 
 
 def map_key(key: RunKey) -> MapKey:
@@ -39,9 +39,9 @@ class CachedRuns:
     """The runs of blocks of `block_size` tokens, by their keys.
 
     version: goes up whenever a block stops being cached; while it stands still, every earlier match holds.
-    num_cached_blocks: blocks that hold a cached prefix, spares included. detached: blocks that stopped being cached
+    num_cached_blocks: blocks that hold a cached prefix, duplicates included. detached: blocks that stopped being cached
     though nobody took them and nothing was reset, for the pool to requeue. events: since last taken; None: not
-    recorded. history: of what is cached no more; None: not kept. names_changes: whether either is on, so that digests
+    recorded. history: of what is cached no more; None: not kept. needs_digests: whether either is on, so that digests
     are computed as blocks are cached. quotas: of tenants; None: there are none.
     """
 
@@ -54,14 +54,14 @@ class CachedRuns:
         self.num_cached_blocks = 0
         self.detached: list[KVCacheBlock] = []
         self.events: list[CacheEvent] | None = [] if enable_events else None
-        self.history: EvictionHistory | None = None
-        self.names_changes = enable_events
+        self.history: RemovalHistory | None = None
+        self.needs_digests = enable_events
         self.quotas: TenantQuotas | None = None
 
-    def keep_history(self, history: EvictionHistory) -> None:
+    def keep_history(self, history: RemovalHistory) -> None:
         """Remember what is cached no more, from now on; nothing may be cached yet."""
         self.history = history
-        self.names_changes = True
+        self.needs_digests = True
 
     @property
     def num_runs(self) -> int:
@@ -75,7 +75,7 @@ class CachedRuns:
     def evict(self, blocks: list[KVCacheBlock]) -> int:
         """Forget those of `blocks` that are cached, in order; they are about to be reused. Returns how many were.
 
-        A prefix stays cached while a spare holds it; one that goes takes everything chained to it along. O(blocks),
+        A prefix stays cached while a duplicate holds it; one that goes takes everything chained to it along. O(blocks),
         plus what was chained.
         """
         num_cached_before = self.num_cached_blocks
@@ -91,7 +91,7 @@ class CachedRuns:
     def evict_one(self, block: KVCacheBlock) -> int:
         """`evict` of one block; the short way for the last of several in its run, where nothing else hangs. O(1)."""
         run = block.run
-        if run is None or self.names_changes or run.spares or run.children or not run.pops(block):
+        if run is None or self.needs_digests or run.duplicates or run.children or not run.pops(block):
             return self.evict([block])
         self.num_cached_blocks -= 1
         if run.tenant is not None:
@@ -100,7 +100,7 @@ class CachedRuns:
         return 1
 
     def forget(self, block: KVCacheBlock) -> None:
-        """Stop caching the prefix that `block` holds through this block; a spare takes its place when there is one.
+        """Stop caching the prefix that `block` holds through this block; a duplicate takes its place when there is one.
 
         With the last block that holds a prefix goes everything chained to it. Does nothing to a block that isn't
         cached. O(what was chained).
@@ -148,7 +148,7 @@ class CachedRuns:
         assert num_cached == self.num_cached_blocks, f"index: {num_cached} cached, {self.num_cached_blocks} counted"
 
     def _check_runs(self) -> int:
-        """Check the runs; returns how many blocks they hold, spares included."""
+        """Check the runs; returns how many blocks they hold, duplicates included."""
         num_cached = 0
         for key, run in self._runs.items():
             is_live = run.epoch is self.epoch and run.blocks
@@ -171,7 +171,7 @@ class CachedRuns:
             if count > end:  # noqa: PLR1730  # min() costs three times as much
                 count = end
             # Freeing queues a sequence's blocks last first, so the queue mostly holds a run's last first as well.
-            if run.spares:
+            if run.duplicates:
                 count = run.num_backwards(blocks, i)
             elif (
                 blocks[i + count - 1] is not run.blocks[end - count]
@@ -191,40 +191,40 @@ class CachedRuns:
             block.run = None  # the cache was reset
             run.retire()
             return
-        spares = run.spares.get(block.index) if run.spares else None
-        if not spares or not run.spares:
+        duplicates = run.duplicates.get(block.index) if run.duplicates else None
+        if not duplicates or not run.duplicates:
             self.detached += [below for below in self._cut(run, block.index, removed) if below is not block]
             return
         if run.blocks[block.index] is block:
-            if len(spares) > MANY_SPARES and type(spares) is dict:
-                spares = run.spares[block.index] = OrderedDict(spares)
-            heir = next(iter(spares))
+            if len(duplicates) > MANY_DUPLICATES and type(duplicates) is dict:
+                duplicates = run.duplicates[block.index] = OrderedDict(duplicates)
+            heir = next(iter(duplicates))
             run.blocks[block.index] = heir
-            del spares[heir]
+            del duplicates[heir]
         else:
-            del spares[block]
-        if not spares:
-            del run.spares[block.index]
+            del duplicates[block]
+        if not duplicates:
+            del run.duplicates[block.index]
         block.run = None
         self._count(run, -1)
 
     def _cut(self, run: Run, position: int, removed: list[bytes]) -> list[KVCacheBlock]:
         """Forget `run` from `position` on, after everything that is chained to that. Returns the run's own blocks."""
-        if not run.children and not self.names_changes:
+        if not run.children and not self.needs_digests:
             return self._cut_end(run, position)
         chain = [(run, position)]
         for above, start in chain:  # grows while it is walked: parents before children
             chain += [(child, 0) for child in above.children_from(start)]
         dropped: list[KVCacheBlock] = []
         for below, start in reversed(chain):
-            if self.names_changes:
+            if self.needs_digests:
                 removed += [below.digest(index) for index in range(len(below.blocks) - 1, start - 1, -1)]
             self.detached += dropped
             dropped = self._cut_end(below, start)
         return dropped
 
     def _cut_end(self, run: Run, position: int) -> list[KVCacheBlock]:
-        """Forget `run` from `position` on, where nothing hangs any more. Returns its blocks from there, spares too."""
+        """Forget `run` from `position` on, which nothing follows. Returns its blocks from there, duplicates too."""
         dropped = run.cut(position)
         num_blocks = len(dropped)
         self.num_cached_blocks -= num_blocks  # `_count`, without the call: evicting short prefixes comes here each time

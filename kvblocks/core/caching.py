@@ -1,7 +1,7 @@
 """What the prefix index knows of a sequence: looking it up, caching its blocks as they get full, taking them back.
 
 The index speaks of packed tokens and nodes, the manager of sequences and slots; this is what lies between. A sequence's
-first `num_registered_blocks` blocks were hit or cached here, so the last of them is where the next one hangs.
+first `num_cached_blocks` blocks were hit or cached here, so the last of them is where the next one hangs.
 """
 
 from kvblocks.core.block import ROOT, KVCacheBlock
@@ -27,7 +27,7 @@ def digests_ahead(
     can do no harm. Changes nothing. O(new full blocks).
     """
     first, last = num_held, end // index.block_size
-    if not index.names_changes or first >= last or epoch is not index.epoch:
+    if not index.needs_digests or first >= last or epoch is not index.epoch:
         return None
     node = held[first - 1].node if first else ROOT
     if first and node[0] is None:
@@ -36,51 +36,51 @@ def digests_ahead(
     return index.digests(node, sequence.packed_tokens(), keys, first, last)
 
 
-def register_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytearray | None) -> None:
+def cache_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytearray | None) -> None:
     """Cache those of the sequence's blocks that have become full. O(their number).
 
-    Nothing is cached for a sequence of before a reset, or when an abort took away the prefix that it hangs from.
+    Nothing is cached for a sequence of before a reset, or when an abort took away the prefix that it is attached to.
     """
-    first, end = sequence.num_registered_blocks, sequence.num_computed_tokens // index.block_size
+    first, end = sequence.num_cached_blocks, sequence.num_computed_tokens // index.block_size
     if first >= end or sequence.epoch is not index.epoch:
         return
     node = sequence.blocks[first - 1].node if first else ROOT
     if first and node[0] is None:
         return
     keys = sequence.encoded_keys(index.block_size)
-    index.insert(node, sequence.blocks[first:end], sequence.packed_tokens(), keys, first, digests)
-    sequence.num_registered_blocks = end
+    index.cache(node, sequence.blocks[first:end], sequence.packed_tokens(), keys, first, digests)
+    sequence.num_cached_blocks = end
     sequence.run = sequence.blocks[end - 1].run
 
 
-def register_filled_blocks(index: PrefixIndex, sequences: list[Sequence]) -> None:
-    """`register_full_blocks` of blocks that one token each filled, while changes have no names.
+def cache_filled_blocks(index: PrefixIndex, sequences: list[Sequence]) -> None:
+    """`cache_full_blocks` of blocks that one token each filled, while changes have no names.
 
     O(1) a block unless runs part.
     """
     block_size, epoch = index.block_size, index.epoch
     for sequence in sequences:
-        first = sequence.num_registered_blocks
+        first = sequence.num_cached_blocks
         is_next = sequence.num_computed_tokens == (first + 1) * block_size
         if is_next and first and sequence.keys is None and sequence.epoch is epoch:
             parent = sequence.blocks[first - 1]
             run = sequence.run or parent.run
-            if run is not None and index.insert_one(run, parent, sequence.blocks[first], sequence.tokens[-block_size:]):
-                sequence.num_registered_blocks = first + 1
+            if run is not None and index.cache_one(run, parent, sequence.blocks[first], sequence.tokens[-block_size:]):
+                sequence.num_cached_blocks = first + 1
                 sequence.run = run
                 continue
-        register_full_blocks(index, sequence, None)
+        cache_full_blocks(index, sequence, None)
 
 
 def digests_anew(index: PrefixIndex, sequence: Sequence) -> bytearray | None:
-    """Return the digests that `register_anew` will record; None when changes have no names. As `digests_ahead`."""
-    if not index.names_changes:
+    """Return the digests that `cache_anew` will record; None when changes have no names. As `digests_ahead`."""
+    if not index.needs_digests:
         return None
     num_full = sequence.num_computed_tokens // index.block_size
     return index.digests(ROOT, sequence.packed_tokens(), sequence.encoded_keys(index.block_size), 0, num_full)
 
 
-def register_anew(index: PrefixIndex, sequence: Sequence, digests: bytearray | None) -> None:
+def cache_anew(index: PrefixIndex, sequence: Sequence, digests: bytearray | None) -> None:
     """Cache all full blocks of a sequence from before a reset. O(their number).
 
     Those that it shares with a sequence which was registered anew earlier may be cached already, and stay as they are.
@@ -95,12 +95,12 @@ def register_anew(index: PrefixIndex, sequence: Sequence, digests: bytearray | N
             end += 1
         if end > first:
             ahead = None if digests is None else digests[first * size : end * size]
-            index.insert(node, blocks[first:end], tokens, keys, first, ahead)
+            index.cache(node, blocks[first:end], tokens, keys, first, ahead)
         while end < num_full and blocks[end].is_cached:
             end += 1
         node, first = blocks[end - 1].node, end
     sequence.epoch = index.epoch
-    sequence.num_registered_blocks = num_full
+    sequence.num_cached_blocks = num_full
 
 
 def forget_unwritten(index: PrefixIndex, sequence: Sequence, num_computed_tokens: int) -> None:

@@ -102,8 +102,8 @@ def encode_extra_keys(
 ) -> dict[int, bytes]:
     """Return the encoded extra keys of every block that has some, by the block's position in the sequence.
 
-    Salt and LoRA name go to block 0 alone: every later block hangs from it. A position key goes to each block that its
-    span touches. The order in which `position_keys` come makes no difference. O(spans x blocks each touches).
+    Salt and LoRA name go to block 0 alone: every later block is attached to it. A position key goes to each block that
+    its span touches. The order in which `position_keys` come makes no difference. O(spans x blocks each touches).
     """
     encoded: dict[int, bytes] = {}
     root = b""

@@ -58,7 +58,7 @@ class CacheHit:
         check_count("group", group, 0, 0)
         return [*self.blocks]
 
-    def has_lost_companions(self) -> bool:
+    def has_lost_attached(self) -> bool:
         """Whether a block of another group than the primary one is cached no more where it was."""
         return False
 
@@ -95,7 +95,7 @@ def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> int:
         raise SequenceStateError(f"allocate_slots: expected a hit of this manager's cache, got another's: {hit}")
     is_doubtful = hit.version != index.version or sequence.was_truncated
     is_outdated = is_doubtful and (
-        find_blocks(index, sequence)[: len(hit.blocks)] != hit.blocks or hit.has_lost_companions()
+        find_blocks(index, sequence)[: len(hit.blocks)] != hit.blocks or hit.has_lost_attached()
     )
     if is_outdated or hit.num_tokens >= sequence.num_tokens:
         raise StaleHitError(f"allocate_slots: expected {hit} to be cached still; it isn't: look it up again")

@@ -80,7 +80,7 @@ class InFlight:
 
 def _caches(sequence: Sequence) -> bool:
     """Whether what the sequence will compute is going to be cached."""
-    first = sequence.num_registered_blocks
+    first = sequence.num_cached_blocks
     return not first or sequence.blocks[first - 1].is_cached
 
 

@@ -63,16 +63,16 @@ class PrefixIndex(CachedRuns):
     def digests(self, node: Node, tokens: memoryview, extra_keys: ExtraKeys, first: int, end: int) -> bytearray:
         """Return the digests of a sequence's blocks first to end - 1 below the cached `node`. Changes nothing visible.
 
-        Needed before `insert` when changes are named; a hash function that raises then does so before any change.
+        Needed before `cache` when changes are named; a hash function that raises then does so before any change.
         """
         run, position = node
         parent_digest = b"" if run is None else run.digest(position)
         return self.epoch.chain(parent_digest, tokens, extra_keys, first, end)
 
-    def insert_one(
+    def cache_one(
         self, run: Run, parent: KVCacheBlock, block: KVCacheBlock, tokens: "array[int] | memoryview[int]"
     ) -> bool:
-        """`insert` of one block without extra keys behind `parent`, if that is the open end of `run`. Whether it was.
+        """`cache` of one block without extra keys behind `parent`, if that is the open end of `run`. Whether it was.
 
         tokens: the block's. The short way for a decoded token; not when changes are named.
         """
@@ -88,7 +88,7 @@ class PrefixIndex(CachedRuns):
             run.tenant.add(1)
         return True
 
-    def insert(
+    def cache(
         self,
         node: Node,
         blocks: list[KVCacheBlock],
@@ -99,15 +99,15 @@ class PrefixIndex(CachedRuns):
     ) -> None:
         """Cache `blocks`, which hold a sequence's blocks first, first + 1, …, below the cached `node`.
 
-        Those whose very prefix is cached already become spares of it; the rest extend the node's run or form a new one.
-        digests: theirs, needed when changes are named. O(blocks).
+        Those whose very prefix is cached already become duplicates of it; the rest extend the node's run or form a new
+        one. digests: theirs, needed when changes are named. O(blocks).
         """
         num_done = 0
         while num_done < len(blocks) and not (node[0] is not None and node[0].is_open_at(node[1])):
             run, start, count = self._following(node, tokens, extra_keys, first + num_done, len(blocks) - num_done)
             if run is None:
                 break
-            self._add_spares(run, start, blocks[num_done : num_done + count])
+            self._add_duplicates(run, start, blocks[num_done : num_done + count])
             node = run, start + count - 1
             num_done += count
         if num_done == len(blocks):
@@ -162,11 +162,11 @@ class PrefixIndex(CachedRuns):
             run.tenant = self.quotas.tenant_of(extra)
         return run
 
-    def _add_spares(self, run: Run, start: int, blocks: list[KVCacheBlock]) -> None:
-        if run.spares is None:
-            run.spares = {}
+    def _add_duplicates(self, run: Run, start: int, blocks: list[KVCacheBlock]) -> None:
+        if run.duplicates is None:
+            run.duplicates = {}
         for index, block in enumerate(blocks, start):
             block.run = run
             block.index = index
-            run.spares.setdefault(index, {})[block] = None
+            run.duplicates.setdefault(index, {})[block] = None
         self._count(run, len(blocks))

@@ -40,21 +40,21 @@ class Sequence:
 
     __slots__ = (
         "_block_ids",
-        "appender",
         "blocks",
         "epoch",
+        "fits_below",
         "keys",
-        "next_edge",
+        "num_cached_blocks",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_readonly_tokens",
-        "num_registered_blocks",
         "owner",
         "run",
         "sequence_id",
+        "side_tables",
+        "tail_owner",
         "tokens",
         "was_truncated",
-        "window_tables",
     )
 
     def __init__(
@@ -80,14 +80,14 @@ class Sequence:
         self._block_ids: list[int] | None = None  # made when first asked for
         self.num_computed_tokens = 0
         self.num_readonly_tokens = 0
-        self.num_registered_blocks = 0
+        self.num_cached_blocks = 0
         self.was_truncated = False  # an earlier hit may be of tokens that it has no more
         self.owner: object | None = None
-        self.appender: object | None = None  # the owner, while the next token certainly goes to a block of its own
-        self.next_edge = 0  # while fewer tokens are computed, the next one fits the last block and doesn't fill it
+        self.tail_owner: object | None = None  # the owner, while the next token certainly goes to a block of its own
+        self.fits_below = 0  # while fewer tokens are computed, the next one fits the last block and doesn't fill it
         self.epoch: Epoch | None = None
         self.run: Run | None = None  # where its last registered block stands, if anything: a hint
-        self.window_tables: GroupTables | None = None  # the tables beside `blocks`, of a manager of several groups
+        self.side_tables: GroupTables | None = None  # the tables beside `blocks`, of a manager of several groups
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +122,7 @@ class Sequence:
         if block_ids is None:
             block_ids = self._block_ids = []
         if len(block_ids) < len(self.blocks):
-            if self.window_tables is not None and self.window_tables.layout.primary is None:
+            if self.side_tables is not None and self.side_tables.layout.primary is None:
                 return self.group_block_ids(0)
             block_ids += [block.block_id for block in self.blocks[len(block_ids) :]]
         return block_ids
@@ -152,13 +152,13 @@ class Sequence:
     @property
     def new_group_blocks(self) -> list[list[KVCacheBlock]]:
         """By group, the blocks that the last call which made room gave; of a manager of several groups. O(1)."""
-        return [] if self.window_tables is None else self.window_tables.new_blocks
+        return [] if self.side_tables is None else self.side_tables.new_blocks
 
     def _group_table(self, group: SupportsIndex) -> GroupTable | None:
-        if self.window_tables is None:
+        if self.side_tables is None:
             check_count("group", group, 0, 0)
             return None
-        return self.window_tables.table(check_count("group", group, 0, len(self.window_tables.layout.groups) - 1))
+        return self.side_tables.table(check_count("group", group, 0, len(self.side_tables.layout.groups) - 1))
 
     @property
     def is_allocated(self) -> bool:
@@ -188,7 +188,7 @@ class Sequence:
 
     def append_checked(self, token_id: int) -> None:
         """Add one token that is one. Only for the manager. As `append_token`."""
-        self.next_edge = 0
+        self.fits_below = 0
         try:
             self.tokens.append(token_id)  # type: ignore[union-attr]  # a view has no append
         except (AttributeError, BufferError):
@@ -199,7 +199,7 @@ class Sequence:
 
         O(new tokens), and once O(prompt) if that is the caller's buffer.
         """
-        self.next_edge = 0  # first, so that an exception at any place leaves nothing that the short way would trust
+        self.fits_below = 0  # first, so that an exception at any place leaves nothing that the short way would trust
         own = self.tokens
         if not isinstance(own, array):
             own = self.tokens = array("I", own.tobytes())
@@ -255,28 +255,28 @@ class Sequence:
         """
         return None if self.keys is None else self.keys.encoded(block_size)
 
-    def check(self, block_size: int, edge_size: int) -> None:
+    def check(self, block_size: int, smallest_block_size: int) -> None:
         """Raise AssertionError unless its numbers fit together and only registered blocks are cached. O(blocks).
 
-        edge_size: the size of the smallest blocks of any group. Only for the manager.
+        smallest_block_size: the size of the smallest blocks of any group. Only for the manager.
         """
         num_slots = len(self.blocks) * block_size
         assert self.num_computed_tokens <= min(num_slots, self.num_tokens), f"{self}: tokens without slots"
-        assert self.num_registered_blocks <= self.num_computed_tokens // block_size, f"{self}: cached before it is full"
+        assert self.num_cached_blocks <= self.num_computed_tokens // block_size, f"{self}: cached before it is full"
         num_full = self.num_computed_tokens // block_size * block_size
         assert self.num_readonly_tokens in range(0, num_full + 1, block_size), f"{self}: what it must not write"
         # Blocks of before a reset may be cached by `renew` of another sequence that shares them.
         if self.epoch is None or self.epoch.is_current:
-            for place, block in enumerate(self.blocks[self.num_registered_blocks :], self.num_registered_blocks):
-                is_shared = self.appender is None and place == self.num_computed_tokens // block_size
+            for place, block in enumerate(self.blocks[self.num_cached_blocks :], self.num_cached_blocks):
+                is_shared = self.tail_owner is None and place == self.num_computed_tokens // block_size
                 assert is_shared or not block.is_cached, f"{self}: {block} is cached, but not by it"
-        if self.next_edge > self.num_computed_tokens:
-            assert self.appender is self.owner is not None, f"{self}: whether its last block is its own isn't known"
+        if self.fits_below > self.num_computed_tokens:
+            assert self.tail_owner is self.owner is not None, f"{self}: whether its last block is its own isn't known"
             assert self.num_computed_tokens == self.num_tokens, f"{self}: tokens without slots"
-            room = edge_size - 1 - self.num_computed_tokens % edge_size
-            assert self.num_computed_tokens % edge_size, f"{self}: its next token begins a block"
-            assert self.next_edge - self.num_computed_tokens <= room, f"{self}: its next edge is too far"
-        if self.appender is not None and self.num_computed_tokens % block_size:
+            room = smallest_block_size - 1 - self.num_computed_tokens % smallest_block_size
+            assert self.num_computed_tokens % smallest_block_size, f"{self}: its next token begins a block"
+            assert self.fits_below - self.num_computed_tokens <= room, f"{self}: its next edge is too far"
+        if self.tail_owner is not None and self.num_computed_tokens % block_size:
             last = self.blocks[self.num_computed_tokens // block_size]
             assert last.ref_cnt == 1 and not last.is_cached, f"{self}: would write to {last}"
 
@@ -298,6 +298,6 @@ class Sequence:
         """Forget the block table. Only for the manager that releases it."""
         self.blocks = []
         self._block_ids = None
-        self.num_computed_tokens = self.num_readonly_tokens = self.num_registered_blocks = self.next_edge = 0
-        self.appender = self.epoch = self.run = None
+        self.num_computed_tokens = self.num_readonly_tokens = self.num_cached_blocks = self.fits_below = 0
+        self.tail_owner = self.epoch = self.run = None
         self.owner = None  # last: what was left half done is nobody else's to allocate

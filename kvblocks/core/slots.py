@@ -12,29 +12,29 @@ forked or truncated: it gets a block of its own in that place, and `copies` says
 from array import array
 
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.caching import digests_ahead, register_filled_blocks, register_full_blocks
+from kvblocks.core.caching import cache_filled_blocks, cache_full_blocks, digests_ahead
 from kvblocks.core.change import CHANGING, Changeable
 from kvblocks.core.epoch import Epoch
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.sequence import Sequence
-from kvblocks.retention.pins import Retention
+from kvblocks.retention.pins import Pins
 
 
 class SlotAllocator:
-    """Gives the blocks of `pool` to sequences, pinned ones too where `retention` gives them up.
+    """Gives the blocks of `pool` to sequences, pinned ones too where `pins` gives them up.
 
     manager: whose it is, which that sets. num_taken_blocks: how many it gave. copies: (source, destination) block ids
-    to copy, in order, since last taken. edge_size: the size of the smallest blocks.
+    to copy, in order, since last taken. smallest_block_size: the size of the smallest blocks.
     """
 
     manager: Changeable
 
-    def __init__(self, pool: BlockPool, retention: Retention) -> None:
+    def __init__(self, pool: BlockPool, pins: Pins) -> None:
         self._pool = pool
-        self._retention = retention
+        self._pins = pins
         self._index = pool.index
-        self._block_size = self.edge_size = pool.index.block_size
+        self._block_size = self.smallest_block_size = pool.index.block_size
         self.num_taken_blocks = 0
         self.copies: list[tuple[int, int]] = []
 
@@ -49,18 +49,18 @@ class SlotAllocator:
         """
         held = hit.blocks if hit is not None else []
         num_missing = max(0, -(-(end + num_lookahead_tokens) // self._block_size) - len(held))
-        if not self._pool.can_take(num_missing, held) and self._retention.refuses(num_missing, held):
+        if not self._pool.can_take(num_missing, held) and self._pins.refuses(num_missing, held):
             return None
         digests = digests_ahead(self._index, sequence, epoch, held, len(held), end)
         sequence.owner = self.manager  # first, so that what is left half done is nobody else's to allocate
         self._pool.touch(held)
         sequence.epoch = epoch
         sequence.blocks += held
-        sequence.num_registered_blocks = len(held)
+        sequence.num_cached_blocks = len(held)
         blocks = self._take(num_missing, sequence)
         sequence.blocks += blocks
         self._count(sequence, end)
-        register_full_blocks(self._index, sequence, digests)
+        cache_full_blocks(self._index, sequence, digests)
         return blocks
 
     def grow(self, sequence: Sequence, end: int, num_lookahead_tokens: int) -> list[KVCacheBlock] | None:
@@ -82,7 +82,7 @@ class SlotAllocator:
         self.manager.change_state = CHANGING
         blocks = self._add_blocks(sequence, num_missing, shared)
         if num_tokens:
-            self._find_edge(sequence)
+            self._find_fits_below(sequence)
         return blocks
 
     def append(self, sequence: Sequence, tokens: "array[int] | memoryview[int]") -> list[KVCacheBlock] | None:
@@ -105,7 +105,7 @@ class SlotAllocator:
         num_tokens = len(sequence.tokens) + 1
         blocks: list[KVCacheBlock] = []
         if num_tokens > len(sequence.blocks) * block_size:
-            if not self._pool.num_free_blocks and self._retention.refuses(1, []):
+            if not self._pool.num_free_blocks and self._pins.refuses(1, []):
                 return None
             sequence.append_checked(token)
             blocks = self._take_one(sequence)
@@ -115,9 +115,9 @@ class SlotAllocator:
         sequence.num_computed_tokens = num_tokens
         place = num_tokens % block_size
         if place:
-            sequence.next_edge = num_tokens - place + block_size - 1  # `_find_edge`, without the call
+            sequence.fits_below = num_tokens - place + block_size - 1  # `_find_fits_below`, without the call
         else:
-            register_filled_blocks(self._index, [sequence])
+            cache_filled_blocks(self._index, [sequence])
         return blocks
 
     def take_copies(self) -> list[tuple[int, int]]:
@@ -134,14 +134,14 @@ class SlotAllocator:
 
         A hash function that raises takes the tokens back, and no change is under way.
         """
-        num_before, next_edge = sequence.num_tokens, sequence.next_edge
+        num_before, fits_below = sequence.num_tokens, sequence.fits_below
         self.manager.change_state = CHANGING
         sequence.append_packed(tokens)
         try:
             return self._digests_ahead(sequence, sequence.num_tokens)
         except BaseException:
             sequence.truncate_tokens(num_before)
-            sequence.next_edge = next_edge
+            sequence.fits_below = fits_below
             self.manager.end_change()
             raise
 
@@ -151,40 +151,40 @@ class SlotAllocator:
         """Give a sequence what its first `end` tokens need, and cache what they fill."""
         blocks = self._add_blocks(sequence, num_missing, shared)
         self._count(sequence, end)
-        register_full_blocks(self._index, sequence, digests)
+        cache_full_blocks(self._index, sequence, digests)
         return blocks
 
     def _count(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Say how many tokens are computed, of a sequence with room for them."""
         sequence.num_computed_tokens = num_computed_tokens
-        self._find_edge(sequence)
+        self._find_fits_below(sequence)
 
-    def _find_edge(self, sequence: Sequence) -> None:
+    def _find_fits_below(self, sequence: Sequence) -> None:
         """Note how far tokens can simply be added to a sequence none of whose blocks is shared any more."""
         num_tokens = sequence.num_computed_tokens
-        place = num_tokens % self.edge_size
+        place = num_tokens % self.smallest_block_size
         if place and num_tokens == len(sequence.tokens):
-            sequence.next_edge = num_tokens - place + self.edge_size - 1
+            sequence.fits_below = num_tokens - place + self.smallest_block_size - 1
 
     def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         return max(0, -(-num_tokens // self._block_size) - len(sequence.blocks))
 
     def _lacks(self, num_blocks: int) -> bool:
-        return num_blocks > self._pool.num_free_blocks and self._retention.refuses(num_blocks, [])
+        return num_blocks > self._pool.num_free_blocks and self._pins.refuses(num_blocks, [])
 
     def _shared_place(self, sequence: Sequence, position: int) -> int | None:
         """Return the place in its table of the block that the token at `position` must not be written to.
 
         None when there is none; the next token then needs no such question until the sequence is forked or truncated.
         """
-        if sequence.appender is not None:
+        if sequence.tail_owner is not None:
             return None
         place = position // self._block_size
         if position % self._block_size:
             block = sequence.blocks[place]
             if block.ref_cnt > 1 or block.is_cached:
                 return place
-        sequence.appender = sequence.owner
+        sequence.tail_owner = sequence.owner
         return None
 
     def _add_blocks(self, sequence: Sequence, num_missing: int, shared: int | None) -> list[KVCacheBlock]:
@@ -200,10 +200,10 @@ class SlotAllocator:
 
     def _replace(self, sequence: Sequence, place: int, block: KVCacheBlock) -> None:
         source = sequence.blocks[place]
-        self._retention.extend(sequence)
+        self._pins.extend(sequence)
         sequence.replace_block(place, block)
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, place * self._block_size)
-        sequence.appender = sequence.owner
+        sequence.tail_owner = sequence.owner
         self._pool.release_table([source])
         self.copies.append((source.block_id, block.block_id))
 
@@ -221,7 +221,7 @@ class SlotAllocator:
     def _make_free(self, num_blocks: int) -> None:
         num_free = self._pool.num_free_blocks
         if num_blocks > num_free:
-            self._retention.give_up(num_blocks - num_free)
+            self._pins.give_up(num_blocks - num_free)
 
     def _take_one(self, sequence: Sequence) -> list[KVCacheBlock]:
         if not self._pool.num_free_blocks:
@@ -230,7 +230,7 @@ class SlotAllocator:
         return [self._pool.take_one()]
 
     def _digests_ahead(self, sequence: Sequence, end: int) -> bytearray | None:
-        if not self._index.names_changes:
+        if not self._index.needs_digests:
             return None
-        num_held = sequence.num_registered_blocks
+        num_held = sequence.num_cached_blocks
         return digests_ahead(self._index, sequence, sequence.epoch, sequence.blocks, num_held, end)

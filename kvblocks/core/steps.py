@@ -9,7 +9,7 @@ from operator import index
 from typing import Any
 
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.caching import register_filled_blocks, register_full_blocks
+from kvblocks.core.caching import cache_filled_blocks, cache_full_blocks
 from kvblocks.core.change import CHANGING
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import SlotAllocator
@@ -20,20 +20,20 @@ class StepAllocator(SlotAllocator):
     """`SlotAllocator` with steps."""
 
     def append_step(
-        self, sequences: list[Sequence], tokens: list[Any], at_edge: list[Sequence], places: dict[Sequence, int]
+        self, sequences: list[Sequence], tokens: list[Any], at_boundary: list[Sequence], places: dict[Sequence, int]
     ) -> list[tuple[int, int, int]] | None:
         """Add one token to each sequence, as `append`; the changes of block tables as (place, position, block id).
 
-        at_edge: those of the sequences that aren't before their next edge. places: of all, in `sequences`.
+        at_boundary: those of the sequences that aren't before their next edge. places: of all, in `sequences`.
         """
         block_size = self._block_size
         growing: list[Sequence] = []
         filling: list[Sequence] = []
         others: list[Sequence] = []
         unsure: list[Sequence] = []
-        for sequence in at_edge:
+        for sequence in at_boundary:
             num_tokens = sequence.num_computed_tokens
-            if sequence.appender is None:
+            if sequence.tail_owner is None:
                 unsure.append(sequence)
             if num_tokens % block_size == block_size - 1:
                 filling.append(sequence)
@@ -47,16 +47,16 @@ class StepAllocator(SlotAllocator):
         if self._lacks_in_step(len(growing), tokens):
             return None
         self._append_each(sequences, tokens)
-        digests = self._digests_of_step(sequences, at_edge) if self._index.names_changes else {}
+        digests = self._digests_of_step(sequences, at_boundary) if self._index.needs_digests else {}
         changes = self._grow_by_one(growing, shared, places)
         for sequence in others:
-            if sequence.appender is not None:  # the last to leave a shared block keeps it, and is asked again
-                self._find_edge(sequence)
+            if sequence.tail_owner is not None:  # the last to leave a shared block keeps it, and is asked again
+                self._find_fits_below(sequence)
         if digests:
             for sequence in filling:
-                register_full_blocks(self._index, sequence, digests[sequence])
+                cache_full_blocks(self._index, sequence, digests[sequence])
         else:
-            register_filled_blocks(self._index, filling)
+            cache_filled_blocks(self._index, filling)
         return changes
 
     def _lacks_in_step(self, num_blocks: int, tokens: list[Any]) -> bool:
@@ -76,10 +76,10 @@ class StepAllocator(SlotAllocator):
                 try:
                     sequence.tokens.append(token)  # type: ignore[union-attr]  # a view has no append
                 except (AttributeError, BufferError):
-                    next_edge = sequence.next_edge
+                    fits_below = sequence.fits_below
                     sequence.truncate_tokens(sequence.num_computed_tokens)  # what an odd integer left half done
                     sequence.append_packed(array("I", (index(token),)))
-                    sequence.next_edge = next_edge
+                    sequence.fits_below = fits_below
             except BaseException as error:  # nothing is counted in here, so it is known what there is to take back
                 sequence.truncate_tokens(sequence.num_computed_tokens)
                 self._take_back(sequences[: sequences.index(sequence)])
@@ -95,13 +95,15 @@ class StepAllocator(SlotAllocator):
             sequence.truncate_tokens(sequence.num_computed_tokens)
         self.manager.end_change()
 
-    def _digests_of_step(self, sequences: list[Sequence], at_edge: list[Sequence]) -> dict[Sequence, bytearray | None]:
-        """Return the digests of the blocks that the last tokens of those `at_edge` fill.
+    def _digests_of_step(
+        self, sequences: list[Sequence], at_boundary: list[Sequence]
+    ) -> dict[Sequence, bytearray | None]:
+        """Return the digests of the blocks that the last tokens of those `at_boundary` fill.
 
         A hash function that raises takes the tokens back from all sequences.
         """
         try:
-            return {sequence: self._digests_ahead(sequence, sequence.num_tokens) for sequence in at_edge}
+            return {sequence: self._digests_ahead(sequence, sequence.num_tokens) for sequence in at_boundary}
         except BaseException:
             self._take_back(sequences)
             raise
@@ -120,7 +122,7 @@ class StepAllocator(SlotAllocator):
                 self._replace(sequence, position, block)
             else:
                 sequence.blocks.append(block)
-                sequence.next_edge = (position + 1) * block_size - 1
+                sequence.fits_below = (position + 1) * block_size - 1
             changes.append((places[sequence], position, block.block_id))
         return changes
 

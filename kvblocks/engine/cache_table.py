@@ -18,8 +18,8 @@ def cache_table(rows: Sequence[PrefixRow], max_rows: int | None = None) -> Table
     shown = rows if max_rows is None else rows[: max(max_rows, 0)]
     left_out = rows[len(shown) :]
     table = Table(title=Text(f"Cached prefixes: {describe_blocks(rows)}" if rows else "Nothing is cached"))
-    for heading in ("tokens", "blocks", "spares", "owned", "free", "keys", "begins with"):
-        is_number = heading in ("blocks", "spares", "owned", "free")
+    for heading in ("tokens", "blocks", "duplicates", "owned", "free", "keys", "begins with"):
+        is_number = heading in ("blocks", "duplicates", "owned", "free")
         table.add_column(heading, justify="right" if is_number else "left", overflow="fold")  # cut nothing off
     for row in shown:
         # Text, not str: a salt may look like rich's markup.
@@ -37,6 +37,6 @@ def _span(row: PrefixRow) -> Text:
 
 
 def _counts(rows: Sequence[PrefixRow]) -> list[str]:
-    """The numbers of blocks of `rows` together: those that hits get, spares, owned, free."""
-    counts = [(row.num_blocks, row.num_spares, row.num_owned, row.num_free) for row in rows]
+    """The numbers of blocks of `rows` together: those that hits get, duplicates, owned, free."""
+    counts = [(row.num_blocks, row.num_duplicates, row.num_owned, row.num_free) for row in rows]
     return [str(sum(column)) for column in zip(*counts, strict=True)]

@@ -3,7 +3,7 @@
 Groups of full attention need all blocks of the prefix, windowed ones those that the next token's query sees: of the
 tokens before the hit's end the last window - 1, and one more where the whole prompt is cached, since its last token is
 then computed again. The primary group's cached prefix is found as ever; from its end the walk goes back: a missing
-companion ends every hit that would need it, so the next candidate ends where that block begins.
+side_group ends every hit that would need it, so the next candidate ends where that block begins.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from kvblocks.core.hit import CacheHit
 from kvblocks.core.in_flight import InFlight
 from kvblocks.core.sequence import Sequence
 from kvblocks.groups.index import GroupIndex, Row
-from kvblocks.groups.layout import Companion
+from kvblocks.groups.layout import SideGroup
 
 Tables = list[tuple[int, list[KVCacheBlock]]]
-"""By `layout.companions`: the first place that a hit needs, and the blocks from there to its end."""
+"""By `layout.side_groups`: the first place that a hit needs, and the blocks from there to its end."""
 
 
 class GroupHit(CacheHit):
@@ -51,15 +51,15 @@ class GroupHit(CacheHit):
         """Return the blocks of a group's table, None where it needs none. O(blocks)."""
         layout = self.group_index.layout
         number = check_count("group", group, 0, len(layout.groups) - 1)
-        for companion, (first, held) in zip(layout.companions, self.tables, strict=True):
-            if companion.group == number:
+        for side_group, (first, held) in zip(layout.side_groups, self.tables, strict=True):
+            if side_group.group == number:
                 return [*[None] * first, *held]
         return [*self.blocks]
 
-    def has_lost_companions(self) -> bool:
+    def has_lost_attached(self) -> bool:
         """Whether a block of another group than the primary one hangs no more where it did. O(blocks)."""
-        for companion, (first, held) in zip(self.group_index.layout.companions, self.tables, strict=True):
-            if _find(self.group_index, companion, self.blocks, first, first + len(held)) != held:
+        for side_group, (first, held) in zip(self.group_index.layout.side_groups, self.tables, strict=True):
+            if _find(self.group_index, side_group, self.blocks, first, first + len(held)) != held:
                 return True
         return False
 
@@ -68,7 +68,7 @@ class GroupHit(CacheHit):
 class Limit:
     """What ended a hit: a group's block `number` isn't cached. end: of the longest hit that would have needed it."""
 
-    companion: Companion
+    side_group: SideGroup
     number: int
     end: int
 
@@ -87,47 +87,47 @@ def longest_end(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int)
 
     matched: the primary group's blocks. num_tokens: known of the sequence.
     """
-    size, step = index.layout.block_size, index.layout.hit_size
+    size, step = index.layout.block_size, index.layout.alignment
     end = len(matched) * size // step * step
     limit: Limit | None = None
     while True:
         tables: Tables = []
         rows: dict[int, list[Row]] = {}  # by their first place: groups that are alike ask for the same ones
-        for companion in index.layout.companions:
-            first, last = needed_blocks(companion, end, num_tokens)
+        for side_group in index.layout.side_groups:
+            first, last = needed_blocks(side_group, end, num_tokens)
             found: list[KVCacheBlock | None]
-            if companion.block_size != size:
-                found = _find(index, companion, matched, first, last)
+            if side_group.block_size != size:
+                found = _find(index, side_group, matched, first, last)
             elif (
-                first not in rows and last > first and index.companion(matched[last - 1], companion.first_place) is None
+                first not in rows and last > first and index.attached(matched[last - 1], side_group.first_place) is None
             ):
                 first, found = last - 1, [None]  # so that stretches without anything cost O(1) a block
             else:
                 if first not in rows:
                     rows[first] = index.rows(matched, first, last)
-                place = companion.first_place
+                place = side_group.first_place
                 found = [row[place] for row in rows[first]]
             held = [block for block in found if block is not None]
             if len(held) < len(found):
                 missing = first + max([i for i, block in enumerate(found) if block is None])
-                limit = limit or Limit(companion, missing, end)
-                end = missing * companion.block_size // step * step
+                limit = limit or Limit(side_group, missing, end)
+                end = missing * side_group.block_size // step * step
                 break
             tables.append((first, held))
-        if len(tables) == len(index.layout.companions):
+        if len(tables) == len(index.layout.side_groups):
             return end, tables, limit
 
 
-def needed_blocks(companion: Companion, end: int, num_tokens: int) -> tuple[int, int]:
+def needed_blocks(side_group: SideGroup, end: int, num_tokens: int) -> tuple[int, int]:
     """Return the first block, and the one behind the last, that a hit of `end` tokens needs of a group."""
     if not end:
         return 0, 0
-    return companion.first_needed(end - 1 if end == num_tokens else end), end // companion.block_size
+    return side_group.first_needed(end - 1 if end == num_tokens else end), end // side_group.block_size
 
 
 def _find(
-    index: GroupIndex, companion: Companion, matched: list[KVCacheBlock], first: int, end: int
+    index: GroupIndex, side_group: SideGroup, matched: list[KVCacheBlock], first: int, end: int
 ) -> list[KVCacheBlock | None]:
     """Return a group's blocks first to end - 1 of a prefix, None for those that aren't cached. O(end - first)."""
-    homes = [companion.home(number) for number in range(first, end)]
-    return [index.companion(matched[position], place) for position, place in homes]
+    homes = [side_group.home(number) for number in range(first, end)]
+    return [index.attached(matched[position], place) for position, place in homes]

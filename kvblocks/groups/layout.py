@@ -1,8 +1,8 @@
 """What follows from an engine's groups alone: which is the primary one, and where the others' blocks hang.
 
 The *primary* group is the first with full attention. Its cached prefixes are what the prefix index knows; the blocks of
-the others hang from them (`companions`). Where no group has full attention, identities without KV stand in its place
-(`ghosts`).
+the others are attached to them (`side_groups`). Where no group has full attention, identities without KV stand in its
+place (`anchors`).
 
 Invariants: of two block sizes the smaller one divides the larger one, so hits, which every group must be able to
 serve, are multiples of the largest.
@@ -17,12 +17,12 @@ from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
 
 
-class Companion:
+class SideGroup:
     """A group beside the primary one: where its blocks hang.
 
-    Its block that ends with token e hangs from the primary block that has token e - 1, in one of the places first_place
-    to first_place + num_places - 1 of that block's row: several when its blocks are smaller. window: None: all of the
-    past. Read-only.
+    Its block that ends with token e is attached to the primary block that has token e - 1, in one of the places
+    first_place to first_place + num_places - 1 of that block's row: several when its blocks are smaller. window: None:
+    all of the past. Read-only.
     """
 
     __slots__ = ("block_size", "first_place", "group", "num_places", "primary_size", "window")
@@ -36,7 +36,7 @@ class Companion:
         self.num_places = max(1, primary_size // spec.block_size)
 
     def home(self, number: int) -> tuple[int, int]:
-        """Return the primary block that this group's block `number` hangs from, and its place in the row. O(1)."""
+        """Return the primary block that this group's block `number` is attached to, and its place in the row. O(1)."""
         end = (number + 1) * self.block_size
         position = (end - 1) // self.primary_size
         if self.num_places == 1:
@@ -54,45 +54,45 @@ class GroupLayout:
     """What follows from the groups alone. Read-only.
 
     primary: the place among `groups` of the group whose cached prefixes the index knows, None where no group has full
-    attention. block_size: tokens of a primary block. hit_size: hits are multiples of it. edge_size: the smallest block
-    size. companions: the other groups. row_size: places for their blocks at each primary block. table_numbers: by
-    group, the number of its table: its place in companions, or one behind them for the primary group.
+    attention. block_size: tokens of a primary block. alignment: hits are multiples of it. smallest_block_size: of any
+    group. side_groups: the other groups. row_size: places for their blocks at each primary block. table_numbers: by
+    group, the number of its table: its place in side_groups, or one behind them for the primary group.
     """
 
     __slots__ = (
+        "alignment",
         "block_size",
-        "companions",
-        "edge_size",
         "groups",
-        "hit_size",
         "primary",
         "row_size",
+        "side_groups",
+        "smallest_block_size",
         "table_numbers",
     )
 
     def __init__(self, groups: tuple[Group, ...]) -> None:
         self.groups = groups
         sizes = [group.block_size for group in groups]
-        self.hit_size, self.edge_size = max(sizes), min(sizes)
+        self.alignment, self.smallest_block_size = max(sizes), min(sizes)
         self.primary: int | None = None
         for place, group in enumerate(groups):
             if group.window is None and self.primary is None:
                 self.primary = place
-        self.block_size = self.hit_size if self.primary is None else sizes[self.primary]
-        self.companions: list[Companion] = []
+        self.block_size = self.alignment if self.primary is None else sizes[self.primary]
+        self.side_groups: list[SideGroup] = []
         self.row_size = 0
         for place, group in enumerate(groups):
             if place != self.primary:
-                companion = Companion(place, group, self.block_size, self.row_size)
-                self.companions.append(companion)
-                self.row_size += companion.num_places
-        numbers = {companion.group: number for number, companion in enumerate(self.companions)}
-        self.table_numbers = [numbers.get(group, len(self.companions)) for group in range(len(groups))]
+                side_group = SideGroup(place, group, self.block_size, self.row_size)
+                self.side_groups.append(side_group)
+                self.row_size += side_group.num_places
+        numbers = {side_group.group: number for number, side_group in enumerate(self.side_groups)}
+        self.table_numbers = [numbers.get(group, len(self.side_groups)) for group in range(len(groups))]
 
     @property
     def is_single(self) -> bool:
         """Whether there is one group of full attention and nothing else. O(1)."""
-        return not self.companions
+        return not self.side_groups
 
 
 def check_groups(groups: Iterable[Group]) -> GroupLayout:

@@ -1,6 +1,6 @@
 """What a call that makes room needs, of all groups: found out before anything is changed.
 
-Tables are counted as in `GroupTables.tables`; the sequence's primary table, which may be one of ghosts, is the last.
+Tables are counted as in `GroupTables.tables`; the sequence's primary table, which may be one of anchors, is the last.
 """
 
 from kvblocks.core.block import KVCacheBlock
@@ -22,9 +22,9 @@ class Need:
         self.passed: list[int] = []
         self.shared: list[int | None] = []
         self.missing: list[int] = []
-        assert sequence.window_tables is not None
-        for table in sequence.window_tables.tables:
-            size = table.companion.block_size
+        assert sequence.side_tables is not None
+        for table in sequence.side_tables.tables:
+            size = table.side_group.block_size
             self.passed.append(table.num_passed(start))
             self.missing.append(max(0, -(-num_slots // size) - table.num_places))
             self.shared.append(_shared_place(sequence, table.live_block(start // size), start, size))
@@ -36,16 +36,16 @@ class Need:
         """Return how many blocks it takes for a table. O(1)."""
         return self.missing[table] + (self.shared[table] is not None)
 
-    def num_taken_of_pool(self, *, has_ghosts: bool) -> int:
+    def num_taken_of_pool(self, *, has_anchors: bool) -> int:
         """Return how many blocks of the pool it takes. O(groups)."""
-        num_tables = len(self.missing) - has_ghosts
+        num_tables = len(self.missing) - has_anchors
         return sum([self.num_taken(table) for table in range(num_tables)])
 
     def leaving(self) -> list[KVCacheBlock]:
         """Return the blocks that the sequence lets go of. O(blocks)."""
-        assert self.sequence.window_tables is not None
+        assert self.sequence.side_tables is not None
         leaving: list[KVCacheBlock] = []
-        for table, num_passed in zip(self.sequence.window_tables.tables, self.passed, strict=False):
+        for table, num_passed in zip(self.sequence.side_tables.tables, self.passed, strict=False):
             leaving += table.blocks[:num_passed]
         return leaving
 
@@ -65,8 +65,8 @@ def keep_for_last(needs: list[Need]) -> None:
 
 def table_block(sequence: Sequence, i: int, place: int) -> KVCacheBlock:
     """Return the block in a live place of table number `i`. O(1)."""
-    assert sequence.window_tables is not None
-    tables = sequence.window_tables.tables
+    assert sequence.side_tables is not None
+    tables = sequence.side_tables.tables
     block = sequence.blocks[place] if i == len(tables) else tables[i].live_block(place)
     assert block is not None
     return block
@@ -74,6 +74,6 @@ def table_block(sequence: Sequence, i: int, place: int) -> KVCacheBlock:
 
 def _shared_place(sequence: Sequence, block: KVCacheBlock | None, position: int, block_size: int) -> int | None:
     """Return the place of `block`, which has `position`, if the token there must not be written to it."""
-    if sequence.appender is not None or block is None or not position % block_size:
+    if sequence.tail_owner is not None or block is None or not position % block_size:
         return None
     return position // block_size if block.ref_cnt > 1 or block.is_cached else None

@@ -10,33 +10,33 @@ from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.free_queue import FreeBlockQueue
 from kvblocks.core.pool import BlockPool
 from kvblocks.errors import PoolExhaustedError
-from kvblocks.groups.anchors import GhostBlocks
+from kvblocks.groups.anchors import AnchorBlocks
 from kvblocks.groups.index import GroupIndex
 
 
 class GroupPool(BlockPool):
-    """`BlockPool` for a `GroupIndex`. ghosts: None where the primary group has blocks of its own."""
+    """`BlockPool` for a `GroupIndex`. anchors: None where the primary group has blocks of its own."""
 
     def __init__(self, num_blocks: SupportsIndex, index: GroupIndex) -> None:
         super().__init__(num_blocks, index)
         self.group_index = index
-        self.ghosts = GhostBlocks(len(self.blocks), index) if index.layout.primary is None else None
+        self.anchors = AnchorBlocks(len(self.blocks), index) if index.layout.primary is None else None
 
     @property
     def num_cached_blocks(self) -> int:
         """Blocks whose contents are cached. O(1)."""
-        return self.group_index.num_companions if self.ghosts is not None else self.index.num_cached_blocks
+        return self.group_index.num_attached_blocks if self.anchors is not None else self.index.num_cached_blocks
 
-    def is_ghost(self, block: KVCacheBlock) -> bool:
+    def is_anchor(self, block: KVCacheBlock) -> bool:
         """Whether a block has no memory. O(1)."""
         return block.block_id >= len(self.blocks)
 
     def recount_quotas(self) -> None:
-        """Count anew what tenants have cached, companions included. O(pool)."""
+        """Count anew what tenants have cached, attached blocks included. O(pool)."""
         super().recount_quotas()
-        for run, num_companions in self.group_index.count_companions():
+        for run, num_attached_blocks in self.group_index.count_attached():
             if run.tenant is not None:
-                run.tenant.add(num_companions)
+                run.tenant.add(num_attached_blocks)
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take the next free blocks, one after the other. Raises PoolExhaustedError. O(num_blocks).
@@ -47,24 +47,24 @@ class GroupPool(BlockPool):
             raise PoolExhaustedError(f"expected 0 to {self.num_free_blocks} blocks to take, got {num_blocks}")
         return [self.take_one() for _ in range(num_blocks)]
 
-    def take_ghosts(self, num_ghosts: int) -> list[KVCacheBlock]:
-        """Take ghosts for a primary table. O(num_ghosts)."""
-        assert self.ghosts is not None
-        ghosts = self.ghosts.take(num_ghosts)
+    def take_anchors(self, num_anchors: int) -> list[KVCacheBlock]:
+        """Take anchors for a primary table. O(num_anchors)."""
+        assert self.anchors is not None
+        anchors = self.anchors.take(num_anchors)
         self.requeue_detached()
-        return ghosts
+        return anchors
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add an owner to each of `blocks`, which are all ghosts or none. O(blocks)."""
-        if self.ghosts is not None and blocks and self.is_ghost(blocks[0]):
-            self.ghosts.touch(blocks)
+        """Add an owner to each of `blocks`, which are all anchors or none. O(blocks)."""
+        if self.anchors is not None and blocks and self.is_anchor(blocks[0]):
+            self.anchors.touch(blocks)
         else:
             super().touch(blocks)
 
     def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
-        """Take an owner from each of `blocks`, all ghosts or none, as `BlockPool.release_table`. O(blocks)."""
-        if self.ghosts is not None and blocks and self.is_ghost(blocks[0]):
-            self.ghosts.release(blocks)
+        """Take an owner from each of `blocks`, all anchors or none, as `BlockPool.release_table`. O(blocks)."""
+        if self.anchors is not None and blocks and self.is_anchor(blocks[0]):
+            self.anchors.release(blocks)
         else:
             super().release_table(blocks, num_cached)
 
@@ -78,23 +78,23 @@ class GroupPool(BlockPool):
         self._note_released(blocks)
 
     def requeue_detached(self) -> None:
-        """`BlockPool.requeue_detached`, of ghosts too. O(their number)."""
-        if self.ghosts is not None:
-            self.ghosts.requeue([block for block in self.index.detached if self.is_ghost(block)])
-            self.index.detached = [block for block in self.index.detached if not self.is_ghost(block)]
+        """`BlockPool.requeue_detached`, of anchors too. O(their number)."""
+        if self.anchors is not None:
+            self.anchors.requeue([block for block in self.index.detached if self.is_anchor(block)])
+            self.index.detached = [block for block in self.index.detached if not self.is_anchor(block)]
         super().requeue_detached()
 
     def check(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
-        """`BlockPool.check`, of ghosts too. O(pool + ghosts)."""
+        """`BlockPool.check`, of anchors too. O(pool + anchors)."""
         real: list[Sequence[KVCacheBlock]] = []
-        ghostly: list[Sequence[KVCacheBlock]] = []
+        anchored: list[Sequence[KVCacheBlock]] = []
         for table in tables:
-            (ghostly if table and self.is_ghost(table[0]) else real).append(table)
+            (anchored if table and self.is_anchor(table[0]) else real).append(table)
         super().check(real)
-        if self.ghosts is not None:
-            num_cached = self.ghosts.check(ghostly)
-            expected = self.index.num_cached_blocks - self.group_index.num_companions
-            assert num_cached == expected, f"ghosts: {num_cached} cached, {expected} found"
+        if self.anchors is not None:
+            num_cached = self.anchors.check(anchored)
+            expected = self.index.num_cached_blocks - self.group_index.num_attached_blocks
+            assert num_cached == expected, f"anchors: {num_cached} cached, {expected} found"
 
     def _make_queue(self) -> FreeBlockQueue:
         return FreeBlockQueue(self.blocks, has_windows=True)

@@ -1,6 +1,6 @@
 """Why a prefix missed: the answer of `KVCacheManager.explain`, for people who wonder about their hit rate.
 
-Looks at the first block that isn't found. The eviction history is asked first, since it knows; otherwise what is
+Looks at the first block that isn't found. The removal history is asked first, since it knows; otherwise what is
 cached is searched for something similar: the same tokens under other keys, or a block that begins alike.
 """
 

@@ -21,20 +21,20 @@ def explain_group_miss(index: GroupIndex, sequence: Sequence, num_taken_blocks: 
         primary = index.layout.primary
         explanation = replace(explain_miss(index, sequence, num_taken_blocks), group=primary)
         return replace(explanation, num_cached_blocks=end // size, num_matched_blocks=len(matched))
-    companion = limit.companion
-    position, place = companion.home(limit.number)
+    side_group = limit.side_group
+    position, place = side_group.home(limit.number)
     removal = None
     if index.history is not None:
-        removal = index.history.find(history_key(companion.group, index.name(matched[position], companion, place)))
-    first = limit.number * companion.block_size
+        removal = index.history.find(history_key(side_group.group, index.name(matched[position], side_group, place)))
+    first = limit.number * side_group.block_size
     return Explanation(
         "group",
         end // size,
         sequence.num_tokens // size,
         removal,
         0 if removal is None else num_taken_blocks - removal.num_taken_blocks,
-        group=companion.group,
-        window=companion.window,
+        group=side_group.group,
+        window=side_group.window,
         num_matched_blocks=len(matched),
-        missing_tokens=(first, first + companion.block_size),
+        missing_tokens=(first, first + side_group.block_size),
     )

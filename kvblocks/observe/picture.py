@@ -1,12 +1,12 @@
 """A picture of what is cached, for people who want to see it.
 
-The cached prefixes form a forest of stretches: a run is cut after every block that other runs hang from, and each
+The cached prefixes form a forest of stretches: a run is cut after every block that other runs are attached to, and each
 piece is one `PrefixRow`, with its parent. Every cached block is in exactly one row, as one of the blocks that hits get
-or as a spare. `prefix_rows` makes the rows; `to_dot` draws them for Graphviz; `engine.cache_table` makes a terminal's
-table of them.
+or as a duplicate. `prefix_rows` makes the rows; `to_dot` draws them for Graphviz; `engine.cache_table` makes a
+terminal's table of them.
 
-A row comes before its children, with all that hangs from the first child before the second. Children are in the order
-of their age, the rest of their parent's own run first.
+A row comes before its children, with all that is attached to the first child before the second. Children are in the
+order of their age, the rest of their parent's own run first.
 """
 
 from array import array
@@ -28,7 +28,7 @@ class PrefixRow(NamedTuple):
 
     parent: place of the row that this one follows; None: it begins a prefix. depth: how many rows come before it in its
     prefixes. start_token: its first token's position in the prefix. num_tokens: in its blocks. num_blocks: those that
-    hits get. num_spares: further blocks that hold the same. num_owned: how many of both kinds sequences hold; the
+    hits get. num_duplicates: further blocks that hold the same. num_owned: how many of both kinds sequences hold; the
     others are free. first_tokens: ids of the first tokens, at most 8. extra_keys: those of its blocks, each once, with
     spans as (first position in the prefix, length).
     """
@@ -38,15 +38,15 @@ class PrefixRow(NamedTuple):
     start_token: int
     num_tokens: int
     num_blocks: int
-    num_spares: int
+    num_duplicates: int
     num_owned: int
     first_tokens: tuple[int, ...]
     extra_keys: tuple[ExtraKey, ...]
 
     @property
     def num_free(self) -> int:
-        """Blocks, spares included, that no sequence holds. O(1)."""
-        return self.num_blocks + self.num_spares - self.num_owned
+        """Blocks, duplicates included, that no sequence holds. O(1)."""
+        return self.num_blocks + self.num_duplicates - self.num_owned
 
 
 def prefix_rows(index: PrefixIndex) -> list[PrefixRow]:
@@ -92,12 +92,12 @@ def describe_tokens(row: PrefixRow) -> str:
 
 
 def describe_blocks(rows: Items[PrefixRow]) -> str:
-    """Return how many blocks `rows` have together, such as "5 blocks (2 owned, 3 free, 1 spare)"."""
-    num_blocks = sum([row.num_blocks + row.num_spares for row in rows])
-    num_spares = sum([row.num_spares for row in rows])
+    """Return how many blocks `rows` have together, such as "5 blocks (2 owned, 3 free, 1 duplicate)"."""
+    num_blocks = sum([row.num_blocks + row.num_duplicates for row in rows])
+    num_duplicates = sum([row.num_duplicates for row in rows])
     parts = [f"{sum([row.num_owned for row in rows])} owned", f"{sum([row.num_free for row in rows])} free"]
-    if num_spares:
-        parts.append(_counted(num_spares, "spare"))
+    if num_duplicates:
+        parts.append(_counted(num_duplicates, "duplicate"))
     return f"{_counted(num_blocks, 'block')} ({', '.join(parts)})"
 
 
@@ -126,7 +126,7 @@ def to_dot(rows: Items[PrefixRow], max_nodes: SupportsIndex | None = 200) -> str
 
 
 def _ends(run: Run) -> list[int]:
-    """Return where the stretches of `run` end, last first: behind blocks that something hangs from, and at its end."""
+    """Return where the stretches of `run` end, last first: behind blocks where others part from it, and at its end."""
     ends = {len(run.blocks)}
     if run.children:
         ends |= {position + 1 for position in run.children}
@@ -134,14 +134,14 @@ def _ends(run: Run) -> list[int]:
 
 
 def _row(run: Run, first: int, end: int, parent: int | None, rows: list[PrefixRow]) -> PrefixRow:
-    """Return the row of `run`'s positions first to end - 1, which hang from rows[parent]."""
+    """Return the row of `run`'s positions first to end - 1, which are attached to rows[parent]."""
     depth = start_token = 0
     if parent is not None:
         depth, start_token = rows[parent].depth + 1, rows[parent].start_token + rows[parent].num_tokens
     block_size, blocks = run.epoch.block_bytes // 4, run.blocks[first:end]
-    if run.spares:
+    if run.duplicates:
         for position in range(first, end):
-            blocks += run.spares.get(position, ())
+            blocks += run.duplicates.get(position, ())
     num_tokens = (end - first) * block_size
     num_first = min(num_tokens, _MAX_FIRST_TOKENS)
     first_byte = first * run.epoch.block_bytes
@@ -151,7 +151,7 @@ def _row(run: Run, first: int, end: int, parent: int | None, rows: list[PrefixRo
         start_token=start_token,
         num_tokens=num_tokens,
         num_blocks=end - first,
-        num_spares=len(blocks) - (end - first),
+        num_duplicates=len(blocks) - (end - first),
         num_owned=sum([block.ref_cnt > 0 for block in blocks]),
         first_tokens=tuple(array("I", bytes(run.tokens[first_byte : first_byte + 4 * num_first]))),
         extra_keys=_keys(run, first, end, start_token),

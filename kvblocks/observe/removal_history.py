@@ -23,7 +23,7 @@ class Removal(NamedTuple):
     sequence_id: Hashable | None
 
 
-class EvictionHistory:
+class RemovalHistory:
     """Remembers the last `max_blocks` prefixes that went, about 250 bytes each.
 
     num_taken_blocks, sequence_id: now, and on whose behalf; whoever takes blocks from the pool keeps them up to date.

@@ -122,11 +122,11 @@ class PrefixCache(Changeable):
         ids = check_block_ids(kv_block_ids, sequence.num_tokens // self.block_size, self.block_size)
         pins = check_flag("pin", pin)
         with self._lock:
-            self._settle()
+            self._catch_up()
             path = self._store.find(sequence)
             self._store.check_insertable(ids, path)
             self.begin_change()
-            path, num_new, evicted = self._store.insert(sequence, ids, path)
+            path, num_new, evicted = self._store.cache(sequence, ids, path)
             if pins and path:
                 self._pins.add(sequence, path, None)
             else:
@@ -166,7 +166,7 @@ class PrefixCache(Changeable):
         """
         num_wanted = check_count("num_blocks", num_blocks, 0)
         with self._lock:
-            self._settle()
+            self._catch_up()
             self.begin_change()
             evicted = self._store.evict(num_wanted)
             self.end_change()
@@ -191,7 +191,7 @@ class PrefixCache(Changeable):
         sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
         name = check_name("description", description)
         with self._lock:
-            self._settle()
+            self._catch_up()
             path = self._store.find(sequence)
             if path:
                 self.begin_change()
@@ -210,7 +210,7 @@ class PrefixCache(Changeable):
         """
         sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
         with self._lock:
-            self._settle()
+            self._catch_up()
             self.begin_change()
             path = self._pins.remove(sequence)
             self._store.let_go(path)
@@ -239,7 +239,7 @@ class PrefixCache(Changeable):
     def evictable_count(self) -> int:
         """Return how many blocks are neither pinned nor held by a match. O(1) beside matches that were left."""
         with self._lock:
-            self._settle()
+            self._catch_up()
             return self._store.num_evictable_blocks
 
     def get_hit_rate(self) -> float:
@@ -260,7 +260,7 @@ class PrefixCache(Changeable):
         Raises BlockStateError while a match is held: its blocks are being read. The rates go on. O(cached blocks).
         """
         with self._lock:
-            self._settle()
+            self._catch_up()
             if self._holds:
                 raise BlockStateError(f"clear: expected no match to be held, got {len(self._holds)}")
             self.begin_change()
@@ -275,7 +275,7 @@ class PrefixCache(Changeable):
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold (never under python -O). O(cached blocks and holds)."""
         with self._lock:
-            self._settle()
+            self._catch_up()
             paths = self._pins.paths()
             assert all(paths), "cache: a pin of nothing"
             self._store.check([*paths, *[hold.blocks for hold in self._holds]])
@@ -284,7 +284,7 @@ class PrefixCache(Changeable):
         """Bring `match` up to date and hold its blocks by `hold`. For `PrefixMatch.__enter__`, which says the rest."""
         with self._lock:
             if self._left or self.change_state:
-                self._settle()
+                self._catch_up()
             version, blocks = self._store.index.version, match.blocks
             if match.version != version:
                 found = self._store.find(match.sequence)
@@ -307,7 +307,7 @@ class PrefixCache(Changeable):
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
         if self._left or self.change_state:
-            self._settle()
+            self._catch_up()
         store = self._store
         match = PrefixMatch(self, sequence)
         blocks = store.find(sequence)
@@ -320,7 +320,7 @@ class PrefixCache(Changeable):
         self.change_state = IDLE
         return match
 
-    def _settle(self) -> None:
+    def _catch_up(self) -> None:
         """Let go of the matches that were left since the last call. Raises CorruptStateError."""
         self.check_whole()
         while self._left:

@@ -4,9 +4,10 @@ A block is here from its insertion to its eviction. The object that stood for it
 so that a cache in steady state makes no objects.
 
 As in `BlockPool`, being in the queue and having `ref_cnt` 0 are one fact. What is held are whole paths, from a prefix's
-first block on; a reference is to a path's last block, and a block with any has one to the block that it hangs from. So
-holding a path that is held already, or shares its beginning with one, costs nothing for what they share. With the
-queue's order, children before their parents, that makes eviction leaf-first: a block never outlives what it hangs from.
+first block on; a reference is to a path's last block, and a block with any has one to the block that it is attached to.
+So holding a path that is held already, or shares its beginning with one, costs nothing for what they share. With the
+queue's order, children before their parents, that makes eviction leaf-first: a block never outlives what it is attached
+to.
 
 Takes no lock; `PrefixCache` does.
 """
@@ -31,7 +32,7 @@ class RecencyQueue(FreeBlockQueue):
     """A queue whose blocks can be used without being taken out, and taken out as paths."""
 
     def hold(self, path: Items[KVCacheBlock]) -> None:
-        """Add a reference to a path's last block, and to what that hangs from if it had none. O(blocks taken out)."""
+        """Add a reference to a path's last block, and to its parent if it had none. O(blocks taken out)."""
         num_kept = 0  # what isn't reached is counted, since that costs nothing for each block
         above = reversed(path)
         for block in above:
@@ -132,7 +133,7 @@ class PrefixStore:
         """Undo one `hold`; what nothing holds any more becomes the most recently used. O(1 + those blocks)."""
         self._queue.let_go(path)
 
-    def insert(
+    def cache(
         self, sequence: Sequence, kv_block_ids: list[int], path: list[KVCacheBlock]
     ) -> tuple[list[KVCacheBlock], int, list[int]]:
         """Cache as much of the sequence's full blocks as there is room for, evicting what nothing holds.
@@ -150,7 +151,7 @@ class PrefixStore:
         if new:
             node = path[-1].node if path else ROOT
             keys = sequence.encoded_keys(self.block_size)
-            self.index.insert(node, new, sequence.packed_tokens(), keys, num_found)
+            self.index.cache(node, new, sequence.packed_tokens(), keys, num_found)
         return path + new, len(new), evicted
 
     def evict(self, num_blocks: int) -> list[int]:
@@ -199,7 +200,7 @@ class PrefixStore:
         num_holds = dict.fromkeys(self.blocks.values(), 0)
         for path in holds:
             for above, block in zip([None, *path], path, strict=False):
-                assert _parent(block) is above, f"{block}: hangs from another block than {above}"
+                assert _parent(block) is above, f"{block}: is attached to another block than {above}"
             if path:
                 num_holds[path[-1]] += 1
         for block in self.blocks.values():
@@ -272,7 +273,7 @@ def check_block_ids(kv_block_ids: Any, num_blocks: int, block_size: int) -> list
 
 
 def _parent(block: KVCacheBlock) -> KVCacheBlock | None:
-    """The block that a cached block hangs from."""
+    """The block that a cached block is attached to."""
     run = block.run
     assert run is not None, f"{block}: isn't cached"
     if block.index:

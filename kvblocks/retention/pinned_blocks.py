@@ -1,7 +1,7 @@
 """Which blocks only pins hold: what a call that finds too few free blocks could have, and what it could not.
 
 To know it takes a look at everything that is pinned. So it is kept for the next call, which a scheduler makes at its
-next step. It may change when a pin holds other blocks, which `Retention` says, and when a block gets another owner
+next step. It may change when a pin holds other blocks, which `Pins` says, and when a block gets another owner
 or loses one of several, which the free queue counts for all blocks alike. What is taken and freed otherwise makes no
 difference. So a pool in which prefixes are shared all the time is looked at each time, once a call.
 """
@@ -65,7 +65,7 @@ class PinnedBlocks:
         if known is not None:
             for block in blocks:
                 if not block.ref_cnt:
-                    self._num_going -= known.pop(block, False)  # nothing, of a ghost
+                    self._num_going -= known.pop(block, False)  # nothing, of a anchor
 
     def check(self, pins: Iterable[Held]) -> None:
         """Raise AssertionError unless what is known is so. O(pinned blocks)."""

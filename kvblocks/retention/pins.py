@@ -9,9 +9,9 @@ blocks, those of lowest priority first, and within a pin the end of the prefix f
 do.
 
 Invariants: a pin holds the first blocks of its prefix, all cached; their priorities never rise from one block to the
-next, so no block is protected longer than the one it hangs from.
+next, so no block is protected longer than the one it is attached to.
 
-Retention priorities by ranges of tokens are TensorRT-LLM's; holding a reference as the way to protect is this
+Pins priorities by ranges of tokens are TensorRT-LLM's; holding a reference as the way to protect is this
 project's.
 """
 
@@ -36,12 +36,12 @@ class Pin:
     """A standing wish to keep a prefix cached. Made by `KVCacheManager.pin`; tell pins apart by identity.
 
     sequence: the prefix, with its salt and keys. priorities: of its full blocks, first to last. expires_at: the time
-    from which it counts no more, None: never. blocks: those that it holds now. hanging: of groups beside the primary
-    one, those that a hit of the whole prefix needs, if it holds all of them. num_wanted_blocks: that it is for in all
-    groups, and that count towards the budget.
+    from which it counts no more, None: never. blocks: those that it holds now. attached_blocks: of groups beside the
+    primary one, those that a hit of the whole prefix needs, if it holds all of them. num_wanted_blocks: that it is for
+    in all groups, and that count towards the budget.
     """
 
-    __slots__ = ("blocks", "expires_at", "hanging", "has_ended", "num_wanted_blocks", "priorities", "sequence")
+    __slots__ = ("attached_blocks", "blocks", "expires_at", "has_ended", "num_wanted_blocks", "priorities", "sequence")
 
     def __init__(self, sequence: Sequence, priorities: list[int], expires_at: Any) -> None:
         self.sequence = sequence
@@ -49,7 +49,7 @@ class Pin:
         self.expires_at = expires_at
         self.has_ended = False
         self.blocks: list[KVCacheBlock] = []
-        self.hanging: list[KVCacheBlock] = []
+        self.attached_blocks: list[KVCacheBlock] = []
         self.num_wanted_blocks = len(priorities)
 
     @property
@@ -60,14 +60,14 @@ class Pin:
     @property
     def num_held_blocks(self) -> int:
         """Blocks that it protects now: those that are cached and weren't given up. O(1)."""
-        return len(self.blocks) + len(self.hanging)
+        return len(self.blocks) + len(self.attached_blocks)
 
     def __repr__(self) -> str:
         until = "" if self.expires_at is None else f", until {shown(self.expires_at)}"
         return f"Pin({shown(self.sequence.sequence_id)}, {len(self.blocks)} of {self.num_blocks} blocks{until})"
 
 
-class Retention:
+class Pins:
     """The pins of a pool, which together hold at most `max_blocks`.
 
     lacking: those of them that don't hold all of their blocks, by their first block's tokens. last_refusal: of the last

@@ -47,9 +47,9 @@ def test_the_rehearsal_runs_and_checks_every_workload(tmp_path):
 def test_a_wrong_result_is_told_and_is_the_exit_status(tmp_path):
     program = (
         "import os, sys; os.environ['TRITON_INTERPRET'] = '1'\n"
-        "from bench import attention, attention_cases\n"
-        "right = attention_cases._extend\n"
-        "attention_cases._extend = lambda batch: right(batch) * 1.02\n"
+        "from bench.attention import attention, cases\n"
+        "right = cases._extend\n"
+        "cases._extend = lambda batch: right(batch) * 1.02\n"
         "sys.exit(attention.main(['--rehearse', '--only', 'prefill']))"
     )
     done = subprocess.run(

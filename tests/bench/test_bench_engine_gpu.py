@@ -41,7 +41,7 @@ def test_the_rehearsal_runs_every_case(tmp_path):
 def test_a_wrong_token_is_told_and_is_the_exit_status():
     program = (
         "import os, sys; os.environ['TRITON_INTERPRET'] = '1'\n"
-        "from bench import engine_gpu\n"
+        "from bench.attention import engine_gpu\n"
         "engine_gpu.TINY_CASES = engine_gpu.TINY_CASES[:1]\n"
         "right, count = engine_gpu.run_case, iter(range(100))\n"
         "def wrong(*arguments):\n"

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("typer", reason="the command line needs kvblocks[engine]")
 
 from kvblocks import KVBlocksError
-from kvblocks.cli.app import main as cli
+from kvblocks.cli import app as cli
 from kvblocks.engine.model import fetch
 from kvblocks.version import __version__
 

@@ -73,7 +73,7 @@ def test_what_will_not_be_cached_is_not_waited_for() -> None:
     assert look_up(uncached, range(40)) == (0, 0, None)
 
 
-def test_an_orphan_is_not_waited_for() -> None:
+def test_a_detached_sequence_is_not_waited_for() -> None:
     manager = KVCacheManager(64, 4)
     first = Sequence("first", range(40))
     manager.allocate_slots(first, 8)

@@ -31,7 +31,7 @@ def test_a_fresh_pool_hands_out_its_blocks_in_order() -> None:
 
 def cache(pool: BlockPool, blocks: list[KVCacheBlock], first_token: int) -> None:
     tokens = array("I", range(first_token, first_token + 4 * len(blocks)))
-    pool.index.insert(ROOT, blocks, memoryview(tokens).cast("B"), None, 0)
+    pool.index.cache(ROOT, blocks, memoryview(tokens).cast("B"), None, 0)
 
 
 @pytest.mark.parametrize("num_known", [0, 1, 3])
@@ -55,7 +55,7 @@ def test_what_stops_being_cached_is_taken_next_unless_by_a_reset() -> None:
     cache(pool, first, 0)
     cache(pool, second, 100)
     pool.release_table(first, 3)
-    pool.index.forget(second[0])  # and what hangs from it; both are owned
+    pool.index.forget(second[0])  # and what is attached to it; both are owned
     pool.index.forget(first[1])
     pool.requeue_detached()
     assert pool.free_block_ids() == [1, 2, 5, 0]

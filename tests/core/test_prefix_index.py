@@ -33,7 +33,7 @@ def test_a_prompt_that_parts_anywhere_from_a_run_hits_just_the_blocks_before(num
     index = make()
     tokens = list(range(2 * num_blocks))
     blocks = blocks_from(0, num_blocks)
-    index.insert(ROOT, blocks, view(tokens), None, 0)
+    index.cache(ROOT, blocks, view(tokens), None, 0)
     assert index.num_runs == 1
     for position in {0, 1, 2, 3, num_blocks, 2 * num_blocks - 2, 2 * num_blocks - 1} & set(range(2 * num_blocks)):
         other = [*tokens[:position], 2**32 - 1, *tokens[position + 1 :]]
@@ -48,12 +48,12 @@ def test_a_run_that_lost_its_end_is_never_extended() -> None:
     index = make()
     tokens = [0, 0, 1, 1, 2, 2]
     old = blocks_from(0, 3)
-    index.insert(ROOT, old, view(tokens), None, 0)
+    index.cache(ROOT, old, view(tokens), None, 0)
     node = old[1].node
     index.evict(old[2:])
     other = [0, 0, 1, 1, 3, 3]
     new = blocks_from(3, 1)
-    index.insert(node, new, view(other), None, 2)
+    index.cache(node, new, view(other), None, 2)
     assert index.num_runs == 2
     assert index.match(ids(other), None, 3) == [*old[:2], *new]
     assert index.match(ids(tokens), None, 3) == old[:2]
@@ -63,7 +63,7 @@ def test_a_run_that_lost_its_end_is_never_extended() -> None:
 def test_eviction_gives_the_memory_of_a_long_run_back() -> None:
     index = make()
     blocks = blocks_from(0, 1000)
-    index.insert(ROOT, blocks, view(list(range(2000))), {0: b"salt", 900: b"image"}, 0)
+    index.cache(ROOT, blocks, view(list(range(2000))), {0: b"salt", 900: b"image"}, 0)
     assert blocks[999].block_hash is not None
     run = blocks[0].run
     assert run is not None
@@ -79,9 +79,9 @@ def test_evicting_a_block_takes_along_what_hangs_from_it() -> None:
     """Not by the manager's order of freeing, but the index must be exact in any order."""
     index = make()
     trunk, branch, twig = blocks_from(0, 3), blocks_from(10, 2), blocks_from(20, 1)
-    index.insert(ROOT, trunk, view([0, 0, 1, 1, 2, 2]), None, 0)
-    index.insert(trunk[0].node, branch, view([0, 0, 5, 5, 6, 6]), None, 1)
-    index.insert(branch[0].node, twig, view([0, 0, 5, 5, 7, 7]), None, 2)
+    index.cache(ROOT, trunk, view([0, 0, 1, 1, 2, 2]), None, 0)
+    index.cache(trunk[0].node, branch, view([0, 0, 5, 5, 6, 6]), None, 1)
+    index.cache(branch[0].node, twig, view([0, 0, 5, 5, 7, 7]), None, 2)
     assert index.num_runs == 3
     index.check()
     assert index.evict([branch[0]]) == 3
@@ -96,9 +96,9 @@ def test_evicting_a_block_takes_along_what_hangs_from_it() -> None:
 def test_the_end_of_a_run_goes_with_what_hangs_from_it(way: str) -> None:
     index = make()
     trunk, branch = blocks_from(0, 3), blocks_from(10, 2)
-    index.insert(ROOT, trunk, view([0, 0, 1, 1, 2, 2]), None, 0)
-    index.evict([trunk[2]])  # closes the run, so that what comes next hangs from its end
-    index.insert(trunk[1].node, branch, view([0, 0, 1, 1, 5, 5, 6, 6]), None, 2)
+    index.cache(ROOT, trunk, view([0, 0, 1, 1, 2, 2]), None, 0)
+    index.evict([trunk[2]])  # closes the run, so that what comes next is attached to its end
+    index.cache(trunk[1].node, branch, view([0, 0, 1, 1, 5, 5, 6, 6]), None, 2)
     assert index.num_runs == 2
     if way == "evict":
         assert index.evict([trunk[1], trunk[0]]) == 4
@@ -168,16 +168,16 @@ def test_a_run_that_lost_its_end_to_another_sequence_is_not_extended(num_prompt_
 
 
 @uncompiled
-@pytest.mark.parametrize("shape", ["children", "spares", "one position's spares"])
+@pytest.mark.parametrize("shape", ["children", "duplicates", "one position's duplicates"])
 def test_eviction_costs_the_same_whatever_else_hangs_from_the_run(shape: str) -> None:
     manager = KVCacheManager(4000, 4)
     first = Sequence("first", range(1024))
     manager.allocate_slots(first)
-    for other in range(1 if shape == "spares" else 1000):
+    for other in range(1 if shape == "duplicates" else 1000):
         if shape == "children":  # other requests that share the first 16 blocks, a system prompt for example
             sequence = Sequence(other, [*range(64), 5000 + other, 0, 0, 0])
             manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence))
-        elif shape == "spares":  # a request that computed the same blocks once more
+        elif shape == "duplicates":  # a request that computed the same blocks once more
             manager.allocate_slots(Sequence(other, range(1024)))
         else:
             manager.allocate_slots(Sequence(other, range(4)))

@@ -224,7 +224,7 @@ def test_a_prompt_in_a_buffer_becomes_the_sequences_own_without_losing_its_place
     buffer = numpy.arange(5, dtype=numpy.uint32)
     batch = [started(manager, 0, buffer), started(manager, 1, memoryview(buffer))]
     assert manager.append_step(batch, [5, 6]) == []
-    assert [sequence.next_edge for sequence in batch] == [7, 7]
+    assert [sequence.fits_below for sequence in batch] == [7, 7]
     assert buffer.tolist() == [0, 1, 2, 3, 4]
     manager.check()
 
@@ -247,7 +247,7 @@ def test_a_run_is_extended_only_from_its_end() -> None:
     manager = KVCacheManager(32, 4)
     one = started(manager, 1, range(7))
     two = started(manager, 2, range(7))
-    manager.append_step([one, two], [7, 70])  # both hang from the first block: the second of them opens a new run
+    manager.append_step([one, two], [7, 70])  # both are attached to the first block: the second of them opens a new run
     three = started(manager, 3, [*range(7), 70])
     for step in range(4):
         manager.append_step([one, two, three], [step, step, step])

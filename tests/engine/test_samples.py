@@ -7,7 +7,7 @@ import torch
 
 from engine.small_models import EVEN, ODD, random_tokens, random_weights
 from kvblocks import PoolExhaustedError
-from kvblocks.cli.app import main as cli
+from kvblocks.cli import app as cli
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine.attention.attention import KVCache
 from kvblocks.engine.run.sampler import Sampler, make_samplers, sample_seed, sample_step

@@ -85,14 +85,14 @@ def test_walks_without_caching_agree_too() -> None:
 
 @pytest.mark.parametrize(("name", "num_kept_per_block"), [("one window", 1), ("windows only", 0)])
 @pytest.mark.parametrize("variant", ["xxh3_128", "3-bit hash"])
-def test_walks_agree_where_few_ghosts_are_kept(
+def test_walks_agree_where_few_anchors_are_kept(
     name: str, num_kept_per_block: int, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvblocks.groups.anchors.KEPT_PER_BLOCK", num_kept_per_block)
     history = GroupHistory(14, SETS[name], **VARIANTS[variant])
     walk(history, RandomChooser(seed=5), num_steps=5000)
     assert history.num_hits > 20
-    assert len(history.model.ghosts) < 50 and history.model.num_ids < 14 + 60  # thousands were asked for
+    assert len(history.model.anchors) < 50 and history.model.num_ids < 14 + 60  # thousands were asked for
     if history.has_history:
         assert "evicted" in history.causes
 
@@ -104,8 +104,8 @@ def test_walks_meet_what_is_rare() -> None:
         history = GroupHistory(24, SETS["two windows"], debug=True)
         walk(history, RandomChooser(seed), num_steps=3000)
         histories.append(history)
-    assert sum(history.num_hanging for history in histories) > 100
+    assert sum(history.num_attached for history in histories) > 100
     assert sum(history.num_given_up for history in histories) > 100
     assert sum(history.num_refused_truncations for history in histories) > 10
     assert sum(history.num_stale_hits for history in histories) > 3
-    assert sum(history.num_orphans for history in histories) > 5
+    assert sum(history.num_detached for history in histories) > 5

@@ -102,10 +102,10 @@ class TestOneFullGroup:
     def test_it_is_the_manager_without_groups(self) -> None:
         manager = KVCacheManager(8, groups=[FULL])
         assert manager.groups == KVCacheManager(8, 4).groups == (FULL,)
-        assert (manager.block_size, manager.hit_size) == (4, 4)
+        assert (manager.block_size, manager.alignment) == (4, 4)
         sequence = Sequence("a", range(9))
         manager.allocate_slots(sequence)
-        assert sequence.window_tables is None
+        assert sequence.side_tables is None
         assert sequence.group_block_ids() == sequence.group_block_ids(0) == sequence.block_ids == [0, 1, 2]
         assert sequence.group_blocks(0) == sequence.blocks
         assert (sequence.first_live_block(0), sequence.new_group_blocks) == (0, [])
@@ -243,18 +243,18 @@ class TestHits:
 
     def test_hits_are_multiples_of_the_largest_block(self) -> None:
         manager = KVCacheManager(40, groups=[SlidingWindow(8, 4), FULL, SlidingWindow(2, 3)])
-        assert manager.hit_size == 8
+        assert manager.alignment == 8
         compute(manager, "a", list(range(30)))
         assert hit_tokens(manager, list(range(22))) == 16
         assert manager.get_computed_blocks(Sequence("b", range(22))).num_matched_tokens == 20
 
-    def test_a_stale_companion_makes_a_stale_hit(self) -> None:
+    def test_a_stale_attached_block_makes_a_stale_hit(self) -> None:
         manager = KVCacheManager(8, groups=[FULL, WINDOW])
         compute(manager, "a", list(range(16)))
         probe = Sequence("b", [*range(16), 5])
         hit = manager.get_computed_blocks(probe)
         assert hit.num_tokens == 16
-        compute(manager, "c", list(range(100, 108)))  # takes the prefix's end, and with it what hangs there
+        compute(manager, "c", list(range(100, 108)))  # takes the prefix's end, and with it what is attached there
         with pytest.raises(StaleHitError):
             manager.allocate_slots(probe, hit=hit)
 
@@ -292,7 +292,7 @@ class TestHits:
             assert manager.allocate_slots(sequence, 8) is not None
         assert hit_tokens(manager, [*range(24), 1]) == 24
 
-    def test_the_newer_of_two_companions_stays(self) -> None:
+    def test_the_newer_of_two_attached_blocks_stays(self) -> None:
         manager = KVCacheManager(40, groups=[FULL, WINDOW])
         compute(manager, "a", list(range(8)))
         older = manager.get_computed_blocks(Sequence("b", [*range(8), 1])).group_blocks(1)
@@ -303,7 +303,7 @@ class TestHits:
         first = [block.block_id for block in older if block is not None]
         assert manager.free_block_ids()[: len(first)] == sorted(first)  # they can be hit no more
 
-    def test_an_abort_takes_companions_along_that_were_never_written(self) -> None:
+    def test_an_abort_takes_attached_blocks_along_that_were_never_written(self) -> None:
         """The primary blocks of 0 to 12 stay cached, since another sequence wrote them; the window's weren't."""
         manager = lost_window()
         probe = Sequence("probe", range(13))
@@ -365,7 +365,7 @@ class TestAnswers:
         keys = {event.group_idx: event.extra_keys for event in events}
         assert keys[1][0][1] == keys[0][0][1]
 
-    def test_ghosts_make_no_events(self) -> None:
+    def test_anchors_make_no_events(self) -> None:
         manager = KVCacheManager(40, groups=[WINDOW], enable_events=True)
         compute(manager, "a", list(range(8)))
         assert {event.group_idx for event in manager.take_events() if isinstance(event, BlockStored)} == {0}
@@ -410,7 +410,7 @@ class TestAnswers:
 
 
 class TestQuotas:
-    def test_companions_count_and_go_with_their_prefix(self) -> None:
+    def test_attached_blocks_count_and_go_with_their_prefix(self) -> None:
         manager = KVCacheManager(24, groups=[FULL, SlidingWindow(4, 100)])
         manager.set_quota("greedy", 4)
         compute(manager, "a", list(range(16)), salt="greedy")
@@ -450,7 +450,7 @@ class TestPins:
         pin = manager.pin(range(16), priority=10)
         sequence = Sequence("b", range(100, 116))
         assert manager.allocate_slots(sequence) is not None
-        assert (len(pin.blocks), pin.hanging) == (4, [])
+        assert (len(pin.blocks), pin.attached_blocks) == (4, [])
         manager.check()
 
     def test_the_budget_counts_all_groups(self) -> None:
@@ -462,7 +462,7 @@ class TestPins:
         manager = KVCacheManager(8, groups=[WINDOW])
         compute(manager, "a", list(range(24)))
         pin = manager.pin(range(24), priority=100)
-        assert (pin.num_wanted_blocks, len(pin.hanging)) == (2, 2)
+        assert (pin.num_wanted_blocks, len(pin.attached_blocks)) == (2, 2)
         compute(manager, "b", list(range(100, 124)))
         assert hit_tokens(manager, [*range(24), 1]) == 24
         assert CacheMetrics(manager).snapshot().pins.num_pinned_blocks == 2

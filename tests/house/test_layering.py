@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from house import layering
-from house.layering import check_imports, check_sizes
+from house.layering import check_folders, check_imports, check_sizes, count_code_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +41,31 @@ def test_imports_keep_to_the_floors(tree):
 def test_files_and_functions_keep_to_their_sizes(tree):
     problems = check_sizes(tree[0])
     assert not problems, "\n" + "\n".join(problems)
+
+
+def test_folders_keep_to_their_sizes(tree):
+    problems = check_folders(*tree)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_the_core_reads_in_an_afternoon(tree, capsys):
+    """Prints how large the core is, wherever this runs."""
+    lines = {name: count_code_lines(source) for name, source in tree[0].items()}
+    core = sum(number for name, number in lines.items() if layering.is_inside(name, "kvblocks.core"))
+    checks, facade = lines["kvblocks.arguments"], lines["kvblocks.manager"]
+    with capsys.disabled():
+        print(f"\nlines of code: core {core}, beside it {checks} that check arguments and {facade} of the facade")
+    assert core <= layering.MAX_CORE_LINES
+
+
+def test_lines_of_code_are_counted():
+    source = '"""Docs.\n\nmore"""\n\n# why\nx = """a\nb"""  # c\n\n\ndef f():\n    """Docs."""\n    return (\n        1\n    )\n'
+    assert count_code_lines(source) == 6
+
+
+def test_a_folder_that_is_too_full_is_found():
+    modules = {f"kvblocks.core.m{i}" for i in range(15)} | {"kvblocks.core", "kvblocks"}
+    assert check_folders(modules, {"kvblocks.core", "kvblocks"}) == ["kvblocks.core: expected at most 15 files, got 16"]
 
 
 def test_the_tree_was_really_read(tree):
@@ -86,7 +111,7 @@ PACKAGES = frozenset({"kvblocks", "kvblocks.engine", "kvblocks.engine.server", "
         ("kvblocks.manager", "__import__('threading')", "no I/O"),
         ("kvblocks.manager", "__import__(name)", "computed name"),
         ("kvblocks.manager", "import kvblocks.blocks", "not a module of this tree"),
-        ("kvblocks.planner", "", "has no floor; add it to FLOORS"),
+        ("kvblocks.planner", "", "has no floor; add its folder to FLOORS"),
         (
             "kvblocks.engine.run.forward",
             "from kvblocks.kernels import store",
@@ -242,13 +267,33 @@ def foreign_packages(modules: list[str]) -> set[str]:
     return {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {"kvblocks"}
 
 
-def test_import_kvblocks_needs_xxhash_only():
-    result = run_isolated("import kvblocks")
+ONE_GROUP = """
+from kvblocks import KVCacheManager, Sequence
+manager = KVCacheManager(8, 4)
+sequence = Sequence("a", range(10))
+manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence))
+manager.append_slots(sequence, [1, 2, 3])
+manager.free(sequence)
+"""
+
+
+def test_a_manager_of_one_group_loads_the_core_alone():
+    result = run_isolated(ONE_GROUP)
     assert result.returncode == 0, result.stderr
     modules = json.loads(result.stdout)
     assert "kvblocks.manager" in modules
     assert foreign_packages(modules) == {"xxhash"}
-    assert not [name for name in modules if layering.folder_of(name) != "kvblocks"]
+    ours = {name for name in modules if name.startswith("kvblocks.")}
+    top = {"kvblocks." + name for name in ("arguments", "errors", "events", "manager", "stats")}
+    assert {name for name in ours - top if not layering.is_inside(name, "kvblocks.core")} == set()
+
+
+def test_all_public_names_need_xxhash_only():
+    result = run_isolated("from kvblocks import *\nassert KVCacheManager and CacheMetrics")
+    assert result.returncode == 0, result.stderr
+    modules = json.loads(result.stdout)
+    assert foreign_packages(modules) == {"xxhash"}
+    assert not [name for name in modules if name.startswith(("kvblocks.engine", "kvblocks.kernels", "kvblocks.cli"))]
 
 
 def test_the_isolation_can_fail():

@@ -1,7 +1,7 @@
 """What a manager of several groups must do, as plainly as possible: `DumbModel` with a list for each table.
 
-A companion's content is its home node's prefix with its group and its end behind it, so that it hangs from the prefixes
-that the node hangs from. Ghosts are numbers behind those of the pool's blocks.
+An attached block's content is its home node's prefix with its group and its end behind it, so that it is attached to
+the prefixes that the node is attached to. Anchors are numbers behind those of the pool's blocks.
 """
 
 from collections import Counter
@@ -23,17 +23,17 @@ class DumbGroups(DumbModel):
         self.others = [group for group in range(len(specs)) if group != self.primary]
         self.num_real = self.num_ids = num_blocks
         self.early, self.late = self.queue, []  # what holds nothing or left a window; what was freed at an end
-        self.ghosts: list[int] = []
-        self.max_ghosts = anchors.KEPT_PER_BLOCK * num_blocks
+        self.anchors: list[int] = []
+        self.max_anchors = anchors.KEPT_PER_BLOCK * num_blocks
         self.tables: dict[ModelSequence, dict[int, list[int | None]]] = {}
         self.landmarks: dict[ModelSequence, set[int]] = {}
         self.unsure: set[ModelSequence] = set()
-        self.hanging: dict[ModelPin, list[int]] = {}
+        self.attached_blocks: dict[ModelPin, list[int]] = {}
         self.copy_groups: list[int] = []
         self.new: list[list[int]] = []
 
     @property
-    def has_ghosts(self) -> bool:
+    def has_anchors(self) -> bool:
         return self.primary is None
 
     def order(self) -> list[int]:
@@ -103,7 +103,7 @@ class DumbGroups(DumbModel):
         sequence.table = list(hit)
         touched = [block for table in self.tables[sequence].values() for block in table if block is not None]
         places = self.wanted(sequence, None, end + num_lookahead)
-        if not self.can_take(self.num_taken(places), touched if self.has_ghosts else hit + touched):
+        if not self.can_take(self.num_taken(places), touched if self.has_anchors else hit + touched):
             sequence.table = []
             return False
         self.landmarks[sequence] = {e // self.step * self.step for e in (*ends, sequence.num_prompt)} - {0}
@@ -146,11 +146,11 @@ class DumbGroups(DumbModel):
 
     def group_step(self, sequences: list[ModelSequence], tokens: list[int]) -> list[tuple[int, int, int, int]] | None:
         """One token for each. Windows are looked at where a block begins or ends, or may be shared."""
-        at_edge = [i for i, sequence in enumerate(sequences) if self.is_edge(sequence)]
-        starts = [len(sequences[i].tokens) for i in at_edge]
+        at_boundary = [i for i, sequence in enumerate(sequences) if self.is_edge(sequence)]
+        starts = [len(sequences[i].tokens) for i in at_boundary]
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.tokens.append(token)
-        wishes = [(sequences[i], n, n + 1, n + 1) for i, n in zip(at_edge, starts, strict=True)]
+        wishes = [(sequences[i], n, n + 1, n + 1) for i, n in zip(at_boundary, starts, strict=True)]
         changes = self.serve(wishes)
         if changes is None:
             for sequence in sequences:
@@ -158,7 +158,7 @@ class DumbGroups(DumbModel):
             return None
         for sequence in sequences:
             sequence.num_computed = len(sequence.tokens)
-        return [(at_edge[i], group, place, block) for i, group, place, block in changes]
+        return [(at_boundary[i], group, place, block) for i, group, place, block in changes]
 
     def is_edge(self, sequence: ModelSequence) -> bool:
         """Whether its next token may change a table."""
@@ -197,7 +197,7 @@ class DumbGroups(DumbModel):
         return places
 
     def num_taken(self, places: dict[int | None, list[int]]) -> int:
-        return sum(len(found) for group, found in places.items() if group is not None or not self.has_ghosts)
+        return sum(len(found) for group, found in places.items() if group is not None or not self.has_anchors)
 
     def let_pass(self, sequence: ModelSequence, start: int) -> None:
         passed = self.passed(sequence, start)
@@ -219,11 +219,11 @@ class DumbGroups(DumbModel):
     def fill(self, sequence: ModelSequence, places: dict[int | None, list[int]]) -> list[tuple[int, int, int]]:
         """Take what is wanted and put it in its places, by group; (group, place, block) of each."""
         blocks = self.take(self.num_taken(places))
-        if self.has_ghosts:
-            ghosts_taken = [self.take_ghost() for _ in places[None]]
+        if self.has_anchors:
+            anchors_taken = [self.take_anchor() for _ in places[None]]
             self.requeue_detached()
-            for place, ghost in zip(places[None], ghosts_taken, strict=True):
-                self.put_in(sequence, None, place, ghost)
+            for place, anchor in zip(places[None], anchors_taken, strict=True):
+                self.put_in(sequence, None, place, anchor)
         changes = []
         self.new = []
         for group in range(len(self.specs)):
@@ -256,7 +256,7 @@ class DumbGroups(DumbModel):
         soft: Counter[int] = Counter()
         for pin in self.pins:
             soft.update(b for b, p in zip(pin.held, pin.priorities, strict=False) if p < 100 and b < self.num_real)
-            soft.update(b for b in self.hanging[pin] if pin.priorities[-1] < 100)
+            soft.update(b for b in self.attached_blocks[pin] if pin.priorities[-1] < 100)
         given = [block for block, count in soft.items() if self.owners[block] == count and block not in hit]
         return num_blocks <= len(free) + len(given)
 
@@ -265,8 +265,8 @@ class DumbGroups(DumbModel):
             return []
         while len(self.early) + len(self.late) < num_blocks:
             pin = min((pin for pin in self.pins if pin.held), key=lambda pin: pin.priorities[len(pin.held) - 1])
-            if self.hanging[pin]:
-                self.drop_hanging(pin)
+            if self.attached_blocks[pin]:
+                self.drop_attached(pin)
             else:
                 self.drop([pin.held.pop()])
         return [self.take_one() for _ in range(num_blocks)]
@@ -278,19 +278,19 @@ class DumbGroups(DumbModel):
         self.requeue_detached()
         return block
 
-    def take_ghost(self) -> int:
-        if self.ghosts and (self.ghosts[0] not in self.content or len(self.ghosts) >= self.max_ghosts):
-            ghost = self.ghosts.pop(0)
-            self.owners[ghost] = 1
-            self.forget(ghost, "evicted")
-            return ghost
+    def take_anchor(self) -> int:
+        if self.anchors and (self.anchors[0] not in self.content or len(self.anchors) >= self.max_anchors):
+            anchor = self.anchors.pop(0)
+            self.owners[anchor] = 1
+            self.forget(anchor, "evicted")
+            return anchor
         self.num_ids += 1
         self.owners[self.num_ids - 1] = 1
         return self.num_ids - 1
 
     def hold(self, blocks: list[int]) -> None:
         for block in blocks:
-            for queue in (self.early, self.late, self.ghosts):
+            for queue in (self.early, self.late, self.anchors):
                 if block in queue:
                     queue.remove(block)
             self.owners[block] += 1
@@ -298,19 +298,19 @@ class DumbGroups(DumbModel):
     def drop(self, blocks: list[int]) -> None:
         empty: dict[bool, list[int]] = {False: [], True: []}
         for block in reversed(blocks):
-            is_ghost = block >= self.num_real
+            is_anchor = block >= self.num_real
             self.owners[block] -= 1
             if not self.owners[block]:
-                queue = self.ghosts if is_ghost else self.late
-                (queue if block in self.content else empty[is_ghost]).append(block)
-        self.early[:0], self.ghosts[:0] = empty[False], empty[True]
+                queue = self.anchors if is_anchor else self.late
+                (queue if block in self.content else empty[is_anchor]).append(block)
+        self.early[:0], self.anchors[:0] = empty[False], empty[True]
 
     def requeue_detached(self) -> None:
         for block in sorted(self.detached, reverse=True):
-            for queue in (self.early, self.late, self.ghosts):
+            for queue in (self.early, self.late, self.anchors):
                 if block in queue:
                     queue.remove(block)
-                    (self.ghosts if queue is self.ghosts else self.early).insert(0, block)
+                    (self.anchors if queue is self.anchors else self.early).insert(0, block)
                     break
         self.detached.clear()
 
@@ -320,10 +320,10 @@ class DumbGroups(DumbModel):
         first = sequence.num_registered
         super().register(sequence)
         if sequence.num_registered > first:
-            self.hang(sequence, first)
+            self.attach(sequence, first)
             self.extend_pins(sequence)
 
-    def hang(self, sequence: ModelSequence, first: int) -> None:
+    def attach(self, sequence: ModelSequence, first: int) -> None:
         for group in self.others:
             size = self.specs[group][0]
             for number, block in enumerate(self.tables[sequence][group]):
@@ -370,7 +370,7 @@ class DumbGroups(DumbModel):
 
     def renew(self, sequence: ModelSequence) -> None:
         super().renew(sequence)
-        self.hang(sequence, 0)
+        self.attach(sequence, 0)
 
     # What ends, parts and goes back.
 
@@ -414,36 +414,40 @@ class DumbGroups(DumbModel):
 
     # Pins.
 
-    def hanging_homes(self, prefix: ModelSequence, num_blocks: int) -> list[Prefix]:
+    def attached_homes(self, prefix: ModelSequence, num_blocks: int) -> list[Prefix]:
         end = num_blocks * self.block_size // self.step * self.step
         return [self.home(prefix, group, number) for group in self.others for number in self.needed(group, end, end)]
 
     def num_wanted(self, prefix: ModelSequence, num_blocks: int) -> int:
-        return (0 if self.has_ghosts else num_blocks) + len(self.hanging_homes(prefix, num_blocks))
+        return (0 if self.has_anchors else num_blocks) + len(self.attached_homes(prefix, num_blocks))
 
     def pin(self, pin: ModelPin) -> None:
-        self.hanging[pin] = []
+        self.attached_blocks[pin] = []
         super().pin(pin)
 
     def unpin(self, pin: ModelPin) -> None:
         super().unpin(pin)
-        self.drop(self.hanging.pop(pin))
+        self.drop(self.attached_blocks.pop(pin))
 
-    def drop_hanging(self, pin: ModelPin) -> None:
-        hanging, self.hanging[pin] = self.hanging[pin], []
-        self.drop(hanging)
+    def drop_attached(self, pin: ModelPin) -> None:
+        attached, self.attached_blocks[pin] = self.attached_blocks[pin], []
+        self.drop(attached)
 
     def extend_pin(self, pin: ModelPin) -> None:
         more = self.match(pin.prefix)[len(pin.held) : len(pin.priorities)]
         self.hold(more)
         pin.held += more
-        homes = self.hanging_homes(pin.prefix, len(pin.priorities))
-        if len(pin.held) == len(pin.priorities) and not self.hanging[pin] and all(h in self.cached for h in homes):
-            self.hanging[pin] = [self.cached[home][0] for home in homes]
-            self.hold(self.hanging[pin])
+        homes = self.attached_homes(pin.prefix, len(pin.priorities))
+        if (
+            len(pin.held) == len(pin.priorities)
+            and not self.attached_blocks[pin]
+            and all(h in self.cached for h in homes)
+        ):
+            self.attached_blocks[pin] = [self.cached[home][0] for home in homes]
+            self.hold(self.attached_blocks[pin])
 
     def shrink_pins(self) -> None:
         for pin in self.pins:
-            if not all(block in self.content for block in [*self.hanging[pin], *pin.held]):
-                self.drop_hanging(pin)
+            if not all(block in self.content for block in [*self.attached_blocks[pin], *pin.held]):
+                self.drop_attached(pin)
         super().shrink_pins()

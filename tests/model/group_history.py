@@ -34,7 +34,7 @@ class GroupHistory(History):
         self.memory = KVMemory(num_blocks, manager.groups, manager.block_size)
         self.model = DumbGroups(num_blocks, [(g.block_size, g.window) for g in groups], enable_caching)
         self.group_stored: set[tuple[int, bytes]] = set()
-        self.num_limited = self.num_refused_truncations = self.num_hanging = 0
+        self.num_limited = self.num_refused_truncations = self.num_attached = 0
 
     def allocate(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=False)
@@ -82,7 +82,7 @@ class GroupHistory(History):
             held = [block.block_id for block in hit.blocks]
             ends = frozenset({hit.num_readonly_tokens, hit.num_matched_tokens})
             is_whole = hit.num_tokens != hit.num_readonly_tokens
-            self.num_limited += hit.num_matched_tokens - hit.num_readonly_tokens >= self.manager.hit_size
+            self.num_limited += hit.num_matched_tokens - hit.num_readonly_tokens >= self.manager.alignment
         self.answer(self.model.grow(model, end, held, num, ends, is_whole), call)
 
     def allocate_twin(self, chooser: Chooser) -> None:
@@ -205,8 +205,8 @@ class GroupHistory(History):
             for s, _ in self.pairs
             if s.is_allocated
         ]
-        hanging = [pin.hanging for pin in self.manager.pins]
-        return super().snapshot(), tables, hanging, self.manager.group_usage()
+        attached = [pin.attached_blocks for pin in self.manager.pins]
+        return super().snapshot(), tables, attached, self.manager.group_usage()
 
     @staticmethod
     def ids(blocks: list[Any]) -> list[int | None]:
@@ -292,9 +292,9 @@ class GroupHistory(History):
         assert self.manager.pins == [pin for pin, _ in self.pins]
         for pin, expected in self.pins:
             assert self.ids(pin.blocks) == expected.held
-            assert self.ids(pin.hanging) == self.model.hanging[expected]
+            assert self.ids(pin.attached_blocks) == self.model.attached_blocks[expected]
             self.num_given_up += len(pin.blocks) < pin.num_blocks
-            self.num_hanging += bool(pin.hanging)
+            self.num_attached += bool(pin.attached_blocks)
 
     def schedule(self) -> None:
         copies = self.manager.take_group_copies()
@@ -329,7 +329,7 @@ class GroupHistory(History):
                 self.group_stored -= names
             else:
                 self.group_stored.clear()
-        contents = [content for content in self.model.cached if len(content) == 6 or not self.model.has_ghosts]
+        contents = [content for content in self.model.cached if len(content) == 6 or not self.model.has_anchors]
         assert len(self.group_stored) == len(contents)
 
 

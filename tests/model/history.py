@@ -82,7 +82,7 @@ class History:
         self.hits: dict[str, CacheHit] = {}
         self.stored: set[bytes | None] = set()
         self.num_made = 0
-        self.num_stale_hits = self.num_refused = self.num_hits = self.num_orphans = 0
+        self.num_stale_hits = self.num_refused = self.num_hits = self.num_detached = 0
         self.num_checks = self.num_pending = self.num_given_up = self.num_renewed = 0
         self.num_failed_hashes = 0
         self.causes: set[str] = set()
@@ -372,7 +372,7 @@ class History:
             self.abort_lost(chooser)
 
     def abort_a_sharer(self, chooser: Chooser) -> None:
-        """Abort a sequence whose own blocks another one has hit, which goes on without what it hangs from."""
+        """Abort a sequence whose own blocks another one has hit, which goes on without what it is attached to."""
         size = self.model.block_size
         for pair in self.pairs:
             model = pair[1]
@@ -381,7 +381,7 @@ class History:
                 num_computed = chooser.integer(0, min(model.num_readonly, self.memory.start_of_step(pair[0])))
                 self.drop(pair, num_computed)
                 self.abort_lost(chooser)
-                self.num_orphans += 1
+                self.num_detached += 1
                 return
 
     def run_step(self, chooser: Chooser) -> None:

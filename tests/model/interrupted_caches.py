@@ -11,7 +11,7 @@ OTHER = list(range(50, 62))
 
 
 class CacheWorld:
-    """A full cache with pins, a payload, a match that is held, and one that was left and not settled yet."""
+    """A full cache with pins, a payload, a match that is held, and one that was left and not let go of yet."""
 
     def __init__(self) -> None:
         self.cache = cache = PrefixCache(10, 4)
@@ -28,7 +28,7 @@ class CacheWorld:
 
     def look(self) -> Any:
         cache: Any = self.cache
-        cache.evictable_count()  # settles, which is no part of any call
+        cache.evictable_count()  # catches up, which is no part of any call
         store = cache._store  # noqa: SLF001
         return {
             "queue": [block.block_id for block in store._queue],  # noqa: SLF001

@@ -21,7 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sampled": {},
     "debug": {"debug": True},
     "grouped": {"groups": [FullAttention(4), SlidingWindow(2, 6)], "enable_events": True},
-    "ghosts": {"groups": [SlidingWindow(4, 8)]},
+    "anchors": {"groups": [SlidingWindow(4, 8)]},
 }
 
 
@@ -103,7 +103,7 @@ class World:
         ]
 
     def look_at(self, sequence: Sequence) -> Any:
-        numbers = (sequence.num_computed_tokens, sequence.num_readonly_tokens, sequence.num_registered_blocks)
+        numbers = (sequence.num_computed_tokens, sequence.num_readonly_tokens, sequence.num_cached_blocks)
         tables = []
         if sequence.is_allocated:
             tables = [list(sequence.group_block_ids(group)) for group in range(self.num_groups)]
@@ -129,7 +129,7 @@ class World:
             "start_sampling": lambda: manager.start_sampling(1, lambda: 0.0, (1.0,)),
             "stop_sampling": lambda: manager.stop_sampling(self.manager._pool.sampler),  # noqa: SLF001  # type: ignore[arg-type]
         }
-        if self.kind != "ghosts":
+        if self.kind != "anchors":
             calls["prefix_rows"] = manager.prefix_rows
             calls["to_dot"] = manager.to_dot
             calls["shared_prefixes"] = lambda: manager.shared_prefixes([])
@@ -222,7 +222,7 @@ CALLS: dict[str, Callable[[World], Any]] = {
     "free": lambda w: w.manager.free(w.sequences["d"]),
     "free of a twin": lambda w: w.manager.free(w.sequences["a"]),
     "abort": lambda w: w.manager.abort(w.sequences["f"], 4),
-    "abort of what others hang from": lambda w: w.manager.abort(w.sequences["a"], 0),
+    "abort of what others are attached to": lambda w: w.manager.abort(w.sequences["a"], 0),
     "fork": lambda w: w.manager.fork(w.sequences["e"], "fork of e"),
     "truncate": lambda w: w.manager.truncate(w.sequences["long"], 9),
     "truncate of what isn't written": lambda w: w.manager.truncate(w.sequences["long"], 9, num_computed_tokens=10),
@@ -256,7 +256,7 @@ def names_of(kind: str) -> list[str]:
     if kind == "debug":
         return ["append_slots", "append_slots copying", "append_slots of nonsense", "free"]
     names = [*CALLS, "renew"]
-    if kind != "ghosts":
+    if kind != "anchors":
         names += _QUOTAS
     if kind != "grouped":
         names += _SINGLE

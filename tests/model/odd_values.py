@@ -206,7 +206,9 @@ def _foreign_sequence() -> kvblocks.Sequence:
 
 def _duck() -> SimpleNamespace:
     """What an idle sequence looks like, in part."""
-    return SimpleNamespace(owner=None, appender=None, sequence_id="duck", tokens=array("I", [1]), keys=None, blocks=[])
+    return SimpleNamespace(
+        owner=None, tail_owner=None, sequence_id="duck", tokens=array("I", [1]), keys=None, blocks=[]
+    )
 
 
 ODD: dict[str, tuple[Callable[[], Any], set[str]]] = {

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvblocks import FullAttention, InvalidArgumentError, KVCacheManager, Sequence, SlidingWindow
-from kvblocks.observe.removal_history import EvictionHistory
+from kvblocks.observe.removal_history import RemovalHistory
 
 
 def compute(manager: KVCacheManager, name: Any, tokens: Any, **keys: Any) -> None:
@@ -125,7 +125,7 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     assert manager.explain(Sequence("x", [4] * 16)).num_cached_blocks == 0
     assert manager.explain(Sequence("x", [4] * 4)).cause == "evicted"
     assert manager.explain(Sequence("x", [3] * 4)).cause == "never cached"  # forgotten by now
-    history = EvictionHistory(2)
+    history = RemovalHistory(2)
     history.record([b"a", b"b", b"c"], "evicted")
     assert (len(history), history.find(b"a")) == (2, None)
     history.record([b"b", b"d"], "reset")

@@ -70,10 +70,10 @@ def check_dot(rows: list[PrefixRow], max_nodes: int | None) -> None:
     assert len(labels) == min(len(rows), len(rows) if max_nodes is None else max_nodes)
     assert bool(left_out) == (len(labels) < len(rows))
     assert len(labels) + num_of("node", left_out) == len(rows)
-    for noun in ("block", "owned", "free", "spare"):
+    for noun in ("block", "owned", "free", "duplicate"):
         total = num_of(noun, whole)
         assert sum(num_of(noun, label) for label in labels.values()) + num_of(noun, left_out) == total
-    assert num_of("block", whole) == sum(row.num_blocks + row.num_spares for row in rows)
+    assert num_of("block", whole) == sum(row.num_blocks + row.num_duplicates for row in rows)
     edges = [edge for edge in drawing.edges if edge[1] != "left_out"]
     assert [head for _, head in edges] == list(labels)
     for tail, head in edges:
@@ -105,7 +105,7 @@ def check_against_model(history: History, rows: list[PrefixRow]) -> int:
     """The rows have the model's cached prefixes, each block once. Returns how many prefixes could be compared whole."""
     model, size = history.model, history.model.block_size
     assert sum(row.num_blocks for row in rows) == len(model.cached)
-    assert sum(row.num_blocks + row.num_spares for row in rows) == len(model.content)
+    assert sum(row.num_blocks + row.num_duplicates for row in rows) == len(model.content)
     assert sum(row.num_owned for row in rows) == sum(model.owners[block] > 0 for block in model.content)
     assert sum(row.num_free for row in rows) == sum(model.owners[block] == 0 for block in model.content)
     num_compared = 0
@@ -124,7 +124,7 @@ def check_against_model(history: History, rows: list[PrefixRow]) -> int:
             touching = tuple(span for span in spans if span[0] < end)
             holders.append(model.cached[names.get("salt"), names.get("lora"), tuple(tokens[:end]), touching])
         assert len(holders) == row.num_blocks
-        assert sum(len(blocks) - 1 for blocks in holders) == row.num_spares
+        assert sum(len(blocks) - 1 for blocks in holders) == row.num_duplicates
         assert sum(model.owners[block] > 0 for blocks in holders for block in blocks) == row.num_owned
         num_compared += row.num_blocks
     return num_compared
@@ -135,7 +135,7 @@ def check_against_model(history: History, rows: list[PrefixRow]) -> int:
 )
 def test_walks_lose_no_block(num_blocks: int, block_size: int, has_events: bool) -> None:
     history, chooser = History(num_blocks, block_size, enable_events=has_events), RandomChooser(num_blocks + block_size)
-    num_compared = max_depth = num_spares = num_keys = 0
+    num_compared = max_depth = num_duplicates = num_keys = 0
     for step in range(1200):
         walk(history, chooser, num_steps=2)
         if step % 100 == 99:
@@ -146,14 +146,14 @@ def test_walks_lose_no_block(num_blocks: int, block_size: int, has_events: bool)
             check_dot(rows, chooser.choose([None, 1, 2, 5, 200]))
         num_compared += check_against_model(history, rows)
         max_depth = max(max_depth, *[row.depth for row in rows], 0)
-        num_spares += sum(row.num_spares for row in rows)
+        num_duplicates += sum(row.num_duplicates for row in rows)
         num_keys += sum(len(row.extra_keys) for row in rows)
     # A walk that never met these would prove little.
     assert num_compared > 1500
     assert max_depth >= 2
-    assert num_spares > 20
+    assert num_duplicates > 20
     assert num_keys > 100
-    assert history.num_orphans > 3
+    assert history.num_detached > 3
     assert history.manager.stats.num_evicted_blocks > 100
 
 
@@ -181,14 +181,14 @@ def test_a_run_is_cut_where_others_hang_from_it() -> None:
     assert [row.num_free for row in manager.prefix_rows()] == [0, 0, 2, 0, 0]
 
 
-def test_spares_evictions_and_aborts_are_seen() -> None:
+def test_duplicates_evictions_and_aborts_are_seen() -> None:
     manager = KVCacheManager(8, 4)
     first = start(manager, "first", [1] * 16)
     twin = Sequence("twin", [1] * 8)
-    manager.allocate_slots(twin)  # without a hit: spares
-    assert [(row.num_blocks, row.num_spares, row.num_owned) for row in manager.prefix_rows()] == [(4, 2, 6)]
+    manager.allocate_slots(twin)  # without a hit: duplicates
+    assert [(row.num_blocks, row.num_duplicates, row.num_owned) for row in manager.prefix_rows()] == [(4, 2, 6)]
     manager.free(first)
-    assert [(row.num_blocks, row.num_spares, row.num_owned) for row in manager.prefix_rows()] == [(4, 2, 2)]
+    assert [(row.num_blocks, row.num_duplicates, row.num_owned) for row in manager.prefix_rows()] == [(4, 2, 2)]
     start(manager, "other", [2] * 12)  # takes the two that are not cached, then the first one's last block
     assert [row[3:7] for row in manager.prefix_rows()] == [(12, 3, 2, 2), (12, 3, 0, 3)]
     manager.abort(twin, 4)

@@ -26,7 +26,7 @@ def fill(pool: BlockPool, quotas: TenantQuotas, salt: str, first: int, num_block
     """Cache so many blocks of a tenant's, and give them back."""
     keys = encode_extra_keys(salt, None, (), 1)
     blocks = pool.take(num_blocks)
-    pool.index.insert(ROOT, blocks, memoryview(array("I", range(first, first + num_blocks))).cast("B"), keys, 0)
+    pool.index.cache(ROOT, blocks, memoryview(array("I", range(first, first + num_blocks))).cast("B"), keys, 0)
     pool.release_table(blocks)
     tenant = quotas.tenant_of(keys[0])
     assert tenant is not None

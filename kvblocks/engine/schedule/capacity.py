@@ -117,11 +117,11 @@ def _kept_blocks(manager: KVCacheManager) -> set[KVCacheBlock]:
     """Blocks that pins never give up: those that they hold, and those that they will when a request lets go of them."""
     kept: set[KVCacheBlock] = set()
     for pin in manager.pins:
-        # A pin may hold more than can be hit: where a group lacks something, or in ghosts, which take no memory.
+        # A pin may hold more than can be hit: where a group lacks something, or in anchors, which take no memory.
         for blocks in (pin.blocks, manager.get_computed_blocks(pin.sequence).blocks):
             kept.update(block for block, priority in zip(blocks, pin.priorities, strict=False) if priority >= KEEP)
         if all(priority >= KEEP for priority in pin.priorities):
-            kept.update(pin.hanging)
+            kept.update(pin.attached_blocks)
     return {block for block in kept if block.block_id < manager.num_blocks}
 
 

@@ -28,10 +28,10 @@ from math import inf
 
 from kvblocks.core.hit import CacheHit
 from kvblocks.engine.schedule.capacity import check_fits, check_oldest, count_blocks, max_request_tokens, stalled
-from kvblocks.engine.schedule.headroom import Headroom
 from kvblocks.engine.schedule.order import FirstCome, Order
 from kvblocks.engine.schedule.request import FinishReason, Request
 from kvblocks.engine.schedule.step import ScheduledChunk, StepLimits
+from kvblocks.engine.schedule.watermark import Watermark
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.manager import KVCacheManager
 
@@ -201,7 +201,7 @@ class Scheduler:
         """
         most, num_passed = self.limits.max_num_seqs, 0  # as many are passed over as could run, at most
         num_seqs = sum(1 + len(request.siblings) for request in self.running)
-        headroom = Headroom(self.manager, self.running, self.limits.watermark, self._num_step_tokens)
+        watermark = Watermark(self.manager, self.running, self.limits.watermark, self._num_step_tokens)
         candidates = self.order.candidates(self.waiting, self.manager)
         while budget and num_seqs < most and num_passed < most and self.waiting:
             request = next(candidates, None)
@@ -211,11 +211,11 @@ class Scheduler:
             if self.limits.wait_for_prefixes and hit.pending_tokens and not self.order.is_overdue(request):
                 num_passed += 1
                 continue
-            chunk = self._start(request, hit, budget) if headroom.admits(request, hit) else None
+            chunk = self._start(request, hit, budget) if watermark.admits(request, hit) else None
             if chunk is None:
                 return request
             self._take_turn(request)
-            headroom.note(request)
+            watermark.note(request)
             chunks.append(chunk)
             budget -= chunk.num_tokens
             num_seqs += 1 + len(request.siblings)

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from rich.console import Console
 
-from kvblocks.cli.app import main as cli
+from kvblocks.cli import app as cli
 from kvblocks.engine.completion import Completion
 from kvblocks.engine.demo.demo import DemoReport, DemoRequest, run_demo
 from kvblocks.engine.demo.script import HANDBOOK, SUPPORT_DESK, DemoScript

@@ -297,7 +297,7 @@ def test_what_a_pin_keeps_counts_though_a_window_lets_nobody_hit_it():
     computed(manager, range(320))
     computed(manager, range(9000, 9064))  # takes what left the window
     pin = manager.pin(range(160), priority=100)
-    assert (len(pin.blocks), pin.hanging, manager.get_computed_blocks(pin.sequence).num_tokens) == (10, [], 0)
+    assert (len(pin.blocks), pin.attached_blocks, manager.get_computed_blocks(pin.sequence).num_tokens) == (10, [], 0)
     scheduler = Scheduler(manager, 10_000, StepLimits(64, 8))
     assert scheduler.max_request_tokens == 353  # 22 blocks, and 8 of the window
     with pytest.raises(PoolExhaustedError, match="while pins keep 10 of the pool's 40"):

@@ -7,7 +7,7 @@ import time
 import pytest
 from engine.server.server_harness import MODEL, running_server, tiny_loaded
 
-from kvblocks.cli.app import main as cli
+from kvblocks.cli import app as cli
 from kvblocks.cli.client import ServerClient
 from kvblocks.engine.server.arrivals import MAX_KEPT
 from kvblocks.engine.server.cache_api import system_prefix

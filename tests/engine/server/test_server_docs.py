@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from engine.server.server_harness import running_server, tiny_loaded
 
-from kvblocks.cli.app import main as cli
+from kvblocks.cli import app as cli
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "server.md").read_text(encoding="utf-8")
 URL = "http://127.0.0.1:8000"

@@ -14,7 +14,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from kvblocks.cli.app import main as cli
+from kvblocks.cli import app as cli
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends signals to processes, which POSIX systems have")

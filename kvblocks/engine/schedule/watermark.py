@@ -18,7 +18,7 @@ from kvblocks.engine.schedule.request import Request
 from kvblocks.manager import KVCacheManager
 
 
-class Headroom:
+class Watermark:
     """What one step's admissions may use of a pool of which `share` is to stay free.
 
     num_step_tokens: what a step computes of a request at most, on which depends what layers with a window hold.
