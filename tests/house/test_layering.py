@@ -59,7 +59,8 @@ def test_the_core_reads_in_an_afternoon(tree, capsys):
 
 
 def test_lines_of_code_are_counted():
-    source = '"""Docs.\n\nmore"""\n\n# why\nx = """a\nb"""  # c\n\n\ndef f():\n    """Docs."""\n    return (\n        1\n    )\n'
+    documented = '"""Docs.\n\nmore"""\n\n# why\n'
+    source = documented + 'x = """a\nb"""  # c\n\n\ndef f():\n    """Docs."""\n    return (\n        1\n    )\n'
     assert count_code_lines(source) == 6
 
 
