@@ -18,9 +18,11 @@ anything, and never again after that. Sharing a sequence's blocks among its samp
 PagedAttention.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
 from kvblocks.arguments import (
     Flag,
@@ -40,41 +42,35 @@ from kvblocks.arguments import (
     wrong,
 )
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.caching import cache_anew, digests_anew, forget_unwritten
+from kvblocks.core.caching import digests_anew, forget_unwritten
 from kvblocks.core.change import CHANGING, DEBUGGING, IDLE, Changeable
 from kvblocks.core.hashing import HashFunction, PositionKey, get_hash_function
-from kvblocks.core.hit import CacheHit, check_hit
+from kvblocks.core.hit import CacheHit, check_hit, check_start
 from kvblocks.core.in_flight import InFlight
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import PrefixIndex
-from kvblocks.core.sequence import Sequence
-from kvblocks.core.sequence_checks import as_sequence, check_no_step, check_start, check_step, not_a_sequence
-from kvblocks.core.steps import StepAllocator
+from kvblocks.core.sequence import Sequence, as_sequence, not_a_sequence
+from kvblocks.core.slots import SlotAllocator
 from kvblocks.core.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, SequenceStateError
 from kvblocks.events import CacheEvent
-from kvblocks.groups.hit import find_hit
-from kvblocks.groups.index import GroupIndex
-from kvblocks.groups.kinds import FullAttention, Group
-from kvblocks.groups.layout import make_layout
-from kvblocks.groups.pins import GroupPins
-from kvblocks.groups.pool import GroupPool
-from kvblocks.groups.slots import GroupSlots
-from kvblocks.observe.block_sampler import BlockSampler, check_bounds, choose_sample
-from kvblocks.observe.explanation import Explanation, explain_miss
-from kvblocks.observe.group_explanation import explain_group_miss
-from kvblocks.observe.picture import PrefixRow, prefix_rows, to_dot
-from kvblocks.observe.removal_history import RemovalHistory
-from kvblocks.observe.shared_prefixes import SharedPrefix, find_shared_prefixes
-from kvblocks.retention.pins import Pin, Pins, Priority
-from kvblocks.retention.quotas import TenantQuotas
 from kvblocks.stats import CacheStats, GroupUsage, QuotaUsage, Refusal
+
+if TYPE_CHECKING:  # what only some managers need is imported by those
+    from kvblocks.groups.kinds import Group
+    from kvblocks.observe.block_sampler import BlockSampler
+    from kvblocks.observe.explanation import Explanation
+    from kvblocks.observe.picture import PrefixRow
+    from kvblocks.observe.removal_history import RemovalHistory
+    from kvblocks.observe.shared_prefixes import SharedPrefix
+    from kvblocks.retention.pins import Pin, Pins, Priority
+    from kvblocks.retention.quotas import TenantQuotas
 
 _NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
 """What adding a token the short way raises where the long way may still take it, or knows what is wrong with it."""
 
 Step = tuple[list[Sequence], dict[Sequence, int]]
-"""The sequences of a step, and their places in it."""
+"""The sequences of a step, and their indices in it."""
 
 
 class KVCacheManager(Changeable):
@@ -104,37 +100,40 @@ class KVCacheManager(Changeable):
     ) -> None:
         caches, named = check_flag("enable_caching", enable_caching), check_flag("enable_events", enable_events)
         debugs = check_flag("debug", debug)
-        layout = make_layout(block_size, groups)
-        hash_function = get_hash_function(hash_algorithm)
-        group_index = None if layout.is_single else GroupIndex(layout, hash_function, enable_events=named)
-        index = group_index or PrefixIndex(layout.block_size, hash_function, enable_events=named)
+        size = None if block_size is None else check_count("block_size", block_size, 1)
         num_remembered = check_count("num_history_blocks", num_history_blocks, 0)
-        if num_remembered:
-            index.keep_history(RemovalHistory(num_remembered))
         share = check_share("pin_budget", pin_budget, "a share of the pool from 0.0 to 1.0")
         max_pinned = int(share * check_count("num_blocks", num_blocks, 1) + 1e-6)  # 0.29 of 100 is 29
         super().__init__("manager", debug=debugs)
-        self.block_size = index.block_size
-        self.enable_caching = caches
-        self._index = index
-        self._group_index = group_index
-        self._group_slots: GroupSlots | None = None
-        if group_index is None:
-            self._pool = BlockPool(num_blocks, index)
-            self._pins = Pins(self._pool, max_pinned)
-            self._slots = StepAllocator(self._pool, self._pins)
+        if groups is None:
+            index = PrefixIndex(size or 16, get_hash_function(hash_algorithm), enable_events=named)
+            self._slots = SlotAllocator(BlockPool(num_blocks, index), self)
         else:
-            group_pool = GroupPool(num_blocks, group_index)
-            self._pool = group_pool
-            self._pins = GroupPins(group_pool, max_pinned)
-            self._slots = self._group_slots = GroupSlots(group_pool, self._pins)
-        self._slots.manager = self
-        self._in_flight = InFlight(index, self)
+            from kvblocks.groups.layout import make_layout
+            from kvblocks.groups.slots import make_slots
+
+            layout, hash_function = make_layout(size, groups), get_hash_function(hash_algorithm)
+            self._slots = make_slots(num_blocks, layout, hash_function, self, enable_events=named)
+        self._pool = self._slots.pool
+        self._index = self._pool.index
+        self.block_size = self._index.block_size
+        self.enable_caching = caches
+        self._max_pinned_blocks = max_pinned
+        self._history: RemovalHistory | None = None
+        if num_remembered:
+            from kvblocks.observe.removal_history import RemovalHistory as History
+
+            self._history = History(num_remembered)
+            self._index.watch(self._history)
+        self._sampler: BlockSampler | None = None
+        self._pins: Pins | None = None
+        self._quotas: TenantQuotas | None = None
+        self._groups: tuple[Group, ...] | None = self._slots.groups  # None: one of full attention
+        self._in_flight = InFlight(self._index, self)
         self._sequences: dict[Hashable, Sequence] = {}
         self._last_step: Step = ([], {})  # until one of its sequences is freed: the next batch is mostly the same
-        self._largest_size = self.block_size if group_index is None else group_index.layout.alignment
         # When debugging or naming changes, a token that begins or fills a block goes the long way.
-        self._fills_quickly = not debugs and not index.needs_digests and group_index is None
+        self._fills_quickly = not debugs and not self._index.needs_digests and not self._slots.has_side_groups
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
 
     @property
@@ -160,14 +159,16 @@ class KVCacheManager(Changeable):
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups of layers, by their numbers; one of full attention unless others were given. O(1)."""
-        if self._group_index is not None:
-            return self._group_index.layout.groups
-        return (FullAttention(self.block_size),)
+        if self._groups is None:
+            from kvblocks.groups.kinds import FullAttention
+
+            self._groups = (FullAttention(self.block_size),)
+        return self._groups
 
     @property
     def alignment(self) -> int:
         """Hits are multiples of so many tokens: the largest block size of a group. O(1)."""
-        return self._largest_size
+        return self._slots.alignment
 
     @property
     def stats(self) -> CacheStats:
@@ -182,7 +183,7 @@ class KVCacheManager(Changeable):
             num_blocks=len(self._pool.blocks),
             num_free_blocks=self._pool.num_free_blocks,
             num_cached_blocks=self._pool.num_cached_blocks,
-            num_limited_tokens=0 if self._group_slots is None else self._group_slots.num_limited_tokens,
+            num_limited_tokens=self._slots.num_limited_tokens,
         )
 
     # The calls of a step.
@@ -202,14 +203,13 @@ class KVCacheManager(Changeable):
             self.check_whole()
             if own.owner is not None:
                 raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {own}")
-        if self._group_index is not None:
-            return find_hit(self._group_index, own, self._in_flight, enable_caching=self.enable_caching)
-        tokens = own.tokens
+        if self._slots.has_side_groups:
+            return self._slots.find_hit(own, self._in_flight, enable_caching=self.enable_caching)
+        tokens = own.tokens  # from here on `SlotAllocator.find_hit`, without the calls
         num_tokens = len(tokens)
         if not self.enable_caching:
             return CacheHit(own, [], 0, num_tokens, self._in_flight)
         block_size = self.block_size
-        # As `find_blocks`, which costs a call and a second view.
         view = tokens if type(tokens) is memoryview else memoryview(tokens)
         keys = None if own.keys is None else own.encoded_keys(block_size)
         blocks = self._index.match(view, keys, num_tokens // block_size)
@@ -248,20 +248,20 @@ class KVCacheManager(Changeable):
             start = 0 if found is None else check_hit(self._index, own, found)
         else:
             start = self._check_continued(own, found)
-        num_left = own.num_tokens - start
-        if not num_left:
+        end = len(own.tokens)
+        if start == end:
             raise InvalidArgumentError(f"allocate_slots: expected tokens without slots, got {own} with none left")
-        if num_wanted is None:
-            end = own.num_tokens
-        else:
-            end = start + check_count("num_new_tokens", num_wanted, 1, num_left)
+        if num_wanted is not None:
+            end = start + check_count("num_new_tokens", num_wanted, 1, end - start)
         if is_start:
             blocks = self._start(own, end, num_lookahead, found)
         else:
             blocks = self._slots.grow(own, end, num_lookahead)
-        if blocks is not None:
+        if blocks is not None and (self._in_flight.sequences or end < len(own.tokens)):
             self._in_flight.note(own)
-        self._end()
+        self.change_state = self._rest_state  # `_end`, without the call
+        if self.change_state:
+            self.check()
         return blocks
 
     def append_slots(self, sequence: Given[Sequence], token_ids: TokenIds) -> list[KVCacheBlock] | None:
@@ -316,33 +316,42 @@ class KVCacheManager(Changeable):
     def append_step(self, sequences: Items[Sequence], token_ids: TokenIds) -> list[tuple[int, int, int]] | None:
         """Add one decoded token to each of `sequences` and make room for it: a whole decode step in one call.
 
-        token_ids: as many as sequences. Returns (place in `sequences`, position in its table, block id) for each
-        sequence whose table changed: all that an engine has to write to the step's block tables. None, with nothing
+        token_ids: as many as sequences. Returns (index in `sequences`, index in its table, block id) for each sequence
+        whose table changed: all that an engine has to write to the step's block tables. None, with nothing
         changed for any of them, when the pool can't serve all.
 
         Raises SequenceStateError, InvalidTokensError and, for repeated sequences or too few or many tokens,
         InvalidArgumentError. O(sequences).
         """
-        if self._group_index is not None and len(self._group_index.layout.groups) > 1:
-            got = len(self._group_index.layout.groups)
+        if self._slots.num_groups > 1:
+            got = self._slots.num_groups
             raise InvalidArgumentError(
                 f"append_step: expected a manager of one group, got {got}: use append_group_step"
             )
-        return self._append_step(sequences, token_ids)
+        step = self._check_step(sequences, token_ids)
+        if step is None:
+            return []
+        batch, tokens, at_boundary = step
+        changes = self._slots.append_step(batch, tokens, at_boundary, self._last_step[1])
+        self._end()
+        return changes
 
     def append_group_step(
         self, sequences: Items[Sequence], token_ids: TokenIds
     ) -> list[tuple[int, int, int, int]] | None:
         """Add one decoded token to each of `sequences`, as `append_step`, whatever the groups are.
 
-        Returns (place in `sequences`, group, position in its table, block id) for each table entry that changed, other
+        Returns (index in `sequences`, group, index in its table, block id) for each table entry that changed, other
         than those that became dead; None, with nothing changed, when the pool can't serve all. Raises as `append_step`.
         O(sequences x groups).
         """
-        changes = self._append_step(sequences, token_ids)
-        if changes is None or self._group_slots is None:
-            return None if changes is None else [(i, 0, position, block_id) for i, position, block_id in changes]
-        return self._group_slots.step_changes if sequences else []
+        step = self._check_step(sequences, token_ids)
+        if step is None:
+            return []
+        batch, tokens, at_boundary = step
+        changes = self._slots.append_group_step(batch, tokens, at_boundary, self._last_step[1])
+        self._end()
+        return changes
 
     def reserve_slots(self, sequence: Given[Sequence], num_tokens: SupportsIndex) -> list[KVCacheBlock] | None:
         """Make room for `num_tokens` more tokens than are known, such as drafts. Nothing of them is cached.
@@ -371,7 +380,7 @@ class KVCacheManager(Changeable):
         source, destination). A block id stands for the same memory in each group, so copying all of it does no harm.
         """
         self.check_whole()
-        groups = [0] * len(self._slots.copies) if self._group_slots is None else self._group_slots.copy_groups
+        groups = self._slots.copy_groups()
         return [(group, *pair) for group, pair in zip(groups, self.take_copies(), strict=True)]
 
     def free(self, sequence: Given[Sequence]) -> None:
@@ -408,19 +417,7 @@ class KVCacheManager(Changeable):
         sequence = self._check_owned(sequence, "fork")
         twin = sequence.fork(sequence_id)
         self._claim(twin, "fork")
-        num_tokens, block_size = sequence.num_computed_tokens, self.block_size
-        twin.blocks += sequence.blocks[: -(-num_tokens // block_size)]
-        self._pool.touch(twin.blocks)
-        twin.epoch = sequence.epoch
-        twin.num_computed_tokens = num_tokens
-        twin.num_cached_blocks = sequence.num_cached_blocks
-        twin.num_readonly_tokens = max(sequence.num_readonly_tokens, num_tokens // block_size * block_size)
-        twin.owner = twin.tail_owner = self
-        if self._group_slots is not None:
-            self._group_slots.fork(sequence, twin)
-        if num_tokens % self._largest_size:
-            sequence.tail_owner = twin.tail_owner = None
-            sequence.fits_below = 0
+        self._slots.fork(sequence, twin)
         self._in_flight.note(twin)
         self._end()
         return twin
@@ -454,18 +451,7 @@ class KVCacheManager(Changeable):
         self.begin_change()
         if num_computed_tokens is not None:
             self._forget_unwritten(sequence, written)
-        self._pins.extend(sequence)
-        dropped = sequence.truncate_blocks(-(-end // self.block_size))
-        sequence.truncate_tokens(end)
-        sequence.num_computed_tokens = num_left
-        sequence.num_cached_blocks = min(sequence.num_cached_blocks, num_left // self.block_size)
-        # Down to a whole block: the one that it ends in may be written in place, once nobody else reads it.
-        sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left // self.block_size * self.block_size)
-        sequence.tail_owner = None  # the block that it ends in may be cached, or somebody else's too
-        sequence.fits_below = 0
-        self._pool.release_table(dropped)
-        if self._group_slots is not None:
-            self._group_slots.truncate(sequence, end)
+        self._slots.truncate(sequence, end)
         self._in_flight.note(sequence)
         self._end()
 
@@ -481,9 +467,7 @@ class KVCacheManager(Changeable):
             raise SequenceStateError(f"renew: expected a sequence from before a reset of the cache, got {sequence}")
         digests = digests_anew(self._index, sequence)
         self.begin_change()
-        cache_anew(self._index, sequence, digests)
-        if self._group_slots is not None:
-            self._group_slots.cache_anew(sequence)
+        self._slots.cache_anew(sequence, digests)
         self._end()
 
     def reset_prefix_cache(self) -> None:
@@ -496,8 +480,8 @@ class KVCacheManager(Changeable):
         """
         self.begin_change()
         self._index.clear()
-        if self._pins.pins:
-            self._pins.drop_uncached()
+        if self._slots.holds is not None:
+            self._slots.holds.drop_uncached()
         self._end()
 
     # What stays: pins and quotas.
@@ -505,12 +489,12 @@ class KVCacheManager(Changeable):
     @property
     def pins(self) -> list[Pin]:
         """The pins that haven't ended, oldest first. O(pins)."""
-        return list(self._pins.pins)
+        return [] if self._pins is None else list(self._pins.pins)
 
     @property
     def last_refusal(self) -> Refusal | None:
         """Why the last call that returned None did so; None before the first. O(1)."""
-        return self._pins.last_refusal
+        return self._slots.last_refusal
 
     def pin(
         self,
@@ -540,23 +524,26 @@ class KVCacheManager(Changeable):
         end = None if expires_at is None else check_number("expires_at", expires_at, "a number or None")
         copied = bytes(memoryview(pack_tokens(token_ids)).cast("B"))  # a pin may outlive the caller's buffer
         prefix = Sequence("pin", copied, salt=salt, lora=lora, extra_keys=extra_keys)
-        pin = self._pins.make(prefix, priority, end)
+        pins = self._get_pins()
+        pin = pins.make(prefix, priority, end)
         self.begin_change()
-        self._pins.add(pin)
+        self._slots.holds = pins
+        pins.add(pin)
         self._end()
         return pin
 
     def unpin(self, pin: Given[Pin]) -> None:
         """End a pin; its blocks stay cached as any others do. Raises InvalidArgumentError. O(its blocks)."""
         self.check_whole()
+        from kvblocks.retention.pins import Pin
+
         given: Any = pin
         if not is_a(given, Pin):
             raise wrong("unpin", "a Pin", given)
-        if given not in self._pins.pins:
+        if self._pins is None or given not in self._pins.pins:
             raise InvalidArgumentError(f"unpin: expected a pin of this manager that hasn't ended, got {given}")
         self.begin_change()
-        self._pins.remove(given)
-        self._end()
+        self._unpin(self._pins, [given])
 
     def expire_pins(self, now: SupportsFloat) -> list[Pin]:
         """End and return the pins whose `expires_at` is not after `now`, on the clock that `expires_at` was told by.
@@ -565,11 +552,12 @@ class KVCacheManager(Changeable):
         and then. Raises InvalidArgumentError. O(pins + blocks freed).
         """
         self.check_whole()
-        expired = self._pins.expired(check_number("now", now))
+        time = check_number("now", now)
+        if self._pins is None:
+            return []
+        expired = self._pins.expired(time)
         self.begin_change()
-        for pin in expired:
-            self._pins.remove(pin)
-        self._end()
+        self._unpin(self._pins, expired)
         return expired
 
     def set_quota(self, salt: Text | None, max_blocks: SupportsIndex | None) -> None:
@@ -583,7 +571,7 @@ class KVCacheManager(Changeable):
         name = check_name("salt", salt)
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
         self.begin_change()
-        quotas = TenantQuotas() if self._index.quotas is None else self._index.quotas
+        quotas = self._get_quotas()
         quotas.set_quota(name, number)
         self._use_quotas(quotas)
 
@@ -592,13 +580,13 @@ class KVCacheManager(Changeable):
         self._check_has_primary("set_default_quota")
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
         self.begin_change()
-        quotas = TenantQuotas() if self._index.quotas is None else self._index.quotas
+        quotas = self._get_quotas()
         quotas.set_default(number)
         self._use_quotas(quotas)
 
     def quotas(self) -> list[QuotaUsage]:
         """Return the quotas of salts that were given one or have anything cached, and what is used. O(salts)."""
-        tenants = [] if self._index.quotas is None else self._index.quotas.tenants()
+        tenants = [] if self._quotas is None else self._quotas.tenants()
         return [QuotaUsage(t.salt, t.max_cached_blocks, t.num_cached_blocks) for t in tenants]
 
     # What people and engines look at.
@@ -620,16 +608,22 @@ class KVCacheManager(Changeable):
         self._check_has_primary("shared_prefixes")
         for sequence in batch:
             self._check_owned(sequence, "shared_prefixes")
+        from kvblocks.observe.shared_prefixes import find_shared_prefixes
+
         return find_shared_prefixes(batch, self.block_size, min_blocks, num_visible_tokens)
 
     def prefix_rows(self) -> list[PrefixRow]:
         """Return what is cached as the rows of a table, for people. Changes nothing. O(cached blocks)."""
         self.check_whole()
         self._check_has_primary("prefix_rows")
+        from kvblocks.observe.picture import prefix_rows
+
         return prefix_rows(self._index)
 
     def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
         """Return what is cached as a Graphviz document, of at most `max_nodes` nodes. As `prefix_rows`."""
+        from kvblocks.observe.picture import to_dot
+
         return to_dot(self.prefix_rows(), max_nodes)
 
     def explain(self, sequence: Given[Sequence]) -> Explanation:
@@ -641,9 +635,9 @@ class KVCacheManager(Changeable):
         """
         self.check_whole()
         own = as_sequence("explain", sequence)
-        if self._group_index is not None:
-            return explain_group_miss(self._group_index, own, self._slots.num_taken_blocks)
-        return explain_miss(self._index, own, self._slots.num_taken_blocks)
+        from kvblocks.observe.explanation import explain
+
+        return explain(self._index, self._slots, self._history, own)
 
     def take_events(self) -> list[CacheEvent]:
         """Return the changes of the cached set since the last call, oldest first, and forget them. O(1).
@@ -659,9 +653,7 @@ class KVCacheManager(Changeable):
     def group_usage(self) -> list[GroupUsage]:
         """Return what each group uses of the pool, by group. For people and metrics: O(pool)."""
         self.check_whole()
-        num_cached = [self._pool.num_cached_blocks]
-        if self._group_index is not None:
-            num_cached = self._group_index.num_cached_by_group()
+        num_cached = self._slots.num_cached_by_group()
         held: list[set[int]] = [set() for _ in self.groups]
         for sequence in self._sequences.values():
             for group, blocks in enumerate(held):
@@ -677,22 +669,28 @@ class KVCacheManager(Changeable):
         now, bounds: see `BlockSampler`. Raises InvalidArgumentError, also when they are being recorded. O(num_blocks).
         """
         self.check_whole()
+        from kvblocks.observe.block_sampler import BlockSampler, check_bounds, choose_sample
+
         number, limits = check_count("every", every, 1), check_bounds(bounds)
         check_clock("now", now)
-        if self._pool.sampler is not None:
+        if self._sampler is not None:
             raise InvalidArgumentError(
                 "expected a manager whose blocks nobody samples, got one that has metrics: close them"
             )
-        self._pool.sampler = BlockSampler(choose_sample(self._pool.blocks, number), now, limits)
-        return self._pool.sampler
+        self._sampler = BlockSampler(choose_sample(self._pool.blocks, number), now, limits)
+        self._index.watch(self._sampler)
+        return self._sampler
 
     def stop_sampling(self, sampler: Given[BlockSampler]) -> None:
         """Tell `sampler` nothing more. Does nothing when it isn't told anything. Raises InvalidArgumentError. O(1)."""
         self.check_whole()
+        from kvblocks.observe.block_sampler import BlockSampler
+
         if not is_a(sampler, BlockSampler):
             raise wrong("sampler", "what start_sampling returned", sampler)
-        if self._pool.sampler is sampler:
-            self._pool.sampler = None
+        if self._sampler is sampler and self._sampler is not None:
+            self._index.unwatch(self._sampler)
+            self._sampler = None
 
     def free_block_ids(self) -> list[int]:
         """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
@@ -703,10 +701,12 @@ class KVCacheManager(Changeable):
         """Raise AssertionError unless all invariants of docs/design.md hold (never under python -O). O(pool)."""
         self.check_whole()
         tables = [table for sequence in self._sequences.values() for table in self._slots.tables(sequence)]
-        self._pool.check(tables + self._pins.tables())
-        self._pins.check()
-        batch, places = self._last_step
-        assert places == {sequence: i for i, sequence in enumerate(batch)}, "step: places of another batch"
+        if self._slots.holds is not None:
+            tables += self._slots.holds.tables()
+            self._slots.holds.check()
+        self._pool.check(tables)
+        batch, indices = self._last_step
+        assert indices == {sequence: i for i, sequence in enumerate(batch)}, "step: indices of another batch"
         self._check_sequences(self.block_size, self._slots.smallest_block_size)
 
     # What the calls are made of.
@@ -725,11 +725,9 @@ class KVCacheManager(Changeable):
         if blocks is None:
             self._unclaim(sequence)
             return None
-        sequence.tail_owner = self
         self._num_queries += 1
-        self._num_queried_tokens += sequence.num_tokens
+        self._num_queried_tokens += len(sequence.tokens)
         if hit is not None and hit.blocks:
-            sequence.num_readonly_tokens = hit.num_readonly_tokens
             self._num_hits += 1
             self._num_hit_tokens += hit.num_tokens
         return blocks
@@ -748,7 +746,10 @@ class KVCacheManager(Changeable):
             self.check()
         return blocks
 
-    def _append_step(self, sequences: Items[Sequence], token_ids: TokenIds) -> list[tuple[int, int, int]] | None:
+    def _check_step(
+        self, sequences: Items[Sequence], token_ids: TokenIds
+    ) -> tuple[list[Sequence], list[Any], list[Sequence]] | None:
+        """Return a step's sequences, their tokens, and the sequences at a boundary; None for a step of none."""
         if self.change_state:
             self.check_whole()
         batch: list[Sequence] = (
@@ -756,7 +757,7 @@ class KVCacheManager(Changeable):
         )
         if not batch:
             check_no_step(token_ids)
-            return []
+            return None
         tokens: list[Any] = token_ids if type(token_ids) is list else pack_tokens(token_ids).tolist()
         if len(batch) != len(tokens):
             check_step(batch, len(tokens))
@@ -770,16 +771,14 @@ class KVCacheManager(Changeable):
                 self._check_appendable(sequence, "append_step")
         if batch != self._last_step[0]:
             self._note_batch(batch)  # only now, so that nobody else's sequence is kept
-        changes = self._slots.append_step(batch, tokens, at_boundary, self._last_step[1])
-        self._end()
-        return changes
+        return batch, tokens, at_boundary
 
     def _note_batch(self, batch: list[Sequence]) -> None:
-        """Find the places of a step's sequences. Raises InvalidArgumentError when one comes twice."""
-        places = dict(zip(batch, range(len(batch)), strict=True))
-        if len(places) != len(batch):
+        """Find the indices of a step's sequences. Raises InvalidArgumentError when one comes twice."""
+        indices = dict(zip(batch, range(len(batch)), strict=True))
+        if len(indices) != len(batch):
             check_step(batch, len(batch))
-        self._last_step = batch, places
+        self._last_step = batch, indices
 
     def _give_back(self, sequence: Given[Sequence], call: str, num_computed_tokens: SupportsIndex | None) -> None:
         """Give back what a sequence holds; num_computed_tokens: that are written, None: all. O(as `free`, `abort`)."""
@@ -802,16 +801,11 @@ class KVCacheManager(Changeable):
             raise
         if num_computed_tokens is not None:
             self._forget_unwritten(own, num_computed_tokens)
-        if self._pins.lacking:
-            self._pins.extend(own)
         if self._last_step[0]:
             self._last_step = ([], {})
-        num_cached = own.num_cached_blocks if own.epoch is self._index.epoch else 0
-        self._pool.release_table(own.blocks, num_cached)
-        self._in_flight.drop(own)
-        if own.side_tables is not None and self._group_slots is not None:
-            self._group_slots.release(own)
-        own.reset_blocks()
+        if self._in_flight.sequences:
+            self._in_flight.drop(own)
+        self._slots.release(own)
         self.change_state = self._rest_state  # `_end`, without the call
         if self.change_state:
             self.check()
@@ -820,8 +814,8 @@ class KVCacheManager(Changeable):
         forget_unwritten(self._index, sequence, num_computed_tokens)
         if self._index.detached:
             self._pool.requeue_detached()
-        if self._pins.pins:
-            self._pins.drop_uncached()
+        if self._slots.holds is not None:
+            self._slots.holds.drop_uncached()
 
     def _claim(self, sequence: Sequence, call: str) -> None:
         """Begin a change by entering a sequence under its id, which is hashed and compared before anything changes.
@@ -877,7 +871,7 @@ class KVCacheManager(Changeable):
             raise SequenceStateError(f"{call}: expected slots for all tokens, got {got}")
 
     def _check_has_primary(self, call: str) -> None:
-        if self._group_index is not None and self._group_index.layout.primary is None:
+        if self._slots.primary_group is None:
             raise InvalidArgumentError(f"{call}: expected a manager with a group of full attention, got {self.groups}")
 
     def _refusal(self, call: str, sequence: object) -> KVBlocksError:
@@ -893,15 +887,41 @@ class KVCacheManager(Changeable):
             own_id: Any = sequence.sequence_id  # whose == may answer anything
             assert sequence.owner is self and own_id == sequence_id, f"{sequence}: not under its own id"
             sequence.check(block_size, smallest_block_size)
-            for table in [] if sequence.side_tables is None else sequence.side_tables.tables:
-                table.check(sequence.num_computed_tokens)
+            if sequence.side_tables is not None:
+                sequence.side_tables.check(sequence.num_computed_tokens)
+
+    def _get_pins(self) -> Pins:
+        """Return the pins that there are, or that there will be."""
+        if self._pins is not None:
+            return self._pins
+        if self._slots.has_side_groups:
+            from kvblocks.groups.pins import GroupPins
+
+            self._pins = GroupPins(self._pool, self._max_pinned_blocks)
+        else:
+            from kvblocks.retention.pins import Pins
+
+            self._pins = Pins(self._pool, self._max_pinned_blocks)
+        return self._pins
+
+    def _unpin(self, pins: Pins, ended: list[Pin]) -> None:
+        """End pins, and the change that this is; without any left, nothing asks for them."""
+        for pin in ended:
+            pins.remove(pin)
+        if not pins.pins:
+            self._slots.holds = None
+        self._end()
+
+    def _get_quotas(self) -> TenantQuotas:
+        from kvblocks.retention.quotas import TenantQuotas
+
+        return TenantQuotas() if self._quotas is None else self._quotas
 
     def _use_quotas(self, quotas: TenantQuotas) -> None:
         """Put quotas into force, counting anew, which ends the change; without any, nothing asks for them."""
-        self._index.quotas = quotas
-        self._pool.recount_quotas()
-        if quotas.is_empty:
-            self._index.quotas = None
+        quotas.recount(self._index.count_by_run(), self._pool.free_blocks())
+        self._quotas = None if quotas.is_empty else quotas
+        self._index.charge(self._quotas)
         self._end()
 
     def _end(self) -> None:
@@ -910,3 +930,19 @@ class KVCacheManager(Changeable):
         self.change_state = rest
         if rest:
             self.check()
+
+
+def check_step(sequences: list[Any], num_tokens: int) -> None:
+    """Raise InvalidArgumentError unless these are different sequences, as many as tokens."""
+    for sequence in sequences:
+        as_sequence("append_step", sequence)
+    num_different = len(set(sequences))
+    if not num_different == len(sequences) == num_tokens:
+        got = f"{len(sequences)} sequences, {num_different} of them different, and {num_tokens} tokens"
+        raise InvalidArgumentError(f"append_step: expected different sequences and a token for each, got {got}")
+
+
+def check_no_step(token_ids: Any) -> None:
+    """Raise InvalidArgumentError unless a step of no sequence has no token either."""
+    if not (is_a(token_ids, bytes) and not token_ids):
+        check_step([], len(listed("token_ids", "an iterable of ints", token_ids)))

@@ -1,19 +1,21 @@
-"""A block of the pool, and the run of cached blocks that it stands in.
+"""A block of the pool, the run of cached blocks that it is in, and the epoch that the run is of.
 
-`KVCacheBlock` is the unit that is owned, shared and evicted. `Run` is what one stretch of insertions left in the
-prefix index: consecutive blocks of one prefix, with their tokens in one buffer, so that a prompt is compared with all
-of them by one memcmp. They refer to each other, hence one module. Both are plain records: `FreeBlockQueue` owns the
-links and the count's step between 0 and 1, `PrefixIndex` owns everything of a run.
+`KVCacheBlock` is the unit that is owned, shared and evicted. `Run` is a stretch of the prefix index: consecutive blocks
+of one prefix, with their tokens in one buffer, so that a prompt is compared with all of them by one memcmp. `Epoch` is
+what all runs between two resets of the cache share: a reset ends it, and with it, in O(1), whatever was cached in it.
+
+They refer to each other, hence one module. All are plain records: `FreeBlockQueue` owns the links and whether a block
+has an owner, `PrefixIndex` owns everything of a run.
 
 The intrusive links, with an unlinked block pointing at itself, are those of the Linux kernel's list_head; the block's
 fields are those of vLLM v1's KVCacheBlock.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
-from kvblocks.core.epoch import Epoch
+from kvblocks.core.hashing import HashFunction, check_digest, make_preimage
 from kvblocks.events import BlockStored
-from kvblocks.retention.tenant import Tenant
 
 RunKey = tuple["Run | None", int, bytes, bytes | None]
 """A run's first block by its preimage: the parent's run (None: no parent) and position there, tokens, extra keys.
@@ -23,10 +25,49 @@ A key holds its parent's run itself, so a parent's identity cannot be given to a
 
 
 Node = tuple["Run | None", int]
-"""A cached position: the run and the place in it; what stands there is one prefix, whole and exact."""
+"""A cached position: the run and the index in it; what is there is one prefix, whole and exact."""
 
 ROOT: Node = (None, 0)
 """The empty prefix, which everything is attached to."""
+
+
+class Epoch:
+    """What all runs between two resets of the cache share, the chain of digests included."""
+
+    __slots__ = ("block_bytes", "hash_function", "is_current", "num_digest_bytes")
+
+    def __init__(self, hash_function: HashFunction, block_bytes: int, num_digest_bytes: int) -> None:
+        self.hash_function: Callable[[bytes], Any] = hash_function
+        self.block_bytes = block_bytes
+        self.num_digest_bytes = num_digest_bytes
+        self.is_current = True
+
+    def chain(
+        self,
+        parent_digest: bytes,
+        tokens: bytearray | memoryview,
+        extra_keys: dict[int, bytes] | None,
+        first: int,
+        end: int,
+    ) -> bytearray:
+        """Return the digests of blocks first to end - 1 of `tokens`, one after the other; changes nothing.
+
+        parent_digest: of the block before them, b"" for none. extra_keys: encoded, by block. O(end - first).
+        """
+        keys, size, packed = extra_keys or {}, self.block_bytes, bytearray()
+        previous = parent_digest
+        for block in range(first, end):
+            preimage = make_preimage(previous, keys.get(block, b""), bytes(tokens[block * size : (block + 1) * size]))
+            previous = check_digest(self.hash_function(preimage), self.num_digest_bytes)
+            packed += previous
+        return packed
+
+
+class Account:
+    """Who is charged for cached blocks: `retention` charges tenants. Here it counts nothing."""
+
+    def add(self, num_blocks: int) -> None:
+        """Count blocks that became cached, or with a negative number are cached no more."""
 
 
 class KVCacheBlock:
@@ -82,6 +123,7 @@ class Run:
     """
 
     __slots__ = (
+        "account",
         "blocks",
         "children",
         "digests",
@@ -90,7 +132,6 @@ class Run:
         "extra_keys",
         "is_closed",
         "key",
-        "tenant",
         "tokens",
     )
 
@@ -104,7 +145,7 @@ class Run:
         self.duplicates: dict[int, dict[KVCacheBlock, None]] | None = None
         self.children: dict[int, dict[Run, None]] | None = None
         self.is_closed = False
-        self.tenant: Tenant | None = None
+        self.account: Account | None = None
 
     def num_cached_blocks(self) -> int:
         """Return how many blocks it holds, duplicates included. O(positions with duplicates)."""
@@ -163,7 +204,7 @@ class Run:
         return position + 1 == len(self.blocks) and not self.is_closed
 
     def extend(self, blocks: list[KVCacheBlock], tokens: memoryview, extra_keys: dict[int, bytes]) -> None:
-        """Add blocks at the end, with their tokens and the encoded extra keys of those that have some, by place."""
+        """Add blocks at the end, with their tokens, and encoded extra keys by position among them."""
         base = index = len(self.blocks)
         for block in blocks:
             block.run = self
@@ -192,7 +233,7 @@ class Run:
         children = self.children
         if not children:
             return []
-        return [child for place in self._places(position, children) for child in children.get(place, ())]
+        return [child for index in self._keys_from(position, children) for child in children.get(index, ())]
 
     def cut(self, position: int) -> list[KVCacheBlock]:
         """Drop the blocks from `position` on, duplicates included, and close the run. Returns them. O(their number).
@@ -201,8 +242,8 @@ class Run:
         """
         dropped = self.blocks[position:]
         if self.duplicates:
-            for place in self._places(position, self.duplicates):
-                dropped += self.duplicates.pop(place, ())
+            for index in self._keys_from(position, self.duplicates):
+                dropped += self.duplicates.pop(index, ())
         for block in dropped:
             block.run = None
         del self.blocks[position:]
@@ -260,7 +301,7 @@ class Run:
         self.tokens.clear()
         self.digests.clear()
 
-    def _places(self, position: int, keys: Collection[int]) -> list[int]:
+    def _keys_from(self, position: int, keys: Collection[int]) -> list[int]:
         """Return candidates for the `keys` of a table by position that are `position` or more, the shorter way."""
         num_last = len(self.blocks) - position
         if num_last < len(keys):

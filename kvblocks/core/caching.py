@@ -1,11 +1,10 @@
-"""What the prefix index knows of a sequence: looking it up, caching its blocks as they get full, taking them back.
+"""Looking a sequence up in the prefix index, caching its blocks as they get full, and taking them back.
 
 The index speaks of packed tokens and nodes, the manager of sequences and slots; this is what lies between. A sequence's
-first `num_cached_blocks` blocks were hit or cached here, so the last of them is where the next one hangs.
+first `num_cached_blocks` blocks were hit or cached here, so the next one is cached below the last of them.
 """
 
-from kvblocks.core.block import ROOT, KVCacheBlock
-from kvblocks.core.epoch import Epoch
+from kvblocks.core.block import ROOT, Epoch, KVCacheBlock
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 
@@ -44,11 +43,14 @@ def cache_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytearray
     first, end = sequence.num_cached_blocks, sequence.num_computed_tokens // index.block_size
     if first >= end or sequence.epoch is not index.epoch:
         return
-    node = sequence.blocks[first - 1].node if first else ROOT
-    if first and node[0] is None:
-        return
-    keys = sequence.encoded_keys(index.block_size)
-    index.cache(node, sequence.blocks[first:end], sequence.packed_tokens(), keys, first, digests)
+    node = ROOT
+    if first:
+        last = sequence.blocks[first - 1]
+        if last.run is None:
+            return
+        node = last.run, last.index
+    keys = None if sequence.keys is None else sequence.encoded_keys(index.block_size)
+    index.cache(node, sequence.blocks[first:end], memoryview(sequence.tokens).cast("B"), keys, first, digests)
     sequence.num_cached_blocks = end
     sequence.run = sequence.blocks[end - 1].run
 

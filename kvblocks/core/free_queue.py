@@ -79,6 +79,24 @@ class FreeBlockQueue:
         self.num_free_blocks -= num_blocks
         return taken
 
+    def popleft_empty(self, max_blocks: int) -> list[KVCacheBlock]:
+        """Take the first blocks, at most `max_blocks`, that were never cached or have been forgotten. O(blocks taken).
+
+        As many as stand before the first other one; each then has `ref_cnt` 1.
+        """
+        root = self._root
+        block = root.next_free_block
+        taken: list[KVCacheBlock] = []
+        while len(taken) < max_blocks and block.run is None and block is not root and block is not self._mark:
+            taken.append(block)
+            block.ref_cnt = 1
+            block.prev_free_block = block
+            block = block.next_free_block
+        root.next_free_block = block
+        block.prev_free_block = root
+        self.num_free_blocks -= len(taken)
+        return taken
+
     def popleft(self) -> KVCacheBlock:
         """Take the first block; it then has `ref_cnt` 1. There must be one. O(1)."""
         previous = self._root

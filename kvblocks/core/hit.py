@@ -3,15 +3,44 @@
 `check_hit` says whether that may use it still.
 """
 
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
-from kvblocks.arguments import check_count, shown
+from kvblocks.arguments import check_count, is_a, shown, wrong
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.caching import find_blocks
-from kvblocks.core.in_flight import InFlight
 from kvblocks.core.prefix_index import PrefixIndex
-from kvblocks.core.sequence import Sequence
+from kvblocks.core.sequence import Sequence, as_sequence
 from kvblocks.errors import SequenceStateError, StaleHitError
+
+
+class HitSource:
+    """Where hits are found. index: the cached prefixes."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self.index = index
+
+    def find_pending(self, sequence: Sequence) -> tuple[Sequence, int] | None:
+        """Return who will compute most of what follows the cached prefix of a sequence, and how many blocks."""
+        raise NotImplementedError
+
+
+class HitLimit:
+    """Why a hit is shorter than what the primary group has cached: a group lacks some tokens.
+
+    first_token, end_token: the tokens, the second behind the last of them. removal_key: what the removal history knows
+    the group's missing block by. Read-only.
+    """
+
+    __slots__ = ("end_token", "first_token", "group", "removal_key", "window")
+
+    def __init__(self, group: int, window: int | None, first_token: int, end_token: int, removal_key: bytes) -> None:
+        self.group = group
+        self.window = window
+        self.first_token = first_token
+        self.end_token = end_token
+        self.removal_key = removal_key
 
 
 class CacheHit:
@@ -26,7 +55,7 @@ class CacheHit:
     `allocate_slots` checks that before it uses it.
     """
 
-    __slots__ = ("blocks", "in_flight", "num_readonly_tokens", "num_tokens", "sequence", "version")
+    __slots__ = ("blocks", "num_readonly_tokens", "num_tokens", "sequence", "source", "version")
 
     def __init__(
         self,
@@ -34,19 +63,19 @@ class CacheHit:
         blocks: list[KVCacheBlock],
         num_readonly_tokens: int,
         num_known_tokens: int,
-        in_flight: InFlight,
+        source: HitSource,
     ) -> None:
         self.sequence = sequence
         self.blocks = blocks
         self.num_readonly_tokens = num_readonly_tokens
         self.num_tokens = num_readonly_tokens if num_readonly_tokens < num_known_tokens else num_known_tokens - 1
-        self.in_flight = in_flight
-        self.version = in_flight.index.version
+        self.source = source
+        self.version = source.index.version
 
     @property
     def index(self) -> PrefixIndex:
         """Where it was found. O(1)."""
-        return self.in_flight.index
+        return self.source.index
 
     @property
     def num_matched_tokens(self) -> int:
@@ -70,17 +99,25 @@ class CacheHit:
         lookup. A scheduler may wait for them rather than compute them twice. O(sequences with unfinished prefill), and
         a lookup if there are any.
         """
-        found = self.in_flight.find(self.sequence)
+        found = self.source.find_pending(self.sequence)
         return 0 if found is None else found[1] * self.index.block_size
 
     @property
     def pending_sequence(self) -> Sequence | None:
         """The allocated sequence that `pending_tokens` is about, None when there is none. O(as that)."""
-        found = self.in_flight.find(self.sequence)
+        found = self.source.find_pending(self.sequence)
         return None if found is None else found[0]
 
     def __repr__(self) -> str:
         return f"CacheHit({shown(self.sequence.sequence_id)}, {self.num_tokens} tokens in {len(self.blocks)} blocks)"
+
+
+def check_start(sequence: object, hit: object) -> None:
+    """Raise InvalidArgumentError unless these are a sequence, and a hit or None."""
+    as_sequence("allocate_slots", sequence)
+    given: Any = hit
+    if given is not None and not is_a(given, CacheHit):
+        raise wrong("allocate_slots: hit", "what get_computed_blocks returned, or None", given)
 
 
 def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> int:

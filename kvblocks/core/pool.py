@@ -11,17 +11,16 @@ from typing import SupportsIndex
 from kvblocks.arguments import check_count
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.free_queue import FreeBlockQueue
+from kvblocks.core.hooks import Accounts, Watcher
 from kvblocks.core.prefix_index import PrefixIndex
-from kvblocks.observe.block_sampler import BlockSampler
-from kvblocks.retention.quotas import TenantQuotas
 
 
 class BlockPool:
     """`num_blocks` blocks with ids 0 to num_blocks - 1, handed out 0, 1, 2, … when fresh.
 
     Later what holds nothing goes first, then what is least recently used. index: where their contents may be cached.
-    blocks: all of them, by id. detached: blocks that stopped being cached while they were owned, and still are; few and
-    seldom. sampler: told what happens to blocks; None: nobody is. Raises InvalidArgumentError. O(num_blocks).
+    blocks: all of them, by id. queue: the free ones, in the order of their reuse. detached: blocks that stopped being
+    cached while they were owned, and still are; few and seldom. Raises InvalidArgumentError. O(num_blocks).
 
     A part of the manager that is public for those who build one of their own: beyond that it checks no types.
     """
@@ -31,36 +30,34 @@ class BlockPool:
         self.index = index
         self.num_evicted_blocks = 0
         self.detached: set[KVCacheBlock] = set()
-        self.sampler: BlockSampler | None = None
-        self._queue = self._make_queue()
+        self.queue = self._make_queue()
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that nobody owns, those with cached contents included. O(1)."""
-        return self._queue.num_free_blocks
+        return self.queue.num_free_blocks
 
     @property
     def num_shared_changes(self) -> int:
         """How often a block that has an owner got another one, or lost one of several. O(1)."""
-        return self._queue.num_shared_changes
+        return self.queue.num_shared_changes
 
     @property
     def num_cached_blocks(self) -> int:
         """Blocks whose contents are cached. O(1)."""
         return self.index.num_cached_blocks
 
+    def free_blocks(self) -> list[KVCacheBlock]:
+        """Return the free blocks, next to be taken first. O(free blocks)."""
+        return list(self.queue)
+
     def free_block_ids(self) -> list[int]:
         """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
-        return [block.block_id for block in self._queue]
-
-    def recount_quotas(self) -> None:
-        """Count anew what tenants have cached, after a change of their quotas. O(pool)."""
-        if self.index.quotas is not None:
-            self.index.quotas.recount(self.index.runs(), self._queue)
+        return [block.block_id for block in self.queue]
 
     def can_take(self, num_blocks: int, touched: Sequence[KVCacheBlock]) -> bool:
         """Whether `num_blocks` can be taken after `touched` are. O(1) if there is room to spare, else O(touched)."""
-        num_free = self._queue.num_free_blocks
+        num_free = self.queue.num_free_blocks
         if num_blocks + len(touched) <= num_free:
             return True
         return num_blocks <= num_free - sum(1 for block in touched if block.ref_cnt == 0)
@@ -68,15 +65,12 @@ class BlockPool:
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take the next free blocks; what they held is cached no more. O(num_blocks).
 
-        While a tenant is over its quota, a free block of its goes before somebody else's cached one. Raises
-        PoolExhaustedError, changing nothing, when there are fewer.
+        While somebody has more than is theirs (`Accounts`), a free block of theirs goes before others' cached ones.
+        Raises PoolExhaustedError, changing nothing, when there are fewer.
         """
-        quotas = self.index.quotas
-        if quotas is not None and quotas.over and 0 < num_blocks <= self._queue.num_free_blocks:
-            return [self._take_fairly(quotas) for _ in range(num_blocks)]
-        blocks = self._queue.popleft_n(num_blocks)
-        if self.sampler is not None:
-            self.sampler.note_taken(blocks)
+        if self.index.watcher is not None:
+            return self._take_watched(num_blocks, self.index.watcher)
+        blocks = self.queue.popleft_n(num_blocks)
         for block in blocks:  # half as long as a list of those that are cached
             if block.run is not None:
                 self.num_evicted_blocks += self.index.evict(blocks)
@@ -87,40 +81,49 @@ class BlockPool:
 
     def take_one(self) -> KVCacheBlock:
         """`take` of one block; there must be one. O(1)."""
-        index = self.index
-        if index.quotas is not None and index.quotas.over:
-            return self._take_fairly(index.quotas)
-        block = self._queue.popleft()
-        if self.sampler is not None:
-            self.sampler.note_taken([block])
+        if self.index.watcher is not None:
+            return self._take_watched(1, self.index.watcher)[0]
+        block = self.queue.popleft()
         if block.run is not None:
-            self.num_evicted_blocks += index.evict_one(block)
-            if index.detached:
-                self.requeue_detached()
+            self._evict_one(block)
         return block
 
-    def _take_fairly(self, quotas: TenantQuotas) -> KVCacheBlock:
-        """Take the next block, or if that is cached, a tenant's that is over its quota."""
-        first = self._queue.first
-        victim = quotas.next_victim() if first is not None and first.is_cached else None
-        if victim is None:
-            block = self._queue.popleft()
+    def _take_watched(self, num_blocks: int, watcher: Watcher) -> list[KVCacheBlock]:
+        """`take`, of a pool that somebody watches."""
+        accounts = self.index.accounts
+        if accounts is not None and accounts.is_over and 0 < num_blocks <= self.queue.num_free_blocks:
+            return [self._take_fairly(accounts, watcher) for _ in range(num_blocks)]
+        blocks = self.queue.popleft_n(num_blocks)
+        watcher.note_taken(blocks)
+        self.num_evicted_blocks += self.index.evict(blocks)
+        if self.index.detached:
+            self.requeue_detached()
+        return blocks
+
+    def _take_fairly(self, accounts: Accounts, watcher: Watcher) -> KVCacheBlock:
+        """Take the next block, or if that is cached, one of somebody who has more than is theirs."""
+        first = self.queue.first
+        block = accounts.next_victim() if first is not None and first.is_cached else None
+        if block is None:
+            block = self.queue.popleft()
         else:
-            block = victim
-            self._queue.touch([block])
-        if self.sampler is not None:
-            self.sampler.note_taken([block])
+            self.queue.touch([block])
+        watcher.note_taken([block])
         if block.run is not None:
-            self.num_evicted_blocks += self.index.evict_one(block)
-            if self.index.detached:
-                self.requeue_detached()
+            self._evict_one(block)
         return block
+
+    def _evict_one(self, block: KVCacheBlock) -> None:
+        """Forget what a block held that was just taken."""
+        self.num_evicted_blocks += self.index.evict_one(block)
+        if self.index.detached:
+            self.requeue_detached()
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add an owner to each of `blocks`, free or not; what they hold stays. O(blocks)."""
-        self._queue.touch(blocks)
-        if self.sampler is not None:
-            self.sampler.note_touched(blocks)
+        self.queue.touch(blocks)
+        if self.index.watcher is not None:
+            self.index.watcher.note_touched(blocks)
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take an owner from each of `blocks`, last one first, so that a prefix's end is reused before its beginning.
@@ -129,8 +132,8 @@ class BlockPool:
         `release_table` is for all. Raises BlockStateError, changing nothing, when one has no owner. O(blocks).
         """
         backwards = blocks[::-1]
-        self._queue.release(backwards)
-        if self.index.quotas is not None or self.sampler is not None:
+        self.queue.release(backwards)
+        if self.index.watcher is not None:
             self._note_released(backwards)
 
     def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
@@ -138,13 +141,12 @@ class BlockPool:
 
         num_cached: the first so many were cached by their owner, and no reset came since. O(blocks).
         """
-        backwards = blocks[::-1]
         if num_cached == len(blocks) and not self.detached:
-            self._queue.release(backwards)
+            self.queue.release(blocks[::-1])
         else:
-            self._queue.release_table(blocks, 0 if self.detached else num_cached)
-        if self.detached or self.index.quotas is not None or self.sampler is not None:
-            self._note_released(backwards)
+            self.queue.release_table(blocks, 0 if self.detached else num_cached)
+        if self.detached or self.index.watcher is not None:
+            self._note_released(blocks[::-1])
 
     def requeue_detached(self) -> None:
         """Have blocks that stopped being cached, though nobody took them, reused next if they are free.
@@ -154,7 +156,7 @@ class BlockPool:
         detached, self.index.detached = self.index.detached, []
         free = [block for block in detached if not block.ref_cnt]
         self.detached.update([block for block in detached if block.ref_cnt])
-        self._queue.move_to_front(sorted(free, key=_block_id))
+        self.queue.move_to_front(sorted(free, key=_block_id))
 
     def check(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
         """Raise AssertionError unless every block is free or owned as `tables`, the live block tables, say. O(pool)."""
@@ -163,10 +165,10 @@ class BlockPool:
             for block in table:
                 assert self.blocks[block.block_id] is block, f"{block}: not of this pool"
                 owners[block.block_id] += 1
-        self._queue.check()
+        self.queue.check()
         num_free = num_cached = 0
         for block_id, block in enumerate(self.blocks):
-            assert block.block_id == block_id, f"{block}: stands at {block_id}"
+            assert block.block_id == block_id, f"{block}: listed at {block_id}"
             assert block.ref_cnt == owners[block_id], f"{block}: held by {owners[block_id]} block tables"
             num_free += block.ref_cnt == 0
             num_cached += block.is_cached
@@ -180,10 +182,8 @@ class BlockPool:
     def _note_released(self, blocks: Sequence[KVCacheBlock]) -> None:
         if self.detached:
             self.detached.difference_update([block for block in blocks if not block.ref_cnt])
-        if self.index.quotas is not None:
-            self.index.quotas.note_released(blocks)
-        if self.sampler is not None:
-            self.sampler.note_released(blocks)
+        if self.index.watcher is not None:
+            self.index.watcher.note_released(blocks)
 
     def _make_queue(self) -> FreeBlockQueue:
         return FreeBlockQueue(self.blocks)

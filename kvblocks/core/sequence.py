@@ -10,15 +10,46 @@ from array import array
 from collections.abc import Hashable, Iterable
 from typing import Any, NoReturn, SupportsIndex
 
-from kvblocks.arguments import Text, check_count, check_id, check_integer, shown
-from kvblocks.core.block import KVCacheBlock, Run
-from kvblocks.core.epoch import Epoch
+from kvblocks.arguments import Text, check_count, check_id, check_integer, is_a, shown, wrong
+from kvblocks.core.block import Epoch, KVCacheBlock, Run
 from kvblocks.core.hashing import PositionKey
 from kvblocks.core.keys import SequenceKeys, check_keys
 from kvblocks.core.tokens import TokenIds, pack_tokens
-from kvblocks.groups.tables import GroupTable, GroupTables
+from kvblocks.errors import InvalidArgumentError
 
 _NO_KEYS: tuple[PositionKey, ...] = ()
+
+
+class SideTables:
+    """The block tables that a sequence has beside its primary one, where there are several groups.
+
+    num_groups: all groups, the primary one included. has_primary: whether one of them has the table `blocks`.
+    new_blocks: by group, the blocks that the last call which made room gave.
+    """
+
+    num_groups: int
+    has_primary: bool
+    new_blocks: list[list[KVCacheBlock]]
+
+    def block_ids(self, group: int) -> list[int] | None:
+        """Return the ids of a group's table, the list itself; None for the primary one. O(groups)."""
+        raise NotImplementedError
+
+    def blocks(self, group: int) -> list[KVCacheBlock | None] | None:
+        """Return the blocks of a group's table, None where it is dead; None for the primary one. O(blocks)."""
+        raise NotImplementedError
+
+    def first_live_block(self, group: int) -> int:
+        """Return the first index of a group's table that isn't dead. O(groups)."""
+        raise NotImplementedError
+
+    def check_truncate(self, position: int, sequence_id: Hashable) -> None:
+        """Raise SequenceStateError if a query at `position` sees what has left a window. Changes nothing. O(groups)."""
+        raise NotImplementedError
+
+    def check(self, num_slots: int) -> None:
+        """Raise AssertionError unless all tables have slots for so many tokens, and ids that agree. O(blocks)."""
+        raise NotImplementedError
 
 
 class Sequence:
@@ -87,7 +118,7 @@ class Sequence:
         self.fits_below = 0  # while fewer tokens are computed, the next one fits the last block and doesn't fill it
         self.epoch: Epoch | None = None
         self.run: Run | None = None  # where its last registered block stands, if anything: a hint
-        self.side_tables: GroupTables | None = None  # the tables beside `blocks`, of a manager of several groups
+        self.side_tables: SideTables | None = None  # the tables beside `blocks`, of a manager of several groups
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +145,7 @@ class Sequence:
         """The block table: ids of the blocks that hold the sequence, first to last.
 
         While the sequence is allocated the table only grows, except that `truncate` shortens it and that a sequence
-        which was forked or truncated gets another block in the place of its last, unfilled one. The list is the
+        which was forked or truncated gets another block instead of its last, unfilled one. The list is the
         sequence's own; don't change it. With several groups it is the table of the primary one, the first that has full
         attention, or group 0's if there is none; see `group_block_ids`. O(blocks added since the last look).
         """
@@ -122,43 +153,40 @@ class Sequence:
         if block_ids is None:
             block_ids = self._block_ids = []
         if len(block_ids) < len(self.blocks):
-            if self.side_tables is not None and self.side_tables.layout.primary is None:
+            if self.side_tables is not None and not self.side_tables.has_primary:
                 return self.group_block_ids(0)
             block_ids += [block.block_id for block in self.blocks[len(block_ids) :]]
         return block_ids
 
     def group_block_ids(self, group: SupportsIndex = 0) -> list[int]:
-        """Return the block table of a KV-cache group: token i is in the block at place i // the group's block size.
+        """Return the block table of a KV-cache group: token i is in the block at index i // the group's block size.
 
-        Places before `first_live_block` are dead: what they held has left the window. They hold 0, an id in range
-        that must not be read. As `block_ids` otherwise: the list is the sequence's own, its end grows, and dead places
+        Entries before `first_live_block` are dead: what they held has left the window. They are 0, an id in range that
+        must not be read. As `block_ids` otherwise: the list is the sequence's own, its end grows, and dead entries
         become 0. Raises InvalidArgumentError. O(groups), and O(blocks added) for the primary one.
         """
-        table = self._group_table(group)
-        return self.block_ids if table is None else table.block_ids
+        number = self._check_group(group)
+        ids = None if self.side_tables is None else self.side_tables.block_ids(number)
+        return self.block_ids if ids is None else ids
 
     def group_blocks(self, group: SupportsIndex = 0) -> list[KVCacheBlock | None]:
-        """Return the blocks of a KV-cache group's table, None in dead places. As `group_block_ids`. O(blocks)."""
-        table = self._group_table(group)
-        if table is None:
-            return [*self.blocks]
-        return [*[None] * table.num_dead, *table.blocks]
+        """Return the blocks of a KV-cache group's table, None for dead entries. As `group_block_ids`. O(blocks)."""
+        number = self._check_group(group)
+        blocks = None if self.side_tables is None else self.side_tables.blocks(number)
+        return [*self.blocks] if blocks is None else blocks
 
     def first_live_block(self, group: SupportsIndex = 0) -> int:
-        """Return the first place of a KV-cache group's table that isn't dead. As `group_block_ids`. O(groups)."""
-        table = self._group_table(group)
-        return 0 if table is None else table.num_dead
+        """Return the first index of a KV-cache group's table that isn't dead. As `group_block_ids`. O(groups)."""
+        number = self._check_group(group)
+        return 0 if self.side_tables is None else self.side_tables.first_live_block(number)
 
     @property
     def new_group_blocks(self) -> list[list[KVCacheBlock]]:
         """By group, the blocks that the last call which made room gave; of a manager of several groups. O(1)."""
         return [] if self.side_tables is None else self.side_tables.new_blocks
 
-    def _group_table(self, group: SupportsIndex) -> GroupTable | None:
-        if self.side_tables is None:
-            check_count("group", group, 0, 0)
-            return None
-        return self.side_tables.table(check_count("group", group, 0, len(self.side_tables.layout.groups) - 1))
+    def _check_group(self, group: SupportsIndex) -> int:
+        return check_count("group", group, 0, 0 if self.side_tables is None else self.side_tables.num_groups - 1)
 
     @property
     def is_allocated(self) -> bool:
@@ -199,7 +227,7 @@ class Sequence:
 
         O(new tokens), and once O(prompt) if that is the caller's buffer.
         """
-        self.fits_below = 0  # first, so that an exception at any place leaves nothing that the short way would trust
+        self.fits_below = 0  # first, so that an exception anywhere leaves nothing that the short way would trust
         own = self.tokens
         if not isinstance(own, array):
             own = self.tokens = array("I", own.tobytes())
@@ -226,11 +254,11 @@ class Sequence:
             del self._block_ids[num_blocks:]
         return dropped
 
-    def replace_block(self, place: int, block: KVCacheBlock) -> None:
-        """Put another block in a place of the table. Only for the manager. O(1)."""
-        self.blocks[place] = block
-        if self._block_ids is not None and place < len(self._block_ids):
-            self._block_ids[place] = block.block_id
+    def replace_block(self, index: int, block: KVCacheBlock) -> None:
+        """Put another block at an index of the table. Only for the manager. O(1)."""
+        self.blocks[index] = block
+        if self._block_ids is not None and index < len(self._block_ids):
+            self._block_ids[index] = block.block_id
 
     def fork(self, sequence_id: Hashable) -> "Sequence":
         """Return a sequence without blocks that has the same tokens and keys, and its own from then on. O(tokens).
@@ -267,15 +295,15 @@ class Sequence:
         assert self.num_readonly_tokens in range(0, num_full + 1, block_size), f"{self}: what it must not write"
         # Blocks of before a reset may be cached by `renew` of another sequence that shares them.
         if self.epoch is None or self.epoch.is_current:
-            for place, block in enumerate(self.blocks[self.num_cached_blocks :], self.num_cached_blocks):
-                is_shared = self.tail_owner is None and place == self.num_computed_tokens // block_size
+            for index, block in enumerate(self.blocks[self.num_cached_blocks :], self.num_cached_blocks):
+                is_shared = self.tail_owner is None and index == self.num_computed_tokens // block_size
                 assert is_shared or not block.is_cached, f"{self}: {block} is cached, but not by it"
         if self.fits_below > self.num_computed_tokens:
             assert self.tail_owner is self.owner is not None, f"{self}: whether its last block is its own isn't known"
             assert self.num_computed_tokens == self.num_tokens, f"{self}: tokens without slots"
             room = smallest_block_size - 1 - self.num_computed_tokens % smallest_block_size
             assert self.num_computed_tokens % smallest_block_size, f"{self}: its next token begins a block"
-            assert self.fits_below - self.num_computed_tokens <= room, f"{self}: its next edge is too far"
+            assert self.fits_below - self.num_computed_tokens <= room, f"{self}: where its block is full is too far"
         if self.tail_owner is not None and self.num_computed_tokens % block_size:
             last = self.blocks[self.num_computed_tokens // block_size]
             assert last.ref_cnt == 1 and not last.is_cached, f"{self}: would write to {last}"
@@ -301,3 +329,17 @@ class Sequence:
         self.num_computed_tokens = self.num_readonly_tokens = self.num_cached_blocks = self.fits_below = 0
         self.tail_owner = self.epoch = self.run = None
         self.owner = None  # last: what was left half done is nobody else's to allocate
+
+
+def not_a_sequence(call: str, value: object) -> InvalidArgumentError:
+    """Return the error that says that `value` is no sequence."""
+    return wrong(call, "a Sequence", value)
+
+
+def as_sequence(call: str, value: object) -> Sequence:
+    """Return `value` if it is a sequence, else raise InvalidArgumentError."""
+    given: Any = value
+    if not is_a(given, Sequence):
+        raise not_a_sequence(call, value)
+    sequence: Sequence = given
+    return sequence

@@ -1,42 +1,93 @@
 """Slots: how a sequence gets blocks for more of its tokens, and how those that fill up become cached.
 
-One place for the order of things that keeps a failing call harmless: first see whether the pool can serve it, then
+One module for the order of things that keeps a failing call harmless: first see whether the pool can serve it, then
 compute what a caller's hash function may refuse to, and only then touch, take, copy, and cache. From there on a change
 is under way; the manager, which has more to change, says when it is over.
 
 Copy on write: a token must not be written to a block that somebody else reads, be it another block table or the
 cache. Full blocks are never written again, so this concerns only the last, partly filled block of a sequence that was
-forked or truncated: it gets a block of its own in that place, and `copies` says what the engine has to copy there.
+forked or truncated: it gets a block of its own instead, and `copies` says what the engine has to copy there.
+
+A decode step adds one token to each of many sequences. Fourteen of sixteen tokens fit the last block of their sequence
+and don't fill it: `fits_below` says so of a sequence, and they cost one pass that finds the others, the sequences at a
+boundary, and one that adds the tokens. Only at boundaries blocks are taken and cached.
+
+`fits_below` and `tail_owner` of sequences are written here and nowhere else, but for a sequence that resets its own.
 """
 
 from array import array
+from operator import index
+from typing import Any
 
-from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.caching import cache_filled_blocks, cache_full_blocks, digests_ahead
+from kvblocks.core.block import Epoch, KVCacheBlock
+from kvblocks.core.caching import cache_anew, cache_filled_blocks, cache_full_blocks, digests_ahead, find_blocks
 from kvblocks.core.change import CHANGING, Changeable
-from kvblocks.core.epoch import Epoch
-from kvblocks.core.hit import CacheHit
+from kvblocks.core.hit import CacheHit, HitLimit, HitSource
+from kvblocks.core.hooks import Holds
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.sequence import Sequence
-from kvblocks.retention.pins import Pins
+from kvblocks.core.tokens import pack_tokens, refuse_tokens
+from kvblocks.stats import Refusal
+
+Change = tuple[int, int, int]
+"""A table entry that a step changed: (index of the sequence in the step, index in its table, block id)."""
+
+GroupChange = tuple[int, int, int, int]
+"""The same with the group whose table it is: (index of the sequence, group, index in the table, block id)."""
 
 
 class SlotAllocator:
-    """Gives the blocks of `pool` to sequences, pinned ones too where `pins` gives them up.
+    """Gives the blocks of `pool` to sequences of `manager`, where there is one group of layers.
 
-    manager: whose it is, which that sets. num_taken_blocks: how many it gave. copies: (source, destination) block ids
-    to copy, in order, since last taken. smallest_block_size: the size of the smallest blocks.
+    Another class does for several groups what this one does for one: all that differs between them is here.
+
+    holds: owners that may give way to sequences; None: there are none. num_taken_blocks: how many blocks it gave.
+    copies: (source, destination) block ids to copy, in order, since last taken. smallest_block_size: of all groups.
+    groups: what the engine said of them, in their order; None: nothing. num_groups: all of them. has_side_groups:
+    whether there are others than a primary one. alignment: hits are multiples of so many tokens, the largest block
+    size. primary_group: the number of the one whose table is `Sequence.blocks`; None: none has it. last_refusal: why
+    the last call that returned None did so. num_limited_tokens: tokens that the primary group had cached for sequences
+    which started, and another group had not.
     """
 
-    manager: Changeable
-
-    def __init__(self, pool: BlockPool, pins: Pins) -> None:
-        self._pool = pool
-        self._pins = pins
+    def __init__(self, pool: BlockPool, manager: Changeable) -> None:
+        self.pool = self._pool = pool
+        self._manager = manager
         self._index = pool.index
         self._block_size = self.smallest_block_size = pool.index.block_size
-        self.num_taken_blocks = 0
+        self.holds: Holds | None = None
+        self.groups: tuple[Any, ...] | None = None
+        self.num_groups = 1
+        self.has_side_groups = False
+        self.alignment = self._block_size
+        self.primary_group: int | None = 0
+        self.last_refusal: Refusal | None = None
+        self.num_taken_blocks = self.num_limited_tokens = 0
         self.copies: list[tuple[int, int]] = []
+
+    # What is cached.
+
+    def find_hit(self, sequence: Sequence, source: HitSource, *, enable_caching: bool) -> CacheHit:
+        """Return the longest cached prefix of a sequence. Changes nothing."""
+        blocks = find_blocks(self._index, sequence) if enable_caching else []
+        return CacheHit(sequence, blocks, len(blocks) * self._block_size, sequence.num_tokens, source)
+
+    def find_limit(
+        self,
+        matched: list[KVCacheBlock],
+        num_tokens: int,  # noqa: ARG002  # several groups need it
+    ) -> tuple[int, HitLimit | None]:
+        """Return how many tokens of `matched`, the primary group's cached prefix, can be hit, and why no more can.
+
+        num_tokens: of the sequence. None: nothing limits the hit but where the largest blocks end. Changes nothing.
+        """
+        return len(matched) * self._block_size, None
+
+    def num_cached_by_group(self) -> list[int]:
+        """Return how many blocks of each group are cached. O(1) for one group."""
+        return [self._index.num_cached_blocks]
+
+    # Room for tokens.
 
     def start(
         self, sequence: Sequence, epoch: Epoch | None, end: int, num_lookahead_tokens: int, hit: CacheHit | None
@@ -47,57 +98,71 @@ class SlotAllocator:
 
         Returns the new blocks; None, with nothing changed, when the pool can't serve it. O(blocks).
         """
-        held = hit.blocks if hit is not None else []
-        num_missing = max(0, -(-(end + num_lookahead_tokens) // self._block_size) - len(held))
-        if not self._pool.can_take(num_missing, held) and self._pins.refuses(num_missing, held):
+        held = [] if hit is None else hit.blocks
+        num_held = len(held)
+        num_missing = -(-(end + num_lookahead_tokens) // self._block_size) - num_held
+        if num_missing < 0:  # noqa: PLR1730  # max() costs three times as much
+            num_missing = 0
+        if num_missing + num_held > self._pool.queue.num_free_blocks and self._note_refusal(num_missing, held):
             return None
-        digests = digests_ahead(self._index, sequence, epoch, held, len(held), end)
-        sequence.owner = self.manager  # first, so that what is left half done is nobody else's to allocate
-        self._pool.touch(held)
+        digests = None
+        if self._index.needs_digests:
+            digests = digests_ahead(self._index, sequence, epoch, held, num_held, end)
+        sequence.owner = sequence.tail_owner = self._manager  # first: what is left half done is nobody else's
+        if held:
+            self._pool.touch(held)
+            sequence.blocks += held
+            sequence.num_readonly_tokens = num_held * self._block_size
         sequence.epoch = epoch
-        sequence.blocks += held
-        sequence.num_cached_blocks = len(held)
-        blocks = self._take(num_missing, sequence)
-        sequence.blocks += blocks
+        sequence.num_cached_blocks = num_held
+        if num_missing:
+            blocks = self._take(num_missing, sequence)
+            sequence.blocks += blocks
+        else:
+            blocks = []
         self._count(sequence, end)
-        cache_full_blocks(self._index, sequence, digests)
+        if end // self._block_size > num_held:
+            cache_full_blocks(self._index, sequence, digests)
         return blocks
 
     def grow(self, sequence: Sequence, end: int, num_lookahead_tokens: int) -> list[KVCacheBlock] | None:
         """Give a sequence with blocks what its first `end` tokens need. As `start`. O(new blocks)."""
-        shared = self._shared_place(sequence, sequence.num_computed_tokens)
+        shared = self._shared_index(sequence, sequence.num_computed_tokens)
         num_missing = self._num_missing_blocks(sequence, end + num_lookahead_tokens)
-        if self._lacks(num_missing + (shared is not None)):
+        num_wanted = num_missing + (shared is not None)
+        if num_wanted > self._pool.queue.num_free_blocks and self._note_refusal(num_wanted, []):
             return None
         digests = self._digests_ahead(sequence, end)
-        self.manager.change_state = CHANGING
+        self._manager.change_state = CHANGING
         return self._grow(sequence, end, num_missing, shared, digests)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock] | None:
         """Give a sequence slots for `num_tokens` more than are known. As `start`. O(new blocks)."""
-        shared = self._shared_place(sequence, sequence.num_computed_tokens) if num_tokens else None
+        shared = self._shared_index(sequence, sequence.num_computed_tokens) if num_tokens else None
         num_missing = self._num_missing_blocks(sequence, sequence.num_tokens + num_tokens)
-        if self._lacks(num_missing + (shared is not None)):
+        num_wanted = num_missing + (shared is not None)
+        if num_wanted > self._pool.queue.num_free_blocks and self._note_refusal(num_wanted, []):
             return None
-        self.manager.change_state = CHANGING
+        self._manager.change_state = CHANGING
         blocks = self._add_blocks(sequence, num_missing, shared)
         if num_tokens:
-            self._find_fits_below(sequence)
+            self._note_room(sequence)
         return blocks
 
     def append(self, sequence: Sequence, tokens: "array[int] | memoryview[int]") -> list[KVCacheBlock] | None:
         """Add packed tokens to a sequence all of whose tokens have slots, with slots for them. As `start`."""
         num_before = sequence.num_tokens
         end = num_before + len(tokens)
-        shared = self._shared_place(sequence, num_before)
+        shared = self._shared_index(sequence, num_before)
         num_missing = self._num_missing_blocks(sequence, end)
-        if self._lacks(num_missing + (shared is not None)):
+        num_wanted = num_missing + (shared is not None)
+        if num_wanted > self._pool.queue.num_free_blocks and self._note_refusal(num_wanted, []):
             return None
         digests = self._append_tokens(sequence, tokens)
         return self._grow(sequence, end, num_missing, shared, digests)
 
     def append_one(self, sequence: Sequence, token: int) -> list[KVCacheBlock] | None:
-        """`append` of one token to a sequence that shares no block it writes to, while changes need no names.
+        """`append` of one token to a sequence that shares no block it writes to, while nothing needs digests.
 
         O(1), and O(block_size) when it fills a block.
         """
@@ -105,44 +170,168 @@ class SlotAllocator:
         num_tokens = len(sequence.tokens) + 1
         blocks: list[KVCacheBlock] = []
         if num_tokens > len(sequence.blocks) * block_size:
-            if not self._pool.num_free_blocks and self._pins.refuses(1, []):
+            if not self._pool.queue.num_free_blocks and self._note_refusal(1, []):
                 return None
             sequence.append_checked(token)
-            blocks = self._take_one(sequence)
+            if self._pool.queue.num_free_blocks:
+                self.num_taken_blocks += 1
+                blocks = [self._pool.take_one()]
+            else:
+                blocks = self._take(1, sequence)
             sequence.blocks += blocks
         else:
             sequence.append_checked(token)
         sequence.num_computed_tokens = num_tokens
-        place = num_tokens % block_size
-        if place:
-            sequence.fits_below = num_tokens - place + block_size - 1  # `_find_fits_below`, without the call
+        offset = num_tokens % block_size
+        if offset:
+            sequence.fits_below = num_tokens - offset + block_size - 1  # `_note_room`, without the call
         else:
             cache_filled_blocks(self._index, [sequence])
         return blocks
+
+    # A whole decode step.
+
+    def append_step(
+        self, sequences: list[Sequence], tokens: list[Any], at_boundary: list[Sequence], indices: dict[Sequence, int]
+    ) -> list[Change] | None:
+        """Add one token to each sequence, as `append`; returns the changes of block tables.
+
+        at_boundary: those of the sequences whose next token doesn't certainly fit. indices: of all, in `sequences`.
+        """
+        block_size = self._block_size
+        growing: list[Sequence] = []
+        filling: list[Sequence] = []
+        others: list[Sequence] = []
+        unsure: list[Sequence] = []
+        for sequence in at_boundary:
+            num_tokens = sequence.num_computed_tokens
+            if sequence.tail_owner is None:
+                unsure.append(sequence)
+            if num_tokens % block_size == block_size - 1:
+                filling.append(sequence)
+            elif num_tokens < len(sequence.blocks) * block_size:
+                others.append(sequence)
+            if num_tokens >= len(sequence.blocks) * block_size:
+                growing.append(sequence)
+        shared = self._shared_indices(unsure) if unsure else {}
+        if shared:
+            growing = sorted({*growing, *shared}, key=indices.__getitem__)
+        if len(growing) > self._pool.queue.num_free_blocks and self._note_step_refusal(len(growing), tokens):
+            return None
+        self._append_each(sequences, tokens)
+        digests = self._digests_of_step(sequences, at_boundary) if self._index.needs_digests else {}
+        changes = self._grow_by_one(growing, shared, indices)
+        for sequence in others:
+            if sequence.tail_owner is not None:  # the last to leave a shared block keeps it, and is asked again
+                self._note_room(sequence)
+        if digests:
+            for sequence in filling:
+                cache_full_blocks(self._index, sequence, digests[sequence])
+        else:
+            cache_filled_blocks(self._index, filling)
+        return changes
+
+    def append_group_step(
+        self, sequences: list[Sequence], tokens: list[Any], at_boundary: list[Sequence], indices: dict[Sequence, int]
+    ) -> list[GroupChange] | None:
+        """`append_step`, with the group of each change."""
+        changes = self.append_step(sequences, tokens, at_boundary, indices)
+        return None if changes is None else [(i, 0, position, block_id) for i, position, block_id in changes]
+
+    # Sequences that part, go back and end.
+
+    def fork(self, sequence: Sequence, twin: Sequence) -> None:
+        """Let a twin hold all blocks that hold the sequence's computed tokens. O(blocks)."""
+        num_tokens, block_size = sequence.num_computed_tokens, self._block_size
+        twin.blocks += sequence.blocks[: -(-num_tokens // block_size)]
+        self._pool.touch(twin.blocks)
+        twin.epoch = sequence.epoch
+        twin.num_computed_tokens = num_tokens
+        twin.num_cached_blocks = sequence.num_cached_blocks
+        twin.num_readonly_tokens = max(sequence.num_readonly_tokens, num_tokens // block_size * block_size)
+        twin.owner = twin.tail_owner = self._manager
+        if self._parts_in_block(num_tokens):
+            sequence.tail_owner = twin.tail_owner = None
+            sequence.fits_below = 0
+
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        """Drop all but the first `num_tokens` tokens, and the blocks that they don't need. O(tokens dropped)."""
+        if self.holds is not None:
+            self.holds.extend(sequence)
+        block_size = self._block_size
+        dropped = sequence.truncate_blocks(-(-num_tokens // block_size))
+        sequence.truncate_tokens(num_tokens)
+        num_left = min(sequence.num_computed_tokens, num_tokens)
+        sequence.num_computed_tokens = num_left
+        sequence.num_cached_blocks = min(sequence.num_cached_blocks, num_left // block_size)
+        # Down to a whole block: the one that it ends in may be written, once nobody else reads it.
+        sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left // block_size * block_size)
+        sequence.tail_owner = None  # the block that it ends in may be cached, or somebody else's too
+        sequence.fits_below = 0
+        self._pool.release_table(dropped)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give all blocks of a sequence back. O(blocks)."""
+        if self.holds is not None:
+            self.holds.extend(sequence)
+        num_cached = sequence.num_cached_blocks if sequence.epoch is self._index.epoch else 0
+        self._pool.release_table(sequence.blocks, num_cached)
+        sequence.reset_blocks()
+
+    def cache_anew(self, sequence: Sequence, digests: bytearray | None) -> None:
+        """Cache all full blocks of a sequence from before a reset. O(their number)."""
+        cache_anew(self._index, sequence, digests)
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the copies since the last call, and forget them. O(1)."""
         copies, self.copies = self.copies, []
         return copies
 
+    def copy_groups(self) -> list[int]:
+        """Return the group of each of `copies`. O(their number)."""
+        return [0] * len(self.copies)
+
     def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
         """Return all that a sequence holds, by table. O(1)."""
         return [sequence.blocks]
 
+    # What these are made of.
+
+    def _note_refusal(self, num_blocks: int, touched: list[KVCacheBlock]) -> bool:
+        """Note why a call that needs so many blocks, after `touched` are taken, is refused. Returns whether it is."""
+        num_free = self._pool.queue.num_free_blocks - sum([block.ref_cnt == 0 for block in touched])
+        if num_blocks <= num_free:
+            return False
+        refusal: Refusal | None = Refusal(num_blocks, num_free, 0, 0)
+        if self.holds is not None:
+            refusal = self.holds.find_refusal(num_blocks, touched)
+        if refusal is not None:
+            self.last_refusal = refusal
+        return refusal is not None
+
+    def _note_step_refusal(self, num_blocks: int, tokens: list[Any]) -> bool:
+        """`_note_refusal`, but a bad token is told even if there is no room: InvalidTokensError, and no refusal."""
+        pack_tokens(tokens)
+        return self._note_refusal(num_blocks, [])
+
+    def _parts_in_block(self, num_tokens: int) -> bool:
+        """Whether sequences that part after `num_tokens` share a block which both would write to."""
+        return num_tokens % self._block_size != 0
+
     def _append_tokens(self, sequence: Sequence, tokens: "array[int] | memoryview[int]") -> bytearray | None:
-        """Begin a change by adding packed tokens; returns the digests of what they fill, if changes have names.
+        """Begin a change by adding packed tokens; returns the digests of what they fill, if anything needs them.
 
         A hash function that raises takes the tokens back, and no change is under way.
         """
         num_before, fits_below = sequence.num_tokens, sequence.fits_below
-        self.manager.change_state = CHANGING
+        self._manager.change_state = CHANGING
         sequence.append_packed(tokens)
         try:
             return self._digests_ahead(sequence, sequence.num_tokens)
         except BaseException:
             sequence.truncate_tokens(num_before)
             sequence.fits_below = fits_below
-            self.manager.end_change()
+            self._manager.end_change()
             raise
 
     def _grow(
@@ -155,40 +344,36 @@ class SlotAllocator:
         return blocks
 
     def _count(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Say how many tokens are computed, of a sequence with room for them."""
+        """Say how many tokens are computed, of a sequence with room for them, and how far the next ones simply fit."""
         sequence.num_computed_tokens = num_computed_tokens
-        self._find_fits_below(sequence)
+        size = self.smallest_block_size
+        offset = num_computed_tokens % size
+        if offset and num_computed_tokens == len(sequence.tokens):
+            sequence.fits_below = num_computed_tokens - offset + size - 1
 
-    def _find_fits_below(self, sequence: Sequence) -> None:
+    def _note_room(self, sequence: Sequence) -> None:
         """Note how far tokens can simply be added to a sequence none of whose blocks is shared any more."""
-        num_tokens = sequence.num_computed_tokens
-        place = num_tokens % self.smallest_block_size
-        if place and num_tokens == len(sequence.tokens):
-            sequence.fits_below = num_tokens - place + self.smallest_block_size - 1
+        self._count(sequence, sequence.num_computed_tokens)
 
     def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         return max(0, -(-num_tokens // self._block_size) - len(sequence.blocks))
 
-    def _lacks(self, num_blocks: int) -> bool:
-        return num_blocks > self._pool.num_free_blocks and self._pins.refuses(num_blocks, [])
-
-    def _shared_place(self, sequence: Sequence, position: int) -> int | None:
-        """Return the place in its table of the block that the token at `position` must not be written to.
+    def _shared_index(self, sequence: Sequence, position: int) -> int | None:
+        """Return the index in its table of the block that the token at `position` must not be written to.
 
         None when there is none; the next token then needs no such question until the sequence is forked or truncated.
         """
         if sequence.tail_owner is not None:
             return None
-        place = position // self._block_size
         if position % self._block_size:
-            block = sequence.blocks[place]
+            block = sequence.blocks[position // self._block_size]
             if block.ref_cnt > 1 or block.is_cached:
-                return place
+                return position // self._block_size
         sequence.tail_owner = sequence.owner
         return None
 
     def _add_blocks(self, sequence: Sequence, num_missing: int, shared: int | None) -> list[KVCacheBlock]:
-        """Take new blocks for a sequence: one for the shared place if there is one, the others for its end."""
+        """Take new blocks for a sequence: one instead of the shared one if there is one, the others for its end."""
         if shared is None:
             blocks = self._take(num_missing, sequence)
             sequence.blocks += blocks
@@ -198,39 +383,113 @@ class SlotAllocator:
         sequence.blocks += blocks[1:]
         return blocks
 
-    def _replace(self, sequence: Sequence, place: int, block: KVCacheBlock) -> None:
-        source = sequence.blocks[place]
-        self._pins.extend(sequence)
-        sequence.replace_block(place, block)
-        sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, place * self._block_size)
+    def _replace(self, sequence: Sequence, shared: int, block: KVCacheBlock) -> None:
+        source = sequence.blocks[shared]
+        if self.holds is not None:
+            self.holds.extend(sequence)
+        sequence.replace_block(shared, block)
+        sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, shared * self._block_size)
         sequence.tail_owner = sequence.owner
         self._pool.release_table([source])
         self.copies.append((source.block_id, block.block_id))
 
     def _take(self, num_blocks: int, sequence: Sequence) -> list[KVCacheBlock]:
-        """Take new blocks from the pool, which must have them, or pins that give them up. O(num_blocks)."""
+        """Take new blocks from the pool, which must have them, or holds that give them up. O(num_blocks)."""
         if not num_blocks:
             return []
+        pool = self._pool
         self.num_taken_blocks += num_blocks
-        history = self._index.history
-        if history is not None:
-            history.num_taken_blocks, history.sequence_id = self.num_taken_blocks, sequence.sequence_id
-        self._make_free(num_blocks)
-        return self._pool.take(num_blocks)
+        if self._index.watcher is not None:
+            self._index.watcher.note_taking(num_blocks, sequence.sequence_id)
+        if num_blocks > pool.queue.num_free_blocks and self.holds is not None:
+            self.holds.give_up(num_blocks - pool.queue.num_free_blocks)
+        return pool.take(num_blocks)
 
-    def _make_free(self, num_blocks: int) -> None:
-        num_free = self._pool.num_free_blocks
-        if num_blocks > num_free:
-            self._pins.give_up(num_blocks - num_free)
+    def _append_each(self, sequences: list[Sequence], tokens: list[Any]) -> None:
+        """Begin a change by adding a token to each sequence, counted as computed.
 
-    def _take_one(self, sequence: Sequence) -> list[KVCacheBlock]:
-        if not self._pool.num_free_blocks:
-            return self._take(1, sequence)
-        self.num_taken_blocks += 1
-        return [self._pool.take_one()]
+        Raises InvalidTokensError, or what a token's own code does, with the others taken back and no change under way.
+        """
+        self._manager.change_state = CHANGING
+        for sequence, token in zip(sequences, tokens):  # noqa: B905  # as many; `strict` isn't compiled
+            try:
+                try:
+                    sequence.tokens.append(token)  # type: ignore[union-attr]  # a view has no append
+                except (AttributeError, BufferError):
+                    fits_below = sequence.fits_below
+                    sequence.truncate_tokens(sequence.num_computed_tokens)  # what an odd integer left half done
+                    sequence.append_packed(array("I", (index(token),)))
+                    sequence.fits_below = fits_below
+            except BaseException as error:  # nothing is counted in here, so it is known what there is to take back
+                sequence.truncate_tokens(sequence.num_computed_tokens)
+                self._take_back(sequences[: sequences.index(sequence)])
+                if isinstance(error, (TypeError, OverflowError, ValueError)):
+                    refuse_tokens(tokens)
+                raise
+            sequence.num_computed_tokens += 1
+
+    def _take_back(self, sequences: list[Sequence]) -> None:
+        """Take the last token from each sequence, which ends the change."""
+        for sequence in sequences:
+            sequence.num_computed_tokens -= 1
+            sequence.truncate_tokens(sequence.num_computed_tokens)
+        self._manager.end_change()
 
     def _digests_ahead(self, sequence: Sequence, end: int) -> bytearray | None:
         if not self._index.needs_digests:
             return None
         num_held = sequence.num_cached_blocks
         return digests_ahead(self._index, sequence, sequence.epoch, sequence.blocks, num_held, end)
+
+    def _digests_of_step(
+        self, sequences: list[Sequence], at_boundary: list[Sequence]
+    ) -> dict[Sequence, bytearray | None]:
+        """Return the digests of the blocks that the last tokens of those `at_boundary` fill.
+
+        A hash function that raises takes the tokens back from all sequences.
+        """
+        try:
+            return {sequence: self._digests_ahead(sequence, sequence.num_tokens) for sequence in at_boundary}
+        except BaseException:
+            self._take_back(sequences)
+            raise
+
+    def _grow_by_one(
+        self, growing: list[Sequence], shared: dict[Sequence, int], indices: dict[Sequence, int]
+    ) -> list[Change]:
+        changes: list[Change] = []
+        if not growing:
+            return changes
+        block_size = self._block_size
+        for sequence, block in zip(growing, self._take_for(growing)):  # noqa: B905  # as in `_append_each`
+            position = len(sequence.blocks)
+            if shared and sequence in shared:
+                position = shared[sequence]
+                self._replace(sequence, position, block)
+            else:
+                sequence.blocks.append(block)
+                sequence.fits_below = (position + 1) * block_size - 1
+            changes.append((indices[sequence], position, block.block_id))
+        return changes
+
+    def _shared_indices(self, unsure: list[Sequence]) -> dict[Sequence, int]:
+        """`_shared_index` of sequences of a step; the last to leave a block may keep it."""
+        indices: dict[Sequence, int] = {}
+        num_leaving: dict[KVCacheBlock, int] = {}
+        for sequence in unsure:
+            shared = self._shared_index(sequence, sequence.num_tokens)
+            if shared is not None:
+                block = sequence.blocks[shared]
+                if block.is_cached or num_leaving.get(block, 0) < block.ref_cnt - 1:
+                    num_leaving[block] = num_leaving.get(block, 0) + 1
+                    indices[sequence] = shared
+        return indices
+
+    def _take_for(self, sequences: list[Sequence]) -> list[KVCacheBlock]:
+        """Take a block for each sequence, together unless somebody is told who takes what. O(sequences)."""
+        if self._index.watcher is None or not self._index.needs_digests:
+            return self._take(len(sequences), sequences[0])
+        num_lacking = len(sequences) - self._pool.queue.num_free_blocks
+        if num_lacking > 0 and self.holds is not None:
+            self.holds.give_up(num_lacking)
+        return [block for sequence in sequences for block in self._take(1, sequence)]

@@ -65,6 +65,26 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
     return _pack_bytes(view) if is_a(source, bytes) or is_a(source, bytearray) else _pack_buffer(view)
 
 
+def num_equal(one: Any, other: Any) -> int:
+    """Return how many items two buffers of bytes, or two lists of blocks, have in common at their beginning.
+
+    Slices are compared, each twice as long as the last until they differ, then by bisection. O(items in common).
+    """
+    end, low, high = min(len(one), len(other)), 0, 1
+    if type(one) is memoryview:
+        one, other = bytes(one[:end]), bytes(other[:end])
+    while low < end and one[low : min(high, end)] == other[low : min(high, end)]:
+        low, high = min(high, end), 2 * high
+    high = min(high, end)
+    while high - low > 1:  # the first `low` are equal, the first `high` aren't
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 def refuse_tokens(token_ids: "list[Any]") -> NoReturn:
     """Raise InvalidTokensError for ids of which one was found to be none."""
     pack_tokens(token_ids)

@@ -1,4 +1,4 @@
-"""Identities without KV: what stands in the primary group's place where no group has full attention.
+"""Identities without KV: what stands in for the primary group where no group has full attention.
 
 An anchor is a block that has no memory. Sequences hold anchors in their primary tables, and the prefix index keeps them
 in its runs, as it does blocks; so what is attached to them is exact for the same reason, whatever the hash. There are
@@ -68,9 +68,9 @@ class AnchorBlocks:
                 owners[anchor.block_id - self.first_id] += 1
         self._queue.check()
         num_cached = num_free = 0
-        for place, anchor in enumerate(self.blocks):
-            assert anchor.block_id == self.first_id + place, f"{anchor}: stands at {place}"
-            assert anchor.ref_cnt == owners[place], f"{anchor}: held by {owners[place]} tables"
+        for index, anchor in enumerate(self.blocks):
+            assert anchor.block_id == self.first_id + index, f"{anchor}: listed at {index}"
+            assert anchor.ref_cnt == owners[index], f"{anchor}: held by {owners[index]} tables"
             num_cached += anchor.is_cached
             num_free += not anchor.ref_cnt
         assert num_free == self.num_free, f"anchors: {num_free} without an owner, {self.num_free} queued"

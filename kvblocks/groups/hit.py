@@ -3,7 +3,7 @@
 Groups of full attention need all blocks of the prefix, windowed ones those that the next token's query sees: of the
 tokens before the hit's end the last window - 1, and one more where the whole prompt is cached, since its last token is
 then computed again. The primary group's cached prefix is found as ever; from its end the walk goes back: a missing
-side_group ends every hit that would need it, so the next candidate ends where that block begins.
+block of a side group ends every hit that would need it, so the next candidate ends where that block begins.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,13 @@ from typing import SupportsIndex
 from kvblocks.arguments import check_count
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.caching import find_blocks
-from kvblocks.core.hit import CacheHit
-from kvblocks.core.in_flight import InFlight
+from kvblocks.core.hit import CacheHit, HitLimit, HitSource
 from kvblocks.core.sequence import Sequence
-from kvblocks.groups.index import GroupIndex, Row
+from kvblocks.groups.index import GroupIndex, Row, removal_key
 from kvblocks.groups.layout import SideGroup
 
 Tables = list[tuple[int, list[KVCacheBlock]]]
-"""By `layout.side_groups`: the first place that a hit needs, and the blocks from there to its end."""
+"""By `layout.side_groups`: the first index of its table that a hit needs, and the blocks from there to its end."""
 
 
 class GroupHit(CacheHit):
@@ -34,10 +33,10 @@ class GroupHit(CacheHit):
         tables: Tables,
         num_matched: int,
         index: GroupIndex,
-        in_flight: InFlight,
+        source: HitSource,
     ) -> None:
         """blocks: the primary group's, of the hit. num_matched: how many of them there were without other groups."""
-        super().__init__(sequence, blocks, len(blocks) * index.block_size, sequence.num_tokens, in_flight)
+        super().__init__(sequence, blocks, len(blocks) * index.block_size, sequence.num_tokens, source)
         self.group_index = index
         self.num_matched = num_matched
         self.tables = tables
@@ -57,7 +56,7 @@ class GroupHit(CacheHit):
         return [*self.blocks]
 
     def has_lost_attached(self) -> bool:
-        """Whether a block of another group than the primary one hangs no more where it did. O(blocks)."""
+        """Whether a block of another group than the primary one is cached no more where it was. O(blocks)."""
         for side_group, (first, held) in zip(self.group_index.layout.side_groups, self.tables, strict=True):
             if _find(self.group_index, side_group, self.blocks, first, first + len(held)) != held:
                 return True
@@ -65,53 +64,65 @@ class GroupHit(CacheHit):
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
-    """What ended a hit: a group's block `number` isn't cached. end: of the longest hit that would have needed it."""
+class _Limit:
+    """What ended a hit: a group's block `number` isn't cached."""
 
     side_group: SideGroup
     number: int
-    end: int
 
 
-def find_hit(index: GroupIndex, sequence: Sequence, in_flight: InFlight, *, enable_caching: bool) -> GroupHit:
+def find_hit(index: GroupIndex, sequence: Sequence, source: HitSource, *, enable_caching: bool) -> GroupHit:
     """Return the longest cached prefix that every group can serve. Changes nothing. O(runs + tokens + blocks seen)."""
     matched = find_blocks(index, sequence) if enable_caching else []
-    end, tables, _ = longest_end(index, matched, sequence.num_tokens)
+    end, tables, _ = _longest_end(index, matched, sequence.num_tokens)
     num_hit = end // index.block_size
     blocks = matched if num_hit == len(matched) else matched[:num_hit]
-    return GroupHit(sequence, blocks, tables, len(matched), index, in_flight)
+    return GroupHit(sequence, blocks, tables, len(matched), index, source)
 
 
-def longest_end(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, Tables, Limit | None]:
+def find_limit(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, HitLimit | None]:
+    """Return how many tokens of `matched` can be hit, and which group has no more. As `SlotAllocator.find_limit`."""
+    end, _, limit = _longest_end(index, matched, num_tokens)
+    if limit is None:
+        return end, None
+    group, first = limit.side_group, limit.number * limit.side_group.block_size
+    position, column = group.home(limit.number)
+    key = removal_key(group.group, index.name(matched[position], group, column)) if index.needs_digests else b""
+    return end, HitLimit(group.group, group.window, first, first + group.block_size, key)
+
+
+def _longest_end(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, Tables, _Limit | None]:
     """Return how many tokens the longest hit has, its tables, and what kept all that is matched from being hit.
 
     matched: the primary group's blocks. num_tokens: known of the sequence.
     """
-    size, step = index.layout.block_size, index.layout.alignment
-    end = len(matched) * size // step * step
-    limit: Limit | None = None
+    size, alignment = index.layout.block_size, index.layout.alignment
+    end = len(matched) * size // alignment * alignment
+    limit: _Limit | None = None
     while True:
         tables: Tables = []
-        rows: dict[int, list[Row]] = {}  # by their first place: groups that are alike ask for the same ones
+        rows: dict[int, list[Row]] = {}  # by the first of them: groups that are alike ask for the same ones
         for side_group in index.layout.side_groups:
             first, last = needed_blocks(side_group, end, num_tokens)
             found: list[KVCacheBlock | None]
             if side_group.block_size != size:
                 found = _find(index, side_group, matched, first, last)
             elif (
-                first not in rows and last > first and index.attached(matched[last - 1], side_group.first_place) is None
+                first not in rows
+                and last > first
+                and index.attached(matched[last - 1], side_group.first_column) is None
             ):
                 first, found = last - 1, [None]  # so that stretches without anything cost O(1) a block
             else:
                 if first not in rows:
                     rows[first] = index.rows(matched, first, last)
-                place = side_group.first_place
-                found = [row[place] for row in rows[first]]
+                column = side_group.first_column
+                found = [row[column] for row in rows[first]]
             held = [block for block in found if block is not None]
             if len(held) < len(found):
                 missing = first + max([i for i, block in enumerate(found) if block is None])
-                limit = limit or Limit(side_group, missing, end)
-                end = missing * side_group.block_size // step * step
+                limit = limit or _Limit(side_group, missing)
+                end = missing * side_group.block_size // alignment * alignment
                 break
             tables.append((first, held))
         if len(tables) == len(index.layout.side_groups):
@@ -130,4 +141,4 @@ def _find(
 ) -> list[KVCacheBlock | None]:
     """Return a group's blocks first to end - 1 of a prefix, None for those that aren't cached. O(end - first)."""
     homes = [side_group.home(number) for number in range(first, end)]
-    return [index.attached(matched[position], place) for position, place in homes]
+    return [index.attached(matched[position], column) for position, column in homes]

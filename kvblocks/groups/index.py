@@ -5,9 +5,9 @@ It means what the node means, and a node never comes to mean a second prefix, wh
 found exactly as long as its whole prefix is. When a node goes, its attached blocks can never be hit again; they are
 cached no more and come to `detached`, for the pool to have them reused first.
 
-A node has a row of places, one for each attached block that ends in it. A place holds one block: where a second
+A node has a row with a column for each attached block that ends in it. A column holds one block: where a second
 sequence brings another, the newer one stays if nobody owns the older, which is then detached; otherwise the newer one
-isn't cached. An attached block's `run` and `index` say where it hangs, so that it counts as cached as any block does.
+isn't cached. An attached block's `run` and `index` are the node's, so that it counts as cached as any block does.
 
 Invariants: every row belongs to a cached position and holds at least one block; a block in a row leads back to it.
 """
@@ -16,10 +16,10 @@ from struct import pack
 
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.hashing import HashFunction
+from kvblocks.core.hooks import RemovalCause
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from kvblocks.groups.layout import GroupLayout, SideGroup
-from kvblocks.observe.removal_history import RemovalCause
 
 Row = list[KVCacheBlock | None]
 
@@ -33,20 +33,20 @@ class GroupIndex(PrefixIndex):
         self.num_attached_blocks = 0
         self._rows: dict[Run, dict[int, Row]] = {}
         self._empty_row: Row = [None] * layout.row_size
-        self._removal_cause: RemovalCause = "evicted"
+        self._gone: list[bytes] = []  # what watchers know attached blocks by, of those that a call stops caching
 
     def row(self, block: KVCacheBlock) -> Row | None:
-        """Return what is attached to a cached primary block, by place; None: nothing. Not to be changed. O(1)."""
+        """Return what is attached to a cached primary block, by column; None: nothing. Not to be changed. O(1)."""
         rows = None if block.run is None else self._rows.get(block.run)
         return None if rows is None else rows.get(block.index)
 
-    def attached(self, primary: KVCacheBlock, place: int) -> KVCacheBlock | None:
-        """Return the block in a place of the row of a cached primary block, None if there is none. O(1)."""
+    def attached(self, primary: KVCacheBlock, column: int) -> KVCacheBlock | None:
+        """Return the block in a column of the row of a cached primary block, None if there is none. O(1)."""
         row = self.row(primary)
-        return None if row is None else row[place]
+        return None if row is None else row[column]
 
     def rows(self, primaries: list[KVCacheBlock], first: int, end: int) -> list[Row]:
-        """Return the rows of cached primary blocks first to end - 1, an empty one where nothing hangs. O(rows)."""
+        """Return the rows of cached primary blocks first to end - 1, empty ones where nothing is attached. O(rows)."""
         found: list[Row] = []
         run: Run | None = None
         rows: dict[int, Row] = {}
@@ -58,18 +58,18 @@ class GroupIndex(PrefixIndex):
             found.append(rows.get(primary.index, empty))
         return found
 
-    def attach(self, primary: KVCacheBlock, place: int, block: KVCacheBlock) -> bool:
-        """Cache `block`, which isn't cached, where `primary` is, unless the place is taken by an owned one. O(1).
+    def attach(self, primary: KVCacheBlock, column: int, block: KVCacheBlock) -> bool:
+        """Cache `block`, which isn't cached, where `primary` is, unless the column holds an owned one. O(1).
 
-        Returns whether the place was empty: whether something is cached that wasn't.
+        Returns whether the column was empty: whether something is cached that wasn't.
         """
         run = primary.run
         assert run is not None and run.epoch.is_current, f"{primary}: nothing can be attached to it"
         row = self._rows.setdefault(run, {}).setdefault(primary.index, [None] * self.layout.row_size)
-        older = row[place]
+        older = row[column]
         if older is not None and older.ref_cnt:
             return False
-        row[place] = block
+        row[column] = block
         block.run, block.index = run, primary.index
         if older is not None:
             older.run = None
@@ -93,14 +93,14 @@ class GroupIndex(PrefixIndex):
             keys = () if key is None else ((0, key),)
         self.events.append(BlockStored((name,), parent, tokens, side_group.block_size, keys, side_group.group))
 
-    def name(self, primary: KVCacheBlock, side_group: SideGroup, place: int) -> bytes:
+    def name(self, primary: KVCacheBlock, side_group: SideGroup, column: int) -> bytes:
         """Return how an attached block is named to the outside: the digest of the primary block that it ends in.
 
         Behind that, where several of its group end in one, comes which of them as a little-endian u32. O(1) when the
         digest is known.
         """
         digest = primary.block_hash or b""
-        return digest if side_group.num_places == 1 else digest + pack("<I", place - side_group.first_place)
+        return digest if side_group.num_columns == 1 else digest + pack("<I", column - side_group.first_column)
 
     def evict(self, blocks: list[KVCacheBlock]) -> int:
         """`PrefixIndex.evict`; of primary blocks and attached blocks."""
@@ -114,16 +114,17 @@ class GroupIndex(PrefixIndex):
         if block.run is None:
             return 0
         num_cached_before = self.num_cached_blocks
-        self._removal_cause = "evicted"
-        if not self._drops(block):
+        if self._drops(block):
+            self._note_removal([], "evicted")
+        else:
             super().evict([block])
         return num_cached_before - self.num_cached_blocks
 
     def forget(self, block: KVCacheBlock) -> None:
         """Stop caching what `block` holds, as of its node; what is attached there was perhaps never written either."""
-        self._removal_cause = "aborted"
         if block.run is not None and block.run.epoch.is_current:
             if self._drops(block):
+                self._note_removal([], "aborted")
                 return
             self._detach(block.run, block.index, block.index + 1)
         super().forget(block)
@@ -145,11 +146,11 @@ class GroupIndex(PrefixIndex):
                 shown.append(event.of_group(primary))
         return shown
 
-    def count_attached(self) -> list[tuple[Run, int]]:
-        """Return the runs that attached blocks are attached to, and how many do. O(rows)."""
+    def count_by_run(self) -> list[tuple[Run, int]]:
+        """Return the runs, parents before children, with how many blocks are cached in each, attached ones included."""
         return [
-            (run, sum([sum([block is not None for block in row]) for row in rows.values()]))
-            for run, rows in self._rows.items()
+            (run, number + sum([sum([block is not None for block in row]) for row in self._rows.get(run, {}).values()]))
+            for run, number in super().count_by_run()
         ]
 
     def num_cached_by_group(self) -> list[int]:
@@ -158,8 +159,8 @@ class GroupIndex(PrefixIndex):
         for rows in self._rows.values():
             for row in rows.values():
                 for side_group in self.layout.side_groups:
-                    places = row[side_group.first_place : side_group.first_place + side_group.num_places]
-                    counts[side_group.group] += sum([block is not None for block in places])
+                    columns = row[side_group.first_column : side_group.first_column + side_group.num_columns]
+                    counts[side_group.group] += sum([block is not None for block in columns])
         if self.layout.primary is not None:
             counts[self.layout.primary] = self.num_cached_blocks - self.num_attached_blocks
         return counts
@@ -176,7 +177,7 @@ class GroupIndex(PrefixIndex):
                     assert block.run is run and block.index == position, f"{block}: doesn't lead to its row"
                 num_attached_blocks += len(blocks)
         assert num_attached_blocks == self.num_attached_blocks, (
-            f"index: {num_attached_blocks} hang, {self.num_attached_blocks} counted"
+            f"index: {num_attached_blocks} attached, {self.num_attached_blocks} counted"
         )
         num_cached = self._check_runs() + num_attached_blocks
         assert num_cached == self.num_cached_blocks, f"index: {num_cached} cached, {self.num_cached_blocks} counted"
@@ -207,7 +208,6 @@ class GroupIndex(PrefixIndex):
         if row is None or block not in row:
             return False
         self._let_go(block)
-        self.version += 1
         return True
 
     def _let_go(self, block: KVCacheBlock) -> None:
@@ -215,10 +215,10 @@ class GroupIndex(PrefixIndex):
         assert run is not None
         rows = self._rows[run]
         row = rows[block.index]
-        place = row.index(block)
+        column = row.index(block)
         if self.needs_digests:
-            self._note_gone(block, place)
-        row[place] = None
+            self._note_gone(block, column)
+        row[column] = None
         if not any(row):
             del rows[block.index]
             if not rows:
@@ -227,20 +227,25 @@ class GroupIndex(PrefixIndex):
         self.num_attached_blocks -= 1
         self._count(run, -1)
 
-    def _note_gone(self, block: KVCacheBlock, place: int) -> None:
+    def _note_gone(self, block: KVCacheBlock, column: int) -> None:
         for side_group in self.layout.side_groups:
-            if side_group.first_place <= place < side_group.first_place + side_group.num_places:
-                name = self.name(block, side_group, place)
+            if side_group.first_column <= column < side_group.first_column + side_group.num_columns:
+                name = self.name(block, side_group, column)
                 if self.events is not None:
                     self.events.append(BlockRemoved((name,), group_idx=side_group.group))
-                if self.history is not None:
-                    self.history.record([history_key(side_group.group, name)], self._removal_cause)
+                self._gone.append(removal_key(side_group.group, name))
+
+    def _note_removal(self, removed: list[bytes], cause: RemovalCause) -> None:
+        super()._note_removal(removed, cause)
+        if self._gone and self.watcher is not None:
+            self.watcher.note_removed(self._gone, cause)
+        self._gone = []
 
     def _name_in_chain(self, side_group: SideGroup, chain: list[KVCacheBlock], number: int) -> bytes:
-        position, place = side_group.home(number)
-        return self.name(chain[position], side_group, place)
+        position, column = side_group.home(number)
+        return self.name(chain[position], side_group, column)
 
 
-def history_key(group: int, name: bytes) -> bytes:
-    """Return what the removal history knows a group's block by."""
+def removal_key(group: int, name: bytes) -> bytes:
+    """Return what watchers know a group's block by."""
     return pack("<I", group) + name

@@ -1,8 +1,8 @@
-"""What follows from an engine's groups alone: which is the primary one, and where the others' blocks hang.
+"""What follows from an engine's groups alone: which is the primary one, and what the others' blocks are attached to.
 
 The *primary* group is the first with full attention. Its cached prefixes are what the prefix index knows; the blocks of
-the others are attached to them (`side_groups`). Where no group has full attention, identities without KV stand in its
-place (`anchors`).
+the others are attached to them (`side_groups`). Where no group has full attention, identities without KV stand in for
+it (`anchors`).
 
 Invariants: of two block sizes the smaller one divides the larger one, so hits, which every group must be able to
 serve, are multiples of the largest.
@@ -10,38 +10,37 @@ serve, are multiples of the largest.
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import SupportsIndex
 
-from kvblocks.arguments import check_count, is_a, listed, wrong
+from kvblocks.arguments import is_a, listed, wrong
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
 
 
 class SideGroup:
-    """A group beside the primary one: where its blocks hang.
+    """A group beside the primary one: what its blocks are attached to.
 
-    Its block that ends with token e is attached to the primary block that has token e - 1, in one of the places
-    first_place to first_place + num_places - 1 of that block's row: several when its blocks are smaller. window: None:
-    all of the past. Read-only.
+    Its block that ends with token e is attached to the primary block that has token e - 1, in one of the columns
+    first_column to first_column + num_columns - 1 of that block's row: several when its blocks are smaller. window:
+    None: all of the past. Read-only.
     """
 
-    __slots__ = ("block_size", "first_place", "group", "num_places", "primary_size", "window")
+    __slots__ = ("block_size", "first_column", "group", "num_columns", "primary_size", "window")
 
-    def __init__(self, group: int, spec: Group, primary_size: int, first_place: int) -> None:
+    def __init__(self, group: int, spec: Group, primary_size: int, first_column: int) -> None:
         self.group = group
         self.block_size = spec.block_size
         self.window = spec.window
         self.primary_size = primary_size
-        self.first_place = first_place
-        self.num_places = max(1, primary_size // spec.block_size)
+        self.first_column = first_column
+        self.num_columns = max(1, primary_size // spec.block_size)
 
     def home(self, number: int) -> tuple[int, int]:
-        """Return the primary block that this group's block `number` is attached to, and its place in the row. O(1)."""
+        """Return the primary block that this group's block `number` is attached to, and its column in the row. O(1)."""
         end = (number + 1) * self.block_size
         position = (end - 1) // self.primary_size
-        if self.num_places == 1:
-            return position, self.first_place
-        return position, self.first_place + (end - position * self.primary_size) // self.block_size - 1
+        if self.num_columns == 1:
+            return position, self.first_column
+        return position, self.first_column + (end - position * self.primary_size) // self.block_size - 1
 
     def first_needed(self, position: int) -> int:
         """Return the first of its blocks that has a token which a query at `position` sees. O(1)."""
@@ -53,10 +52,10 @@ class SideGroup:
 class GroupLayout:
     """What follows from the groups alone. Read-only.
 
-    primary: the place among `groups` of the group whose cached prefixes the index knows, None where no group has full
+    primary: the number of the group whose cached prefixes the index knows, None where no group has full
     attention. block_size: tokens of a primary block. alignment: hits are multiples of it. smallest_block_size: of any
-    group. side_groups: the other groups. row_size: places for their blocks at each primary block. table_numbers: by
-    group, the number of its table: its place in side_groups, or one behind them for the primary group.
+    group. side_groups: the other groups. row_size: columns of a row. table_numbers: by
+    group, the number of its table: its index in side_groups, or one behind them for the primary group.
     """
 
     __slots__ = (
@@ -75,17 +74,17 @@ class GroupLayout:
         sizes = [group.block_size for group in groups]
         self.alignment, self.smallest_block_size = max(sizes), min(sizes)
         self.primary: int | None = None
-        for place, group in enumerate(groups):
+        for number, group in enumerate(groups):
             if group.window is None and self.primary is None:
-                self.primary = place
+                self.primary = number
         self.block_size = self.alignment if self.primary is None else sizes[self.primary]
         self.side_groups: list[SideGroup] = []
         self.row_size = 0
-        for place, group in enumerate(groups):
-            if place != self.primary:
-                side_group = SideGroup(place, group, self.block_size, self.row_size)
+        for number, group in enumerate(groups):
+            if number != self.primary:
+                side_group = SideGroup(number, group, self.block_size, self.row_size)
                 self.side_groups.append(side_group)
-                self.row_size += side_group.num_places
+                self.row_size += side_group.num_columns
         numbers = {side_group.group: number for number, side_group in enumerate(self.side_groups)}
         self.table_numbers = [numbers.get(group, len(self.side_groups)) for group in range(len(groups))]
 
@@ -109,14 +108,11 @@ def check_groups(groups: Iterable[Group]) -> GroupLayout:
     return GroupLayout(tuple(items))
 
 
-def make_layout(block_size: SupportsIndex | None, groups: Iterable[Group] | None) -> GroupLayout:
-    """Return the layout of a manager's `groups`; None: one of full attention, in blocks of `block_size` (None: 16).
+def make_layout(size: int | None, groups: Iterable[Group]) -> GroupLayout:
+    """Return the layout of a manager's `groups`. size: the block size that was given beside them, if one was.
 
     Raises InvalidArgumentError, also when both are given and don't agree.
     """
-    size = None if block_size is None else check_count("block_size", block_size, 1)
-    if groups is None:
-        return check_groups([FullAttention(16 if size is None else size)])
     layout = check_groups(groups)
     if size is not None and size != layout.block_size:
         raise InvalidArgumentError(

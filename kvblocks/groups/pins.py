@@ -10,6 +10,7 @@ Invariants: a pin with attached blocks holds all of its primary ones. Anchors co
 from itertools import chain
 
 from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.pool import BlockPool
 from kvblocks.groups.hit import needed_blocks
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.pool import GroupPool
@@ -20,8 +21,9 @@ from kvblocks.retention.pins import Pin, Pins
 class GroupPins(Pins):
     """`Pins` over a `GroupPool`."""
 
-    def __init__(self, pool: GroupPool, max_blocks: int) -> None:
+    def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         super().__init__(pool, max_blocks)
+        assert isinstance(pool, GroupPool), f"{pool}: not a pool of several groups"
         self._group_pool = pool
         self._group_index: GroupIndex = pool.group_index
 
@@ -58,7 +60,7 @@ class GroupPins(Pins):
         pin.num_wanted_blocks = num_wanted
 
     def _end(self, pin: Pin) -> int:
-        """Return where hits that a pin keeps end: the last place in its prefix where any can."""
+        """Return where hits that a pin keeps end: the last column in its prefix where any can."""
         step = self._group_index.layout.alignment
         return pin.num_blocks * self._group_index.block_size // step * step
 
@@ -79,8 +81,8 @@ class GroupPins(Pins):
         for side_group in self._group_index.layout.side_groups:
             first, end = needed_blocks(side_group, self._end(pin), self._end(pin))
             for number in range(first, end):
-                position, place = side_group.home(number)
-                block = self._group_index.attached(pin.blocks[position], place)
+                position, column = side_group.home(number)
+                block = self._group_index.attached(pin.blocks[position], column)
                 if block is None:
                     return []
                 found.append(block)

@@ -1,6 +1,6 @@
 """The pool of a manager of several groups: which block is reused next, and what stands for the primary group.
 
-A block's group is where it is held or hangs, not a property of it: any free block may serve any group next.
+A block's group is where it is held or attached, not a property of it: any free block may serve any group next.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,21 +31,20 @@ class GroupPool(BlockPool):
         """Whether a block has no memory. O(1)."""
         return block.block_id >= len(self.blocks)
 
-    def recount_quotas(self) -> None:
-        """Count anew what tenants have cached, attached blocks included. O(pool)."""
-        super().recount_quotas()
-        for run, num_attached_blocks in self.group_index.count_attached():
-            if run.tenant is not None:
-                run.tenant.add(num_attached_blocks)
-
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take the next free blocks, one after the other. Raises PoolExhaustedError. O(num_blocks).
 
         What can be hit no more because of one is the next.
         """
-        if not 0 <= num_blocks <= self.num_free_blocks:
-            raise PoolExhaustedError(f"expected 0 to {self.num_free_blocks} blocks to take, got {num_blocks}")
-        return [self.take_one() for _ in range(num_blocks)]
+        if not 0 <= num_blocks <= self.queue.num_free_blocks:
+            raise PoolExhaustedError(f"expected 0 to {self.queue.num_free_blocks} blocks to take, got {num_blocks}")
+        taken: list[KVCacheBlock] = []
+        while len(taken) < num_blocks:
+            if self.index.watcher is None:
+                taken += self.queue.popleft_empty(num_blocks - len(taken))
+            if len(taken) < num_blocks:
+                taken.append(self.take_one())
+        return taken
 
     def take_anchors(self, num_anchors: int) -> list[KVCacheBlock]:
         """Take anchors for a primary table. O(num_anchors)."""
@@ -73,8 +72,8 @@ class GroupPool(BlockPool):
 
         Of those without another, the cached ones are reused before what was freed at a sequence's end, in order.
         """
-        self._queue.release_empty([block for block in blocks if not block.is_cached][::-1])
-        self._queue.release_passed([block for block in blocks if block.is_cached])
+        self.queue.release_empty([block for block in blocks if not block.is_cached][::-1])
+        self.queue.release_passed([block for block in blocks if block.is_cached])
         self._note_released(blocks)
 
     def requeue_detached(self) -> None:

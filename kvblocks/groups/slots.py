@@ -12,39 +12,52 @@ sequences part is what Marconi does for recurrent layers.
 """
 
 from array import array
-from typing import Any
+from typing import Any, SupportsIndex
 
-from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.block import Epoch, KVCacheBlock
 from kvblocks.core.caching import cache_full_blocks, digests_ahead
-from kvblocks.core.change import CHANGING
-from kvblocks.core.epoch import Epoch
-from kvblocks.core.hit import CacheHit
+from kvblocks.core.change import CHANGING, Changeable
+from kvblocks.core.hashing import HashFunction
+from kvblocks.core.hit import CacheHit, HitLimit, HitSource
+from kvblocks.core.pool import BlockPool
+from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
-from kvblocks.core.steps import StepAllocator
+from kvblocks.core.slots import Change, GroupChange, SlotAllocator
 from kvblocks.groups.caching import attach_anew, attach_full_blocks
-from kvblocks.groups.hit import GroupHit
-from kvblocks.groups.need import Need, keep_for_last, table_block
+from kvblocks.groups.hit import GroupHit, find_hit, find_limit
+from kvblocks.groups.index import GroupIndex
+from kvblocks.groups.layout import GroupLayout
+from kvblocks.groups.need import Need, keep_for_last
 from kvblocks.groups.pool import GroupPool
-from kvblocks.groups.tables import GroupTables
-from kvblocks.retention.pins import Pins
+from kvblocks.groups.tables import GroupTables, tables_of
 
 
-class GroupSlots(StepAllocator):
-    """`StepAllocator` for several groups.
+class GroupSlots(SlotAllocator):
+    """`SlotAllocator` for several groups."""
 
-    copy_groups: of `copies`, one for each. step_changes: of the last step, with their groups. num_limited_tokens: that
-    the primary group had cached for sequences which started, and another group had not.
-    """
-
-    def __init__(self, pool: GroupPool, pins: Pins) -> None:
-        super().__init__(pool, pins)
+    def __init__(self, pool: GroupPool, manager: Changeable) -> None:
+        super().__init__(pool, manager)
         self._group_pool = pool
         self._group_index = pool.group_index
         self._layout = pool.group_index.layout
         self.smallest_block_size = self._layout.smallest_block_size
-        self.copy_groups: list[int] = []
-        self.step_changes: list[tuple[int, int, int, int]] = []
-        self.num_limited_tokens = 0
+        self.num_groups = len(self._layout.groups)
+        self.has_side_groups = True
+        self.alignment = self._layout.alignment
+        self.primary_group = self._layout.primary
+        self._copy_groups: list[int] = []
+
+    def find_hit(self, sequence: Sequence, source: HitSource, *, enable_caching: bool) -> CacheHit:
+        """Return the longest cached prefix of a sequence that every group can serve. Changes nothing."""
+        return find_hit(self._group_index, sequence, source, enable_caching=enable_caching)
+
+    def find_limit(self, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, HitLimit | None]:
+        """Return how many tokens of what the primary group has cached can be hit, and which group has no more."""
+        return find_limit(self._group_index, matched, num_tokens)
+
+    def num_cached_by_group(self) -> list[int]:
+        """Return how many blocks of each group are cached. O(rows)."""
+        return self._group_index.num_cached_by_group()
 
     def start(
         self, sequence: Sequence, epoch: Epoch | None, end: int, num_lookahead_tokens: int, hit: CacheHit | None
@@ -60,34 +73,39 @@ class GroupSlots(StepAllocator):
             for table, (first, blocks) in zip(tables.tables, found.tables, strict=True):
                 table.begin(first, blocks)
                 touched += blocks
-        in_pool = touched if self._group_pool.anchors is not None else held + touched
-        sequence.owner = self.manager  # first, so that what is left half done is nobody else's to allocate
+        in_pool = held + touched if self._group_pool.anchors is None else touched
+        sequence.owner = sequence.tail_owner = self._manager  # first: what is left half done is nobody else's
         sequence.side_tables = tables
         sequence.blocks += held
         try:
-            need = Need(sequence, len(held) * self._block_size, end + num_lookahead_tokens, self._block_size)
-            num_taken = need.num_taken_of_pool(has_anchors=self._group_pool.anchors is not None)
-            if not self._pool.can_take(num_taken, in_pool) and self._pins.refuses(num_taken, in_pool):
-                self._undo_start(sequence)
+            need = Need(sequence, tables, len(held) * self._block_size, end + num_lookahead_tokens, self._block_size)
+            num_taken = need.num_blocks(self.num_groups)  # tables with blocks of the pool; one of anchors is the last
+            if num_taken + len(in_pool) > self._pool.queue.num_free_blocks and self._note_refusal(num_taken, in_pool):
+                sequence.reset_blocks()
                 return None
-            digests = digests_ahead(self._index, sequence, epoch, held, len(held), end)
+            digests = None
+            if self._index.needs_digests:
+                digests = digests_ahead(self._index, sequence, epoch, held, len(held), end)
         except BaseException:
-            self._undo_start(sequence)
+            sequence.reset_blocks()
             raise
-        self._pool.touch(held)
-        self._pool.touch(touched)
+        if found is not None:
+            self._pool.touch(held)
+            self._pool.touch(touched)
+            sequence.num_readonly_tokens = found.num_readonly_tokens
+            self.num_limited_tokens += found.num_matched_tokens - found.num_readonly_tokens
         sequence.epoch = epoch
         sequence.num_cached_blocks = len(held)
-        self.num_limited_tokens += 0 if found is None else found.num_matched_tokens - found.num_readonly_tokens
         return self._finish(need, end, digests)
 
     def grow(self, sequence: Sequence, end: int, num_lookahead_tokens: int) -> list[KVCacheBlock] | None:
         """Give a sequence with blocks what its first `end` tokens need, and let go of what it needs no more."""
-        need = Need(sequence, sequence.num_computed_tokens, end + num_lookahead_tokens, self._block_size)
-        if self._lacks_for([need]):
+        need = self._need(sequence, sequence.num_computed_tokens, end + num_lookahead_tokens)
+        num_taken = self._num_taken_for([need])
+        if num_taken > self._pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
             return None
         digests = self._digests_ahead(sequence, end)
-        self.manager.change_state = CHANGING
+        self._manager.change_state = CHANGING
         self._let_pass(need)
         return self._finish(need, end, digests)
 
@@ -95,193 +113,223 @@ class GroupSlots(StepAllocator):
         """Give a sequence slots for `num_tokens` more than are known. Lets go of nothing."""
         if not num_tokens:
             return []
-        need = Need(sequence, sequence.num_computed_tokens, sequence.num_tokens + num_tokens, self._block_size)
-        need.passed = []
-        if self._lacks_for([need]):
+        need = self._need(sequence, sequence.num_computed_tokens, sequence.num_tokens + num_tokens)
+        num_taken = need.num_blocks(self.num_groups)
+        if num_taken > self._pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
             return None
-        self.manager.change_state = CHANGING
-        blocks = self._fill(need, None)
-        self._find_fits_below(sequence)
+        self._manager.change_state = CHANGING
+        blocks = self._fill(need, 0, [])
+        self._note_room(sequence)
         return blocks
 
     def append(self, sequence: Sequence, tokens: "array[int] | memoryview[int]") -> list[KVCacheBlock] | None:
         """Add packed tokens to a sequence all of whose tokens have slots, with slots for them."""
         num_before = sequence.num_tokens
         end = num_before + len(tokens)
-        need = Need(sequence, num_before, end, self._block_size)
-        if self._lacks_for([need]):
+        need = self._need(sequence, num_before, end)
+        num_taken = self._num_taken_for([need])
+        if num_taken > self._pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
             return None
         digests = self._append_tokens(sequence, tokens)
         self._let_pass(need)
         return self._finish(need, end, digests)
 
     def append_step(
-        self,
-        sequences: list[Sequence],
-        tokens: list[Any],
-        at_boundary: list[Sequence],
-        places: dict[Sequence, int],
-    ) -> list[tuple[int, int, int]] | None:
-        """Add one token to each sequence; the changes are in `step_changes`, with their groups, and returned without.
+        self, sequences: list[Sequence], tokens: list[Any], at_boundary: list[Sequence], indices: dict[Sequence, int]
+    ) -> list[Change] | None:
+        """Add one token to each sequence; returns the changes of block tables, without their groups."""
+        changes = self.append_group_step(sequences, tokens, at_boundary, indices)
+        return None if changes is None else [(i, index, block_id) for i, _, index, block_id in changes]
+
+    def append_group_step(
+        self, sequences: list[Sequence], tokens: list[Any], at_boundary: list[Sequence], indices: dict[Sequence, int]
+    ) -> list[GroupChange] | None:
+        """Add one token to each sequence; returns the changes of block tables.
 
         Raises as `append`, changing nothing.
         """
-        needs = [Need(s, s.num_computed_tokens, s.num_computed_tokens + 1, self._block_size) for s in at_boundary]
+        needs = [self._need(s, s.num_computed_tokens, s.num_computed_tokens + 1) for s in at_boundary]
         keep_for_last(needs)
-        if self._lacks_in_step(self._num_taken_for(needs), tokens):
+        num_taken = self._num_taken_for(needs)
+        if num_taken > self._pool.queue.num_free_blocks and self._note_step_refusal(num_taken, tokens):
             return None
         self._append_each(sequences, tokens)
         digests = self._digests_of_step(sequences, at_boundary)
         for need in needs:
             self._let_pass(need)
-        self.step_changes = []
+        changes: list[GroupChange] = []
         for need in needs:
-            self._fill(need, places[need.sequence])
+            self._fill(need, indices[need.sequence], changes)
         for sequence in at_boundary:
-            self._count(sequence, sequence.num_computed_tokens)
+            self._note_room(sequence)
             self._cache(sequence, digests[sequence])
-        return [(i, position, block_id) for i, _, position, block_id in self.step_changes]
-
-    def release(self, sequence: Sequence) -> None:
-        """Give back the blocks of the further tables of a sequence whose primary ones were given back. O(blocks).
-
-        Those that hold nothing are reused first.
-        """
-        tables, sequence.side_tables = sequence.side_tables, None
-        assert tables is not None
-        for table in tables.tables:
-            self._group_pool.release_table(table.blocks)
+        return changes
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
-        """Let a twin hold what the further tables hold of the computed tokens. O(blocks)."""
-        tables = sequence.side_tables
-        assert tables is not None
-        twin.side_tables = GroupTables(self._layout, tables.landmarks)
-        for table, copied in zip(tables.tables, twin.side_tables.tables, strict=True):
+        """Let a twin hold all blocks that hold the sequence's computed tokens. O(blocks)."""
+        super().fork(sequence, twin)
+        tables = tables_of(sequence)
+        copies = GroupTables(self._layout, tables.landmarks)
+        twin.side_tables = copies
+        for table, copied in zip(tables.tables, copies.tables, strict=True):
             num_kept = -(-twin.num_computed_tokens // table.side_group.block_size) - table.num_dead
             copied.begin(table.num_dead, table.blocks[: max(0, num_kept)])
             self._pool.touch(copied.blocks)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give back what the further tables hold beyond the first `num_tokens`. O(blocks given back)."""
-        tables = sequence.side_tables
-        assert tables is not None
-        for table in tables.tables:
-            self._group_pool.release_table(table.truncate(-(-num_tokens // table.side_group.block_size)))
+        """Drop all but the first `num_tokens` tokens, and the blocks that they don't need. O(tokens dropped)."""
+        super().truncate(sequence, num_tokens)
+        for table in tables_of(sequence).tables:
+            self._pool.release_table(table.truncate(-(-num_tokens // table.side_group.block_size)))
 
-    def cache_anew(self, sequence: Sequence) -> None:
-        """Cache what is attached to a sequence's blocks, which were cached anew after a reset. O(blocks)."""
+    def release(self, sequence: Sequence) -> None:
+        """Give all blocks of a sequence back; those that hold nothing are reused first. O(blocks)."""
+        tables = tables_of(sequence).tables
+        super().release(sequence)
+        for table in tables:
+            self._pool.release_table(table.blocks)
+
+    def cache_anew(self, sequence: Sequence, digests: bytearray | None) -> None:
+        """Cache all full blocks of a sequence from before a reset, of all groups. O(their number)."""
+        super().cache_anew(sequence, digests)
         attach_anew(self._group_index, sequence)
-        self._group_pool.requeue_detached()
+        self._pool.requeue_detached()
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the copies since the last call, and forget them. O(1)."""
+        self._copy_groups = []
+        return super().take_copies()
+
+    def copy_groups(self) -> list[int]:
+        """Return the group of each of `copies`. O(1)."""
+        return self._copy_groups
 
     def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
         """Return all that a sequence holds, by table. O(groups)."""
-        tables = sequence.side_tables
-        assert tables is not None
-        return [sequence.blocks, *[table.blocks for table in tables.tables]]
+        return [sequence.blocks, *[table.blocks for table in tables_of(sequence).tables]]
 
-    def _undo_start(self, sequence: Sequence) -> None:
-        """Take back what `start` does to a sequence to see what it needs."""
-        sequence.side_tables, sequence.blocks = None, []
-        sequence.owner = None
+    def _parts_in_block(self, num_tokens: int) -> bool:
+        return num_tokens % self.alignment != 0
 
-    def _lacks_for(self, needs: list[Need]) -> bool:
-        """Whether the pool can't serve all of them, after their sequences have let go of what they need no more."""
-        return self._lacks(self._num_taken_for(needs))
+    def _need(self, sequence: Sequence, start: int, num_slots: int) -> Need:
+        return Need(sequence, tables_of(sequence), start, num_slots, self._block_size)
 
     def _num_taken_for(self, needs: list[Need]) -> int:
         """Return how many blocks they take, beyond those that their sequences let go of before."""
+        num_taken = 0
         leaving: dict[KVCacheBlock, int] = {}
         for need in needs:
-            for block in need.leaving():
-                leaving[block] = leaving.get(block, 0) + 1
-        num_taken = sum([need.num_taken_of_pool(has_anchors=self._group_pool.anchors is not None) for need in needs])
+            num_taken += need.num_blocks(self.num_groups)
+            if any(need.passed):
+                for block in need.leaving():
+                    leaving[block] = leaving.get(block, 0) + 1
         return num_taken - sum([count == block.ref_cnt for block, count in leaving.items()])
 
     def _let_pass(self, need: Need) -> None:
         """Let go of what has left the windows of a sequence."""
-        tables = need.sequence.side_tables
-        assert tables is not None
-        for table, num_passed in zip(tables.tables, need.passed, strict=True):
+        for table, num_passed in zip(need.tables.tables, need.passed, strict=True):
             if num_passed:
                 first = table.num_dead
                 kept: list[KVCacheBlock] = []
                 others: list[KVCacheBlock] = []
-                for place, block in enumerate(table.drop_first(num_passed), first):
-                    (kept if block.is_cached and tables.is_landmark(table, place) else others).append(block)
+                for index, block in enumerate(table.drop_first(num_passed), first):
+                    (kept if block.is_cached and need.tables.is_landmark(table, index) else others).append(block)
                 self._group_pool.release_passed(others)
                 self._pool.release_table(kept)
 
     def _finish(self, need: Need, end: int, digests: bytearray | None) -> list[KVCacheBlock]:
         """Give a sequence what it needs, and cache what its first `end` tokens fill."""
-        blocks = self._fill(need, None)
+        blocks = self._fill(need, 0, [])
         self._count(need.sequence, end)
         self._cache(need.sequence, digests)
         return blocks
 
-    def _fill(self, need: Need, step_place: int | None) -> list[KVCacheBlock]:
+    def _fill(self, need: Need, step_index: int, changes: list[GroupChange]) -> list[KVCacheBlock]:
         """Give a sequence what it needs, group after group; returns the blocks of the pool. O(blocks).
 
-        step_place: the sequence's place in a step whose changes are wanted.
+        step_index: the sequence's in a step whose `changes` are wanted.
         """
-        sequence, tables = need.sequence, need.sequence.side_tables
-        assert tables is not None
-        has_anchors = self._group_pool.anchors is not None
-        blocks = self._take(need.num_taken_of_pool(has_anchors=has_anchors), sequence)
-        primary = len(tables.tables)
-        if has_anchors:
+        sequence, side_tables, numbers = need.sequence, need.tables.tables, self._layout.table_numbers
+        blocks = self._take(need.num_blocks(self.num_groups), sequence)
+        primary = len(side_tables)
+        if self._group_pool.anchors is not None:
             self._fill_table(need, primary, self._group_pool.take_anchors(need.num_taken(primary)))
-        first, new_blocks, numbers = 0, [], self._layout.table_numbers
+        first, new_blocks = 0, []
         for group, number in enumerate(numbers):
-            part = blocks[first : first + need.num_taken(number)]
-            first += len(part)
+            end = first + need.num_taken(number)
+            part = blocks[first:end]
+            first = end
             new_blocks.append(part)
-            places = self._fill_table(need, number, part)
-            if step_place is not None:
-                changes = zip(places, part, strict=True)
-                self.step_changes += [(step_place, group, place, block.block_id) for place, block in changes]
-        tables.new_blocks = new_blocks
+            if part:
+                filled = zip(self._fill_table(need, number, part), part, strict=True)
+                changes += [(step_index, group, index, block.block_id) for index, block in filled]
+        need.tables.new_blocks = new_blocks
         sequence.tail_owner = sequence.owner
         return blocks
 
     def _fill_table(self, need: Need, number: int, blocks: list[KVCacheBlock]) -> list[int]:
-        """Put blocks in the shared place of a table, if it has one, and at its end; returns the places."""
-        sequence, tables = need.sequence, need.sequence.side_tables
-        assert tables is not None
-        is_primary, shared = number == len(tables.tables), need.shared[number]
-        end = len(sequence.blocks) if is_primary else tables.tables[number].num_places
-        places = [] if shared is None else [shared]
-        places += range(end, end + need.missing[number])
-        for place, block in zip(places, blocks, strict=True):
-            if place == shared:
-                self._let_copy(sequence, number, table_block(sequence, number, place), block)
-            if not is_primary:
-                tables.tables[number].put(place, block)
-            elif place < end:
-                sequence.replace_block(place, block)
-                sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, place * self._block_size)
+        """Put blocks into a table, in place of the shared one, if there is one, and at its end; returns the indices."""
+        sequence, side_tables, shared = need.sequence, need.tables.tables, need.shared[number]
+        table = None if number == len(side_tables) else side_tables[number]
+        end = len(sequence.blocks) if table is None else table.num_dead + len(table.blocks)
+        indices: list[int] = []
+        if shared is not None:
+            self._let_copy(need, number, shared, blocks[0])
+            if table is not None:
+                table.replace(shared, blocks[0])
             else:
-                sequence.blocks.append(block)
-        return places
+                sequence.replace_block(shared, blocks[0])
+                sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, shared * self._block_size)
+            indices.append(shared)
+            blocks = blocks[1:]
+        if table is not None:
+            table.extend(blocks)
+        else:
+            sequence.blocks += blocks
+        return [*indices, *range(end, end + len(blocks))]
 
-    def _let_copy(self, sequence: Sequence, number: int, source: KVCacheBlock, block: KVCacheBlock) -> None:
+    def _let_copy(self, need: Need, number: int, shared: int, block: KVCacheBlock) -> None:
         """Let go of a shared block, and have it copied if it has any memory."""
-        self._pins.extend(sequence)
+        source = need.block(number, shared)
+        assert source is not None, f"{need.sequence}: shares a dead block"
+        if self.holds is not None:
+            self.holds.extend(need.sequence)
         self._pool.release_table([source])
         if not self._group_pool.is_anchor(source):
             self.copies.append((source.block_id, block.block_id))
-            self.copy_groups.append(self._layout.table_numbers.index(number))
+            self._copy_groups.append(self._layout.table_numbers.index(number))
 
     def _cache(self, sequence: Sequence, digests: bytearray | None) -> None:
         """Cache what has become full, in all groups."""
         first = sequence.num_cached_blocks
-        cache_full_blocks(self._index, sequence, digests)
-        if sequence.num_cached_blocks > first:
-            attach_full_blocks(self._group_index, sequence, first)
-            self._group_pool.requeue_detached()
-            self._pins.extend(sequence)  # what a pin lacks may have left the window when the sequence is freed
+        if sequence.num_computed_tokens // self._block_size > first:
+            cache_full_blocks(self._index, sequence, digests)
+            if sequence.num_cached_blocks > first:
+                attach_full_blocks(self._group_index, sequence, first)
+                if self._index.detached:
+                    self._pool.requeue_detached()
+                if self.holds is not None:
+                    self.holds.extend(sequence)  # what a pin lacks may have left the window when the sequence is freed
 
-    def take_copies(self) -> list[tuple[int, int]]:
-        """Return the copies since the last call, and forget them. O(1)."""
-        self.copy_groups = []
-        return super().take_copies()
+
+def make_slots(
+    num_blocks: SupportsIndex,
+    layout: GroupLayout,
+    hash_function: HashFunction,
+    manager: Changeable,
+    *,
+    enable_events: bool,
+) -> SlotAllocator:
+    """Return the slots of a manager with these groups, with a pool and an index of their own: those that they need.
+
+    Raises InvalidArgumentError. O(num_blocks).
+    """
+    slots: SlotAllocator
+    if layout.is_single:
+        index = PrefixIndex(layout.block_size, hash_function, enable_events=enable_events)
+        slots = SlotAllocator(BlockPool(num_blocks, index), manager)
+    else:
+        group_index = GroupIndex(layout, hash_function, enable_events=enable_events)
+        slots = GroupSlots(GroupPool(num_blocks, group_index), manager)
+    slots.groups = layout.groups
+    return slots

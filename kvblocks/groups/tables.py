@@ -1,22 +1,23 @@
-"""The block tables that a sequence has beside its primary one: one for each further group.
+"""The block tables that a sequence has beside its primary one: one for each side group.
 
-A windowed group's table forgets its beginning: a place whose block has left the window is *dead*, and stays so. Where
-places stand never changes, so token i is always in place i // block_size.
+A windowed group's table forgets its beginning: an entry whose block has left the window is *dead*, and stays so. An
+entry's index never changes, so token i is always in the block at index i // block_size.
 """
 
 from collections.abc import Hashable, Iterable
 
 from kvblocks.arguments import shown
 from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.sequence import Sequence, SideTables
 from kvblocks.errors import SequenceStateError
 from kvblocks.groups.layout import GroupLayout, SideGroup
 
 DEAD_BLOCK_ID = 0
-"""What stands in the dead places of a list of ids: an id in range, so that nothing breaks; never to be read."""
+"""What a list of ids has for a dead entry: an id in range, so that nothing breaks; never to be read."""
 
 
 class GroupTable:
-    """The block table of one group. blocks: of its places num_dead, num_dead + 1, …; those before are dead."""
+    """The block table of one group. blocks: of its entries num_dead, num_dead + 1, …; those before are dead."""
 
     __slots__ = ("block_ids", "blocks", "num_dead", "side_group")
 
@@ -26,34 +27,29 @@ class GroupTable:
         self.blocks: list[KVCacheBlock] = []
         self.block_ids: list[int] = []
 
-    @property
-    def num_places(self) -> int:
-        """Places, dead ones included. O(1)."""
-        return self.num_dead + len(self.blocks)
+    def extend(self, blocks: list[KVCacheBlock]) -> None:
+        """Add blocks at the end. O(blocks)."""
+        self.blocks += blocks
+        self.block_ids += [block.block_id for block in blocks]
 
-    def put(self, place: int, block: KVCacheBlock) -> KVCacheBlock | None:
-        """Put a block at `place`, a live one or the next; returns the one that stood there. O(1)."""
-        if place == self.num_dead + len(self.blocks):
-            self.blocks.append(block)
-            self.block_ids.append(block.block_id)
-            return None
-        replaced = self.blocks[place - self.num_dead]
-        self.blocks[place - self.num_dead] = block
-        self.block_ids[place] = block.block_id
-        return replaced
+    def replace(self, index: int, block: KVCacheBlock) -> None:
+        """Put another block at the index of a live entry. O(1)."""
+        self.blocks[index - self.num_dead] = block
+        self.block_ids[index] = block.block_id
 
     def begin(self, num_dead: int, blocks: list[KVCacheBlock]) -> None:
-        """Begin an empty table with dead places and a hit's blocks. O(places)."""
+        """Begin an empty table with dead entries and a hit's blocks. O(entries)."""
         self.num_dead = num_dead
         self.blocks = list(blocks)
         self.block_ids = [DEAD_BLOCK_ID] * num_dead + [block.block_id for block in blocks]
 
     def num_passed(self, position: int) -> int:
         """Return how many of its first live blocks no query at `position` or later sees. O(1)."""
-        return min(max(0, self.side_group.first_needed(position) - self.num_dead), len(self.blocks))
+        num_passed = self.side_group.first_needed(position) - self.num_dead
+        return 0 if num_passed <= 0 else min(num_passed, len(self.blocks))
 
     def drop_first(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Make the first `num_blocks` live places dead; returns their blocks. O(live places)."""
+        """Make the first `num_blocks` live entries dead; returns their blocks. O(live entries)."""
         dropped = self.blocks[:num_blocks]
         del self.blocks[:num_blocks]
         end = self.num_dead + num_blocks
@@ -61,48 +57,54 @@ class GroupTable:
         self.num_dead = end
         return dropped
 
-    def truncate(self, num_places: int) -> list[KVCacheBlock]:
-        """Cut the table to its first `num_places`, no fewer than are dead; returns the blocks of the rest. O(rest)."""
-        keep = num_places - self.num_dead
+    def truncate(self, num_entries: int) -> list[KVCacheBlock]:
+        """Cut the table to its first entries, no fewer than are dead; returns the blocks of the rest. O(rest)."""
+        keep = num_entries - self.num_dead
         dropped = self.blocks[keep:]
-        del self.blocks[keep:], self.block_ids[num_places:]
+        del self.blocks[keep:], self.block_ids[num_entries:]
         return dropped
 
-    def live_block(self, place: int) -> KVCacheBlock | None:
-        """Return the block at a place, None if that is dead or doesn't exist. O(1)."""
-        index = place - self.num_dead
+    def live_block(self, index: int) -> KVCacheBlock | None:
+        """Return the block at an index, None if that is dead or doesn't exist. O(1)."""
+        index -= self.num_dead
         return self.blocks[index] if 0 <= index < len(self.blocks) else None
 
-    def check(self, num_slots: int) -> None:
-        """Raise AssertionError unless it has slots for just `num_slots` tokens at least, and ids that agree."""
-        assert self.num_places * self.side_group.block_size >= num_slots, f"group {self.side_group.group}: too short"
-        expected = [DEAD_BLOCK_ID] * self.num_dead + [block.block_id for block in self.blocks]
-        assert self.block_ids == expected, f"group {self.side_group.group}: its ids"
 
-
-class GroupTables:
+class GroupTables(SideTables):
     """All tables of a sequence but the primary one.
 
     tables: by `layout.side_groups`. landmarks: numbers of tokens at which a later sequence's hit probably ends; what a
-    hit there needs is kept longer than other blocks that leave a window. new_blocks: by group, those that the last
-    call which made room gave.
+    hit there needs is kept longer than other blocks that leave a window.
     """
 
-    __slots__ = ("landmarks", "layout", "new_blocks", "tables")
+    __slots__ = ("landmarks", "layout", "tables")
 
     def __init__(self, layout: GroupLayout, ends: Iterable[int]) -> None:
-        """ends: where hits may end; the landmarks are the last multiples of alignment before them."""
+        """ends: where hits may end; the landmarks are the last multiples of the alignment before them."""
         self.layout = layout
+        self.num_groups = len(layout.groups)
+        self.has_primary = layout.primary is not None
         self.landmarks = tuple(sorted({end // layout.alignment * layout.alignment for end in ends} - {0}))
         self.tables = [GroupTable(side_group) for side_group in layout.side_groups]
-        self.new_blocks: list[list[KVCacheBlock]] = [[] for _ in layout.groups]
+        self.new_blocks = [[] for _ in layout.groups]
 
-    def table(self, group: int) -> GroupTable | None:
-        """Return the table of a group, None for the primary one. O(groups)."""
-        for table in self.tables:
-            if table.side_group.group == group:
-                return table
-        return None
+    def block_ids(self, group: int) -> list[int] | None:
+        """Return the ids of a group's table, the list itself; None for the primary one. O(1)."""
+        number = self.layout.table_numbers[group]
+        return self.tables[number].block_ids if number < len(self.tables) else None
+
+    def blocks(self, group: int) -> list[KVCacheBlock | None] | None:
+        """Return the blocks of a group's table, None where it is dead; None for the primary one. O(blocks)."""
+        number = self.layout.table_numbers[group]
+        if number == len(self.tables):
+            return None
+        table = self.tables[number]
+        return [*[None] * table.num_dead, *table.blocks]
+
+    def first_live_block(self, group: int) -> int:
+        """Return the first index of a group's table that isn't dead. O(1)."""
+        number = self.layout.table_numbers[group]
+        return self.tables[number].num_dead if number < len(self.tables) else 0
 
     def check_truncate(self, position: int, sequence_id: Hashable) -> None:
         """Raise SequenceStateError if a query at `position` sees what has left a window. Changes nothing. O(groups)."""
@@ -116,11 +118,26 @@ class GroupTables:
                     f" got {position} of {shown(sequence_id)}"
                 )
 
-    def is_landmark(self, table: GroupTable, place: int) -> bool:
-        """Whether a hit that ends at one of the landmarks needs the block at a place of a table. O(landmarks)."""
+    def check(self, num_slots: int) -> None:
+        """Raise AssertionError unless all tables have slots for so many tokens, and ids that agree. O(blocks)."""
+        for table in self.tables:
+            size, group = table.side_group.block_size, table.side_group.group
+            assert (table.num_dead + len(table.blocks)) * size >= num_slots, f"group {group}: too short"
+            expected = [DEAD_BLOCK_ID] * table.num_dead + [block.block_id for block in table.blocks]
+            assert table.block_ids == expected, f"group {group}: its ids"
+
+    def is_landmark(self, table: GroupTable, index: int) -> bool:
+        """Whether a hit that ends at one of the landmarks needs the block at an index of a table. O(landmarks)."""
         side_group = table.side_group
         for landmark in self.landmarks:
             # Of a hit that is the whole prompt the last token is computed once more, hence - 1.
-            if side_group.first_needed(landmark - 1) <= place < -(-landmark // side_group.block_size):
+            if side_group.first_needed(landmark - 1) <= index < -(-landmark // side_group.block_size):
                 return True
         return False
+
+
+def tables_of(sequence: Sequence) -> GroupTables:
+    """Return the side tables of a sequence that has some. O(1)."""
+    tables = sequence.side_tables
+    assert isinstance(tables, GroupTables), f"{sequence}: has no side tables"
+    return tables

@@ -15,6 +15,7 @@ from typing import SupportsFloat
 
 from kvblocks.arguments import check_number, listed, wrong
 from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.hooks import Watcher
 from kvblocks.stats import HistogramValues
 
 _SPREAD, _RANGE = 2_654_435_769, 2**32  # the first is the second over the golden ratio
@@ -66,7 +67,7 @@ class Histogram:
         return HistogramValues(self.bounds, tuple(self.counts), self.total)
 
 
-class BlockSampler:
+class BlockSampler(Watcher):
     """Records the lives of `blocks` from now on. now: returns the time, never less than before. bounds: of histograms.
 
     lifetimes: from a block's being taken until it is taken again, if it was cached then. idle_times: from its last
@@ -74,17 +75,6 @@ class BlockSampler:
     takes the block back. last_idle_time: the newest of the idle times, the age that blocks reach in the queue now.
     What began before the sampler did isn't recorded.
     """
-
-    __slots__ = (
-        "_now",
-        "_released_at",
-        "_sampled",
-        "_taken_at",
-        "idle_times",
-        "last_idle_time",
-        "lifetimes",
-        "reuse_gaps",
-    )
 
     def __init__(self, blocks: Iterable[KVCacheBlock], now: Callable[[], float], bounds: tuple[float, ...]) -> None:
         self._sampled = frozenset(blocks)

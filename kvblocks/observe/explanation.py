@@ -4,16 +4,19 @@ Looks at the first block that isn't found. The removal history is asked first, s
 cached is searched for something similar: the same tokens under other keys, or a block that begins alike.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvblocks.arguments import shown
-from kvblocks.core.block import ROOT, Node, Run
+from kvblocks.core.block import ROOT, KVCacheBlock, Node, Run
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.hashing import ExtraKey, decode_extra_keys
+from kvblocks.core.hit import HitLimit
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
-from kvblocks.observe.removal_history import Removal
+from kvblocks.core.slots import SlotAllocator
+from kvblocks.core.tokens import num_equal
+from kvblocks.observe.removal_history import Removal, RemovalHistory
 
 MissCause = Literal["no miss", "never cached", "evicted", "aborted", "reset", "other keys", "partly equal", "group"]
 
@@ -81,24 +84,54 @@ class Explanation:
         return f"{lacks} tokens {first} to {end - 1}; {how}"
 
 
-def explain_miss(index: PrefixIndex, sequence: Sequence, num_taken_blocks: int) -> Explanation:
-    """Return why the first block of a sequence that isn't found isn't. num_taken_blocks: from the pool, until now.
+def explain(
+    index: PrefixIndex, slots: SlotAllocator, history: RemovalHistory | None, sequence: Sequence
+) -> Explanation:
+    """Return why the hit of a sequence ends where it does, and which group ended it where there are several.
 
-    Changes nothing visible. O(runs + tokens + blocks cached for these tokens under any keys).
+    history: None: nothing is remembered. Changes nothing visible. O(runs + tokens + blocks cached for these tokens
+    under any keys).
     """
+    matched = find_blocks(index, sequence)
+    end, limit = slots.find_limit(matched, sequence.num_tokens)
+    num_hit, now = end // index.block_size, slots.num_taken_blocks
+    if limit is not None:
+        removal = None if history is None else history.find(limit.removal_key)
+        num_full = sequence.num_tokens // index.block_size
+        return replace(_group_limit(limit, num_hit, num_full, removal, now), num_matched_blocks=len(matched))
+    explanation = _explain_miss(index, history, sequence, matched, now)
+    if not slots.has_side_groups:
+        return explanation
+    return replace(explanation, group=slots.primary_group, num_cached_blocks=num_hit, num_matched_blocks=len(matched))
+
+
+def _group_limit(limit: HitLimit, num_hit: int, num_full: int, removal: Removal | None, now: int) -> Explanation:
+    return Explanation(
+        "group",
+        num_hit,
+        num_full,
+        removal,
+        0 if removal is None else now - removal.num_taken_blocks,
+        group=limit.group,
+        window=limit.window,
+        missing_tokens=(limit.first_token, limit.end_token),
+    )
+
+
+def _explain_miss(
+    index: PrefixIndex, history: RemovalHistory | None, sequence: Sequence, blocks: list[KVCacheBlock], now: int
+) -> Explanation:
+    """Return why the first block behind `blocks`, what is cached of a sequence, isn't. now: in blocks taken."""
     size = index.block_size
-    blocks = find_blocks(index, sequence)
     num_cached, num_full = len(blocks), sequence.num_tokens // size
     if num_cached == num_full:
         return Explanation("no miss", num_cached, num_full)
     node = blocks[-1].node if blocks else ROOT
     tokens, keys = sequence.packed_tokens(), sequence.encoded_keys(size) or {}
-    if index.history is not None:
-        digest = bytes(index.digests(node, tokens, keys, num_cached, num_cached + 1))
-        removal = index.history.find(digest)
+    if history is not None:
+        removal = history.find(bytes(index.digests(node, tokens, keys, num_cached, num_cached + 1)))
         if removal is not None:
-            since = num_taken_blocks - removal.num_taken_blocks
-            return Explanation(removal.cause, num_cached, num_full, removal, since)
+            return Explanation(removal.cause, num_cached, num_full, removal, now - removal.num_taken_blocks)
     roots = [run for run in index.runs() if run.key[0] is None]
     chain = _longest_by_tokens(roots, tokens)
     if len(chain) > num_cached:
@@ -125,9 +158,9 @@ def _longest_by_tokens(roots: list[Run], tokens: memoryview) -> list[bytes | Non
     pending: list[tuple[Run, int]] = [(root, 0) for root in roots]  # runs, and how many blocks are above them
     while pending:
         run, first = pending.pop()
-        size, count = run.epoch.block_bytes, 0
-        while count < len(run.blocks) and _is_equal(run.tokens, count * size, tokens, (first + count) * size, size):
-            count += 1
+        start = first * run.epoch.block_bytes
+        count = num_equal(run.tokens, tokens[start : start + len(run.blocks) * run.epoch.block_bytes])
+        count = min(count // run.epoch.block_bytes, len(run.blocks))
         if first + count > longest:
             longest, end_of_longest = first + count, (run, count - 1)
         for position, children in (run.children or {}).items():
@@ -146,11 +179,6 @@ def _keys_above(node: Node) -> list[bytes | None]:
     return keys[::-1]
 
 
-def _is_equal(one: bytearray, start: int, other: memoryview, other_start: int, num_bytes: int) -> bool:
-    part = other[other_start : other_start + num_bytes]
-    return len(part) == num_bytes and one.startswith(part, start)
-
-
 def _num_common_tokens(node: Node, roots: list[Run], tokens: bytes, key: bytes | None) -> int:
     """Return how many first tokens of a block the most similar one below `node` with its keys has too."""
     run, position = node
@@ -158,11 +186,4 @@ def _num_common_tokens(node: Node, roots: list[Run], tokens: bytes, key: bytes |
     below = [bytes(child.tokens[: len(tokens)]) for child in children if child.key[3] == key]
     if run is not None and position + 1 < len(run.blocks) and (run.extra_keys or {}).get(position + 1) == key:
         below.append(bytes(run.tokens[(position + 1) * len(tokens) : (position + 2) * len(tokens)]))
-    return max([_num_equal_tokens(tokens, other) for other in below], default=0)
-
-
-def _num_equal_tokens(one: bytes, other: bytes) -> int:
-    count = 0
-    while count < len(one) and one[count : count + 4] == other[count : count + 4]:
-        count += 4
-    return count // 4
+    return max([num_equal(tokens, other) // 4 for other in below], default=0)

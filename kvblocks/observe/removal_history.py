@@ -6,9 +6,11 @@ is counted in blocks taken from the pool, the one clock that a cache has by itse
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Sequence as Items
+from typing import NamedTuple
 
-RemovalCause = Literal["evicted", "aborted", "reset"]
+from kvblocks.core.block import Run
+from kvblocks.core.hooks import RemovalCause, Watcher
 
 
 class Removal(NamedTuple):
@@ -23,26 +25,36 @@ class Removal(NamedTuple):
     sequence_id: Hashable | None
 
 
-class RemovalHistory:
-    """Remembers the last `max_blocks` prefixes that went, about 250 bytes each.
+class RemovalHistory(Watcher):
+    """Remembers the last `max_blocks` prefixes that went, about 250 bytes each; told from the pool's beginning on.
 
-    num_taken_blocks, sequence_id: now, and on whose behalf; whoever takes blocks from the pool keeps them up to date.
+    num_taken_blocks: from the pool until now.
     """
 
-    __slots__ = ("_removals", "max_blocks", "num_taken_blocks", "sequence_id")
+    needs_digests: bool = True
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self.num_taken_blocks = 0
-        self.sequence_id: Hashable | None = None
+        self._taker_id: Hashable | None = None  # of the sequence for which blocks were taken last
         self._removals: OrderedDict[bytes, Removal] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._removals)
 
-    def record(self, digests: Iterable[bytes], cause: RemovalCause) -> None:
+    def note_taking(self, num_blocks: int, sequence_id: Hashable) -> None:
+        """Keep the clock, and on whose behalf evictions happen from now on. O(1)."""
+        self.num_taken_blocks += num_blocks
+        self._taker_id = sequence_id
+
+    def note_clearing(self, runs: Iterable[Run]) -> None:
+        """Remember all that is cached. O(cached blocks)."""
+        for run in runs:
+            self.note_removed([run.digest(index) for index in range(len(run.blocks))], "reset")
+
+    def note_removed(self, digests: Items[bytes], cause: RemovalCause) -> None:
         """Remember prefixes that just went, and forget the oldest beyond `max_blocks`. O(their number)."""
-        removal = Removal(cause, self.num_taken_blocks, self.sequence_id if cause == "evicted" else None)
+        removal = Removal(cause, self.num_taken_blocks, self._taker_id if cause == "evicted" else None)
         removals = self._removals
         for digest in digests:
             removals[digest] = removal

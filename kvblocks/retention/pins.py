@@ -22,6 +22,7 @@ from typing import Any, SupportsIndex
 from kvblocks.arguments import as_int, check_count, is_a, listed, shown, wrong
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.caching import find_blocks
+from kvblocks.core.hooks import Holds
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import InvalidArgumentError, PinBudgetError
@@ -67,17 +68,15 @@ class Pin:
         return f"Pin({shown(self.sequence.sequence_id)}, {len(self.blocks)} of {self.num_blocks} blocks{until})"
 
 
-class Pins:
+class Pins(Holds):
     """The pins of a pool, which together hold at most `max_blocks`.
 
-    lacking: those of them that don't hold all of their blocks, by their first block's tokens. last_refusal: of the last
-    call that got None.
+    lacking: those of them that don't hold all of their blocks, by their first block's tokens.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self._pool = pool
         self.max_blocks = max_blocks
-        self.last_refusal: Refusal | None = None
         self.pins: dict[Pin, None] = {}
         self.lacking: dict[bytes, dict[Pin, None]] = {}
         self._only_pinned = PinnedBlocks(pool)
@@ -135,11 +134,11 @@ class Pins:
             self._pool.release_table(gone)
             self._note(pin)
 
-    def refuses(self, num_blocks: int, touched: list[KVCacheBlock]) -> bool:
-        """Whether `num_blocks` can't be had after `touched` are taken, even if pins give up what they may.
+    def find_refusal(self, num_blocks: int, touched: list[KVCacheBlock]) -> Refusal | None:
+        """Return why `num_blocks` can't be had after `touched` are taken, None if they can: pins give up what they may.
 
-        Keeps the reason in last_refusal. Changes nothing else. O(touched), and O(pinned blocks) if pins hold others
-        than at the last call, or if any block got another owner since or lost one of several.
+        Changes nothing. O(touched), and O(pinned blocks) if pins hold others than at the last call, or if any block got
+        another owner since or lost one of several.
         """
         num_free = self._pool.num_free_blocks - sum([block.ref_cnt == 0 for block in touched])
         num_given = num_kept = 0
@@ -147,12 +146,11 @@ class Pins:
             held = map(self._held_by, self.pins)  # as far as is needed; a compiled generator makes a list first
             num_given, num_kept = self._only_pinned.count(held, touched, num_blocks - num_free)
             if num_given >= num_blocks - num_free:
-                return False
-        self.last_refusal = Refusal(num_blocks, num_free, num_given, num_kept)
-        return True
+                return None
+        return Refusal(num_blocks, num_free, num_given, num_kept)
 
     def give_up(self, num_blocks: int) -> None:
-        """Free `num_blocks` blocks of pins, by priority, then of the oldest pin. `refuses` must have said that it can.
+        """Free `num_blocks` blocks of pins, by priority, then of the oldest pin. `find_refusal` must have found none.
 
         O(pins + blocks given up x log pins).
         """

@@ -8,14 +8,16 @@ Counting is exact: every cached run knows its tenant, by the salt in its first b
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from struct import unpack_from
 
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.hashing import SALT_KIND
+from kvblocks.core.hooks import Accounts
 from kvblocks.retention.tenant import OverQuota, Tenant
 
 
-class TenantQuotas:
+class TenantQuotas(Accounts):
     """The tenants there are, by salt."""
 
     def __init__(self) -> None:
@@ -32,6 +34,11 @@ class TenantQuotas:
     def over(self) -> dict[Tenant, int]:
         """The tenants beyond their quotas, longest first. Not to be changed. O(1)."""
         return self._over.tenants
+
+    @property
+    def is_over(self) -> bool:
+        """Whether any tenant is beyond its quota. O(1)."""
+        return bool(self._over.tenants)
 
     @property
     def is_empty(self) -> bool:
@@ -56,7 +63,7 @@ class TenantQuotas:
         self.default_max_blocks = max_blocks
         self._tenants = {salt: tenant for salt, tenant in self._tenants.items() if salt in self._named}
 
-    def tenant_of(self, extra_keys: bytes | None) -> Tenant | None:
+    def account_of(self, extra_keys: bytes | None) -> Tenant | None:
         """Return the tenant whose salt is in a first block's encoded extra keys, None if it has no quota. O(1)."""
         salt = _salt_in(extra_keys)
         tenant = self._tenants.get(salt)
@@ -66,36 +73,36 @@ class TenantQuotas:
             tenant = self._tenants[salt] = Tenant(salt, self.default_max_blocks, self._over)
         return tenant
 
-    def recount(self, runs: list[Run], free_blocks: Iterable[KVCacheBlock]) -> None:
-        """Count what is cached anew. runs: all there are, parents first. free_blocks: in their order. O(both)."""
+    def recount(self, runs: list[tuple[Run, int]], free_blocks: Items[KVCacheBlock]) -> None:
+        """Count anew. runs: all, parents first, with how much each has cached. free_blocks: in their order. O(both)."""
         self._over.reorder([])
         for tenant in self._tenants.values():
             tenant.num_cached_blocks = 0
             tenant.free_blocks.clear()
-        for run in runs:
+        for run, num_cached_blocks in runs:
             parent, _, _, extra_keys = run.key
-            run.tenant = self.tenant_of(extra_keys) if parent is None else parent.tenant
-            if run.tenant is not None:
-                run.tenant.add(run.num_cached_blocks())
+            run.account = self.account_of(extra_keys) if parent is None else parent.account
+            if run.account is not None:
+                run.account.add(num_cached_blocks)
         self._over.reorder(sorted(self.over, key=_name))  # nobody knows who went over first
         self.note_released(free_blocks)
 
-    def note_released(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def note_released(self, blocks: Items[KVCacheBlock]) -> None:
         """Keep the order in which tenants' blocks became free. blocks: just released, in order. O(blocks)."""
         for block in blocks:
-            run = block.run
-            if block.ref_cnt == 0 and run is not None and run.tenant is not None:
-                run.tenant.note_free(block)
+            if block.ref_cnt == 0 and block.run is not None:
+                tenant = block.run.account
+                if isinstance(tenant, Tenant):
+                    tenant.note_free(block)
 
     def next_victim(self) -> KVCacheBlock | None:
         """Return the least recently used free block of the tenant longest beyond its quota, None if none has any.
 
         O(log tenants) on average.
         """
-        block: KVCacheBlock | None = self._over.next_victim()
-        return block
+        return self._over.next_victim()
 
-    def clear(self) -> None:
+    def note_clearing(self, runs: Iterable[Run]) -> None:  # noqa: ARG002  # they are told to others
         """Start anew, since nothing is cached any more. O(salts with a quota of their own)."""
         self._over = OverQuota()
         self._tenants = {salt: Tenant(salt, max_blocks, self._over) for salt, max_blocks in self._named.items()}

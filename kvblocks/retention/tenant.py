@@ -10,7 +10,8 @@ free queue puts those that left a window before the others); together with those
 
 from collections import OrderedDict
 from heapq import heapify, heappop, heappush
-from typing import Any
+
+from kvblocks.core.block import Account, KVCacheBlock
 
 
 class OverQuota:
@@ -48,7 +49,7 @@ class OverQuota:
             self._candidates = [entry for entry in self._candidates if self._is_valid(entry)]
             heapify(self._candidates)
 
-    def next_victim(self) -> Any:
+    def next_victim(self) -> KVCacheBlock | None:
         """Return the least recently used free block of the tenant that is here longest and has one; None: none has.
 
         O(log tenants) on average.
@@ -75,7 +76,7 @@ class OverQuota:
         return self.tenants.get(entry[1]) == entry[0]
 
 
-class Tenant:
+class Tenant(Account):
     """The sequences of one salt.
 
     max_cached_blocks: its quota. num_cached_blocks: what it has cached, owned or free. free_blocks: blocks that it gave
@@ -89,7 +90,7 @@ class Tenant:
         self.salt = salt
         self.max_cached_blocks = max_cached_blocks
         self.num_cached_blocks = 0
-        self.free_blocks: OrderedDict[Any, None] = OrderedDict()
+        self.free_blocks: OrderedDict[KVCacheBlock, None] = OrderedDict()
         self.over = over
         self.candidate_number = 0
 
@@ -109,14 +110,14 @@ class Tenant:
         if num_blocks < 0:
             self._limit_stale()
 
-    def note_free(self, block: Any) -> None:
+    def note_free(self, block: KVCacheBlock) -> None:
         """Put a cached block of the tenant's, which was just released, behind the others. O(log tenants) on average."""
         self.free_blocks[block] = None
         self.free_blocks.move_to_end(block)
         self.over.note_free(self)
         self._limit_stale()
 
-    def first_free(self) -> Any:
+    def first_free(self) -> KVCacheBlock | None:
         """Return the least recently used of its free cached blocks, None if there is none. O(1) on average."""
         while self.free_blocks:
             block = next(iter(self.free_blocks))
@@ -125,9 +126,9 @@ class Tenant:
             del self.free_blocks[block]
         return None
 
-    def _has_free(self, block: Any) -> bool:
+    def _has_free(self, block: KVCacheBlock) -> bool:
         run = block.run
-        return block.ref_cnt == 0 and run is not None and run.tenant is self and bool(run.epoch.is_current)
+        return block.ref_cnt == 0 and run is not None and run.account is self and run.epoch.is_current
 
     def _limit_stale(self) -> None:
         """Forget blocks that aren't free and the tenant's any more, once they are many: half of those that it keeps."""

@@ -97,7 +97,7 @@ class World:
     def lives(self) -> Any:
         if self.kind != "sampled":
             return None
-        sampler = self.manager._pool.sampler  # noqa: SLF001
+        sampler = self.manager._sampler  # noqa: SLF001
         return sampler and [
             (h.values().counts, h.total) for h in (sampler.lifetimes, sampler.idle_times, sampler.reuse_gaps)
         ]
@@ -127,7 +127,7 @@ class World:
             "take_copies": manager.take_copies,
             "take_group_copies": manager.take_group_copies,
             "start_sampling": lambda: manager.start_sampling(1, lambda: 0.0, (1.0,)),
-            "stop_sampling": lambda: manager.stop_sampling(self.manager._pool.sampler),  # noqa: SLF001  # type: ignore[arg-type]
+            "stop_sampling": lambda: manager.stop_sampling(self.manager._sampler),  # noqa: SLF001  # type: ignore[arg-type]
         }
         if self.kind != "anchors":
             calls["prefix_rows"] = manager.prefix_rows
@@ -231,7 +231,7 @@ CALLS: dict[str, Callable[[World], Any]] = {
     "unpin": lambda w: w.manager.unpin(w.pin),
     "expire_pins": lambda w: w.manager.expire_pins(7),
     "take_group_copies": lambda w: w.manager.take_group_copies(),
-    "stop_sampling": lambda w: w.manager.stop_sampling(w.manager._pool.sampler),  # noqa: SLF001
+    "stop_sampling": lambda w: w.manager.stop_sampling(w.manager._sampler),  # noqa: SLF001
     "get_computed_blocks": lambda w: w.manager.get_computed_blocks(w.new),
     "explain": lambda w: w.manager.explain(w.new),
 }

@@ -126,9 +126,9 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     assert manager.explain(Sequence("x", [4] * 4)).cause == "evicted"
     assert manager.explain(Sequence("x", [3] * 4)).cause == "never cached"  # forgotten by now
     history = RemovalHistory(2)
-    history.record([b"a", b"b", b"c"], "evicted")
+    history.note_removed([b"a", b"b", b"c"], "evicted")
     assert (len(history), history.find(b"a")) == (2, None)
-    history.record([b"b", b"d"], "reset")
+    history.note_removed([b"b", b"d"], "reset")
     assert history.find(b"c") is None
     assert history.find(b"b") == ("reset", 0, None)
 

@@ -85,7 +85,7 @@ def test_salts_that_come_and_go_do_not_add_up() -> None:
     quotas = TenantQuotas()
     quotas.set_default(2)
     for n in range(5000):
-        tenant = quotas.tenant_of(encode_extra_keys(f"user-{n}", None, (), 4)[0])
+        tenant = quotas.account_of(encode_extra_keys(f"user-{n}", None, (), 4)[0])
         assert tenant is not None
         tenant.add(3)
         if n % 500:

@@ -17,8 +17,9 @@ NUM_BLOCKS = 200
 
 def make_pool(quota: int) -> tuple[BlockPool, TenantQuotas]:
     pool = BlockPool(NUM_BLOCKS, PrefixIndex(1, HASH_FUNCTIONS["xxh3_128"]))
-    pool.index.quotas = quotas = TenantQuotas()
+    quotas = TenantQuotas()
     quotas.set_default(quota)
+    pool.index.charge(quotas)
     return pool, quotas
 
 
@@ -28,7 +29,7 @@ def fill(pool: BlockPool, quotas: TenantQuotas, salt: str, first: int, num_block
     blocks = pool.take(num_blocks)
     pool.index.cache(ROOT, blocks, memoryview(array("I", range(first, first + num_blocks))).cast("B"), keys, 0)
     pool.release_table(blocks)
-    tenant = quotas.tenant_of(keys[0])
+    tenant = quotas.account_of(keys[0])
     assert tenant is not None
     return tenant
 
@@ -50,7 +51,7 @@ def test_those_over_their_quota_are_just_those() -> None:
     assert set(quotas.over) == {tenant for tenant in tenants if tenant.num_excess_blocks > 0}
     assert len(quotas.over) <= NUM_BLOCKS
     quotas.set_default(NUM_BLOCKS)
-    pool.recount_quotas()
+    quotas.recount(pool.index.count_by_run(), pool.free_blocks())
     assert not quotas.over
 
 
@@ -114,4 +115,4 @@ def test_a_tenant_that_comes_and_goes_is_kept_once() -> None:
 
 
 def cached_of(tenant: Tenant, blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
-    return [block for block in blocks if block.run is not None and block.run.tenant is tenant]
+    return [block for block in blocks if block.run is not None and block.run.account is tenant]

@@ -1,0 +1,132 @@
+"""Where the other rooms hang themselves in: base classes whose methods do nothing, or nothing but refuse.
+
+The core never imports them. It asks an attribute of one of these types, which is None until somebody wants more than
+the core does:
+
+- `PrefixIndex.watcher`: told what happens to blocks and to cached prefixes (history, metrics, quotas);
+- `PrefixIndex.accounts`: who is charged for cached blocks, and whose are evicted first (quotas);
+- `SlotAllocator.holds`: owners of blocks that aren't sequences, and that may give way to them (pins).
+
+Two more stand beside what they belong to: `Account` in `block`, and `SideTables` in `sequence`. They are native
+classes, not Protocols: a call of a method of theirs is as cheap as any in the compiled build.
+"""
+
+from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as Items
+from typing import Literal
+
+from kvblocks.core.block import Account, KVCacheBlock, Run
+from kvblocks.core.sequence import Sequence
+from kvblocks.stats import Refusal
+
+RemovalCause = Literal["evicted", "aborted", "reset"]
+"""Why a prefix is cached no more: its block was taken for something else, was never computed, or by a reset."""
+
+
+class Watcher:
+    """Whoever wants to be told. Each call is O(1) here, and changes nothing of the caller's.
+
+    needs_digests: whether it wants the digests of what is removed, so that they are computed as blocks are cached.
+    """
+
+    needs_digests: bool = False
+
+    def note_taking(self, num_blocks: int, sequence_id: Hashable) -> None:
+        """That many blocks are about to be taken from the pool for a sequence."""
+
+    def note_taken(self, blocks: Items[KVCacheBlock]) -> None:
+        """These blocks were taken, to be reused; what they held isn't forgotten yet."""
+
+    def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
+        """Each of these blocks got one more owner."""
+
+    def note_released(self, blocks: Items[KVCacheBlock]) -> None:
+        """Each of these blocks lost an owner, in this order."""
+
+    def note_removed(self, digests: Items[bytes], cause: RemovalCause) -> None:
+        """The prefixes of these digests are cached no more."""
+
+    def note_clearing(self, runs: Iterable[Run]) -> None:
+        """All that is cached, these runs, is about to be forgotten."""
+
+
+class Watchers(Watcher):
+    """Several watchers as one: each is told everything, in the order in which they began."""
+
+    def __init__(self, watchers: list[Watcher]) -> None:
+        self._watchers = watchers
+
+    def note_taking(self, num_blocks: int, sequence_id: Hashable) -> None:
+        """Tell all."""
+        for watcher in self._watchers:
+            watcher.note_taking(num_blocks, sequence_id)
+
+    def note_taken(self, blocks: Items[KVCacheBlock]) -> None:
+        """Tell all."""
+        for watcher in self._watchers:
+            watcher.note_taken(blocks)
+
+    def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
+        """Tell all."""
+        for watcher in self._watchers:
+            watcher.note_touched(blocks)
+
+    def note_released(self, blocks: Items[KVCacheBlock]) -> None:
+        """Tell all."""
+        for watcher in self._watchers:
+            watcher.note_released(blocks)
+
+    def note_removed(self, digests: Items[bytes], cause: RemovalCause) -> None:
+        """Tell all."""
+        for watcher in self._watchers:
+            watcher.note_removed(digests, cause)
+
+    def note_clearing(self, runs: Iterable[Run]) -> None:
+        """Tell all."""
+        for watcher in self._watchers:
+            watcher.note_clearing(runs)
+
+
+class Accounts(Watcher):
+    """Who is charged for what is cached, and whose blocks go first."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether anybody has more than is theirs. O(1)."""
+        return False
+
+    def account_of(self, extra_keys: bytes | None) -> Account | None:
+        """Return who is charged for a prefix whose first block has these encoded keys, None if nobody is."""
+        raise NotImplementedError
+
+    def next_victim(self) -> KVCacheBlock | None:
+        """Return the free cached block that is to go before any other, None if there is no such block."""
+        raise NotImplementedError
+
+
+class Holds:
+    """Owners of cached prefixes that aren't sequences."""
+
+    def find_refusal(self, num_blocks: int, touched: list[KVCacheBlock]) -> Refusal | None:
+        """Return why `num_blocks` can't be had after `touched` are taken, None if they can: holds may give them up."""
+        raise NotImplementedError
+
+    def give_up(self, num_blocks: int) -> None:
+        """Free so many blocks. `find_refusal` must have returned None."""
+        raise NotImplementedError
+
+    def extend(self, sequence: Sequence) -> None:
+        """Hold what is lacking and this sequence, which is about to let go of blocks, may have."""
+        raise NotImplementedError
+
+    def drop_uncached(self) -> None:
+        """Let go of what is cached no more."""
+        raise NotImplementedError
+
+    def tables(self) -> list[list[KVCacheBlock]]:
+        """Return all that is held, each block as often as it is."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise AssertionError unless all here agrees."""
+        raise NotImplementedError
