@@ -141,10 +141,8 @@ def main() -> None:
     if options.json:
         print(json.dumps({"calls": [way._asdict() for way in ways], "modules_loaded": loaded}, indent=2))
     else:
-        rows = [("", "calls", "modules", "changes"), *ways, ("modules loaded", "", loaded, "")]
-        print(
-            "\n".join(f"{name:24}{calls:>8}{modules:>9}{changes:>9}".rstrip() for name, calls, modules, changes in rows)
-        )
+        for row in [("", "calls", "modules", "changes"), *ways, ("modules loaded", "", loaded, "")]:
+            print("{:24}{:>8}{:>9}{:>9}".format(*row).rstrip())
 
 
 if __name__ == "__main__":
