@@ -25,7 +25,7 @@ Results = dict[str, Any]
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
     """Return a table in Markdown, numbers to the right."""
     names = list(head)
-    align = ["---" if place == 0 else "---:" for place in range(len(names))]
+    align = ["---" if column == 0 else "---:" for column in range(len(names))]
     return [f"| {' | '.join(str(cell) for cell in row)} |" for row in (names, align, *rows)] + [""]
 
 

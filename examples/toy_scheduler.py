@@ -50,7 +50,7 @@ def run_model(step: list[tuple[Sequence, int]]) -> list[int]:
             if position >= sequence.num_readonly_tokens:  # what lies in shared blocks is there already
                 kv_cache[slot(sequence, position)] = token
     contexts = [[kv_cache[slot(s, position)] for position in range(s.num_computed_tokens)] for s, _ in step]
-    return [sum(place * token for place, token in enumerate(context, 1)) % 1000 for context in contexts]
+    return [sum(position * token for position, token in enumerate(context, 1)) % 1000 for context in contexts]
 
 
 def generate(prompts: dict[str, list[int]]) -> dict[str | int, list[int]]:

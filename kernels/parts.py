@@ -87,11 +87,11 @@ def attend_span(
 
 @triton.jit
 def merge_parts(
-    part_ptr, part_lse_ptr, first, num_parts, packed, STEP: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr
+    part_ptr, part_lse_ptr, first, num_parts, packed, STRIDE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Merge a head's row of `num_parts` parts, at least one: numbers first, first + STEP, first + 2 * STEP, ...
+    """Merge a head's row of `num_parts` parts, at least one: numbers first, first + STRIDE, first + 2 * STRIDE, ...
 
-    With a STEP of 2 the first part is number first + 1 instead. Returns fp32 [HEAD_DIM] and the lse, fp32 [1].
+    With a STRIDE of 2 the first part is number first + 1 instead. Returns fp32 [HEAD_DIM] and the lse, fp32 [1].
     """
     PARTS: tl.constexpr = 16
     element = tl.arange(0, HEAD_DIM)
@@ -101,8 +101,8 @@ def merge_parts(
     for start in tl.range(0, num_parts, PARTS):
         part = start + tl.arange(0, PARTS)
         is_part = part < num_parts
-        number = first + part * STEP
-        if STEP == 2:
+        number = first + part * STRIDE
+        if STRIDE == 2:
             number = tl.where(part == 0, first + 1, number)
         row = number.to(tl.int64) * GROUP + packed
         lse = tl.load(part_lse_ptr + row, mask=is_part, other=-float("inf")) * _LOG2_E

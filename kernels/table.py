@@ -25,7 +25,7 @@ Key = tuple[str, int, int]
 class Launch:
     """One way to launch a kernel. What a field means for a kernel that has no such thing: nothing.
 
-    `tile_keys`: keys of K and V in a step of the inner loop; `tile_rows`: query rows of a program, heads of a group
+    `tile_keys`: keys of K and V in one turn of the inner loop; `tile_rows`: query rows of a program, heads of a group
     counted one by one; `programs_per_sm`: programs of a fixed grid.
     """
 

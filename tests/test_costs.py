@@ -44,10 +44,10 @@ def test_the_oldest_of_many_copies_is_the_one_that_is_hit() -> None:
         manager.allocate_slots(sequence)
     order = [*range(0, 64, 3), *range(1, 64, 3), *range(2, 64, 3)]
     probe = Sequence("probe", tokens(0, 1))
-    for place, number in enumerate(order):
+    for i, number in enumerate(order):
         manager.free(copies[number])
         manager.allocate_slots(Sequence(("evicts", number), tokens(1 + number, 1)))
-        left = sorted(order[place + 1 :])
+        left = sorted(order[i + 1 :])
         assert [block.block_id for block in manager.get_computed_blocks(probe).blocks] == left[:1]
         manager.check()
 

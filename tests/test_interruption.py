@@ -26,7 +26,7 @@ plain_only = pytest.mark.skipif(kvblocks.__compiled__, reason="compiled function
 def test_an_interrupted_manager_refuses_or_is_consistent(kind: str) -> None:
     seen: set[str] = set()
     for number, name in enumerate(names_of(kind)):
-        first = 1 + 7 * number % STRIDE  # not the same places of all calls
+        first = 1 + 7 * number % STRIDE  # not the same opcodes of all calls
         verdicts = interrupt_everywhere(lambda name=name: make_case(kind, name), CorruptStateError, first, STRIDE)
         assert verdicts.keys() <= VERDICTS, f"{kind}, {name}: {verdicts}"
         seen |= verdicts.keys()

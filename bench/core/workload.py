@@ -14,7 +14,7 @@ SHARED_TOKENS, OWN_TOKENS, DECODED_TOKENS = 1024, 64, 128
 """A request's life: a prefix that is cached, a part of its own, and what is decoded."""
 NUM_REQUESTS = 32
 STEP_SEQUENCES, STEPS = 1024, 16
-"""A decode step's running sequences, at evenly spread places of their last block; and the steps of one sample."""
+"""A decode step's running sequences, at evenly spread positions of their last block; and the steps of one sample."""
 
 
 def random_tokens(num_tokens: int, seed: int) -> list[int]:
@@ -74,7 +74,7 @@ class FreshPrompts:
         return [shared + self.make(OWN_TOKENS) for _ in range(NUM_REQUESTS)]
 
     def running(self) -> list[list[int]]:
-        """Return the prompts of a decode step's sequences, at evenly spread places of their last block."""
+        """Return the prompts of a decode step's sequences, at evenly spread positions of their last block."""
         return [self.make(OWN_TOKENS + number % BLOCK_SIZE) for number in range(STEP_SEQUENCES)]
 
 

@@ -47,8 +47,8 @@ class Dynamo(Driver):
         """Tell the router's tree that a worker has stored `prompt(num_tokens)`."""
         hashes = core.compute_block_hash_for_seq(prompt(num_tokens), BLOCK_SIZE)
         blocks = [
-            {"block_hash": num_tokens * 1_000_000 + place, "tokens_hash": tokens_hash, "mm_extra_info": None}
-            for place, tokens_hash in enumerate(hashes)
+            {"block_hash": num_tokens * 1_000_000 + i, "tokens_hash": tokens_hash, "mm_extra_info": None}
+            for i, tokens_hash in enumerate(hashes)
         ]
         stored = {"event_id": 1, "dp_rank": 0, "data": {"stored": {"parent_hash": None, "blocks": blocks}}}
         self._tree.apply_event(0, json.dumps(stored).encode())

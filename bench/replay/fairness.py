@@ -103,9 +103,9 @@ class Simulation:
             if tick == WARM_UP_TICKS:
                 self.tallies = {}
                 self.max_greedy_blocks, self.max_at_loss, self.max_over_bound = 0, None, None
-            self.step()
+            self.tick()
 
-    def step(self) -> None:
+    def tick(self) -> None:
         """Let a tick pass."""
         for session in self.sessions:
             if session.running is None:

@@ -4,7 +4,7 @@ Two kinds of attention share their shapes. `paged_attention` is the natural one:
 the later chunks of a prompt are cut into slices that skip the keys no row of the slice may see, and single queries
 (decodes) of similar length are computed together. `tiled_paged_attention` computes every query in a tile of 16 rows
 that starts at a multiple of 16 positions, with the keys padded to the tile's end. The shapes that produce a row, and
-its place in them, then depend on its position alone, so its bits do not depend on how a prompt was cut into chunks,
+its index in them, then depend on its position alone, so its bits do not depend on how a prompt was cut into chunks,
 on what was cached, or on the rest of the batch.
 
 Invariant: a slot that no row of the batch sees is never read, whatever is there.
@@ -134,14 +134,14 @@ def attend(
         value = values.index_select(0, sequence.slots).transpose(0, 1).unsqueeze(0)
         for tile in sequence.tiles:
             rows = slice(tile.first_row, tile.first_row + tile.num_rows)
-            places = slice(tile.offset, tile.offset + tile.num_rows)
+            inside = slice(tile.offset, tile.offset + tile.num_rows)
             # Always a tensor of its own: the address and strides of rows of `query` vary, and could change bits.
             queries = query.new_zeros(tile.size, *query.shape[1:])
-            queries[places] = query[rows]
+            queries[inside] = query[rows]
             queries = queries.transpose(0, 1).unsqueeze(0)
             seen = slice(tile.first_key, tile.last_key)
             attended = _attend(queries, key[:, :, seen], value[:, :, seen], tile.mask, scale, softcap)
-            output[rows] = attended[0].transpose(0, 1)[places]
+            output[rows] = attended[0].transpose(0, 1)[inside]
     return output
 
 

@@ -103,7 +103,7 @@ def plan_tiled(
     """The plan of `tiled_paged_attention`. Shapes as there. O(tokens seen). Changes nothing.
 
     A tile's keys begin at a multiple of TILE_ROWS too: its shape, and where it lies in memory that is aligned, then
-    hang on its position alone.
+    depend on its position alone.
     """
     sequences: list[SequenceTiles] = []
     for index, first_row, num_rows, end in _runs(query_start, seq_lens):

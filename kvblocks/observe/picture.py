@@ -26,7 +26,7 @@ _MAX_PAYLOAD = 24  # characters or bytes of a key in a description
 class PrefixRow(NamedTuple):
     """Consecutive cached blocks behind which the cached prefixes part, or end.
 
-    parent: place of the row that this one follows; None: it begins a prefix. depth: how many rows come before it in its
+    parent: index of the row that this one follows; None: it begins a prefix. depth: how many rows come before it in its
     prefixes. start_token: its first token's position in the prefix. num_tokens: in its blocks. num_blocks: those that
     hits get. num_duplicates: further blocks that hold the same. num_owned: how many of both kinds sequences hold; the
     others are free. first_tokens: ids of the first tokens, at most 8. extra_keys: those of its blocks, each once, with
@@ -58,23 +58,23 @@ def prefix_rows(index: PrefixIndex) -> list[PrefixRow]:
     pending += [(run, 0, _ends(run), None) for run in reversed(roots)]
     while pending:
         run, first, ends, parent = pending.pop()
-        end, place = ends.pop(), len(rows)
+        end, row_index = ends.pop(), len(rows)
         rows.append(_row(run, first, end, parent, rows))
         children = list(run.children.get(end - 1, {})) if run.children else []
-        pending += [(child, 0, _ends(child), place) for child in reversed(children)]
+        pending += [(child, 0, _ends(child), row_index) for child in reversed(children)]
         if ends:
-            pending.append((run, end, ends, place))
+            pending.append((run, end, ends, row_index))
     return rows
 
 
 def describe_key(key: ExtraKey) -> str:
     """Return an extra key as one line of printable text; a long one is abbreviated, with its length."""
-    kind, place, payload = key
+    kind, span, payload = key
     text = repr(payload)
     if len(payload) > _MAX_PAYLOAD:
         unit = "characters" if isinstance(payload, str) else "bytes"
         text = f"{payload[:_MAX_PAYLOAD]!r}… ({len(payload)} {unit})"
-    return f"{kind} {text}" if place is None else f"{kind} {text} at {place[0]}-{place[0] + place[1] - 1}"
+    return f"{kind} {text}" if span is None else f"{kind} {text} at {span[0]}-{span[0] + span[1] - 1}"
 
 
 def describe_keys(row: PrefixRow) -> list[str]:
@@ -108,17 +108,17 @@ def to_dot(rows: Items[PrefixRow], max_nodes: SupportsIndex | None = 200) -> str
     left out. None: draw all. Rows of which a sequence holds blocks are shaded. Raises InvalidArgumentError. O(rows).
     """
     limit = len(rows) if max_nodes is None else check_count("max_nodes", max_nodes, 1)
-    by_depth = sorted([(row.depth, place) for place, row in enumerate(rows)])
-    drawn = sorted([place for _, place in by_depth[:limit]])
-    left_out = [rows[place] for _, place in by_depth[limit:]]
+    by_depth = sorted([(row.depth, i) for i, row in enumerate(rows)])
+    drawn = sorted([i for _, i in by_depth[:limit]])
+    left_out = [rows[i] for _, i in by_depth[limit:]]
     whole = ["cached prefixes", describe_blocks(rows)] if rows else ["nothing is cached"]
     lines = ["digraph prefix_cache {", "  rankdir=LR;", '  node [shape=box, fontname="monospace"];']
     lines.append(f"  cache [label={_quoted(whole)}, style=rounded];")
-    for place in drawn:
-        row = rows[place]
+    for i in drawn:
+        row = rows[i]
         shade = ', style=filled, fillcolor="lightblue"' if row.num_owned else ""
-        lines.append(f"  row{place} [label={_quoted(_label(row))}{shade}];")
-        lines.append(f"  {'cache' if row.parent is None else f'row{row.parent}'} -> row{place};")
+        lines.append(f"  row{i} [label={_quoted(_label(row))}{shade}];")
+        lines.append(f"  {'cache' if row.parent is None else f'row{row.parent}'} -> row{i};")
     if left_out:
         lines.append(f"  left_out [label={_quoted(_left_out(left_out))}, style=dashed];")
         lines.append("  cache -> left_out [style=dashed];")
@@ -166,8 +166,8 @@ def _keys(run: Run, first: int, end: int, start_token: int) -> tuple[ExtraKey, .
     keys: dict[ExtraKey, None] = {}
     for position in range(first, end):
         block_start = start_token + (position - first) * block_size
-        for kind, place, payload in decode_extra_keys(run.extra_keys.get(position, b"")):
-            span = None if place is None else (block_start + place[0], place[1])
+        for kind, in_block, payload in decode_extra_keys(run.extra_keys.get(position, b"")):
+            span = None if in_block is None else (block_start + in_block[0], in_block[1])
             keys[kind, span, payload] = None
     return tuple(keys)
 

@@ -1,8 +1,8 @@
 """Shared prefixes: which sequences of a batch read the same physical blocks, for cascade attention.
 
 A cascade kernel reads a stretch of blocks once for all sequences that share it, and merges what it finds with what each
-reads alone. `find_shared_prefixes` tells the stretches: sequences that hold the very same blocks at the same places of
-their tables, from the first block on. Equal tokens in different blocks share nothing here.
+reads alone. `find_shared_prefixes` tells the stretches: sequences that hold the very same blocks at the same positions
+of their tables, from the first block on. Equal tokens in different blocks share nothing here.
 
 Such a kernel applies no causal mask within a stretch, so every slot of it must be visible to every query of every
 member. Hence the rule: only full blocks count, all of whose tokens are among the first `num_visible_tokens` of each
@@ -31,8 +31,8 @@ _PART_BLOCKS = 128  # compared at a time: little is looked at in vain, and the b
 class SharedPrefix(NamedTuple):
     """A stretch of blocks that several sequences of a batch share.
 
-    parent: place in the list of groups of the one whose stretch comes before this one's, always a smaller place; None:
-    this stretch begins at block 0. members: places of its sequences in the batch, ascending; all of them are the
+    parent: index in the list of groups of the one whose stretch comes before this one's, always a smaller index; None:
+    this stretch begins at block 0. members: indices of its sequences in the batch, ascending; all of them are the
     parent's too. start_block: where the stretch begins in their block tables. block_ids: the stretch. num_tokens:
     tokens in it, all visible to every member.
     """
@@ -106,12 +106,12 @@ def _visible_blocks(
     ]
 
 
-def _part(tables: list[list[KVCacheBlock]], limits: list[int], places: Iterable[int], position: int) -> list[list[int]]:
-    """Return the groups of two or more of `places` that have the same block at `position`."""
+def _part(tables: list[list[KVCacheBlock]], limits: list[int], among: Iterable[int], position: int) -> list[list[int]]:
+    """Return the groups of two or more of the tables `among` that have the same block at `position`."""
     sharing: dict[KVCacheBlock, list[int]] = {}
-    for place in places:
-        if limits[place] > position:
-            sharing.setdefault(tables[place][position], []).append(place)
+    for i in among:
+        if limits[i] > position:
+            sharing.setdefault(tables[i][position], []).append(i)
     return [members for members in sharing.values() if len(members) > 1]
 
 

@@ -209,14 +209,14 @@ class PrefixStore:
                 num_holds[held_from] += 1
         self._queue.check()
         self.index.check()
-        places = {block: place for place, block in enumerate(self._queue)}
+        indices = {block: i for i, block in enumerate(self._queue)}
         for kv_block_id, block in self.blocks.items():
             assert block.block_id == kv_block_id and block.is_cached, f"{block}: isn't what {kv_block_id} holds"
             assert block.ref_cnt == num_holds[block], f"{block}: held {num_holds[block]} times"
-            assert (block in places) == (block.ref_cnt == 0), f"{block}: queued and held, or neither"
+            assert (block in indices) == (block.ref_cnt == 0), f"{block}: queued and held, or neither"
             parent = _parent(block)
-            assert parent is None or parent.ref_cnt or places[block] < places[parent], f"{block}: outlives {parent}"
-        assert len(places) == self.num_evictable_blocks, "store: queued blocks that aren't here"
+            assert parent is None or parent.ref_cnt or indices[block] < indices[parent], f"{block}: outlives {parent}"
+        assert len(indices) == self.num_evictable_blocks, "store: queued blocks that aren't here"
         assert self.index.num_cached_blocks == len(self.blocks), f"index: {self.index.num_cached_blocks} cached"
         assert len(self.blocks) + len(self._stock) <= self.max_blocks, f"store: more than {self.max_blocks} blocks"
         assert all(block.run is None and block.ref_cnt == 1 for block in self._stock), "store: the stock is in use"

@@ -17,9 +17,7 @@ def run_versus(*arguments: str) -> subprocess.CompletedProcess[str]:
 def copy_of_core(tree: Path) -> Path:
     """A tree of its own with the core of kvblocks, which calls itself 0.0.0."""
     package = tree / "kvblocks"
-    package.mkdir(parents=True)
-    for module in (ROOT / "kvblocks").glob("*.py"):
-        shutil.copy(module, package)
+    shutil.copytree(ROOT / "kvblocks", package, ignore=shutil.ignore_patterns("engine", "cli", "__pycache__"))
     (package / "version.py").write_text('__version__ = "0.0.0"\n', encoding="utf-8")
     return tree
 

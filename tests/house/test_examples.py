@@ -31,7 +31,7 @@ def test_an_example_runs_and_prints(path):
 def toy_answer(prompt, num_tokens):
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(sum(place * token for place, token in enumerate(tokens, 1)) % 1000)
+        tokens.append(sum(position * token for position, token in enumerate(tokens, 1)) % 1000)
     return tokens[len(prompt) :]
 
 

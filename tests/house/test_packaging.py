@@ -73,7 +73,7 @@ def read_wheel(path: Path) -> dict[str, bytes]:
 
 
 def expected_files() -> set[str]:
-    """Every file of the two source folders, at the place where the wheel should have it."""
+    """Every file of the two source folders, at the path where the wheel should have it."""
     files = set()
     for folder, package in (("kvblocks", "kvblocks"), ("kernels", "kvblocks/kernels")):
         for path in (ROOT / folder).rglob("*"):

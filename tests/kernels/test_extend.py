@@ -219,12 +219,12 @@ def test_a_captured_call_serves_other_lengths(device):
     batch.check(*results)
 
 
-def rows_of(batch, places, **options):
-    """`extend` on some rows of a batch of one sequence, cut as `places`, (first row, stop), say: one call for each."""
+def rows_of(batch, spans, **options):
+    """`extend` on some rows of a batch of one sequence, cut as `spans`, (first row, stop), say: one call for each."""
     query, key_cache, value_cache, tables, _, seq_lens = batch.tensors
     before = int(seq_lens[0]) - len(query)
     parts = []
-    for first, stop in places:
+    for first, stop in spans:
         start = torch.tensor([0, stop - first], dtype=torch.int32, device=query.device)
         length = torch.tensor([before + stop], dtype=torch.int32, device=query.device)
         parts.append(extend(query[first:stop], key_cache, value_cache, tables, start, length, **options)[0])
@@ -233,7 +233,7 @@ def rows_of(batch, places, **options):
 
 @pytest.fixture
 def dot_by_rows(monkeypatch):
-    """A matrix product that gives a row the same bits in every place, as a GPU's does.
+    """A matrix product that gives a row the same bits at every index, as a GPU's does.
 
     The interpreter's is numpy's, which doesn't: without this the test would be one of the processor's library.
     """

@@ -33,7 +33,7 @@ class Odd:
 
 
 class World:
-    """A manager with a pin, cached prefixes of ended sequences, and running ones that stand before different edges."""
+    """A manager with a pin, cached prefixes of ended sequences, and running ones, each before another boundary."""
 
     def __init__(self, kind: str) -> None:
         options = KINDS[kind]

@@ -1,4 +1,4 @@
-"""Exceptions at every place of a call: what `test_interruption.py` does to managers and caches, and how it judges them.
+"""Exceptions at every opcode of a call: what `test_interruption.py` does to managers and caches, and how it judges.
 
 The plain build's own frames are traced by opcode, and a KeyboardInterrupt is raised at the n-th of them. A `Case` makes
 the same object and the same call each time, so that n can go from 1 until the call ends undisturbed.
@@ -36,19 +36,19 @@ def interrupt(call: Callable[[], Any], at: int) -> bool:
     """Run `call` with a KeyboardInterrupt at the opcode number `at`, counted from 1. Whether it got so far."""
     num_seen = 0
 
-    def step(_frame: FrameType, event: str, _arg: object) -> Any:
+    def watch(_frame: FrameType, event: str, _arg: object) -> Any:
         nonlocal num_seen
         if event == "opcode":
             num_seen += 1
             if num_seen == at:
                 raise KeyboardInterrupt
-        return step
+        return watch
 
     def enter(frame: FrameType, _event: str, _arg: object) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return step
+        return watch
 
     before = sys.gettrace()
     sys.settrace(enter)

@@ -171,9 +171,9 @@ class KVMemory:
         end = sequence.num_computed_tokens
         coming = {block_id for block_id, _ in self._coming_slots()}
         for group, spec in enumerate(self.groups):
-            place = end // spec.block_size
-            if end % spec.block_size and sequence.group_block_ids(group)[place] in coming:
-                block = sequence.group_blocks(group)[place]
+            index = end // spec.block_size
+            if end % spec.block_size and sequence.group_block_ids(group)[index] in coming:
+                block = sequence.group_blocks(group)[index]
                 if block is not None and block.ref_cnt > 1:
                     return True
         return False
@@ -198,17 +198,17 @@ class KVMemory:
     def check_blocks(self, block_ids: Iterable[int | None], numbers: list[int], group: int = 0) -> None:
         """Blocks, the first ones of a table, hold what stands in `numbers`; None: what is there doesn't matter."""
         size = self.groups[group].block_size
-        for place, block_id in enumerate(block_ids):
+        for index, block_id in enumerate(block_ids):
             if block_id is not None:
-                expected = [self._in_group(group, n) for n in numbers[place * size : (place + 1) * size]]
+                expected = [self._in_group(group, n) for n in numbers[index * size : (index + 1) * size]]
                 found = self.then[block_id][:size]
-                assert found == expected, f"wrong KV in block {block_id}, at {place} in a table of group {group}"
+                assert found == expected, f"wrong KV in block {block_id}, at {index} in a table of group {group}"
 
     def store(self, block_ids: Iterable[int | None], numbers: list[int]) -> None:
         """An engine that owns its blocks writes them; None: the block there is written already."""
-        for place, block_id in enumerate(block_ids):
+        for index, block_id in enumerate(block_ids):
             if block_id is not None:
-                self.then[block_id] = numbers[place * self.block_size : (place + 1) * self.block_size]
+                self.then[block_id] = numbers[index * self.block_size : (index + 1) * self.block_size]
 
     def spoil(self, block_ids: Iterable[int]) -> None:
         """An engine that owns its blocks uses them for something else."""
@@ -266,13 +266,13 @@ class KVMemory:
     def _slots(self, sequence: kvblocks.Sequence, position: int) -> list[tuple[int, Slot]]:
         found = []
         for group, spec in enumerate(self.groups):
-            place, offset = divmod(position, spec.block_size)
-            assert place >= sequence.first_live_block(group), f"{sequence}: no slot for {position} in group {group}"
-            found.append((group, (sequence.group_block_ids(group)[place], offset)))
+            index, offset = divmod(position, spec.block_size)
+            assert index >= sequence.first_live_block(group), f"{sequence}: no slot for {position} in group {group}"
+            found.append((group, (sequence.group_block_ids(group)[index], offset)))
         return found
 
     def _num_right(self, sequence: kvblocks.Sequence, group: int, memory: list[list[int]]) -> int:
-        """How many of its first tokens stand in `memory` as they should; dead places count as right."""
+        """How many of its first tokens stand in `memory` as they should; dead positions count as right."""
         numbers, size = self.numbers(sequence), self.groups[group].block_size
         ids, first = sequence.group_block_ids(group), sequence.first_live_block(group)
         num_scale = len(self.groups)

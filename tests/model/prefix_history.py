@@ -119,7 +119,7 @@ class PrefixHistory:
         self.met: Counter[str] = Counter()
 
     def new(self, chooser: Chooser) -> None:
-        if self.prompts and chooser.integer(0, 3):  # like another, so that prefixes meet and part at every place
+        if self.prompts and chooser.integer(0, 3):  # like another, so that prefixes meet and part at every position
             other = chooser.choose(self.prompts)
             more = [chooser.integer(0, 1) for _ in range(chooser.integer(0, 6))]
             tokens = (other.tokens[: chooser.integer(0, len(other.tokens))] + more)[:MAX_TOKENS] or [0]
@@ -197,8 +197,8 @@ class PrefixHistory:
     def leave(self, chooser: Chooser) -> None:
         if self.held:
             match, _ = chooser.choose(self.held)
-            place = max(i for i, (held, _) in enumerate(self.held) if held is match)  # nested: the last one first
-            _, path = self.held.pop(place)
+            last = max(i for i, (held, _) in enumerate(self.held) if held is match)  # nested: the last one first
+            _, path = self.held.pop(last)
             match.__exit__(None, None, None)
             self.model.let_go(path)
 
@@ -209,7 +209,7 @@ class PrefixHistory:
         ids = self.choose_ids(chooser, prompt)
         found = self.model.ids(self.model.find(prompt))
         known = set(self.model.holders.values())
-        if any(i in known and found[place : place + 1] != [i] for place, i in enumerate(ids)):
+        if any(block_id in known and found[i : i + 1] != [block_id] for i, block_id in enumerate(ids)):
             self.met["conflicts"] += 1
             with self.unchanged(), pytest.raises(BlockStateError, match="hold no other prefix"):
                 self.cache.insert_prefix(prompt.tokens, ids, pin=pin, **prompt.options())

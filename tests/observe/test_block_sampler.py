@@ -169,9 +169,9 @@ def test_the_sample_is_a_share_of_the_pool_and_always_the_same(num_blocks: int, 
     assert abs(len(sample) - num_blocks / every) <= 3
     assert sample[0].block_id == 0
     for period in (2, 16, every):
-        if len(sample) >= 60 * period and every > 1:  # prompts of `period` blocks are seen at each of their places
-            places = [sum(1 for block in sample if block.block_id % period == place) for place in range(period)]
-            assert min(places) > len(sample) / period / 2
+        if len(sample) >= 60 * period and every > 1:  # prompts of `period` blocks are seen at each of their positions
+            counts = [sum(1 for block in sample if block.block_id % period == i) for i in range(period)]
+            assert min(counts) > len(sample) / period / 2
 
 
 def test_only_the_sample_is_recorded() -> None:

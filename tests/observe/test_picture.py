@@ -63,7 +63,7 @@ def num_of(noun: str, label: str) -> int:
 
 
 def check_dot(rows: list[PrefixRow], max_nodes: int | None) -> None:
-    """A node for each row, in the place that the row has; nothing lost but what the last node counts."""
+    """A node for each row, in the order of the rows; nothing lost but what the last node counts."""
     drawing = parse(to_dot(rows, max_nodes))
     labels = {name: attributes["label"] for name, attributes in drawing.nodes.items()}
     whole, left_out = labels.pop("cache"), labels.pop("left_out", "")
@@ -83,20 +83,20 @@ def check_dot(rows: list[PrefixRow], max_nodes: int | None) -> None:
         assert labels[head].endswith("".join(f"{line}\n" for line in [*describe_keys(row), describe_tokens(row)]))
         assert ("fillcolor" in drawing.nodes[head]) == (row.num_owned > 0)
     drawn = [rows[int(name[3:])].depth for name in labels]
-    hidden = [row.depth for place, row in enumerate(rows) if f"row{place}" not in labels]
+    hidden = [row.depth for i, row in enumerate(rows) if f"row{i}" not in labels]
     assert not hidden or max(drawn) <= min(hidden)
 
 
 def make_rows(history: History) -> list[PrefixRow]:
     rows = history.manager.prefix_rows()
-    for place, row in enumerate(rows):
+    for i, row in enumerate(rows):
         assert row.num_tokens == row.num_blocks * history.model.block_size > 0
         assert len(row.first_tokens) == min(row.num_tokens, 8)
         if row.parent is None:
             assert (row.depth, row.start_token) == (0, 0)
         else:
             above = rows[row.parent]
-            assert row.parent < place
+            assert row.parent < i
             assert (row.depth, row.start_token) == (above.depth + 1, above.start_token + above.num_tokens)
     return rows
 
@@ -115,8 +115,8 @@ def check_against_model(history: History, rows: list[PrefixRow]) -> int:
             chain.insert(0, rows[chain[0].parent])
         tokens = [token for part in chain for token in part.first_tokens]
         keys = {key for part in chain for key in part.extra_keys}
-        names = {kind: payload for kind, place, payload in keys if place is None}
-        spans = sorted((place[0], sum(place), payload) for _, place, payload in keys if place is not None)
+        names = {kind: payload for kind, span, payload in keys if span is None}
+        spans = sorted((span[0], sum(span), payload) for _, span, payload in keys if span is not None)
         if len(tokens) < row.start_token + row.num_tokens:
             continue  # of a long row only the first tokens are told
         holders = []
@@ -136,9 +136,9 @@ def check_against_model(history: History, rows: list[PrefixRow]) -> int:
 def test_walks_lose_no_block(num_blocks: int, block_size: int, has_events: bool) -> None:
     history, chooser = History(num_blocks, block_size, enable_events=has_events), RandomChooser(num_blocks + block_size)
     num_compared = max_depth = num_duplicates = num_keys = 0
-    for step in range(1200):
+    for number in range(1200):
         walk(history, chooser, num_steps=2)
-        if step % 100 == 99:
+        if number % 100 == 99:
             history.reset(chooser)
             assert history.manager.prefix_rows() == []
         with history.unchanged():
@@ -198,7 +198,7 @@ def test_duplicates_evictions_and_aborts_are_seen() -> None:
     assert list(parse(manager.to_dot()).nodes.values()) == [{"label": "nothing is cached\n", "style": "rounded"}]
 
 
-def test_keys_are_told_once_by_their_place_in_the_prefix() -> None:
+def test_keys_are_told_once_by_their_position_in_the_prefix() -> None:
     manager = KVCacheManager(64, 4)
     spans = [(2, 11, "cat.png"), (12, 14, b"\x00\xff")]
     options: dict[str, Any] = {"salt": "tenant-a", "lora": "french", "extra_keys": spans}

@@ -16,10 +16,10 @@ Group = tuple[Any, tuple[int, ...], int, tuple[int, ...], int]
 def expected_groups(prefixes: list[list[int]], block_size: int, min_blocks: int) -> set[Group]:
     """The groups of block tables cut to what may be shared, by a dict of all their prefixes. A parent comes whole."""
     members: dict[tuple[int, ...], list[int]] = {}
-    for place, table in enumerate(prefixes):
+    for i, table in enumerate(prefixes):
         for end in range(1, len(table) + 1):
-            members.setdefault(tuple(table[:end]), []).append(place)
-    shared = {prefix: places for prefix, places in members.items() if len(places) > 1}
+            members.setdefault(tuple(table[:end]), []).append(i)
+    shared = {prefix: indices for prefix, indices in members.items() if len(indices) > 1}
     # A group ends where no longer prefix has the same members.
     ends = {
         prefix
@@ -39,8 +39,8 @@ def expected_groups(prefixes: list[list[int]], block_size: int, min_blocks: int)
 
 def as_groups(found: list[SharedPrefix]) -> list[Group]:
     groups: list[Group] = []
-    for place, group in enumerate(found):
-        assert group.parent is None or group.parent < place
+    for i, group in enumerate(found):
+        assert group.parent is None or group.parent < i
         assert group.num_blocks == len(group.block_ids)
         groups.append((None if group.parent is None else groups[group.parent], *group[1:]))
     return groups
@@ -56,10 +56,10 @@ def check_batch(
     groups = as_groups(found)
     assert len(set(groups)) == len(groups)
     assert set(groups) == expected_groups(prefixes, block_size, min_blocks)
-    for place, prefix in enumerate(prefixes):
+    for i, prefix in enumerate(prefixes):
         ids: list[int] = []
         for group in found:
-            if place in group.members:
+            if i in group.members:
                 assert group.start_block == len(ids)
                 ids += group.block_ids
         assert ids == prefix[: len(ids)]
@@ -85,9 +85,9 @@ def start(manager: KVCacheManager, name: str, tokens: list[int], num_new_tokens:
 def test_walks_agree_with_a_dict_of_prefixes(num_blocks: int, block_size: int) -> None:
     history, chooser = History(num_blocks, block_size), RandomChooser(num_blocks + block_size)
     num_groups = num_nested = num_free = num_uncomputed = 0
-    for step in range(800):
+    for number in range(800):
         walk(history, chooser, num_steps=2)
-        if step % 100 == 99:
+        if number % 100 == 99:
             history.reset(chooser)
         sequences = [sequence for sequence, _ in history.pairs]
         found = check_batch(sequences, block_size)
@@ -157,7 +157,7 @@ def test_three_levels() -> None:
     assert manager.shared_prefixes(batch[:1]) == manager.shared_prefixes([]) == []
 
 
-def test_groups_of_one_place_come_in_the_order_of_the_batch() -> None:
+def test_groups_that_begin_alike_come_in_the_order_of_the_batch() -> None:
     manager = KVCacheManager(64, 2)
     ends = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 1), (2, 1), (1, 2), (2, 2)]
     batch = [start(manager, str(i), [9, 9] * a + [b, b, i]) for i, (a, b) in enumerate(ends)]
@@ -264,11 +264,11 @@ def num_read(num_sequences: int, num_blocks: int, shape: str) -> int:
     """How many blocks are looked at to find the groups of a batch."""
     made: dict[tuple[int, int], KVCacheBlock] = {}
     sequences = []
-    for place in range(num_sequences):
-        shares = {"all": [0] * num_blocks, "nothing": [place] * num_blocks}
+    for number in range(num_sequences):
+        shares = {"all": [0] * num_blocks, "nothing": [number] * num_blocks}
         third = num_blocks // 3
-        shares["three levels"] = [0] * third + [place // 32] * third + [place // 4] * (num_blocks - 2 * third)
-        keys = [*enumerate(shares[shape]), (num_blocks, -place - 1)]
+        shares["three levels"] = [0] * third + [number // 32] * third + [number // 4] * (num_blocks - 2 * third)
+        keys = [*enumerate(shares[shape]), (num_blocks, -number - 1)]
         blocks = [made.setdefault(key, KVCacheBlock(len(made))) for key in keys]
         sequences.append(make_sequence(CountingList(blocks), len(blocks), 1))
     CountingList.num_read = 0
@@ -297,7 +297,7 @@ def test_each_block_is_read_about_once_however_deep_it_lies() -> None:
 
 def test_little_is_read_of_long_tables_that_share_little() -> None:
     first = KVCacheBlock(0)
-    tables = [[first, *[KVCacheBlock(1 + 2000 * place + i) for i in range(2000)]] for place in range(20)]
+    tables = [[first, *[KVCacheBlock(1 + 2000 * number + i) for i in range(2000)]] for number in range(20)]
     sequences = [make_sequence(CountingList(table), len(table), 1) for table in tables]
     CountingList.num_read = 0
     assert [group.block_ids for group in find_shared_prefixes(sequences, 1)] == [(0,)]

@@ -211,7 +211,7 @@ def test_bad_block_ids(ids, message):
 
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_an_id_holds_one_prefix(wrong):
-    """Whether the block would have been taken or not; ids of this very prefix at another place are no better."""
+    """Whether the block would have been taken or not; ids of this very prefix at another position are no better."""
     cache = filled(8, (ABC[:4], [0, 1]), ([9, 9], [2]))
     for ids in ([wrong, 3, 2], [2, 1, 3], [1, 0, 3], [0, 1, wrong + 0] if wrong == 2 else [5, wrong, 2]):
         with pytest.raises(BlockStateError, match=r"expected ids that hold no other prefix, got \d at position \d"):
@@ -442,7 +442,7 @@ def test_a_payloads_finalizer_may_use_the_cache():
     cache.attach(ABC[:4], Payload())
     cache.attach(ABC[:2], Payload())
     assert cache.insert_prefix([9, 9], [3]) == PrefixInsert(1, 1, [], [2])
-    assert seen == [3, 2, 1, 3, 0, 1]  # each counts, and then evicts what the next one hangs on
+    assert seen == [3, 2, 1, 3, 0, 1]  # each counts, and then evicts what the next one is attached to
     cache.check()
     seen.clear()
     cache.insert_prefix(ABC, [0, 1, 2])
@@ -580,9 +580,9 @@ def test_long_walks_agree_with_the_dumb_model(max_blocks, block_size, weak_hash)
     history = make_history(max_blocks, block_size, weak_hash)
     chooser = RandomChooser(seed=max_blocks * 10 + block_size)
     operations = [operation for operation, weight in OPERATIONS for _ in range(weight)]
-    for step in range(1, 5001):
+    for number in range(1, 5001):
         chooser.choose(operations)(history, chooser)
-        if step % 300 == 0:
+        if number % 300 == 0:
             history.clear(chooser)
         if chooser.integer(0, 2):  # not always: it lets go of what was left, so that other calls needn't
             history.check()
@@ -598,7 +598,7 @@ class HammeredEngine:
     """Memory of 40 blocks, each of which remembers the prefix that it was written for; and a smaller cache of it."""
 
     block_size = 4
-    num_steps = 600
+    num_requests = 600
 
     def __init__(self) -> None:
         self.cache = PrefixCache(24, self.block_size)
@@ -615,10 +615,10 @@ class HammeredEngine:
     def work(self, seed: int) -> None:
         random = Random(seed)
         try:
-            for step in range(self.num_steps):
+            for number in range(self.num_requests):
                 self.serve(self.prompt(random))
                 self.meddle(random, self.prompt(random))
-                if step % 25 == 0:
+                if number % 25 == 0:
                     self.cache.check()
         except BaseException as error:  # noqa: BLE001  # a thread's error is the test's
             self.errors.append(error)
@@ -634,8 +634,8 @@ class HammeredEngine:
             if len(own) < num_missing:
                 self.free.extend(own)
                 return
-            for place, kv_block_id in enumerate(own, len(ids) + 1):
-                self.written[kv_block_id] = tokens[: place * self.block_size]
+            for num_blocks, kv_block_id in enumerate(own, len(ids) + 1):
+                self.written[kv_block_id] = tokens[: num_blocks * self.block_size]
             time.sleep(0)
             self.read([*ids, *own], tokens)
             result = self.cache.insert_prefix(tokens, [*ids, *own])
@@ -647,8 +647,8 @@ class HammeredEngine:
         self.num_evicted += len(result.evicted_kv_blocks)
 
     def read(self, ids: list[int], tokens: list[int]) -> None:
-        for place, kv_block_id in enumerate(ids, 1):
-            assert self.written[kv_block_id] == tokens[: place * self.block_size]
+        for num_blocks, kv_block_id in enumerate(ids, 1):
+            assert self.written[kv_block_id] == tokens[: num_blocks * self.block_size]
 
     def take(self, num_blocks: int) -> list[int]:
         own = []

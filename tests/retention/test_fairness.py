@@ -60,7 +60,7 @@ def test_a_default_quota_is_as_good(fairness):
         simulation.manager.set_quota(salt, None)
     simulation.manager.set_default_quota(fairness.NUM_BLOCKS // 4)
     for _ in range(600):
-        simulation.step()
+        simulation.tick()
     simulation.manager.check()
     modest = [simulation.tally(salt) for salt in fairness.MODEST]
     rate = sum(tally.num_hit_tokens for tally in modest) / sum(tally.num_queried_tokens for tally in modest)
