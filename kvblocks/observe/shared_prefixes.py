@@ -23,6 +23,7 @@ from typing import NamedTuple, SupportsIndex
 from kvblocks.arguments import check_count, listed
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
+from kvblocks.core.tokens import num_equal
 from kvblocks.errors import InvalidArgumentError
 
 _PART_BLOCKS = 128  # compared at a time: little is looked at in vain, and the blocks' counts stay in the CPU's cache
@@ -140,20 +141,6 @@ def _compare(
                 equal.append(member)
                 common[member] = high
             else:
-                common[member] = low + _num_equal(blocks, part)
+                common[member] = low + num_equal(blocks, part)
         going = equal if high < end else []
         low = high
-
-
-def _num_equal(blocks: list[KVCacheBlock], others: list[KVCacheBlock]) -> int:
-    """Return how many of `blocks` from the first on stand in `others` too, which is at least as long."""
-    low, high = 0, len(blocks)
-    if blocks == others[:high]:
-        return high
-    while high - low > 1:  # the first `low` are equal, the first `high` aren't
-        middle = (low + high) // 2
-        if blocks[low:middle] == others[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

@@ -85,7 +85,7 @@ class World:
             "runs": [(bytes(run.tokens), [b.block_id for b in run.blocks]) for run in manager._index.runs()],  # noqa: SLF001
         }
         if self.num_groups > 1:
-            found["copies"] = list(zip(manager._slots.copy_groups, manager._slots.copies, strict=True))  # noqa: SLF001
+            found["copies"] = list(zip(manager._slots.copy_groups(), manager._slots.copies, strict=True))  # noqa: SLF001
         live = {sequence.sequence_id: sequence for sequence in manager._sequences.values()}  # noqa: SLF001
         for name, sequence in {**self.sequences, **live}.items():
             found[f"sequence {name}"] = self.look_at(sequence)
