@@ -242,7 +242,9 @@ class KVCacheManager(Changeable):
         own: Sequence = sequence  # type: ignore[assignment]
         found: CacheHit | None = hit  # type: ignore[assignment]
         num_wanted = None if num_new_tokens is None else asked_once(num_new_tokens)
-        num_lookahead = check_count("num_lookahead_tokens", num_lookahead_tokens, 0)
+        num_lookahead = 0
+        if type(num_lookahead_tokens) is not int or num_lookahead_tokens:  # most ask for none
+            num_lookahead = check_count("num_lookahead_tokens", num_lookahead_tokens, 0)
         is_start = own.owner is None
         if is_start:
             start = 0 if found is None else check_hit(self._index, own, found)

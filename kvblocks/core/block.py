@@ -233,39 +233,18 @@ class Run:
         children = self.children
         if not children:
             return []
-        return [child for index in self._keys_from(position, children) for child in children.get(index, ())]
+        return [child for index in self.keys_from(position, children) for child in children.get(index, ())]
 
-    def cut(self, position: int) -> list[KVCacheBlock]:
-        """Drop the blocks from `position` on, duplicates included, and close the run. Returns them. O(their number).
+    def trim(self, position: int) -> None:
+        """Give back what is kept for evicted positions from `position` on, once that is most of it.
 
-        Nothing may be attached to there any more.
+        So trimming costs O(1) a block on average.
         """
-        dropped = self.blocks[position:]
-        if self.duplicates:
-            for index in self._keys_from(position, self.duplicates):
-                dropped += self.duplicates.pop(index, ())
-        for block in dropped:
-            block.run = None
-        del self.blocks[position:]
-        self.is_closed = True
-        if len(self.tokens) > 2 * position * self.epoch.block_bytes:  # so that trimming costs O(1) a block on average
+        if len(self.tokens) > 2 * position * self.epoch.block_bytes:
             del self.tokens[position * self.epoch.block_bytes :]
             del self.digests[position * self.epoch.num_digest_bytes :]
             if self.extra_keys is not None:
                 self.extra_keys = {i: key for i, key in self.extra_keys.items() if i < position} or None
-        return dropped
-
-    def pops(self, block: KVCacheBlock) -> bool:
-        """Drop `block` if it is the last of several in a current run. Whether it was. O(1) on average."""
-        blocks = self.blocks
-        if len(blocks) < 2 or blocks[-1] is not block or not self.epoch.is_current:
-            return False
-        blocks.pop()
-        block.run = None
-        self.is_closed = True
-        if len(self.tokens) > 2 * len(blocks) * self.epoch.block_bytes:
-            self.cut(len(blocks))  # trims
-        return True
 
     def stored_since(self, base: int) -> BlockStored:
         """Return the record of the run having grown from `base` blocks to what it has now. O(blocks added)."""
@@ -301,7 +280,7 @@ class Run:
         self.tokens.clear()
         self.digests.clear()
 
-    def _keys_from(self, position: int, keys: Collection[int]) -> list[int]:
+    def keys_from(self, position: int, keys: Collection[int]) -> list[int]:
         """Return candidates for the `keys` of a table by position that are `position` or more, the shorter way."""
         num_last = len(self.blocks) - position
         if num_last < len(keys):

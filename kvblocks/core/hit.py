@@ -128,12 +128,12 @@ def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> int:
     """
     if hit.sequence is not sequence:
         raise SequenceStateError(f"allocate_slots: expected a hit of {sequence}, got {hit}")
-    if hit.index is not index:
+    if hit.source.index is not index:
         raise SequenceStateError(f"allocate_slots: expected a hit of this manager's cache, got another's: {hit}")
     is_doubtful = hit.version != index.version or sequence.was_truncated
     is_outdated = is_doubtful and (
         find_blocks(index, sequence)[: len(hit.blocks)] != hit.blocks or hit.has_lost_attached()
     )
-    if is_outdated or hit.num_tokens >= sequence.num_tokens:
+    if is_outdated or hit.num_tokens >= len(sequence.tokens):
         raise StaleHitError(f"allocate_slots: expected {hit} to be cached still; it isn't: look it up again")
     return hit.num_tokens

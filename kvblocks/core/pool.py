@@ -85,7 +85,9 @@ class BlockPool:
             return self._take_watched(1, self.index.watcher)[0]
         block = self.queue.popleft()
         if block.run is not None:
-            self._evict_one(block)
+            self.num_evicted_blocks += self.index.evict_one(block)
+            if self.index.detached:
+                self.requeue_detached()
         return block
 
     def _take_watched(self, num_blocks: int, watcher: Watcher) -> list[KVCacheBlock]:
@@ -110,14 +112,10 @@ class BlockPool:
             self.queue.touch([block])
         watcher.note_taken([block])
         if block.run is not None:
-            self._evict_one(block)
+            self.num_evicted_blocks += self.index.evict([block])
+            if self.index.detached:
+                self.requeue_detached()
         return block
-
-    def _evict_one(self, block: KVCacheBlock) -> None:
-        """Forget what a block held that was just taken."""
-        self.num_evicted_blocks += self.index.evict_one(block)
-        if self.index.detached:
-            self.requeue_detached()
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add an owner to each of `blocks`, free or not; what they hold stays. O(blocks)."""

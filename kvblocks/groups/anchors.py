@@ -40,7 +40,7 @@ class AnchorBlocks:
             first = self._queue.first
             if first is not None and (not first.is_cached or self._queue.num_free_blocks >= self.max_free):
                 anchor = self._queue.popleft()
-                self._index.evict_one(anchor)
+                self._index.evict([anchor])
             else:
                 anchor = KVCacheBlock(self.first_id + len(self.blocks))
                 anchor.ref_cnt = 1

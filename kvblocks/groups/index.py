@@ -106,25 +106,22 @@ class GroupIndex(PrefixIndex):
         """`PrefixIndex.evict`; of primary blocks and attached blocks."""
         num_cached_before = self.num_cached_blocks
         for block in blocks:
-            self.evict_one(block)
+            if block.run is not None:
+                if self._drops(block):
+                    self._note_drop("evicted")
+                else:
+                    super().evict([block])
         return num_cached_before - self.num_cached_blocks
 
     def evict_one(self, block: KVCacheBlock) -> int:
-        """`evict` of one block. Returns how many stopped being cached, those that were attached to it included."""
-        if block.run is None:
-            return 0
-        num_cached_before = self.num_cached_blocks
-        if self._drops(block):
-            self._note_removal([], "evicted")
-        else:
-            super().evict([block])
-        return num_cached_before - self.num_cached_blocks
+        """`evict` of one block."""
+        return self.evict([block])
 
     def forget(self, block: KVCacheBlock) -> None:
         """Stop caching what `block` holds, as of its node; what is attached there was perhaps never written either."""
         if block.run is not None and block.run.epoch.is_current:
             if self._drops(block):
-                self._note_removal([], "aborted")
+                self._note_drop("aborted")
                 return
             self._detach(block.run, block.index, block.index + 1)
         super().forget(block)
@@ -182,14 +179,10 @@ class GroupIndex(PrefixIndex):
         num_cached = self._check_runs() + num_attached_blocks
         assert num_cached == self.num_cached_blocks, f"index: {num_cached} cached, {self.num_cached_blocks} counted"
 
-    def _cut(self, run: Run, position: int, removed: list[bytes]) -> list[KVCacheBlock]:
+    def _cut_end(self, run: Run, position: int) -> list[KVCacheBlock]:
         if self._rows:
-            chain = [(run, position)]
-            for above, start in chain:  # grows while it is walked
-                chain += [(child, 0) for child in above.children_from(start)]
-            for below, start in reversed(chain):
-                self._detach(below, start, len(below.blocks))
-        return super()._cut(run, position, removed)
+            self._detach(run, position, len(run.blocks))
+        return super()._cut_end(run, position)
 
     def _detach(self, run: Run, first: int, end: int) -> None:
         """Stop caching what is attached to positions first to end - 1 of a run, last first. O(positions)."""
@@ -240,6 +233,12 @@ class GroupIndex(PrefixIndex):
         if self._gone and self.watcher is not None:
             self.watcher.note_removed(self._gone, cause)
         self._gone = []
+
+    def _note_drop(self, cause: RemovalCause) -> None:
+        """Note that an attached block, and nothing else, is cached no more."""
+        self.version += 1
+        if self.needs_digests:
+            self._note_removal([], cause)
 
     def _name_in_chain(self, side_group: SideGroup, chain: list[KVCacheBlock], number: int) -> bytes:
         position, column = side_group.home(number)

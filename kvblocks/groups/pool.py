@@ -67,14 +67,16 @@ class GroupPool(BlockPool):
         else:
             super().release_table(blocks, num_cached)
 
-    def release_passed(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take an owner from each of `blocks`, which left a window. O(blocks).
+    def release_passed(self, passed: list[KVCacheBlock], empty: list[KVCacheBlock]) -> None:
+        """Take an owner from blocks that left a window: `passed` are cached, `empty` hold nothing. O(blocks).
 
         Of those without another, the cached ones are reused before what was freed at a sequence's end, in order.
         """
-        self.queue.release_empty([block for block in blocks if not block.is_cached][::-1])
-        self.queue.release_passed([block for block in blocks if block.is_cached])
-        self._note_released(blocks)
+        if empty:
+            self.queue.release_empty(empty[::-1])
+        self.queue.release_passed(passed)
+        if self.detached or self.index.watcher is not None:
+            self._note_released(empty + passed)
 
     def requeue_detached(self) -> None:
         """`BlockPool.requeue_detached`, of anchors too. O(their number)."""

@@ -231,11 +231,18 @@ class GroupSlots(SlotAllocator):
             if num_passed:
                 first = table.num_dead
                 kept: list[KVCacheBlock] = []
-                others: list[KVCacheBlock] = []
+                passed: list[KVCacheBlock] = []
+                empty: list[KVCacheBlock] = []
                 for index, block in enumerate(table.drop_first(num_passed), first):
-                    (kept if block.is_cached and need.tables.is_landmark(table, index) else others).append(block)
-                self._group_pool.release_passed(others)
-                self._pool.release_table(kept)
+                    if not block.is_cached:
+                        empty.append(block)
+                    elif need.tables.is_landmark(table, index):
+                        kept.append(block)
+                    else:
+                        passed.append(block)
+                self._group_pool.release_passed(passed, empty)
+                if kept:
+                    self._pool.release_table(kept)
 
     def _finish(self, need: Need, end: int, digests: bytearray | None) -> list[KVCacheBlock]:
         """Give a sequence what it needs, and cache what its first `end` tokens fill."""

@@ -92,8 +92,8 @@ def test_evicting_a_block_takes_along_what_hangs_from_it() -> None:
     index.check()
 
 
-@pytest.mark.parametrize("way", ["evict", "evict_one", "forget"])
-def test_the_end_of_a_run_goes_with_what_hangs_from_it(way: str) -> None:
+@pytest.mark.parametrize("way", ["evict", "evict one", "forget"])
+def test_the_end_of_a_run_goes_with_what_is_attached_to_it(way: str) -> None:
     index = make()
     trunk, branch = blocks_from(0, 3), blocks_from(10, 2)
     index.cache(ROOT, trunk, view([0, 0, 1, 1, 2, 2]), None, 0)
@@ -102,8 +102,8 @@ def test_the_end_of_a_run_goes_with_what_hangs_from_it(way: str) -> None:
     assert index.num_runs == 2
     if way == "evict":
         assert index.evict([trunk[1], trunk[0]]) == 4
-    elif way == "evict_one":
-        assert index.evict_one(trunk[1]) == 3
+    elif way == "evict one":
+        assert index.evict([trunk[1]]) == 3
     else:
         index.forget(trunk[1])
     assert not any(block.is_cached for block in branch)
