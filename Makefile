@@ -53,7 +53,7 @@ test: $(DEV_STAMP)
 # put the sources in front again.
 test-compiled: $(DEV_STAMP)
 	@echo 'Compiling the core with mypyc'
-	rm -rf build/compiled
+	rm -rf build
 	KVBLOCKS_COMPILE=1 PIP_CONSTRAINT=constraints.txt $(PIP) --quiet --no-deps --target build/compiled .
 	KVBLOCKS_EXPECT_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest $(PARALLEL) $(PYTEST_ARGS) $(CORE_TESTS)
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent
 FOLDERS = ("core", "retention", "groups", "prefix_cache", "observe")
 SINGLE = ("arguments.py", "manager.py")
 # These stay plain: records gain nothing, and people pickle and subclass them. So do the errors, events and stats.
-PLAIN = ("groups/kinds.py", "groups/plan.py")
+PLAIN = ("groups/kinds.py", "groups/plan.py", "observe/explanation.py")
 
 
 def compiled_files() -> list[str]:

@@ -74,7 +74,7 @@ def test_machine_agrees_with_the_dumb_model(variant: str) -> None:
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(6, 1), (10, 2), (24, 2), (30, 1), (12, 3)])
 def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, block_size: int) -> None:
     history = History(num_blocks, block_size, **VARIANTS[variant])
-    walk(history, RandomChooser(seed=num_blocks * 10 + block_size), num_steps=10_000)
+    walk(history, RandomChooser(seed=num_blocks * 10 + block_size), num_operations=10_000)
     # A walk that never met these would prove little.
     assert history.num_refused > 100
     assert history.manager.stats.num_taken_blocks > 500
@@ -90,7 +90,7 @@ def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, blo
     if history.has_history:
         assert {"evicted", "aborted", "reset"} <= history.causes
     assert (history.num_failed_hashes > 20) == isinstance(history.hash, FragileHash)
-    assert history.memory.num_steps > 500
+    assert history.memory.num_operations > 500
     assert history.memory.num_deaths > 100
     if block_size > 1:
         assert history.memory.num_copied > 10

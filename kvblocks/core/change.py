@@ -19,7 +19,7 @@ CHANGING: Final = 2
 class Changeable:
     """What can be left half done: a manager or a cache. kind: what it is, for messages. debug: whether it is checked.
 
-    change_state: IDLE or DEBUGGING between changes, CHANGING from the first step of one to its last. Whoever makes the
+    change_state: IDLE or DEBUGGING between changes, CHANGING from the beginning of one to its end. Whoever makes the
     change may write it, since a call would cost as much as some changes do.
     """
 

@@ -201,7 +201,7 @@ class FreeBlockQueue:
         root = self._root
         following = root.next_free_block
         last, num_linked = root, 0
-        for place, block in enumerate(blocks):
+        for number, block in enumerate(blocks):
             if block.ref_cnt == 1:
                 block.ref_cnt = 0
                 block.prev_free_block = last
@@ -211,7 +211,7 @@ class FreeBlockQueue:
             elif block.ref_cnt > 1:
                 block.ref_cnt -= 1
             else:
-                for released in blocks[:place]:
+                for released in blocks[:number]:
                     if not released.ref_cnt:
                         released.prev_free_block = released
                     released.ref_cnt += 1

@@ -115,8 +115,8 @@ def encode_extra_keys(
         encoded[0] = root
     for start, end, kind, payload in sorted(_typed(key) for key in position_keys):
         for block in range(start // block_size, (end - 1) // block_size + 1):
-            place = pack("<qQ", start - block * block_size, end - start)
-            encoded[block] = encoded.get(block, b"") + _entry(kind, place, payload)
+            span = pack("<qQ", start - block * block_size, end - start)
+            encoded[block] = encoded.get(block, b"") + _entry(kind, span, payload)
     return encoded
 
 
@@ -160,8 +160,8 @@ def _typed(key: PositionKey) -> tuple[int, int, int, bytes]:
     return start, end, BYTES_KEY_KIND, payload
 
 
-def _entry(kind: int, place: bytes, payload: bytes) -> bytes:
-    return pack("<B", kind) + place + pack("<I", len(payload)) + payload
+def _entry(kind: int, span: bytes, payload: bytes) -> bytes:
+    return pack("<B", kind) + span + pack("<I", len(payload)) + payload
 
 
 def _cut(encoded: bytes, offset: int, num_bytes: int) -> bytes:

@@ -61,8 +61,8 @@ class GroupPins(Pins):
 
     def _end(self, pin: Pin) -> int:
         """Return where hits that a pin keeps end: the last column in its prefix where any can."""
-        step = self._group_index.layout.alignment
-        return pin.num_blocks * self._group_index.block_size // step * step
+        alignment = self._group_index.layout.alignment
+        return pin.num_blocks * self._group_index.block_size // alignment * alignment
 
     def _lacks(self, pin: Pin) -> bool:
         num_ours = 0 if self._group_pool.anchors is not None else pin.num_blocks

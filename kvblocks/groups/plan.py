@@ -32,7 +32,7 @@ DTYPE_BYTES = {
 
 
 class KVLayer(NamedTuple):
-    """What a layer keeps of a token: K and V of num_kv_heads x head_dim elements each. kind: its place in `kinds`."""
+    """What a layer keeps of a token: K and V of num_kv_heads x head_dim elements each. kind: its index in `kinds`."""
 
     kind: int
     num_kv_heads: int
@@ -60,8 +60,8 @@ class Plan:
     @property
     def layer_groups(self) -> tuple[tuple[int, int], ...]:
         """For each layer of the model, its group and its slot there. O(layers)."""
-        places = {layer: (group, slot) for group, row in enumerate(self.group_layers) for slot, layer in enumerate(row)}
-        return tuple([places[layer] for layer in sorted(places)])
+        slots = {layer: (group, slot) for group, row in enumerate(self.group_layers) for slot, layer in enumerate(row)}
+        return tuple([slots[layer] for layer in sorted(slots)])
 
     @property
     def num_slots(self) -> int:

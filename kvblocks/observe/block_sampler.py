@@ -24,7 +24,7 @@ _SPREAD, _RANGE = 2_654_435_769, 2**32  # the first is the second over the golde
 def choose_sample(blocks: Iterable[KVCacheBlock], every: int) -> list[KVCacheBlock]:
     """Return about one of `every` blocks: always the same of a pool, evenly spread, and block 0 among them. O(blocks).
 
-    Not each `every`-th id: prompts of equal lengths would show it the same place of each.
+    Not each `every`-th id: prompts of equal lengths would show it the same part of each.
     """
     below = _RANGE // every
     return [block for block in blocks if block.block_id * _SPREAD % _RANGE < below]

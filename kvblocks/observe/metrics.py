@@ -59,7 +59,7 @@ class CacheMetrics:
         self._max_queries = max_queries
         # All that was noted, and its window: one tuple, so that another thread finds them to be of one moment.
         self._noted = (_hit_counts(watched), HitCounts())
-        self._steps: deque[HitCounts] = deque()
+        self._observed: deque[HitCounts] = deque()
         self._sampler = BlockSampler([], self._now, limits)
         if every is not None:
             self._sampler = watched.start_sampling(every, self._now, limits)
@@ -71,13 +71,13 @@ class CacheMetrics:
         """
         counts = _hit_counts(self._manager)
         noted, window = self._noted
-        step = counts.plus(noted, -1)
-        if not step.num_queries:
+        new = counts.plus(noted, -1)
+        if not new.num_queries:
             return
-        window = window.plus(step)
-        self._steps.append(step)
-        while window.num_queries - self._steps[0].num_queries >= self._max_queries:
-            window = window.plus(self._steps.popleft(), -1)
+        window = window.plus(new)
+        self._observed.append(new)
+        while window.num_queries - self._observed[0].num_queries >= self._max_queries:
+            window = window.plus(self._observed.popleft(), -1)
         self._noted = (counts, window)
 
     def snapshot(self) -> MetricsSnapshot:

@@ -73,7 +73,7 @@ def test_a_double_free_changes_nothing() -> None:
     queue.touch(blocks[:1])
     for bad in ([0, 1, 3], [2, 1, 2], [1, 3, 2, 0], [3, 2], [0, 2, 0, 0, 1]):
         with pytest.raises(BlockStateError, match="double free"):
-            queue.release([blocks[place] for place in bad])
+            queue.release([blocks[number] for number in bad])
         queue.check()
         assert ids(queue) == [3]
         assert [block.ref_cnt for block in blocks] == [2, 1, 1, 0]

@@ -44,7 +44,7 @@ def test_golden_vectors_follow_the_documented_format() -> None:
     """One of them computed by hand, with nothing but the standard library."""
     case = next(case for case in golden_cases() if case["name"] == "sha256, everything")
     little = lambda number, size: number.to_bytes(size, "little", signed=number < 0)  # noqa: E731
-    entry = lambda kind, place, payload: bytes([kind]) + place + little(len(payload), 4) + payload  # noqa: E731
+    entry = lambda kind, span, payload: bytes([kind]) + span + little(len(payload), 4) + payload  # noqa: E731
     extra = entry(1, b"", b"tenant-a") + entry(2, b"", b"adapter") + entry(3, little(2, 8) + little(4, 8), b"image-1")
     tokens = b"".join(little(token, 4) for token in case["tokens"])
     first = sha256(little(0, 4) + little(len(extra), 4) + extra + tokens[:16]).digest()
@@ -113,7 +113,7 @@ def test_decoding_gives_back_what_was_encoded(keys: Any, block_size: int) -> Non
         decoded = decode_extra_keys(encoded)
         root = [("salt", None, salt)] * (salt is not None) + [("lora", None, lora)] * (lora is not None)
         assert [key for key in decoded if key[0] != "key"] == (root if block == 0 else [])
-        spans = [(block * block_size + place[0], place[1], key) for _, place, key in decoded if place is not None]
+        spans = [(block * block_size + span[0], span[1], key) for _, span, key in decoded if span is not None]
         touching = [key for key in position_keys if key[0] < (block + 1) * block_size and key[1] > block * block_size]
         assert sorted(spans, key=repr) == sorted([(start, end - start, key) for start, end, key in touching], key=repr)
         found |= set(spans)
@@ -126,17 +126,17 @@ def test_decoding_accepts_nothing_else(keys: Any, data: st.DataObject) -> None:
     """What is decoded, encoded by hand, is the very bytes that it came from, even where those were tampered with."""
     encoded = data.draw(st.sampled_from([b"", *encode_extra_keys(*keys, 4).values()]))
     for _ in range(data.draw(st.integers(0, 2))):
-        place = data.draw(st.integers(0, len(encoded)))
-        encoded = encoded[:place] + data.draw(st.binary(max_size=2)) + encoded[place + data.draw(st.integers(0, 2)) :]
+        offset = data.draw(st.integers(0, len(encoded)))
+        encoded = encoded[:offset] + data.draw(st.binary(max_size=2)) + encoded[offset + data.draw(st.integers(0, 2)) :]
     try:
         decoded = decode_extra_keys(encoded)
     except InvalidArgumentError:
         return
     again = b""
-    for kind, place, key in decoded:
+    for kind, span, key in decoded:
         payload = key if isinstance(key, bytes) else key.encode()
         number = {"salt": 1, "lora": 2, "key": 4 if isinstance(key, bytes) else 3}[kind]
-        again += bytes([number]) + (b"" if place is None else pack("<qQ", *place)) + pack("<I", len(payload)) + payload
+        again += bytes([number]) + (b"" if span is None else pack("<qQ", *span)) + pack("<I", len(payload)) + payload
     assert again == encoded
 
 

@@ -62,7 +62,7 @@ def test_machine_agrees_with_the_dumb_model(variant: str) -> None:
 @pytest.mark.parametrize("name", SETS)
 def test_long_walks_agree_with_the_dumb_model(variant: str, name: str) -> None:
     history = GroupHistory(10 * len(SETS[name]), SETS[name], **VARIANTS[variant])
-    walk(history, RandomChooser(seed=len(name)), num_steps=4000)
+    walk(history, RandomChooser(seed=len(name)), num_operations=4000)
     # A walk that never met these would prove little.
     assert history.num_refused > 50
     assert history.num_hits > 20
@@ -77,7 +77,7 @@ def test_walks_without_caching_agree_too() -> None:
     num_dead = 0
     for name, groups in SETS.items():
         history = GroupHistory(8 * len(groups), groups, **VARIANTS["caching off"])
-        walk(history, RandomChooser(seed=len(name)), num_steps=300)
+        walk(history, RandomChooser(seed=len(name)), num_operations=300)
         assert history.num_hits == 0
         num_dead += history.memory.num_dead
     assert num_dead > 100
@@ -90,7 +90,7 @@ def test_walks_agree_where_few_anchors_are_kept(
 ) -> None:
     monkeypatch.setattr("kvblocks.groups.anchors.KEPT_PER_BLOCK", num_kept_per_block)
     history = GroupHistory(14, SETS[name], **VARIANTS[variant])
-    walk(history, RandomChooser(seed=5), num_steps=5000)
+    walk(history, RandomChooser(seed=5), num_operations=5000)
     assert history.num_hits > 20
     assert len(history.model.anchors) < 50 and history.model.num_ids < 14 + 60  # thousands were asked for
     if history.has_history:
@@ -102,7 +102,7 @@ def test_walks_meet_what_is_rare() -> None:
     histories = []
     for seed in range(3):
         history = GroupHistory(24, SETS["two windows"], debug=True)
-        walk(history, RandomChooser(seed), num_steps=3000)
+        walk(history, RandomChooser(seed), num_operations=3000)
         histories.append(history)
     assert sum(history.num_attached for history in histories) > 100
     assert sum(history.num_given_up for history in histories) > 100

@@ -337,7 +337,7 @@ class TestAnswers:
         assert text.startswith("0 of 3 full blocks are cached in all groups; 3 are in the primary one")
         assert text.endswith("lacks tokens 8 to 11; as far as is remembered they were never cached")
 
-    def test_events_name_groups_and_places(self) -> None:
+    def test_events_name_groups_and_columns(self) -> None:
         manager = KVCacheManager(40, groups=[SlidingWindow(2, 5), FULL, SlidingWindow(8, 9)], enable_events=True)
         sequence = Sequence("a", range(8), salt="s")
         manager.allocate_slots(sequence)

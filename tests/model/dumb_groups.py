@@ -17,8 +17,8 @@ class DumbGroups(DumbModel):
     def __init__(self, num_blocks: int, specs: list[Spec], enable_caching: bool = True) -> None:
         full = [group for group, (_, window) in enumerate(specs) if window is None]
         self.primary = full[0] if full else None
-        self.step = max(size for size, _ in specs)
-        super().__init__(num_blocks, self.step if self.primary is None else specs[self.primary][0], enable_caching)
+        self.alignment = max(size for size, _ in specs)
+        super().__init__(num_blocks, self.alignment if self.primary is None else specs[self.primary][0], enable_caching)
         self.specs = specs
         self.others = [group for group in range(len(specs)) if group != self.primary]
         self.num_real = self.num_ids = num_blocks
@@ -67,9 +67,9 @@ class DumbGroups(DumbModel):
 
     def hit(self, sequence: ModelSequence) -> list[int]:
         matched = self.match(sequence)
-        end = len(matched) * self.block_size // self.step * self.step
+        end = len(matched) * self.block_size // self.alignment * self.alignment
         while end and self.missing_group(sequence, end) is not None:
-            end -= self.step
+            end -= self.alignment
         return matched[: end // self.block_size]
 
     def hit_tables(self, sequence: ModelSequence, hit: list[int], num_tokens: int) -> dict[int, list[int | None]]:
@@ -102,17 +102,17 @@ class DumbGroups(DumbModel):
         self.unsure.discard(sequence)
         sequence.table = list(hit)
         touched = [block for table in self.tables[sequence].values() for block in table if block is not None]
-        places = self.wanted(sequence, None, end + num_lookahead)
-        if not self.can_take(self.num_taken(places), touched if self.has_anchors else hit + touched):
+        indices = self.wanted(sequence, None, end + num_lookahead)
+        if not self.can_take(self.num_taken(indices), touched if self.has_anchors else hit + touched):
             sequence.table = []
             return False
-        self.landmarks[sequence] = {e // self.step * self.step for e in (*ends, sequence.num_prompt)} - {0}
+        self.landmarks[sequence] = {e // self.alignment * self.alignment for e in (*ends, sequence.num_prompt)} - {0}
         sequence.is_allocated = sequence.is_of_this_epoch = True
         self.hold(hit)
         self.hold(touched)
         sequence.num_registered = len(hit)
         sequence.num_readonly = hit_end
-        self.fill(sequence, places)
+        self.fill(sequence, indices)
         sequence.num_computed = end
         self.register(sequence)
         return True
@@ -122,14 +122,14 @@ class DumbGroups(DumbModel):
         dead = Counter(block for s, start, _, _ in wishes for _, _, block in self.passed(s, start))
         num_freed = sum(count == self.owners[block] for block, count in dead.items())
         leaving: Counter[int] = Counter()
-        places = [self.wanted(sequence, start, slots, leaving) for sequence, start, slots, _ in wishes]
-        if not self.can_take(sum(map(self.num_taken, places)) - num_freed, []):
+        indices = [self.wanted(sequence, start, slots, leaving) for sequence, start, slots, _ in wishes]
+        if not self.can_take(sum(map(self.num_taken, indices)) - num_freed, []):
             return None
         for sequence, start, _, _ in wishes:
             self.let_pass(sequence, start)
         changes = []
         for i, (sequence, _, _, _) in enumerate(wishes):
-            changes += [(i, *change) for change in self.fill(sequence, places[i])]
+            changes += [(i, *change) for change in self.fill(sequence, indices[i])]
         for sequence, _, _, end in wishes:
             sequence.num_computed = end
             self.register(sequence)
@@ -138,10 +138,10 @@ class DumbGroups(DumbModel):
     def reserve(self, sequence: ModelSequence, num_tokens: int) -> list[int] | None:
         if not num_tokens:
             return []
-        places = self.wanted(sequence, sequence.num_computed, len(sequence.tokens) + num_tokens)
-        if not self.can_take(self.num_taken(places), []):
+        indices = self.wanted(sequence, sequence.num_computed, len(sequence.tokens) + num_tokens)
+        if not self.can_take(self.num_taken(indices), []):
             return None
-        self.fill(sequence, places)
+        self.fill(sequence, indices)
         return [block for blocks in self.new for block in blocks]
 
     def group_step(self, sequences: list[ModelSequence], tokens: list[int]) -> list[tuple[int, int, int, int]] | None:
@@ -158,7 +158,7 @@ class DumbGroups(DumbModel):
             return None
         for sequence in sequences:
             sequence.num_computed = len(sequence.tokens)
-        return [(at_boundary[i], group, place, block) for i, group, place, block in changes]
+        return [(at_boundary[i], group, index, block) for i, group, index, block in changes]
 
     def is_edge(self, sequence: ModelSequence) -> bool:
         """Whether its next token may change a table."""
@@ -166,46 +166,46 @@ class DumbGroups(DumbModel):
         return not 0 < len(sequence.tokens) % edge < edge - 1 or sequence in self.unsure
 
     def passed(self, sequence: ModelSequence, start: int) -> list[tuple[int, int, int]]:
-        """(group, place, block) of what no query at `start` or later sees."""
+        """(group, index, block) of what no query at `start` or later sees."""
         found = []
         for group in self.others:
             size, window = self.specs[group]
-            for place, block in enumerate(self.tables[sequence][group]):
-                if block is not None and window is not None and (place + 1) * size <= start - window + 1:
-                    found.append((group, place, block))
+            for index, block in enumerate(self.tables[sequence][group]):
+                if block is not None and window is not None and (index + 1) * size <= start - window + 1:
+                    found.append((group, index, block))
         return found
 
     def wanted(
         self, sequence: ModelSequence, start: int | None, slots: int, leaving: Counter[int] | None = None
     ) -> dict[int | None, list[int]]:
-        """The places of each table that get a new block: one that the token at `start` must not go to, and its end.
+        """The indices of each table that get a new block: one that the token at `start` must not go to, and its end.
 
         leaving: how many of the step's sequences leave each block; the last one may keep it.
         """
-        places: dict[int | None, list[int]] = {}
+        indices: dict[int | None, list[int]] = {}
         leaving = Counter() if leaving is None else leaving
         for group in [*self.others, None]:
             size = self.block_size if group is None else self.specs[group][0]
             table = sequence.table if group is None else self.tables[sequence][group]
-            places[group] = list(range(len(table), -(-slots // size)))
+            indices[group] = list(range(len(table), -(-slots // size)))
             if start is not None and start % size:
                 block = table[start // size]
                 assert block is not None
                 if block in self.content or self.owners[block] - leaving[block] > 1:
                     leaving[block] += 1
-                    places[group].insert(0, start // size)
-        return places
+                    indices[group].insert(0, start // size)
+        return indices
 
-    def num_taken(self, places: dict[int | None, list[int]]) -> int:
-        return sum(len(found) for group, found in places.items() if group is not None or not self.has_anchors)
+    def num_taken(self, indices: dict[int | None, list[int]]) -> int:
+        return sum(len(found) for group, found in indices.items() if group is not None or not self.has_anchors)
 
     def let_pass(self, sequence: ModelSequence, start: int) -> None:
         passed = self.passed(sequence, start)
         for group in self.others:
-            blocks = [(place, block) for g, place, block in passed if g == group]
-            kept = [b for place, b in blocks if b in self.content and self.is_landmark(sequence, group, place)]
-            for place, _ in blocks:
-                self.tables[sequence][group][place] = None
+            blocks = [(index, block) for g, index, block in passed if g == group]
+            kept = [b for index, b in blocks if b in self.content and self.is_landmark(sequence, group, index)]
+            for index, _ in blocks:
+                self.tables[sequence][group][index] = None
             self.drop([block for _, block in blocks if block not in self.content])
             for block in [block for _, block in blocks if block in self.content and block not in kept]:
                 self.owners[block] -= 1
@@ -213,43 +213,43 @@ class DumbGroups(DumbModel):
                     self.early.append(block)
             self.drop(kept)
 
-    def is_landmark(self, sequence: ModelSequence, group: int, place: int) -> bool:
-        return any(place in self.numbers(group, end - 1, end) for end in self.landmarks[sequence])
+    def is_landmark(self, sequence: ModelSequence, group: int, index: int) -> bool:
+        return any(index in self.numbers(group, end - 1, end) for end in self.landmarks[sequence])
 
-    def fill(self, sequence: ModelSequence, places: dict[int | None, list[int]]) -> list[tuple[int, int, int]]:
-        """Take what is wanted and put it in its places, by group; (group, place, block) of each."""
-        blocks = self.take(self.num_taken(places))
+    def fill(self, sequence: ModelSequence, indices: dict[int | None, list[int]]) -> list[tuple[int, int, int]]:
+        """Take what is wanted and put it where it belongs, by group; (group, index, block) of each."""
+        blocks = self.take(self.num_taken(indices))
         if self.has_anchors:
-            anchors_taken = [self.take_anchor() for _ in places[None]]
+            anchors_taken = [self.take_anchor() for _ in indices[None]]
             self.requeue_detached()
-            for place, anchor in zip(places[None], anchors_taken, strict=True):
-                self.put_in(sequence, None, place, anchor)
+            for index, anchor in zip(indices[None], anchors_taken, strict=True):
+                self.put_in(sequence, None, index, anchor)
         changes = []
         self.new = []
         for group in range(len(self.specs)):
             table = None if group == self.primary else group
-            self.new.append(blocks[: len(places[table])])
-            for place in places[table]:
-                changes.append((group, place, blocks[0]))
-                self.put_in(sequence, table, place, blocks.pop(0))
+            self.new.append(blocks[: len(indices[table])])
+            for index in indices[table]:
+                changes.append((group, index, blocks[0]))
+                self.put_in(sequence, table, index, blocks.pop(0))
         self.unsure.discard(sequence)
         return changes
 
-    def put_in(self, sequence: ModelSequence, group: int | None, place: int, block: int) -> None:
+    def put_in(self, sequence: ModelSequence, group: int | None, index: int, block: int) -> None:
         table: list[int | None] = sequence.table if group is None else self.tables[sequence][group]  # type: ignore[assignment]
-        if place == len(table):
+        if index == len(table):
             table.append(block)
             return
-        source = table[place]
+        source = table[index]
         assert source is not None
         self.extend_pins(sequence)
         self.drop([source])
-        table[place] = block
+        table[index] = block
         if source < self.num_real:
             self.copies.append((source, block))
             self.copy_groups.append(self.primary if group is None else group)  # type: ignore[arg-type]
         if group is None:
-            sequence.num_readonly = min(sequence.num_readonly, place * self.block_size)
+            sequence.num_readonly = min(sequence.num_readonly, index * self.block_size)
 
     def can_take(self, num_blocks: int, hit: list[int]) -> bool:
         free = [block for block in self.early + self.late if block not in hit]
@@ -345,8 +345,8 @@ class DumbGroups(DumbModel):
 
     def is_useful(self, group: int, number: int) -> bool:
         """Whether any hit can need it."""
-        last = (number + 1) * self.specs[group][0] + (self.specs[group][1] or 0) + self.step
-        return any(number in self.numbers(group, end - 1, end) for end in range(self.step, last + 1, self.step))
+        last = (number + 1) * self.specs[group][0] + (self.specs[group][1] or 0) + self.alignment
+        return any(number in self.numbers(group, end - 1, end) for end in range(self.alignment, last + 1, self.alignment))
 
     def forget(self, block: int, cause: str) -> None:
         prefix = self.content.pop(block, None)
@@ -382,7 +382,7 @@ class DumbGroups(DumbModel):
 
     def fork(self, sequence: ModelSequence, name: str) -> ModelSequence:
         twin = super().fork(sequence, name)
-        if twin.num_computed % self.step:
+        if twin.num_computed % self.alignment:
             self.unsure |= {sequence, twin}
         self.landmarks[twin] = self.landmarks[sequence]
         self.tables[twin] = {
@@ -394,7 +394,7 @@ class DumbGroups(DumbModel):
         return twin
 
     def can_truncate(self, sequence: ModelSequence, num_tokens: int) -> bool:
-        """Whether all that the next token sees is there, and its own place."""
+        """Whether all that the next token sees is there, and its own end."""
         position = min(sequence.num_computed, num_tokens)
         for group in self.others:
             table = self.tables[sequence][group]
@@ -415,7 +415,7 @@ class DumbGroups(DumbModel):
     # Pins.
 
     def attached_homes(self, prefix: ModelSequence, num_blocks: int) -> list[Prefix]:
-        end = num_blocks * self.block_size // self.step * self.step
+        end = num_blocks * self.block_size // self.alignment * self.alignment
         return [self.home(prefix, group, number) for group in self.others for number in self.needed(group, end, end)]
 
     def num_wanted(self, prefix: ModelSequence, num_blocks: int) -> int:

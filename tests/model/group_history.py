@@ -268,7 +268,7 @@ class GroupHistory(History):
     def check_explanation(self, sequence: kvblocks.Sequence, model: ModelSequence) -> None:
         if not self.model.enable_caching:
             return
-        end = len(self.model.match(model)) * self.model.block_size // self.model.step * self.model.step
+        end = len(self.model.match(model)) * self.model.block_size // self.model.alignment * self.model.alignment
         group = self.model.missing_group(model, end)
         explanation = self.manager.explain(sequence)
         self.causes.add(explanation.cause)
@@ -284,8 +284,8 @@ class GroupHistory(History):
                 s.table if table is None else self.model.tables[s][table] for _, s in self.pairs if s.is_allocated
             ]
             assert usage.num_owned_blocks == len({block for row in tables for block in row if block is not None})
-            places = [4 if table is None else 6]
-            contents = [c for c in self.model.content.values() if len(c) in places and (table is None or c[4] == table)]
+            lengths = [4 if table is None else 6]
+            contents = [c for c in self.model.content.values() if len(c) in lengths and (table is None or c[4] == table)]
             assert usage.num_cached_blocks == len(contents)
 
     def check_pins(self) -> None:
@@ -347,10 +347,10 @@ GROUP_OPERATIONS = tuple(
 """As `history.OPERATIONS`, without quotas: tests/groups/test_groups.py has those."""
 
 
-def walk(history: GroupHistory, chooser: Any, num_steps: int, reset_every: int = 150) -> None:
+def walk(history: GroupHistory, chooser: Any, num_operations: int, reset_every: int = 150) -> None:
     operations = [operation for operation, weight in GROUP_OPERATIONS for _ in range(weight)]
-    for step in range(1, num_steps + 1):
+    for number in range(1, num_operations + 1):
         chooser.choose(operations)(history, chooser)
-        if step % reset_every == 0:
+        if number % reset_every == 0:
             history.reset(chooser)
         history.check()

@@ -100,7 +100,7 @@ class History:
         self.add(tokens, salt, lora, spans)
 
     def new_like_another(self, chooser: Chooser) -> None:
-        """Same beginning, so that sequences share blocks, duplicate each other's and part at every possible place."""
+        """Same beginning, so that sequences share blocks, duplicate each other's and part wherever they can."""
         if not self.pairs:
             return
         _, other = chooser.choose(self.pairs)
@@ -664,11 +664,11 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
 """Each operation and how often a walk does it. `reset` is left to the caller: it ends all that is interesting."""
 
 
-def walk(history: History, chooser: RandomChooser, num_steps: int, reset_every: int = 150) -> None:
-    """Do `num_steps` random operations, checking after each."""
+def walk(history: History, chooser: RandomChooser, num_operations: int, reset_every: int = 150) -> None:
+    """Do `num_operations` random operations, checking after each."""
     operations = [operation for operation, weight in OPERATIONS for _ in range(weight)]
-    for step in range(1, num_steps + 1):
+    for number in range(1, num_operations + 1):
         chooser.choose(operations)(history, chooser)
-        if step % reset_every == 0:
+        if number % reset_every == 0:
             history.reset(chooser)
         history.check()

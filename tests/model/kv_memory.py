@@ -37,7 +37,7 @@ class KVMemory:
         self.computed_with: dict[kvblocks.Sequence, list[int]] = {}  # by position: the weights
         self.unwritten: dict[kvblocks.Sequence, list[int]] = {}  # positions that the next step writes, in order
         self.first_own: dict[kvblocks.Sequence, int] = {}  # the first position that it wrote in its present table
-        self.num_copied = self.num_steps = self.num_deaths = self.num_dead = 0
+        self.num_copied = self.num_operations = self.num_deaths = self.num_dead = 0
         self._numbers: dict[object, int] = {}
         self._cached: dict[object, list[int]] = {}
 
@@ -65,7 +65,7 @@ class KVMemory:
 
     def run_step(self) -> None:
         """Carry out the copies, then write all that was scheduled; and look at what each of its queries sees."""
-        self.num_steps += 1
+        self.num_operations += 1
         self.num_copied += len(self.copies)
         for sequence, positions in self.unwritten.items():
             self._check_visible(sequence, positions[0])
@@ -272,7 +272,7 @@ class KVMemory:
         return found
 
     def _num_right(self, sequence: kvblocks.Sequence, group: int, memory: list[list[int]]) -> int:
-        """How many of its first tokens stand in `memory` as they should; dead positions count as right."""
+        """How many of its first tokens stand in `memory` as they should; dead entries count as right."""
         numbers, size = self.numbers(sequence), self.groups[group].block_size
         ids, first = sequence.group_block_ids(group), sequence.first_live_block(group)
         num_scale = len(self.groups)

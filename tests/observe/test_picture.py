@@ -137,7 +137,7 @@ def test_walks_lose_no_block(num_blocks: int, block_size: int, has_events: bool)
     history, chooser = History(num_blocks, block_size, enable_events=has_events), RandomChooser(num_blocks + block_size)
     num_compared = max_depth = num_duplicates = num_keys = 0
     for number in range(1200):
-        walk(history, chooser, num_steps=2)
+        walk(history, chooser, num_operations=2)
         if number % 100 == 99:
             history.reset(chooser)
             assert history.manager.prefix_rows() == []
@@ -263,7 +263,7 @@ def test_equal_histories_give_equal_pictures() -> None:
     dots = []
     for _ in range(2):
         history = History(40, 1)
-        walk(history, RandomChooser(5), num_steps=290)
+        walk(history, RandomChooser(5), num_operations=290)
         dots.append(history.manager.to_dot())
     assert dots[0] == dots[1]
     assert len(dots[0]) > 500

@@ -86,7 +86,7 @@ def test_walks_agree_with_a_dict_of_prefixes(num_blocks: int, block_size: int) -
     history, chooser = History(num_blocks, block_size), RandomChooser(num_blocks + block_size)
     num_groups = num_nested = num_free = num_uncomputed = 0
     for number in range(800):
-        walk(history, chooser, num_steps=2)
+        walk(history, chooser, num_operations=2)
         if number % 100 == 99:
             history.reset(chooser)
         sequences = [sequence for sequence, _ in history.pairs]
