@@ -155,17 +155,23 @@ class Engine:
         return self._run(generations)
 
     def submit(
-        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[OptionValues]
+        self,
+        prompt: Prompt,
+        *,
+        prompt_index: int = 0,
+        timeout_s: float | None = None,
+        **options: Unpack[OptionValues],
     ) -> list[Generation]:
         """Queue a prompt and return its generations, one for each sample, for `step` to take on.
 
-        prompt, options: as of `generate`. timeout_s: seconds from now, waiting included, after which the next step ends
+        prompt, options: as of `generate`. prompt_index: what its pieces are to say, where it is one of the caller's
+        several. timeout_s: seconds from now, waiting included, after which the next step ends
         it with finish_reason "timeout". Raises, with nothing queued, what `generate` does before anything is computed.
         What goes wrong later ends the generation with finish_reason "error", and is its `error`.
         """
         if timeout_s is not None and (not is_number(timeout_s) or timeout_s <= 0):
             raise InvalidArgumentError(f"timeout_s: expected None or a number above 0, got {timeout_s!r}")
-        generations = self._intake.read(prompt, GenerationOptions(**options), "prompt")
+        generations = self._intake.read(prompt, GenerationOptions(**options), "prompt", prompt_index)
         for generation in generations:
             generation.is_submitted = True
         self._stepper.add(generations, timeout_s=timeout_s)

@@ -114,6 +114,33 @@ def test_each_sample_is_a_generation(engine, prompts):
     assert len({tuple(c.token_ids) for c in again}) == 3
 
 
+def test_pieces_say_which_of_the_callers_prompts_they_are_of(engine, prompts):
+    generations = [
+        generation
+        for index, prompt in enumerate(prompts[:2])
+        for generation in engine.submit(prompt, prompt_index=index, n=2, max_tokens=1)
+    ]
+    run(engine)
+    pieces = [piece for generation in generations for piece in generation.pieces]
+    assert [(piece.prompt_index, piece.sample_index) for piece in pieces] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_an_answer_may_be_as_long_as_there_is_room(model, prompts):
+    engine = Engine(model, num_blocks=4)  # 64 slots; the last token needs none
+    assert len(engine.generate(prompts[:1], max_tokens=None, ignore_eos=True)[0].token_ids) == 65 - len(prompts[0])
+    with pytest.raises(InvalidArgumentError, match=r"got 66 \(a prompt of 65 and max_tokens 1\)"):
+        engine.generate([[1] * 65], max_tokens=None)
+
+
+def test_whether_a_prompt_fits_is_checked_once(engine, prompts, monkeypatch):
+    checked, check_fits = [], engine.scheduler.check_fits
+    monkeypatch.setattr(engine.scheduler, "check_fits", lambda request: [checked.append(request), check_fits(request)])
+    generation = submit(engine, prompts[0])
+    assert checked == [generation.request]
+    engine.generate(prompts[1:3], max_tokens=1)
+    assert len(checked) == 3
+
+
 def test_salts_share_nothing(engine, prompts):
     salts = [None, "a", "b", "a", None]
     generations = []

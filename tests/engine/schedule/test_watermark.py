@@ -3,7 +3,6 @@
 import pytest
 from engine.fake_cache import BLOCK_SIZE, FakeCache, add, add_samples, answer_alone, make, run_any_step, step
 
-from kvblocks import KVCacheManager
 from kvblocks.engine.schedule.step import StepLimits
 from kvblocks.errors import InvalidArgumentError
 
