@@ -18,7 +18,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     for panel, row in zip(panels[0], rows, strict=True):
         for name, colour in _COLOURS.items():
             values = sorted(row[name]["ttft_s"])
-            shares = [(place + 1) / len(values) for place in range(len(values))]
+            shares = [(index + 1) / len(values) for index in range(len(values))]
             panel.step(values, shares, where="post", color=colour, label=f"{name} caching")
         panel.set_xscale("log")
         panel.set_xlabel("time to first token, s")

@@ -186,10 +186,10 @@ def answer(engine, **options):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-@pytest.mark.parametrize("place", [0, 5, 9])
-def test_the_text_ends_before_a_stop_string(text_model, whole, place, length):
+@pytest.mark.parametrize("index", [0, 5, 9])
+def test_the_text_ends_before_a_stop_string(text_model, whole, index, length):
     engine = Engine(text_model, num_blocks=NUM_BLOCKS)
-    stop = whole.text[place : place + length]
+    stop = whole.text[index : index + length]
     generation = answer(engine, stop=["never there", stop])
     text = whole.text[: whole.text.index(stop)]
     completion = generation.completion
@@ -348,7 +348,7 @@ def test_only_who_has_broken_logits_fails_and_the_cache_is_not_trusted(engine, p
     assert isinstance(generations[1].error, BrokenLogitsError)
     assert engine.manager.stats.num_cached_blocks == 0
     run(engine)
-    assert [generations[place].completion.token_ids for place in (0, 2)] == [expected[0], expected[2]]
+    assert [generations[index].completion.token_ids for index in (0, 2)] == [expected[0], expected[2]]
     check_empty(engine)
 
 
@@ -366,8 +366,8 @@ def test_only_who_has_a_bad_sampler_fails(engine, prompts, expected, bad):
     assert isinstance(generations[bad].error, ZeroDivisionError)
     assert generations[bad].finish_reason == "error"
     run(engine)
-    for place in {0, 1, 2} - {bad}:
-        assert generations[place].completion.token_ids == expected[place]
+    for index in {0, 1, 2} - {bad}:
+        assert generations[index].completion.token_ids == expected[index]
     assert engine.manager.stats.num_cached_blocks > 0  # what it computed is right
     check_empty(engine)
 

@@ -282,10 +282,10 @@ def test_nobody_is_overtaken_more_often_than_allowed(
         for chunk_ in run_any_step(scheduler, cache, dies=num_steps in dying_steps):
             if chunk_.request not in admitted:
                 admitted.append(chunk_.request)
-                place = waiting.index(chunk_.request)
-                for older in waiting[:place]:
+                index = waiting.index(chunk_.request)
+                for older in waiting[:index]:
                     overtaken[older] = overtaken.get(older, 0) + 1
-                del waiting[place]
+                del waiting[index]
         num_steps += 1
         assert num_steps < 2000
     assert len(admitted) == len(requests)

@@ -68,7 +68,7 @@ def cached_tokens(answer):
 def fill(http):
     """Push everything out of the pool that nobody holds."""
     for number in range(8):
-        prompt = [(place * 7 + number) % 250 for place in range(180)]
+        prompt = [(index * 7 + number) % 250 for index in range(180)]
         response = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
         assert response.status_code == 200
 

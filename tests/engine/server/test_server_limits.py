@@ -1,4 +1,4 @@
-"""What bounds the server: places, sizes, times, keys, clients that go away, steps that fail, and its own end."""
+"""What bounds the server: slots, sizes, times, keys, clients that go away, steps that fail, and its own end."""
 
 import socket
 import threading
@@ -68,10 +68,10 @@ def read_all(connection):
     return b"".join(parts)
 
 
-# --- places ----------------------------------------------------------------------------------------------------------
+# --- slots -----------------------------------------------------------------------------------------------------------
 
 
-def test_when_all_places_are_taken_others_are_told_when_to_come_back(server, gate):
+def test_when_all_slots_are_taken_others_are_told_when_to_come_back(server, gate):
     gate.shut()
     with server.client() as client:
         waiting = [in_background(lambda: client.completions.create(max_tokens=2, **HELLO)) for _ in range(3)]
@@ -88,7 +88,7 @@ def test_when_all_places_are_taken_others_are_told_when_to_come_back(server, gat
         assert client.completions.create(max_tokens=2, **HELLO).usage.completion_tokens == 2
 
 
-def test_samples_take_a_place_each(server, gate):
+def test_samples_take_a_slot_each(server, gate):
     with server.client() as client:
         with pytest.raises(openai.BadRequestError, match="at most 3 answers at once, got 4"):
             client.completions.create(n=4, **HELLO)
