@@ -60,6 +60,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.lookups = Lookups(manager)
+        self._groups = manager.groups
         self._next_deadline = inf  # of all requests, or earlier
 
     @property
@@ -141,7 +142,7 @@ class Scheduler:
             if len(samples) > 1:
                 self._fork(chunk.request)
             for request in samples:
-                request.take_token(next(sampled))
+                _take_token(request, next(sampled))
                 if request.finish_reason is not None:
                     self._remove(request)
 
@@ -167,10 +168,10 @@ class Scheduler:
         request.finish_reason = reason
         self.lookups.forget()
         if request.siblings and request in self.waiting:
-            self.waiting[self.waiting.index(request)] = request.hand_over()
+            self.waiting[self.waiting.index(request)] = _hand_over(request)
             return
         if request.siblings and request in self.running:
-            heir = request.hand_over()
+            heir = _hand_over(request)
             heir.sequence = self.manager.fork(request.sequence, heir.sequence.sequence_id)
             self.running.insert(self.running.index(request), heir)
         self._remove(request)
@@ -207,6 +208,8 @@ class Scheduler:
 
         Those whose prefix somebody is computing are passed over.
         """
+        if not self.waiting:
+            return None
         most, num_passed = self.limits.max_num_seqs, 0  # as many are passed over as could run, at most
         num_seqs = sum(1 + len(request.siblings) for request in self.running)
         watermark = Watermark(self.manager, self.running, self.limits.watermark, self._num_step_tokens)
@@ -262,7 +265,7 @@ class Scheduler:
         It was queued for smaller steps then, before the limits were replaced. O(groups), mostly.
         """
         num_known = request.sequence.num_tokens
-        while num_tokens > 1 and count_blocks(self.manager, num_known, num_tokens) > self.manager.num_blocks:
+        while num_tokens > 1 and count_blocks(self._groups, num_known, num_tokens) > self.manager.num_blocks:
             num_tokens //= 2
         return num_tokens
 
@@ -305,3 +308,28 @@ class Scheduler:
         self.manager.free(victim.sequence)
         victim.num_preemptions += 1
         self.waiting.appendleft(victim)
+
+
+def _take_token(request: Request, token_id: int | None) -> None:
+    """Add a sampled token, which may finish the request; None: there is none."""
+    if token_id is None:
+        request.finish_reason = "error"
+        return
+    request.sequence.append_tokens([token_id])
+    if token_id in request.stop_token_ids:
+        request.finish_reason = "stop"
+    elif request.num_output_tokens == request.max_tokens:
+        request.finish_reason = "length"
+
+
+def _hand_over(request: Request) -> Request:
+    """Make the next sample the one that is scheduled for all, and return it.
+
+    It takes what the prompt has cost so far upon itself, as this one would have. O(samples).
+    """
+    heir, *others = request.siblings
+    request.siblings, heir.siblings = [], others
+    heir.num_cached_tokens, heir.num_computed_tokens = request.num_cached_tokens, request.num_computed_tokens
+    heir.num_preemptions, heir.num_overtakes = request.num_preemptions, request.num_overtakes
+    heir.was_admitted = request.was_admitted
+    return heir

@@ -27,6 +27,7 @@ class Watermark:
 
     def __init__(self, manager: KVCacheManager, running: Iterable[Request], share: float, num_step_tokens: int) -> None:
         self._manager = manager
+        self._groups = manager.groups
         self._num_step_tokens = num_step_tokens
         self._num_reserved_blocks = int(share * manager.num_blocks + 1e-6)  # 0.29 of 100 is 29
         self._num_promised_blocks = 0
@@ -48,11 +49,11 @@ class Watermark:
         """Count a running request, with the blocks that it has: the rest of its prompt will need more. O(groups)."""
         self._is_alone = False
         sequence = request.sequence
-        groups = range(len(self._manager.groups))
+        groups = range(len(self._groups))
         num_held = sum([len(sequence.group_block_ids(group)) - sequence.first_live_block(group) for group in groups])
         self._num_promised_blocks += max(0, self._num_blocks(request) - num_held)
 
     def _num_blocks(self, request: Request) -> int:
         """Blocks for all tokens that are known, and one more in each group for each other sample of the prompt."""
-        num_blocks = count_blocks(self._manager, request.sequence.num_tokens, self._num_step_tokens)
-        return num_blocks + len(request.siblings) * len(self._manager.groups)
+        num_blocks = count_blocks(self._groups, request.sequence.num_tokens, self._num_step_tokens)
+        return num_blocks + len(request.siblings) * len(self._groups)
