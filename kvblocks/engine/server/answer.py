@@ -21,9 +21,8 @@ _PREFIXES = {"completion": "cmpl-", "chat": "chatcmpl-"}
 class Answer:
     """The answer to `asked` by a model of this name: one choice for each sample of each prompt.
 
-    answer_id: what clients and logs know it by. start_s: when it was made, on `time.monotonic`. has_begun: whether
-    any token has come. outcome: None while it
-    goes on. timer: ends it in time.
+    answer_id: what clients and logs know it by. start_s: when it was made, on `time.monotonic`. has_begun: whether any
+    token has come. outcome: None while it goes on. timer: ends it in time.
     """
 
     def __init__(self, asked: AnswerRequest, model: str) -> None:

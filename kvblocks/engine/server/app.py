@@ -127,8 +127,9 @@ class Api:
         service = self._service
         service.open(asked.num_choices)
         try:
+            encode = partial(asked.encode, service.engine.model.tokenizer)
             # A long text takes a while; other requests go on meanwhile.
-            prompts = await run_in_threadpool(asked.encode, service.engine.model.tokenizer)
+            prompts = await run_in_threadpool(encode) if asked.has_text else encode()
             answer = Answer(asked, self._model)
             service.submit(answer, prompts)
         except BaseException:

@@ -69,6 +69,11 @@ class AnswerRequest:
         """How many answers it is for."""
         return self.options["n"] * max(1, len(self.prompts))
 
+    @property
+    def has_text(self) -> bool:
+        """Whether `encode` has anything to do. O(prompts)."""
+        return self.kind == "chat" or any(isinstance(prompt, str) for prompt in self.prompts)
+
     def encode(self, tokenizer: Tokenizer | None) -> list[list[int]]:
         """Return its prompts as tokens. Raises ApiError and what the tokenizer raises. O(length)."""
         if self.kind == "completion":
