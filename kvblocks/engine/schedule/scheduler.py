@@ -118,6 +118,8 @@ class Scheduler:
             else:
                 chunks.append(chunk)
                 budget -= chunk.num_tokens
+        if chunks:
+            self.lookups.forget()
         if len(self.running) == num_running or not chunks:  # without any, the oldest one itself starts anew
             refused = self._admit(chunks, budget)
             if refused is not None and not chunks:
@@ -255,6 +257,7 @@ class Scheduler:
         except StaleHitError:  # somebody else took something from the cache since, by a reset or a quota
             self.lookups.forget()
             return self._start(request, watermark, budget)
+        self.lookups.forget()
         if not request.num_computed_tokens:
             request.num_cached_tokens = hit.num_tokens
         return self._chunk(request, hit.num_tokens)
@@ -271,7 +274,6 @@ class Scheduler:
 
     def _chunk(self, request: Request, start: int) -> ScheduledChunk:
         """The chunk from `start` to where the request has just been given slots."""
-        self.lookups.forget()
         end = request.sequence.num_computed_tokens
         copies = tuple(self.manager.take_copies())
         return ScheduledChunk(request, start, end - start, end == request.sequence.num_tokens, copies)
