@@ -21,7 +21,7 @@ from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.intake import Intake, Prompt
 from kvblocks.engine.model.dtypes import parse_dtype
-from kvblocks.engine.model.layer_attention import LayerPlace
+from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.options import GenerationOptions, OptionValues
 from kvblocks.engine.run.backends import Backend
 from kvblocks.engine.run.cache_plan import plan_cache
@@ -45,7 +45,7 @@ class Engine:
     model: "smollm2", a Hugging Face folder, or a `LoadedModel`, such as another engine's `model`: they share it then.
     num_blocks, block_size: the KV cache, in blocks and tokens a block. A block holds the KV of one of the groups that
     the model's layers form (`plan`): of all layers, where all of them see everything.
-    kv_cache_memory: in place of num_blocks, what they may take together: bytes, a text such as "2GiB", or a share of
+    kv_cache_memory: instead of num_blocks, what they may take together: bytes, a text such as "2GiB", or a share of
     the memory that is free once the model is loaded (a float, up to 1.0). Neither: DEFAULT_KV_CACHE_BYTES.
     enable_prefix_caching: whether prompts reuse the KV of earlier ones.
     deterministic: logits have the same bits however prompts are cached, batched, chunked or preempted; slower, and on a
@@ -98,8 +98,8 @@ class Engine:
         )
         self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
         self.scheduler = Scheduler(self.manager, self.model.config.max_position_embeddings, order=order)
-        places = [LayerPlace(*place) for place in self.plan.layer_groups]
-        self.runner = backend.make_runner(self.model, self.manager, places)
+        locations = [LayerLocation(*location) for location in self.plan.layer_groups]
+        self.runner = backend.make_runner(self.model, self.manager, locations)
         self._intake = Intake(self.model, self.scheduler)
         self._stepper = Stepper(self.scheduler)
 
@@ -155,17 +155,23 @@ class Engine:
         return self._run(generations)
 
     def submit(
-        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[OptionValues]
+        self,
+        prompt: Prompt,
+        *,
+        prompt_index: int = 0,
+        timeout_s: float | None = None,
+        **options: Unpack[OptionValues],
     ) -> list[Generation]:
         """Queue a prompt and return its generations, one for each sample, for `step` to take on.
 
-        prompt, options: as of `generate`. timeout_s: seconds from now, waiting included, after which the next step ends
+        prompt, options: as of `generate`. prompt_index: what its pieces are to say, where it is one of the caller's
+        several. timeout_s: seconds from now, waiting included, after which the next step ends
         it with finish_reason "timeout". Raises, with nothing queued, what `generate` does before anything is computed.
         What goes wrong later ends the generation with finish_reason "error", and is its `error`.
         """
         if timeout_s is not None and (not is_number(timeout_s) or timeout_s <= 0):
             raise InvalidArgumentError(f"timeout_s: expected None or a number above 0, got {timeout_s!r}")
-        generations = self._intake.read(prompt, GenerationOptions(**options), "prompt")
+        generations = self._intake.read(prompt, GenerationOptions(**options), "prompt", prompt_index)
         for generation in generations:
             generation.is_submitted = True
         self._stepper.add(generations, timeout_s=timeout_s)

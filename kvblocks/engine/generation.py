@@ -20,13 +20,15 @@ class Generation:
 
     def __init__(
         self,
-        place: tuple[int, int],
+        prompt_index: int,
+        sample_index: int,
         request: Request,
         sampler: Sampler,
         decoder: StreamDecoder | None,
         stops: StopMatcher,
     ) -> None:
-        self.prompt_index, self.sample_index = place
+        self.prompt_index = prompt_index
+        self.sample_index = sample_index
         self.request = request
         self.sampler = sampler
         self.pieces: deque[Piece] = deque()

@@ -30,6 +30,8 @@ class Intake:
     def read(self, prompt: Prompt, options: GenerationOptions, name: str, prompt_index: int = 0) -> list[Generation]:
         """Check a prompt, called `name` in errors, and return a generation for each of its samples. Queues nothing.
 
+        prompt_index: what its generations and pieces say.
+
         Raises InvalidArgumentError (it is empty, unreadable, or could never fit; options out of range),
         PoolExhaustedError (it can't fit while the present pins stand) and ModelError (text without a tokenizer). O(n x
         prompt).
@@ -45,7 +47,8 @@ class Intake:
         requests = [request, *(request.add_sample(next(self._sequence_ids)) for _ in samplers[1:])]
         return [
             Generation(
-                (prompt_index, number),
+                prompt_index,
+                number,
                 sample,
                 sampler,
                 None if tokenizer is None else StreamDecoder(tokenizer),
@@ -57,7 +60,10 @@ class Intake:
     def _new_request(self, prompt: Prompt, options: GenerationOptions) -> Request:
         sequence = KVSequence(next(self._sequence_ids), self._encode(prompt), salt=options.salt)
         stop_token_ids = frozenset[int]() if options.ignore_eos else self._model.stop_token_ids
-        request = Request(sequence, options.max_tokens, stop_token_ids)
+        # A prompt that fills the context gets 1, which `check_fits` refuses. What pins keep counts as taken, though a
+        # prompt that begins with it would have a little more room.
+        most = options.max_tokens or max(1, self._scheduler.max_request_tokens - sequence.num_tokens)
+        request = Request(sequence, most, stop_token_ids)
         vocab_size = self._model.config.vocab_size
         largest = max(sequence.token_ids())
         if largest >= vocab_size:

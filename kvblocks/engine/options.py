@@ -11,7 +11,7 @@ class OptionValues(TypedDict, total=False):
     """The fields of `GenerationOptions` as keyword arguments, all of them optional."""
 
     n: int
-    max_tokens: int
+    max_tokens: int | None
     temperature: float
     top_p: float
     top_k: int | None
@@ -25,19 +25,23 @@ class OptionValues(TypedDict, total=False):
 class GenerationOptions:
     """How a prompt is to be answered.
 
-    n: how many samples; the prompt is computed once for all of them, and its KV is there once. max_tokens: of each
-    sample. temperature: 0 is greedy, and all samples are equal. top_p: only the most likely tokens are drawn from, as
-    few as have this probability together; top_k: at most so many, and None any number; top_k counts first. seed: every
-    prompt gets random numbers of its own from it, so the same prompt with the same seed has the same samples, whatever
-    else is in the batch; sample k is that of a call with n=1 and `sampler.sample_seed(seed, k)`. None: others each
-    time. stop: one string or several; the text ends before the first of them. ignore_eos: go on until max_tokens or
-    `stop`. salt: prompts with different ones (None is one of them) never share anything in the cache.
+    n: how many samples; the prompt is computed once for all of them, and its KV is there once.
+    max_tokens: of each sample; None: as many as the model's context and the pool have room for.
+    temperature: 0 is greedy, and all samples are equal.
+    top_p: only the most likely tokens are drawn from, as few as have this probability together.
+    top_k: at most so many, and None any number; top_k counts first.
+    seed: every prompt gets random numbers of its own from it, so the same prompt with the same seed has the same
+    samples, whatever else is in the batch; sample k is that of a call with n=1 and `sampler.sample_seed(seed, k)`.
+    None: others each time.
+    stop: one string or several; the text ends before the first of them.
+    ignore_eos: go on until max_tokens or `stop`.
+    salt: prompts with different ones (None is one of them) never share anything in the cache.
 
     Raises InvalidArgumentError; the numbers for sampling are checked by `sampler.Sampler`, salt by `kvblocks.Sequence`.
     """
 
     n: int = 1
-    max_tokens: int = 64
+    max_tokens: int | None = 64
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int | None = None
@@ -48,7 +52,8 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         check_count("n", self.n, 1)
-        check_count("max_tokens", self.max_tokens, 1)
+        if self.max_tokens is not None:
+            check_count("max_tokens", self.max_tokens, 1)
         stops: Any = self.stop
         is_list = isinstance(stops, str | tuple | list)
         if not is_list or not all(isinstance(text, str) and text for text in self.stops):

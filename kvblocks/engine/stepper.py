@@ -34,9 +34,9 @@ class Stepper:
         self._generations: dict[Request, Generation] = {}
 
     def add(self, generations: Sequence[Generation], *, timeout_s: float | None = None) -> None:
-        """Queue generations, where the samples of a prompt stand together, the first one in front.
+        """Queue generations that `Intake` made; the samples of a prompt stand together, the first one in front.
 
-        timeout_s: from now. Raises what `Scheduler.add` does, with those of earlier prompts queued. O(generations).
+        timeout_s: from now. O(generations).
         """
         now_s = time.perf_counter()
         for generation in generations:
@@ -44,7 +44,7 @@ class Stepper:
             generation.request.deadline = None if timeout_s is None else now_s + timeout_s
         for generation in generations:
             if generation.sample_index == 0:
-                self.scheduler.add(generation.request)
+                self.scheduler.add_checked(generation.request)
             self._generations[generation.request] = generation
 
     def cancel(self, generation: Generation) -> None:

@@ -85,9 +85,11 @@ def make(
     enable_caching=True,
     max_model_len=1000,
     order=None,
+    pin_budget=0.5,
+    debug=False,
     **more_limits,
 ):
-    manager = KVCacheManager(num_blocks, BLOCK_SIZE, enable_caching=enable_caching)
+    manager = KVCacheManager(num_blocks, BLOCK_SIZE, enable_caching=enable_caching, pin_budget=pin_budget, debug=debug)
     limits = StepLimits(max_num_batched_tokens, max_num_seqs, **more_limits)
     return Scheduler(manager, max_model_len, limits, order=order)
 

@@ -59,7 +59,7 @@ def test_an_empty_cache_says_so() -> None:
 
 
 def test_deep_rows_tell_their_depth_instead_of_leaving_the_screen() -> None:
-    rows = [PrefixRow(place - 1 if place else None, place, place, 1, 1, 0, 0, (7,), ()) for place in range(300)]
+    rows = [PrefixRow(index - 1 if index else None, index, index, 1, 1, 0, 0, (7,), ()) for index in range(300)]
     lines = [line for line in show(rows) if line.startswith("│")]
     assert len(lines) == 300
     assert lines[16].split("│")[1].rstrip() == " " * 17 + "16-16"

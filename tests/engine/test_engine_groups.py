@@ -190,8 +190,8 @@ def test_any_history_gives_the_same_bits(model, history):
     lengths, limits, block_size, share, num_at_once = history
     stems = [random_tokens(model.config, 190, seed=seed) for seed in range(3)]
     prompts = [
-        stems[stem][:shared] + random_tokens(model.config, own, seed=50 + place)
-        for place, (stem, shared, own) in enumerate(lengths)
+        stems[stem][:shared] + random_tokens(model.config, own, seed=50 + index)
+        for index, (stem, shared, own) in enumerate(lengths)
     ]
     plan = plan_cache(model.config, block_size, torch.float32)
     longest = max(map(len, prompts)) + MAX_TOKENS

@@ -92,8 +92,8 @@ def test_a_scrape_says_what_the_snapshot_says(busy):
     for name, values in histograms.items():
         series[f"kvblocks_{name}_sum", ()] = values.total
         series[f"kvblocks_{name}_count", ()] = values.num_values
-        for place, bound in enumerate([*values.bounds, "+Inf"]):
-            series[f"kvblocks_{name}_bucket", (("le", str(bound)),)] = sum(values.counts[: place + 1])
+        for index, bound in enumerate([*values.bounds, "+Inf"]):
+            series[f"kvblocks_{name}_bucket", (("le", str(bound)),)] = sum(values.counts[: index + 1])
     assert samples == series
 
 

@@ -90,8 +90,8 @@ def test_pieces_say_whose_they_are(model, prompts):
     pieces = list(engine.stream(prompts[:2], **options))
     completions = engine.generate(prompts[:2], **options)
     assert len(completions) == 6
-    for place, completion in enumerate(completions):
-        own = [piece for piece in pieces if (piece.prompt_index, piece.sample_index) == divmod(place, 3)]
+    for index, completion in enumerate(completions):
+        own = [piece for piece in pieces if (piece.prompt_index, piece.sample_index) == divmod(index, 3)]
         assert [piece.token_id for piece in own] == completion.token_ids
         assert own[-1].completion.token_ids == completion.token_ids
 

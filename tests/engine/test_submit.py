@@ -114,6 +114,33 @@ def test_each_sample_is_a_generation(engine, prompts):
     assert len({tuple(c.token_ids) for c in again}) == 3
 
 
+def test_pieces_say_which_of_the_callers_prompts_they_are_of(engine, prompts):
+    generations = [
+        generation
+        for index, prompt in enumerate(prompts[:2])
+        for generation in engine.submit(prompt, prompt_index=index, n=2, max_tokens=1)
+    ]
+    run(engine)
+    pieces = [piece for generation in generations for piece in generation.pieces]
+    assert [(piece.prompt_index, piece.sample_index) for piece in pieces] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_an_answer_may_be_as_long_as_there_is_room(model, prompts):
+    engine = Engine(model, num_blocks=4)  # 64 slots; the last token needs none
+    assert len(engine.generate(prompts[:1], max_tokens=None, ignore_eos=True)[0].token_ids) == 65 - len(prompts[0])
+    with pytest.raises(InvalidArgumentError, match=r"got 66 \(a prompt of 65 and max_tokens 1\)"):
+        engine.generate([[1] * 65], max_tokens=None)
+
+
+def test_whether_a_prompt_fits_is_checked_once(engine, prompts, monkeypatch):
+    checked, check_fits = [], engine.scheduler.check_fits
+    monkeypatch.setattr(engine.scheduler, "check_fits", lambda request: [checked.append(request), check_fits(request)])
+    generation = submit(engine, prompts[0])
+    assert checked == [generation.request]
+    engine.generate(prompts[1:3], max_tokens=1)
+    assert len(checked) == 3
+
+
 def test_salts_share_nothing(engine, prompts):
     salts = [None, "a", "b", "a", None]
     generations = []
@@ -159,10 +186,10 @@ def answer(engine, **options):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-@pytest.mark.parametrize("place", [0, 5, 9])
-def test_the_text_ends_before_a_stop_string(text_model, whole, place, length):
+@pytest.mark.parametrize("index", [0, 5, 9])
+def test_the_text_ends_before_a_stop_string(text_model, whole, index, length):
     engine = Engine(text_model, num_blocks=NUM_BLOCKS)
-    stop = whole.text[place : place + length]
+    stop = whole.text[index : index + length]
     generation = answer(engine, stop=["never there", stop])
     text = whole.text[: whole.text.index(stop)]
     completion = generation.completion
@@ -321,7 +348,7 @@ def test_only_who_has_broken_logits_fails_and_the_cache_is_not_trusted(engine, p
     assert isinstance(generations[1].error, BrokenLogitsError)
     assert engine.manager.stats.num_cached_blocks == 0
     run(engine)
-    assert [generations[place].completion.token_ids for place in (0, 2)] == [expected[0], expected[2]]
+    assert [generations[index].completion.token_ids for index in (0, 2)] == [expected[0], expected[2]]
     check_empty(engine)
 
 
@@ -339,8 +366,8 @@ def test_only_who_has_a_bad_sampler_fails(engine, prompts, expected, bad):
     assert isinstance(generations[bad].error, ZeroDivisionError)
     assert generations[bad].finish_reason == "error"
     run(engine)
-    for place in {0, 1, 2} - {bad}:
-        assert generations[place].completion.token_ids == expected[place]
+    for index in {0, 1, 2} - {bad}:
+        assert generations[index].completion.token_ids == expected[index]
     assert engine.manager.stats.num_cached_blocks > 0  # what it computed is right
     check_empty(engine)
 

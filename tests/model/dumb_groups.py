@@ -346,7 +346,8 @@ class DumbGroups(DumbModel):
     def is_useful(self, group: int, number: int) -> bool:
         """Whether any hit can need it."""
         last = (number + 1) * self.specs[group][0] + (self.specs[group][1] or 0) + self.alignment
-        return any(number in self.numbers(group, end - 1, end) for end in range(self.alignment, last + 1, self.alignment))
+        ends = range(self.alignment, last + 1, self.alignment)
+        return any(number in self.numbers(group, end - 1, end) for end in ends)
 
     def forget(self, block: int, cause: str) -> None:
         prefix = self.content.pop(block, None)

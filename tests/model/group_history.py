@@ -285,7 +285,8 @@ class GroupHistory(History):
             ]
             assert usage.num_owned_blocks == len({block for row in tables for block in row if block is not None})
             lengths = [4 if table is None else 6]
-            contents = [c for c in self.model.content.values() if len(c) in lengths and (table is None or c[4] == table)]
+            cached = self.model.content.values()
+            contents = [c for c in cached if len(c) in lengths and (table is None or c[4] == table)]
             assert usage.num_cached_blocks == len(contents)
 
     def check_pins(self) -> None:

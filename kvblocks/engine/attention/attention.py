@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.model.config import ModelConfig
-from kvblocks.engine.model.layer_attention import LayerAttention, LayerPlace
+from kvblocks.engine.model.layer_attention import LayerAttention, LayerLocation
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels import reference
 
@@ -46,20 +46,20 @@ class KVCache:
         num_blocks: int,
         block_size: int,
         *,
-        layer_places: Sequence[LayerPlace] | None = None,
+        layer_locations: Sequence[LayerLocation] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> "KVCache":
         """A zeroed cache for a model of this shape. Raises InvalidArgumentError for sizes below 1.
 
-        layer_places: of each layer; layers with the same slot, of different groups, share memory. None: none do.
+        layer_locations: of each layer; layers with the same slot, of different groups, share memory. None: none do.
         """
         if num_blocks < 1 or block_size < 1:
             raise InvalidArgumentError(
                 f"expected num_blocks and block_size of at least 1, got {num_blocks} and {block_size}"
             )
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        slots = range(config.num_layers) if layer_places is None else [slot for _, slot in layer_places]
+        slots = range(config.num_layers) if layer_locations is None else [slot for _, slot in layer_locations]
         memory = {slot: torch.zeros(2, *shape, dtype=dtype, device=device) for slot in set(slots)}
         by_kernel = memory[0].is_cuda and find_spec("triton") is not None and config.head_dim % 8 == 0
         return cls(tuple(memory[slot][0] for slot in slots), tuple(memory[slot][1] for slot in slots), by_kernel)

@@ -24,7 +24,7 @@ class SequenceRows:
     """The tokens of one sequence that a step computes.
 
     `token_ids` stand at positions `start` and following; `block_ids` is the sequence's block table and covers them, and
-    so do `other_block_ids`, its tables in the groups after the first one. Places that no row sees may hold any id that
+    so do `other_block_ids`, its tables in the groups after the first one. Entries that no row sees may hold any id that
     the cache has. Positions below `num_readonly_tokens` lie in shared blocks, which nothing may write. With
     `wants_logits` the step returns the logits of the last of the tokens.
     """
@@ -80,7 +80,7 @@ class StepShape:
     def of(cls, rows: Sequence[SequenceRows]) -> "StepShape":
         """The shape of a step of these rows. O(sequences)."""
         lengths = [len(sequence.token_ids) for sequence in rows]
-        num_decodes = next((place for place, length in enumerate(lengths) if length != 1), len(lengths))
+        num_decodes = next((index for index, length in enumerate(lengths) if length != 1), len(lengths))
         return cls(num_decodes, max(lengths, default=0), max((sequence.seq_len for sequence in rows), default=0))
 
 
@@ -133,8 +133,8 @@ class StepBatch:
         readonly = torch.tensor([sequence.num_readonly_tokens for sequence in rows])
         owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))
         positions = torch.arange(query_start[-1]) + (starts - torch.tensor(query_start[:-1]))[owner]
-        places, offsets, is_readonly = positions // block_size, positions % block_size, positions < readonly[owner]
-        slots = [table[owner, places].long() * block_size + offsets for table in tables]
+        columns, offsets, is_readonly = positions // block_size, positions % block_size, positions < readonly[owner]
+        slots = [table[owner, columns].long() * block_size + offsets for table in tables]
         return cls(
             token_ids=torch.tensor([t for sequence in rows for t in sequence.token_ids]).to(device),
             positions=positions.to(device),

@@ -3,10 +3,10 @@
 What it owns: the cache folder, and how it is filled.
 
 Invariants:
-- A model's folder in the cache is whole: it is made beside its place and renamed into it after everything is on disk.
+- A model's folder in the cache is whole: it is made beside its path and renamed to it after everything is on disk.
   Its manifest lists every file with its size; a folder that no longer matches is made again.
 - Nothing is converted that does not have the pinned size and SHA-256.
-- One process at a time fills a model's place; others wait for it and find the work done.
+- One process at a time makes a model's folder; others wait for it and find the work done.
 - What was downloaded survives an interruption, and is not fetched again if its digest is right. After the conversion
   it is deleted: the folder holds the same weights, and a copy to keep would cost 190 MB.
 

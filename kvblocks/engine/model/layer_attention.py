@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class LayerPlace(NamedTuple):
+class LayerLocation(NamedTuple):
     """Where a layer's K and V are: in the blocks of a KV-cache group, and in one of the slots that a block has."""
 
     group: int

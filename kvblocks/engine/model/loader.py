@@ -1,7 +1,7 @@
 """Loads a model's weights from the safetensors of a Hugging Face folder: one file, or shards with an index.
 
 Every name and shape is checked against the configuration before anything is read, so a folder that can't work is
-refused at once. A tensor that the configuration has no place for is refused too: ignoring it would give a model that
+refused at once. A tensor that the configuration doesn't know is refused too: ignoring it would give a model that
 runs and is wrong.
 
 Each tensor is copied out of the mapped file into memory of its own, which torch aligns; the deterministic modes' bits

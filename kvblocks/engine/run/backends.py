@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from kvblocks.engine.attention.attention import AttentionBackend, TiledTorchAttention, TorchAttention
 from kvblocks.engine.attention.flash_attention import FlashAttention, load_flash_attention
 from kvblocks.engine.errors import ModelError
-from kvblocks.engine.model.layer_attention import LayerPlace
+from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.run.determinism import choose_determinism
 from kvblocks.engine.run.forward import DecoderModel
 from kvblocks.engine.run.rows import NATURAL
@@ -53,17 +53,17 @@ class Backend:
         return TritonAttention(is_tiled=self.deterministic)
 
     def make_runner(
-        self, model: LoadedModel, manager: KVCacheManager, layer_places: Sequence[LayerPlace] | None = None
+        self, model: LoadedModel, manager: KVCacheManager, layer_locations: Sequence[LayerLocation] | None = None
     ) -> ModelRunner:
         """The runner for this model and the manager's blocks. Raises as `choose_attention`, and ModelError.
 
-        layer_places: where the layers' KV is in the blocks; None: all layers are one group.
+        layer_locations: where the layers' KV is in the blocks; None: all layers are one group.
         Checks the machine first if it is to be deterministic: see `determinism`.
         """
         attention = self.choose_attention(model, manager.block_size)
         strategy = choose_determinism(model.config, model.weights) if self.deterministic else NATURAL
         computed = DecoderModel(
-            model.config, model.weights, strategy=strategy, attention=attention, layer_places=layer_places
+            model.config, model.weights, strategy=strategy, attention=attention, layer_locations=layer_locations
         )
         if isinstance(attention, TorchAttention):
             return ModelRunner(computed, manager.num_blocks, manager.block_size)

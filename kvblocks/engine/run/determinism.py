@@ -1,10 +1,10 @@
 """Chooses how to compute so that a row's bits don't depend on its batch, by checking this machine.
 
 `packed16` is nearly as fast as natural shapes, and relies on a property of the matrix library that nothing documents:
-over the row counts that the strategy allows, a row's bits depend neither on how many rows there are nor on its place
+over the row counts that the strategy allows, a row's bits depend neither on how many rows there are nor on its index
 among them. It varies with the processor, the library and the number of threads. So it is checked, at start, with the
 model's own functions and weights, at the current number of threads, for every row count that can occur and every
-place in it. On a GPU, whose libraries choose by the number of rows, `fixed64` is next: the same property, of one
+index in it. On a GPU, whose libraries choose by the number of rows, `fixed64` is next: the same property, of one
 number of rows. If neither holds, `tile16` needs no such property and is chosen, if at least a row's bits don't depend
 on the numbers in other rows.
 
@@ -28,7 +28,7 @@ from kvblocks.engine.run.rows import FIXED64, PACKED16, TILE16, RowStrategy, chu
 RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Takes tensors with the same number of rows, gives tensors with that number of rows."""
 
-# Coprime to 16: moving a row by 7 places, again and again, takes it to every place of a chunk.
+# Coprime to 16: moving a row on by 7, again and again, takes it to every index of a chunk.
 _MOVE = 7
 
 
@@ -44,7 +44,7 @@ def choose_determinism(config: ModelConfig, weights: ModelWeights, *, linear: Li
         return replace(PACKED16, num_threads=torch.get_num_threads()) if is_cpu else PACKED16
     if not is_cpu and packed_rows_hold(config, weights, FIXED64, linear=linear):
         return FIXED64
-    if placed_rows_hold(config, weights, TILE16, linear=linear):
+    if aligned_rows_hold(config, weights, TILE16, linear=linear):
         return TILE16
     raise ModelError(
         "deterministic: expected matrix products whose rows don't depend on the numbers in other rows, got others from"
@@ -64,10 +64,10 @@ def packed_rows_hold(
 
 
 @torch.inference_mode()
-def placed_rows_hold(
+def aligned_rows_hold(
     config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = F.linear
 ) -> bool:
-    """Whether every row-wise function gives a row in its place the same bits, whatever is in the other rows."""
+    """Whether every row-wise function gives a row at its index the same bits, whatever is in the other rows."""
     return all(
         rows_ignore_others(function, inputs)
         for function, inputs, _ in _row_functions(config, weights, strategy, linear)
@@ -126,7 +126,7 @@ def rows_ignore_others(function: RowFunction, inputs: Sequence[Tensor]) -> bool:
 
 
 def rows_are_independent(function: RowFunction, inputs: Sequence[Tensor], row_counts: tuple[int, ...]) -> bool:
-    """Whether `function` gives each row of `inputs` the same bits at every row count, in every place.
+    """Whether `function` gives each row of `inputs` the same bits at every row count, at every index.
 
     The rows are first computed in chunks of the smallest count. Then each count gets the first rows, once in their
     order and once moved along, and must give the bits of the first time. `inputs` has as many rows as the largest

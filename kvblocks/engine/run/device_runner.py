@@ -50,8 +50,8 @@ class DeviceRunner(ModelRunner):
         tables = [ResidentTable(num_blocks, max_blocks, device) for _ in range(model.num_groups)]
         self._uploader = StepUploader(tables, block_size)
         self._cascade = cascade
-        # A strategy that places rows asks the device how many there are.
-        can_capture = capture is not None and not model.strategy.is_placed
+        # A strategy that aligns rows asks the device how many there are.
+        can_capture = capture is not None and not model.strategy.is_aligned
         self._buckets = DecodeBuckets(model, self.kv_cache, tables, capture) if capture and can_capture else None
 
     @property

@@ -21,7 +21,7 @@ from kvblocks.engine.attention.attention import (
 from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
-from kvblocks.engine.model.layer_attention import LayerPlace
+from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.model.layers import DecoderLayers, Linear
 from kvblocks.engine.model.rope import RopeTable
 from kvblocks.engine.model.weights import ModelWeights
@@ -34,7 +34,7 @@ class DecoderModel:
 
     `strategy` is NATURAL, or what `determinism.choose_determinism` returned. `attention` defaults to the torch
     backend that fits it; a deterministic strategy needs a tiled one. `linear` is the matrix product to use.
-    `layer_places` says which KV-cache group each layer belongs to; by default all are in one group.
+    `layer_locations` says which KV-cache group each layer belongs to; by default all are in one group.
 
     Attributes: what it was made of; `layer_attention`, how each layer attends; `num_groups`, of the KV cache.
     """
@@ -47,7 +47,7 @@ class DecoderModel:
         strategy: RowStrategy = NATURAL,
         attention: AttentionBackend | None = None,
         linear: Linear = F.linear,
-        layer_places: Sequence[LayerPlace] | None = None,
+        layer_locations: Sequence[LayerLocation] | None = None,
     ) -> None:
         if attention is None:
             attention = TiledTorchAttention() if strategy.is_deterministic else TorchAttention()
@@ -57,10 +57,10 @@ class DecoderModel:
         self.weights = weights
         self.strategy = strategy
         self.attention = attention
-        self.layer_places = tuple(layer_places or [LayerPlace(0, slot) for slot in range(config.num_layers)])
-        kinds = zip(config.attention, self.layer_places, strict=True)
-        self.layer_attention = tuple(replace(how, group=place.group) for how, place in kinds)
-        self.num_groups = 1 + max(place.group for place in self.layer_places)
+        self.layer_locations = tuple(layer_locations or [LayerLocation(0, slot) for slot in range(config.num_layers)])
+        kinds = zip(config.attention, self.layer_locations, strict=True)
+        self.layer_attention = tuple(replace(how, group=location.group) for how, location in kinds)
+        self.num_groups = 1 + max(location.group for location in self.layer_locations)
         self._layers = DecoderLayers(config, linear)
         # A tensor, so that the factor is rounded to the model's dtype: these models were trained with that. Made here,
         # since making one waits for a GPU.
@@ -72,8 +72,10 @@ class DecoderModel:
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """A zeroed cache in the model's dtype, on its device."""
-        dtype, device, places = self.weights.embedding.dtype, self.weights.embedding.device, self.layer_places
-        return KVCache.allocate(self.config, num_blocks, block_size, layer_places=places, dtype=dtype, device=device)
+        like, locations = self.weights.embedding, self.layer_locations
+        return KVCache.allocate(
+            self.config, num_blocks, block_size, layer_locations=locations, dtype=like.dtype, device=like.device
+        )
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv_cache: KVCache) -> Tensor:
@@ -93,7 +95,7 @@ class DecoderModel:
         """As `forward`, with an attention that was begun and without its guards: for a caller that has checked.
 
         Reads no value of a tensor on the host, so it never waits for a GPU and can be captured in a CUDA graph; only a
-        strategy that places rows (`RowStrategy.is_placed`) reads how many there are.
+        strategy that aligns rows (`RowStrategy.is_aligned`) reads how many there are.
         """
         layout = RowLayout.build(batch, self.strategy)
         parts = list(chunks(layout.num_rows, self.strategy.row_counts))

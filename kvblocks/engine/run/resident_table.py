@@ -13,7 +13,7 @@ position that is computed goes through here.
 Where a block has left a window, the list has 0 and the row what was there: nobody reads either.
 
 Invariant: once a step's changes are on the device, the first `num_used` entries of each of its rows are the list's, but
-for places that have left the group's window.
+for entries that have left the group's window.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from kvblocks.errors import InvalidArgumentError
 class TableChanges:
     """Entries of a table that a step has to write: where (row * max_blocks + column), and which block ids."""
 
-    places: list[int] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
 
 
@@ -66,7 +66,7 @@ class ResidentTable:
         self.blocks = grown
         self._free += range(num_rows, num_wanted)
 
-    def place(self, block_ids: list[int], start_block: int, num_used: int, changes: TableChanges) -> int:
+    def assign_row(self, block_ids: list[int], start_block: int, num_used: int, changes: TableChanges) -> int:
         """Return the row of a sequence, adding to `changes` what the device lacks of its first `num_used` blocks.
 
         block_ids: the sequence's own list; start_block: the block of the first token that the step computes. Room for
@@ -93,7 +93,7 @@ class ResidentTable:
                 resident[column] = block_id
             else:
                 resident.append(block_id)
-            changes.places.append(row.number * max_blocks + column)
+            changes.indexes.append(row.number * max_blocks + column)
             changes.block_ids.append(block_id)
         return row.number
 

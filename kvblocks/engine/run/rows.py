@@ -5,11 +5,11 @@ even SiLU may, since the last elements of a tensor take a scalar path. A strateg
 
 - `NATURAL`: all rows at once. Fastest, and the bits of a row depend on its batch.
 - `FIXED64`: every chunk is 64 rows, in any order. For GPUs, where a product of a few rows costs about as much as one of
-  64, and where a row's bits mostly depend on a product's shape and not on the row's place. Checked, too.
+  64, and where a row's bits mostly depend on a product's shape and not on the row's index. Checked, too.
 - `PACKED16`: rows are padded to a multiple of 16 and cut into chunks whose sizes are in a short list. Bit-exact if, for
-  those sizes, a row's bits depend neither on the size nor on its place: `determinism` checks exactly that.
-- `TILE16`: every chunk is 16 rows, the row of position p stands at place p % 16, and the head takes one row at a
-  time. A row is always computed at the same place of the same shape, so it is bit-exact at any number of threads, as
+  those sizes, a row's bits depend neither on the size nor on its index: `determinism` checks exactly that.
+- `TILE16`: every chunk is 16 rows, the row of position p has index p % 16, and the head takes one row at a
+  time. A row is always computed at the same index of the same shape, so it is bit-exact at any number of threads, as
   long as a row's bits don't depend on the numbers in other rows. Rows of several sequences share a chunk where they
   fit.
 
@@ -30,14 +30,14 @@ class RowStrategy:
     """The row counts that an operation may see, ascending; empty: any.
 
     Every count is a multiple of the first one, and rows are padded to a multiple of it. `head_row_counts` is the list
-    for the final norm and the output projection. With `is_placed` the row of position p stands at a place that is p
-    modulo the first count. `num_threads` is the number of torch threads that the strategy is good for; None: any.
+    for the final norm and the output projection. With `is_aligned` the row of position p has an index that is p modulo
+    the first count. `num_threads` is the number of torch threads that the strategy is good for; None: any.
     """
 
     name: str
     row_counts: tuple[int, ...] = ()
     head_row_counts: tuple[int, ...] = ()
-    is_placed: bool = False
+    is_aligned: bool = False
     num_threads: int | None = None
 
     @property
@@ -50,7 +50,7 @@ NATURAL = RowStrategy("natural")
 # A product of 256 rows has 94% of the speed of one of 1088 on SmolLM2's shapes, of 128 rows 90%; a whole prefill is as
 # fast as a natural one, since what happens between the products stays in the processor's cache.
 PACKED16 = RowStrategy("packed16", (*range(16, 129, 16), 256), (16, 32, 64))
-TILE16 = RowStrategy("tile16", (16,), (1,), is_placed=True)
+TILE16 = RowStrategy("tile16", (16,), (1,), is_aligned=True)
 FIXED64 = RowStrategy("fixed64", (64,), (64,))
 
 
@@ -76,7 +76,7 @@ class RowLayout:
 
     token_ids, positions, and slot_mappings by group: int64 [num_rows]; a dummy row is token 0 at position 0 and is not
     stored.
-    logits_rows: int64 [num_logits]. own_rows: int64 [num_tokens], the place of each row of the batch; None: dummy
+    logits_rows: int64 [num_logits]. own_rows: int64 [num_tokens], the index of each row of the batch; None: dummy
     rows, if any, come last.
     """
 
@@ -90,8 +90,8 @@ class RowLayout:
     @classmethod
     def build(cls, batch: StepBatch, strategy: RowStrategy) -> "RowLayout":
         """Lay out `batch` as `strategy` asks. O(rows). Changes nothing."""
-        if strategy.is_placed:
-            return _place(batch, strategy.row_counts[0])
+        if strategy.is_aligned:
+            return _align(batch, strategy.row_counts[0])
         counts = strategy.row_counts
         num_dummies = -batch.num_tokens % counts[0] if counts else 0
         unstored = batch.token_ids.new_full((num_dummies,), -1)
@@ -126,17 +126,17 @@ class RowLayout:
         return rows.index_copy_(0, self.own_rows, own)
 
 
-def _place(batch: StepBatch, tile: int) -> RowLayout:
-    """Put the row of position p at place p % tile of a tile: the n-th row that needs a place gets it in tile n.
+def _align(batch: StepBatch, tile: int) -> RowLayout:
+    """Put the row of position p at index p % tile of a tile: the n-th row that needs an index gets it in tile n.
 
-    A run of consecutive positions fills whole tiles, and rows of other sequences fill the places that it leaves.
+    A run of consecutive positions fills whole tiles, and rows of other sequences fill the indexes that it leaves.
     """
-    places = batch.positions % tile
-    order = places.argsort(stable=True)
-    num_rows_at = places.bincount(minlength=tile)
+    indexes = batch.positions % tile
+    order = indexes.argsort(stable=True)
+    num_rows_at = indexes.bincount(minlength=tile)
     first_at = num_rows_at.cumsum(0) - num_rows_at
-    ranks = torch.arange(batch.num_tokens, device=places.device) - first_at[places[order]]
-    own_rows = torch.empty_like(order).index_copy_(0, order, ranks * tile + places[order])
+    ranks = torch.arange(batch.num_tokens, device=indexes.device) - first_at[indexes[order]]
+    own_rows = torch.empty_like(order).index_copy_(0, order, ranks * tile + indexes[order])
     num_rows = int(num_rows_at.max()) * tile
 
     def spread(values: Tensor, fill: int) -> Tensor:

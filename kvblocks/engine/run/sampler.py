@@ -64,7 +64,7 @@ class Sampler:
         num_kept = len(ranked) if self.top_k is None else min(self.top_k, len(ranked))
         if self.top_p < 1:
             sums = ranked[:num_kept].cumsum(0)
-            # The first place at which enough is together, and at least one.
+            # The first index at which enough is together, and at least one.
             num_kept = min(num_kept, int(torch.searchsorted(sums, sums[-1] * self.top_p)) + 1)
         weights[order[num_kept:]] = 0
 
@@ -75,10 +75,10 @@ def sample_seed(seed: int, number: int) -> int:
     The others' are hashed, so that calls with neighbouring seeds have no sample in common. seed: 0 to 2**64 - 1. Raises
     InvalidArgumentError.
     """
-    checked, place = check_count("seed", seed, 0, 2**64 - 1), check_count("number", number, 0, 2**64 - 1)
-    if not place:
+    checked, index = check_count("seed", seed, 0, 2**64 - 1), check_count("number", number, 0, 2**64 - 1)
+    if not index:
         return checked
-    digest = blake2b(checked.to_bytes(8, "little") + place.to_bytes(8, "little"), digest_size=8)
+    digest = blake2b(checked.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
 
@@ -94,7 +94,7 @@ def make_samplers(
 def sample_step(logits: Tensor, samplers: Sequence[Sequence[Sampler]]) -> list[int | Exception]:
     """A token for each sampler, in order, where `samplers[i]` are those of row i of `logits` [len(samplers), vocab].
 
-    In place of a token: BrokenLogitsError for a row with NaN, of which none is drawn; and what a sampler raised. None
+    Instead of a token: BrokenLogitsError for a row with NaN, of which none is drawn; and what a sampler raised. None
     of that keeps the others from their tokens. O(samplers x vocab). The most likely tokens of all rows are found
     together, so that a GPU is waited for once.
     """

@@ -78,7 +78,7 @@ class StepUploader:
             if not is_decode:
                 sections += _ragged_sections(rows)
             num_sections = len(sections)
-            sections += [values for change in changes for values in (change.places, change.block_ids)]
+            sections += [values for change in changes for values in (change.indexes, change.block_ids)]
             parts = self._transfer(sections)
         except BaseException:
             for table in self.tables:
@@ -103,11 +103,11 @@ class StepUploader:
         return lay_out(step, [table.blocks[:, :width] for table in self.tables], self._block_size)
 
     def _write(self, changes: Sequence[TableChanges], parts: list[Tensor]) -> None:
-        """Write the tables' new entries. parts: of each table, places and block ids, on the device."""
-        for table, change, places, block_ids in zip(self.tables, changes, parts[::2], parts[1::2], strict=True):
-            if change.places:
-                table.blocks.view(-1).index_copy_(0, places.long(), block_ids)
-            self.counts.num_block_ids += len(change.places)
+        """Write the tables' new entries. parts: of each table, indexes and block ids, on the device."""
+        for table, change, indexes, block_ids in zip(self.tables, changes, parts[::2], parts[1::2], strict=True):
+            if change.indexes:
+                table.blocks.view(-1).index_copy_(0, indexes.long(), block_ids)
+            self.counts.num_block_ids += len(change.indexes)
 
     def _pack(self, rows: Sequence[SequenceRows], changes: Sequence[TableChanges], num_padded: int) -> list[list[int]]:
         """Token ids, lengths, read-only tokens, and table rows of each group.
@@ -117,7 +117,7 @@ class StepUploader:
         size = self._block_size
         table_rows = [
             [
-                table.place(
+                table.assign_row(
                     _own_list(sequence.block_tables[group]),
                     sequence.start // size,
                     -(-sequence.seq_len // size),
@@ -175,8 +175,9 @@ def lay_out(step: UploadedStep, tables: Sequence[Tensor], block_size: int) -> St
         owner = torch.repeat_interleave(index, lengths, output_size=num_tokens)
         first_positions = step.seq_lens.long() - lengths - step.query_start[:-1]
         positions = torch.arange(num_tokens, device=device) + first_positions[owner]
-    places, offsets, is_readonly = positions // block_size, positions % block_size, positions < step.num_readonly[owner]
-    slots = [table[owner, places].long() * block_size + offsets for table in block_tables]
+    columns, offsets = positions // block_size, positions % block_size
+    is_readonly = positions < step.num_readonly[owner]
+    slots = [table[owner, columns].long() * block_size + offsets for table in block_tables]
     return StepBatch(
         token_ids=step.token_ids.long(),
         positions=positions,

@@ -9,12 +9,14 @@ a request may be depends on how many tokens a step computes of it at most.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterable
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
 from kvblocks.engine.schedule.request import Request
 from kvblocks.errors import InvalidArgumentError, PoolExhaustedError
+from kvblocks.groups.kinds import Group
 from kvblocks.manager import KVCacheManager
 from kvblocks.retention.pinned_blocks import KEEP
 
@@ -38,7 +40,7 @@ def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, nu
     asked = f"{num_tokens} (a prompt of {sequence.num_prompt_tokens} and max_tokens {request.max_tokens})"
     if num_tokens > max_model_len:
         raise InvalidArgumentError(f"expected at most {max_model_len} tokens, the model's context, got {asked}")
-    num_wanted = count_blocks(manager, num_tokens - 1, num_step_tokens)  # the last token generated needs no slot
+    num_wanted = count_blocks(manager.groups, num_tokens - 1, num_step_tokens)  # the last token generated needs no slot
     if num_wanted > manager.num_blocks:
         most = _most_tokens(manager, manager.num_blocks, num_step_tokens, num_tokens)
         raise InvalidArgumentError(
@@ -80,7 +82,7 @@ def check_oldest(manager: KVCacheManager, request: Request, num_tokens: int, max
     num_tokens_anew = max(num_tokens, min(num_cached_tokens + max_num_tokens, request.sequence.num_tokens))
     for num_wanted, blocks in ((num_tokens, blocks_of(manager, request.sequence)), (num_tokens_anew, cached)):
         num_left = manager.num_blocks - len(kept.difference(blocks))
-        if count_blocks(manager, num_wanted, max_num_tokens) <= num_left:
+        if count_blocks(manager.groups, num_wanted, max_num_tokens) <= num_left:
             return
     raise stalled(manager, request)
 
@@ -97,14 +99,15 @@ def stalled(manager: KVCacheManager, request: Request) -> StalledError:
     )
 
 
-def count_blocks(manager: KVCacheManager, num_tokens: int, num_step_tokens: int) -> int:
-    """Blocks of all groups that a sequence holds at most."""
-    return sum(group.num_blocks(num_tokens, num_step_tokens) for group in manager.groups)
+def count_blocks(groups: Iterable[Group], num_tokens: int, num_step_tokens: int) -> int:
+    """Blocks of all groups that a sequence holds at most. O(groups)."""
+    return sum([group.num_blocks(num_tokens, num_step_tokens) for group in groups])
 
 
 def _most_tokens(manager: KVCacheManager, num_blocks: int, num_step_tokens: int, below: int) -> int:
     """The longest sequence, shorter than `below`, that so many blocks hold. O(groups * log(below))."""
-    return bisect_right(range(below), num_blocks, key=lambda tokens: count_blocks(manager, tokens, num_step_tokens)) - 1
+    groups = manager.groups
+    return bisect_right(range(below), num_blocks, key=lambda tokens: count_blocks(groups, tokens, num_step_tokens)) - 1
 
 
 def blocks_of(manager: KVCacheManager, holder: Sequence | CacheHit) -> list[KVCacheBlock]:

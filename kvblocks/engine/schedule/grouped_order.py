@@ -9,9 +9,9 @@ together whose members read the same blocks, which cascade attention makes use o
 from collections.abc import Sequence as Items
 
 from kvblocks.core.sequence import Sequence
+from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.order import AgingOrder
 from kvblocks.engine.schedule.request import Request
-from kvblocks.manager import KVCacheManager
 
 
 class GroupedOrder(AgingOrder):
@@ -24,9 +24,9 @@ class GroupedOrder(AgingOrder):
     _last: Sequence | None = None
     _block_size = 1
 
-    def start(self, candidates: Items[Request], manager: KVCacheManager) -> None:  # noqa: ARG002
+    def start(self, candidates: Items[Request], lookups: Lookups) -> None:  # noqa: ARG002
         """Learn the block size. O(1)."""
-        self._block_size = manager.block_size
+        self._block_size = lookups.manager.block_size
 
     def choose(self, candidates: Items[Request]) -> Request:
         """Return the one that shares most with the last, the oldest of several. O(their tokens), by memcmp."""

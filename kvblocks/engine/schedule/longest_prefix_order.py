@@ -5,9 +5,9 @@ The idea is SGLang's cache-aware scheduling; the bound on how often a request is
 
 from collections.abc import Sequence as Items
 
+from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.order import AgingOrder
 from kvblocks.engine.schedule.request import Request
-from kvblocks.manager import KVCacheManager
 
 
 class LongestPrefixOrder(AgingOrder):
@@ -19,12 +19,11 @@ class LongestPrefixOrder(AgingOrder):
 
     _num_cached_tokens: dict[Request, int]
 
-    def start(self, candidates: Items[Request], manager: KVCacheManager) -> None:
+    def start(self, candidates: Items[Request], lookups: Lookups) -> None:
         """Look the candidates up. O(their tokens), by memcmp."""
         ranked = [request for request in candidates if not request.was_admitted]
         self._num_cached_tokens = {
-            request: manager.get_computed_blocks(request.sequence).num_tokens if len(ranked) > 1 else 0
-            for request in ranked
+            request: lookups.find(request).num_tokens if len(ranked) > 1 else 0 for request in ranked
         }
 
     def choose(self, candidates: Items[Request]) -> Request:

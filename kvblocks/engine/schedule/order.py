@@ -1,8 +1,8 @@
 """In which order waiting requests are admitted.
 
 An order is asked in each step for candidates, best first, and the scheduler admits them until the step is full. Whoever
-was admitted before (preempted since, or of a step that died) comes first in any order: it has waited its turn, and its
-place in the queue is in front.
+was admitted before (preempted since, or of a step that died) comes first in any order: it has waited its turn, and
+stands in front of the queue.
 
 `FirstCome` is the order of arrival. `AgingOrder` is what cache-aware orders have in common: they rank the first
 `num_candidates` of the queue only, so that a step costs the same however many wait, and nobody is overtaken more than
@@ -18,17 +18,17 @@ from itertools import islice
 from typing import Protocol
 
 from kvblocks.arguments import check_count
+from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.request import Request
-from kvblocks.manager import KVCacheManager
 
 
 class Order(Protocol):
     """What the scheduler asks of an order."""
 
-    def candidates(self, waiting: deque[Request], manager: KVCacheManager) -> Iterator[Request]:
+    def candidates(self, waiting: deque[Request], lookups: Lookups) -> Iterator[Request]:
         """Yield requests of `waiting`, best first. Between two of them the last one may have been admitted.
 
-        Changes nothing but the order's own memory.
+        lookups: of the requests, and the manager. Changes nothing but the order's own memory.
         """
 
     def is_overdue(self, request: Request) -> bool:
@@ -41,14 +41,14 @@ class Order(Protocol):
 class FirstCome:
     """First come, first served. O(1) a candidate, but for those that are passed over."""
 
-    def candidates(self, waiting: deque[Request], manager: KVCacheManager) -> Iterator[Request]:  # noqa: ARG002
+    def candidates(self, waiting: deque[Request], lookups: Lookups) -> Iterator[Request]:  # noqa: ARG002
         """As `Order`."""
-        place = 0
-        while place < len(waiting):
-            request = waiting[place]
+        index = 0
+        while index < len(waiting):
+            request = waiting[index]
             yield request
             if not request.sequence.is_allocated:  # passed over
-                place += 1
+                index += 1
 
     def is_overdue(self, request: Request) -> bool:  # noqa: ARG002
         """Nobody is: others pass only those who wait for a prefix, as long as that is being computed."""
@@ -69,10 +69,10 @@ class AgingOrder(ABC):
         self.num_candidates = check_count("num_candidates", num_candidates, 1)
         self.max_overtakes = check_count("max_overtakes", max_overtakes, 0)
 
-    def candidates(self, waiting: deque[Request], manager: KVCacheManager) -> Iterator[Request]:
+    def candidates(self, waiting: deque[Request], lookups: Lookups) -> Iterator[Request]:
         """As `Order`. O(num_candidates) a candidate, beside what `start` and `choose` cost."""
         untried = list(islice(waiting, self.num_candidates))
-        self.start(untried, manager)
+        self.start(untried, lookups)
         window = untried[:]
         while window:
             first = next((r for r in window if self.is_overdue(r) or (r.was_admitted and r in untried)), None)
@@ -89,7 +89,7 @@ class AgingOrder(ABC):
         """As `Order`."""
         return request.num_overtakes >= self.max_overtakes
 
-    def start(self, candidates: Items[Request], manager: KVCacheManager) -> None:  # noqa: B027
+    def start(self, candidates: Items[Request], lookups: Lookups) -> None:  # noqa: B027
         """Get ready for a step with these candidates."""
 
     @abstractmethod

@@ -71,26 +71,3 @@ class Request:
         sample = Request(self.sequence.fork(sequence_id), self.max_tokens, self.stop_token_ids, deadline=self.deadline)
         self.siblings.append(sample)
         return sample
-
-    def take_token(self, token_id: int | None) -> None:
-        """Add a sampled token, which may finish the request; None: there is none. Only for the scheduler. O(1)."""
-        if token_id is None:
-            self.finish_reason = "error"
-            return
-        self.sequence.append_tokens([token_id])
-        if token_id in self.stop_token_ids:
-            self.finish_reason = "stop"
-        elif self.num_output_tokens == self.max_tokens:
-            self.finish_reason = "length"
-
-    def hand_over(self) -> "Request":
-        """Make the next sample the one that is scheduled for all, and return it. Only for the scheduler.
-
-        It takes what the prompt has cost so far upon itself, as this one would have. O(samples).
-        """
-        heir, *others = self.siblings
-        self.siblings, heir.siblings = [], others
-        heir.num_cached_tokens, heir.num_computed_tokens = self.num_cached_tokens, self.num_computed_tokens
-        heir.num_preemptions, heir.num_overtakes = self.num_preemptions, self.num_overtakes
-        heir.was_admitted = self.was_admitted
-        return heir

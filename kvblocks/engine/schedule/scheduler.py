@@ -16,7 +16,7 @@ Invariants:
   since whoever computes has blocks; and whoever passes doesn't begin with what the other one waits for, so it can't
   prolong the wait. When one is refused, by the pool or the watermark, nobody behind it is admitted in that step.
 - Samples of one prompt are forked when its last chunk was computed, between two steps: whatever they share is written.
-  Until then nobody who came later takes their places; if there aren't enough, the rest wait, in front.
+  Until then nobody who came later is admitted in their stead; if there aren't enough, the rest wait, in front.
 
 The order of work, and recomputing as the only kind of preemption, are those of vLLM v1's scheduler.
 """
@@ -26,13 +26,13 @@ from collections.abc import Sequence as Items
 from itertools import islice
 from math import inf
 
-from kvblocks.core.hit import CacheHit
 from kvblocks.engine.schedule.capacity import check_fits, check_oldest, count_blocks, max_request_tokens, stalled
+from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.order import FirstCome, Order
 from kvblocks.engine.schedule.request import FinishReason, Request
 from kvblocks.engine.schedule.step import ScheduledChunk, StepLimits
 from kvblocks.engine.schedule.watermark import Watermark
-from kvblocks.errors import InvalidArgumentError
+from kvblocks.errors import InvalidArgumentError, StaleHitError
 from kvblocks.manager import KVCacheManager
 
 
@@ -42,7 +42,7 @@ class Scheduler:
     max_model_len: tokens that the model can have in context. limits: may be replaced between steps. order: None is
     first come, first served.
     waiting, running: unfinished requests, oldest first; samples of a prompt that isn't computed yet are among the
-    `siblings` of its first one. Read them, but let the scheduler change them.
+    `siblings` of its first one. Read them, but let the scheduler change them. lookups: of the waiting ones.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class Scheduler:
         self.order: Order = order or FirstCome()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.lookups = Lookups(manager)
+        self._groups = manager.groups
         self._next_deadline = inf  # of all requests, or earlier
 
     @property
@@ -90,6 +92,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request, and its siblings with it. Raises what `check_fits` does, changing nothing. As that."""
         self.check_fits(request)
+        self.add_checked(request)
+
+    def add_checked(self, request: Request) -> None:
+        """Queue a request that `check_fits` has let pass, and its siblings with it. O(samples)."""
         deadlines = [sample.deadline for sample in (request, *request.siblings) if sample.deadline is not None]
         self._next_deadline = min([self._next_deadline, *deadlines])
         self.waiting.append(request)
@@ -112,6 +118,8 @@ class Scheduler:
             else:
                 chunks.append(chunk)
                 budget -= chunk.num_tokens
+        if chunks:
+            self.lookups.forget()
         if len(self.running) == num_running or not chunks:  # without any, the oldest one itself starts anew
             refused = self._admit(chunks, budget)
             if refused is not None and not chunks:
@@ -128,6 +136,7 @@ class Scheduler:
         num_sampled = sum(len(chunk.sampled_requests) for chunk in chunks)
         if len(token_ids) != num_sampled:
             raise InvalidArgumentError(f"complete: expected {num_sampled} sampled tokens, got {len(token_ids)}")
+        self.lookups.forget()
         sampled = iter(token_ids)
         for chunk in chunks:
             chunk.request.num_computed_tokens += chunk.num_tokens
@@ -135,7 +144,7 @@ class Scheduler:
             if len(samples) > 1:
                 self._fork(chunk.request)
             for request in samples:
-                request.take_token(next(sampled))
+                _take_token(request, next(sampled))
                 if request.finish_reason is not None:
                     self._remove(request)
 
@@ -144,6 +153,7 @@ class Scheduler:
 
         They keep all their tokens, and hit what earlier steps wrote. O(blocks of the step's sequences).
         """
+        self.lookups.forget()
         for chunk in reversed(chunks):
             self.manager.abort(chunk.request.sequence, chunk.start)
             self.running.remove(chunk.request)
@@ -153,16 +163,17 @@ class Scheduler:
         """End an unfinished request, between two steps; what is cached of it stays, and so do its siblings.
 
         Its blocks are free at once. reason: its finish_reason from now on; one that it has already stays, and nothing
-        is done. O(requests), and O(prompt) when the next sample takes its place.
+        is done. O(requests), and O(prompt) when the next sample is to be computed instead.
         """
         if request.finish_reason is not None:
             return
         request.finish_reason = reason
+        self.lookups.forget()
         if request.siblings and request in self.waiting:
-            self.waiting[self.waiting.index(request)] = request.hand_over()
+            self.waiting[self.waiting.index(request)] = _hand_over(request)
             return
         if request.siblings and request in self.running:
-            heir = request.hand_over()
+            heir = _hand_over(request)
             heir.sequence = self.manager.fork(request.sequence, heir.sequence.sequence_id)
             self.running.insert(self.running.index(request), heir)
         self._remove(request)
@@ -199,19 +210,21 @@ class Scheduler:
 
         Those whose prefix somebody is computing are passed over.
         """
+        if not self.waiting:
+            return None
         most, num_passed = self.limits.max_num_seqs, 0  # as many are passed over as could run, at most
         num_seqs = sum(1 + len(request.siblings) for request in self.running)
         watermark = Watermark(self.manager, self.running, self.limits.watermark, self._num_step_tokens)
-        candidates = self.order.candidates(self.waiting, self.manager)
+        candidates = self.order.candidates(self.waiting, self.lookups)
         while budget and num_seqs < most and num_passed < most and self.waiting:
             request = next(candidates, None)
             if request is None:
                 return None
-            hit = self.manager.get_computed_blocks(request.sequence)
-            if self.limits.wait_for_prefixes and hit.pending_tokens and not self.order.is_overdue(request):
+            is_pending = self.limits.wait_for_prefixes and self.lookups.find(request).pending_tokens
+            if is_pending and not self.order.is_overdue(request):
                 num_passed += 1
                 continue
-            chunk = self._start(request, hit, budget) if watermark.admits(request, hit) else None
+            chunk = self._start(request, watermark, budget)
             if chunk is None:
                 return request
             self._take_turn(request)
@@ -223,20 +236,28 @@ class Scheduler:
 
     def _take_turn(self, request: Request) -> None:
         """Move a waiting request that has been given slots to the running ones. O(those in front of it)."""
-        place = self.waiting.index(request)
-        for older in islice(self.waiting, place):
+        index = self.waiting.index(request)
+        for older in islice(self.waiting, index):
             older.num_overtakes += 1
         request.was_admitted = True
-        del self.waiting[place]
+        del self.waiting[index]
         self.running.append(request)
         self.order.note_admitted(request)
 
-    def _start(self, request: Request, hit: CacheHit, budget: int) -> ScheduledChunk | None:
-        """Make room for the first tokens of a waiting request that aren't in the cache."""
+    def _start(self, request: Request, watermark: Watermark, budget: int) -> ScheduledChunk | None:
+        """Make room for the first tokens of a waiting request that aren't in the cache, if the watermark admits it."""
+        hit = self.lookups.find(request)
+        if not watermark.admits(request, hit):
+            return None
         num_left = request.sequence.num_tokens - hit.num_tokens
         num_tokens = self._fitting_tokens(request, min(self.limits.chunk_tokens(budget), num_left))
-        if self.manager.allocate_slots(request.sequence, num_tokens, hit=hit) is None:
-            return None
+        try:
+            if self.manager.allocate_slots(request.sequence, num_tokens, hit=hit) is None:
+                return None
+        except StaleHitError:  # somebody else took something from the cache since, by a reset or a quota
+            self.lookups.forget()
+            return self._start(request, watermark, budget)
+        self.lookups.forget()
         if not request.num_computed_tokens:
             request.num_cached_tokens = hit.num_tokens
         return self._chunk(request, hit.num_tokens)
@@ -247,7 +268,7 @@ class Scheduler:
         It was queued for smaller steps then, before the limits were replaced. O(groups), mostly.
         """
         num_known = request.sequence.num_tokens
-        while num_tokens > 1 and count_blocks(self.manager, num_known, num_tokens) > self.manager.num_blocks:
+        while num_tokens > 1 and count_blocks(self._groups, num_known, num_tokens) > self.manager.num_blocks:
             num_tokens //= 2
         return num_tokens
 
@@ -266,8 +287,8 @@ class Scheduler:
             sample.num_cached_tokens, sample.was_admitted = request.sequence.num_prompt_tokens, True
         for sample in forks:
             sample.sequence = self.manager.fork(request.sequence, sample.sequence.sequence_id)
-        place = self.running.index(request) + 1
-        self.running[place:place] = forks
+        index = self.running.index(request) + 1
+        self.running[index:index] = forks
         self.waiting.extendleft(reversed(others))
 
     def _remove(self, request: Request) -> None:
@@ -285,6 +306,32 @@ class Scheduler:
     def _preempt_youngest(self) -> None:
         """Take the youngest request's blocks, to be recomputed later; what stays cached of them it will hit again."""
         victim = self.running.pop()
+        self.lookups.forget()
         self.manager.free(victim.sequence)
         victim.num_preemptions += 1
         self.waiting.appendleft(victim)
+
+
+def _take_token(request: Request, token_id: int | None) -> None:
+    """Add a sampled token, which may finish the request; None: there is none."""
+    if token_id is None:
+        request.finish_reason = "error"
+        return
+    request.sequence.append_tokens([token_id])
+    if token_id in request.stop_token_ids:
+        request.finish_reason = "stop"
+    elif request.num_output_tokens == request.max_tokens:
+        request.finish_reason = "length"
+
+
+def _hand_over(request: Request) -> Request:
+    """Make the next sample the one that is scheduled for all, and return it.
+
+    It takes what the prompt has cost so far upon itself, as this one would have. O(samples).
+    """
+    heir, *others = request.siblings
+    request.siblings, heir.siblings = [], others
+    heir.num_cached_tokens, heir.num_computed_tokens = request.num_cached_tokens, request.num_computed_tokens
+    heir.num_preemptions, heir.num_overtakes = request.num_preemptions, request.num_overtakes
+    heir.was_admitted = request.was_admitted
+    return heir

@@ -21,23 +21,28 @@ from kvblocks.manager import KVCacheManager
 class Watermark:
     """What one step's admissions may use of a pool of which `share` is to stay free.
 
-    num_step_tokens: what a step computes of a request at most, on which depends what layers with a window hold.
-    O(running requests).
+    num_step_tokens: what a step computes of a request at most, on which depends what layers with a window hold. Running
+    requests are counted when somebody asks to be admitted beside them. O(running requests).
     """
 
     def __init__(self, manager: KVCacheManager, running: Iterable[Request], share: float, num_step_tokens: int) -> None:
         self._manager = manager
+        self._groups = manager.groups
         self._num_step_tokens = num_step_tokens
         self._num_reserved_blocks = int(share * manager.num_blocks + 1e-6)  # 0.29 of 100 is 29
         self._num_promised_blocks = 0
-        self._is_alone = True
-        for request in running:
-            self.note(request)
+        self._uncounted = [*running]
+        self._is_alone = not self._uncounted
 
     def admits(self, request: Request, hit: CacheHit) -> bool:
-        """Whether a waiting request with this hit leaves enough free. Always, if nobody runs. O(blocks of the hit)."""
+        """Whether a waiting request with this hit leaves enough free. Always, if nobody runs.
+
+        O(blocks of the hit + groups of each running request that wasn't counted yet).
+        """
         if self._is_alone or not self._num_reserved_blocks:
             return True
+        self._num_promised_blocks += sum([self._num_missing_blocks(running) for running in self._uncounted])
+        self._uncounted.clear()
         found = blocks_of(self._manager, hit)
         num_new = max(0, self._num_blocks(request) - len(found))
         num_hit_free = sum([not block.ref_cnt for block in found])
@@ -45,14 +50,18 @@ class Watermark:
         return num_left >= self._num_reserved_blocks
 
     def note(self, request: Request) -> None:
-        """Count a running request, with the blocks that it has: the rest of its prompt will need more. O(groups)."""
+        """Take note of a request that runs from now on, with the blocks that it has. O(1)."""
         self._is_alone = False
+        self._uncounted.append(request)
+
+    def _num_missing_blocks(self, request: Request) -> int:
+        """Blocks that a running request will need beside those that it has: for the rest of its prompt. O(groups)."""
         sequence = request.sequence
-        groups = range(len(self._manager.groups))
+        groups = range(len(self._groups))
         num_held = sum([len(sequence.group_block_ids(group)) - sequence.first_live_block(group) for group in groups])
-        self._num_promised_blocks += max(0, self._num_blocks(request) - num_held)
+        return max(0, self._num_blocks(request) - num_held)
 
     def _num_blocks(self, request: Request) -> int:
         """Blocks for all tokens that are known, and one more in each group for each other sample of the prompt."""
-        num_blocks = count_blocks(self._manager, request.sequence.num_tokens, self._num_step_tokens)
-        return num_blocks + len(request.siblings) * len(self._manager.groups)
+        num_blocks = count_blocks(self._groups, request.sequence.num_tokens, self._num_step_tokens)
+        return num_blocks + len(request.siblings) * len(self._groups)

@@ -1,108 +1,130 @@
-"""The response to one request: runs it, watches whether the client is still there, and writes what comes.
+"""The answer to one request: what has come of it, for whoever sends it on, and how it looks in OpenAI's JSON.
 
-A failure before the first token is an HTTP error; after it, in a stream, it comes as the last event. When the client
-goes away the request is dropped at once, whatever it was waiting for.
+It belongs to the event loop. The engine's thread only passes it on, and reads what never changes: its id, and what was
+asked.
 """
 
 import asyncio
-import contextlib
-from collections.abc import Mapping
+import time
+import uuid
+from collections import deque
 
-from starlette.types import Receive, Scope, Send
-
+from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.server.errors import ApiError
-from kvblocks.engine.server.replies import DONE, Reply, encode_event, encode_json
 from kvblocks.engine.server.requests import AnswerRequest
-from kvblocks.engine.server.service import Job, Service
+from kvblocks.engine.server.service_metrics import Outcome
+from kvblocks.engine.server.wire import Json
+
+_PREFIXES = {"completion": "cmpl-", "chat": "chatcmpl-"}
 
 
 class Answer:
-    """An ASGI application for one request whose prompts are encoded."""
+    """The answer to `asked` by a model of this name: one choice for each sample of each prompt.
 
-    def __init__(self, service: Service, request: AnswerRequest, prompts: list[list[int]], reply: Reply) -> None:
-        self._service = service
-        self._request = request
-        self._prompts = prompts
-        self._reply = reply
+    answer_id: what clients and logs know it by. start_s: when it was made, on `time.monotonic`. has_begun: whether any
+    token has come. outcome: None while it goes on. timer: ends it in time.
+    """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. Raises ApiError, before anything is sent, when there is no place for the request."""
-        del scope
-        request = self._request
-        job = self._service.submit(self._reply.answer_id, self._prompts, request.sampling, request.salt)
-        watcher = asyncio.create_task(self._watch(job, receive))
-        try:
-            await (self._stream(job, send) if request.stream else self._send_whole(job, send))
-        finally:
-            watcher.cancel()
-            self._service.drop(job)
+    def __init__(self, asked: AnswerRequest, model: str) -> None:
+        self.asked = asked
+        self.answer_id = _PREFIXES[asked.kind] + uuid.uuid4().hex
+        self.start_s = time.monotonic()
+        self.has_begun = False
+        self.outcome: Outcome | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self._head: Json = {"id": self.answer_id, "object": "", "created": int(time.time()), "model": model}
+        self._pieces: deque[Piece] = deque()  # that nobody has taken
+        self._completions: dict[int, Completion] = {}  # by choice
+        self._opened: set[int] = set()  # choices of which a stream has said something
+        self._error: ApiError | None = None
+        self._news = asyncio.Event()
 
-    async def _watch(self, job: Job, receive: Receive) -> None:
-        """Drop the request when the client goes away."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._service.drop(job)
+    @property
+    def is_whole(self) -> bool:
+        """Whether all choices have come to their end. O(1)."""
+        return len(self._completions) == self.asked.num_choices
 
-    async def _send_whole(self, job: Job, send: Send) -> None:
-        try:
-            while not self._reply.is_whole:
-                deltas = await job.take()
-                if not deltas:
-                    return  # the client has gone
-                for delta in deltas:
-                    self._reply.add(delta)
-        except ApiError as error:
-            await send_error(send, error, self._reply.answer_id)
-            return
-        await send_body(send, 200, encode_json(self._reply.body()), {"x-request-id": self._reply.answer_id})
+    def put(self, piece: Piece) -> None:
+        """Add what was generated of it. O(1)."""
+        self.has_begun = True
+        self._pieces.append(piece)
+        if piece.completion is not None:
+            self._completions[self._choice(piece)] = piece.completion
+        self._news.set()
 
-    async def _stream(self, job: Job, send: Send) -> None:
-        has_begun = False
-        try:
-            while not self._reply.is_whole:
-                deltas = await job.take()
-                if not deltas:
-                    return
-                if not has_begun:
-                    has_begun = True
-                    await self._begin(send)
-                events = [encode_event(chunk) for delta in deltas for chunk in self._reply.chunks(delta)]
-                if events:
-                    await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
-        except ApiError as error:
-            if not has_begun:
-                await send_error(send, error, self._reply.answer_id)
-                return
-            ending = encode_event(error.to_json())
-        else:
-            ending = encode_event(self._reply.usage_chunk()) if self._request.include_usage else b""
-            ending += DONE
-        await send({"type": "http.response.body", "body": ending, "more_body": False})
+    def end(self, outcome: Outcome, error: ApiError | None = None) -> None:
+        """Note that nothing more will come, once. error: why it isn't whole, for the client. O(1)."""
+        self.outcome = outcome
+        self._error = error
+        if self.timer is not None:
+            self.timer.cancel()
+        self._news.set()
 
-    async def _begin(self, send: Send) -> None:
-        headers = {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",
-            "x-request-id": self._reply.answer_id,
+    async def take(self) -> list[Piece]:
+        """Wait for pieces and return all there are; [] when nothing more comes. Raises its error, after them."""
+        while not self._pieces and self.outcome is None:
+            self._news.clear()
+            await self._news.wait()
+        if not self._pieces and self._error is not None:
+            raise self._error
+        pieces = list(self._pieces)
+        self._pieces.clear()
+        return pieces
+
+    def body(self) -> Json:
+        """Return all of it, once it is whole. O(tokens)."""
+        choices = []
+        for index, completion in sorted(self._completions.items()):
+            text: Json = {"text": completion.text}
+            if self.asked.kind == "chat":
+                text = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+            choices.append(self._choice_json(index, text, completion.finish_reason, completion.token_ids))
+        kind = "chat.completion" if self.asked.kind == "chat" else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+
+    def chunks(self, piece: Piece) -> list[Json]:
+        """Return what a stream says of a piece, as they come: nothing, if it is a part of a character only. O(1)."""
+        choice, completion, is_chat = self._choice(piece), piece.completion, self.asked.kind == "chat"
+        chunks = []
+        if is_chat and choice not in self._opened:
+            opening = {"delta": {"role": "assistant", "content": ""}}
+            chunks.append(self._chunk([self._choice_json(choice, opening, None, [])]))
+        self._opened.add(choice)
+        if piece.text or completion is not None or self.asked.return_token_ids:
+            content = {"content": piece.text} if piece.text or completion is None else {}
+            text: Json = {"delta": content} if is_chat else {"text": piece.text}
+            reason = None if completion is None else completion.finish_reason
+            chunks.append(self._chunk([self._choice_json(choice, text, reason, [piece.token_id])]))
+        return chunks
+
+    def usage_chunk(self) -> Json:
+        """Return the chunk that a client asked for by `include_usage`; it comes last. O(choices)."""
+        return {**self._chunk([]), "usage": self._usage()}
+
+    def _choice(self, piece: Piece) -> int:
+        """Which choice a piece is of."""
+        return piece.prompt_index * self.asked.options["n"] + piece.sample_index
+
+    def _choice_json(self, index: int, text: Json, finish_reason: str | None, token_ids: list[int]) -> Json:
+        choice = {"index": index, **text, "logprobs": None, "finish_reason": finish_reason}
+        return {**choice, "token_ids": token_ids} if self.asked.return_token_ids else choice
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        kind = "chat.completion.chunk" if self.asked.kind == "chat" else "text_completion"
+        usage: Json = {"usage": None} if self.asked.include_usage else {}
+        return {**self._head, "object": kind, "choices": choices, **usage}
+
+    def _usage(self) -> Json:
+        """The tokens of all choices; a prompt counts once, with its first sample, however many it has."""
+        first_samples = [
+            completion for choice, completion in self._completions.items() if not choice % self.asked.options["n"]
+        ]
+        num_prompt_tokens = sum(completion.num_prompt_tokens for completion in first_samples)
+        num_completion_tokens = sum(len(completion.token_ids) for completion in self._completions.values())
+        num_cached_tokens = sum(completion.num_cached_tokens for completion in first_samples)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_completion_tokens,
+            "total_tokens": num_prompt_tokens + num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
         }
-        await send({"type": "http.response.start", "status": 200, "headers": encode_headers(headers)})
-
-
-async def send_error(send: Send, error: ApiError, answer_id: str | None = None) -> None:
-    """Send an error as a whole response."""
-    headers = error.headers if answer_id is None else {**error.headers, "x-request-id": answer_id}
-    await send_body(send, error.status, encode_json(error.to_json()), headers)
-
-
-async def send_body(send: Send, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-    """Send a JSON body as a whole response."""
-    fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
-    with contextlib.suppress(OSError):  # the client may have gone
-        await send({"type": "http.response.start", "status": status, "headers": encode_headers(fields)})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def encode_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Return headers as ASGI has them."""
-    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

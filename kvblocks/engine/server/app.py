@@ -1,10 +1,15 @@
-"""The routes, who may use them, and what errors look like."""
+"""The routes, who may use them, and how answers and errors are sent.
 
+A failure before the first token is an HTTP error; after it, in a stream, it comes as the last event. When the client
+goes away its answer is dropped at once, whatever it was waiting for.
+"""
+
+import asyncio
 import hmac
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,18 +21,26 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvblocks.engine.server.answer import Answer, send_error
-from kvblocks.engine.server.bodies import read_json
-from kvblocks.engine.server.cache_api import CacheApi, json_response
+from kvblocks.engine.server.answer import Answer
+from kvblocks.engine.server.cache_api import CacheApi
 from kvblocks.engine.server.errors import ApiError, as_api_error
 from kvblocks.engine.server.fields import show
-from kvblocks.engine.server.replies import Reply, encode_json
 from kvblocks.engine.server.requests import AnswerRequest, parse_chat, parse_completion
 from kvblocks.engine.server.service import Service
+from kvblocks.engine.server.service_metrics import Outcome
+from kvblocks.engine.server.wire import (
+    DONE,
+    encode_event,
+    error_response,
+    json_response,
+    read_json,
+    send_head,
+    send_json,
+    send_part,
+)
 from kvblocks.errors import KVBlocksError
 
 STOP_TIMEOUT_S = 30.0
-_PREFIXES = {"completion": "cmpl-", "chat": "chatcmpl-"}
 
 
 def make_app(service: Service, model: str) -> Starlette:
@@ -94,24 +107,40 @@ class Api:
         self._check_model(request.path_params["name"])
         return json_response(self._model_json())
 
-    async def completions(self, request: Request) -> Answer:
+    async def completions(self, request: Request) -> ASGIApp:
         """Continue prompts."""
         return await self._answer(request, parse_completion)
 
-    async def chat_completions(self, request: Request) -> Answer:
+    async def chat_completions(self, request: Request) -> ASGIApp:
         """Answer a chat."""
         return await self._answer(request, parse_chat)
 
-    async def _answer(self, request: Request, parse: Callable[[Any], AnswerRequest]) -> Answer:
-        service = self._service
-        asked = parse(await read_json(request, service.settings.max_body_bytes))
+    async def _answer(self, request: Request, parse: Callable[[Any], AnswerRequest]) -> ASGIApp:
+        asked = parse(await read_json(request, self._service.settings.max_body_bytes))
         if asked.model is not None:
             self._check_model(asked.model)
-        service.check_open(asked.num_choices)
-        # A long text takes a while; other requests go on meanwhile.
-        prompts = await run_in_threadpool(asked.encode, service.engine.model.tokenizer)
-        answer_id = _PREFIXES[asked.kind] + uuid.uuid4().hex
-        return Answer(service, asked, prompts, Reply(asked, answer_id, self._model, int(time.time())))
+        return partial(self._respond, asked)
+
+    async def _respond(self, asked: AnswerRequest, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, as an ASGI application. Raises ApiError, before anything is sent, if it can't be begun."""
+        del scope
+        service = self._service
+        service.open(asked.num_choices)
+        try:
+            encode = partial(asked.encode, service.engine.model.tokenizer)
+            # A long text takes a while; other requests go on meanwhile.
+            prompts = await run_in_threadpool(encode) if asked.has_text else encode()
+            answer = Answer(asked, self._model)
+            service.submit(answer, prompts)
+        except BaseException:
+            service.close(asked.num_choices)
+            raise
+        watcher = asyncio.create_task(_drop_when_gone(service, answer, receive))
+        try:
+            await (_stream(answer, send) if asked.stream else _send_whole(answer, send))
+        finally:
+            watcher.cancel()
+            service.drop(answer)
 
     def _check_model(self, name: str) -> None:
         if name != self._model:
@@ -145,18 +174,69 @@ class KeyCheck:
                 got = "another one" if given else "none"
                 message = f"expected 'Authorization: Bearer KEY' with the key of this server, got {got}"
                 headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
-                await send_error(send, ApiError(401, message, code="invalid_api_key", headers=headers))
+                error = ApiError(401, message, code="invalid_api_key", headers=headers)
+                await send_json(send, error.to_json(), error.status, error.headers)
                 return
         await self._app(scope, receive, send)
 
 
-def _error_response(error: ApiError) -> Response:
-    return Response(encode_json(error.to_json()), error.status, error.headers, "application/json")
+async def _drop_when_gone(service: Service, answer: Answer, receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    service.drop(answer)
+
+
+async def _send_whole(answer: Answer, send: Send) -> None:
+    try:
+        while await answer.take():
+            pass
+    except ApiError as error:
+        await _send_error(send, error, answer)
+        return
+    if answer.outcome is Outcome.FINISHED:  # else the client has gone
+        await send_json(send, answer.body(), headers={"x-request-id": answer.answer_id})
+
+
+async def _stream(answer: Answer, send: Send) -> None:
+    has_begun = False
+    try:
+        while pieces := await answer.take():
+            if not has_begun:
+                has_begun = True
+                await _begin_stream(answer, send)
+            events = [encode_event(chunk) for piece in pieces for chunk in answer.chunks(piece)]
+            if events:
+                await send_part(send, b"".join(events))
+    except ApiError as error:
+        if not has_begun:
+            await _send_error(send, error, answer)
+            return
+        ending = encode_event(error.to_json())
+    else:
+        if answer.outcome is not Outcome.FINISHED:
+            return  # the client has gone
+        ending = encode_event(answer.usage_chunk()) if answer.asked.include_usage else b""
+        ending += DONE
+    await send_part(send, ending, is_last=True)
+
+
+async def _begin_stream(answer: Answer, send: Send) -> None:
+    headers = {
+        "content-type": "text/event-stream; charset=utf-8",
+        "cache-control": "no-cache",
+        "x-accel-buffering": "no",
+        "x-request-id": answer.answer_id,
+    }
+    await send_head(send, 200, headers)
+
+
+async def _send_error(send: Send, error: ApiError, answer: Answer) -> None:
+    await send_json(send, error.to_json(), error.status, {**error.headers, "x-request-id": answer.answer_id})
 
 
 async def _show_error(request: Request, error: KVBlocksError) -> Response:
     del request
-    return _error_response(as_api_error(error))
+    return error_response(as_api_error(error))
 
 
 async def _show_http_exception(request: Request, error: HTTPException) -> Response:
@@ -164,7 +244,7 @@ async def _show_http_exception(request: Request, error: HTTPException) -> Respon
         "another path" if error.status_code == 404 else "another method" if error.status_code == 405 else error.detail
     )
     message = f"expected {what}, got {request.method} {show(request.url.path)}"
-    return _error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
 
 async def _show_nothing(request: Request, error: ClientDisconnect) -> Response:
@@ -174,4 +254,4 @@ async def _show_nothing(request: Request, error: ClientDisconnect) -> Response:
 
 async def _show_bug(request: Request, error: Exception) -> Response:
     del request
-    return _error_response(as_api_error(error))
+    return error_response(as_api_error(error))

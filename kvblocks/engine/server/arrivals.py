@@ -1,16 +1,16 @@
 """What the cache had for a request when it came: how long the lookup took, and why it found no more.
 
-The scheduler looks a request up when it admits it, which may be later; the arrival is what a client can relate to. When
-a request has been computed its own blocks are cached, so the reason for a miss must be kept from before.
+The scheduler admits a request later, perhaps with more or less in the cache; the arrival is what a client can relate
+to. When a request has been computed its own blocks are cached, so the reason for a miss must be kept from before.
 """
 
 import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from kvblocks.core.sequence import Sequence
 from kvblocks.engine.completion import Completion
-from kvblocks.manager import KVCacheManager
+from kvblocks.engine.schedule.lookups import Lookups
+from kvblocks.engine.schedule.request import Request
 from kvblocks.observe.explanation import Explanation
 
 MAX_KEPT = 1000
@@ -32,17 +32,16 @@ class Arrivals:
     keep_reasons: explain each miss when it comes, which costs O(runs in the cache + tokens) a prompt.
     """
 
-    def __init__(self, manager: KVCacheManager, *, keep_reasons: bool) -> None:
-        self._manager = manager
+    def __init__(self, lookups: Lookups, *, keep_reasons: bool) -> None:
+        self._lookups = lookups
         self._keep_reasons = keep_reasons
         self._kept: dict[str, list[Arrival]] = {}
         # One tuple, so that another thread finds both of one moment.
-        self.lookups: tuple[int, float] = (0, 0.0)
+        self.num_lookups_and_seconds: tuple[int, float] = (0, 0.0)
 
-    def note(self, key: str, prompts: Items[list[int]], salt: str | None) -> None:
-        """Look a request's prompts up, before they are queued. Raises InvalidTokensError."""
-        arrivals = [self._look_up(prompt, salt) for prompt in prompts]
-        self._kept[key] = arrivals
+    def note(self, key: str, prompts: Items[Request]) -> None:
+        """Look up what came, the first sample of each prompt, before the next step."""
+        self._kept[key] = [self._look_up(request) for request in prompts]
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(iter(self._kept))]
 
@@ -55,12 +54,11 @@ class Arrivals:
         """Return what is known of a request, None if it is unknown or too long ago."""
         return self._kept.get(key)
 
-    def _look_up(self, prompt: list[int], salt: str | None) -> Arrival:
-        sequence = Sequence("arrival", prompt, salt=salt)
+    def _look_up(self, request: Request) -> Arrival:
         start = time.perf_counter()
-        hit = self._manager.get_computed_blocks(sequence)
+        hit = self._lookups.find(request)
         seconds = time.perf_counter() - start
-        count, total = self.lookups
-        self.lookups = (count + 1, total + seconds)
-        explanation = self._manager.explain(sequence) if self._keep_reasons else None
-        return Arrival(len(prompt), hit.num_tokens, explanation)
+        count, total = self.num_lookups_and_seconds
+        self.num_lookups_and_seconds = (count + 1, total + seconds)
+        explanation = self._lookups.manager.explain(request.sequence) if self._keep_reasons else None
+        return Arrival(request.sequence.num_prompt_tokens, hit.num_tokens, explanation)

@@ -9,12 +9,11 @@ from starlette.responses import Response
 
 from kvblocks.core.sequence import Sequence
 from kvblocks.engine.server.arrivals import Arrival
-from kvblocks.engine.server.bodies import read_json
 from kvblocks.engine.server.errors import ApiError, as_api_error
 from kvblocks.engine.server.fields import Fields
-from kvblocks.engine.server.replies import Json, encode_json
 from kvblocks.engine.server.requests import Message, encode_prompt, parse_messages, parse_prompts
 from kvblocks.engine.server.service import Service
+from kvblocks.engine.server.wire import Json, json_response, read_json
 from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import KVBlocksError
 from kvblocks.observe.explanation import Explanation
@@ -40,7 +39,7 @@ class CacheApi:
         values = engine.metrics.snapshot().as_dict()
         stats = values["stats"]
         block_bytes = engine.plan.block_bytes
-        num_lookups, seconds = self._service.thread.arrivals.lookups
+        num_lookups, seconds = self._service.thread.arrivals.num_lookups_and_seconds
         used = stats["num_blocks"] - stats["num_free_blocks"]
         return {
             "prefix_caching": engine.manager.enable_caching,
@@ -180,7 +179,7 @@ def system_prefix(tokenizer: Tokenizer, text: str) -> list[int]:
         [{"role": "system", "content": text}, {"role": "user", "content": question}] for question in ("a", "Z")
     ]
     one, other = (tokenizer.apply_chat_template(list(chat)) for chat in chats)
-    count = next((place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+    count = next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
     return one[:count]
 
 
@@ -203,8 +202,3 @@ def _explain(explanation: Explanation) -> str:
         return str(explanation)
     found = f"{explanation.num_cached_blocks} of {explanation.num_full_blocks} full blocks are cached"
     return f"{found}; block {explanation.num_cached_blocks} is cached with other keys, such as another cache_salt"
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    """Return a response with a JSON body."""
-    return Response(encode_json(value), status, media_type="application/json")

@@ -3,7 +3,7 @@
 Commands run between two steps, in order. So nothing in the engine needs a lock, and nobody waits for a step but those
 who want something of it.
 
-Invariant: for each request that was submitted, the last thing published is CLOSED, once, whatever happens: its answers
+Invariant: for each answer that was submitted, the last thing published is CLOSED, once, whatever happens: its choices
 are finished, it failed, or it was cancelled.
 """
 
@@ -12,17 +12,16 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
+from kvblocks.engine.completion import Piece
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.generation import Generation
+from kvblocks.engine.server.answer import Answer
 from kvblocks.engine.server.arrivals import Arrivals
 from kvblocks.engine.server.errors import ApiError, as_api_error, step_error, stopping_error
 from kvblocks.engine.server.pin_book import PinBook
-from kvblocks.engine.server.replies import Delta
-from kvblocks.engine.server.requests import Sampling
 from kvblocks.errors import KVBlocksError
 
 logger = logging.getLogger("kvblocks.server")
@@ -31,41 +30,33 @@ T = TypeVar("T")
 
 
 class Mark(Enum):
-    """CLOSED: the engine has nothing of this request any more."""
+    """CLOSED: the engine has nothing of this answer any more."""
 
     CLOSED = "closed"
 
 
-Item = Delta | ApiError | Mark
-Publish = Callable[[list[tuple[str, Item]]], None]
-
-
-@dataclass
-class _Work:
-    """The generations of a request that haven't ended, each with the number of its choice."""
-
-    num_samples: int
-    unfinished: dict[Generation, int] = field(default_factory=dict)
+Item = Piece | ApiError | Mark
+Publish = Callable[[list[tuple[Answer, Item]]], None]
 
 
 class EngineThread:
     """Owns an engine from `start` to `stop`.
 
-    publish: gets batches of (request's key, item), on this thread; it must neither block nor raise. on_death: called
-    on this thread when it ends by an error, which is a bug; all requests have been closed by then. arrivals, pins: for
-    functions given to `call`; `arrivals.lookups` may be read from anywhere.
+    publish: gets batches of (answer, item), on this thread; it must neither block nor raise. on_death: called
+    on this thread when it ends by an error, which is a bug; all answers have been closed by then. arrivals, pins: for
+    functions given to `call`; `arrivals.num_lookups_and_seconds` may be read from anywhere.
     """
 
     def __init__(self, engine: Engine, publish: Publish, *, keep_reasons: bool = True) -> None:
         self.engine = engine
-        self.arrivals = Arrivals(engine.manager, keep_reasons=keep_reasons and engine.manager.enable_caching)
+        self.arrivals = Arrivals(engine.scheduler.lookups, keep_reasons=keep_reasons and engine.manager.enable_caching)
         self.pins = PinBook(engine.manager)
         self.on_death: Callable[[], None] = lambda: None
         self._publish = publish
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._works: dict[str, _Work] = {}
-        self._owners: dict[Generation, str] = {}
-        self._outbox: list[tuple[str, Item]] = []
+        self._unfinished: dict[Answer, dict[Generation, None]] = {}  # of each open answer, in their order
+        self._answers: dict[Generation, Answer] = {}  # the same, the other way round
+        self._outbox: list[tuple[Answer, Item]] = []
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="kvblocks-engine", daemon=True)
 
@@ -79,18 +70,18 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Close all requests after the present step, and end. Return whether it has ended in time."""
+        """Close all answers after the present step, and end. Return whether it has ended in time."""
         self._commands.put(self._stop)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def submit(self, key: str, prompts: list[list[int]], sampling: Sampling, salt: str | None) -> None:
-        """Queue a request's prompts. Whatever is wrong with them is published."""
-        self._commands.put(lambda: self._submit(key, prompts, sampling, salt))
+    def submit(self, answer: Answer, prompts: list[list[int]]) -> None:
+        """Queue an answer's prompts. Whatever is wrong with them is published."""
+        self._commands.put(lambda: self._submit(answer, prompts))
 
-    def cancel(self, key: str) -> None:
-        """Drop what is unfinished of a request; its blocks are free before the next step. Nothing if it has ended."""
-        self._commands.put(lambda: self._cancel(key))
+    def cancel(self, answer: Answer) -> None:
+        """Drop what is unfinished of an answer; its blocks are free before the next step. Nothing if it has ended."""
+        self._commands.put(lambda: self._cancel(answer))
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function on this thread, between two steps, and return its result or exception in a future."""
@@ -133,102 +124,80 @@ class EngineThread:
     def _step(self) -> None:
         self.pins.expire()
         for generation in self.engine.step():
-            key = self._owners.get(generation)
-            if key is not None:
-                self._take(key, generation)
+            answer = self._answers.get(generation)
+            if answer is not None:
+                self._take(answer, generation)
 
-    def _take(self, key: str, generation: Generation) -> None:
-        """Publish what a generation has for its request."""
-        work = self._works[key]
-        choice = work.unfinished[generation]
-        prompt, sample = divmod(choice, work.num_samples)
+    def _take(self, answer: Answer, generation: Generation) -> None:
+        """Publish what a generation has for its answer."""
         while generation.pieces:
-            piece = generation.pieces.popleft()
-            self._put(key, Delta(choice, piece.text, (piece.token_id,), piece.completion, is_first_sample=not sample))
+            self._put(answer, generation.pieces.popleft())
         reason = generation.finish_reason
         if reason is None:
             return
-        del work.unfinished[generation], self._owners[generation]
+        del self._unfinished[answer][generation], self._answers[generation]
         if generation.completion is None:
             error = generation.error or RuntimeError(f"the generation ended with {reason!r}")
-            logger.error("request %s failed", key, exc_info=error)
-            self._fail(key, step_error(error))
+            logger.error("request %s failed", answer.answer_id, exc_info=error)
+            self._fail(answer, step_error(error))
             return
-        if not sample:
-            self.arrivals.finish(key, prompt, generation.completion)
-        if not work.unfinished:
-            self._close(key)
+        if not generation.sample_index:
+            self.arrivals.finish(answer.answer_id, generation.prompt_index, generation.completion)
+        if not self._unfinished[answer]:
+            self._close(answer)
 
-    def _submit(self, key: str, prompts: list[list[int]], sampling: Sampling, salt: str | None) -> None:
-        work = self._works[key] = _Work(sampling.n)
+    def _submit(self, answer: Answer, prompts: list[list[int]]) -> None:
+        unfinished = self._unfinished[answer] = {}
         if self._is_stopping:
-            self._fail(key, stopping_error())
+            self._fail(answer, stopping_error())
             return
         try:
-            for prompt in prompts:
-                room = self._room(prompt) if sampling.max_tokens is None else sampling.max_tokens
-                for generation in self.engine.submit(
-                    prompt,
-                    n=sampling.n,
-                    max_tokens=room,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    seed=sampling.seed,
-                    stop=sampling.stop,
-                    ignore_eos=sampling.ignore_eos,
-                    salt=salt,
-                ):
-                    work.unfinished[generation] = len(work.unfinished)
-                    self._owners[generation] = key
-            self.arrivals.note(key, prompts, salt)  # nothing of it is cached before the next step
+            for index, prompt in enumerate(prompts):
+                for generation in self.engine.submit(prompt, prompt_index=index, **answer.asked.options):
+                    unfinished[generation] = None
+                    self._answers[generation] = answer
+            first_samples = [generation.request for generation in unfinished if not generation.sample_index]
+            self.arrivals.note(answer.answer_id, first_samples)  # nothing of it is cached before the next step
         except Exception as error:
             if not isinstance(error, KVBlocksError):
-                logger.exception("request %s could not be begun", key)
-            self._fail(key, as_api_error(error))
+                logger.exception("request %s could not be begun", answer.answer_id)
+            self._fail(answer, as_api_error(error))
 
-    def _room(self, prompt: list[int]) -> int:
-        """How many tokens a prompt's answer may have at most; 1 if it doesn't fit at all, which `submit` refuses.
+    def _cancel(self, answer: Answer) -> None:
+        if answer in self._unfinished:
+            self._close(answer)
 
-        What pins never give up is left out; a prompt that begins with such a pin would have a little more room.
-        """
-        return max(1, self.engine.scheduler.max_request_tokens - len(prompt))
+    def _fail(self, answer: Answer, error: ApiError) -> None:
+        """Publish an error for an answer and drop the rest of it."""
+        self._put(answer, error)
+        self._close(answer)
 
-    def _cancel(self, key: str) -> None:
-        if key in self._works:
-            self._close(key)
-
-    def _fail(self, key: str, error: ApiError) -> None:
-        """Publish an error for a request and drop the rest of it."""
-        self._put(key, error)
-        self._close(key)
-
-    def _close(self, key: str) -> None:
-        """Cancel what is unfinished of a request, and say that it is closed."""
-        work = self._works.pop(key)
-        for generation in reversed(work.unfinished):  # samples before the one that computes the prompt for them
-            del self._owners[generation]
+    def _close(self, answer: Answer) -> None:
+        """Cancel what is unfinished of an answer, and say that it is closed."""
+        # Samples before the one that computes the prompt for them.
+        for generation in reversed(self._unfinished.pop(answer)):
+            del self._answers[generation]
             self.engine.cancel(generation)
-        self._put(key, Mark.CLOSED)
+        self._put(answer, Mark.CLOSED)
 
     def _abandon(self) -> None:
-        """Close all requests, those that came too late too: at the end, when nothing may be relied on."""
-        keys = list(self._works)
-        for key in keys:
-            self._put(key, stopping_error())
+        """Close all answers, those that came too late too: at the end, when nothing may be relied on."""
+        answers = list(self._unfinished)
+        for answer in answers:
+            self._put(answer, stopping_error())
         try:
-            for key in keys:
-                self._close(key)
+            for answer in answers:
+                self._close(answer)
             while not self._commands.empty():
                 self._commands.get()()
         except Exception:
             logger.exception("requests could not be dropped")
-        for key in self._works:
-            self._put(key, Mark.CLOSED)
+        for answer in self._unfinished:
+            self._put(answer, Mark.CLOSED)
         self._flush()
 
-    def _put(self, key: str, item: Item) -> None:
-        self._outbox.append((key, item))
+    def _put(self, answer: Answer, item: Item) -> None:
+        self._outbox.append((answer, item))
 
     def _flush(self) -> None:
         if self._outbox:

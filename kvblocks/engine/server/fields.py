@@ -108,6 +108,12 @@ class Fields:
         if value is not None and not any(type(value) is type(item) and value == item for item in neutral):
             raise self.error(name, f"none, since {why}")
 
+    def refuse_all(self, refused: Mapping[str, tuple[Collection[object], str]]) -> None:
+        """`refuse` each of many fields. refused: by name, the values that ask for nothing, and why others won't do."""
+        self._known.update(refused)
+        for name in [name for name in refused if name in self._values]:
+            self.refuse(name, *refused[name])
+
     def ignore(self, names: Collection[str]) -> None:
         """Let fields pass that change nothing in an answer."""
         self._known.update(names)

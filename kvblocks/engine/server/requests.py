@@ -1,4 +1,4 @@
-"""What a body of /v1/completions or /v1/chat/completions asks for, checked; nothing here knows of engines or HTTP.
+"""What a body of /v1/completions or /v1/chat/completions asks for, checked; nothing here computes, or knows of HTTP.
 
 Fields that would change an answer and that this engine doesn't have are refused by name, unless their value asks for
 nothing. Fields that change nothing are let pass. The fields are OpenAI's; `cache_salt`, `top_k`,
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvblocks.engine.options import OptionValues
 from kvblocks.engine.server.errors import ApiError
 from kvblocks.engine.server.fields import Fields, is_unicode, show
 from kvblocks.engine.text.tokenizer import Tokenizer
@@ -51,29 +52,14 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How each prompt is answered. max_tokens: None: as many as there is room for."""
-
-    n: int
-    max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int | None
-    seed: int | None
-    stop: tuple[str, ...]
-    ignore_eos: bool
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """One body, checked. Of `prompts` and `messages` one is empty, by `kind`."""
+    """One body, checked. Of `prompts` and `messages` one is empty, by `kind`. options: all of them, for each prompt."""
 
     kind: Kind
     model: str | None
     prompts: tuple[Prompt, ...]
     messages: tuple[Message, ...]
-    sampling: Sampling
-    salt: str | None
+    options: OptionValues
     stream: bool
     include_usage: bool
     return_token_ids: bool
@@ -81,7 +67,12 @@ class AnswerRequest:
     @property
     def num_choices(self) -> int:
         """How many answers it is for."""
-        return self.sampling.n * max(1, len(self.prompts))
+        return self.options["n"] * max(1, len(self.prompts))
+
+    @property
+    def has_text(self) -> bool:
+        """Whether `encode` has anything to do. O(prompts)."""
+        return self.kind == "chat" or any(isinstance(prompt, str) for prompt in self.prompts)
 
     def encode(self, tokenizer: Tokenizer | None) -> list[list[int]]:
         """Return its prompts as tokens. Raises ApiError and what the tokenizer raises. O(length)."""
@@ -129,7 +120,7 @@ def parse_chat(body: Any) -> AnswerRequest:
 
 def parse_prompts(value: Any) -> tuple[Prompt, ...]:
     """Read a text, a list of token ids, or a list of several of either. Raises ApiError."""
-    if isinstance(value, str) or (isinstance(value, list) and value and _is_token(value[0])):
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         return (_parse_prompt(value, "prompt"),)
     if not isinstance(value, list) or not value:
         raise ApiError(
@@ -137,14 +128,14 @@ def parse_prompts(value: Any) -> tuple[Prompt, ...]:
             f"prompt: expected a text, a list of token ids, or a list of such prompts, got {show(value)}",
             param="prompt",
         )
-    return tuple(_parse_prompt(item, f"prompt[{place}]") for place, item in enumerate(value))
+    return tuple(_parse_prompt(item, f"prompt[{index}]") for index, item in enumerate(value))
 
 
 def parse_messages(value: Any) -> tuple[Message, ...]:
     """Read the messages of a chat: those of text. Raises ApiError."""
     if not isinstance(value, list) or not value:
         raise ApiError(400, f"messages: expected a list of messages, got {show(value)}", param="messages")
-    return tuple(_parse_message(item, f"messages[{place}]") for place, item in enumerate(value))
+    return tuple(_parse_message(item, f"messages[{index}]") for index, item in enumerate(value))
 
 
 def _finish(
@@ -154,7 +145,7 @@ def _finish(
     temperature, top_p = fields.number("temperature", 0.0), fields.number("top_p", 0.0, 1.0)
     if top_p == 0:
         raise fields.error("top_p", "a number above 0, up to 1")
-    sampling = Sampling(
+    options = OptionValues(
         n=n,
         max_tokens=most,
         temperature=1.0 if temperature is None else temperature,
@@ -163,6 +154,7 @@ def _finish(
         seed=fields.count("seed", 0, 2**64 - 1),
         stop=fields.texts("stop", MAX_STOPS),
         ignore_eos=fields.flag("ignore_eos"),
+        salt=fields.text("cache_salt"),
     )
     stream = fields.flag("stream")
     include_usage = _parse_stream_options(fields, stream=stream)
@@ -171,14 +163,12 @@ def _finish(
         model=fields.text("model"),
         prompts=prompts,
         messages=messages,
-        sampling=sampling,
-        salt=fields.text("cache_salt"),
+        options=options,
         stream=stream,
         include_usage=include_usage,
         return_token_ids=fields.flag("return_token_ids"),
     )
-    for name, (neutral, why) in _REFUSED.items():
-        fields.refuse(name, neutral, why)
+    fields.refuse_all(_REFUSED)
     fields.ignore(_WITHOUT_EFFECT)
     fields.refuse_unknown()
     return request
@@ -197,16 +187,12 @@ def _parse_stream_options(fields: Fields, *, stream: bool) -> bool:
     return include_usage
 
 
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _parse_prompt(value: Any, name: str) -> Prompt:
     if isinstance(value, str):
         if value and is_unicode(value):
             return value
-    elif isinstance(value, list) and value and all(_is_token(item) and 0 <= item < 2**32 for item in value):
-        return value
+    elif isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**32:
+        return value  # True and False aren't of the type int itself
     raise ApiError(
         400,
         f"{name}: expected a text of valid Unicode or a list of token ids, not empty, got {show(value)}",

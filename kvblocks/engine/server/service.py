@@ -1,7 +1,7 @@
-"""The event loop's side of the server: which requests are open, how many may be, and how long each may take.
+"""The event loop's side of the server: which answers are open, how many may be, and how long each may take.
 
-Invariants: a request counts until the engine has nothing of it any more, so clients that come and go can't pile up work
-beyond `max_requests`; each request ends in exactly one outcome.
+Invariants: an answer counts until the engine has nothing of it any more, so clients that come and go can't pile up work
+beyond `max_requests`; each answer that the engine was given ends in exactly one outcome.
 """
 
 import asyncio
@@ -12,76 +12,21 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvblocks.engine.completion import Piece
 from kvblocks.engine.engine import Engine
+from kvblocks.engine.server.answer import Answer
 from kvblocks.engine.server.engine_thread import EngineThread, Item, Mark
 from kvblocks.engine.server.errors import ApiError, stopping_error
-from kvblocks.engine.server.replies import Delta
-from kvblocks.engine.server.requests import Sampling
 from kvblocks.engine.server.service_metrics import Outcome, ServiceMetrics
 from kvblocks.engine.server.settings import ServerSettings
 
 T = TypeVar("T")
 
 
-class Job:
-    """One request on the event loop: what came of it and hasn't been taken yet.
-
-    outcome: None while it goes on. Take its items until `has_ended`; then nothing more comes.
-    """
-
-    def __init__(self, key: str, num_choices: int) -> None:
-        self.key = key
-        self.num_choices = num_choices
-        self.start_s = time.monotonic()
-        self.has_begun = False
-        self.outcome: Outcome | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self._num_unfinished = num_choices
-        self._items: deque[Delta | ApiError] = deque()
-        self._news = asyncio.Event()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether all that ever comes has been taken."""
-        return self.outcome is not None and not self._items
-
-    def put(self, item: Delta | ApiError) -> bool:
-        """Add an item, and return whether it was the last one."""
-        self._items.append(item)
-        self._news.set()
-        if isinstance(item, ApiError):
-            return True
-        self._num_unfinished -= item.completion is not None
-        return not self._num_unfinished
-
-    def wake(self) -> None:
-        """Let whoever takes look again."""
-        self._news.set()
-
-    async def take(self) -> list[Delta]:
-        """Wait for items and return all there are; [] only at the end. Raises ApiError if the request failed."""
-        while not self._items and self.outcome is None:
-            self._news.clear()
-            await self._news.wait()
-        deltas: list[Delta] = []
-        while self._items:
-            if isinstance(self._items[0], ApiError):
-                if deltas:
-                    return deltas  # what came before the error is shown first
-                raise self._pop_error()
-            deltas.append(self._items.popleft())  # type: ignore[arg-type]
-        return deltas
-
-    def _pop_error(self) -> ApiError:
-        error = self._items.popleft()
-        assert isinstance(error, ApiError), "asked for only when an error is next"
-        return error
-
-
 class Service:
-    """Requests of an event loop to one engine, which it owns. Make it, `start` it in the loop, and `stop` it there.
+    """Answers of an event loop by one engine, which it owns. Make it, `start` it in the loop, and `stop` it there.
 
-    keep_reasons: see `Arrivals`.
+    num_open: choices of all open answers. keep_reasons: see `Arrivals`.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings, *, keep_reasons: bool = True) -> None:
@@ -91,8 +36,7 @@ class Service:
         self.metrics = ServiceMetrics(engine, lambda: self.num_open)
         self.is_stopping = False
         self.num_open = 0
-        self._jobs: dict[str, Job] = {}
-        self._open: dict[str, int] = {}
+        self._unfinished: dict[Answer, None] = {}  # those that the engine was given, in their order
         self._ends: deque[float] = deque(maxlen=16)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -112,19 +56,11 @@ class Service:
         self.fail_all()
         return await asyncio.to_thread(self.thread.stop, timeout_s)
 
-    def submit(self, key: str, prompts: list[list[int]], sampling: Sampling, salt: str | None) -> Job:
-        """Queue a request. Raises ApiError when there is no place for it."""
-        num_choices = sampling.n * len(prompts)
-        self.check_open(num_choices)
-        job = self._jobs[key] = Job(key, num_choices)
-        self._open[key] = num_choices
-        self.num_open += num_choices
-        job.timer = asyncio.get_running_loop().call_later(self.settings.request_timeout_s, self._time_out, job)
-        self.thread.submit(key, prompts, sampling, salt)
-        return job
+    def open(self, num_choices: int) -> None:
+        """Take slots for so many choices; `submit` passes them on, and `close` gives them back. O(1).
 
-    def check_open(self, num_choices: int) -> None:
-        """Raise ApiError if so many more answers can't be begun now; for want of places it counts as refused. Cheap."""
+        Raises ApiError, with none taken, if they can't be begun now; for want of slots it counts as refused.
+        """
         most = self.settings.max_requests
         if not self.is_healthy:
             raise stopping_error()
@@ -137,16 +73,31 @@ class Service:
             )
             headers = {"Retry-After": str(self._retry_after_s())}
             raise ApiError(429, message, code="queue_full", headers=headers)
+        self.num_open += num_choices
 
-    def drop(self, job: Job) -> None:
-        """Cancel a request that nobody waits for any more. Nothing if it has ended."""
-        self._end(job, Outcome.CANCELLED)
+    def close(self, num_choices: int) -> None:
+        """Give slots back that no answer has any more. O(1)."""
+        self.num_open -= num_choices
+
+    def submit(self, answer: Answer, prompts: list[list[int]]) -> None:
+        """Queue the prompts of an answer; its slots are given back when the engine has nothing of it any more.
+
+        Raises ApiError, with nothing queued, when the service has stopped.
+        """
+        if not self.is_healthy:
+            raise stopping_error()
+        self._unfinished[answer] = None
+        answer.timer = asyncio.get_running_loop().call_later(self.settings.request_timeout_s, self._time_out, answer)
+        self.thread.submit(answer, prompts)
+
+    def drop(self, answer: Answer) -> None:
+        """Cancel an answer that nobody waits for any more. Nothing if it has ended."""
+        self._end(answer, Outcome.CANCELLED)
 
     def fail_all(self) -> None:
-        """Fail all requests that are unfinished, since the server stops."""
-        for job in list(self._jobs.values()):
-            job.put(stopping_error())
-            self._end(job, Outcome.FAILED)
+        """Fail all answers that are unfinished, since the server stops."""
+        for answer in list(self._unfinished):
+            self._end(answer, Outcome.FAILED, stopping_error())
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread, between two steps. Raises what it does, and ApiError if it can't."""
@@ -158,53 +109,51 @@ class Service:
         except TimeoutError:
             raise ApiError(504, f"expected the engine to answer within {seconds:g} s, got nothing") from None
 
-    def _publish(self, batch: list[tuple[str, Item]]) -> None:
+    def _publish(self, batch: list[tuple[Answer, Item]]) -> None:
         """Hand a batch over to the event loop. Called on the engine's thread."""
         assert self._loop is not None, "the thread is started after this"
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._deliver, batch)
 
-    def _deliver(self, batch: list[tuple[str, Item]]) -> None:
-        for key, item in batch:
+    def _deliver(self, batch: list[tuple[Answer, Item]]) -> None:
+        for answer, item in batch:
             if isinstance(item, Mark):
-                self.num_open -= self._open.pop(key)
-                continue
-            job = self._jobs.get(key)
-            if job is None:
-                continue  # it was dropped, or its time was over
-            if isinstance(item, Delta):
-                self._note(job, item)
-            if job.put(item):
-                self._end(job, Outcome.FAILED if isinstance(item, ApiError) else Outcome.FINISHED)
+                self.close(answer.asked.num_choices)
+            elif answer.outcome is not None:
+                pass  # it was dropped, or its time was over
+            elif isinstance(item, Piece):
+                self._put(answer, item)
+            else:
+                self._end(answer, Outcome.FAILED, item)
 
-    def _note(self, job: Job, delta: Delta) -> None:
-        if not job.has_begun:
-            job.has_begun = True
-            self.metrics.note_first_token(time.monotonic() - job.start_s)
-        self.metrics.count_tokens(len(delta.token_ids))
+    def _put(self, answer: Answer, piece: Piece) -> None:
+        if not answer.has_begun:
+            self.metrics.note_first_token(time.monotonic() - answer.start_s)
+        self.metrics.count_token()
+        answer.put(piece)
+        if answer.is_whole:
+            self._end(answer, Outcome.FINISHED)
 
-    def _end(self, job: Job, outcome: Outcome) -> None:
-        """End a job once; the engine drops what it still has of it."""
-        if self._jobs.pop(job.key, None) is None:
+    def _end(self, answer: Answer, outcome: Outcome, error: ApiError | None = None) -> None:
+        """End an answer once; the engine drops what it still has of it."""
+        if answer.outcome is not None:
             return
-        job.outcome = outcome
-        if job.timer is not None:
-            job.timer.cancel()
+        del self._unfinished[answer]
+        answer.end(outcome, error)
         if outcome is not Outcome.FINISHED:
-            self.thread.cancel(job.key)
+            self.thread.cancel(answer)
         self.metrics.count(outcome)
         self._ends.append(time.monotonic())
-        job.wake()
 
-    def _time_out(self, job: Job) -> None:
+    def _time_out(self, answer: Answer) -> None:
         seconds = self.settings.request_timeout_s
         # Clients of OpenAI's retry by themselves, and would spend as much again.
         headers = {"x-should-retry": "false"}
-        job.put(ApiError(504, f"expected an answer within {seconds:g} s, got none: the time is over", headers=headers))
-        self._end(job, Outcome.TIMED_OUT)
+        error = ApiError(504, f"expected an answer within {seconds:g} s, got none: the time is over", headers=headers)
+        self._end(answer, Outcome.TIMED_OUT, error)
 
     def _retry_after_s(self) -> int:
-        """Seconds until a place should be free, by how often requests ended lately."""
+        """Seconds until a slot should be free, by how often answers ended lately."""
         if len(self._ends) < 2:
             return 1
         return min(60, max(1, math.ceil((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1))))

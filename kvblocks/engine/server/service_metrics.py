@@ -13,7 +13,7 @@ _TTFT_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class Outcome(Enum):
-    """How a request ended. CANCELLED: the client went away; REFUSED: there was no place for it."""
+    """How a request ended. CANCELLED: the client went away; REFUSED: there was no slot for it."""
 
     FINISHED = "finished"
     CANCELLED = "cancelled"
@@ -47,9 +47,9 @@ class ServiceMetrics:
         """Count a request that has ended."""
         self._outcomes.labels(outcome.value).inc()
 
-    def count_tokens(self, num_tokens: int) -> None:
-        """Count generated tokens."""
-        self._tokens.inc(num_tokens)
+    def count_token(self) -> None:
+        """Count a generated token."""
+        self._tokens.inc()
 
     def note_first_token(self, seconds: float) -> None:
         """Note how long a request waited for its first token."""

@@ -2,17 +2,14 @@
 
 import ipaddress
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from kvblocks.arguments import check_count, is_number
 from kvblocks.engine.run.memory import read_memory
+from kvblocks.engine.schedule.schedules import SCHEDULES
 from kvblocks.engine.schedule.step import StepLimits
 from kvblocks.errors import InvalidArgumentError
-
-Schedule = Literal["fcfs", "longest-prefix", "grouped"]
-SCHEDULES: tuple[Schedule, ...] = ("fcfs", "longest-prefix", "grouped")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -121,7 +121,7 @@ class _StandIns:
         self._characters: dict[str, str] = {}  # special text -> its stand-in
 
     def protect(self, value: Any) -> Any:
-        """A copy of a JSON value with the stand-ins in the place of special texts, in keys too."""
+        """A copy of a JSON value with the stand-ins instead of special texts, in keys too."""
         if isinstance(value, str):
             return self._pattern.sub(lambda match: self._stand_in(match[0]), value)
         if isinstance(value, list):

@@ -28,7 +28,7 @@ class StopMatcher:
         if found:
             self.is_matched, self._held = True, ""
             return text[: min(found)[1]]
-        certain = next(place for place in range(len(text) + 1) if self._may_begin(text, place))
+        certain = next(index for index in range(len(text) + 1) if self._may_begin(text[index:]))
         self._held = text[certain:]
         return text[:certain]
 
@@ -37,6 +37,6 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _may_begin(self, text: str, place: int) -> bool:
-        """Whether all of `text` from `place` on, perhaps nothing, is the beginning of a stop string."""
-        return any(stop.startswith(text[place:]) for stop in self._stops)
+    def _may_begin(self, text: str) -> bool:
+        """Whether all of `text`, perhaps nothing, is the beginning of a stop string."""
+        return any(stop.startswith(text) for stop in self._stops)

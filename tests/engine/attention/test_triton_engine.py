@@ -256,7 +256,7 @@ def test_cascade_refuses_what_is_no_decode_step(model):
 
 @pytest.fixture
 def products_by_rows(monkeypatch):
-    """Products that give a row the same bits in every place, as a GPU's do; numpy's, the interpreter's, don't."""
+    """Products that give a row the same bits at every index, as a GPU's do; numpy's, the interpreter's, don't."""
     import numpy as np
 
     monkeypatch.setattr(

@@ -8,7 +8,7 @@ import torch
 from engine.small_models import GEMMA3, WINDOW, prefill, random_tokens, random_weights, step
 
 from kvblocks.engine.attention.batch import SequenceRows
-from kvblocks.engine.model.layer_attention import LayerPlace
+from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.run.forward import DecoderModel
 from kvblocks.engine.run.rows import TILE16
 from kvblocks.errors import InvalidArgumentError
@@ -16,7 +16,7 @@ from kvblocks.errors import InvalidArgumentError
 BLOCK_SIZE = 8
 NUM_TOKENS = 7 * WINDOW
 # Layers 0 and 1 have a window, 2 none, 3 one; a block has room for two layers.
-PLACES = (LayerPlace(0, 0), LayerPlace(0, 1), LayerPlace(1, 0), LayerPlace(2, 0))
+LOCATIONS = (LayerLocation(0, 0), LayerLocation(0, 1), LayerLocation(1, 0), LayerLocation(2, 0))
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ class Tables:
 
     def __init__(self, cache):
         self.cache = cache
-        self.free = list(range(1, cache.num_blocks))  # block 0 is nobody's, and what dead places name
+        self.free = list(range(1, cache.num_blocks))  # block 0 is nobody's, and what dead entries name
         self.tables = [[], [], []]
         for tensor in (*cache.keys, *cache.values):
             tensor.fill_(torch.nan)
@@ -38,18 +38,18 @@ class Tables:
         """Room for a step; what no row of it sees is given back, and spoiled."""
         for group, table in enumerate(self.tables):
             num_dead = max(0, start - WINDOW + 1) // BLOCK_SIZE if group != 1 else 0
-            for place in range(num_dead):
-                self.drop(table, place)
+            for index in range(num_dead):
+                self.drop(table, index)
             while len(table) * BLOCK_SIZE < start + len(token_ids):
                 table.append(self.free.pop(0))
         return SequenceRows(token_ids, start, self.tables[0], other_block_ids=self.tables[1:])
 
-    def drop(self, table, place):
-        if table[place] != 0:
-            self.free.append(table[place])
+    def drop(self, table, index):
+        if table[index] != 0:
+            self.free.append(table[index])
             for tensor in (*self.cache.keys, *self.cache.values):
-                tensor[table[place]] = torch.nan
-            table[place] = 0
+                tensor[table[index]] = torch.nan
+            table[index] = 0
 
 
 @pytest.mark.parametrize("chunk", [1, 10, 40, NUM_TOKENS])
@@ -57,7 +57,7 @@ def test_logits_are_those_of_one_group(weights, chunk):
     tokens = random_tokens(GEMMA3, NUM_TOKENS)
     single = DecoderModel(GEMMA3, weights, strategy=TILE16)
     expected = prefill(single, single.new_kv_cache(40, BLOCK_SIZE), tokens, range(40))
-    model = DecoderModel(GEMMA3, weights, strategy=TILE16, layer_places=PLACES)
+    model = DecoderModel(GEMMA3, weights, strategy=TILE16, layer_locations=LOCATIONS)
     # 24 blocks of the full layer, and of each other group the window, the chunk and what they begin and end in.
     num_blocks = 1 + 24 + 2 * ((WINDOW - 1 + chunk) // BLOCK_SIZE + 2)
     tables = Tables(model.new_kv_cache(num_blocks, BLOCK_SIZE))
@@ -68,7 +68,7 @@ def test_logits_are_those_of_one_group(weights, chunk):
 
 def test_a_read_of_what_has_left_the_window_would_show(weights):
     """The test above can fail: with the window one longer, a spoiled slot is in sight."""
-    model = DecoderModel(GEMMA3, weights, strategy=TILE16, layer_places=PLACES)
+    model = DecoderModel(GEMMA3, weights, strategy=TILE16, layer_locations=LOCATIONS)
     tables = Tables(model.new_kv_cache(80, BLOCK_SIZE))
     tokens = random_tokens(GEMMA3, NUM_TOKENS)
     step(model, tables.cache, tables.rows(tokens[:-1], 0))
@@ -79,8 +79,8 @@ def test_a_read_of_what_has_left_the_window_would_show(weights):
 
 
 def test_memory_is_that_of_the_largest_group(weights):
-    places, single = DecoderModel(GEMMA3, weights, layer_places=PLACES), DecoderModel(GEMMA3, weights)
-    cache, whole = places.new_kv_cache(10, 4), single.new_kv_cache(10, 4)
+    grouped, single = DecoderModel(GEMMA3, weights, layer_locations=LOCATIONS), DecoderModel(GEMMA3, weights)
+    cache, whole = grouped.new_kv_cache(10, 4), single.new_kv_cache(10, 4)
     assert cache.num_bytes * 2 == whole.num_bytes == 10 * 4 * GEMMA3.num_kv_heads * GEMMA3.head_dim * 4 * 2 * 4
     cache.keys[1][3] = 5.0
     cache.keys[3][3] = 7.0
@@ -93,7 +93,7 @@ def test_memory_is_that_of_the_largest_group(weights):
 
 
 def test_every_group_needs_its_tables(weights):
-    model = DecoderModel(GEMMA3, weights, layer_places=PLACES)
+    model = DecoderModel(GEMMA3, weights, layer_locations=LOCATIONS)
     cache = model.new_kv_cache(10, 4)
     with pytest.raises(InvalidArgumentError, match="expected block tables of 3 groups, got 1"):
         step(model, cache, SequenceRows([1], 0, [0]))

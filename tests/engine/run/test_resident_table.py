@@ -172,17 +172,17 @@ def test_a_table_grows_and_gives_rows_to_whoever_comes():
     table = ResidentTable(num_blocks=100, max_blocks=4, device=CPU, num_rows=2)
     lists = [[number] for number in range(5)]
     first = TableChanges()
-    assert len({table.place(lists[number], 0, 1, first) for number in range(2)}) == 2
+    assert len({table.assign_row(lists[number], 0, 1, first) for number in range(2)}) == 2
     again = TableChanges()
-    assert table.place(lists[2], 0, 1, again) in {0, 1}, "the one that wasn't used for the longest time has to go"
-    table.place(lists[0], 0, 1, again)
+    assert table.assign_row(lists[2], 0, 1, again) in {0, 1}, "the one that wasn't used for the longest time has to go"
+    table.assign_row(lists[0], 0, 1, again)
     assert again.block_ids == [2, 0]
     blocks = table.blocks
     table.reserve(2)
     assert table.blocks is blocks
     table.reserve(5)
     assert table.blocks.shape == (5, 4)
-    rows = {table.place(own, 0, 1, TableChanges()) for own in lists}
+    rows = {table.assign_row(own, 0, 1, TableChanges()) for own in lists}
     assert rows == {0, 1, 2, 3, 4}
 
 

@@ -82,8 +82,7 @@ def test_samples_fail_each_by_itself(failing):
 
 
 def test_a_stalled_request_is_told_and_the_others_go_on_without_it():
-    scheduler, cache = make(8), FakeCache(BLOCK_SIZE)
-    scheduler.manager = KVCacheManager(8, BLOCK_SIZE, pin_budget=1.0)
+    scheduler, cache = make(8, pin_budget=1.0), FakeCache(BLOCK_SIZE)
     add(scheduler, "setup", [0] * 20, max_tokens=1)
     while scheduler.has_work:
         step(scheduler, cache)
@@ -101,8 +100,7 @@ def test_a_stalled_request_is_told_and_the_others_go_on_without_it():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_who_is_stalled_is_who_was_refused(schedule):
     """In a cache-aware order that need not be the oldest one."""
-    scheduler, cache = make(8, order=make_order(schedule)), FakeCache(BLOCK_SIZE)
-    scheduler.manager = KVCacheManager(8, BLOCK_SIZE, pin_budget=1.0)
+    scheduler, cache = make(8, order=make_order(schedule), pin_budget=1.0), FakeCache(BLOCK_SIZE)
     for prompt in ([0] * 12, [1] * 20):
         add(scheduler, "setup", prompt, max_tokens=1)
         while scheduler.has_work:

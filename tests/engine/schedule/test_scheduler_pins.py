@@ -14,9 +14,7 @@ from kvblocks.errors import InvalidArgumentError
 
 
 def make_pinning(num_blocks, **limits):
-    scheduler = make(num_blocks, **limits)
-    scheduler.manager = KVCacheManager(num_blocks, BLOCK_SIZE, pin_budget=1.0, debug=True)
-    return scheduler
+    return make(num_blocks, pin_budget=1.0, debug=True, **limits)
 
 
 def state(scheduler):

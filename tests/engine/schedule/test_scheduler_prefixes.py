@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvblocks import KVCacheManager, Sequence
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
+from kvblocks.engine.schedule.schedules import SCHEDULES, make_order
 from kvblocks.engine.schedule.step import StepLimits
 
 
@@ -161,3 +162,75 @@ def test_samples_and_equal_prompts_together():
         run_any_step(scheduler, cache)
     assert sum(request.num_computed_tokens for request in samples) == 38 + 4 * 3
     assert (single.num_cached_tokens, single.num_computed_tokens) == (36, 2 + 3)
+
+
+# --- one lookup for all who ask --------------------------------------------------------------------------------------
+
+
+def count_lookups(monkeypatch, scheduler):
+    calls = []
+    look_up = scheduler.manager.get_computed_blocks
+
+    def counted(sequence):
+        calls.append(sequence)
+        return look_up(sequence)
+
+    monkeypatch.setattr(scheduler.manager, "get_computed_blocks", counted)
+    return calls
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_request_that_was_looked_up_when_it_came_is_not_looked_up_again(schedule, monkeypatch):
+    scheduler, cache = make(100, order=make_order(schedule)), FakeCache(BLOCK_SIZE)
+    add(scheduler, "before", [0] * 12, max_tokens=1)
+    run_all(scheduler, cache)
+    calls = count_lookups(monkeypatch, scheduler)
+    requests = [add(scheduler, name, [0] * 12 + [number]) for number, name in enumerate("ab")]
+    hit = scheduler.lookups.find(requests[0])
+    assert (hit.num_tokens, len(calls)) == (12, 1)
+    assert [chunk.request for chunk in scheduler.schedule()] == requests
+    assert requests[0].num_cached_tokens == 12
+    # The first one got slots, which may have cached more, so the other is looked up when it is its turn.
+    assert calls.count(requests[0].sequence) == 1
+    assert calls.count(requests[1].sequence) == (2 if schedule == "longest-prefix" else 1)
+
+
+def test_what_was_computed_since_a_lookup_is_hit():
+    scheduler, cache = make(100, max_num_seqs=1), FakeCache(BLOCK_SIZE)
+    first, second = add(scheduler, "first", [0] * 12, max_tokens=1), add(scheduler, "second", [0] * 13)
+    assert scheduler.lookups.find(second).num_tokens == 0
+    step(scheduler, cache)
+    assert first.finish_reason == "length"
+    assert scheduler.lookups.find(second).num_tokens == 12
+    run_all(scheduler, cache)
+    assert second.num_cached_tokens == 12
+
+
+def test_what_was_generated_since_a_lookup_is_hit():
+    """A block that was there already got full, so nothing was taken from the pool."""
+    scheduler, cache = make(100, max_num_seqs=1), FakeCache(BLOCK_SIZE)
+    answer = answer_alone((None, 0), [0] * 6, 3)
+    add(scheduler, "first", [0] * 6, max_tokens=3)
+    second = add(scheduler, "second", [0] * 6 + answer[:2] + [1])
+    step(scheduler, cache)
+    step(scheduler, cache)
+    assert scheduler.lookups.find(second).num_tokens == 4
+    num_taken = scheduler.manager.num_taken_blocks
+    assert step(scheduler, cache) == [("first", 7, 1)]
+    assert scheduler.manager.num_taken_blocks == num_taken
+    run_all(scheduler, cache)
+    assert second.num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("watermark", [0.0, 0.5])
+def test_what_a_reset_took_since_a_lookup_is_not_hit(watermark):
+    scheduler, cache = make(20, watermark=watermark), FakeCache(BLOCK_SIZE)
+    add(scheduler, "before", [0] * 12, max_tokens=1)
+    run_all(scheduler, cache)
+    request = add(scheduler, "request", [0] * 13)
+    assert scheduler.lookups.find(request).num_tokens == 12
+    scheduler.manager.reset_prefix_cache()
+    assert step(scheduler, cache) == [("request", 0, 13)]
+    assert request.num_cached_tokens == 0
+    run_all(scheduler, cache)
+    assert request.output_token_ids == answer_alone((None, 0), [0] * 13, 4)

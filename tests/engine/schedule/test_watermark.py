@@ -3,7 +3,6 @@
 import pytest
 from engine.fake_cache import BLOCK_SIZE, FakeCache, add, add_samples, answer_alone, make, run_any_step, step
 
-from kvblocks import KVCacheManager
 from kvblocks.engine.schedule.step import StepLimits
 from kvblocks.errors import InvalidArgumentError
 
@@ -168,7 +167,6 @@ def test_two_that_hit_all_that_is_free_do_not_block_each_other(watermark):
 
 def test_soft_pins_are_left_alone_while_others_run_and_given_up_for_the_only_one():
     scheduler, cache = make(20, watermark=0.1, max_num_batched_tokens=64), FakeCache(BLOCK_SIZE)
-    scheduler.manager = KVCacheManager(20, BLOCK_SIZE, pin_budget=0.5)
     add(scheduler, "setup", [0] * 40, max_tokens=1)
     run_all(scheduler, cache)
     pin = scheduler.manager.pin([0] * 40, priority=10)

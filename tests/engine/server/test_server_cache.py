@@ -7,8 +7,10 @@ import time
 import pytest
 from engine.server.server_harness import MODEL, running_server, tiny_loaded
 
+from kvblocks import Sequence
 from kvblocks.cli import app as cli
 from kvblocks.cli.client import ServerClient
+from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.server.arrivals import MAX_KEPT
 from kvblocks.engine.server.cache_api import system_prefix
 
@@ -66,7 +68,7 @@ def cached_tokens(answer):
 def fill(http):
     """Push everything out of the pool that nobody holds."""
     for number in range(8):
-        prompt = [(place * 7 + number) % 250 for place in range(180)]
+        prompt = [(index * 7 + number) % 250 for index in range(180)]
         response = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
         assert response.status_code == 200
 
@@ -384,7 +386,7 @@ def test_only_the_last_requests_are_remembered(server, http):
 
     def many():
         for number in range(MAX_KEPT):
-            arrivals.note(f"other-{number}", [[1, 2, 3]], None)
+            arrivals.note(f"other-{number}", [Request(Sequence("other", [1, 2, 3]), 1)])
 
     server.on_thread(many)
     assert http.post("/v1/cache/explain", json={"request_id": first["id"]}).status_code == 404

@@ -1,15 +1,17 @@
-"""What bounds the server: places, sizes, times, keys, clients that go away, steps that fail, and its own end."""
+"""What bounds the server: slots, sizes, times, keys, clients that go away, steps that fail, and its own end."""
 
 import socket
 import threading
 import time
+from contextlib import contextmanager
 
 import httpx2
 import openai
 import pytest
 from engine.server.server_harness import MODEL, Gate, running_server, tiny_loaded, wait_for
 
-from kvblocks.engine.server import bodies
+from kvblocks.engine.errors import ModelError
+from kvblocks.engine.server import wire
 
 HELLO = {"model": MODEL, "prompt": "hello", "temperature": 0}
 
@@ -66,10 +68,10 @@ def read_all(connection):
     return b"".join(parts)
 
 
-# --- places ----------------------------------------------------------------------------------------------------------
+# --- slots -----------------------------------------------------------------------------------------------------------
 
 
-def test_when_all_places_are_taken_others_are_told_when_to_come_back(server, gate):
+def test_when_all_slots_are_taken_others_are_told_when_to_come_back(server, gate):
     gate.shut()
     with server.client() as client:
         waiting = [in_background(lambda: client.completions.create(max_tokens=2, **HELLO)) for _ in range(3)]
@@ -86,7 +88,7 @@ def test_when_all_places_are_taken_others_are_told_when_to_come_back(server, gat
         assert client.completions.create(max_tokens=2, **HELLO).usage.completion_tokens == 2
 
 
-def test_samples_take_a_place_each(server, gate):
+def test_samples_take_a_slot_each(server, gate):
     with server.client() as client:
         with pytest.raises(openai.BadRequestError, match="at most 3 answers at once, got 4"):
             client.completions.create(n=4, **HELLO)
@@ -112,6 +114,52 @@ def test_the_real_client_comes_back_by_itself(server, gate):
         assert outcomes(server)["refused"] > refused
         for thread in [*waiting, opener]:
             thread.join(60)
+
+
+@contextmanager
+def slow_encoder(server, monkeypatch, error=None):
+    """Keep all texts from being encoded until the end; then raise `error`, if there is one. Gives those that wait."""
+    encode, gate, begun = server.engine.model.tokenizer.encode, threading.Event(), []
+
+    def wait_and_encode(*arguments, **options):
+        begun.append(arguments)
+        assert gate.wait(30)
+        if error is not None:
+            raise error
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(server.engine.model.tokenizer, "encode", wait_and_encode)
+    try:
+        yield begun
+    finally:
+        gate.set()
+
+
+def test_a_text_takes_its_slot_before_it_is_encoded(server, monkeypatch):
+    with server.client() as client:
+        with slow_encoder(server, monkeypatch) as begun:
+            waiting = [in_background(lambda: client.completions.create(max_tokens=2, **HELLO)) for _ in range(3)]
+            wait_for(lambda: len(begun) == 3)
+            with pytest.raises(openai.RateLimitError, match="at most 3 unfinished answers, got 3 and 1 more"):
+                client.completions.create(max_tokens=2, **HELLO)
+            assert len(begun) == 3
+        for thread in waiting:
+            thread.join(60)
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize(("error", "status"), [(ModelError("expected another text"), 400), (OSError("bug"), 500)])
+def test_a_text_that_cannot_be_encoded_gives_its_slot_back(server, monkeypatch, error, status):
+    before = outcomes(server)
+    with server.http() as http:
+        with slow_encoder(server, monkeypatch, error):
+            response = []
+            thread = in_background(lambda: response.append(http.post("/v1/completions", json=HELLO)))
+            wait_for(lambda: server.service.num_open == 1)
+        thread.join(60)
+        assert response[0].status_code == status
+    assert server.service.num_open == 0
+    assert outcomes(server) == before
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
@@ -191,7 +239,7 @@ def test_a_stream_whose_time_is_over_ends_with_an_error(hasty_server):
 
 
 def test_a_body_that_does_not_come_is_waited_for_a_while(server, monkeypatch):
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(wire, "BODY_TIMEOUT_S", 0.2)
     with connect(server) as connection:
         connection.sendall(raw_request(b"x" * 100)[:-50])
         reply = read_all(connection)

@@ -23,16 +23,15 @@ def refused(parse, body):
 def test_a_completion_has_openais_defaults():
     request = parse_completion({"model": "m", "prompt": "hello"})
     assert (request.kind, request.model, request.prompts, request.messages) == ("completion", "m", ("hello",), ())
-    sampling = request.sampling
-    assert (sampling.n, sampling.max_tokens, sampling.temperature, sampling.top_p) == (1, 16, 1.0, 1.0)
-    assert (sampling.seed, sampling.stop, sampling.top_k, sampling.ignore_eos) == (None, (), None, False)
-    assert (request.salt, request.stream, request.include_usage, request.num_choices) == (None, False, False, 1)
+    sampling = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": None, "seed": None}
+    assert request.options == {**sampling, "stop": (), "ignore_eos": False, "salt": None}
+    assert (request.stream, request.include_usage, request.num_choices) == (False, False, 1)
 
 
 def test_a_chat_may_answer_as_long_as_there_is_room():
     request = parse_chat({"messages": HELLO})
     assert (request.kind, request.prompts, request.messages) == ("chat", (), ({"role": "user", "content": "hello"},))
-    assert request.sampling.max_tokens is None
+    assert request.options["max_tokens"] is None
 
 
 def test_every_field_is_read():
@@ -53,10 +52,9 @@ def test_every_field_is_read():
         "return_token_ids": True,
     }
     request = parse_chat(body)
-    sampling = request.sampling
-    assert (sampling.n, sampling.max_tokens, sampling.temperature, sampling.top_p) == (3, 7, 0.0, 0.5)
-    assert (sampling.top_k, sampling.seed, sampling.stop, sampling.ignore_eos) == (4, 5, ("a", "b"), True)
-    assert (request.salt, request.stream, request.include_usage, request.return_token_ids) == ("tenant",) + (True,) * 3
+    sampling = {"n": 3, "max_tokens": 7, "temperature": 0.0, "top_p": 0.5, "top_k": 4, "seed": 5}
+    assert request.options == {**sampling, "stop": ("a", "b"), "ignore_eos": True, "salt": "tenant"}
+    assert (request.stream, request.include_usage, request.return_token_ids) == (True,) * 3
     assert request.num_choices == 3
 
 
@@ -180,8 +178,8 @@ def test_an_unknown_field_is_refused_and_the_known_ones_are_named():
 
 
 def test_max_tokens_has_two_names_that_must_agree():
-    assert parse_chat({"messages": HELLO, "max_tokens": 3}).sampling.max_tokens == 3
-    assert parse_chat({"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 3}).sampling.max_tokens == 3
+    assert parse_chat({"messages": HELLO, "max_tokens": 3}).options["max_tokens"] == 3
+    assert parse_chat({"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 3}).options["max_tokens"] == 3
     error = refused(parse_chat, {"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4})
     assert error["param"] == "max_completion_tokens"
 

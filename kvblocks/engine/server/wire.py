@@ -1,13 +1,20 @@
-"""Reads request bodies: JSON only, of bounded size, within bounded time."""
+"""JSON in and out: request bodies of bounded size, read within bounded time; responses, errors and events."""
 
 import asyncio
+import contextlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Send
 
 from kvblocks.engine.server.errors import ApiError
 
+Json = dict[str, Any]
+
+DONE = b"data: [DONE]\n\n"
 BODY_TIMEOUT_S = 30.0
 # A client that is still sending doesn't see an early answer, so some of what is too large is read and thrown away.
 _DRAIN = 4
@@ -55,3 +62,43 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         message = f"expected a body of at most {max_bytes} bytes, got {got}"
         raise ApiError(413, message, code="too_large", headers={"Connection": "close"})
     return b"".join(chunks)
+
+
+def encode_json(value: Any) -> bytes:
+    """Return a value as JSON. ASCII only: what clients sent, lone surrogates too, may come back in messages."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def encode_event(value: Any) -> bytes:
+    """Return a value as one server-sent event."""
+    return b"data: " + encode_json(value) + b"\n\n"
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response with a JSON body."""
+    return Response(encode_json(value), status, headers, "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    """Return an error as a response."""
+    return json_response(error.to_json(), error.status, error.headers)
+
+
+async def send_head(send: Send, status: int, headers: Mapping[str, str]) -> None:
+    """Send a status and headers, as ASGI has them."""
+    fields = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
+
+
+async def send_part(send: Send, part: bytes, *, is_last: bool = False) -> None:
+    """Send a part of a body."""
+    await send({"type": "http.response.body", "body": part, "more_body": not is_last})
+
+
+async def send_json(send: Send, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    """Send a whole JSON body, or nothing to a client that has gone."""
+    body = encode_json(value)
+    fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+    with contextlib.suppress(OSError):
+        await send_head(send, status, fields)
+        await send_part(send, body, is_last=True)
