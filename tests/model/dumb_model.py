@@ -93,7 +93,7 @@ class DumbModel:
         return self.add_blocks(sequence, num_missing, must_copy)
 
     def step(self, sequences: list[ModelSequence], tokens: list[int]) -> list[tuple[int, int, int]] | None:
-        """One token for each: what changed, as (index in the step, index in its table, block); None: it can't be served."""
+        """One token for each: what changed, (index in the step, index in its table, block); None: not served."""
         leaving: Counter[int] = Counter()
         changing: list[tuple[int, int]] = []
         for i, sequence in enumerate(sequences):
