@@ -94,6 +94,11 @@ class KVCacheBlock:
         return self.run is not None and self.run.epoch.is_current
 
     @property
+    def is_shared(self) -> bool:
+        """Whether anybody else reads this block than the one owner that asks: then it must not be written to. O(1)."""
+        return self.ref_cnt > 1 or self.is_cached
+
+    @property
     def node(self) -> Node:
         """Where the block is cached; ROOT when it isn't. O(1)."""
         return (self.run, self.index) if self.run is not None else ROOT

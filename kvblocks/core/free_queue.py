@@ -111,6 +111,12 @@ class FreeBlockQueue:
         self.num_free_blocks -= 1
         return block
 
+    def take(self, block: KVCacheBlock) -> None:
+        """Take a queued block, out of its order; it then has `ref_cnt` 1. O(1)."""
+        self._unlink(block)
+        block.ref_cnt = 1
+        self.num_free_blocks -= 1
+
     def extend(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Append blocks that are neither queued nor owned, in order. O(blocks).
 

@@ -109,7 +109,7 @@ class BlockPool:
         if block is None:
             block = self.queue.popleft()
         else:
-            self.queue.touch([block])
+            self.queue.take(block)
         watcher.note_taken([block])
         if block.run is not None:
             self.num_evicted_blocks += self.index.evict([block])

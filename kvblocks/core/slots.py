@@ -12,7 +12,8 @@ A decode step adds one token to each of many sequences. Fourteen of sixteen toke
 and don't fill it: `fits_below` says so of a sequence, and they cost one pass that finds the others, the sequences at a
 boundary, and one that adds the tokens. Only at boundaries blocks are taken and cached.
 
-`fits_below` and `tail_owner` of sequences are written here and nowhere else, but for a sequence that resets its own.
+`fits_below` and `tail_owner` of sequences are written here, and in what `groups` makes of it, and nowhere else; but a
+sequence resets its own.
 """
 
 from array import array
@@ -146,7 +147,7 @@ class SlotAllocator:
         self._manager.change_state = CHANGING
         blocks = self._add_blocks(sequence, num_missing, shared)
         if num_tokens:
-            self._note_room(sequence)
+            self._count(sequence, sequence.num_computed_tokens)
         return blocks
 
     def append(self, sequence: Sequence, tokens: "array[int] | memoryview[int]") -> list[KVCacheBlock] | None:
@@ -184,7 +185,7 @@ class SlotAllocator:
         sequence.num_computed_tokens = num_tokens
         offset = num_tokens % block_size
         if offset:
-            sequence.fits_below = num_tokens - offset + block_size - 1  # `_note_room`, without the call
+            sequence.fits_below = num_tokens - offset + block_size - 1  # `_count`, without the call
         else:
             cache_filled_blocks(self._index, [sequence])
         return blocks
@@ -223,7 +224,7 @@ class SlotAllocator:
         changes = self._grow_by_one(growing, shared, indices)
         for sequence in others:
             if sequence.tail_owner is not None:  # the last to leave a shared block keeps it, and is asked again
-                self._note_room(sequence)
+                self._count(sequence, sequence.num_computed_tokens)
         if digests:
             for sequence in filling:
                 cache_full_blocks(self._index, sequence, digests[sequence])
@@ -351,10 +352,6 @@ class SlotAllocator:
         if offset and num_computed_tokens == len(sequence.tokens):
             sequence.fits_below = num_computed_tokens - offset + size - 1
 
-    def _note_room(self, sequence: Sequence) -> None:
-        """Note how far tokens can simply be added to a sequence none of whose blocks is shared any more."""
-        self._count(sequence, sequence.num_computed_tokens)
-
     def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         return max(0, -(-num_tokens // self._block_size) - len(sequence.blocks))
 
@@ -365,10 +362,8 @@ class SlotAllocator:
         """
         if sequence.tail_owner is not None:
             return None
-        if position % self._block_size:
-            block = sequence.blocks[position // self._block_size]
-            if block.ref_cnt > 1 or block.is_cached:
-                return position // self._block_size
+        if position % self._block_size and sequence.blocks[position // self._block_size].is_shared:
+            return position // self._block_size
         sequence.tail_owner = sequence.owner
         return None
 
@@ -478,11 +473,8 @@ class SlotAllocator:
         num_leaving: dict[KVCacheBlock, int] = {}
         for sequence in unsure:
             shared = self._shared_index(sequence, sequence.num_tokens)
-            if shared is not None:
-                block = sequence.blocks[shared]
-                if block.is_cached or num_leaving.get(block, 0) < block.ref_cnt - 1:
-                    num_leaving[block] = num_leaving.get(block, 0) + 1
-                    indices[sequence] = shared
+            if shared is not None and leaves(sequence.blocks[shared], num_leaving):
+                indices[sequence] = shared
         return indices
 
     def _take_for(self, sequences: list[Sequence]) -> list[KVCacheBlock]:
@@ -493,3 +485,15 @@ class SlotAllocator:
         if num_lacking > 0 and self.holds is not None:
             self.holds.give_up(num_lacking)
         return [block for sequence in sequences for block in self._take(1, sequence)]
+
+
+def leaves(block: KVCacheBlock, num_leaving: dict[KVCacheBlock, int]) -> bool:
+    """Whether one more sequence of a step gets a block instead of this shared one. The last to leave it keeps it.
+
+    num_leaving: by block, how many leave it so far; counts on. O(1).
+    """
+    number = num_leaving.get(block, 0)
+    if not block.is_cached and number >= block.ref_cnt - 1:
+        return False
+    num_leaving[block] = number + 1
+    return True

@@ -4,7 +4,7 @@ A group is a set of layers that share a block table: they attend alike (all of t
 of theirs holds as many tokens. One pool serves all groups, so a block id stands for the same number of bytes in each;
 `plan` puts a model's layers into such groups.
 
-What follows from them for the manager is `group_layout`'s.
+What follows from them for the manager is in `layout`.
 
 Groups of layers with a block table each, over one pool, are vLLM's hybrid KV-cache manager's.
 """

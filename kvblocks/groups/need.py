@@ -5,6 +5,7 @@ Tables are counted as in `GroupTables.tables`; the sequence's primary table, whi
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
+from kvblocks.core.slots import leaves
 from kvblocks.groups.tables import GroupTables
 
 
@@ -38,7 +39,7 @@ class Need:
         for number, size in enumerate(sizes):
             if start % size:
                 block = self.block(number, start // size)
-                if block is not None and (block.ref_cnt > 1 or block.is_cached):
+                if block is not None and block.is_shared:
                     self.shared[number] = start // size
 
     def block(self, number: int, index: int) -> KVCacheBlock | None:
@@ -68,8 +69,5 @@ def keep_for_last(needs: list[Need]) -> None:
     for need in needs:
         for number, shared in enumerate(need.shared):
             block = None if shared is None else need.block(number, shared)
-            if block is not None:
-                if block.is_cached or num_leaving.get(block, 0) < block.ref_cnt - 1:
-                    num_leaving[block] = num_leaving.get(block, 0) + 1
-                else:
-                    need.shared[number] = None
+            if block is not None and not leaves(block, num_leaving):
+                need.shared[number] = None

@@ -119,7 +119,7 @@ class GroupSlots(SlotAllocator):
             return None
         self._manager.change_state = CHANGING
         blocks = self._fill(need, 0, [])
-        self._note_room(sequence)
+        self._count(sequence, sequence.num_computed_tokens)
         return blocks
 
     def append(self, sequence: Sequence, tokens: "array[int] | memoryview[int]") -> list[KVCacheBlock] | None:
@@ -161,7 +161,7 @@ class GroupSlots(SlotAllocator):
         for need in needs:
             self._fill(need, indices[need.sequence], changes)
         for sequence in at_boundary:
-            self._note_room(sequence)
+            self._count(sequence, sequence.num_computed_tokens)
             self._cache(sequence, digests[sequence])
         return changes
 

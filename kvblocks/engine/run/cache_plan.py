@@ -1,7 +1,7 @@
 """A model's layers as KV-cache groups over one pool: those that see everything, and those of each window.
 
-The sums are `pool_plan`'s. All groups have one block size here, so a layer's K and V have the same shape in every
-group, and layers of different groups can be the same tensors.
+The sums are those of `kvblocks.plan`. All groups have one block size here, so a layer's K and V have the same shape in
+every group, and layers of different groups can be the same tensors.
 """
 
 import torch
