@@ -5,3 +5,7 @@ others extend the core: `index` has the blocks beside the primary group's, `anch
 is missing, `pool`, `tables`, `need`, `slots`, `caching`, `hit` and `pins` do for several groups what the core does for
 one.
 """
+
+from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
+
+__all__ = ["FullAttention", "Group", "SlidingWindow"]
