@@ -34,12 +34,12 @@ def pool_cases(num_blocks: int, prefix_blocks: int) -> dict[str, Case]:
     empty, full = make_pool(num_blocks), make_pool(num_blocks)
     cache_blocks(full, full.take(num_blocks), 0, prefix_blocks)
     touched = empty.take(TOUCHED_BLOCKS)
-    empty.release(touched)
+    empty.release_table(touched, TOUCHED_BLOCKS)
     num_fillers = num_blocks
 
     def release(parts: list[Blocks]) -> None:
         for part in reversed(parts):
-            empty.release(part)
+            empty.release_table(part, len(part))
 
     def cache_again(parts: list[Blocks]) -> None:
         nonlocal num_fillers
@@ -53,7 +53,7 @@ def pool_cases(num_blocks: int, prefix_blocks: int) -> dict[str, Case]:
         "allocate": Case(lambda _: _take(empty), SAMPLE_BLOCKS, tidy=release),
         "free": Case(release, SAMPLE_BLOCKS, prepare=lambda: _take(empty)),
         "evict": Case(lambda _: _take(full), SAMPLE_BLOCKS, tidy=cache_again),
-        "touch": Case(touch, TOUCHED_BLOCKS, tidy=lambda _: empty.release(touched)),
+        "touch": Case(touch, TOUCHED_BLOCKS, tidy=lambda _: empty.release_table(touched, TOUCHED_BLOCKS)),
     }
 
 

@@ -68,7 +68,7 @@ def cache_blocks(pool: BlockPool, blocks: Blocks, first_filler: int, num_blocks_
     for number, first in enumerate(range(0, len(blocks), num_blocks_each), first_filler):
         part = blocks[first : first + num_blocks_each]
         pool.index.cache(ROOT, part, memoryview(filler(number, num_blocks_each)).cast("B"), None, 0)
-        pool.release(part)
+        pool.release_table(part, len(part))
 
 
 def take(pool: BlockPool, num_blocks: int) -> list[Blocks]:
@@ -128,9 +128,9 @@ class Ours(Driver):
         return manager
 
     def _release(self, parts: list[Blocks]) -> None:
-        release = self._pool.release
+        release_table = self._pool.release_table
         for part in reversed(parts):
-            release(part)
+            release_table(part, len(part))
 
     def _cache_again(self, parts: list[Blocks]) -> None:
         """Cache fillers that are new in the blocks that were just evicted."""
@@ -142,7 +142,7 @@ class Ours(Driver):
         return {"pool": Case(lambda _: take(self._pool, num_blocks), TAKEN_BLOCKS, tidy=self._release)}
 
     def free(self, num_blocks: int) -> Cases:
-        """`BlockPool.release`, which takes its blocks for cached ones, as most of a request's are when it ends."""
+        """`BlockPool.release_table` of blocks that it takes for cached ones, as most are when a request ends."""
         return {"pool": Case(self._release, TAKEN_BLOCKS, prepare=lambda: take(self._pool, num_blocks))}
 
     def evict(self, num_blocks: int) -> Cases:
@@ -154,8 +154,9 @@ class Ours(Driver):
         """`BlockPool.touch`."""
         pool = self._pool
         blocks = pool.take(num_blocks)
-        pool.release(blocks)
-        return {"pool": Case(lambda _: pool.touch(blocks), num_blocks, tidy=lambda _: pool.release(blocks))}
+        pool.release_table(blocks, num_blocks)
+        tidy = lambda _: pool.release_table(blocks, num_blocks)  # noqa: E731
+        return {"pool": Case(lambda _: pool.touch(blocks), num_blocks, tidy=tidy)}
 
     def chain_hash(self, num_tokens: int) -> Cases:
         """`block_hash` of a new prefix's last block, which computes the digests of all."""

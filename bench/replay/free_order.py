@@ -55,7 +55,7 @@ def make_requests(num_families: int, num_requests: int, seed: int) -> list[list[
 def queue_by_use(manager: KVCacheManager) -> None:
     """Have a manager's pool queue all that is freed alike. For the plain build."""
     pool: Any = manager._pool  # noqa: SLF001
-    pool.release_table = lambda blocks, _=0: pool.release(blocks)
+    pool.release_table = lambda blocks, _=0: pool.queue.release(blocks[::-1])
 
 
 def run(seed: int, order: str, num_blocks: int, requests: list[list[int]]) -> Outcome:

@@ -170,7 +170,7 @@ def queue_by_use(manager: KVCacheManager) -> None:
     """Have a manager's pool queue what leaves a window behind everything else. For the plain build."""
     pool: Any = manager._slots._group_pool  # type: ignore[attr-defined]  # noqa: SLF001
     assert isinstance(pool, GroupPool)
-    pool.release_passed = lambda blocks: pool.release(list(blocks)[::-1])
+    pool.release_passed = lambda passed, empty: pool.queue.release([*passed, *empty])
 
 
 def main() -> None:

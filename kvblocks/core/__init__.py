@@ -1,6 +1,6 @@
 """One group of layers with full attention: all that a block table with exact prefix caching needs, and nothing else.
 
-Read it from the bottom up:
+The facade calls `slots`, slots call `pool`, and the pool calls `free_queue` and `prefix_index`. Read it in this order:
 
 - `tokens`, `keys`, `hashing`: what a block holds, as bytes, and how it is named to the outside;
 - `block`: a block of the pool, and the run of cached blocks that it stands in;
@@ -10,7 +10,7 @@ Read it from the bottom up:
 - `sequence`: a request's tokens and its block table; `hit`: what a lookup found for it;
 - `caching`: when blocks of a sequence become cached; `slots`: how it gets blocks; `in_flight`: who is about to compute
   what;
-- `change`: how a call that was left half done is noticed; `hooks`: where the other rooms hang themselves in.
+- `change`: how a call that was left half done is noticed; `hooks`: where the other rooms plug in.
 
 `kvblocks.manager` is the facade over it. Nothing here imports another room.
 """

@@ -21,7 +21,7 @@ def digests_ahead(
 ) -> bytearray | None:
     """Return the digests that caching the sequence's first `end` tokens will record; None when nothing will be.
 
-    epoch: what the sequence is of, or will be. held: a table that begins with its registered blocks, or with the hit
+    epoch: what the sequence is of, or will be. held: a table that begins with its cached blocks, or with the hit
     that it starts with; `num_held` are those. Computed before anything is changed, so that a hash function that raises
     can do no harm. Changes nothing. O(new full blocks).
     """
@@ -56,7 +56,7 @@ def cache_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytearray
 
 
 def cache_filled_blocks(index: PrefixIndex, sequences: list[Sequence]) -> None:
-    """`cache_full_blocks` of blocks that one token each filled, while changes have no names.
+    """`cache_full_blocks` of sequences that each filled a block by one decoded token; not when digests are needed.
 
     O(1) a block unless runs part.
     """
@@ -75,7 +75,7 @@ def cache_filled_blocks(index: PrefixIndex, sequences: list[Sequence]) -> None:
 
 
 def digests_anew(index: PrefixIndex, sequence: Sequence) -> bytearray | None:
-    """Return the digests that `cache_anew` will record; None when changes have no names. As `digests_ahead`."""
+    """Return the digests that `cache_anew` will record; None when nothing needs them. As `digests_ahead`."""
     if not index.needs_digests:
         return None
     num_full = sequence.num_computed_tokens // index.block_size
@@ -85,7 +85,7 @@ def digests_anew(index: PrefixIndex, sequence: Sequence) -> bytearray | None:
 def cache_anew(index: PrefixIndex, sequence: Sequence, digests: bytearray | None) -> None:
     """Cache all full blocks of a sequence from before a reset. O(their number).
 
-    Those that it shares with a sequence which was registered anew earlier may be cached already, and stay as they are.
+    Those that it shares with a sequence which was cached anew earlier may be cached already, and stay as they are.
     """
     blocks, num_full = sequence.blocks, sequence.num_computed_tokens // index.block_size
     tokens, keys, size = sequence.packed_tokens(), sequence.encoded_keys(index.block_size), index.epoch.num_digest_bytes

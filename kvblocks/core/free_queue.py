@@ -22,10 +22,10 @@ from kvblocks.errors import BlockStateError, PoolExhaustedError
 class FreeBlockQueue:
     """An intrusive queue over `blocks`, all of them free at first and in the given order. O(blocks) to make.
 
-    has_windows: whether blocks may leave a window (`release_passed`). num_shared_changes: how often a block that has an
-    owner got another one, or lost one of several. Raises BlockStateError, changing nothing, when a block is linked or
-    owned already. A part of the manager that is public for those who build one of their own:
-    beyond that it checks no types.
+    has_windows: whether blocks may leave a window (`release_passed`). num_shared_changes: how often a reference was
+    added to or dropped from a block that stayed owned. Raises BlockStateError, changing nothing, when a block is linked
+    or owned already. A part of the manager that is public for those who build one of their own: beyond that it checks
+    no types.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], *, has_windows: bool = False) -> None:

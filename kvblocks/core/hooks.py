@@ -1,4 +1,4 @@
-"""Where the other rooms hang themselves in: base classes whose methods do nothing, or nothing but refuse.
+"""Where the other rooms plug in: base classes whose methods do nothing, or raise NotImplementedError.
 
 The core never imports them. It asks an attribute of one of these types, which is None until somebody wants more than
 the core does:

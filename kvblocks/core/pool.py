@@ -39,7 +39,7 @@ class BlockPool:
 
     @property
     def num_shared_changes(self) -> int:
-        """How often a block that has an owner got another one, or lost one of several. O(1)."""
+        """How often a reference was added to or dropped from a block that stayed owned. O(1)."""
         return self.queue.num_shared_changes
 
     @property
@@ -123,21 +123,13 @@ class BlockPool:
         if self.index.watcher is not None:
             self.index.watcher.note_touched(blocks)
 
-    def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take an owner from each of `blocks`, last one first, so that a prefix's end is reused before its beginning.
-
-        Those without another owner join the end of the queue. For blocks that are cached, while none is `detached`;
-        `release_table` is for all. Raises BlockStateError, changing nothing, when one has no owner. O(blocks).
-        """
-        backwards = blocks[::-1]
-        self.queue.release(backwards)
-        if self.index.watcher is not None:
-            self._note_released(backwards)
-
     def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
-        """`release` of blocks of a table, of which those that hold nothing are reused next.
+        """Take an owner from each of `blocks`, a table's or a part of one.
 
-        num_cached: the first so many were cached by their owner, and no reset came since. O(blocks).
+        Those without another owner are free: cached ones are reused last, a prefix's end before its beginning; those
+        that hold nothing are reused next. `FreeBlockQueue.release_table` says where they go. num_cached: the first so
+        many were cached by their owner, and no reset came since. Raises BlockStateError, changing nothing, when one
+        has no owner. O(blocks).
         """
         if num_cached == len(blocks) and not self.detached:
             self.queue.release(blocks[::-1])

@@ -117,7 +117,7 @@ class Sequence:
         self.tail_owner: object | None = None  # the owner, while the next token certainly goes to a block of its own
         self.fits_below = 0  # while fewer tokens are computed, the next one fits the last block and doesn't fill it
         self.epoch: Epoch | None = None
-        self.run: Run | None = None  # where its last registered block stands, if anything: a hint
+        self.run: Run | None = None  # the run of its last cached block, if anything: a hint
         self.side_tables: SideTables | None = None  # the tables beside `blocks`, of a manager of several groups
 
     @property
@@ -284,7 +284,7 @@ class Sequence:
         return None if self.keys is None else self.keys.encoded(block_size)
 
     def check(self, block_size: int, smallest_block_size: int) -> None:
-        """Raise AssertionError unless its numbers fit together and only registered blocks are cached. O(blocks).
+        """Raise AssertionError unless its numbers fit together and only blocks that it cached are. O(blocks).
 
         smallest_block_size: the size of the smallest blocks of any group. Only for the manager.
         """

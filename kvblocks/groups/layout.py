@@ -43,7 +43,11 @@ class SideGroup:
         return position, self.first_column + (end - position * self.primary_size) // self.block_size - 1
 
     def first_needed(self, position: int) -> int:
-        """Return the first of its blocks that has a token which a query at `position` sees. O(1)."""
+        """Return the first of its blocks that has a token which a query at `position` sees. O(1).
+
+        The one place that knows what layers see. It never decreases with the position: lookups skip what lies before
+        a missing block (`hit`), and tables let go for good of what no query sees any more (`tables`).
+        """
         if self.window is None or position < self.window:
             return 0
         return (position - self.window + 1) // self.block_size

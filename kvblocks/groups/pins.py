@@ -49,7 +49,7 @@ class GroupPins(Pins):
         super().check()
         for pin in self.pins:
             assert not pin.attached_blocks or pin.attached_blocks == self._find_attached(pin), (
-                f"{pin}: holds other side_groups"
+                f"{pin}: holds other attached blocks"
             )
 
     def _count_wanted(self, pin: Pin) -> None:
@@ -60,7 +60,7 @@ class GroupPins(Pins):
         pin.num_wanted_blocks = num_wanted
 
     def _end(self, pin: Pin) -> int:
-        """Return where hits that a pin keeps end: the last column in its prefix where any can."""
+        """Return the longest hit, in tokens, that a pin can serve: its prefix down to a multiple of the alignment."""
         alignment = self._group_index.layout.alignment
         return pin.num_blocks * self._group_index.block_size // alignment * alignment
 

@@ -34,7 +34,7 @@ class GroupPool(BlockPool):
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take the next free blocks, one after the other. Raises PoolExhaustedError. O(num_blocks).
 
-        What can be hit no more because of one is the next.
+        If evicting one makes attached blocks unreachable, those are taken next.
         """
         if not 0 <= num_blocks <= self.queue.num_free_blocks:
             raise PoolExhaustedError(f"expected 0 to {self.queue.num_free_blocks} blocks to take, got {num_blocks}")
