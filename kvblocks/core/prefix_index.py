@@ -9,7 +9,7 @@ Why a hit is never wrong. A node (run, position) means one prefix for as long as
 lost its end is closed, so no position is ever given a second meaning, and a key holds its parent's run itself, so no
 identity is used twice. Equal tokens and extra keys under the same node are therefore the same prefix, by induction
 from the root. A dict hashes its keys, but then compares them with ==: tokens and keys by their bytes, a run by its
-identity. So no hash decides. Whoever caches blocks below a node sees to it that the node is cached: `cache_full_blocks`.
+identity. So no hash decides. That a node below which blocks get cached is cached itself, `cache_full_blocks` checks.
 
 A block leaves the cache because it is about to be reused (`evict`), because its KV was never written (`forget`) or with
 everything else (`clear`). What is chained to a prefix that goes, goes too.
