@@ -91,6 +91,9 @@ _HOMES = {
     "stats": ("CacheStats", "GroupUsage", "MetricsSnapshot", "QuotaUsage", "Refusal"),
     "version": ("__version__",),
 }
+# Modules that can be had as attributes, as if they had been imported.
+_ROOMS = {"arguments", "core", "errors", "events", "groups", "hashing", "manager", "metrics", "observe", "prefix_cache"}
+_ROOMS |= {"retention", "stats", "version"}
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -144,6 +147,8 @@ def __getattr__(name: str) -> object:
         value = not str(import_module("kvblocks.core.block").__file__).endswith(".py")
     elif name in _MODULES:
         value = vars(import_module(f"kvblocks.{_MODULES[name]}"))[name]
+    elif name in _ROOMS:
+        return import_module(f"kvblocks.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

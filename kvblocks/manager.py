@@ -203,12 +203,10 @@ class KVCacheManager(Changeable):
             self.check_whole()
             if own.owner is not None:
                 raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {own}")
-        if self._slots.has_side_groups:
+        if self._slots.has_side_groups or not self.enable_caching:
             return self._slots.find_hit(own, self._in_flight, enable_caching=self.enable_caching)
         tokens = own.tokens  # from here on `SlotAllocator.find_hit`, without the calls
         num_tokens = len(tokens)
-        if not self.enable_caching:
-            return CacheHit(own, [], 0, num_tokens, self._in_flight)
         block_size = self.block_size
         view = tokens if type(tokens) is memoryview else memoryview(tokens)
         keys = None if own.keys is None else own.encoded_keys(block_size)
@@ -572,8 +570,8 @@ class KVCacheManager(Changeable):
         self._check_has_primary("set_quota")
         name = check_name("salt", salt)
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
-        self.begin_change()
         quotas = self._get_quotas()
+        self.begin_change()
         quotas.set_quota(name, number)
         self._use_quotas(quotas)
 
@@ -581,8 +579,8 @@ class KVCacheManager(Changeable):
         """`set_quota` for each salt, other than None, that has none of its own. O(pool)."""
         self._check_has_primary("set_default_quota")
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
-        self.begin_change()
         quotas = self._get_quotas()
+        self.begin_change()
         quotas.set_default(number)
         self._use_quotas(quotas)
 

@@ -204,10 +204,6 @@ class Run:
         differing = [i for i in keyed if 0 <= i < num_blocks and ours.get(position + i) != theirs.get(first + i)]
         return min(differing, default=num_blocks)
 
-    def is_open_at(self, position: int) -> bool:
-        """Whether the next block behind `position` may be added here. Nothing is attached to there then. O(1)."""
-        return position + 1 == len(self.blocks) and not self.is_closed
-
     def extend(self, blocks: list[KVCacheBlock], tokens: memoryview, extra_keys: dict[int, bytes]) -> None:
         """Add blocks at the end, with their tokens, and encoded extra keys by position among them."""
         base = index = len(self.blocks)

@@ -27,9 +27,11 @@ class Watcher:
     """Whoever wants to be told. Each call is O(1) here, and changes nothing of the caller's.
 
     needs_digests: whether it wants the digests of what is removed, so that they are computed as blocks are cached.
+    needs_takers: whether it wants to be told for whom blocks are taken; only then `note_taking` comes.
     """
 
     needs_digests: bool = False
+    needs_takers: bool = False
 
     def note_taking(self, num_blocks: int, sequence_id: Hashable) -> None:
         """That many blocks are about to be taken from the pool for a sequence."""
@@ -55,6 +57,7 @@ class Watchers(Watcher):
 
     def __init__(self, watchers: list[Watcher]) -> None:
         self._watchers = watchers
+        self.needs_takers = any(watcher.needs_takers for watcher in watchers)
 
     def note_taking(self, num_blocks: int, sequence_id: Hashable) -> None:
         """Tell all."""

@@ -55,13 +55,6 @@ class BlockPool:
         """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
         return [block.block_id for block in self.queue]
 
-    def can_take(self, num_blocks: int, touched: Sequence[KVCacheBlock]) -> bool:
-        """Whether `num_blocks` can be taken after `touched` are. O(1) if there is room to spare, else O(touched)."""
-        num_free = self.queue.num_free_blocks
-        if num_blocks + len(touched) <= num_free:
-            return True
-        return num_blocks <= num_free - sum(1 for block in touched if block.ref_cnt == 0)
-
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take the next free blocks; what they held is cached no more. O(num_blocks).
 

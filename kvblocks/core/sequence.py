@@ -323,11 +323,11 @@ class Sequence:
         return f"Sequence({shown(self.sequence_id)}, {self.num_tokens} tokens, {state})"
 
     def reset_blocks(self) -> None:
-        """Forget the block table. Only for the manager that releases it."""
+        """Forget the block tables. Only for the manager that releases them."""
         self.blocks = []
         self._block_ids = None
         self.num_computed_tokens = self.num_readonly_tokens = self.num_cached_blocks = self.fits_below = 0
-        self.tail_owner = self.epoch = self.run = None
+        self.tail_owner = self.epoch = self.run = self.side_tables = None
         self.owner = None  # last: what was left half done is nobody else's to allocate
 
 

@@ -12,8 +12,7 @@ A decode step adds one token to each of many sequences. Fourteen of sixteen toke
 and don't fill it: `fits_below` says so of a sequence, and they cost one pass that finds the others, the sequences at a
 boundary, and one that adds the tokens. Only at boundaries blocks are taken and cached.
 
-`fits_below` and `tail_owner` of sequences are written here, and in what `groups` makes of it, and nowhere else; but a
-sequence resets its own.
+`fits_below` and `tail_owner` of sequences are written here, in `groups`, and by the sequence itself.
 """
 
 from array import array
@@ -40,7 +39,7 @@ GroupChange = tuple[int, int, int, int]
 class SlotAllocator:
     """Gives the blocks of `pool` to sequences of `manager`, where there is one group of layers.
 
-    Another class does for several groups what this one does for one: all that differs between them is here.
+    What differs where there are several groups is all here, for `groups.slots` to do otherwise.
 
     holds: owners that may give way to sequences; None: there are none. num_taken_blocks: how many blocks it gave.
     copies: (source, destination) block ids to copy, in order, since last taken. smallest_block_size: of all groups.
@@ -65,8 +64,6 @@ class SlotAllocator:
         self.last_refusal: Refusal | None = None
         self.num_taken_blocks = self.num_limited_tokens = 0
         self.copies: list[tuple[int, int]] = []
-
-    # What is cached.
 
     def find_hit(self, sequence: Sequence, source: HitSource, *, enable_caching: bool) -> CacheHit:
         """Return the longest cached prefix of a sequence. Changes nothing."""
@@ -275,8 +272,7 @@ class SlotAllocator:
         """Give all blocks of a sequence back. O(blocks)."""
         if self.holds is not None:
             self.holds.extend(sequence)
-        num_cached = sequence.num_cached_blocks if sequence.epoch is self._index.epoch else 0
-        self._pool.release_table(sequence.blocks, num_cached)
+        self._release_tables(sequence)
         sequence.reset_blocks()
 
     def cache_anew(self, sequence: Sequence, digests: bytearray | None) -> None:
@@ -314,6 +310,10 @@ class SlotAllocator:
         """`_note_refusal`, but a bad token is told even if there is no room: InvalidTokensError, and no refusal."""
         pack_tokens(tokens)
         return self._note_refusal(num_blocks, [])
+
+    def _release_tables(self, sequence: Sequence) -> None:
+        num_cached = sequence.num_cached_blocks if sequence.epoch is self._index.epoch else 0
+        self._pool.release_table(sequence.blocks, num_cached)
 
     def _parts_in_block(self, num_tokens: int) -> bool:
         """Whether sequences that part after `num_tokens` share a block which both would write to."""
@@ -394,8 +394,9 @@ class SlotAllocator:
             return []
         pool = self._pool
         self.num_taken_blocks += num_blocks
-        if self._index.watcher is not None:
-            self._index.watcher.note_taking(num_blocks, sequence.sequence_id)
+        watcher = self._index.watcher
+        if watcher is not None and watcher.needs_takers:
+            watcher.note_taking(num_blocks, sequence.sequence_id)
         if num_blocks > pool.queue.num_free_blocks and self.holds is not None:
             self.holds.give_up(num_blocks - pool.queue.num_free_blocks)
         return pool.take(num_blocks)
@@ -479,7 +480,7 @@ class SlotAllocator:
 
     def _take_for(self, sequences: list[Sequence]) -> list[KVCacheBlock]:
         """Take a block for each sequence, together unless somebody is told who takes what. O(sequences)."""
-        if self._index.watcher is None or not self._index.needs_digests:
+        if self._index.watcher is None or not self._index.watcher.needs_takers:
             return self._take(len(sequences), sequences[0])
         num_lacking = len(sequences) - self._pool.queue.num_free_blocks
         if num_lacking > 0 and self.holds is not None:

@@ -70,19 +70,24 @@ def num_equal(one: Any, other: Any) -> int:
 
     Slices are compared, each twice as long as the last until they differ, then by bisection. O(items in common).
     """
-    end, low, high = min(len(one), len(other)), 0, 1
-    if type(one) is memoryview:
-        one, other = bytes(one[:end]), bytes(other[:end])
-    while low < end and one[low : min(high, end)] == other[low : min(high, end)]:
+    end, low, high = min(len(one), len(other)), 0, 64
+    while low < end and _are_equal(one, other, low, min(high, end)):
         low, high = min(high, end), 2 * high
     high = min(high, end)
     while high - low > 1:  # the first `low` are equal, the first `high` aren't
         middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
+        if _are_equal(one, other, low, middle):
             low = middle
         else:
             high = middle
     return low
+
+
+def _are_equal(one: Any, other: Any, start: int, end: int) -> bool:
+    ours, theirs = one[start:end], other[start:end]
+    if type(ours) is memoryview:  # which would be compared item by item
+        return bytes(ours) == bytes(theirs)
+    return bool(ours == theirs)
 
 
 def refuse_tokens(token_ids: "list[Any]") -> NoReturn:

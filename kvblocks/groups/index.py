@@ -229,10 +229,10 @@ class GroupIndex(PrefixIndex):
                 self._gone.append(removal_key(side_group.group, name))
 
     def _note_removal(self, removed: list[bytes], cause: RemovalCause) -> None:
-        super()._note_removal(removed, cause)
         if self._gone and self.watcher is not None:
             self.watcher.note_removed(self._gone, cause)
         self._gone = []
+        super()._note_removal(removed, cause)  # last, as what an explanation looks for first
 
     def _note_drop(self, cause: RemovalCause) -> None:
         """Note that an attached block, and nothing else, is cached no more."""

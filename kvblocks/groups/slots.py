@@ -182,13 +182,6 @@ class GroupSlots(SlotAllocator):
         for table in tables_of(sequence).tables:
             self._pool.release_table(table.truncate(-(-num_tokens // table.side_group.block_size)))
 
-    def release(self, sequence: Sequence) -> None:
-        """Give all blocks of a sequence back; those that hold nothing are reused first. O(blocks)."""
-        tables = tables_of(sequence).tables
-        super().release(sequence)
-        for table in tables:
-            self._pool.release_table(table.blocks)
-
     def cache_anew(self, sequence: Sequence, digests: bytearray | None) -> None:
         """Cache all full blocks of a sequence from before a reset, of all groups. O(their number)."""
         super().cache_anew(sequence, digests)
@@ -207,6 +200,11 @@ class GroupSlots(SlotAllocator):
     def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
         """Return all that a sequence holds, by table. O(groups)."""
         return [sequence.blocks, *[table.blocks for table in tables_of(sequence).tables]]
+
+    def _release_tables(self, sequence: Sequence) -> None:
+        super()._release_tables(sequence)
+        for table in tables_of(sequence).tables:
+            self._pool.release_table(table.blocks)
 
     def _parts_in_block(self, num_tokens: int) -> bool:
         return num_tokens % self.alignment != 0

@@ -32,6 +32,7 @@ class RemovalHistory(Watcher):
     """
 
     needs_digests: bool = True
+    needs_takers: bool = True
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks

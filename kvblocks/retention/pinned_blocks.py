@@ -65,7 +65,7 @@ class PinnedBlocks:
         if known is not None:
             for block in blocks:
                 if not block.ref_cnt:
-                    self._num_going -= known.pop(block, False)  # nothing, of a anchor
+                    self._num_going -= known.pop(block, False)  # nothing, of an anchor
 
     def check(self, pins: Iterable[Held]) -> None:
         """Raise AssertionError unless what is known is so. O(pinned blocks)."""

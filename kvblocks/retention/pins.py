@@ -11,7 +11,7 @@ do.
 Invariants: a pin holds the first blocks of its prefix, all cached; their priorities never rise from one block to the
 next, so no block is protected longer than the one it is attached to.
 
-Pins priorities by ranges of tokens are TensorRT-LLM's; holding a reference as the way to protect is this
+Retention priorities by ranges of tokens are TensorRT-LLM's; holding a reference as the way to protect is this
 project's.
 """
 

@@ -68,15 +68,6 @@ def test_what_stops_being_cached_is_taken_next_unless_by_a_reset() -> None:
     pool.check([])
 
 
-def test_can_take_counts_what_touching_takes_away() -> None:
-    pool = make(4)
-    blocks = pool.take(2)
-    assert pool.can_take(2, blocks)  # owned already, so touching them takes nothing from the queue
-    pool.release_table(blocks)
-    assert pool.can_take(2, blocks)
-    assert not pool.can_take(3, blocks)
-
-
 def test_more_blocks_than_free() -> None:
     pool = make(2)
     with pytest.raises(PoolExhaustedError, match="expected 0 to 2 blocks to take, got 3"):

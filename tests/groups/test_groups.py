@@ -466,3 +466,63 @@ class TestPins:
         compute(manager, "b", list(range(100, 124)))
         assert hit_tokens(manager, [*range(24), 1]) == 24
         assert CacheMetrics(manager).snapshot().pins.num_pinned_blocks == 2
+
+
+class TestWhatASequenceKeeps:
+    """Nothing of a manager of several groups, once it holds no blocks there."""
+
+    def test_a_freed_sequence_may_go_to_a_manager_of_one_group(self) -> None:
+        windows = KVCacheManager(8, groups=[SlidingWindow(4, 8)])
+        single = KVCacheManager(16, 4, debug=True)
+        sequence = Sequence("a", range(12))
+        windows.allocate_slots(sequence)
+        windows.free(sequence)
+        assert sequence.side_tables is None
+        single.allocate_slots(Sequence("other", range(50, 62)))
+        single.allocate_slots(sequence)
+        assert sequence.block_ids == [block.block_id for block in sequence.blocks] == [3, 4, 5]
+        single.append_slots(sequence, list(range(8)))
+        single.truncate(sequence, 12)
+
+    def test_a_refused_or_freed_one_has_no_further_tables(self) -> None:
+        manager = KVCacheManager(4, groups=[FullAttention(4), SlidingWindow(4, 8)])
+        sequence = Sequence("a", range(40))
+        assert manager.allocate_slots(sequence) is None
+        small = Sequence("b", range(4))
+        manager.allocate_slots(small)
+        manager.free(small)
+        for without in (sequence, small):
+            with pytest.raises(InvalidArgumentError, match="group"):
+                without.group_block_ids(1)
+            assert without.new_group_blocks == []
+
+    def test_an_interrupted_free_leaves_it_to_nobody(self) -> None:
+        num_calls = 0
+
+        def clock() -> float:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == interrupted_at:
+                raise KeyboardInterrupt
+            return 0.0
+
+        interrupted_at = 0
+        manager = KVCacheManager(16, groups=[FullAttention(4), SlidingWindow(4, 8)])
+        manager.start_sampling(1, clock, [1.0])
+        sequence = Sequence("a", range(12))
+        manager.allocate_slots(sequence)
+        interrupted_at = num_calls + 2  # when its second table is given back
+        with pytest.raises(KeyboardInterrupt):
+            manager.free(sequence)
+        with pytest.raises(SequenceStateError, match="another manager"):
+            KVCacheManager(16, 4).allocate_slots(sequence)
+
+
+def test_the_history_keeps_the_primary_groups_block_longest() -> None:
+    """Since an explanation looks for that one first."""
+    manager = KVCacheManager(8, groups=[FullAttention(4), SlidingWindow(4, 8)], num_history_blocks=1)
+    sequence = Sequence("a", range(4))
+    manager.allocate_slots(sequence)
+    manager.free(sequence)
+    manager.allocate_slots(Sequence("b", range(100, 116)))
+    assert manager.explain(Sequence("c", range(4))).cause == "evicted"

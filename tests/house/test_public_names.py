@@ -35,6 +35,11 @@ def test_each_name_is_that_of_its_home(name):
         assert getattr(kvblocks, name) is vars(importlib.import_module(typed_imports()[name]))[name]
 
 
+def test_modules_are_attributes_as_if_they_had_been_imported():
+    program = "import kvblocks; print(kvblocks.errors.KVBlocksError, kvblocks.metrics.CacheMetrics, kvblocks.groups)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
+
+
 def test_a_star_brings_all_of_them():
     names: dict[str, object] = {}
     exec("from kvblocks import *", names)

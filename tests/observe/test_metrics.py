@@ -260,3 +260,21 @@ def test_another_thread_may_take_snapshots() -> None:
         assert before.stats.num_taken_blocks <= after.stats.num_taken_blocks
         assert before.lifetimes.num_values <= after.lifetimes.num_values
     assert snapshots[-1].stats.num_queries > 0
+
+
+def test_events_are_the_same_whether_anybody_watches() -> None:
+    events = []
+    for is_sampled in (False, True):
+        manager = KVCacheManager(5, 1, enable_events=True)
+        if is_sampled:
+            manager.start_sampling(1000, lambda: 0.0, [1.0])
+        first = Sequence("a", [10, 11, 12])
+        manager.allocate_slots(first)
+        others = [Sequence("b", [1]), Sequence("c", [2])]
+        for sequence in others:
+            manager.allocate_slots(sequence)
+        manager.free(first)
+        manager.take_events()
+        manager.append_step(others, [7, 8])
+        events.append(manager.take_events())
+    assert events[0] == events[1]
