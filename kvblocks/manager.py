@@ -42,7 +42,7 @@ from kvblocks.arguments import (
     wrong,
 )
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.caching import digests_anew, forget_unwritten
+from kvblocks.core.caching import forget_unwritten
 from kvblocks.core.change import CHANGING, DEBUGGING, IDLE, Changeable
 from kvblocks.core.hashing import HashFunction, PositionKey, get_hash_function
 from kvblocks.core.hit import CacheHit, check_hit, check_start
@@ -220,14 +220,16 @@ class KVCacheManager(Changeable):
         *,
         hit: Given[CacheHit] | None = None,
         num_lookahead_tokens: SupportsIndex = 0,
+        delay_cache_blocks: Flag = False,
     ) -> list[KVCacheBlock] | None:
         """Make room for the next `num_new_tokens` known tokens (None: all the rest) and cache the blocks that get full.
 
         For a sequence without blocks this is the start, and `hit` is what `get_computed_blocks` found for it (None:
         use nothing of the cache); the tokens are those after the hit's. For one that has some it is the next chunk,
         and there is no hit. num_lookahead_tokens: slots to add behind them for tokens that aren't known yet, such as
-        drafts; nothing in them is cached before `append_slots` says which tokens were accepted. Returns the new blocks,
-        perhaps none; or None, with nothing changed, when the pool can't serve it.
+        drafts; nothing in them is cached before `append_slots` says which tokens were accepted. delay_cache_blocks:
+        cache nothing of these tokens, nor of any behind them, before `cache_blocks` says that they are written. Returns
+        the new blocks, perhaps none; or None, with nothing changed, when the pool can't serve it.
 
         Raises SequenceStateError (another manager's, an id in use, a hit for a sequence that has blocks), StaleHitError
         (the hit's blocks have been evicted since), InvalidArgumentError (no tokens left, or fewer than asked for).
@@ -243,6 +245,7 @@ class KVCacheManager(Changeable):
         num_lookahead = 0
         if type(num_lookahead_tokens) is not int or num_lookahead_tokens:  # most ask for none
             num_lookahead = check_count("num_lookahead_tokens", num_lookahead_tokens, 0)
+        delayed = delay_cache_blocks is not False and check_flag("delay_cache_blocks", delay_cache_blocks)
         is_start = own.owner is None
         if is_start:
             start = 0 if found is None else check_hit(self._index, own, found)
@@ -254,28 +257,34 @@ class KVCacheManager(Changeable):
         if num_wanted is not None:
             end = start + check_count("num_new_tokens", num_wanted, 1, end - start)
         if is_start:
-            blocks = self._start(own, end, num_lookahead, found)
+            blocks = self._start(own, end, end + num_lookahead, found, delayed=delayed)
         else:
-            blocks = self._slots.grow(own, end, num_lookahead)
-        if blocks is not None and (self._in_flight.sequences or end < len(own.tokens)):
+            blocks = self._slots.grow(own, end, end + num_lookahead, delayed=delayed)
+        if blocks is not None and (self._in_flight.sequences or delayed or end < len(own.tokens)):
             self._in_flight.note(own)
         self.change_state = self._rest_state  # `_end`, without the call
         if self.change_state:
             self.check()
         return blocks
 
-    def append_slots(self, sequence: Given[Sequence], token_ids: TokenIds) -> list[KVCacheBlock] | None:
+    def append_slots(
+        self,
+        sequence: Given[Sequence],
+        token_ids: TokenIds,
+        delay_cache_blocks: Flag = False,  # noqa: FBT002  # by position too: a keyword alone costs each token 25 ns
+    ) -> list[KVCacheBlock] | None:
         """Add decoded tokens and make room for them, in reserved slots first. Blocks that get full are cached.
 
-        token_ids: one or several accepted tokens, in any form that `Sequence` takes. Returns the new blocks, perhaps
+        token_ids: one or several accepted tokens, in any form that `Sequence` takes. delay_cache_blocks: as of
+        `allocate_slots`. Returns the new blocks, perhaps
         none, where one that replaces a shared block (`fork`, `truncate`) comes first; or None, with nothing changed and
         the tokens not added, when the pool can't serve it.
 
         Raises SequenceStateError (not this manager's, or tokens without slots are left) and InvalidTokensError. O(1) a
         token, and O(block_size) for one that fills a block.
         """
-        if self.change_state:
-            return self._append_checked(sequence, token_ids)
+        if self.change_state or delay_cache_blocks is not False:
+            return self._append_otherwise(sequence, token_ids, delay_cache_blocks)
         try:
             own: Sequence = sequence  # type: ignore[assignment]  # compiled code looks at its type here
             is_ours = own.tail_owner is self
@@ -309,11 +318,13 @@ class KVCacheManager(Changeable):
         packed = pack_tokens(token_ids)  # first, since it may run the caller's own code, which may do anything
         if own.owner is not self or own.num_computed_tokens != len(own.tokens):
             self._check_appendable(own, "append_slots")
-        blocks = self._slots.append(own, packed)
+        blocks = self._slots.append(own, packed, delayed=False)
         self._end()
         return blocks
 
-    def append_step(self, sequences: Items[Sequence], token_ids: TokenIds) -> list[tuple[int, int, int]] | None:
+    def append_step(
+        self, sequences: Items[Sequence], token_ids: TokenIds, *, delay_cache_blocks: Flag = False
+    ) -> list[tuple[int, int, int]] | None:
         """Add one decoded token to each of `sequences` and make room for it: a whole decode step in one call.
 
         token_ids: as many as sequences. Returns (index in `sequences`, index in its table, block id) for each sequence
@@ -328,16 +339,19 @@ class KVCacheManager(Changeable):
             raise InvalidArgumentError(
                 f"append_step: expected a manager of one group, got {got}: use append_group_step"
             )
+        delayed = delay_cache_blocks is not False and check_flag("delay_cache_blocks", delay_cache_blocks)
         step = self._check_step(sequences, token_ids)
         if step is None:
             return []
         batch, tokens, at_boundary = step
-        changes = self._slots.append_step(batch, tokens, at_boundary, self._last_step[1])
+        changes = self._slots.append_step(batch, tokens, at_boundary, self._last_step[1], delayed=delayed)
+        if delayed:
+            self._note_in_flight(batch)
         self._end()
         return changes
 
     def append_group_step(
-        self, sequences: Items[Sequence], token_ids: TokenIds
+        self, sequences: Items[Sequence], token_ids: TokenIds, *, delay_cache_blocks: Flag = False
     ) -> list[tuple[int, int, int, int]] | None:
         """Add one decoded token to each of `sequences`, as `append_step`, whatever the groups are.
 
@@ -345,13 +359,36 @@ class KVCacheManager(Changeable):
         than those that became dead; None, with nothing changed, when the pool can't serve all. Raises as `append_step`.
         O(sequences x groups).
         """
+        delayed = delay_cache_blocks is not False and check_flag("delay_cache_blocks", delay_cache_blocks)
         step = self._check_step(sequences, token_ids)
         if step is None:
             return []
         batch, tokens, at_boundary = step
-        changes = self._slots.append_group_step(batch, tokens, at_boundary, self._last_step[1])
+        changes = self._slots.append_group_step(batch, tokens, at_boundary, self._last_step[1], delayed=delayed)
+        if delayed:
+            self._note_in_flight(batch)
         self._end()
         return changes
+
+    def cache_blocks(self, sequence: Given[Sequence], num_computed_tokens: SupportsIndex) -> int:
+        """Say that the KV of the first `num_computed_tokens` tokens is written, and cache the blocks that they fill.
+
+        For engines that write a step's keys and values before others may read them, and so pass
+        delay_cache_blocks=True whenever they make room. num_computed_tokens: up to `sequence.num_computed_tokens`; it
+        counts from the first token, so to say less than before changes nothing. Blocks that are cached already, by
+        sequences that share them, stay as they are; those that were taken back, by an abort for example, are cached
+        anew. Returns how many tokens of the sequence are cached then.
+
+        A sequence from before a reset caches nothing until `renew`. Raises SequenceStateError (not this manager's, or
+        freed) and InvalidArgumentError. O(blocks that get cached).
+        """
+        given = asked_once(num_computed_tokens)
+        own = self._check_owned(sequence, "cache_blocks")
+        number = check_count("num_computed_tokens", given, 0, own.num_computed_tokens)
+        self._slots.commit(own, number)
+        self._in_flight.note(own)
+        self._end()
+        return own.num_cached_blocks * self.block_size if own.epoch is self._index.epoch else 0
 
     def reserve_slots(self, sequence: Given[Sequence], num_tokens: SupportsIndex) -> list[KVCacheBlock] | None:
         """Make room for `num_tokens` more tokens than are known, such as drafts. Nothing of them is cached.
@@ -465,9 +502,9 @@ class KVCacheManager(Changeable):
         sequence = self._check_owned(sequence, "renew")
         if not self.enable_caching or sequence.epoch is self._index.epoch:
             raise SequenceStateError(f"renew: expected a sequence from before a reset of the cache, got {sequence}")
-        digests = digests_anew(self._index, sequence)
+        digests = self._slots.digests_from(sequence, 0, sequence.num_written_tokens)
         self.begin_change()
-        self._slots.cache_anew(sequence, digests)
+        self._slots.cache_from(sequence, 0, sequence.num_written_tokens, digests)
         self._end()
 
     def reset_prefix_cache(self) -> None:
@@ -712,12 +749,12 @@ class KVCacheManager(Changeable):
     # What the calls are made of.
 
     def _start(
-        self, sequence: Sequence, end: int, num_lookahead_tokens: int, hit: CacheHit | None
+        self, sequence: Sequence, end: int, num_slots: int, hit: CacheHit | None, *, delayed: bool
     ) -> list[KVCacheBlock] | None:
         epoch = self._index.epoch if self.enable_caching else None
         self._claim(sequence, "allocate_slots")
         try:
-            blocks = self._slots.start(sequence, epoch, end, num_lookahead_tokens, hit)
+            blocks = self._slots.start(sequence, epoch, end, num_slots, hit, delayed=delayed)
         except BaseException:
             if sequence.owner is None:  # nothing was changed yet
                 self._unclaim(sequence)
@@ -732,9 +769,13 @@ class KVCacheManager(Changeable):
             self._num_hit_tokens += hit.num_tokens
         return blocks
 
-    def _append_checked(self, sequence: Given[Sequence], token_ids: TokenIds) -> list[KVCacheBlock] | None:
-        """`append_slots` of a manager that is checked after each change, or that was left half done."""
+    def _append_otherwise(
+        self, sequence: Given[Sequence], token_ids: TokenIds, delay_cache_blocks: Flag
+    ) -> list[KVCacheBlock] | None:
+        """`append_slots` that is delayed, or of a manager that is checked after each change, or was left half done."""
         self.check_whole()
+        if check_flag("delay_cache_blocks", delay_cache_blocks):
+            return self._append_late(sequence, token_ids)
         self.change_state = IDLE
         try:
             blocks = self.append_slots(sequence, token_ids)
@@ -745,6 +786,22 @@ class KVCacheManager(Changeable):
         if was_short:
             self.check()
         return blocks
+
+    def _append_late(self, sequence: Given[Sequence], token_ids: TokenIds) -> list[KVCacheBlock] | None:
+        """`append_slots` with delay_cache_blocks=True."""
+        packed = pack_tokens(token_ids)  # first, as there
+        own = self._check_owned(sequence, "append_slots")
+        self._check_appendable(own, "append_slots")
+        blocks = self._slots.append(own, packed, delayed=True)
+        if blocks is not None:
+            self._in_flight.note(own)
+        self._end()
+        return blocks
+
+    def _note_in_flight(self, batch: list[Sequence]) -> None:
+        """Note which of a step's sequences have tokens whose KV others may wait for. O(sequences)."""
+        for sequence in batch:
+            self._in_flight.note(sequence)
 
     def _check_step(
         self, sequences: Items[Sequence], token_ids: TokenIds

@@ -41,6 +41,8 @@ def cache_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytearray
     Nothing is cached for a sequence of before a reset, or when an abort took away the prefix that it is attached to.
     """
     first, end = sequence.num_cached_blocks, sequence.num_computed_tokens // index.block_size
+    if sequence.delayed_from is not None:
+        end = sequence.delayed_from // index.block_size
     if first >= end or sequence.epoch is not index.epoch:
         return
     node = ROOT
@@ -63,7 +65,7 @@ def cache_filled_blocks(index: PrefixIndex, sequences: list[Sequence]) -> None:
     block_size, epoch = index.block_size, index.epoch
     for sequence in sequences:
         first = sequence.num_cached_blocks
-        is_next = sequence.num_computed_tokens == (first + 1) * block_size
+        is_next = sequence.num_computed_tokens == (first + 1) * block_size and sequence.delayed_from is None
         if is_next and first and sequence.keys is None and sequence.epoch is epoch:
             parent = sequence.blocks[first - 1]
             run = sequence.run or parent.run
@@ -74,35 +76,49 @@ def cache_filled_blocks(index: PrefixIndex, sequences: list[Sequence]) -> None:
         cache_full_blocks(index, sequence, None)
 
 
-def digests_anew(index: PrefixIndex, sequence: Sequence) -> bytearray | None:
-    """Return the digests that `cache_anew` will record; None when nothing needs them. As `digests_ahead`."""
-    if not index.needs_digests:
-        return None
-    num_full = sequence.num_computed_tokens // index.block_size
-    return index.digests(ROOT, sequence.packed_tokens(), sequence.encoded_keys(index.block_size), 0, num_full)
+def first_uncached(sequence: Sequence) -> int:
+    """Return how many first blocks of a sequence are cached still: fewer than it cached if some were taken back. O(1).
 
-
-def cache_anew(index: PrefixIndex, sequence: Sequence, digests: bytearray | None) -> None:
-    """Cache all full blocks of a sequence from before a reset. O(their number).
-
-    Those that it shares with a sequence which was cached anew earlier may be cached already, and stay as they are.
+    And O(blocks) for those that were.
     """
-    blocks, num_full = sequence.blocks, sequence.num_computed_tokens // index.block_size
-    tokens, keys, size = sequence.packed_tokens(), sequence.encoded_keys(index.block_size), index.epoch.num_digest_bytes
-    node, first = ROOT, 0
-    while first < num_full:
-        end = first
-        while end < num_full and not blocks[end].is_cached:
-            index.forget(blocks[end])  # what it held before the reset
-            end += 1
-        if end > first:
-            ahead = None if digests is None else digests[first * size : end * size]
-            index.cache(node, blocks[first:end], tokens, keys, first, ahead)
-        while end < num_full and blocks[end].is_cached:
-            end += 1
-        node, first = blocks[end - 1].node, end
+    first = sequence.num_cached_blocks
+    while first and not sequence.blocks[first - 1].is_cached:
+        first -= 1
+    return first
+
+
+def digests_from(index: PrefixIndex, sequence: Sequence, first: int, end: int) -> bytearray | None:
+    """Return the digests that `cache_from` will record of blocks first to end - 1; None when nothing needs them.
+
+    As `digests_ahead`.
+    """
+    if not index.needs_digests or first >= end:
+        return None
+    node = sequence.blocks[first - 1].node if first else ROOT
+    return index.digests(node, sequence.packed_tokens(), sequence.encoded_keys(index.block_size), first, end)
+
+
+def cache_from(index: PrefixIndex, sequence: Sequence, first: int, end: int, digests: bytearray | None) -> None:
+    """Cache blocks first to end - 1 of a sequence, all of them full, and those before them cached. O(their number).
+
+    Some may be cached already, by sequences that share them, and stay as they are.
+    """
+    blocks, size = sequence.blocks, index.epoch.num_digest_bytes
+    tokens, keys = sequence.packed_tokens(), sequence.encoded_keys(index.block_size)
+    node, start = blocks[first - 1].node if first else ROOT, first
+    while start < end:
+        stop = start
+        while stop < end and not blocks[stop].is_cached:
+            index.forget(blocks[stop])  # what it held before a reset
+            stop += 1
+        if stop > start:
+            ahead = None if digests is None else digests[(start - first) * size : (stop - first) * size]
+            index.cache(node, blocks[start:stop], tokens, keys, start, ahead)
+        while stop < end and blocks[stop].is_cached:
+            stop += 1
+        node, start = blocks[stop - 1].node, stop
     sequence.epoch = index.epoch
-    sequence.num_cached_blocks = num_full
+    sequence.num_cached_blocks = end
 
 
 def forget_unwritten(index: PrefixIndex, sequence: Sequence, num_computed_tokens: int) -> None:

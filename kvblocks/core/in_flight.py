@@ -1,7 +1,8 @@
-"""Sequences whose known tokens don't all have slots yet: what somebody is about to compute.
+"""Sequences that have tokens which aren't to be found yet: what somebody is about to compute.
 
-A block is found by others as soon as it has a slot. What a chunked prefill will only get to in a later step isn't, so
-this compares prompts directly: a scheduler can then let a sequence wait for what another one will compute anyway.
+A block is found by others as soon as it is full and its caching isn't delayed. What a chunked prefill will only get to
+in a later step isn't, nor what is cached late, so this compares prompts directly: a scheduler can then let a sequence
+wait for what another one will compute anyway.
 """
 
 from kvblocks.core.caching import find_blocks
@@ -13,9 +14,9 @@ from kvblocks.core.tokens import num_equal
 
 
 class InFlight(HitSource):
-    """The allocated sequences that have tokens without slots, oldest first. index: where they will be cached.
+    """The allocated sequences that have tokens without slots, or delayed ones, oldest first.
 
-    sequences: in a dict, as an ordered set. manager: whose they are.
+    index: where they will be cached. sequences: in a dict, as an ordered set. manager: whose they are.
     """
 
     __slots__ = ("_manager", "sequences")
@@ -30,7 +31,7 @@ class InFlight(HitSource):
 
     def note(self, sequence: Sequence) -> None:
         """Take note of a sequence that got slots. O(1)."""
-        if sequence.num_computed_tokens < sequence.num_tokens:
+        if sequence.num_written_tokens < sequence.num_tokens:
             self.sequences[sequence] = None
         elif self.sequences:
             self.sequences.pop(sequence, None)

@@ -1,9 +1,10 @@
 """A sequence of tokens and the blocks that hold its keys and values.
 
-Three numbers are kept apart, because engines let them drift apart: the tokens that are known (`num_tokens`), the slots
-that exist for them (`num_slots`) and the tokens whose KV is computed, or will be by the step they were allocated for
-(`num_computed_tokens`). The caller makes a sequence and adds tokens to it; everything about blocks is the manager's to
-write. The tokens outlive the blocks: a sequence that was freed can be allocated again.
+Four numbers are kept apart, because engines let them drift apart: the tokens that are known (`num_tokens`), the slots
+that exist for them (`num_slots`), the tokens whose KV is computed, or will be by the step they were allocated for
+(`num_computed_tokens`), and those of them whose blocks may be cached (`num_written_tokens`). The caller makes a
+sequence and adds tokens to it; everything about blocks is the manager's to write. The tokens outlive the blocks: a
+sequence that was freed can be allocated again.
 """
 
 from array import array
@@ -64,14 +65,16 @@ class Sequence:
 
     Raises InvalidTokensError and InvalidArgumentError. O(tokens) for ints; O(1) for a buffer of 4-byte integers.
     num_prompt_tokens: given at first. blocks: those of the block table, in order. num_computed_tokens: tokens whose KV
-    is computed, or will be by the step that they were last allocated for. num_readonly_tokens: positions below it lie
-    in full blocks that were hit or shared by a fork; their KV is there and must not be written. A multiple of the
-    block size. The other attributes are for the manager.
+    is computed, or will be by the step that they were last allocated for. delayed_from: the first of them that is not
+    to be cached before `cache_blocks` says that it is written; None: there is none. num_readonly_tokens: positions
+    below it lie in full blocks that were hit or shared by a fork; their KV is there and must not be written. A multiple
+    of the block size. The other attributes are for the manager.
     """
 
     __slots__ = (
         "_block_ids",
         "blocks",
+        "delayed_from",
         "epoch",
         "fits_below",
         "keys",
@@ -110,6 +113,7 @@ class Sequence:
         self.blocks: list[KVCacheBlock] = []
         self._block_ids: list[int] | None = None  # made when first asked for
         self.num_computed_tokens = 0
+        self.delayed_from: int | None = None
         self.num_readonly_tokens = 0
         self.num_cached_blocks = 0
         self.was_truncated = False  # an earlier hit may be of tokens that it has no more
@@ -124,6 +128,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """How many tokens are known. O(1)."""
         return len(self.tokens)
+
+    @property
+    def num_written_tokens(self) -> int:
+        """Tokens up to which its full blocks may be cached: all with slots, or those before a delayed one. O(1)."""
+        return self.num_computed_tokens if self.delayed_from is None else self.delayed_from
 
     @property
     def salt(self) -> str | None:
@@ -293,8 +302,13 @@ class Sequence:
         assert self.num_cached_blocks <= self.num_computed_tokens // block_size, f"{self}: cached before it is full"
         num_full = self.num_computed_tokens // block_size * block_size
         assert self.num_readonly_tokens in range(0, num_full + 1, block_size), f"{self}: what it must not write"
-        # Blocks of before a reset may be cached by `renew` of another sequence that shares them.
-        if self.epoch is None or self.epoch.is_current:
+        assert self.delayed_from is None or self.delayed_from < self.num_computed_tokens, f"{self}: what isn't written"
+        assert self.num_cached_blocks <= self.num_written_tokens // block_size, f"{self}: cached before it is written"
+        # Blocks of before a reset may be cached by `renew` of another sequence that shares them, those that are delayed
+        # by `cache_blocks` of another one, and those behind what was uncached, too.
+        last = self.blocks[self.num_cached_blocks - 1] if self.num_cached_blocks else None
+        may_be_cached = self.delayed_from is not None or (last is not None and not last.is_cached)
+        if not may_be_cached and (self.epoch is None or self.epoch.is_current):
             for index, block in enumerate(self.blocks[self.num_cached_blocks :], self.num_cached_blocks):
                 is_shared = self.tail_owner is None and index == self.num_computed_tokens // block_size
                 assert is_shared or not block.is_cached, f"{self}: {block} is cached, but not by it"
@@ -327,7 +341,7 @@ class Sequence:
         self.blocks = []
         self._block_ids = None
         self.num_computed_tokens = self.num_readonly_tokens = self.num_cached_blocks = self.fits_below = 0
-        self.tail_owner = self.epoch = self.run = self.side_tables = None
+        self.tail_owner = self.epoch = self.run = self.delayed_from = self.side_tables = None
         self.owner = None  # last: what was left half done is nobody else's to allocate
 
 

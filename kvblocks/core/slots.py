@@ -12,6 +12,10 @@ A decode step adds one token to each of many sequences. Fourteen of sixteen toke
 and don't fill it: `fits_below` says so of a sequence, and they cost one pass that finds the others, the sequences at a
 boundary, and one that adds the tokens. Only at boundaries blocks are taken and cached.
 
+Early and late. A call that isn't `delayed` says that the step which comes writes the tokens it makes room for, so the
+blocks that they fill are cached at once. A delayed one says nothing: `Sequence.delayed_from` keeps where that began,
+and behind it nothing is cached, whatever call comes, until `commit` says how much is written.
+
 `fits_below` and `tail_owner` of sequences are written here, in `groups`, and by the sequence itself.
 """
 
@@ -20,7 +24,15 @@ from operator import index
 from typing import Any
 
 from kvblocks.core.block import Epoch, KVCacheBlock
-from kvblocks.core.caching import cache_anew, cache_filled_blocks, cache_full_blocks, digests_ahead, find_blocks
+from kvblocks.core.caching import (
+    cache_filled_blocks,
+    cache_from,
+    cache_full_blocks,
+    digests_ahead,
+    digests_from,
+    find_blocks,
+    first_uncached,
+)
 from kvblocks.core.change import CHANGING, Changeable
 from kvblocks.core.hit import CacheHit, HitLimit, HitSource
 from kvblocks.core.hooks import Holds
@@ -88,23 +100,31 @@ class SlotAllocator:
     # Room for tokens.
 
     def start(
-        self, sequence: Sequence, epoch: Epoch | None, end: int, num_lookahead_tokens: int, hit: CacheHit | None
+        self,
+        sequence: Sequence,
+        epoch: Epoch | None,
+        end: int,
+        num_slots: int,
+        hit: CacheHit | None,
+        *,
+        delayed: bool,
     ) -> list[KVCacheBlock] | None:
         """Give a sequence without blocks those of `hit` and what its first `end` tokens need beyond them.
 
-        epoch: of what cache it is; None: nothing of it is to be cached. num_lookahead_tokens: slots behind `end`.
+        epoch: of what cache it is; None: nothing of it is to be cached. num_slots: from `end` on, some may be for
+        tokens that aren't known.
 
         Returns the new blocks; None, with nothing changed, when the pool can't serve it. O(blocks).
         """
         held = [] if hit is None else hit.blocks
         num_held = len(held)
-        num_missing = -(-(end + num_lookahead_tokens) // self._block_size) - num_held
+        num_missing = -(-num_slots // self._block_size) - num_held
         if num_missing < 0:  # noqa: PLR1730  # max() costs three times as much
             num_missing = 0
         if num_missing + num_held > self._pool.queue.num_free_blocks and self._note_refusal(num_missing, held):
             return None
         digests = None
-        if self._index.needs_digests:
+        if self._index.needs_digests and not delayed:
             digests = digests_ahead(self._index, sequence, epoch, held, num_held, end)
         sequence.owner = sequence.tail_owner = self._manager  # first: what is left half done is nobody else's
         if held:
@@ -119,19 +139,23 @@ class SlotAllocator:
         else:
             blocks = []
         self._count(sequence, end)
-        if end // self._block_size > num_held:
+        if delayed and num_held * self._block_size < end:
+            sequence.delayed_from = num_held * self._block_size
+        elif end // self._block_size > num_held:
             cache_full_blocks(self._index, sequence, digests)
         return blocks
 
-    def grow(self, sequence: Sequence, end: int, num_lookahead_tokens: int) -> list[KVCacheBlock] | None:
+    def grow(self, sequence: Sequence, end: int, num_slots: int, *, delayed: bool) -> list[KVCacheBlock] | None:
         """Give a sequence with blocks what its first `end` tokens need. As `start`. O(new blocks)."""
         shared = self._shared_index(sequence, sequence.num_computed_tokens)
-        num_missing = self._num_missing_blocks(sequence, end + num_lookahead_tokens)
+        num_missing = self._num_missing_blocks(sequence, num_slots)
         num_wanted = num_missing + (shared is not None)
         if num_wanted > self._pool.queue.num_free_blocks and self._note_refusal(num_wanted, []):
             return None
-        digests = self._digests_ahead(sequence, end)
+        digests = None if delayed else self._digests_ahead(sequence, end)
         self._manager.change_state = CHANGING
+        if delayed:
+            self._delay(sequence, sequence.num_computed_tokens)
         return self._grow(sequence, end, num_missing, shared, digests)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock] | None:
@@ -147,7 +171,9 @@ class SlotAllocator:
             self._count(sequence, sequence.num_computed_tokens)
         return blocks
 
-    def append(self, sequence: Sequence, tokens: "array[int] | memoryview[int]") -> list[KVCacheBlock] | None:
+    def append(
+        self, sequence: Sequence, tokens: "array[int] | memoryview[int]", *, delayed: bool
+    ) -> list[KVCacheBlock] | None:
         """Add packed tokens to a sequence all of whose tokens have slots, with slots for them. As `start`."""
         num_before = sequence.num_tokens
         end = num_before + len(tokens)
@@ -156,7 +182,7 @@ class SlotAllocator:
         num_wanted = num_missing + (shared is not None)
         if num_wanted > self._pool.queue.num_free_blocks and self._note_refusal(num_wanted, []):
             return None
-        digests = self._append_tokens(sequence, tokens)
+        digests = self._append_tokens(sequence, tokens, delayed=delayed)
         return self._grow(sequence, end, num_missing, shared, digests)
 
     def append_one(self, sequence: Sequence, token: int) -> list[KVCacheBlock] | None:
@@ -190,7 +216,13 @@ class SlotAllocator:
     # A whole decode step.
 
     def append_step(
-        self, sequences: list[Sequence], tokens: list[Any], at_boundary: list[Sequence], indices: dict[Sequence, int]
+        self,
+        sequences: list[Sequence],
+        tokens: list[Any],
+        at_boundary: list[Sequence],
+        indices: dict[Sequence, int],
+        *,
+        delayed: bool,
     ) -> list[Change] | None:
         """Add one token to each sequence, as `append`; returns the changes of block tables.
 
@@ -217,6 +249,9 @@ class SlotAllocator:
         if len(growing) > self._pool.queue.num_free_blocks and self._note_step_refusal(len(growing), tokens):
             return None
         self._append_each(sequences, tokens)
+        if delayed:
+            for sequence in sequences:
+                self._delay(sequence, sequence.num_computed_tokens - 1)
         digests = self._digests_of_step(sequences, at_boundary) if self._index.needs_digests else {}
         changes = self._grow_by_one(growing, shared, indices)
         for sequence in others:
@@ -230,10 +265,16 @@ class SlotAllocator:
         return changes
 
     def append_group_step(
-        self, sequences: list[Sequence], tokens: list[Any], at_boundary: list[Sequence], indices: dict[Sequence, int]
+        self,
+        sequences: list[Sequence],
+        tokens: list[Any],
+        at_boundary: list[Sequence],
+        indices: dict[Sequence, int],
+        *,
+        delayed: bool,
     ) -> list[GroupChange] | None:
         """`append_step`, with the group of each change."""
-        changes = self.append_step(sequences, tokens, at_boundary, indices)
+        changes = self.append_step(sequences, tokens, at_boundary, indices, delayed=delayed)
         return None if changes is None else [(i, 0, position, block_id) for i, position, block_id in changes]
 
     # Sequences that part, go back and end.
@@ -246,6 +287,7 @@ class SlotAllocator:
         twin.epoch = sequence.epoch
         twin.num_computed_tokens = num_tokens
         twin.num_cached_blocks = sequence.num_cached_blocks
+        twin.delayed_from = sequence.delayed_from
         twin.num_readonly_tokens = max(sequence.num_readonly_tokens, num_tokens // block_size * block_size)
         twin.owner = twin.tail_owner = self._manager
         if self._parts_in_block(num_tokens):
@@ -261,6 +303,7 @@ class SlotAllocator:
         sequence.truncate_tokens(num_tokens)
         num_left = min(sequence.num_computed_tokens, num_tokens)
         sequence.num_computed_tokens = num_left
+        self._undelay(sequence)
         sequence.num_cached_blocks = min(sequence.num_cached_blocks, num_left // block_size)
         # Down to a whole block: the one that it ends in may be written, once nobody else reads it.
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left // block_size * block_size)
@@ -275,9 +318,27 @@ class SlotAllocator:
         self._release_tables(sequence)
         sequence.reset_blocks()
 
-    def cache_anew(self, sequence: Sequence, digests: bytearray | None) -> None:
-        """Cache all full blocks of a sequence from before a reset. O(their number)."""
-        cache_anew(self._index, sequence, digests)
+    def digests_from(self, sequence: Sequence, first: int, num_tokens: int) -> bytearray | None:
+        """Return the digests that `cache_from` will record of full blocks from `first` on. Changes nothing."""
+        return digests_from(self._index, sequence, first, num_tokens // self._block_size)
+
+    def cache_from(self, sequence: Sequence, first: int, num_tokens: int, digests: bytearray | None) -> None:
+        """Cache what the first `num_tokens` tokens fill, from block `first` on. O(blocks)."""
+        cache_from(self._index, sequence, first, num_tokens // self._block_size, digests)
+
+    def commit(self, sequence: Sequence, num_tokens: int) -> None:
+        """Cache what the first `num_tokens` tokens of a sequence, which are written, fill. O(blocks that they fill).
+
+        A sequence from before a reset caches nothing. A hash function that raises does so before any change.
+        """
+        num_written = max(num_tokens, sequence.num_written_tokens)
+        is_current = sequence.epoch is self._index.epoch
+        first = first_uncached(sequence) if is_current else 0
+        digests = self.digests_from(sequence, first, num_written) if is_current else None
+        self._manager.change_state = CHANGING
+        sequence.delayed_from = num_written if num_written < sequence.num_computed_tokens else None
+        if is_current and first < num_written // self._block_size:
+            self.cache_from(sequence, first, num_written, digests)
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the copies since the last call, and forget them. O(1)."""
@@ -319,7 +380,9 @@ class SlotAllocator:
         """Whether sequences that part after `num_tokens` share a block which both would write to."""
         return num_tokens % self._block_size != 0
 
-    def _append_tokens(self, sequence: Sequence, tokens: "array[int] | memoryview[int]") -> bytearray | None:
+    def _append_tokens(
+        self, sequence: Sequence, tokens: "array[int] | memoryview[int]", *, delayed: bool
+    ) -> bytearray | None:
         """Begin a change by adding packed tokens; returns the digests of what they fill, if anything needs them.
 
         A hash function that raises takes the tokens back, and no change is under way.
@@ -327,11 +390,14 @@ class SlotAllocator:
         num_before, fits_below = sequence.num_tokens, sequence.fits_below
         self._manager.change_state = CHANGING
         sequence.append_packed(tokens)
+        if delayed:
+            self._delay(sequence, num_before)
         try:
             return self._digests_ahead(sequence, sequence.num_tokens)
         except BaseException:
             sequence.truncate_tokens(num_before)
             sequence.fits_below = fits_below
+            self._undelay(sequence)
             self._manager.end_change()
             raise
 
@@ -351,6 +417,16 @@ class SlotAllocator:
         offset = num_computed_tokens % size
         if offset and num_computed_tokens == len(sequence.tokens):
             sequence.fits_below = num_computed_tokens - offset + size - 1
+
+    def _delay(self, sequence: Sequence, num_tokens: int) -> None:
+        """Cache nothing behind the first `num_tokens` tokens of a sequence, or where something is delayed already."""
+        if sequence.delayed_from is None:
+            sequence.delayed_from = num_tokens
+
+    def _undelay(self, sequence: Sequence) -> None:
+        """Delay nothing any more where the delayed tokens are gone."""
+        if sequence.delayed_from is not None and sequence.delayed_from >= sequence.num_computed_tokens:
+            sequence.delayed_from = None
 
     def _num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         return max(0, -(-num_tokens // self._block_size) - len(sequence.blocks))
@@ -429,10 +505,11 @@ class SlotAllocator:
         for sequence in sequences:
             sequence.num_computed_tokens -= 1
             sequence.truncate_tokens(sequence.num_computed_tokens)
+            self._undelay(sequence)
         self._manager.end_change()
 
     def _digests_ahead(self, sequence: Sequence, end: int) -> bytearray | None:
-        if not self._index.needs_digests:
+        if not self._index.needs_digests or sequence.delayed_from is not None:
             return None
         num_held = sequence.num_cached_blocks
         return digests_ahead(self._index, sequence, sequence.epoch, sequence.blocks, num_held, end)

@@ -28,10 +28,10 @@ def attach_full_blocks(index: GroupIndex, sequence: Sequence, first: int) -> Non
                 index.note_attached(side_group, sequence.blocks, number, tokens)
 
 
-def attach_anew(index: GroupIndex, sequence: Sequence) -> None:
-    """Cache what is attached to a sequence's blocks, which were cached anew after a reset. O(blocks)."""
+def attach_anew(index: GroupIndex, sequence: Sequence, first: int) -> None:
+    """Cache what ends in a sequence's blocks from `first` on, which were cached late or after a reset. O(blocks)."""
     for table in tables_of(sequence).tables:
         for block in table.blocks:
             if block.run is not None and not block.run.epoch.is_current:
                 block.run = None
-    attach_full_blocks(index, sequence, 0)
+    attach_full_blocks(index, sequence, first)

@@ -12,9 +12,9 @@ from kvblocks.groups.tables import GroupTables
 class Need:
     """What slots for a sequence's first `num_slots` tokens take, of which those from `start` on are to be written.
 
-    tables: the sequence's. passed: by side table, how many of its first live blocks no query at `start` or later sees.
-    shared: by table, the index of the block that must not be written to, None: there is none. missing: by table, how
-    many blocks its end lacks. block_size: of the primary group. O(groups).
+    tables: the sequence's. passed: by side table, how many of its first live blocks no query at `start` or later sees,
+    nor one for a token that isn't written. shared: by table, the index of the block that must not be written to, None:
+    there is none. missing: by table, how many blocks its end lacks. block_size: of the primary group. O(groups).
     """
 
     __slots__ = ("missing", "passed", "sequence", "shared", "tables")
@@ -22,7 +22,8 @@ class Need:
     def __init__(self, sequence: Sequence, tables: GroupTables, start: int, num_slots: int, block_size: int) -> None:
         self.sequence = sequence
         self.tables = tables
-        self.passed = [table.num_passed(start) for table in tables.tables]
+        passed_at = start if sequence.delayed_from is None else min(start, sequence.delayed_from)
+        self.passed = [table.num_passed(passed_at) for table in tables.tables]
         self.missing: list[int] = []
         for table in tables.tables:
             lacking = -(-num_slots // table.side_group.block_size) - table.num_dead - len(table.blocks)

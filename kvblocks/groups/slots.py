@@ -60,7 +60,14 @@ class GroupSlots(SlotAllocator):
         return self._group_index.num_cached_by_group()
 
     def start(
-        self, sequence: Sequence, epoch: Epoch | None, end: int, num_lookahead_tokens: int, hit: CacheHit | None
+        self,
+        sequence: Sequence,
+        epoch: Epoch | None,
+        end: int,
+        num_slots: int,
+        hit: CacheHit | None,
+        *,
+        delayed: bool,
     ) -> list[KVCacheBlock] | None:
         """Give a sequence without blocks those of `hit` and what its first `end` tokens need beyond them, as ever."""
         found = hit if isinstance(hit, GroupHit) else None
@@ -78,13 +85,13 @@ class GroupSlots(SlotAllocator):
         sequence.side_tables = tables
         sequence.blocks += held
         try:
-            need = Need(sequence, tables, len(held) * self._block_size, end + num_lookahead_tokens, self._block_size)
+            need = Need(sequence, tables, len(held) * self._block_size, num_slots, self._block_size)
             num_taken = need.num_blocks(self.num_groups)  # tables with blocks of the pool; one of anchors is the last
             if num_taken + len(in_pool) > self._pool.queue.num_free_blocks and self._note_refusal(num_taken, in_pool):
                 sequence.reset_blocks()
                 return None
             digests = None
-            if self._index.needs_digests:
+            if self._index.needs_digests and not delayed:
                 digests = digests_ahead(self._index, sequence, epoch, held, len(held), end)
         except BaseException:
             sequence.reset_blocks()
@@ -96,16 +103,20 @@ class GroupSlots(SlotAllocator):
             self.num_limited_tokens += found.num_matched_tokens - found.num_readonly_tokens
         sequence.epoch = epoch
         sequence.num_cached_blocks = len(held)
+        if delayed and len(held) * self._block_size < end:
+            sequence.delayed_from = len(held) * self._block_size
         return self._finish(need, end, digests)
 
-    def grow(self, sequence: Sequence, end: int, num_lookahead_tokens: int) -> list[KVCacheBlock] | None:
+    def grow(self, sequence: Sequence, end: int, num_slots: int, *, delayed: bool) -> list[KVCacheBlock] | None:
         """Give a sequence with blocks what its first `end` tokens need, and let go of what it needs no more."""
-        need = self._need(sequence, sequence.num_computed_tokens, end + num_lookahead_tokens)
+        need = self._need(sequence, sequence.num_computed_tokens, num_slots)
         num_taken = self._num_taken_for([need])
         if num_taken > self._pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
             return None
-        digests = self._digests_ahead(sequence, end)
+        digests = None if delayed else self._digests_ahead(sequence, end)
         self._manager.change_state = CHANGING
+        if delayed:
+            self._delay(sequence, sequence.num_computed_tokens)
         self._let_pass(need)
         return self._finish(need, end, digests)
 
@@ -122,7 +133,9 @@ class GroupSlots(SlotAllocator):
         self._count(sequence, sequence.num_computed_tokens)
         return blocks
 
-    def append(self, sequence: Sequence, tokens: "array[int] | memoryview[int]") -> list[KVCacheBlock] | None:
+    def append(
+        self, sequence: Sequence, tokens: "array[int] | memoryview[int]", *, delayed: bool
+    ) -> list[KVCacheBlock] | None:
         """Add packed tokens to a sequence all of whose tokens have slots, with slots for them."""
         num_before = sequence.num_tokens
         end = num_before + len(tokens)
@@ -130,19 +143,31 @@ class GroupSlots(SlotAllocator):
         num_taken = self._num_taken_for([need])
         if num_taken > self._pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
             return None
-        digests = self._append_tokens(sequence, tokens)
+        digests = self._append_tokens(sequence, tokens, delayed=delayed)
         self._let_pass(need)
         return self._finish(need, end, digests)
 
     def append_step(
-        self, sequences: list[Sequence], tokens: list[Any], at_boundary: list[Sequence], indices: dict[Sequence, int]
+        self,
+        sequences: list[Sequence],
+        tokens: list[Any],
+        at_boundary: list[Sequence],
+        indices: dict[Sequence, int],
+        *,
+        delayed: bool,
     ) -> list[Change] | None:
         """Add one token to each sequence; returns the changes of block tables, without their groups."""
-        changes = self.append_group_step(sequences, tokens, at_boundary, indices)
+        changes = self.append_group_step(sequences, tokens, at_boundary, indices, delayed=delayed)
         return None if changes is None else [(i, index, block_id) for i, _, index, block_id in changes]
 
     def append_group_step(
-        self, sequences: list[Sequence], tokens: list[Any], at_boundary: list[Sequence], indices: dict[Sequence, int]
+        self,
+        sequences: list[Sequence],
+        tokens: list[Any],
+        at_boundary: list[Sequence],
+        indices: dict[Sequence, int],
+        *,
+        delayed: bool,
     ) -> list[GroupChange] | None:
         """Add one token to each sequence; returns the changes of block tables.
 
@@ -154,6 +179,9 @@ class GroupSlots(SlotAllocator):
         if num_taken > self._pool.queue.num_free_blocks and self._note_step_refusal(num_taken, tokens):
             return None
         self._append_each(sequences, tokens)
+        if delayed:
+            for sequence in sequences:
+                self._delay(sequence, sequence.num_computed_tokens - 1)
         digests = self._digests_of_step(sequences, at_boundary)
         for need in needs:
             self._let_pass(need)
@@ -182,11 +210,17 @@ class GroupSlots(SlotAllocator):
         for table in tables_of(sequence).tables:
             self._pool.release_table(table.truncate(-(-num_tokens // table.side_group.block_size)))
 
-    def cache_anew(self, sequence: Sequence, digests: bytearray | None) -> None:
-        """Cache all full blocks of a sequence from before a reset, of all groups. O(their number)."""
-        super().cache_anew(sequence, digests)
-        attach_anew(self._group_index, sequence)
+    def cache_from(self, sequence: Sequence, first: int, num_tokens: int, digests: bytearray | None) -> None:
+        """Cache what the first `num_tokens` tokens fill, of all groups, from block `first` on. O(blocks)."""
+        super().cache_from(sequence, first, num_tokens, digests)
+        attach_anew(self._group_index, sequence, first)
         self._pool.requeue_detached()
+
+    def commit(self, sequence: Sequence, num_tokens: int) -> None:
+        """Cache what the first `num_tokens` tokens of a sequence, which are written, fill in all groups. O(blocks)."""
+        super().commit(sequence, num_tokens)
+        if self.holds is not None:
+            self.holds.extend(sequence)  # what a pin lacks may leave the window before the sequence is freed
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the copies since the last call, and forget them. O(1)."""
@@ -210,6 +244,7 @@ class GroupSlots(SlotAllocator):
         return num_tokens % self.alignment != 0
 
     def _need(self, sequence: Sequence, start: int, num_slots: int) -> Need:
+        """Return what slots for the first `num_slots` tokens take. A window slides by what is written."""
         return Need(sequence, tables_of(sequence), start, num_slots, self._block_size)
 
     def _num_taken_for(self, needs: list[Need]) -> int:

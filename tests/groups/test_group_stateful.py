@@ -90,7 +90,7 @@ def test_walks_agree_where_few_anchors_are_kept(
 ) -> None:
     monkeypatch.setattr("kvblocks.groups.anchors.KEPT_PER_BLOCK", num_kept_per_block)
     history = GroupHistory(14, SETS[name], **VARIANTS[variant])
-    walk(history, RandomChooser(seed=5), num_operations=5000)
+    walk(history, RandomChooser(seed=5), num_operations=9000)
     assert history.num_hits > 20
     assert len(history.model.anchors) < 50 and history.model.num_ids < 14 + 60  # thousands were asked for
     if history.has_history:

@@ -166,8 +166,9 @@ class DumbGroups(DumbModel):
         return not 0 < len(sequence.tokens) % edge < edge - 1 or sequence in self.unsure
 
     def passed(self, sequence: ModelSequence, start: int) -> list[tuple[int, int, int]]:
-        """(group, index, block) of what no query at `start` or later sees."""
+        """(group, index, block) of what no query at `start` or later sees, nor one of a token that isn't written."""
         found = []
+        start = start if sequence.delayed is None else min(start, sequence.delayed)
         for group in self.others:
             size, window = self.specs[group]
             for index, block in enumerate(self.tables[sequence][group]):
@@ -372,6 +373,13 @@ class DumbGroups(DumbModel):
     def renew(self, sequence: ModelSequence) -> None:
         super().renew(sequence)
         self.attach(sequence, 0)
+
+    def commit(self, sequence: ModelSequence, num_written: int) -> None:
+        first = self.first_uncached(sequence)
+        super().commit(sequence, num_written)
+        if self.enable_caching and sequence.is_of_this_epoch and sequence.num_registered > first:
+            self.attach(sequence, first)
+        self.extend_pins(sequence)
 
     # What ends, parts and goes back.
 

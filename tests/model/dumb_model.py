@@ -22,6 +22,16 @@ class ModelSequence:
     num_registered: int = 0
     is_allocated: bool = False
     is_of_this_epoch: bool = False
+    delayed: int | None = None  # the first token that isn't to be cached yet
+
+    @property
+    def written(self) -> int:
+        """Tokens that may be cached."""
+        return self.num_computed if self.delayed is None else self.delayed
+
+    def delay(self, first: int) -> None:
+        if self.delayed is None:
+            self.delayed = first
 
     def prefix(self, num_blocks: int, block_size: int) -> Prefix:
         """Everything that the KV of the first `num_blocks` blocks depends on."""
@@ -206,15 +216,40 @@ class DumbModel:
     # What is cached.
 
     def register(self, sequence: ModelSequence) -> None:
+        if sequence.delayed is not None and sequence.delayed >= sequence.num_computed:
+            sequence.delayed = None
         if not self.enable_caching or not sequence.is_of_this_epoch:
             return
-        for position in range(sequence.num_registered, sequence.num_computed // self.block_size):
+        for position in range(sequence.num_registered, sequence.written // self.block_size):
             if position and sequence.table[position - 1] not in self.content:
                 return
             prefix = sequence.prefix(position + 1, self.block_size)
             self.content[sequence.table[position]] = prefix
             self.cached.setdefault(prefix, []).append(sequence.table[position])
             sequence.num_registered = position + 1
+        self.note_counts()
+
+    def commit(self, sequence: ModelSequence, num_written: int) -> None:
+        """The first `num_written` tokens are written: what they fill is cached, unless it is already."""
+        written = max(num_written, sequence.written)
+        sequence.delayed = written if written < sequence.num_computed else None
+        if self.enable_caching and sequence.is_of_this_epoch:
+            self.cache_from(sequence, self.first_uncached(sequence))
+
+    def first_uncached(self, sequence: ModelSequence) -> int:
+        """Where the caching of a sequence goes on: behind its last block that it cached and that is cached still."""
+        first = sequence.num_registered
+        while first and sequence.table[first - 1] not in self.content:
+            first -= 1
+        return first
+
+    def cache_from(self, sequence: ModelSequence, first: int) -> None:
+        sequence.num_registered = sequence.written // self.block_size
+        for position, block in enumerate(sequence.table[: sequence.num_registered]):
+            if position >= first and block not in self.content:
+                prefix = sequence.prefix(position + 1, self.block_size)
+                self.content[block] = prefix
+                self.cached.setdefault(prefix, []).append(block)
         self.note_counts()
 
     def note_counts(self) -> None:
@@ -276,6 +311,7 @@ class DumbModel:
         sequence.table = []
         sequence.num_computed = sequence.num_readonly = sequence.num_registered = 0
         sequence.is_allocated = sequence.is_of_this_epoch = False
+        sequence.delayed = None
 
     def abort(self, sequence: ModelSequence, num_computed: int) -> None:
         self.forget_unwritten(sequence, num_computed)
@@ -299,13 +335,7 @@ class DumbModel:
 
     def renew(self, sequence: ModelSequence) -> None:
         sequence.is_of_this_epoch = True
-        sequence.num_registered = sequence.num_computed // self.block_size
-        for position, block in enumerate(sequence.table[: sequence.num_registered]):
-            if block not in self.content:
-                prefix = sequence.prefix(position + 1, self.block_size)
-                self.content[block] = prefix
-                self.cached.setdefault(prefix, []).append(block)
-        self.note_counts()
+        self.cache_from(sequence, 0)
 
     def fork(self, sequence: ModelSequence, name: str) -> ModelSequence:
         table = sequence.table[: -(-sequence.num_computed // self.block_size)]
@@ -323,6 +353,7 @@ class DumbModel:
             sequence.num_registered,
             is_allocated=True,
             is_of_this_epoch=sequence.is_of_this_epoch,
+            delayed=sequence.delayed,
         )
 
     def truncate(self, sequence: ModelSequence, num_tokens: int, num_computed: int | None) -> None:
@@ -334,6 +365,8 @@ class DumbModel:
         del sequence.table[num_kept:], sequence.tokens[num_tokens:]
         num_left = min(sequence.num_computed, num_tokens)
         sequence.num_computed = num_left
+        if sequence.delayed is not None and sequence.delayed >= num_left:
+            sequence.delayed = None
         sequence.num_registered = min(sequence.num_registered, num_left // self.block_size)
         sequence.num_readonly = min(sequence.num_readonly, num_left // self.block_size * self.block_size)
 

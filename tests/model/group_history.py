@@ -57,10 +57,16 @@ class GroupHistory(History):
         self.num_hits += bool(held)
         num_drafts = chooser.choose([0, 0, 0, 1, 4])
 
-        def call() -> Any:
-            return self.manager.allocate_slots(sequence, num_new, hit=hit, num_lookahead_tokens=num_drafts)
+        late = self.is_late(chooser)
 
-        self.start(sequence, model, end, hit, call, num_drafts)
+        def call() -> Any:
+            return self.manager.allocate_slots(
+                sequence, num_new, hit=hit, num_lookahead_tokens=num_drafts, delay_cache_blocks=late
+            )
+
+        num_held = 0 if hit is None else len(hit.blocks)
+        with self.delayed(late, (model, num_held * self.model.block_size)):
+            self.start(sequence, model, end, hit, call, num_drafts)
 
     def is_stale(self, model: ModelSequence, hit: Any) -> bool:
         if self.model.match(model)[: len(hit.blocks)] != [block.block_id for block in hit.blocks]:
@@ -116,13 +122,16 @@ class GroupHistory(History):
                 self.manager.append_slots(sequence, tokens)
             return
         self.prepare(sequence)
-        is_quick = len(tokens) == 1 and not self.model.is_edge(model)
-        model.tokens += tokens
-        if is_quick:  # looks at no window
-            assert self.manager.append_slots(sequence, tokens) == []
-            model.num_computed += 1
-        elif not self.grow(sequence, model, len(model.tokens), [], lambda: self.manager.append_slots(sequence, tokens)):
-            del model.tokens[-len(tokens) :]
+        late = self.is_late(chooser)
+        call = lambda: self.manager.append_slots(sequence, tokens, delay_cache_blocks=late)  # noqa: E731
+        is_quick = len(tokens) == 1 and not self.model.is_edge(model) and not late
+        with self.delayed(late, (model, len(model.tokens))):
+            model.tokens += tokens
+            if is_quick:  # looks at no window
+                assert call() == []
+                model.num_computed += 1
+            elif not self.grow(sequence, model, len(model.tokens), [], call):
+                del model.tokens[-len(tokens) :]
 
     def append_step(self, chooser: Chooser) -> None:
         pairs = [p for p in self.pairs if p[1].is_allocated and p[1].num_computed == len(p[1].tokens) < MAX_TOKENS + 4]
@@ -133,13 +142,16 @@ class GroupHistory(History):
             with self.unchanged(), pytest.raises(InvalidArgumentError, match="append_group_step"):
                 self.manager.append_step(sequences, tokens)
         self.prepare(*sequences)
-        changes = self.model.group_step([model for _, model in pairs], tokens)
-        if changes is None:
-            self.num_refused += 1
-            with self.unchanged():
-                assert self.manager.append_group_step(sequences, tokens) is None
-            return
-        assert self.attempt(lambda: self.manager.append_group_step(sequences, tokens)) == changes
+        late, models = self.is_late(chooser), [model for _, model in pairs]
+        call = lambda: self.manager.append_group_step(sequences, tokens, delay_cache_blocks=late)  # noqa: E731
+        with self.delayed(late, *[(model, len(model.tokens)) for model in models]):
+            changes = self.model.group_step(models, tokens)
+            if changes is None:
+                self.num_refused += 1
+                with self.unchanged():
+                    assert call() is None
+                return
+        assert self.attempt(call) == changes
 
     def truncate(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
@@ -228,6 +240,7 @@ class GroupHistory(History):
             assert sequence.token_ids() == expected.tokens
             assert self.ids(sequence.blocks) == expected.table
             assert sequence.num_computed_tokens == expected.num_computed
+            assert sequence.num_written_tokens == expected.written
             if expected.is_allocated:
                 self.check_tables(sequence, expected)
             else:

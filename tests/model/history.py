@@ -84,7 +84,7 @@ class History:
         self.num_made = 0
         self.num_stale_hits = self.num_refused = self.num_hits = self.num_detached = 0
         self.num_checks = self.num_pending = self.num_given_up = self.num_renewed = 0
-        self.num_failed_hashes = 0
+        self.num_failed_hashes = self.num_late = self.num_commits = 0
         self.causes: set[str] = set()
 
     # Operations. Each does nothing when there is nothing to do it to.
@@ -159,14 +159,18 @@ class History:
             num_new = None if num_new is None else end - hit.num_tokens
         self.num_hits += bool(held)
         num_drafts = chooser.choose([0, 0, 0, 1, 4])
-        self.grow(
-            sequence,
-            model,
-            end,
-            held,
-            lambda: self.manager.allocate_slots(sequence, num_new, hit=hit, num_lookahead_tokens=num_drafts),
-            num_drafts,
-        )
+        late = self.is_late(chooser)
+        with self.delayed(late, (model, len(held) * self.model.block_size)):
+            self.grow(
+                sequence,
+                model,
+                end,
+                held,
+                lambda: self.manager.allocate_slots(
+                    sequence, num_new, hit=hit, num_lookahead_tokens=num_drafts, delay_cache_blocks=late
+                ),
+                num_drafts,
+            )
 
     def allocate_twin(self, chooser: Chooser) -> None:
         """Start a sequence that shares the blocks of one that is running."""
@@ -192,8 +196,15 @@ class History:
             return
         self.prepare(sequence)
         num_new = chooser.integer(1, num_left)
-        end = model.num_computed + num_new
-        self.grow(sequence, model, end, [], lambda: self.manager.allocate_slots(sequence, num_new))
+        end, late = model.num_computed + num_new, self.is_late(chooser)
+        with self.delayed(late, (model, model.num_computed)):
+            self.grow(
+                sequence,
+                model,
+                end,
+                [],
+                lambda: self.manager.allocate_slots(sequence, num_new, delay_cache_blocks=late),
+            )
 
     def append(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
@@ -206,9 +217,12 @@ class History:
                 self.manager.append_slots(sequence, tokens)
             return
         self.prepare(sequence)
-        model.tokens += tokens
-        if not self.grow(sequence, model, len(model.tokens), [], lambda: self.manager.append_slots(sequence, tokens)):
-            del model.tokens[-len(tokens) :]
+        late = self.is_late(chooser)
+        call = lambda: self.manager.append_slots(sequence, tokens, delay_cache_blocks=late)  # noqa: E731
+        with self.delayed(late, (model, len(model.tokens))):
+            model.tokens += tokens
+            if not self.grow(sequence, model, len(model.tokens), [], call):
+                del model.tokens[-len(tokens) :]
 
     def append_step(self, chooser: Chooser) -> None:
         """One token for several sequences at once."""
@@ -217,13 +231,34 @@ class History:
         tokens = [chooser.integer(0, 1) for _ in pairs]
         sequences = [sequence for sequence, _ in pairs]
         self.prepare(*sequences)
-        changes = self.model.step([model for _, model in pairs], tokens)
-        if changes is None:
-            self.num_refused += 1
-            with self.unchanged():
-                assert self.manager.append_step(sequences, tokens) is None
+        late, models = self.is_late(chooser), [model for _, model in pairs]
+        call = lambda: self.manager.append_step(sequences, tokens, delay_cache_blocks=late)  # noqa: E731
+        with self.delayed(late, *[(model, len(model.tokens)) for model in models]):
+            changes = self.model.step(models, tokens)
+            if changes is None:
+                self.num_refused += 1
+                with self.unchanged():
+                    assert call() is None
+                return
+        assert self.attempt(call) == changes
+
+    def cache_blocks(self, chooser: Chooser) -> None:
+        """Say how much of a sequence is written: at most what is, after a step that may run first."""
+        pairs = [pair for pair in self.pairs if pair[1].is_allocated]
+        pairs = [pair for pair in pairs if pair[1].delayed is not None] or pairs
+        if not pairs:
             return
-        assert self.attempt(lambda: self.manager.append_step(sequences, tokens)) == changes
+        sequence, model = chooser.choose(pairs)
+        if chooser.integer(0, 2):
+            self.step()
+        num_written = self.memory.num_written(sequence)
+        number = chooser.choose([num_written, chooser.integer(0, num_written)])
+        before = model.num_registered
+        num_cached = self.attempt(lambda: self.manager.cache_blocks(sequence, number))
+        self.model.commit(model, number)
+        self.num_commits += model.num_registered > before
+        is_cached = self.model.enable_caching and model.is_of_this_epoch
+        assert num_cached == (model.num_registered * self.model.block_size if is_cached else 0)
 
     def append_without_slots(self, chooser: Chooser) -> None:
         if self.pairs:
@@ -409,7 +444,7 @@ class History:
     def let_the_hash_fail(self, chooser: Chooser) -> None:
         if isinstance(self.hash, FragileHash):
             self.hash.is_about_to_fail = True
-            names = ["append", "append_step", "allocate", "allocate_chunk", "allocate_twin", "renew"]
+            names = ["append", "append_step", "allocate", "allocate_chunk", "allocate_twin", "renew", "cache_blocks"]
             getattr(self, chooser.choose(names))(chooser)
             self.hash.is_about_to_fail = False
 
@@ -423,6 +458,7 @@ class History:
             lambda: manager.abort(sequence, 0),
             lambda: manager.append_slots(sequence, [0]),
             lambda: manager.reserve_slots(sequence, 1),
+            lambda: manager.cache_blocks(sequence, 0),
         ]
         with self.unchanged(), pytest.raises(SequenceStateError, match="holds no blocks"):
             chooser.choose(calls)()
@@ -442,12 +478,32 @@ class History:
             lambda: manager.abort(sequence, model.num_computed + 1),
             lambda: manager.abort(sequence, -1),
             lambda: manager.reserve_slots(sequence, -1),
+            lambda: manager.cache_blocks(sequence, model.num_computed + 1),
+            lambda: manager.cache_blocks(sequence, -1),
             lambda: manager.allocate_slots(kvblocks.Sequence(sequence.sequence_id, [0])),
         ]
         with self.unchanged(), pytest.raises(KVBlocksError):
             chooser.choose(calls)()
 
     # What the operations are made of.
+
+    def is_late(self, chooser: Chooser) -> bool:
+        """Whether the next call delays caching."""
+        return chooser.integer(0, 4) == 0
+
+    @contextmanager
+    def delayed(self, late: bool, *starts: tuple[ModelSequence, int]) -> Iterator[None]:
+        """Delay the caching of sequences from some of their tokens on; not for those whose call is refused."""
+        before = [(model, model.delayed, model.num_computed, model.is_allocated) for model, _ in starts]
+        if late:
+            for model, first in starts:
+                model.delay(first)
+        yield
+        for model, delayed, num_computed, is_allocated in before:
+            if (model.num_computed, model.is_allocated) == (num_computed, is_allocated):
+                model.delayed = delayed
+            else:
+                self.num_late += late
 
     def prepare(self, *sequences: kvblocks.Sequence) -> None:
         """Run the step first where an engine must."""
@@ -535,7 +591,10 @@ class History:
         assert self.snapshot() == before
 
     def snapshot(self) -> object:
-        sequences = [(s.token_ids(), list(s.block_ids), s.num_computed_tokens, s.is_allocated) for s, _ in self.pairs]
+        sequences = [
+            (s.token_ids(), list(s.block_ids), s.num_computed_tokens, s.num_written_tokens, s.is_allocated)
+            for s, _ in self.pairs
+        ]
         blocks = [[(block.ref_cnt, block.is_cached) for block in s.blocks] for s, _ in self.pairs]
         hits = [self.manager.get_computed_blocks(s).blocks for s, _ in self.pairs if not s.is_allocated]
         pins = [(pin.blocks, pin.num_held_blocks) for pin in self.manager.pins]
@@ -553,6 +612,7 @@ class History:
             assert sequence.token_ids() == expected.tokens
             assert sequence.block_ids == expected.table
             assert sequence.num_computed_tokens == expected.num_computed
+            assert sequence.num_written_tokens == expected.written
             for block in sequence.blocks:
                 assert block.ref_cnt == model.owners[block.block_id]
                 assert (block.block_hash is not None) == (block.block_id in model.content)
@@ -587,7 +647,7 @@ class History:
         """A hit tells how much more of it a chunked prefill is going to compute."""
         size, expected = self.model.block_size, 0
         for _, other in self.pairs:
-            if other.is_allocated and other.num_computed < len(other.tokens) and other.is_of_this_epoch:
+            if other.is_allocated and other.written < len(other.tokens) and other.is_of_this_epoch:
                 end = other.num_registered
                 if end and other.table[end - 1] not in self.model.content:
                     continue
@@ -601,7 +661,7 @@ class History:
         if hit.pending_tokens:
             self.num_pending += 1
             assert hit.pending_sequence is not None
-            assert hit.pending_sequence.num_computed_tokens < hit.pending_sequence.num_tokens
+            assert hit.pending_sequence.num_written_tokens < hit.pending_sequence.num_tokens
 
     def check_explanation(self, sequence: kvblocks.Sequence, model: ModelSequence) -> None:
         if not self.model.enable_caching:
@@ -642,6 +702,7 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
     (History.allocate_chunk, 6),
     (History.append, 12),
     (History.append_step, 5),
+    (History.cache_blocks, 8),
     (History.append_without_slots, 2),
     (History.reserve, 2),
     (History.free, 15),

@@ -104,6 +104,7 @@ class World:
 
     def look_at(self, sequence: Sequence) -> Any:
         numbers = (sequence.num_computed_tokens, sequence.num_readonly_tokens, sequence.num_cached_blocks)
+        numbers += (sequence.num_written_tokens,)
         tables = []
         if sequence.is_allocated:
             tables = [list(sequence.group_block_ids(group)) for group in range(self.num_groups)]
@@ -150,6 +151,7 @@ class World:
             "append_slots of two": lambda: manager.append_slots(sequence, [1, 2]),
             "append_group_step": lambda: manager.append_group_step([sequence], [1]),
             "reserve_slots": lambda: manager.reserve_slots(sequence, 1),
+            "cache_blocks": lambda: manager.cache_blocks(sequence, 0),
             "free": lambda: manager.free(sequence),
             "abort": lambda: manager.abort(sequence, 0),
             "fork": lambda: manager.fork(sequence, "another"),
@@ -194,6 +196,10 @@ def _reset(world: World) -> None:
     world.manager.reset_prefix_cache()
 
 
+def _delayed(world: World) -> None:
+    world.manager.append_slots(world.sequences["e"], list(range(510, 519)), delay_cache_blocks=True)
+
+
 def _drained(world: World) -> None:
     """Let somebody take all but the last free blocks, so that what comes next evicts and makes pins give up."""
     size = 4 * (world.manager.num_free_blocks // world.num_groups - 1)
@@ -217,6 +223,10 @@ CALLS: dict[str, Callable[[World], Any]] = {
     "append_slots of nonsense": lambda w: w.manager.append_slots(w.sequences["e"], [Odd()]),
     "append_group_step": lambda w: w.manager.append_group_step(w.batch, [1, 2, 3, 4, 5]),
     "append_group_step of nonsense": lambda w: w.manager.append_group_step(w.batch, [1, 2, 3, Odd(), 5]),
+    "allocate_slots delayed": lambda w: w.manager.allocate_slots(w.new, hit=w.hit, delay_cache_blocks=True),
+    "append_slots delayed": lambda w: w.manager.append_slots(w.sequences["e"], [7, 8, 9], delay_cache_blocks=True),
+    "append_group_step delayed": lambda w: w.manager.append_group_step(w.batch, [1] * 5, delay_cache_blocks=True),
+    "cache_blocks": lambda w: w.manager.cache_blocks(w.sequences["e"], 12),
     "reserve_slots": lambda w: w.manager.reserve_slots(w.sequences["e"], 6),
     "reserve_slots copying": lambda w: w.manager.reserve_slots(w.sequences["a"], 3),
     "free": lambda w: w.manager.free(w.sequences["d"]),
@@ -246,6 +256,7 @@ _EVENTS = {"take_events": lambda w: w.manager.take_events()}
 _FIRST: dict[str, Callable[[World], Any]] = {
     "take_group_copies": _cow,
     "renew": _reset,
+    "cache_blocks": _delayed,
     "allocate_slots evicting": _drained,
     "append_slots growing": _drained,
 }
