@@ -147,7 +147,7 @@ def test_a_fork_before_the_commit_caches_each_block_once(manager):
     assert manager.stats.num_cached_blocks == 2
 
 
-def test_what_a_twin_committed_stays_when_the_first_is_aborted(manager):
+def test_what_two_committed_in_parts_is_found_when_both_are_gone(manager):
     sequence = start(manager, "a", 10)
     twin = manager.fork(sequence, "twin")
     manager.cache_blocks(sequence, 4)
@@ -167,7 +167,7 @@ def test_the_first_committed_of_equal_blocks_is_found(manager):
     assert manager.get_computed_blocks(Sequence("probe", PROMPT)).blocks == first.blocks
 
 
-def test_after_an_abort_what_hangs_together_is_cached_anew(manager):
+def test_after_an_abort_what_was_taken_back_is_cached_anew(manager):
     early = start(manager, "early", 8, late=False)
     sharer = start(manager, "sharer", 16, late=False)
     manager.abort(early, 0)
