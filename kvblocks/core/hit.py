@@ -3,6 +3,7 @@
 `check_hit` says whether that may use it still.
 """
 
+from abc import abstractmethod
 from typing import Any, SupportsIndex
 
 from kvblocks.arguments import check_count, is_a, shown, wrong
@@ -21,9 +22,9 @@ class HitSource:
     def __init__(self, index: PrefixIndex) -> None:
         self.index = index
 
+    @abstractmethod
     def find_pending(self, sequence: Sequence) -> tuple[Sequence, int] | None:
         """Return who will compute most of what follows the cached prefix of a sequence, and how many blocks."""
-        raise NotImplementedError
 
 
 class HitLimit:

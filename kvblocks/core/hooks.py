@@ -1,4 +1,4 @@
-"""Where the other rooms plug in: base classes whose methods do nothing, or raise NotImplementedError.
+"""Where the other rooms plug in: base classes whose methods do nothing, or are abstract.
 
 The core never imports them. It asks an attribute of one of these types, which is None until somebody wants more than
 the core does:
@@ -11,6 +11,7 @@ Two more stand beside what they belong to: `Account` in `block`, and `SideTables
 classes, not Protocols: a call of a method of theirs is as cheap as any in the compiled build.
 """
 
+from abc import abstractmethod
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
 from typing import Literal
@@ -94,42 +95,42 @@ class Accounts(Watcher):
     """Who is charged for what is cached, and whose blocks go first."""
 
     @property
+    @abstractmethod
     def is_over(self) -> bool:
         """Whether anybody has more than is theirs. O(1)."""
-        return False
 
+    @abstractmethod
     def account_of(self, extra_keys: bytes | None) -> Account | None:
         """Return who is charged for a prefix whose first block has these encoded keys, None if nobody is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def next_victim(self) -> KVCacheBlock | None:
         """Return the free cached block that is to go before any other, None if there is no such block."""
-        raise NotImplementedError
 
 
 class Holds:
     """Owners of cached prefixes that aren't sequences."""
 
+    @abstractmethod
     def find_refusal(self, num_blocks: int, touched: list[KVCacheBlock]) -> Refusal | None:
         """Return why `num_blocks` can't be had after `touched` are taken, None if they can: holds may give them up."""
-        raise NotImplementedError
 
+    @abstractmethod
     def give_up(self, num_blocks: int) -> None:
         """Free so many blocks. `find_refusal` must have returned None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def extend(self, sequence: Sequence) -> None:
         """Hold what is lacking and this sequence, which is about to let go of blocks, may have."""
-        raise NotImplementedError
 
+    @abstractmethod
     def drop_uncached(self) -> None:
         """Let go of what is cached no more."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tables(self) -> list[list[KVCacheBlock]]:
         """Return all that is held, each block as often as it is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self) -> None:
         """Raise AssertionError unless all here agrees."""
-        raise NotImplementedError

@@ -7,6 +7,7 @@ sequence and adds tokens to it; everything about blocks is the manager's to writ
 sequence that was freed can be allocated again.
 """
 
+from abc import abstractmethod
 from array import array
 from collections.abc import Hashable, Iterable
 from typing import Any, NoReturn, SupportsIndex
@@ -32,25 +33,25 @@ class SideTables:
     has_primary: bool
     new_blocks: list[list[KVCacheBlock]]
 
+    @abstractmethod
     def block_ids(self, group: int) -> list[int] | None:
         """Return the ids of a group's table, the list itself; None for the primary one. O(groups)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def blocks(self, group: int) -> list[KVCacheBlock | None] | None:
         """Return the blocks of a group's table, None where it is dead; None for the primary one. O(blocks)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def first_live_block(self, group: int) -> int:
         """Return the first index of a group's table that isn't dead. O(groups)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_truncate(self, position: int, sequence_id: Hashable) -> None:
         """Raise SequenceStateError if a query at `position` sees what has left a window. Changes nothing. O(groups)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self, num_slots: int) -> None:
         """Raise AssertionError unless all tables have slots for so many tokens, and ids that agree. O(blocks)."""
-        raise NotImplementedError
 
 
 class Sequence:

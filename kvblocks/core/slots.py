@@ -63,7 +63,7 @@ class SlotAllocator:
     """
 
     def __init__(self, pool: BlockPool, manager: Changeable) -> None:
-        self.pool = self._pool = pool
+        self.pool = pool
         self._manager = manager
         self._index = pool.index
         self._block_size = self.smallest_block_size = pool.index.block_size
@@ -121,14 +121,14 @@ class SlotAllocator:
         num_missing = -(-num_slots // self._block_size) - num_held
         if num_missing < 0:  # noqa: PLR1730  # max() costs three times as much
             num_missing = 0
-        if num_missing + num_held > self._pool.queue.num_free_blocks and self._note_refusal(num_missing, held):
+        if num_missing + num_held > self.pool.queue.num_free_blocks and self._note_refusal(num_missing, held):
             return None
         digests = None
         if self._index.needs_digests and not delayed:
             digests = digests_ahead(self._index, sequence, epoch, held, num_held, end)
         sequence.owner = sequence.tail_owner = self._manager  # first: what is left half done is nobody else's
         if held:
-            self._pool.touch(held)
+            self.pool.touch(held)
             sequence.blocks += held
             sequence.num_readonly_tokens = num_held * self._block_size
         sequence.epoch = epoch
@@ -150,7 +150,7 @@ class SlotAllocator:
         shared = self._shared_index(sequence, sequence.num_computed_tokens)
         num_missing = self._num_missing_blocks(sequence, num_slots)
         num_wanted = num_missing + (shared is not None)
-        if num_wanted > self._pool.queue.num_free_blocks and self._note_refusal(num_wanted, []):
+        if num_wanted > self.pool.queue.num_free_blocks and self._note_refusal(num_wanted, []):
             return None
         digests = None if delayed else self._digests_ahead(sequence, end)
         self._manager.change_state = CHANGING
@@ -163,7 +163,7 @@ class SlotAllocator:
         shared = self._shared_index(sequence, sequence.num_computed_tokens) if num_tokens else None
         num_missing = self._num_missing_blocks(sequence, sequence.num_tokens + num_tokens)
         num_wanted = num_missing + (shared is not None)
-        if num_wanted > self._pool.queue.num_free_blocks and self._note_refusal(num_wanted, []):
+        if num_wanted > self.pool.queue.num_free_blocks and self._note_refusal(num_wanted, []):
             return None
         self._manager.change_state = CHANGING
         blocks = self._add_blocks(sequence, num_missing, shared)
@@ -180,7 +180,7 @@ class SlotAllocator:
         shared = self._shared_index(sequence, num_before)
         num_missing = self._num_missing_blocks(sequence, end)
         num_wanted = num_missing + (shared is not None)
-        if num_wanted > self._pool.queue.num_free_blocks and self._note_refusal(num_wanted, []):
+        if num_wanted > self.pool.queue.num_free_blocks and self._note_refusal(num_wanted, []):
             return None
         digests = self._append_tokens(sequence, tokens, delayed=delayed)
         return self._grow(sequence, end, num_missing, shared, digests)
@@ -194,12 +194,12 @@ class SlotAllocator:
         num_tokens = len(sequence.tokens) + 1
         blocks: list[KVCacheBlock] = []
         if num_tokens > len(sequence.blocks) * block_size:
-            if not self._pool.queue.num_free_blocks and self._note_refusal(1, []):
+            if not self.pool.queue.num_free_blocks and self._note_refusal(1, []):
                 return None
             sequence.append_checked(token)
-            if self._pool.queue.num_free_blocks:
+            if self.pool.queue.num_free_blocks:
                 self.num_taken_blocks += 1
-                blocks = [self._pool.take_one()]
+                blocks = [self.pool.take_one()]
             else:
                 blocks = self._take(1, sequence)
             sequence.blocks += blocks
@@ -246,7 +246,7 @@ class SlotAllocator:
         shared = self._shared_indices(unsure) if unsure else {}
         if shared:
             growing = sorted({*growing, *shared}, key=indices.__getitem__)
-        if len(growing) > self._pool.queue.num_free_blocks and self._note_step_refusal(len(growing), tokens):
+        if len(growing) > self.pool.queue.num_free_blocks and self._note_step_refusal(len(growing), tokens):
             return None
         self._append_each(sequences, tokens)
         if delayed:
@@ -283,7 +283,7 @@ class SlotAllocator:
         """Let a twin hold all blocks that hold the sequence's computed tokens. O(blocks)."""
         num_tokens, block_size = sequence.num_computed_tokens, self._block_size
         twin.blocks += sequence.blocks[: -(-num_tokens // block_size)]
-        self._pool.touch(twin.blocks)
+        self.pool.touch(twin.blocks)
         twin.epoch = sequence.epoch
         twin.num_computed_tokens = num_tokens
         twin.num_cached_blocks = sequence.num_cached_blocks
@@ -309,7 +309,7 @@ class SlotAllocator:
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left // block_size * block_size)
         sequence.tail_owner = None  # the block that it ends in may be cached, or somebody else's too
         sequence.fits_below = 0
-        self._pool.release_table(dropped)
+        self.pool.release_table(dropped)
 
     def release(self, sequence: Sequence) -> None:
         """Give all blocks of a sequence back. O(blocks)."""
@@ -357,7 +357,7 @@ class SlotAllocator:
 
     def _note_refusal(self, num_blocks: int, touched: list[KVCacheBlock]) -> bool:
         """Note why a call that needs so many blocks, after `touched` are taken, is refused. Returns whether it is."""
-        num_free = self._pool.queue.num_free_blocks - sum([block.ref_cnt == 0 for block in touched])
+        num_free = self.pool.queue.num_free_blocks - sum([block.ref_cnt == 0 for block in touched])
         if num_blocks <= num_free:
             return False
         refusal: Refusal | None = Refusal(num_blocks, num_free, 0, 0)
@@ -374,7 +374,7 @@ class SlotAllocator:
 
     def _release_tables(self, sequence: Sequence) -> None:
         num_cached = sequence.num_cached_blocks if sequence.epoch is self._index.epoch else 0
-        self._pool.release_table(sequence.blocks, num_cached)
+        self.pool.release_table(sequence.blocks, num_cached)
 
     def _parts_in_block(self, num_tokens: int) -> bool:
         """Whether sequences that part after `num_tokens` share a block which both would write to."""
@@ -461,14 +461,14 @@ class SlotAllocator:
         sequence.replace_block(shared, block)
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, shared * self._block_size)
         sequence.tail_owner = sequence.owner
-        self._pool.release_table([source])
+        self.pool.release_table([source])
         self.copies.append((source.block_id, block.block_id))
 
     def _take(self, num_blocks: int, sequence: Sequence) -> list[KVCacheBlock]:
         """Take new blocks from the pool, which must have them, or holds that give them up. O(num_blocks)."""
         if not num_blocks:
             return []
-        pool = self._pool
+        pool = self.pool
         self.num_taken_blocks += num_blocks
         watcher = self._index.watcher
         if watcher is not None and watcher.needs_takers:
@@ -559,7 +559,7 @@ class SlotAllocator:
         """Take a block for each sequence, together unless somebody is told who takes what. O(sequences)."""
         if self._index.watcher is None or not self._index.watcher.needs_takers:
             return self._take(len(sequences), sequences[0])
-        num_lacking = len(sequences) - self._pool.queue.num_free_blocks
+        num_lacking = len(sequences) - self.pool.queue.num_free_blocks
         if num_lacking > 0 and self.holds is not None:
             self.holds.give_up(num_lacking)
         return [block for sequence in sequences for block in self._take(1, sequence)]

@@ -87,7 +87,7 @@ class GroupSlots(SlotAllocator):
         try:
             need = Need(sequence, tables, len(held) * self._block_size, num_slots, self._block_size)
             num_taken = need.num_blocks(self.num_groups)  # tables with blocks of the pool; one of anchors is the last
-            if num_taken + len(in_pool) > self._pool.queue.num_free_blocks and self._note_refusal(num_taken, in_pool):
+            if num_taken + len(in_pool) > self.pool.queue.num_free_blocks and self._note_refusal(num_taken, in_pool):
                 sequence.reset_blocks()
                 return None
             digests = None
@@ -97,8 +97,8 @@ class GroupSlots(SlotAllocator):
             sequence.reset_blocks()
             raise
         if found is not None:
-            self._pool.touch(held)
-            self._pool.touch(touched)
+            self.pool.touch(held)
+            self.pool.touch(touched)
             sequence.num_readonly_tokens = found.num_readonly_tokens
             self.num_limited_tokens += found.num_matched_tokens - found.num_readonly_tokens
         sequence.epoch = epoch
@@ -111,7 +111,7 @@ class GroupSlots(SlotAllocator):
         """Give a sequence with blocks what its first `end` tokens need, and let go of what it needs no more."""
         need = self._need(sequence, sequence.num_computed_tokens, num_slots)
         num_taken = self._num_taken_for([need])
-        if num_taken > self._pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
+        if num_taken > self.pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
             return None
         digests = None if delayed else self._digests_ahead(sequence, end)
         self._manager.change_state = CHANGING
@@ -126,7 +126,7 @@ class GroupSlots(SlotAllocator):
             return []
         need = self._need(sequence, sequence.num_computed_tokens, sequence.num_tokens + num_tokens)
         num_taken = need.num_blocks(self.num_groups)
-        if num_taken > self._pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
+        if num_taken > self.pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
             return None
         self._manager.change_state = CHANGING
         blocks = self._fill(need, 0, [])
@@ -141,7 +141,7 @@ class GroupSlots(SlotAllocator):
         end = num_before + len(tokens)
         need = self._need(sequence, num_before, end)
         num_taken = self._num_taken_for([need])
-        if num_taken > self._pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
+        if num_taken > self.pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
             return None
         digests = self._append_tokens(sequence, tokens, delayed=delayed)
         self._let_pass(need)
@@ -176,7 +176,7 @@ class GroupSlots(SlotAllocator):
         needs = [self._need(s, s.num_computed_tokens, s.num_computed_tokens + 1) for s in at_boundary]
         keep_for_last(needs)
         num_taken = self._num_taken_for(needs)
-        if num_taken > self._pool.queue.num_free_blocks and self._note_step_refusal(num_taken, tokens):
+        if num_taken > self.pool.queue.num_free_blocks and self._note_step_refusal(num_taken, tokens):
             return None
         self._append_each(sequences, tokens)
         if delayed:
@@ -202,19 +202,19 @@ class GroupSlots(SlotAllocator):
         for table, copied in zip(tables.tables, copies.tables, strict=True):
             num_kept = -(-twin.num_computed_tokens // table.side_group.block_size) - table.num_dead
             copied.begin(table.num_dead, table.blocks[: max(0, num_kept)])
-            self._pool.touch(copied.blocks)
+            self.pool.touch(copied.blocks)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Drop all but the first `num_tokens` tokens, and the blocks that they don't need. O(tokens dropped)."""
         super().truncate(sequence, num_tokens)
         for table in tables_of(sequence).tables:
-            self._pool.release_table(table.truncate(-(-num_tokens // table.side_group.block_size)))
+            self.pool.release_table(table.truncate(-(-num_tokens // table.side_group.block_size)))
 
     def cache_from(self, sequence: Sequence, first: int, num_tokens: int, digests: bytearray | None) -> None:
         """Cache what the first `num_tokens` tokens fill, of all groups, from block `first` on. O(blocks)."""
         super().cache_from(sequence, first, num_tokens, digests)
         attach_anew(self._group_index, sequence, first)
-        self._pool.requeue_detached()
+        self.pool.requeue_detached()
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """Cache what the first `num_tokens` tokens of a sequence, which are written, fill in all groups. O(blocks)."""
@@ -238,7 +238,7 @@ class GroupSlots(SlotAllocator):
     def _release_tables(self, sequence: Sequence) -> None:
         super()._release_tables(sequence)
         for table in tables_of(sequence).tables:
-            self._pool.release_table(table.blocks)
+            self.pool.release_table(table.blocks)
 
     def _parts_in_block(self, num_tokens: int) -> bool:
         return num_tokens % self.alignment != 0
@@ -275,7 +275,7 @@ class GroupSlots(SlotAllocator):
                         passed.append(block)
                 self._group_pool.release_passed(passed, empty)
                 if kept:
-                    self._pool.release_table(kept)
+                    self.pool.release_table(kept)
 
     def _finish(self, need: Need, end: int, digests: bytearray | None) -> list[KVCacheBlock]:
         """Give a sequence what it needs, and cache what its first `end` tokens fill."""
@@ -334,7 +334,7 @@ class GroupSlots(SlotAllocator):
         assert source is not None, f"{need.sequence}: shares a dead block"
         if self.holds is not None:
             self.holds.extend(need.sequence)
-        self._pool.release_table([source])
+        self.pool.release_table([source])
         if not self._group_pool.is_anchor(source):
             self.copies.append((source.block_id, block.block_id))
             self._copy_groups.append(self._layout.table_numbers.index(number))
@@ -347,7 +347,7 @@ class GroupSlots(SlotAllocator):
             if sequence.num_cached_blocks > first:
                 attach_full_blocks(self._group_index, sequence, first)
                 if self._index.detached:
-                    self._pool.requeue_detached()
+                    self.pool.requeue_detached()
                 if self.holds is not None:
                     self.holds.extend(sequence)  # what a pin lacks may have left the window when the sequence is freed
 
