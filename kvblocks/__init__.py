@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from kvblocks.prefix_cache.cache import PrefixCache
     from kvblocks.prefix_cache.match import PrefixInsert, PrefixMatch
     from kvblocks.prefix_cache.pins import PinnedPrefix
+    from kvblocks.retention.holds import BlockHold, BlockHolds
     from kvblocks.retention.pins import Pin
     from kvblocks.stats import CacheStats, GroupUsage, MetricsSnapshot, QuotaUsage, Refusal
     from kvblocks.version import __version__
@@ -87,6 +88,7 @@ _HOMES = {
     "prefix_cache.cache": ("PrefixCache",),
     "prefix_cache.match": ("PrefixInsert", "PrefixMatch"),
     "prefix_cache.pins": ("PinnedPrefix",),
+    "retention.holds": ("BlockHold", "BlockHolds"),
     "retention.pins": ("Pin",),
     "stats": ("CacheStats", "GroupUsage", "MetricsSnapshot", "QuotaUsage", "Refusal"),
     "version": ("__version__",),
@@ -98,6 +100,8 @@ _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AllBlocksCleared",
+    "BlockHold",
+    "BlockHolds",
     "BlockPool",
     "BlockRemoved",
     "BlockStateError",

@@ -18,7 +18,9 @@ class BlockStored:
     to, None for a first block. tokens: their token ids, packed as little-endian u32. block_size: tokens in a block.
     extra_keys: (position among block_hashes, encoded extra keys) of those that have some, encoded as in `hashing`; a
     group whose blocks are of another size than the primary one's leaves them to that. group_idx: the group that they
-    are cached in; None where there is only one. In a windowed group the parent need not be cached.
+    are cached in; None where there is only one. In a windowed group the parent need not be cached. block_ids: the
+    blocks that hold them now; a duplicate that takes the place of one later makes no record. salt, lora: of their
+    sequence, whichever of its blocks they are.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -27,6 +29,9 @@ class BlockStored:
     block_size: int
     extra_keys: tuple[tuple[int, bytes], ...] = ()
     group_idx: int | None = None
+    block_ids: tuple[int, ...] = ()
+    salt: str | None = None
+    lora: str | None = None
 
     @property
     def token_ids(self) -> list[int]:

@@ -41,11 +41,11 @@ from kvblocks.arguments import (
     shown,
     wrong,
 )
-from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.caching import forget_unwritten
+from kvblocks.core.block import ROOT, KVCacheBlock
+from kvblocks.core.caching import find_blocks, forget_unwritten
 from kvblocks.core.change import CHANGING, DEBUGGING, IDLE, Changeable
 from kvblocks.core.hashing import HashFunction, PositionKey, get_hash_function
-from kvblocks.core.hit import CacheHit, check_hit, check_start
+from kvblocks.core.hit import CacheHit, check_hit, check_start, ends_in_block
 from kvblocks.core.in_flight import InFlight
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import PrefixIndex
@@ -63,6 +63,7 @@ if TYPE_CHECKING:  # what only some managers need is imported by those
     from kvblocks.observe.picture import PrefixRow
     from kvblocks.observe.removal_history import RemovalHistory
     from kvblocks.observe.shared_prefixes import SharedPrefix
+    from kvblocks.retention.holds import BlockHolds
     from kvblocks.retention.pins import Pin, Pins, Priority
     from kvblocks.retention.quotas import TenantQuotas
 
@@ -76,6 +77,8 @@ Step = tuple[list[Sequence], dict[Sequence, int]]
 class KVCacheManager(Changeable):
     """Manages a pool of `num_blocks` blocks of `block_size` tokens (None: 16, or what the groups say).
 
+    first_block_id: the blocks' ids are first_block_id to first_block_id + num_blocks - 1; more than 0 for engines that
+    keep the first ones for something else.
     groups: the groups of the model's layers, see `groups`; None: all layers attend to everything before a token.
     hash_algorithm: "xxh3_128", "sha256" or a callable bytes -> bytes; names blocks to the outside, never decides a
     hit. enable_caching: whether prefixes are reused. enable_events: whether changes of the cached set are recorded
@@ -90,6 +93,7 @@ class KVCacheManager(Changeable):
         num_blocks: SupportsIndex,
         block_size: SupportsIndex | None = None,
         *,
+        first_block_id: SupportsIndex = 0,
         groups: Iterable[Group] | None = None,
         hash_algorithm: Text | HashFunction = "xxh3_128",
         enable_caching: Flag = True,
@@ -107,13 +111,13 @@ class KVCacheManager(Changeable):
         super().__init__("manager", debug=debugs)
         if groups is None:
             index = PrefixIndex(size or 16, get_hash_function(hash_algorithm), enable_events=named)
-            self._slots = SlotAllocator(BlockPool(num_blocks, index), self)
+            self._slots = SlotAllocator(BlockPool(num_blocks, index, first_block_id), self)
         else:
             from kvblocks.groups.layout import make_layout
             from kvblocks.groups.slots import make_slots
 
             layout, hash_function = make_layout(size, groups), get_hash_function(hash_algorithm)
-            self._slots = make_slots(num_blocks, layout, hash_function, self, enable_events=named)
+            self._slots = make_slots(num_blocks, layout, hash_function, self, first_block_id, enable_events=named)
         self._pool = self._slots.pool
         self._index = self._pool.index
         self.block_size = self._index.block_size
@@ -127,6 +131,7 @@ class KVCacheManager(Changeable):
             self._index.watch(self._history)
         self._sampler: BlockSampler | None = None
         self._pins: Pins | None = None
+        self._holds: BlockHolds | None = None
         self._quotas: TenantQuotas | None = None
         self._groups: tuple[Group, ...] | None = self._slots.groups  # None: one of full attention
         self._in_flight = InFlight(self._index, self)
@@ -142,13 +147,18 @@ class KVCacheManager(Changeable):
         return len(self._pool.blocks)
 
     @property
+    def first_block_id(self) -> int:
+        """The id of the first block; those of the others follow it. O(1)."""
+        return self._pool.first_block_id
+
+    @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence or pin holds, those with cached prefixes included. O(1)."""
+        """Blocks that no sequence, pin or hold has, those with cached prefixes included. O(1)."""
         return self._pool.num_free_blocks
 
     @property
     def usage(self) -> float:
-        """Share of the pool that sequences and pins hold, 0.0 to 1.0. O(1)."""
+        """Share of the pool that sequences, pins and holds have, 0.0 to 1.0. O(1)."""
         return 1.0 - self._pool.num_free_blocks / len(self._pool.blocks)
 
     @property
@@ -188,13 +198,14 @@ class KVCacheManager(Changeable):
 
     # The calls of a step.
 
-    def get_computed_blocks(self, sequence: Given[Sequence]) -> CacheHit:
+    def get_computed_blocks(self, sequence: Given[Sequence], max_tokens: SupportsIndex | None = None) -> CacheHit:
         """Return the longest cached prefix of a sequence that isn't allocated. Changes nothing.
 
-        Looks at all known tokens, so a sequence that was freed hits the blocks of its generated tokens too. The hit is
-        empty when caching is off. Raises SequenceStateError when the sequence holds blocks, InvalidArgumentError. One
-        dict lookup and one memcmp for each run of blocks that were cached together; O(blocks) where sequences parted
-        at every block.
+        Looks at all known tokens, so a sequence that was freed hits the blocks of its generated tokens too. max_tokens:
+        at most so many tokens in the hit's blocks; `sequence.num_tokens - 1` for engines that can't compute a last
+        token whose KV is there. The hit is empty when caching is off. Raises SequenceStateError when the sequence holds
+        blocks, InvalidArgumentError. One dict lookup and one memcmp for each run of blocks that were cached together;
+        O(blocks) where sequences parted at every block.
         """
         if type(sequence) is not Sequence:  # what is like one would do until it is to change
             as_sequence("get_computed_blocks", sequence)
@@ -203,9 +214,9 @@ class KVCacheManager(Changeable):
             self.check_whole()
             if own.owner is not None:
                 raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {own}")
-        if self._slots.has_side_groups or not self.enable_caching:
-            return self._slots.find_hit(own, self._in_flight, enable_caching=self.enable_caching)
-        tokens = own.tokens  # from here on `SlotAllocator.find_hit`, without the calls
+        if max_tokens is not None or self._slots.has_side_groups or not self.enable_caching:
+            return self._find_hit(own, None if max_tokens is None else check_count("max_tokens", max_tokens, 0))
+        tokens = own.tokens  # from here on `_find_hit`, without the calls
         num_tokens = len(tokens)
         block_size = self.block_size
         view = tokens if type(tokens) is memoryview else memoryview(tokens)
@@ -220,6 +231,8 @@ class KVCacheManager(Changeable):
         *,
         hit: Given[CacheHit] | None = None,
         num_lookahead_tokens: SupportsIndex = 0,
+        num_external_computed_tokens: SupportsIndex = 0,
+        num_total_tokens: SupportsIndex | None = None,
         delay_cache_blocks: Flag = False,
     ) -> list[KVCacheBlock] | None:
         """Make room for the next `num_new_tokens` known tokens (None: all the rest) and cache the blocks that get full.
@@ -227,9 +240,14 @@ class KVCacheManager(Changeable):
         For a sequence without blocks this is the start, and `hit` is what `get_computed_blocks` found for it (None:
         use nothing of the cache); the tokens are those after the hit's. For one that has some it is the next chunk,
         and there is no hit. num_lookahead_tokens: slots to add behind them for tokens that aren't known yet, such as
-        drafts; nothing in them is cached before `append_slots` says which tokens were accepted. delay_cache_blocks:
-        cache nothing of these tokens, nor of any behind them, before `cache_blocks` says that they are written. Returns
-        the new blocks, perhaps none; or None, with nothing changed, when the pool can't serve it.
+        drafts; nothing in them is cached before `append_slots` says which tokens were accepted. num_total_tokens, in
+        place of these two: make room for so many first tokens, known or not; where there is, nothing happens.
+
+        num_external_computed_tokens: known tokens whose KV comes from elsewhere, such as a transfer; their slots come
+        before those of the new tokens, of which there may then be none (nor need there be any behind a hit of whole
+        blocks). They are delayed. delay_cache_blocks: cache nothing of these tokens, nor of any behind them, before
+        `cache_blocks` says that they are written; `rewind` if they never are. Returns the new blocks, perhaps none; or
+        None, with nothing changed, when the pool can't serve it.
 
         Raises SequenceStateError (another manager's, an id in use, a hit for a sequence that has blocks), StaleHitError
         (the hit's blocks have been evicted since), InvalidArgumentError (no tokens left, or fewer than asked for).
@@ -242,9 +260,12 @@ class KVCacheManager(Changeable):
         own: Sequence = sequence  # type: ignore[assignment]
         found: CacheHit | None = hit  # type: ignore[assignment]
         num_wanted = None if num_new_tokens is None else asked_once(num_new_tokens)
-        num_lookahead = 0
+        num_lookahead = num_external = 0
         if type(num_lookahead_tokens) is not int or num_lookahead_tokens:  # most ask for none
             num_lookahead = check_count("num_lookahead_tokens", num_lookahead_tokens, 0)
+        if type(num_external_computed_tokens) is not int or num_external_computed_tokens:
+            num_external = check_count("num_external_computed_tokens", num_external_computed_tokens, 0)
+        total = None if num_total_tokens is None else check_count("num_total_tokens", num_total_tokens, 1)
         delayed = delay_cache_blocks is not False and check_flag("delay_cache_blocks", delay_cache_blocks)
         is_start = own.owner is None
         if is_start:
@@ -252,10 +273,16 @@ class KVCacheManager(Changeable):
         else:
             start = self._check_continued(own, found)
         end = len(own.tokens)
-        if start == end:
+        if num_external or total is not None:
+            room = self._find_room(own, found, (start, num_external, total), num_wanted, num_lookahead)
+            if room is None:
+                return []
+            end, num_lookahead = room
+            delayed = (delayed or num_external > 0) and end > start
+        elif start == end:
             raise InvalidArgumentError(f"allocate_slots: expected tokens without slots, got {own} with none left")
-        if num_wanted is not None:
-            end = start + check_count("num_new_tokens", num_wanted, 1, end - start)
+        elif num_wanted is not None:
+            end = start + check_count("num_new_tokens", num_wanted, 0 if ends_in_block(found) else 1, end - start)
         if is_start:
             blocks = self._start(own, end, end + num_lookahead, found, delayed=delayed)
         else:
@@ -390,6 +417,26 @@ class KVCacheManager(Changeable):
         self._end()
         return own.num_cached_blocks * self.block_size if own.epoch is self._index.epoch else 0
 
+    def get_num_blocks_to_allocate(
+        self, sequence: Given[Sequence], num_total_tokens: SupportsIndex, *, hit: Given[CacheHit] | None = None
+    ) -> int:
+        """Return how many free blocks it takes to have room for the first `num_total_tokens` tokens, known or not.
+
+        Those of `hit` that are free count, as for a sequence without blocks `allocate_slots` would take them. It can be
+        served if there are so many free blocks (`num_free_blocks`, and what pins would give up). Changes nothing.
+        Raises as `allocate_slots` for what it is given. O(hit blocks).
+        """
+        self.check_whole()
+        check_start(sequence, hit)
+        own: Sequence = sequence  # type: ignore[assignment]
+        found: CacheHit | None = hit  # type: ignore[assignment]
+        number = check_count("num_total_tokens", num_total_tokens, 0)
+        if own.owner is not None:
+            self._check_continued(own, found)
+        elif found is not None:
+            check_hit(self._index, own, found)
+        return self._slots.count_missing(own, number, found)
+
     def reserve_slots(self, sequence: Given[Sequence], num_tokens: SupportsIndex) -> list[KVCacheBlock] | None:
         """Make room for `num_tokens` more tokens than are known, such as drafts. Nothing of them is cached.
 
@@ -484,13 +531,35 @@ class KVCacheManager(Changeable):
         if num_computed_tokens is not None:
             written = check_count("num_computed_tokens", num_computed_tokens, num_left, most)
         if sequence.side_tables is not None:
-            sequence.side_tables.check_truncate(num_left, sequence.sequence_id)
+            sequence.side_tables.check_back(num_left, sequence.sequence_id, "truncate")
         self.begin_change()
         if num_computed_tokens is not None:
             self._forget_unwritten(sequence, written)
         self._slots.truncate(sequence, end)
         self._in_flight.note(sequence)
         self._end()
+
+    def rewind(self, sequence: Given[Sequence], num_tokens: SupportsIndex) -> int:
+        """Give back the slots behind the first `num_tokens` tokens, whose KV isn't there, and keep the tokens.
+
+        For a load that failed, of which these first tokens arrived: `allocate_slots` then makes room to compute the
+        others. It goes down to where a block ends in all groups, so that no block is written twice; returns how many
+        tokens keep their slots. What is cached behind them leaves the cache, as in `abort`; blocks of a hit stay cached
+        (see `evict_blocks`), and are given back. Raises SequenceStateError (not this manager's, or a window has passed
+        what would be needed) and InvalidArgumentError. O(blocks given back).
+        """
+        given = asked_once(num_tokens)
+        own = self._check_owned(sequence, "rewind")
+        number = check_count("num_tokens", given, 0, own.num_computed_tokens)
+        end = number // self._slots.alignment * self._slots.alignment
+        if own.side_tables is not None:
+            own.side_tables.check_back(end, own.sequence_id, "rewind")
+        self.begin_change()
+        self._forget_unwritten(own, end)
+        self._slots.rewind(own, end)
+        self._in_flight.note(own)
+        self._end()
+        return end
 
     def renew(self, sequence: Given[Sequence]) -> None:
         """Say that the KV of a sequence from before a reset of the cache is valid after it, so that it is cached again.
@@ -517,9 +586,30 @@ class KVCacheManager(Changeable):
         """
         self.begin_change()
         self._index.clear()
-        if self._slots.holds is not None:
-            self._slots.holds.drop_uncached()
+        if self._slots.soft_holds is not None:
+            self._slots.soft_holds.drop_uncached()
         self._end()
+
+    def evict_blocks(self, block_ids: Iterable[SupportsIndex]) -> int:
+        """Stop caching what these blocks hold, and all that is chained to it; whoever has them keeps them.
+
+        For KV that turns out to be bad: what was loaded with errors, say. Where another block holds the same prefix
+        too, that one takes its place. Returns how many blocks are cached no more. Raises InvalidArgumentError for ids
+        that aren't this pool's. O(blocks + what was chained to them).
+        """
+        ids = listed("block_ids", "an iterable of ints", block_ids)
+        first, end = self._pool.first_block_id, self._pool.end_block_id - 1
+        blocks = [
+            self._pool.blocks[check_count(f"block_ids: position {i}", block_id, first, end) - first]
+            for i, block_id in enumerate(ids)
+        ]
+        self.begin_change()
+        num_before = self._pool.num_cached_blocks
+        self._pool.uncache(blocks)
+        if self._slots.soft_holds is not None:
+            self._slots.soft_holds.drop_uncached()
+        self._end()
+        return num_before - self._pool.num_cached_blocks
 
     # What stays: pins and quotas.
 
@@ -527,6 +617,15 @@ class KVCacheManager(Changeable):
     def pins(self) -> list[Pin]:
         """The pins that haven't ended, oldest first. O(pins)."""
         return [] if self._pins is None else list(self._pins.pins)
+
+    @property
+    def holds(self) -> BlockHolds:
+        """Who else has blocks, for transfers, and by which calls. O(1)."""
+        if self._holds is None:
+            from kvblocks.retention.holds import BlockHolds as Holds
+
+            self._holds = Holds(self, self._slots, self._check_owned, self.free, self._end)
+        return self._holds
 
     @property
     def last_refusal(self) -> Refusal | None:
@@ -564,7 +663,7 @@ class KVCacheManager(Changeable):
         pins = self._get_pins()
         pin = pins.make(prefix, priority, end)
         self.begin_change()
-        self._slots.holds = pins
+        self._slots.soft_holds = pins
         pins.add(pin)
         self._end()
         return pin
@@ -676,6 +775,19 @@ class KVCacheManager(Changeable):
 
         return explain(self._index, self._slots, self._history, own)
 
+    def block_hashes(self, sequence: Given[Sequence]) -> list[bytes]:
+        """Return the digests of a sequence's full blocks of known tokens, allocated or not, cached or not.
+
+        What `block.block_hash` and events call those blocks: names for the outside, such as a router's or a store's.
+        Raises InvalidArgumentError, and what the hash function raises. Changes nothing. O(tokens).
+        """
+        self.check_whole()
+        own, size = as_sequence("block_hashes", sequence), self.block_size
+        num_blocks = own.num_tokens // size
+        digests = self._index.digests(ROOT, own.packed_tokens(), own.encoded_keys(size), 0, num_blocks)
+        length = self._index.epoch.num_digest_bytes
+        return [bytes(digests[i * length : (i + 1) * length]) for i in range(num_blocks)]
+
     def take_events(self) -> list[CacheEvent]:
         """Return the changes of the cached set since the last call, oldest first, and forget them. O(1).
 
@@ -738,15 +850,21 @@ class KVCacheManager(Changeable):
         """Raise AssertionError unless all invariants of docs/design.md hold (never under python -O). O(pool)."""
         self.check_whole()
         tables = [table for sequence in self._sequences.values() for table in self._slots.tables(sequence)]
-        if self._slots.holds is not None:
-            tables += self._slots.holds.tables()
-            self._slots.holds.check()
+        if self._slots.soft_holds is not None:
+            tables += self._slots.soft_holds.tables()
+            self._slots.soft_holds.check()
+        if self._holds is not None:
+            tables += self._holds.owned()
         self._pool.check(tables)
         batch, indices = self._last_step
         assert indices == {sequence: i for i, sequence in enumerate(batch)}, "step: indices of another batch"
         self._check_sequences(self.block_size, self._slots.smallest_block_size)
 
     # What the calls are made of.
+
+    def _find_hit(self, sequence: Sequence, max_tokens: int | None) -> CacheHit:
+        matched = find_blocks(self._index, sequence, max_tokens) if self.enable_caching else []
+        return self._slots.find_hit(sequence, matched, self._in_flight)
 
     def _start(
         self, sequence: Sequence, end: int, num_slots: int, hit: CacheHit | None, *, delayed: bool
@@ -768,6 +886,41 @@ class KVCacheManager(Changeable):
             self._num_hits += 1
             self._num_hit_tokens += hit.num_tokens
         return blocks
+
+    def _find_room(
+        self,
+        sequence: Sequence,
+        hit: CacheHit | None,
+        wanted: tuple[int, int, int | None],
+        num_new_tokens: SupportsIndex | None,
+        num_lookahead_tokens: int,
+    ) -> tuple[int, int] | None:
+        """Return what `allocate_slots` has to make room for: the end of the known tokens, and how many behind it.
+
+        None: for nothing. wanted: the first token's position, how many external ones there are, the total or None.
+        """
+        start, num_external, total = wanted
+        known, first = sequence.num_tokens, start + num_external
+        readonly = start if hit is None else hit.num_readonly_tokens
+        if num_external > known - readonly:
+            check_count("num_external_computed_tokens", num_external, 0, known - readonly)
+        if total is None:
+            end = (
+                known
+                if num_new_tokens is None
+                else first + check_count("num_new_tokens", num_new_tokens, 0, known - first)
+            )
+            return end, num_lookahead_tokens
+        if num_new_tokens is not None or num_lookahead_tokens:
+            raise InvalidArgumentError(
+                "allocate_slots: expected num_total_tokens, or num_new_tokens and num_lookahead_tokens; got both"
+            )
+        if sequence.owner is not None and total <= start and not num_external:
+            return None
+        end = min(max(total, first), known)
+        if hit is not None and end == start and not ends_in_block(hit):
+            raise InvalidArgumentError(f"allocate_slots: expected num_total_tokens of at least {known}, got {total}")
+        return end, max(0, total - end)
 
     def _append_otherwise(
         self, sequence: Given[Sequence], token_ids: TokenIds, delay_cache_blocks: Flag
@@ -871,8 +1024,8 @@ class KVCacheManager(Changeable):
         forget_unwritten(self._index, sequence, num_computed_tokens)
         if self._index.detached:
             self._pool.requeue_detached()
-        if self._slots.holds is not None:
-            self._slots.holds.drop_uncached()
+        if self._slots.soft_holds is not None:
+            self._slots.soft_holds.drop_uncached()
 
     def _claim(self, sequence: Sequence, call: str) -> None:
         """Begin a change by entering a sequence under its id, which is hashed and compared before anything changes.
@@ -966,7 +1119,7 @@ class KVCacheManager(Changeable):
         for pin in ended:
             pins.remove(pin)
         if not pins.pins:
-            self._slots.holds = None
+            self._slots.soft_holds = None
         self._end()
 
     def _get_quotas(self) -> TenantQuotas:

@@ -53,6 +53,7 @@ class World:
         manager.allocate_slots(self.chunked, 8)
         self.pin = manager.pin(range(100, 108))
         manager.set_quota("mine", 3)
+        self.held = manager.holds.read(self.growing)
         self.other = KVCacheManager(8, 4)
         self.sampled = KVCacheManager(8, 4)
         self.sampler = self.sampled.start_sampling(1, lambda: 0.0, (1.0,))
@@ -79,6 +80,7 @@ class World:
         for each in (manager, self.other, self.sampled):
             seen += [each.stats, each.free_block_ids(), each.quotas(), each.last_refusal]
             seen += [(id(pin), pin.num_held_blocks, pin.expires_at) for pin in each.pins]
+            seen += [(id(hold), hold.is_released, hold.block_ids) for hold in each.holds]
         for one in self.sequences:
             seen += [one.token_ids(), one.num_computed_tokens, one.num_readonly_tokens, one.is_allocated]
             seen += [list(one.block_ids), one.sequence_id, one.salt, one.lora, one.extra_keys]
@@ -115,6 +117,10 @@ def of_manager(name: str, **parameters: Parameter) -> tuple[str, Call]:
     return f"KVCacheManager.{name}", Call(lambda world: getattr(world.manager, name), parameters)
 
 
+def of_holds(name: str, **parameters: Parameter) -> tuple[str, Call]:
+    return f"BlockHolds.{name}", Call(lambda world: getattr(world.manager.holds, name), parameters)
+
+
 def of_cache(name: str, **parameters: Parameter) -> tuple[str, Call]:
     return f"PrefixCache.{name}", Call(lambda world: getattr(world.cache, name), parameters)
 
@@ -146,6 +152,7 @@ CALLS: dict[str, Call] = dict(
                 {
                     "num_blocks": INT,
                     "block_size": MAYBE_INT,
+                    "first_block_id": INT,
                     "groups": constant(None, "none"),
                     "hash_algorithm": constant("sha256"),
                     "enable_caching": FLAG,
@@ -156,14 +163,29 @@ CALLS: dict[str, Call] = dict(
                 },
             ),
         ),
-        of_manager("get_computed_blocks", sequence=of_world("waiting")),
+        of_manager("get_computed_blocks", sequence=of_world("waiting"), max_tokens=MAYBE_INT),
         of_manager(
             "allocate_slots",
             sequence=of_world("waiting"),
             num_new_tokens=MAYBE_INT,
             hit=of_world("hit", "none"),
-            num_lookahead_tokens=INT,
+            num_lookahead_tokens=constant(0, "int"),
+            num_external_computed_tokens=constant(0, "int"),
+            num_total_tokens=constant(None, "none int"),
             delay_cache_blocks=FLAG,
+        ),
+        (
+            "KVCacheManager.allocate_slots of a total",
+            Call(
+                lambda world: lambda total: world.manager.allocate_slots(world.waiting, num_total_tokens=total),
+                {"total": MAYBE_INT},
+            ),
+        ),
+        of_manager(
+            "get_num_blocks_to_allocate",
+            sequence=of_world("waiting"),
+            num_total_tokens=INT,
+            hit=of_world("hit", "none"),
         ),
         of_manager("append_slots", sequence=RUNNING, token_ids=TOKENS, delay_cache_blocks=FLAG),
         of_manager("append_step", sequences=BATCH, token_ids=STEP_TOKENS, delay_cache_blocks=FLAG),
@@ -176,7 +198,15 @@ CALLS: dict[str, Call] = dict(
         of_manager(
             "truncate", sequence=RUNNING, num_tokens=constant(6, "int"), num_computed_tokens=constant(None, "none")
         ),
+        of_manager("rewind", sequence=RUNNING, num_tokens=INT),
         of_manager("renew", sequence=of_world("old")),
+        of_manager("evict_blocks", block_ids=constant([1], "ints empty")),
+        of_manager("block_hashes", sequence=of_world("waiting", "sequence")),
+        of_holds("read", sequence=RUNNING, num_tokens=MAYBE_INT),
+        of_holds("write", sequence=RUNNING, num_tokens=MAYBE_INT),
+        of_holds("detach", sequence=RUNNING),
+        of_holds("release", hold=of_world("held")),
+        ("BlockHold.group_block_ids", Call(lambda world: world.held.group_block_ids, {"group": constant(0, "int")})),
         of_manager(
             "shared_prefixes",
             sequences=Parameter(lambda world: [world.running, world.filling], "empty"),
@@ -222,6 +252,7 @@ CALLS: dict[str, Call] = dict(
         of_sequence("append_tokens", token_ids=TOKENS),
         of_sequence("append_token", token_id=constant(1, "int flag")),
         of_sequence("fork", sequence_id=constant("twin", "id")),
+        ("CacheHit.cut", Call(lambda world: world.hit.cut, {"max_tokens": INT})),
         ("CacheHit.group_blocks", Call(lambda world: world.hit.group_blocks, {"group": constant(0, "int")})),
         ("PrefixCache", Call(lambda _: PrefixCache, {"max_blocks": INT, "block_size": INT})),
         of_cache("match_prefix", token_ids=TOKENS, **NAMES),
@@ -282,7 +313,9 @@ CALLS: dict[str, Call] = dict(
     ]
 )
 CASES = [(name, parameter) for name, call in CALLS.items() for parameter in call.parameters]
-BLOCKS = {name for name, call in CALLS.items() if name.startswith(("KVCacheManager", "Sequence", "CacheHit"))}
+BLOCKS = {
+    name for name, call in CALLS.items() if name.startswith(("KVCacheManager", "Sequence", "CacheHit", "BlockHold"))
+}
 
 
 def takes_of(name: str, parameter: str) -> set[str]:
@@ -370,6 +403,8 @@ EXEMPT = {
     "BlockPool": "checks no types",
     "FreeBlockQueue": "checks no types",
     "CacheHit.__init__": "Made by `get_computed_blocks`",
+    "BlockHold.__init__": "Made by `BlockHolds`",
+    "BlockHolds.__init__": "Made by a manager",
     "KVCacheBlock.__init__": "Made by a pool",
     "Pin.__init__": "Made by `KVCacheManager.pin`",
     "PrefixMatch.__init__": "Made by a `PrefixCache`",

@@ -33,7 +33,7 @@ class DataChooser:
 # events and debugging decoded tokens take short ways of their own, so both are on in one variant and off in another.
 VARIANTS = {
     "xxh3_128": {"enable_events": True, "num_history_blocks": 100_000, "debug": True},
-    "short ways": {},
+    "short ways": {"first_block_id": 2},
     "3-bit hash": {"hash_algorithm": three_bit_hash},
     "a hash that raises": {"hash_algorithm": FragileHash(), "enable_events": True, "num_history_blocks": 100_000},
     "caching off": {"enable_caching": False, "enable_events": True},
@@ -92,5 +92,11 @@ def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, blo
     assert (history.num_failed_hashes > 20) == isinstance(history.hash, FragileHash)
     assert history.memory.num_operations > 500
     assert history.memory.num_deaths > 100
+    assert history.num_loaded > 20
+    assert history.num_failed_loads > 10
+    assert history.num_orphans > 5
+    assert history.num_rewound > 50
+    if history.model.enable_caching:
+        assert history.num_dropped > 30
     if block_size > 1:
         assert history.memory.num_copied > 10

@@ -14,7 +14,7 @@ fields are those of vLLM v1's KVCacheBlock.
 from collections.abc import Callable, Collection
 from typing import Any
 
-from kvblocks.core.hashing import HashFunction, check_digest, make_preimage
+from kvblocks.core.hashing import HashFunction, check_digest, decode_names, make_preimage
 from kvblocks.events import BlockStored
 
 RunKey = tuple["Run | None", int, bytes, bytes | None]
@@ -124,7 +124,7 @@ class Run:
     encoded keys by position. duplicates: by position, further blocks that hold its very prefix. children: by position,
     the runs that are attached to a position of this one. is_closed: it lost its end once, so it is never extended
     again; otherwise the position, which is an identity, would come to mean another prefix. tenant: whose quota it
-    counts towards.
+    counts towards. first_keys: the encoded keys of its prefix's very first block, salt and LoRA name among them.
     """
 
     __slots__ = (
@@ -135,6 +135,7 @@ class Run:
         "duplicates",
         "epoch",
         "extra_keys",
+        "first_keys",
         "is_closed",
         "key",
         "tokens",
@@ -142,6 +143,7 @@ class Run:
 
     def __init__(self, key: RunKey, epoch: Epoch) -> None:
         self.key = key
+        self.first_keys = key[3]
         self.epoch = epoch
         self.blocks: list[KVCacheBlock] = []
         self.tokens = bytearray()
@@ -253,12 +255,16 @@ class Run:
         above = (self, base - 1) if base else (parent, position)
         keys = self.extra_keys or {}
         added = range(base, len(self.blocks))
+        salt, lora = decode_names(self.first_keys)
         return BlockStored(
             block_hashes=tuple([self.digest(index) for index in added]),
             parent_block_hash=None if above[0] is None else above[0].digest(above[1]),
             tokens=bytes(self.tokens[base * self.epoch.block_bytes :]),
             block_size=self.epoch.block_bytes // 4,
             extra_keys=tuple([(index - base, keys[index]) for index in added if index in keys]),
+            block_ids=tuple([self.blocks[index].block_id for index in added]),
+            salt=salt,
+            lora=lora,
         )
 
     def check(self) -> int:

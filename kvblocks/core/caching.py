@@ -9,11 +9,15 @@ from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 
 
-def find_blocks(index: PrefixIndex, sequence: Sequence) -> list[KVCacheBlock]:
-    """Return the full blocks that hold the longest cached prefix of the sequence's known tokens. Changes nothing."""
+def find_blocks(index: PrefixIndex, sequence: Sequence, max_tokens: int | None = None) -> list[KVCacheBlock]:
+    """Return the full blocks that hold the longest cached prefix of the sequence's known tokens. Changes nothing.
+
+    max_tokens: of the prefix; None: all.
+    """
     block_size = index.block_size
     tokens = memoryview(sequence.tokens)
-    return index.match(tokens, sequence.encoded_keys(block_size), len(tokens) // block_size)
+    num_tokens = len(tokens) if max_tokens is None else min(max_tokens, len(tokens))
+    return index.match(tokens, sequence.encoded_keys(block_size), num_tokens // block_size)
 
 
 def digests_ahead(

@@ -88,6 +88,22 @@ class CacheHit:
         check_count("group", group, 0, 0)
         return [*self.blocks]
 
+    def cut(self, max_tokens: SupportsIndex) -> "CacheHit":
+        """Return a hit of the same lookup whose blocks hold at most `max_tokens` tokens; this one if its own do.
+
+        Changes nothing. What was evicted since the lookup is seen by `allocate_slots`. With several groups it may have
+        fewer tokens, since a window may lack what another end needs. Raises InvalidArgumentError. O(blocks).
+        """
+        number = check_count("max_tokens", max_tokens, 0)
+        return self if number >= self.num_readonly_tokens else self._cut_to(number // self.index.block_size)
+
+    def _cut_to(self, num_blocks: int) -> "CacheHit":
+        """Return a hit of the first `num_blocks` blocks, which are fewer than all."""
+        num_tokens = num_blocks * self.index.block_size
+        hit = CacheHit(self.sequence, self.blocks[:num_blocks], num_tokens, num_tokens + 1, self.source)
+        hit.version = self.version
+        return hit
+
     def has_lost_attached(self) -> bool:
         """Whether a block of another group than the primary one is cached no more where it was."""
         return False
@@ -121,6 +137,11 @@ def check_start(sequence: object, hit: object) -> None:
         raise wrong("allocate_slots: hit", "what get_computed_blocks returned, or None", given)
 
 
+def ends_in_block(hit: CacheHit | None) -> bool:
+    """Whether a hit has blocks, and all of their tokens count: none needs to be computed behind it. O(1)."""
+    return hit is not None and 0 < hit.num_readonly_tokens == hit.num_tokens
+
+
 def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> int:
     """Return the tokens of `hit`.
 
@@ -133,7 +154,7 @@ def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> int:
         raise SequenceStateError(f"allocate_slots: expected a hit of this manager's cache, got another's: {hit}")
     is_doubtful = hit.version != index.version or sequence.was_truncated
     is_outdated = is_doubtful and (
-        find_blocks(index, sequence)[: len(hit.blocks)] != hit.blocks or hit.has_lost_attached()
+        find_blocks(index, sequence, hit.num_readonly_tokens) != hit.blocks or hit.has_lost_attached()
     )
     if is_outdated or hit.num_tokens >= len(sequence.tokens):
         raise StaleHitError(f"allocate_slots: expected {hit} to be cached still; it isn't: look it up again")

@@ -5,7 +5,7 @@ the core does:
 
 - `PrefixIndex.watcher`: told what happens to blocks and to cached prefixes (history, metrics, quotas);
 - `PrefixIndex.accounts`: who is charged for cached blocks, and whose are evicted first (quotas);
-- `SlotAllocator.holds`: owners of blocks that aren't sequences, and that may give way to them (pins).
+- `SlotAllocator.soft_holds`: owners of blocks that aren't sequences, and that may give way to them (pins).
 
 Two more stand beside what they belong to: `Account` in `block`, and `SideTables` in `sequence`. They are native
 classes, not Protocols: a call of a method of theirs is as cheap as any in the compiled build.
@@ -20,8 +20,8 @@ from kvblocks.core.block import Account, KVCacheBlock, Run
 from kvblocks.core.sequence import Sequence
 from kvblocks.stats import Refusal
 
-RemovalCause = Literal["evicted", "aborted", "reset"]
-"""Why a prefix is cached no more: its block was taken for something else, was never computed, or by a reset."""
+RemovalCause = Literal["evicted", "aborted", "reset", "dropped"]
+"""Why a prefix is cached no more: its block was taken, or was never computed; the cache was reset; or on request."""
 
 
 class Watcher:
@@ -108,7 +108,7 @@ class Accounts(Watcher):
         """Return the free cached block that is to go before any other, None if there is no such block."""
 
 
-class Holds:
+class SoftHolds:
     """Owners of cached prefixes that aren't sequences."""
 
     @abstractmethod

@@ -16,17 +16,20 @@ from kvblocks.core.prefix_index import PrefixIndex
 
 
 class BlockPool:
-    """`num_blocks` blocks with ids 0 to num_blocks - 1, handed out 0, 1, 2, … when fresh.
+    """`num_blocks` blocks with ids from `first_block_id` on, handed out in order when fresh.
 
     Later what holds nothing goes first, then what is least recently used. index: where their contents may be cached.
-    blocks: all of them, by id. queue: the free ones, in the order of their reuse. detached: blocks that stopped being
-    cached while they were owned, and still are; few and seldom. Raises InvalidArgumentError. O(num_blocks).
+    blocks: all of them, by id. end_block_id: behind the last one's. queue: the free ones, in the order of their reuse.
+    detached: blocks that stopped being cached while they were owned, and still are; few and seldom. Raises
+    InvalidArgumentError. O(num_blocks).
 
     A part of the manager that is public for those who build one of their own: beyond that it checks no types.
     """
 
-    def __init__(self, num_blocks: SupportsIndex, index: PrefixIndex) -> None:
-        self.blocks = [KVCacheBlock(block_id) for block_id in range(check_count("num_blocks", num_blocks, 1))]
+    def __init__(self, num_blocks: SupportsIndex, index: PrefixIndex, first_block_id: SupportsIndex = 0) -> None:
+        number, first = check_count("num_blocks", num_blocks, 1), check_count("first_block_id", first_block_id, 0)
+        self.first_block_id, self.end_block_id = first, first + number
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(first, first + number)]
         self.index = index
         self.num_evicted_blocks = 0
         self.detached: set[KVCacheBlock] = set()
@@ -116,6 +119,12 @@ class BlockPool:
         if self.index.watcher is not None:
             self.index.watcher.note_touched(blocks)
 
+    def uncache(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Stop caching what `blocks` hold, and all that is chained to it; free ones are reused next. O(all those)."""
+        for block in blocks:
+            self.index.forget(block, "dropped")
+        self.requeue_detached()
+
     def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
         """Take an owner from each of `blocks`, a table's or a part of one.
 
@@ -146,13 +155,14 @@ class BlockPool:
         owners = [0] * len(self.blocks)
         for table in tables:
             for block in table:
-                assert self.blocks[block.block_id] is block, f"{block}: not of this pool"
-                owners[block.block_id] += 1
+                position = block.block_id - self.first_block_id
+                assert position >= 0 and self.blocks[position] is block, f"{block}: not of this pool"
+                owners[position] += 1
         self.queue.check()
         num_free = num_cached = 0
-        for block_id, block in enumerate(self.blocks):
-            assert block.block_id == block_id, f"{block}: listed at {block_id}"
-            assert block.ref_cnt == owners[block_id], f"{block}: held by {owners[block_id]} block tables"
+        for position, block in enumerate(self.blocks):
+            assert block.block_id == self.first_block_id + position, f"{block}: listed at {position}"
+            assert block.ref_cnt == owners[position], f"{block}: held by {owners[position]} block tables"
             num_free += block.ref_cnt == 0
             num_cached += block.is_cached
         assert num_free == self.num_free_blocks, f"pool: {num_free} without an owner, {self.num_free_blocks} queued"

@@ -240,7 +240,7 @@ class PrefixIndex:
         self._cut_end(run, block.index)
         return 1
 
-    def forget(self, block: KVCacheBlock) -> None:
+    def forget(self, block: KVCacheBlock, cause: RemovalCause = "aborted") -> None:
         """Stop caching the prefix that `block` holds through this block; a duplicate takes its place when there is one.
 
         With the last block that holds a prefix goes everything chained to it. Does nothing to a block that isn't
@@ -253,7 +253,7 @@ class PrefixIndex:
             self._forget(block, block.run, removed)
             self.version += 1
             if self.needs_digests:
-                self._note_removal(removed, "aborted")
+                self._note_removal(removed, cause)
 
     def clear(self) -> None:
         """Stop caching everything. No earlier node is cached any more.
@@ -321,19 +321,19 @@ class PrefixIndex:
         if parent is not None:
             parent.children = parent.children or {}
             parent.children.setdefault(position, {})[run] = None
-            run.account = parent.account
+            run.account, run.first_keys = parent.account, parent.first_keys
         elif self.accounts is not None:
             run.account = self.accounts.account_of(extra)
         return run
 
     def _add_duplicates(self, run: Run, start: int, blocks: list[KVCacheBlock]) -> None:
-        if run.duplicates is None:
-            run.duplicates = {}
+        duplicates = run.duplicates = run.duplicates or {}
         for index, block in enumerate(blocks, start):
-            block.run = run
-            block.index = index
-            run.duplicates.setdefault(index, {})[block] = None
-        self._count(run, len(blocks))
+            if block.run is not run:  # else somebody who shares it has cached it
+                block.run = run
+                block.index = index
+                duplicates.setdefault(index, {})[block] = None
+                self._count(run, 1)
 
     def _check_runs(self) -> int:
         """Check the runs; returns how many blocks they hold, duplicates included."""

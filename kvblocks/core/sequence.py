@@ -46,7 +46,7 @@ class SideTables:
         """Return the first index of a group's table that isn't dead. O(groups)."""
 
     @abstractmethod
-    def check_truncate(self, position: int, sequence_id: Hashable) -> None:
+    def check_back(self, position: int, sequence_id: Hashable, call: str) -> None:
         """Raise SequenceStateError if a query at `position` sees what has left a window. Changes nothing. O(groups)."""
 
     @abstractmethod
@@ -294,25 +294,22 @@ class Sequence:
         return None if self.keys is None else self.keys.encoded(block_size)
 
     def check(self, block_size: int, smallest_block_size: int) -> None:
-        """Raise AssertionError unless its numbers fit together and only blocks that it cached are. O(blocks).
+        """Raise AssertionError unless its numbers fit together and only full blocks are cached. O(blocks).
 
         smallest_block_size: the size of the smallest blocks of any group. Only for the manager.
         """
         num_slots = len(self.blocks) * block_size
         assert self.num_computed_tokens <= min(num_slots, self.num_tokens), f"{self}: tokens without slots"
         assert self.num_cached_blocks <= self.num_computed_tokens // block_size, f"{self}: cached before it is full"
-        num_full = self.num_computed_tokens // block_size * block_size
-        assert self.num_readonly_tokens in range(0, num_full + 1, block_size), f"{self}: what it must not write"
+        num_full = self.num_computed_tokens // block_size
+        assert self.num_readonly_tokens in range(0, num_full * block_size + 1, block_size), (
+            f"{self}: what it must not write"
+        )
         assert self.delayed_from is None or self.delayed_from < self.num_computed_tokens, f"{self}: what isn't written"
         assert self.num_cached_blocks <= self.num_written_tokens // block_size, f"{self}: cached before it is written"
-        # Blocks of before a reset may be cached by `renew` of another sequence that shares them, those that are delayed
-        # by `cache_blocks` of another one, and those behind what was uncached, too.
-        last = self.blocks[self.num_cached_blocks - 1] if self.num_cached_blocks else None
-        may_be_cached = self.delayed_from is not None or (last is not None and not last.is_cached)
-        if not may_be_cached and (self.epoch is None or self.epoch.is_current):
-            for index, block in enumerate(self.blocks[self.num_cached_blocks :], self.num_cached_blocks):
-                is_shared = self.tail_owner is None and index == self.num_computed_tokens // block_size
-                assert is_shared or not block.is_cached, f"{self}: {block} is cached, but not by it"
+        for index, block in enumerate(self.blocks[num_full:]):  # full ones may be cached by others who share them
+            is_shared = self.tail_owner is None and not index
+            assert is_shared or not block.is_cached, f"{self}: {block} is cached, and not full"
         if self.fits_below > self.num_computed_tokens:
             assert self.tail_owner is self.owner is not None, f"{self}: whether its last block is its own isn't known"
             assert self.num_computed_tokens == self.num_tokens, f"{self}: tokens without slots"

@@ -30,12 +30,11 @@ from kvblocks.core.caching import (
     cache_full_blocks,
     digests_ahead,
     digests_from,
-    find_blocks,
     first_uncached,
 )
 from kvblocks.core.change import CHANGING, Changeable
 from kvblocks.core.hit import CacheHit, HitLimit, HitSource
-from kvblocks.core.hooks import Holds
+from kvblocks.core.hooks import SoftHolds
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.tokens import pack_tokens, refuse_tokens
@@ -53,7 +52,7 @@ class SlotAllocator:
 
     What differs where there are several groups is all here, for `groups.slots` to do otherwise.
 
-    holds: owners that may give way to sequences; None: there are none. num_taken_blocks: how many blocks it gave.
+    soft_holds: owners that may give way to sequences; None: there are none. num_taken_blocks: how many blocks it gave.
     copies: (source, destination) block ids to copy, in order, since last taken. smallest_block_size: of all groups.
     groups: what the engine said of them, in their order; None: nothing. num_groups: all of them. has_side_groups:
     whether there are others than a primary one. alignment: hits are multiples of so many tokens, the largest block
@@ -67,7 +66,7 @@ class SlotAllocator:
         self._manager = manager
         self._index = pool.index
         self._block_size = self.smallest_block_size = pool.index.block_size
-        self.holds: Holds | None = None
+        self.soft_holds: SoftHolds | None = None
         self.groups: tuple[Any, ...] | None = None
         self.num_groups = 1
         self.has_side_groups = False
@@ -77,10 +76,9 @@ class SlotAllocator:
         self.num_taken_blocks = self.num_limited_tokens = 0
         self.copies: list[tuple[int, int]] = []
 
-    def find_hit(self, sequence: Sequence, source: HitSource, *, enable_caching: bool) -> CacheHit:
-        """Return the longest cached prefix of a sequence. Changes nothing."""
-        blocks = find_blocks(self._index, sequence) if enable_caching else []
-        return CacheHit(sequence, blocks, len(blocks) * self._block_size, sequence.num_tokens, source)
+    def find_hit(self, sequence: Sequence, matched: list[KVCacheBlock], source: HitSource) -> CacheHit:
+        """Return the longest hit in `matched`, the primary group's cached blocks. Changes nothing."""
+        return CacheHit(sequence, matched, len(matched) * self._block_size, sequence.num_tokens, source)
 
     def find_limit(
         self,
@@ -294,13 +292,12 @@ class SlotAllocator:
             sequence.tail_owner = twin.tail_owner = None
             sequence.fits_below = 0
 
-    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Drop all but the first `num_tokens` tokens, and the blocks that they don't need. O(tokens dropped)."""
-        if self.holds is not None:
-            self.holds.extend(sequence)
+    def rewind(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give back the blocks that the first `num_tokens` tokens don't need, and keep the tokens. O(given back)."""
+        if self.soft_holds is not None:
+            self.soft_holds.extend(sequence)
         block_size = self._block_size
         dropped = sequence.truncate_blocks(-(-num_tokens // block_size))
-        sequence.truncate_tokens(num_tokens)
         num_left = min(sequence.num_computed_tokens, num_tokens)
         sequence.num_computed_tokens = num_left
         self._undelay(sequence)
@@ -311,10 +308,15 @@ class SlotAllocator:
         sequence.fits_below = 0
         self.pool.release_table(dropped)
 
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        """Drop all but the first `num_tokens` tokens, and the blocks that they don't need. O(tokens dropped)."""
+        self.rewind(sequence, num_tokens)
+        sequence.truncate_tokens(num_tokens)
+
     def release(self, sequence: Sequence) -> None:
         """Give all blocks of a sequence back. O(blocks)."""
-        if self.holds is not None:
-            self.holds.extend(sequence)
+        if self.soft_holds is not None:
+            self.soft_holds.extend(sequence)
         self._release_tables(sequence)
         sequence.reset_blocks()
 
@@ -353,6 +355,16 @@ class SlotAllocator:
         """Return all that a sequence holds, by table. O(1)."""
         return [sequence.blocks]
 
+    def count_missing(self, sequence: Sequence, num_slots: int, hit: CacheHit | None) -> int:
+        """Return how many free blocks slots for `num_slots` tokens take, those of `hit` included. Changes nothing."""
+        if sequence.owner is not None:
+            shared = self._shared_index(sequence, sequence.num_computed_tokens)
+            grows = num_slots > sequence.num_computed_tokens and shared is not None
+            return self._num_missing_blocks(sequence, num_slots) + grows
+        held = [] if hit is None else hit.blocks
+        num_missing = max(0, -(-num_slots // self._block_size) - len(held))
+        return num_missing + sum([block.ref_cnt == 0 for block in held])
+
     # What these are made of.
 
     def _note_refusal(self, num_blocks: int, touched: list[KVCacheBlock]) -> bool:
@@ -361,8 +373,8 @@ class SlotAllocator:
         if num_blocks <= num_free:
             return False
         refusal: Refusal | None = Refusal(num_blocks, num_free, 0, 0)
-        if self.holds is not None:
-            refusal = self.holds.find_refusal(num_blocks, touched)
+        if self.soft_holds is not None:
+            refusal = self.soft_holds.find_refusal(num_blocks, touched)
         if refusal is not None:
             self.last_refusal = refusal
         return refusal is not None
@@ -456,8 +468,8 @@ class SlotAllocator:
 
     def _replace(self, sequence: Sequence, shared: int, block: KVCacheBlock) -> None:
         source = sequence.blocks[shared]
-        if self.holds is not None:
-            self.holds.extend(sequence)
+        if self.soft_holds is not None:
+            self.soft_holds.extend(sequence)
         sequence.replace_block(shared, block)
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, shared * self._block_size)
         sequence.tail_owner = sequence.owner
@@ -473,8 +485,8 @@ class SlotAllocator:
         watcher = self._index.watcher
         if watcher is not None and watcher.needs_takers:
             watcher.note_taking(num_blocks, sequence.sequence_id)
-        if num_blocks > pool.queue.num_free_blocks and self.holds is not None:
-            self.holds.give_up(num_blocks - pool.queue.num_free_blocks)
+        if num_blocks > pool.queue.num_free_blocks and self.soft_holds is not None:
+            self.soft_holds.give_up(num_blocks - pool.queue.num_free_blocks)
         return pool.take(num_blocks)
 
     def _append_each(self, sequences: list[Sequence], tokens: list[Any]) -> None:
@@ -560,8 +572,8 @@ class SlotAllocator:
         if self._index.watcher is None or not self._index.watcher.needs_takers:
             return self._take(len(sequences), sequences[0])
         num_lacking = len(sequences) - self.pool.queue.num_free_blocks
-        if num_lacking > 0 and self.holds is not None:
-            self.holds.give_up(num_lacking)
+        if num_lacking > 0 and self.soft_holds is not None:
+            self.soft_holds.give_up(num_lacking)
         return [block for sequence in sequences for block in self._take(1, sequence)]
 
 

@@ -19,10 +19,13 @@ KEPT_PER_BLOCK = 16
 
 
 class AnchorBlocks:
-    """The anchors of a pool of `num_blocks`; once more than `max_free` are held by nobody, those are reused."""
+    """The anchors of a pool of `num_blocks`, with ids from `first_id` on.
 
-    def __init__(self, num_blocks: int, index: GroupIndex) -> None:
-        self.first_id = num_blocks
+    Once more than `max_free` are held by nobody, those are reused.
+    """
+
+    def __init__(self, first_id: int, num_blocks: int, index: GroupIndex) -> None:
+        self.first_id = first_id
         self.max_free = KEPT_PER_BLOCK * num_blocks
         self.blocks: list[KVCacheBlock] = []
         self._index = index

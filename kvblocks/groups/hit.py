@@ -11,7 +11,6 @@ from typing import SupportsIndex
 
 from kvblocks.arguments import check_count
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.caching import find_blocks
 from kvblocks.core.hit import CacheHit, HitLimit, HitSource
 from kvblocks.core.sequence import Sequence
 from kvblocks.groups.index import GroupIndex, Row, removal_key
@@ -55,6 +54,13 @@ class GroupHit(CacheHit):
                 return [*[None] * first, *held]
         return [*self.blocks]
 
+    def _cut_to(self, num_blocks: int) -> CacheHit:
+        """Return a hit of at most the first `num_blocks` blocks, which are fewer than all."""
+        num_tokens = self.sequence.num_tokens
+        hit = longest_hit(self.group_index, self.sequence, self.blocks[:num_blocks], num_tokens, self.source)
+        hit.version = self.version
+        return hit
+
     def has_lost_attached(self) -> bool:
         """Whether a block of another group than the primary one is cached no more where it was. O(blocks)."""
         for side_group, (first, held) in zip(self.group_index.layout.side_groups, self.tables, strict=True):
@@ -71,10 +77,14 @@ class _Limit:
     number: int
 
 
-def find_hit(index: GroupIndex, sequence: Sequence, source: HitSource, *, enable_caching: bool) -> GroupHit:
-    """Return the longest cached prefix that every group can serve. Changes nothing. O(runs + tokens + blocks seen)."""
-    matched = find_blocks(index, sequence) if enable_caching else []
-    end, tables, _ = _longest_end(index, matched, sequence.num_tokens)
+def longest_hit(
+    index: GroupIndex, sequence: Sequence, matched: list[KVCacheBlock], num_tokens: int, source: HitSource
+) -> GroupHit:
+    """Return the longest hit that every group can serve. Changes nothing. O(blocks seen).
+
+    matched: the primary group's cached blocks, as many as the hit may have. num_tokens: known of the sequence.
+    """
+    end, tables, _ = _longest_end(index, matched, num_tokens)
     num_hit = end // index.block_size
     blocks = matched if num_hit == len(matched) else matched[:num_hit]
     return GroupHit(sequence, blocks, tables, len(matched), index, source)

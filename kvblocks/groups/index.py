@@ -15,7 +15,7 @@ Invariants: every row belongs to a cached position and holds at least one block;
 from struct import pack
 
 from kvblocks.core.block import KVCacheBlock, Run
-from kvblocks.core.hashing import HashFunction
+from kvblocks.core.hashing import HashFunction, decode_names
 from kvblocks.core.hooks import RemovalCause
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
@@ -91,7 +91,11 @@ class GroupIndex(PrefixIndex):
         if side_group.block_size == self.block_size and primary.run is not None and primary.run.extra_keys:
             key = primary.run.extra_keys.get(primary.index)
             keys = () if key is None else ((0, key),)
-        self.events.append(BlockStored((name,), parent, tokens, side_group.block_size, keys, side_group.group))
+        block = self.attached(primary, side_group.home(number)[1])
+        ids = () if block is None else (block.block_id,)
+        salt, lora = decode_names(None if primary.run is None else primary.run.first_keys)
+        size, group = side_group.block_size, side_group.group
+        self.events.append(BlockStored((name,), parent, tokens, size, keys, group, ids, salt, lora))
 
     def name(self, primary: KVCacheBlock, side_group: SideGroup, column: int) -> bytes:
         """Return how an attached block is named to the outside: the digest of the primary block that it ends in.
@@ -117,14 +121,15 @@ class GroupIndex(PrefixIndex):
         """`evict` of one block."""
         return self.evict([block])
 
-    def forget(self, block: KVCacheBlock) -> None:
+    def forget(self, block: KVCacheBlock, cause: RemovalCause = "aborted") -> None:
         """Stop caching what `block` holds, as of its node; what is attached there was perhaps never written either."""
         if block.run is not None and block.run.epoch.is_current:
             if self._drops(block):
-                self._note_drop("aborted")
+                self.detached.append(block)
+                self._note_drop(cause)
                 return
             self._detach(block.run, block.index, block.index + 1)
-        super().forget(block)
+        super().forget(block, cause)
 
     def clear(self) -> None:
         """Stop caching everything, attached blocks too."""

@@ -17,10 +17,11 @@ from kvblocks.groups.index import GroupIndex
 class GroupPool(BlockPool):
     """`BlockPool` for a `GroupIndex`. anchors: None where the primary group has blocks of its own."""
 
-    def __init__(self, num_blocks: SupportsIndex, index: GroupIndex) -> None:
-        super().__init__(num_blocks, index)
+    def __init__(self, num_blocks: SupportsIndex, index: GroupIndex, first_block_id: SupportsIndex = 0) -> None:
+        super().__init__(num_blocks, index, first_block_id)
         self.group_index = index
-        self.anchors = AnchorBlocks(len(self.blocks), index) if index.layout.primary is None else None
+        is_anchored = index.layout.primary is None
+        self.anchors = AnchorBlocks(self.end_block_id, len(self.blocks), index) if is_anchored else None
 
     @property
     def num_cached_blocks(self) -> int:
@@ -29,7 +30,7 @@ class GroupPool(BlockPool):
 
     def is_anchor(self, block: KVCacheBlock) -> bool:
         """Whether a block has no memory. O(1)."""
-        return block.block_id >= len(self.blocks)
+        return block.block_id >= self.end_block_id
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take the next free blocks, one after the other. Raises PoolExhaustedError. O(num_blocks).

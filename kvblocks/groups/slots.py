@@ -24,7 +24,7 @@ from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import Change, GroupChange, SlotAllocator
 from kvblocks.groups.caching import attach_anew, attach_full_blocks
-from kvblocks.groups.hit import GroupHit, find_hit, find_limit
+from kvblocks.groups.hit import GroupHit, find_limit, longest_hit
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.layout import GroupLayout
 from kvblocks.groups.need import Need, keep_for_last
@@ -47,9 +47,9 @@ class GroupSlots(SlotAllocator):
         self.primary_group = self._layout.primary
         self._copy_groups: list[int] = []
 
-    def find_hit(self, sequence: Sequence, source: HitSource, *, enable_caching: bool) -> CacheHit:
-        """Return the longest cached prefix of a sequence that every group can serve. Changes nothing."""
-        return find_hit(self._group_index, sequence, source, enable_caching=enable_caching)
+    def find_hit(self, sequence: Sequence, matched: list[KVCacheBlock], source: HitSource) -> CacheHit:
+        """Return the longest hit in `matched` that every group can serve. Changes nothing."""
+        return longest_hit(self._group_index, sequence, matched, sequence.num_tokens, source)
 
     def find_limit(self, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, HitLimit | None]:
         """Return how many tokens of what the primary group has cached can be hit, and which group has no more."""
@@ -204,11 +204,27 @@ class GroupSlots(SlotAllocator):
             copied.begin(table.num_dead, table.blocks[: max(0, num_kept)])
             self.pool.touch(copied.blocks)
 
-    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Drop all but the first `num_tokens` tokens, and the blocks that they don't need. O(tokens dropped)."""
-        super().truncate(sequence, num_tokens)
+    def rewind(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give back the blocks that the first `num_tokens` tokens don't need, and keep the tokens. O(given back)."""
+        super().rewind(sequence, num_tokens)
         for table in tables_of(sequence).tables:
             self.pool.release_table(table.truncate(-(-num_tokens // table.side_group.block_size)))
+
+    def count_missing(self, sequence: Sequence, num_slots: int, hit: CacheHit | None) -> int:
+        """Return how many free blocks slots for `num_slots` tokens take, less those that leave windows for them."""
+        if sequence.owner is not None:
+            if num_slots <= sequence.num_computed_tokens:
+                return 0
+            return max(0, self._num_taken_for([self._need(sequence, sequence.num_computed_tokens, num_slots)]))
+        held: list[KVCacheBlock] = [] if hit is None else hit.blocks
+        tables = hit.tables if isinstance(hit, GroupHit) else [(0, held[:0])] * len(self._layout.side_groups)
+        num_missing = 0
+        for side_group, (first, blocks) in zip(self._layout.side_groups, tables, strict=True):
+            num_missing += max(0, -(-num_slots // side_group.block_size) - first - len(blocks))
+            num_missing += sum([block.ref_cnt == 0 for block in blocks])
+        if self._group_pool.anchors is not None:
+            return num_missing
+        return num_missing + super().count_missing(sequence, num_slots, hit)
 
     def cache_from(self, sequence: Sequence, first: int, num_tokens: int, digests: bytearray | None) -> None:
         """Cache what the first `num_tokens` tokens fill, of all groups, from block `first` on. O(blocks)."""
@@ -219,8 +235,8 @@ class GroupSlots(SlotAllocator):
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """Cache what the first `num_tokens` tokens of a sequence, which are written, fill in all groups. O(blocks)."""
         super().commit(sequence, num_tokens)
-        if self.holds is not None:
-            self.holds.extend(sequence)  # what a pin lacks may leave the window before the sequence is freed
+        if self.soft_holds is not None:
+            self.soft_holds.extend(sequence)  # what a pin lacks may leave the window before the sequence is freed
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the copies since the last call, and forget them. O(1)."""
@@ -332,8 +348,8 @@ class GroupSlots(SlotAllocator):
         """Let go of a shared block, and have it copied if it has any memory."""
         source = need.block(number, shared)
         assert source is not None, f"{need.sequence}: shares a dead block"
-        if self.holds is not None:
-            self.holds.extend(need.sequence)
+        if self.soft_holds is not None:
+            self.soft_holds.extend(need.sequence)
         self.pool.release_table([source])
         if not self._group_pool.is_anchor(source):
             self.copies.append((source.block_id, block.block_id))
@@ -348,8 +364,10 @@ class GroupSlots(SlotAllocator):
                 attach_full_blocks(self._group_index, sequence, first)
                 if self._index.detached:
                     self.pool.requeue_detached()
-                if self.holds is not None:
-                    self.holds.extend(sequence)  # what a pin lacks may have left the window when the sequence is freed
+                if self.soft_holds is not None:
+                    self.soft_holds.extend(
+                        sequence
+                    )  # what a pin lacks may have left the window when the sequence is freed
 
 
 def make_slots(
@@ -357,6 +375,7 @@ def make_slots(
     layout: GroupLayout,
     hash_function: HashFunction,
     manager: Changeable,
+    first_block_id: SupportsIndex,
     *,
     enable_events: bool,
 ) -> SlotAllocator:
@@ -367,9 +386,9 @@ def make_slots(
     slots: SlotAllocator
     if layout.is_single:
         index = PrefixIndex(layout.block_size, hash_function, enable_events=enable_events)
-        slots = SlotAllocator(BlockPool(num_blocks, index), manager)
+        slots = SlotAllocator(BlockPool(num_blocks, index, first_block_id), manager)
     else:
         group_index = GroupIndex(layout, hash_function, enable_events=enable_events)
-        slots = GroupSlots(GroupPool(num_blocks, group_index), manager)
+        slots = GroupSlots(GroupPool(num_blocks, group_index, first_block_id), manager)
     slots.groups = layout.groups
     return slots

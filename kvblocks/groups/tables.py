@@ -106,14 +106,14 @@ class GroupTables(SideTables):
         number = self.layout.table_numbers[group]
         return self.tables[number].num_dead if number < len(self.tables) else 0
 
-    def check_truncate(self, position: int, sequence_id: Hashable) -> None:
+    def check_back(self, position: int, sequence_id: Hashable, call: str) -> None:
         """Raise SequenceStateError if a query at `position` sees what has left a window. Changes nothing. O(groups)."""
         for table in self.tables:
             side_group = table.side_group
             if side_group.first_needed(position) < table.num_dead:
                 first = table.num_dead * side_group.block_size
                 raise SequenceStateError(
-                    f"truncate: expected to keep so much that the next token sees nothing before {first}, where group"
+                    f"{call}: expected to keep so much that the next token sees nothing before {first}, where group"
                     f" {side_group.group}, with a window of {side_group.window}, begins to be held;"
                     f" got {position} of {shown(sequence_id)}"
                 )

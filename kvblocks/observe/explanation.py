@@ -5,27 +5,30 @@ cached is searched for something similar: the same tokens under other keys, or a
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from kvblocks.arguments import shown
 from kvblocks.core.block import ROOT, KVCacheBlock, Node, Run
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.hashing import ExtraKey, decode_extra_keys
 from kvblocks.core.hit import HitLimit
+from kvblocks.core.hooks import RemovalCause
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import SlotAllocator
 from kvblocks.core.tokens import num_equal
 from kvblocks.observe.removal_history import Removal, RemovalHistory
 
-MissCause = Literal["no miss", "never cached", "evicted", "aborted", "reset", "other keys", "partly equal", "group"]
+MissCause = Literal[
+    "no miss", "never cached", "evicted", "aborted", "reset", "dropped", "other keys", "partly equal", "group"
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Why the longest cached prefix of a sequence ends after `num_cached_blocks` of its `num_full_blocks`.
 
-    cause: "no miss": all full blocks are cached. "evicted", "aborted", "reset": the next one was cached, see
+    cause: "no miss": all full blocks are cached. "evicted", "aborted", "reset", "dropped": the next one was cached, see
     `removal`, `num_blocks_since` blocks taken from the pool ago. "other keys": it is cached under `their_keys`
     instead of `our_keys` (salt, LoRA, keys by position, as `decode_extra_keys` returns them), first at block
     `keys_block`. "partly equal": the block cached there has only its first `num_common_tokens` tokens in common.
@@ -62,12 +65,15 @@ class Explanation:
         if self.missing_tokens is not None:
             return f"{found} in all groups; {self._group_miss(*self.missing_tokens)}"
         missed = f"{found}; block {max(self.num_cached_blocks, self.num_matched_blocks)} "
-        if self.removal is not None and self.cause in ("evicted", "aborted", "reset"):
+        if self.removal is not None and self.cause in get_args(RemovalCause):
             by = "" if self.removal.sequence_id is None else f" for sequence {shown(self.removal.sequence_id)}"
-            how = {"evicted": f"was evicted{by}", "aborted": "was never computed: its step was aborted"}
-            return (
-                f"{missed}{how.get(self.cause, 'went with a reset of the cache')}, {self.num_blocks_since} blocks ago"
-            )
+            how = {
+                "evicted": f"was evicted{by}",
+                "aborted": "was never computed: its step was aborted",
+                "reset": "went with a reset of the cache",
+                "dropped": "was taken out of the cache by its id",
+            }
+            return f"{missed}{how[self.cause]}, {self.num_blocks_since} blocks ago"
         if self.cause == "other keys":
             theirs, ours = list(self.their_keys) or "no keys", list(self.our_keys) or "no keys"
             return f"{missed}is cached with other keys: block {self.keys_block} has {theirs} there and {ours} here"

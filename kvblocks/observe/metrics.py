@@ -123,6 +123,9 @@ def _hit_counts(manager: KVCacheManager) -> HitCounts:
 def _pin_usage(manager: KVCacheManager) -> PinUsage:
     pins = manager.pins
     held = [
-        block for pin in pins for block in [*pin.blocks, *pin.attached_blocks] if block.block_id < manager.num_blocks
+        block
+        for pin in pins
+        for block in [*pin.blocks, *pin.attached_blocks]
+        if block.block_id < manager.first_block_id + manager.num_blocks
     ]
     return PinUsage(len(pins), sum([pin.num_wanted_blocks for pin in pins]), len(held), len(set(held)))

@@ -16,7 +16,8 @@ from kvblocks.core.hooks import RemovalCause, Watcher
 class Removal(NamedTuple):
     """Why a prefix stopped being cached.
 
-    cause: "evicted" (its block was taken for something else), "aborted" (its KV was never written) or "reset".
+    cause: "evicted" (its block was taken for something else), "aborted" (its KV was never written),
+    "reset" or "dropped" (`evict_blocks`, or a load that failed).
     num_taken_blocks: from the pool until then. sequence_id: for which sequence it was evicted, None for other causes.
     """
 

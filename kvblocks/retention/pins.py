@@ -22,7 +22,7 @@ from typing import Any, SupportsIndex
 from kvblocks.arguments import as_int, check_count, is_a, listed, shown, wrong
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.caching import find_blocks
-from kvblocks.core.hooks import Holds
+from kvblocks.core.hooks import SoftHolds
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import InvalidArgumentError, PinBudgetError
@@ -68,7 +68,7 @@ class Pin:
         return f"Pin({shown(self.sequence.sequence_id)}, {len(self.blocks)} of {self.num_blocks} blocks{until})"
 
 
-class Pins(Holds):
+class Pins(SoftHolds):
     """The pins of a pool, which together hold at most `max_blocks`.
 
     lacking: those of them that don't hold all of their blocks, by their first block's tokens.

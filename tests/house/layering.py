@@ -96,8 +96,9 @@ PERMITTED_STDLIB = {
 MAX_FILE_LINES = 500
 MAX_FOLDER_FILES = 15
 # Lines of code, without blanks, comments and docstrings, of what is to be read in an afternoon.
-# 2,000 when the rooms were made. Caching late came after that, and is a rule of the core: it may not stand elsewhere.
-MAX_CORE_LINES = 2050
+# 2,000 when the rooms were made. Caching late, loads that fail and hits that are cut came after that; they are rules of
+# the core and may not stand elsewhere.
+MAX_CORE_LINES = 2100
 # From the line of `def` to the last, without the docstring and the decorators; without the signature if that is free.
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6  # all kinds, keyword-only, *args and **kwargs included; without self and cls
@@ -112,6 +113,7 @@ _PAGED_BATCH = "the tensors of a paged batch, one by one as attention kernels ta
 MORE_PARAMETERS: dict[str, str] = {
     "kvblocks.engine.engine:Engine.__init__": "an option each, by keyword, with a default that suits most",
     "kvblocks.manager:KVCacheManager.__init__": "an option each, by keyword, with a default that costs nothing",
+    "kvblocks.manager:KVCacheManager.allocate_slots": "the one call that makes room for all that an engine schedules",
     "kvblocks.kernels.reference.attention:paged_attention": _PAGED_BATCH,
     "kvblocks.kernels.reference.attention:tiled_paged_attention": _PAGED_BATCH,
     "kvblocks.kernels.oracle:attention": _PAGED_BATCH,

@@ -14,14 +14,15 @@ Spec = tuple[int, int | None]
 
 
 class DumbGroups(DumbModel):
-    def __init__(self, num_blocks: int, specs: list[Spec], enable_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, specs: list[Spec], enable_caching: bool = True, first_block: int = 0) -> None:
         full = [group for group, (_, window) in enumerate(specs) if window is None]
         self.primary = full[0] if full else None
         self.alignment = max(size for size, _ in specs)
-        super().__init__(num_blocks, self.alignment if self.primary is None else specs[self.primary][0], enable_caching)
+        size = self.alignment if self.primary is None else specs[self.primary][0]
+        super().__init__(num_blocks, size, enable_caching, first_block)
         self.specs = specs
         self.others = [group for group in range(len(specs)) if group != self.primary]
-        self.num_real = self.num_ids = num_blocks
+        self.num_real = self.num_ids = first_block + num_blocks
         self.early, self.late = self.queue, []  # what holds nothing or left a window; what was freed at an end
         self.anchors: list[int] = []
         self.max_anchors = anchors.KEPT_PER_BLOCK * num_blocks
@@ -54,8 +55,8 @@ class DumbGroups(DumbModel):
         end = (number + 1) * self.specs[group][0]
         return (*sequence.prefix(-(-end // self.block_size), self.block_size), group, end)
 
-    def match(self, sequence: ModelSequence) -> list[int]:
-        return super().hit(sequence)
+    def match(self, sequence: ModelSequence, max_tokens: int | None = None) -> list[int]:
+        return super().hit(sequence, max_tokens)
 
     def missing_group(self, sequence: ModelSequence, end: int) -> int | None:
         """A group that can't serve a hit of `end` tokens."""
@@ -65,8 +66,8 @@ class DumbGroups(DumbModel):
                     return group
         return None
 
-    def hit(self, sequence: ModelSequence) -> list[int]:
-        matched = self.match(sequence)
+    def hit(self, sequence: ModelSequence, max_tokens: int | None = None) -> list[int]:
+        matched = self.match(sequence, max_tokens)
         end = len(matched) * self.block_size // self.alignment * self.alignment
         while end and self.missing_group(sequence, end) is not None:
             end -= self.alignment
@@ -355,14 +356,14 @@ class DumbGroups(DumbModel):
         if prefix is None:
             return
         self.cached[prefix].remove(block)
+        if cause != "evicted":
+            self.detached.add(block)
         if len(prefix) > 4:
             del self.cached[prefix]
             return
-        if cause == "aborted":
-            self.detached.add(block)
         is_gone = not self.cached[prefix]
         for longer in [other for other in self.cached if self.hangs_from(other, prefix)]:
-            if is_gone or (cause == "aborted" and len(longer) > 4 and longer[:4] == prefix):
+            if is_gone or (cause != "evicted" and len(longer) > 4 and longer[:4] == prefix):
                 for holder in self.cached.pop(longer):
                     self.content.pop(holder, None)
                     self.detached.add(holder)
@@ -411,6 +412,35 @@ class DumbGroups(DumbModel):
             if any(number < len(table) and table[number] is None for number in numbers):
                 return False
         return True
+
+    def num_needed(self, sequence: ModelSequence, num_tokens: int, hit: list[int]) -> int:
+        if sequence.is_allocated:
+            if num_tokens <= sequence.num_computed:
+                return 0
+            start = sequence.num_computed
+            num_freed = len([block for _, _, block in self.passed(sequence, start) if self.owners[block] == 1])
+            return max(0, self.num_taken(self.wanted(sequence, start, num_tokens)) - num_freed)
+        tables = self.hit_tables(sequence, hit, len(sequence.tokens))
+        num_missing = sum(max(0, -(-num_tokens // self.specs[g][0]) - len(table)) for g, table in tables.items())
+        held = [block for table in tables.values() for block in table if block is not None]
+        if not self.has_anchors:
+            num_missing += max(0, -(-num_tokens // self.block_size) - len(hit))
+            held += hit
+        return num_missing + len([block for block in held if not self.owners[block]])
+
+    def full_tables(self, sequence: ModelSequence, num_tokens: int) -> list[list[int]]:
+        return [table[: num_tokens // size] for table, size in self.real_tables(sequence)]
+
+    def all_tables(self, sequence: ModelSequence) -> list[list[int]]:
+        return [list(table) for table, _ in self.real_tables(sequence)]
+
+    def real_tables(self, sequence: ModelSequence) -> list[tuple[list[int], int]]:
+        """The tables of all groups, with None where they are dead."""
+        tables = self.tables[sequence]
+        return [
+            (sequence.table if group == self.primary else tables[group], size)  # type: ignore[misc]
+            for group, (size, _) in enumerate(self.specs)
+        ]
 
     def truncate(self, sequence: ModelSequence, num_tokens: int, num_computed: int | None) -> None:
         super().truncate(sequence, num_tokens, num_computed)

@@ -51,12 +51,12 @@ class ModelPin:
 
 
 class DumbModel:
-    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True, first_block: int = 0) -> None:
         self.block_size = block_size
         self.enable_caching = enable_caching
-        self.queue = list(range(num_blocks))
+        self.queue = list(range(first_block, first_block + num_blocks))
         self.detached: set[int] = set()  # cached no more, though nobody took them
-        self.owners = dict.fromkeys(range(num_blocks), 0)
+        self.owners = dict.fromkeys(self.queue, 0)
         self.content: dict[int, Prefix] = {}
         self.cached: dict[Prefix, list[int]] = {}
         self.gone: dict[Prefix, str] = {}
@@ -66,10 +66,11 @@ class DumbModel:
         self.default_quota: int | None = None
         self.over: list[str | None] = []
 
-    def hit(self, sequence: ModelSequence) -> list[int]:
+    def hit(self, sequence: ModelSequence, max_tokens: int | None = None) -> list[int]:
+        num_tokens = len(sequence.tokens) if max_tokens is None else min(max_tokens, len(sequence.tokens))
         blocks: list[int] = []
         if self.enable_caching:
-            for n in range(1, len(sequence.tokens) // self.block_size + 1):
+            for n in range(1, num_tokens // self.block_size + 1):
                 holders = self.cached.get(sequence.prefix(n, self.block_size))
                 if not holders:
                     break
@@ -94,6 +95,14 @@ class DumbModel:
         sequence.num_computed = end
         self.register(sequence)
         return True
+
+    def num_needed(self, sequence: ModelSequence, num_tokens: int, hit: list[int]) -> int:
+        """Free blocks that room for the first `num_tokens` tokens takes."""
+        table = sequence.table if sequence.is_allocated else hit
+        num_missing = max(0, -(-num_tokens // self.block_size) - len(table))
+        if sequence.is_allocated:
+            return num_missing + (num_tokens > sequence.num_computed and self.must_copy(sequence))
+        return num_missing + len([block for block in hit if block in self.queue])
 
     def reserve(self, sequence: ModelSequence, num_tokens: int) -> list[int] | None:
         num_missing = max(0, -(-(len(sequence.tokens) + num_tokens) // self.block_size) - len(sequence.table))
@@ -276,7 +285,7 @@ class DumbModel:
         if prefix is None:
             return
         self.cached[prefix].remove(block)
-        if cause == "aborted":
+        if cause in ("aborted", "dropped"):
             self.detached.add(block)
         if not self.cached[prefix]:
             for longer in [other for other in self.cached if self.hangs_from(other, prefix)]:
@@ -323,6 +332,30 @@ class DumbModel:
             self.forget(block, "aborted")
         self.requeue_detached()
         self.shrink_pins()
+
+    def evict(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.forget(block, "dropped")
+        self.requeue_detached()
+        self.shrink_pins()
+
+    def rewind(self, sequence: ModelSequence, num_tokens: int) -> None:
+        """Keep the tokens, and slots for the first of them; what comes behind them was never written."""
+        tokens = list(sequence.tokens)
+        self.truncate(sequence, num_tokens, num_tokens)
+        sequence.tokens = tokens
+
+    # Holds: of each table a list.
+
+    def full_tables(self, sequence: ModelSequence, num_tokens: int) -> list[list[int]]:
+        return [sequence.table[: num_tokens // self.block_size]]
+
+    def all_tables(self, sequence: ModelSequence) -> list[list[int]]:
+        return [list(sequence.table)]
+
+    def release(self, tables: list[list[int]]) -> None:
+        for table in tables:
+            self.drop([block for block in table if block is not None])
 
     def reset(self, sequences: list[ModelSequence]) -> None:
         self.gone |= dict.fromkeys(self.cached, "reset")

@@ -30,9 +30,10 @@ class GroupHistory(History):
     def __init__(self, num_blocks: int, groups: list[Group], *, enable_caching: bool = True, **options: Any) -> None:
         manager = KVCacheManager(num_blocks, groups=groups, enable_caching=enable_caching, **options)
         super().__init__(num_blocks, manager.block_size, enable_caching=enable_caching, **options)
-        self.manager = manager
-        self.memory = KVMemory(num_blocks, manager.groups, manager.block_size)
-        self.model = DumbGroups(num_blocks, [(g.block_size, g.window) for g in groups], enable_caching)
+        self.manager, first_block = manager, manager.first_block_id
+        self.memory = KVMemory(first_block + num_blocks, manager.groups, manager.block_size)
+        specs = [(group.block_size, group.window) for group in groups]
+        self.model = DumbGroups(num_blocks, specs, enable_caching, first_block)
         self.group_stored: set[tuple[int, bytes]] = set()
         self.num_limited = self.num_refused_truncations = self.num_attached = 0
 
@@ -44,6 +45,8 @@ class GroupHistory(History):
         mode = chooser.choose(["fresh", "fresh", "old", "none"])
         found = self.manager.get_computed_blocks(sequence) if mode == "fresh" else None
         hit = self.hits.get(model.name) if mode == "old" else found
+        if hit is not None and chooser.integer(0, 4) == 0:
+            hit = hit.cut(chooser.integer(0, len(model.tokens)))
         held = [] if hit is None else [block.block_id for block in hit.blocks]
         if hit is not None and (hit.num_tokens >= len(model.tokens) or self.is_stale(model, hit)):
             assert mode == "old"
@@ -53,7 +56,10 @@ class GroupHistory(History):
             return
         start = 0 if hit is None else hit.num_tokens
         num_new = chooser.choose([None, None, chooser.integer(1, len(model.tokens) - start)])
-        end = len(model.tokens) if num_new is None else start + num_new
+        num_external = self.num_external(chooser, model, hit)
+        if num_external:
+            num_new = chooser.choose([None, chooser.integer(0, len(model.tokens) - start - num_external)])
+        end = len(model.tokens) if num_new is None else start + num_external + num_new
         self.num_hits += bool(held)
         num_drafts = chooser.choose([0, 0, 0, 1, 4])
 
@@ -61,12 +67,19 @@ class GroupHistory(History):
 
         def call() -> Any:
             return self.manager.allocate_slots(
-                sequence, num_new, hit=hit, num_lookahead_tokens=num_drafts, delay_cache_blocks=late
+                sequence,
+                num_new,
+                hit=hit,
+                num_lookahead_tokens=num_drafts,
+                num_external_computed_tokens=num_external,
+                delay_cache_blocks=late,
             )
 
         num_held = 0 if hit is None else len(hit.blocks)
-        with self.delayed(late, (model, num_held * self.model.block_size)):
-            self.start(sequence, model, end, hit, call, num_drafts)
+        with self.delayed(late or num_external > 0, (model, num_held * self.model.block_size)):
+            done = self.start(sequence, model, end, hit, call, num_drafts)
+        if done and num_external:
+            self.begin_load(pair, start, start + num_external, is_held=chooser.integer(0, 1) == 1)
 
     def is_stale(self, model: ModelSequence, hit: Any) -> bool:
         if self.model.match(model)[: len(hit.blocks)] != [block.block_id for block in hit.blocks]:
@@ -82,14 +95,14 @@ class GroupHistory(History):
         hit: Any,
         call: Callable[[], Any],
         num: int = 0,
-    ) -> None:
+    ) -> bool:
         held, ends, is_whole = [], frozenset(), False
         if hit is not None:
             held = [block.block_id for block in hit.blocks]
             ends = frozenset({hit.num_readonly_tokens, hit.num_matched_tokens})
             is_whole = hit.num_tokens != hit.num_readonly_tokens
             self.num_limited += hit.num_matched_tokens - hit.num_readonly_tokens >= self.manager.alignment
-        self.answer(self.model.grow(model, end, held, num, ends, is_whole), call)
+        return self.answer(self.model.grow(model, end, held, num, ends, is_whole), call)
 
     def allocate_twin(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
@@ -153,9 +166,16 @@ class GroupHistory(History):
                 return
         assert self.attempt(call) == changes
 
+    def can_go_back(self, model: ModelSequence, end: int) -> bool:
+        return self.model.can_truncate(model, end)
+
     def truncate(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
         if pair is None:
+            return
+        if pair[0] in self.memory.loading:
+            self.finish_loads()
+        if not pair[1].is_allocated:
             return
         sequence, model = pair
         num_tokens = chooser.integer(model.num_prompt, len(model.tokens))
@@ -235,6 +255,7 @@ class GroupHistory(History):
         self.check_memory()
         assert manager.free_block_ids() == model.order()
         assert manager.num_free_blocks == len(model.early) + len(model.late)
+        self.check_holds()
         assert manager.stats.num_cached_blocks == len([block for block in model.content if block < model.num_real])
         for sequence, expected in self.pairs:
             assert sequence.token_ids() == expected.tokens
@@ -274,6 +295,7 @@ class GroupHistory(History):
         assert hit.num_matched_tokens == len(self.model.match(expected)) * self.model.block_size
         for group, table in self.model.hit_tables(expected, held, len(expected.tokens)).items():
             assert self.ids(hit.group_blocks(group)) == table
+        self.check_cut(hit, expected)
         if (self.num_checks + len(expected.name)) % 5 == 0:
             self.check_pending(hit, expected)
             self.check_explanation(sequence, expected)

@@ -28,6 +28,7 @@ from kvblocks import (
 from kvblocks.core.hashing import sha256_digest
 from model.dumb_model import DumbModel, ModelPin, ModelSequence
 from model.kv_memory import KVMemory
+from model.transfers import Transfers
 
 MAX_TOKENS = 20
 MAX_WAITING = 6
@@ -68,16 +69,18 @@ class FragileHash:
         return sha256_digest(preimage)
 
 
-class History:
+class History(Transfers):
     def __init__(self, num_blocks: int, block_size: int, *, enable_caching: bool = True, **options: Any) -> None:
+        super().__init__()
+        first_block = options.get("first_block_id", 0)
         self.manager = KVCacheManager(num_blocks, block_size, enable_caching=enable_caching, **options)
         self.has_events = options.get("enable_events", False)
         self.hash = options.get("hash_algorithm")
         self.has_history = options.get("num_history_blocks", 0) > 0
-        self.memory = KVMemory(num_blocks, self.manager.groups, self.manager.block_size)
+        self.memory = KVMemory(first_block + num_blocks, self.manager.groups, self.manager.block_size)
         self.pins: list[tuple[Pin, ModelPin]] = []
         self.now = 0.0
-        self.model = DumbModel(num_blocks, block_size, enable_caching)
+        self.model = DumbModel(num_blocks, block_size, enable_caching, first_block)
         self.pairs: list[Pair] = []
         self.hits: dict[str, CacheHit] = {}
         self.stored: set[bytes | None] = set()
@@ -133,7 +136,7 @@ class History:
                 self.hits[model.name] = self.manager.get_computed_blocks(sequence)
 
     def allocate(self, chooser: Chooser) -> None:
-        """Start a sequence, whole or with a first chunk, with a fresh hit, an old one or none."""
+        """Start a sequence, whole or with a first chunk, with a fresh hit, an old one, one that is cut, or none."""
         pair = self.pick(chooser, allocated=False)
         if pair is None:
             return
@@ -141,9 +144,14 @@ class History:
         mode = chooser.choose(["fresh", "fresh", "old", "none"])
         hit = self.manager.get_computed_blocks(sequence) if mode == "fresh" else None
         hit = self.hits.get(model.name) if mode == "old" else hit
+        if hit is not None and chooser.integer(0, 4) == 0:
+            hit = hit.cut(chooser.integer(0, len(model.tokens)))
         held = [] if hit is None else [block.block_id for block in hit.blocks]
         start = min(len(held) * self.model.block_size, len(model.tokens) - 1)
         num_new = chooser.choose([None, None, chooser.integer(1, len(model.tokens) - start)])
+        num_external = self.num_external(chooser, model, hit)
+        if num_external:
+            num_new = chooser.choose([None, chooser.integer(0, len(model.tokens) - start - num_external)])
         has_shrunk = hit is not None and hit.num_tokens >= len(model.tokens)
         if has_shrunk or self.model.hit(model)[: len(held)] != held:
             assert mode == "old"
@@ -153,24 +161,58 @@ class History:
             return
         if hit is not None and hit.version == self.manager.get_computed_blocks(sequence).version:
             assert mode == "old" or hit.num_tokens == start
-        end = len(model.tokens) if num_new is None else min(start + num_new, len(model.tokens))
+        end = len(model.tokens) if num_new is None else min(start + num_external + num_new, len(model.tokens))
         if hit is not None and hit.num_tokens != start:  # tokens were added since the lookup: hit counts as of then
             end = len(model.tokens) if num_new is None else min(hit.num_tokens + num_new, len(model.tokens))
             num_new = None if num_new is None else end - hit.num_tokens
         self.num_hits += bool(held)
         num_drafts = chooser.choose([0, 0, 0, 1, 4])
         late = self.is_late(chooser)
-        with self.delayed(late, (model, len(held) * self.model.block_size)):
-            self.grow(
+        with self.delayed(late or num_external > 0, (model, len(held) * self.model.block_size)):
+            done = self.grow(
                 sequence,
                 model,
                 end,
                 held,
                 lambda: self.manager.allocate_slots(
-                    sequence, num_new, hit=hit, num_lookahead_tokens=num_drafts, delay_cache_blocks=late
+                    sequence,
+                    num_new,
+                    hit=hit,
+                    num_lookahead_tokens=num_drafts,
+                    num_external_computed_tokens=num_external,
+                    delay_cache_blocks=late,
                 ),
                 num_drafts,
             )
+        if done and num_external:
+            self.begin_load(pair, start, start + num_external, is_held=chooser.integer(0, 1) == 1)
+
+    def num_external(self, chooser: Chooser, model: ModelSequence, hit: CacheHit | None) -> int:
+        """How many tokens are to be loaded, behind a hit that is no whole one and was looked up with these tokens."""
+        start = 0 if hit is None else hit.num_readonly_tokens
+        is_usual = hit is None or hit.num_tokens == start < len(model.tokens)
+        if not is_usual or chooser.integer(0, 2):
+            return 0
+        return chooser.integer(1, len(model.tokens) - start)
+
+    def allocate_total(self, chooser: Chooser) -> None:
+        """Room for a total number of tokens, known or not."""
+        pair = self.pick(chooser, allocated=True)
+        if pair is None:
+            return
+        sequence, model = pair
+        self.prepare(sequence)
+        if not model.is_allocated:
+            return
+        total, late = chooser.integer(1, len(model.tokens) + 5), self.is_late(chooser)
+        call = lambda: self.manager.allocate_slots(sequence, num_total_tokens=total, delay_cache_blocks=late)  # noqa: E731
+        if total <= model.num_computed:
+            with self.unchanged():
+                assert call() == []
+            return
+        end = min(total, len(model.tokens))
+        with self.delayed(late, (model, model.num_computed)):
+            self.grow(sequence, model, end, [], call, total - end)
 
     def allocate_twin(self, chooser: Chooser) -> None:
         """Start a sequence that shares the blocks of one that is running."""
@@ -195,6 +237,8 @@ class History:
                 self.manager.allocate_slots(sequence)
             return
         self.prepare(sequence)
+        if not model.is_allocated or len(model.tokens) - model.num_computed != num_left:
+            return  # a load ended badly
         num_new = chooser.integer(1, num_left)
         end, late = model.num_computed + num_new, self.is_late(chooser)
         with self.delayed(late, (model, model.num_computed)):
@@ -294,6 +338,9 @@ class History:
         twin = self.manager.fork(pair[0], name)
         self.pairs.append((twin, self.model.fork(pair[1], name)))
         self.memory.fork(pair[0], twin)
+        for load in self.loads:
+            if pair in load.pairs:
+                load.pairs.append(self.pairs[-1])
 
     def truncate(self, chooser: Chooser) -> None:
         pair = self.pick(chooser, allocated=True)
@@ -304,6 +351,8 @@ class History:
     def truncate_to(self, chooser: Chooser, pair: Pair, num_tokens: int) -> None:
         """Go back to `num_tokens`, which must be written, though what comes behind them may not be."""
         sequence, model = pair
+        if sequence in self.memory.loading:
+            self.finish_loads()
         low = min(num_tokens, model.num_computed)
         if self.memory.num_written(sequence) < low:
             self.step()
@@ -426,11 +475,14 @@ class History:
         """Nothing is written, and at most some copies are made. Who was in the step, or relied on it, is aborted."""
         self.schedule()
         starts = {pair: self.memory.start_of_step(pair[0]) for pair in self.pairs if pair[1].is_allocated}
-        scheduled = [pair for pair in starts if pair[0] in self.memory.unwritten]
+        in_step = [sequence for sequence, _ in self.memory.coming()]
+        scheduled = [pair for pair in starts if pair[0] in in_step]
         self.memory.die(chooser.integer(0, len(self.memory.copies)))
         while scheduled:
             pair = chooser.choose(scheduled)
             scheduled.remove(pair)
+            if not pair[1].is_allocated:
+                continue
             self.drop(pair, starts[pair] if chooser.integer(0, 3) else chooser.integer(0, starts[pair]))
         self.abort_lost(chooser)
 
@@ -459,6 +511,10 @@ class History:
             lambda: manager.append_slots(sequence, [0]),
             lambda: manager.reserve_slots(sequence, 1),
             lambda: manager.cache_blocks(sequence, 0),
+            lambda: manager.rewind(sequence, 0),
+            lambda: manager.holds.read(sequence),
+            lambda: manager.holds.write(sequence),
+            lambda: manager.holds.detach(sequence),
         ]
         with self.unchanged(), pytest.raises(SequenceStateError, match="holds no blocks"):
             chooser.choose(calls)()
@@ -480,6 +536,13 @@ class History:
             lambda: manager.reserve_slots(sequence, -1),
             lambda: manager.cache_blocks(sequence, model.num_computed + 1),
             lambda: manager.cache_blocks(sequence, -1),
+            lambda: manager.rewind(sequence, model.num_computed + 1),
+            lambda: manager.holds.read(sequence, model.written + 1),
+            lambda: manager.holds.write(sequence, model.num_computed + 1),
+            lambda: manager.allocate_slots(sequence, num_external_computed_tokens=num_left + 1),
+            lambda: manager.allocate_slots(sequence, 1, num_total_tokens=len(model.tokens)),
+            lambda: manager.allocate_slots(sequence, num_total_tokens=0),
+            lambda: manager.evict_blocks([manager.first_block_id, manager.first_block_id + manager.num_blocks]),
             lambda: manager.allocate_slots(kvblocks.Sequence(sequence.sequence_id, [0])),
         ]
         with self.unchanged(), pytest.raises(KVBlocksError):
@@ -508,6 +571,7 @@ class History:
     def prepare(self, *sequences: kvblocks.Sequence) -> None:
         """Run the step first where an engine must."""
         if any(self.memory.must_run_before(sequence) for sequence in sequences):
+            self.finish_loads()
             self.step()
 
     def schedule(self) -> None:
@@ -527,24 +591,26 @@ class History:
             self.drop(pair, self.memory.start_of_step(pair[0]))
             self.abort_lost(chooser)
             return
+        self.leave_loads(pair)
         self.memory.forget(pair[0])
         self.manager.free(pair[0])
         self.model.free(pair[1])
 
     def drop(self, pair: Pair, num_computed: int) -> None:
         """Abort a sequence, and nobody else."""
+        self.leave_loads(pair)
         self.memory.cancel(pair[0])
         self.memory.forget(pair[0])
         self.manager.abort(pair[0], num_computed)
         self.model.abort(pair[1], num_computed)
 
-    def abort_lost(self, chooser: Chooser) -> None:
+    def abort_lost(self, chooser: Chooser | None = None) -> None:
         """Abort those that relied on what nobody is going to write any more."""
         while True:
             lost = [pair for pair in self.pairs if pair[1].is_allocated and self.memory.is_lost(pair[0])]
             if not lost:
                 return
-            pair = chooser.choose(lost)
+            pair = lost[0] if chooser is None else chooser.choose(lost)
             self.drop(pair, self.memory.start_of_step(pair[0]))
 
     def pick(self, chooser: Chooser, *, allocated: bool) -> Pair | None:
@@ -607,6 +673,7 @@ class History:
         self.check_memory()
         assert manager.free_block_ids() == model.queue
         assert manager.num_free_blocks == len(model.queue)
+        self.check_holds()
         assert manager.stats.num_cached_blocks == len(model.content)
         for sequence, expected in self.pairs:
             assert sequence.token_ids() == expected.tokens
@@ -620,6 +687,7 @@ class History:
                 hit = manager.get_computed_blocks(sequence)
                 assert [block.block_id for block in hit.blocks] == model.hit(expected)
                 self.memory.check_hit(sequence, hit)
+                self.check_cut(hit, expected)
                 if (self.num_checks + len(expected.name)) % 5 == 0:  # these cost more than all the rest
                     self.check_pending(hit, expected)
                     self.check_explanation(sequence, expected)
@@ -627,6 +695,29 @@ class History:
         self.check_pins_and_quotas()
         if self.has_events:
             self.replay_events()
+
+    def check_cut(self, hit: CacheHit, expected: ModelSequence) -> None:
+        """What a lookup finds within a limit, and what a hit is cut to; what starting or growing would take."""
+        if (self.num_checks + len(expected.name)) % 3:
+            return
+        sequence, number = hit.sequence, self.num_checks % (len(expected.tokens) + 2)
+        held = self.model.hit(expected, number)
+        for cut in (self.manager.get_computed_blocks(sequence, number), hit.cut(number)):
+            assert [block.block_id for block in cut.blocks] == held
+            is_whole = len(held) * self.model.block_size == len(expected.tokens)
+            assert cut.num_tokens == len(held) * self.model.block_size - is_whole
+            self.memory.check_hit(sequence, cut)
+            if not is_whole:
+                needed = self.model.num_needed(expected, number, held)
+                assert self.manager.get_num_blocks_to_allocate(sequence, number, hit=cut) == needed
+        names = self.manager.block_hashes(sequence)
+        assert len(names) == len(expected.tokens) // self.model.block_size
+        assert names[: len(hit.blocks)] == [block.block_hash for block in hit.blocks]
+        for running, model in self.pairs[:2]:
+            if model.is_allocated:
+                number = self.num_checks % (len(model.tokens) + 6)
+                needed = self.model.num_needed(model, number, [])
+                assert self.manager.get_num_blocks_to_allocate(running, number) == needed
 
     def check_pins_and_quotas(self) -> None:
         assert self.manager.pins == [pin for pin, _ in self.pins]
@@ -682,6 +773,10 @@ class History:
             if isinstance(event, BlockStored):
                 assert event.parent_block_hash is None or event.parent_block_hash in self.stored
                 assert not self.stored & set(event.block_hashes)
+                for block_id in event.block_ids:
+                    prefix = self.model.content.get(block_id)
+                    assert prefix is None or prefix[:2] == (event.salt, event.lora)
+                assert len(event.block_ids) == len(event.block_hashes)
                 self.stored |= set(event.block_hashes)
             elif isinstance(event, BlockRemoved):
                 assert self.stored >= set(event.block_hashes)
@@ -703,6 +798,13 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
     (History.append, 12),
     (History.append_step, 5),
     (History.cache_blocks, 8),
+    (History.allocate_total, 5),
+    (History.end_a_load, 12),
+    (History.rewind, 2),
+    (History.hold, 2),
+    (History.release_hold, 3),
+    (History.detach, 1),
+    (History.evict, 1),
     (History.append_without_slots, 2),
     (History.reserve, 2),
     (History.free, 15),

@@ -57,6 +57,7 @@ class World:
         self.start("d", [400, 401, 402, 403, 404, 405, 406])
         self.start("e", [500, 501, 502, 503, 504])
         self.start("f", list(range(600, 608)))
+        self.held = self.manager.holds.write(self.sequences["f"])
         self.new = self.add("new", [*PROMPT, 91, 92, 93, 94])
         self.hit = self.manager.get_computed_blocks(self.new)
 
@@ -79,6 +80,7 @@ class World:
             "quotas": manager.quotas(),
             "pins": [(pin.has_ended, pin.num_held_blocks, [b.block_id for b in pin.blocks]) for pin in manager.pins],
             "usage": manager.group_usage(),
+            "holds": [(hold.is_released, hold.num_blocks) for hold in manager.holds],
             "copies": list(manager._slots.copies),  # noqa: SLF001  # `take_copies` would forget them
             "events": list(manager._index.events or ()),  # noqa: SLF001
             "sampler": self.lives(),
@@ -125,6 +127,9 @@ class World:
             "pin": lambda: manager.pin(OLD),
             "unpin": lambda: manager.unpin(self.pin),
             "expire_pins": lambda: manager.expire_pins(9),
+            "evict_blocks": lambda: manager.evict_blocks([1]),
+            "block_hashes": lambda: manager.block_hashes(Sequence("probe", PROMPT)),
+            "release": lambda: manager.holds.release(self.held),
             "take_copies": manager.take_copies,
             "take_group_copies": manager.take_group_copies,
             "start_sampling": lambda: manager.start_sampling(1, lambda: 0.0, (1.0,)),
@@ -157,6 +162,11 @@ class World:
             "fork": lambda: manager.fork(sequence, "another"),
             "truncate": lambda: manager.truncate(sequence, sequence.num_prompt_tokens),
             "renew": lambda: manager.renew(sequence),
+            "rewind": lambda: manager.rewind(sequence, 0),
+            "get_num_blocks_to_allocate": lambda: manager.get_num_blocks_to_allocate(sequence, 4),
+            "read": lambda: manager.holds.read(sequence),
+            "write": lambda: manager.holds.write(sequence),
+            "detach": lambda: manager.holds.detach(sequence),
         }
         if self.num_groups == 1:
             calls["append_step"] = lambda: manager.append_step([sequence], [1])
@@ -227,6 +237,17 @@ CALLS: dict[str, Callable[[World], Any]] = {
     "append_slots delayed": lambda w: w.manager.append_slots(w.sequences["e"], [7, 8, 9], delay_cache_blocks=True),
     "append_group_step delayed": lambda w: w.manager.append_group_step(w.batch, [1] * 5, delay_cache_blocks=True),
     "cache_blocks": lambda w: w.manager.cache_blocks(w.sequences["e"], 12),
+    "allocate_slots of external tokens": lambda w: w.manager.allocate_slots(
+        w.new, 1, hit=w.hit, num_external_computed_tokens=3
+    ),
+    "allocate_slots of a total": lambda w: w.manager.allocate_slots(w.sequences["chunked"], num_total_tokens=14),
+    "allocate_slots of a cut hit": lambda w: w.manager.allocate_slots(w.new, hit=w.hit.cut(4)),
+    "get_num_blocks_to_allocate": lambda w: w.manager.get_num_blocks_to_allocate(w.new, 20, hit=w.hit),
+    "rewind": lambda w: w.manager.rewind(w.sequences["long"], 9),
+    "evict_blocks": lambda w: w.manager.evict_blocks([b.block_id for b in w.sequences["a"].blocks[:1]]),
+    "read": lambda w: w.manager.holds.read(w.sequences["a"]),
+    "detach": lambda w: w.manager.holds.detach(w.sequences["d"]),
+    "release": lambda w: w.manager.holds.release(w.held),
     "reserve_slots": lambda w: w.manager.reserve_slots(w.sequences["e"], 6),
     "reserve_slots copying": lambda w: w.manager.reserve_slots(w.sequences["a"], 3),
     "free": lambda w: w.manager.free(w.sequences["d"]),

@@ -36,6 +36,7 @@ class KVMemory:
         self.copies: list[tuple[int, int]] = []
         self.computed_with: dict[kvblocks.Sequence, list[int]] = {}  # by position: the weights
         self.unwritten: dict[kvblocks.Sequence, list[int]] = {}  # positions that the next step writes, in order
+        self.loading: dict[kvblocks.Sequence, int] = {}  # from where on a transfer, and no step, is to write first
         self.first_own: dict[kvblocks.Sequence, int] = {}  # the first position that it wrote in its present table
         self.num_copied = self.num_operations = self.num_deaths = self.num_dead = 0
         self._numbers: dict[object, int] = {}
@@ -60,20 +61,21 @@ class KVMemory:
         for position in range(max(first, sequence.num_readonly_tokens), sequence.num_computed_tokens):
             self.unwritten.setdefault(sequence, []).append(position)
             self.first_own[sequence] = min(self.first_own.get(sequence, position), position)
-            for group, (block_id, offset) in self._slots(sequence, position):
-                self.then[block_id][offset] = self._in_group(group, numbers[position])
+            if position < self.loading.get(sequence, position + 1):
+                for group, (block_id, offset) in self._slots(sequence, position):
+                    self.then[block_id][offset] = self._in_group(group, numbers[position])
 
     def run_step(self) -> None:
         """Carry out the copies, then write all that was scheduled; and look at what each of its queries sees."""
         self.num_operations += 1
         self.num_copied += len(self.copies)
-        for sequence, positions in self.unwritten.items():
+        for sequence, positions in self.coming():
             self._check_visible(sequence, positions[0])
         self._project()
         self.now = self.then
         self._end_step()
         for sequence in self.computed_with:
-            assert self.num_written(sequence) == sequence.num_computed_tokens, f"{sequence}: not all of it is written"
+            assert self.num_written(sequence) == self._end_of(sequence), f"{sequence}: not all of it is written"
 
     def die(self, num_copies: int) -> None:
         """End a step that wrote nothing, after the first `num_copies` of its copies. Who was in it must be aborted."""
@@ -84,28 +86,71 @@ class KVMemory:
 
     def _end_step(self) -> None:
         self.copies = []
-        self.unwritten = {}
+        waiting = {
+            s: [p for p in positions if p >= self.loading.get(s, p + 1)] for s, positions in self.unwritten.items()
+        }
+        self.unwritten = {sequence: positions for sequence, positions in waiting.items() if positions}
         self._project()
+
+    def coming(self) -> list[tuple[kvblocks.Sequence, list[int]]]:
+        """The positions that the next step writes: not those of sequences that wait for a transfer."""
+        ends = {
+            sequence: self.loading.get(sequence, positions[-1] + 1) for sequence, positions in self.unwritten.items()
+        }
+        coming = [(s, [p for p in positions if p < ends[s]]) for s, positions in self.unwritten.items()]
+        return [(sequence, positions) for sequence, positions in coming if positions]
+
+    def _end_of(self, sequence: kvblocks.Sequence) -> int:
+        """How many of its tokens are written after the next step."""
+        return min(sequence.num_computed_tokens, self.loading.get(sequence, sequence.num_computed_tokens))
 
     def _project(self) -> None:
         """Find out what the step will leave: all copies in order, then all that is written."""
         self.then = [list(block) for block in self.now]
         for source, destination in self.copies:
             self.then[destination] = list(self.then[source])
-        for sequence, positions in self.unwritten.items():
+        for sequence, positions in self.coming():
             numbers = self.numbers(sequence)
             for position in positions:
                 for group, (block_id, offset) in self._slots(sequence, position):
                     self.then[block_id][offset] = self._in_group(group, numbers[position])
 
+    # Transfers: what something else than a step writes, and when it likes.
+
+    def begin_load(self, sequence: kvblocks.Sequence, first: int, end: int) -> list[tuple[int, Slot, int]]:
+        """Have a sequence wait for positions first to end - 1; returns (position, slot, what it will hold) of each."""
+        numbers = self.numbers(sequence)
+        self.loading[sequence] = first
+        self._project()
+        return [
+            (position, slot, self._in_group(group, numbers[position]))
+            for position in range(first, end)
+            for group, slot in self._slots(sequence, position)
+        ]
+
+    def end_load(self, sequences: Iterable[kvblocks.Sequence], arrived: list[tuple[int, Slot, int]]) -> None:
+        """Write what arrived. The sequences that waited for it do so no longer, and write the rest themselves."""
+        for _, (block_id, offset), value in arrived:
+            self.now[block_id][offset] = value
+        positions = {position for position, _, _ in arrived}
+        for sequence in sequences:
+            self.loading.pop(sequence, None)
+            left = [position for position in self.unwritten.pop(sequence, []) if position not in positions]
+            if left:
+                self.unwritten[sequence] = left
+        self._project()
+
     # What becomes of sequences.
 
     def fork(self, sequence: kvblocks.Sequence, twin: kvblocks.Sequence) -> None:
         self.computed_with[twin] = self.computed_with[sequence][: twin.num_computed_tokens]
+        if sequence in self.loading:
+            self.loading[twin] = self.loading[sequence]
 
     def forget(self, sequence: kvblocks.Sequence) -> None:
         """It gave its blocks back."""
         self.computed_with.pop(sequence, None)
+        self.loading.pop(sequence, None)
         self.unwritten.pop(sequence, None)
         self.first_own.pop(sequence, None)
 
@@ -152,13 +197,13 @@ class KVMemory:
     def _coming_slots(self) -> set[Slot]:
         """The slots that the next step copies or writes to."""
         coming = {(copied, offset) for _, copied in self.copies for offset in range(len(self.now[copied]))}
-        for sequence, positions in self.unwritten.items():
+        for sequence, positions in self.unwritten.items():  # those of transfers, too
             coming |= {slot for position in positions for _, slot in self._slots(sequence, position)}
         return coming
 
     def is_lost(self, sequence: kvblocks.Sequence) -> bool:
         """Whether the next step won't leave what its table says."""
-        end = sequence.num_computed_tokens
+        end = self._end_of(sequence)
         return any(self._num_right(sequence, group, self.then) < end for group in range(len(self.groups)))
 
     def must_run_before(self, sequence: kvblocks.Sequence) -> bool:
@@ -181,12 +226,13 @@ class KVMemory:
     def check(self) -> None:
         """Every table leads to what its sequence needs, and nobody takes his own writing for somebody else's."""
         for sequence in self.computed_with:
-            end, num_readonly = sequence.num_computed_tokens, sequence.num_readonly_tokens
+            end, num_readonly = self._end_of(sequence), sequence.num_readonly_tokens
             for group in range(len(self.groups)):
                 found = self._num_right(sequence, group, self.then)
-                assert found == end, f"{sequence}: wrong KV at {found} in group {group}"
+                assert found >= end, f"{sequence}: wrong KV at {found} in group {group}"
             self._check_visible(sequence, end)
-            first_own = self.first_own.get(sequence, end) // self.block_size * self.block_size
+            first_own = self.first_own.get(sequence, sequence.num_computed_tokens)
+            first_own = first_own // self.block_size * self.block_size
             assert num_readonly <= first_own, f"{sequence}: {num_readonly} are read-only, {first_own} is its own"
 
     def check_hit(self, sequence: kvblocks.Sequence, hit: kvblocks.CacheHit) -> None:

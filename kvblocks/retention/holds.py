@@ -1,0 +1,168 @@
+"""Holds: blocks that somebody else reads or writes, such as a transfer, while sequences come and go.
+
+A hold owns blocks as a sequence does: those of a sequence's first tokens, from the first block on, in all groups. It
+outlives the sequence, so blocks under a transfer are neither reused nor evicted, whatever is freed, aborted or rewound
+meanwhile. Only `release` ends it; it never gives way, as pins do.
+
+While its sequence goes on, a hold is of full blocks only. No full block is written twice, so none is ever copied for
+being held; but where a sequence went back into the middle of one (`truncate`), it gets a copy, as ever. The unfilled
+last block is held by `detach` alone, whose sequence is gone.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, SupportsIndex
+
+from kvblocks.arguments import Given, asked_once, check_count, is_a, shown, wrong
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.change import Changeable
+from kvblocks.core.sequence import Sequence
+from kvblocks.core.slots import SlotAllocator
+from kvblocks.errors import BlockStateError
+
+
+class BlockHold:
+    """Blocks that are neither reused nor evicted before this is released. Made by `BlockHolds`; compared by identity.
+
+    sequence_id: of the sequence that they were held for. num_tokens: its first tokens, whose KV they have or will have.
+    tables: by group, the blocks that are held, as they stand in the sequence's table from index first_blocks[group] on;
+    what left a window before is not held. is_released: whether it has ended. Read-only.
+    """
+
+    __slots__ = ("first_blocks", "is_released", "num_tokens", "sequence_id", "tables")
+
+    def __init__(
+        self, sequence_id: Hashable, num_tokens: int, first_blocks: list[int], tables: list[list[KVCacheBlock]]
+    ) -> None:
+        self.sequence_id = sequence_id
+        self.num_tokens = num_tokens
+        self.first_blocks = first_blocks
+        self.tables = tables
+        self.is_released = False
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The ids of the blocks that are held of group 0, the only one of most managers. O(blocks)."""
+        return self.group_block_ids(0)
+
+    def group_block_ids(self, group: SupportsIndex) -> list[int]:
+        """Return the ids of the blocks that are held of a group. Raises InvalidArgumentError. O(blocks)."""
+        number = check_count("group", group, 0, len(self.tables) - 1)
+        return [block.block_id for block in self.tables[number]]
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks it holds, of all groups. O(groups)."""
+        return sum([len(table) for table in self.tables])
+
+    def __repr__(self) -> str:
+        state = "released" if self.is_released else f"{self.num_blocks} blocks"
+        return f"BlockHold({shown(self.sequence_id)}, {self.num_tokens} tokens, {state})"
+
+
+class BlockHolds:
+    """The holds of a manager: `manager.holds`. Iterates over them, oldest first.
+
+    Made by a manager. Its calls raise as the manager's, and have changed nothing then.
+    """
+
+    def __init__(
+        self,
+        manager: Changeable,
+        slots: SlotAllocator,
+        check_owned: Callable[[Any, str], Sequence],
+        free: Callable[[Sequence], None],
+        end: Callable[[], None],
+    ) -> None:
+        """check_owned, free, end: calls of the manager; the last ends a change and checks all, if that is wanted."""
+        self._manager = manager
+        self._slots = slots
+        self._check_owned = check_owned
+        self._free = free
+        self._end = end
+        self._holds: dict[BlockHold, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    def __iter__(self) -> Iterator[BlockHold]:
+        return iter(list(self._holds))
+
+    def read(self, sequence: Given[Sequence], num_tokens: SupportsIndex | None = None) -> BlockHold:
+        """Hold the blocks that a sequence's first `num_tokens` written tokens fill, for somebody who reads them.
+
+        num_tokens: up to `sequence.num_written_tokens`; None: that. Raises SequenceStateError (not this manager's) and
+        InvalidArgumentError. O(blocks).
+        """
+        given = None if num_tokens is None else asked_once(num_tokens)
+        own = self._check_owned(sequence, "holds.read")
+        most = own.num_written_tokens
+        return self._hold_full(own, most if given is None else check_count("num_tokens", given, 0, most))
+
+    def write(self, sequence: Given[Sequence], num_tokens: SupportsIndex | None = None) -> BlockHold:
+        """Hold the blocks that a sequence's first `num_tokens` tokens with slots fill, for somebody who writes them.
+
+        As `read`, but what is delayed counts, too: tokens that are being loaded, for example.
+        num_tokens: up to `sequence.num_computed_tokens`; None: that.
+        """
+        given = None if num_tokens is None else asked_once(num_tokens)
+        own = self._check_owned(sequence, "holds.write")
+        most = own.num_computed_tokens
+        return self._hold_full(own, most if given is None else check_count("num_tokens", given, 0, most))
+
+    def detach(self, sequence: Given[Sequence]) -> BlockHold:
+        """Free a sequence, and hold all blocks that it had until `release` gives them back.
+
+        For steps in flight, which may write to them still, and for those who read a finished sequence's KV. The
+        sequence may be allocated again at once, with other blocks behind its hit. What must not stay cached is for
+        `evict_blocks`. Raises as `free`. O(blocks).
+        """
+        own = self._check_owned(sequence, "holds.detach")
+        hold = self._hold(own, own.num_computed_tokens, is_whole=True)
+        self._manager.end_change()
+        self._free(own)
+        return hold
+
+    def release(self, hold: Given[BlockHold]) -> None:
+        """End a hold; its blocks are free then, unless others have them. What is cached of them stays so.
+
+        Raises BlockStateError when it has ended, InvalidArgumentError for what is no hold of this manager. O(blocks).
+        """
+        given: Any = hold
+        if not is_a(given, BlockHold):
+            raise wrong("holds.release", "what read, write or detach returned", given)
+        own: BlockHold = given
+        if own not in self._holds:
+            expected = "a hold that hasn't ended" if own.is_released else "a hold of this manager"
+            raise BlockStateError(f"holds.release: expected {expected}, got {own}")
+        self._manager.begin_change()
+        del self._holds[own]
+        own.is_released = True
+        for table in own.tables:
+            self._slots.pool.release_table(table)
+        self._end()
+
+    def owned(self) -> list[list[KVCacheBlock]]:
+        """Return all that is held, each block as often as it is. Only for the manager. O(holds)."""
+        return [table for hold in self._holds for table in hold.tables]
+
+    def _hold_full(self, sequence: Sequence, num_tokens: int) -> BlockHold:
+        """Hold the blocks that a sequence's first tokens fill."""
+        hold = self._hold(sequence, num_tokens, is_whole=False)
+        self._end()
+        return hold
+
+    def _hold(self, sequence: Sequence, num_tokens: int, *, is_whole: bool) -> BlockHold:
+        """Begin a change by holding the blocks that a sequence's first tokens fill, or all of its blocks."""
+        sizes = [group.block_size for group in self._slots.groups or ()] or [self._slots.alignment]
+        first_blocks, tables = [], []
+        for group, size in enumerate(sizes):
+            first, blocks = sequence.first_live_block(group), sequence.group_blocks(group)
+            end = len(blocks) if is_whole else num_tokens // size
+            first_blocks.append(first)
+            tables.append([block for block in blocks[:end] if block is not None])
+        hold = BlockHold(sequence.sequence_id, num_tokens, first_blocks, tables)
+        self._manager.begin_change()
+        self._holds[hold] = None
+        for table in tables:
+            self._slots.pool.touch(table)
+        return hold
