@@ -233,6 +233,7 @@ class KVCacheManager(Changeable):
         num_lookahead_tokens: SupportsIndex = 0,
         num_external_computed_tokens: SupportsIndex = 0,
         num_total_tokens: SupportsIndex | None = None,
+        num_in_flight_tokens: SupportsIndex = 0,
         delay_cache_blocks: Flag = False,
     ) -> list[KVCacheBlock] | None:
         """Make room for the next `num_new_tokens` known tokens (None: all the rest) and cache the blocks that get full.
@@ -241,7 +242,9 @@ class KVCacheManager(Changeable):
         use nothing of the cache); the tokens are those after the hit's. For one that has some it is the next chunk,
         and there is no hit. num_lookahead_tokens: slots to add behind them for tokens that aren't known yet, such as
         drafts; nothing in them is cached before `append_slots` says which tokens were accepted. num_total_tokens, in
-        place of these two: make room for so many first tokens, known or not; where there is, nothing happens.
+        place of that: make room for so many first tokens in all, known or not, of which num_new_tokens are new known
+        ones (None: as many as are known); where there is room, nothing happens. num_in_flight_tokens: how many of its
+        last tokens with slots belong to steps that still run; windows keep what those see.
 
         num_external_computed_tokens: known tokens whose KV comes from elsewhere, such as a transfer; their slots come
         before those of the new tokens, of which there may then be none (nor need there be any behind a hit of whole
@@ -266,6 +269,9 @@ class KVCacheManager(Changeable):
         if type(num_external_computed_tokens) is not int or num_external_computed_tokens:
             num_external = check_count("num_external_computed_tokens", num_external_computed_tokens, 0)
         total = None if num_total_tokens is None else check_count("num_total_tokens", num_total_tokens, 1)
+        num_in_flight = 0
+        if type(num_in_flight_tokens) is not int or num_in_flight_tokens:
+            num_in_flight = check_count("num_in_flight_tokens", num_in_flight_tokens, 0)
         delayed = delay_cache_blocks is not False and check_flag("delay_cache_blocks", delay_cache_blocks)
         is_start = own.owner is None
         if is_start:
@@ -286,7 +292,7 @@ class KVCacheManager(Changeable):
         if is_start:
             blocks = self._start(own, end, end + num_lookahead, found, delayed=delayed)
         else:
-            blocks = self._slots.grow(own, end, end + num_lookahead, delayed=delayed)
+            blocks = self._slots.grow(own, end, end + num_lookahead, num_in_flight, delayed=delayed)
         if blocks is not None and (self._in_flight.sequences or delayed or end < len(own.tokens)):
             self._in_flight.note(own)
         self.change_state = self._rest_state  # `_end`, without the call
@@ -904,22 +910,17 @@ class KVCacheManager(Changeable):
         readonly = start if hit is None else hit.num_readonly_tokens
         if num_external > known - readonly:
             check_count("num_external_computed_tokens", num_external, 0, known - readonly)
+        end = known if total is None else min(max(total, first), known)
+        if num_new_tokens is not None:
+            end = first + check_count("num_new_tokens", num_new_tokens, 0, known - first)
         if total is None:
-            end = (
-                known
-                if num_new_tokens is None
-                else first + check_count("num_new_tokens", num_new_tokens, 0, known - first)
-            )
             return end, num_lookahead_tokens
-        if num_new_tokens is not None or num_lookahead_tokens:
-            raise InvalidArgumentError(
-                "allocate_slots: expected num_total_tokens, or num_new_tokens and num_lookahead_tokens; got both"
-            )
-        if sequence.owner is not None and total <= start and not num_external:
+        if num_lookahead_tokens:
+            raise InvalidArgumentError("allocate_slots: expected num_total_tokens or num_lookahead_tokens, got both")
+        if sequence.owner is not None and total <= start == end:
             return None
-        end = min(max(total, first), known)
-        if hit is not None and end == start and not ends_in_block(hit):
-            raise InvalidArgumentError(f"allocate_slots: expected num_total_tokens of at least {known}, got {total}")
+        if sequence.owner is None and end == start and not ends_in_block(hit):
+            raise InvalidArgumentError(f"allocate_slots: expected room for at least {start + 1} tokens, got {end}")
         return end, max(0, total - end)
 
     def _append_otherwise(

@@ -172,6 +172,7 @@ CALLS: dict[str, Call] = dict(
             num_lookahead_tokens=constant(0, "int"),
             num_external_computed_tokens=constant(0, "int"),
             num_total_tokens=constant(None, "none int"),
+            num_in_flight_tokens=INT,
             delay_cache_blocks=FLAG,
         ),
         (

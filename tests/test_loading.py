@@ -114,8 +114,8 @@ class TestLoads:
             ({"num_external_computed_tokens": 12, "num_new_tokens": 1}, "num_new_tokens: expected an int from 0 to 0"),
             ({"num_external_computed_tokens": -1}, "expected an int of at least 0, got -1"),
             ({"num_total_tokens": 0}, "num_total_tokens: expected an int of at least 1, got 0"),
-            ({"num_total_tokens": 9, "num_new_tokens": 1}, "expected num_total_tokens, or num_new_tokens and"),
-            ({"num_total_tokens": 9, "num_lookahead_tokens": 1}, "expected num_total_tokens, or num_new_tokens and"),
+            ({"num_total_tokens": 9, "num_new_tokens": 13}, "num_new_tokens: expected an int from 0 to 12, got 13"),
+            ({"num_total_tokens": 9, "num_lookahead_tokens": 1}, "expected num_total_tokens or num_lookahead_tokens"),
         ],
     )
     def test_what_cannot_be_asked_for(self, manager, call, message):
@@ -131,10 +131,21 @@ class TestLoads:
         hit = manager.get_computed_blocks(sequence)
         with pytest.raises(InvalidArgumentError, match="num_external_computed_tokens: expected an int from 0 to 0"):
             manager.allocate_slots(sequence, hit=hit, num_external_computed_tokens=1)
-        with pytest.raises(InvalidArgumentError, match="num_total_tokens of at least 20, got 19"):
+        with pytest.raises(InvalidArgumentError, match="expected room for at least 20 tokens, got 19"):
             manager.allocate_slots(sequence, hit=hit, num_total_tokens=19)
         with pytest.raises(InvalidArgumentError, match="num_new_tokens: expected an int from 1 to 1, got 0"):
             manager.allocate_slots(sequence, 0, hit=hit)
+
+    def test_a_window_keeps_what_steps_in_flight_see(self):
+        manager = KVCacheManager(32, groups=[FullAttention(4), SlidingWindow(4, 4)], debug=True)
+        sequence = Sequence("a", range(32))
+        manager.allocate_slots(sequence, 16)
+        manager.allocate_slots(sequence, 8, num_in_flight_tokens=16)
+        assert sequence.first_live_block(1) == 0
+        manager.allocate_slots(sequence, 4, num_in_flight_tokens=8)
+        assert sequence.first_live_block(1) == 3  # what position 16 sees begins at 13
+        manager.allocate_slots(sequence, 4)
+        assert sequence.first_live_block(1) == 6
 
     def test_a_window_does_not_slide_over_what_is_loading(self):
         manager = KVCacheManager(32, groups=[FullAttention(4), SlidingWindow(4, 4)], debug=True)
@@ -160,6 +171,18 @@ class TestTotals:
         sequence.append_tokens([6, 7, 8])
         assert manager.allocate_slots(sequence, num_total_tokens=8) == []
         assert (sequence.num_computed_tokens, num_hit(manager, PROMPT)) == (8, 8)
+
+    def test_a_chunk_with_room_behind_it(self, manager):
+        sequence = Sequence("a", PROMPT)
+        assert len(manager.allocate_slots(sequence, 6, num_total_tokens=9)) == 3
+        assert sequence.num_computed_tokens == 6
+        assert len(manager.allocate_slots(sequence, 0, num_total_tokens=13)) == 1
+        assert len(manager.allocate_slots(sequence, 8, num_total_tokens=9)) == 0
+        assert (sequence.num_computed_tokens, num_hit(manager, PROMPT)) == (14, 12)
+
+    def test_a_start_needs_a_token_or_a_hit(self, manager):
+        with pytest.raises(InvalidArgumentError, match="expected room for at least 1 tokens, got 0"):
+            manager.allocate_slots(Sequence("a", PROMPT), 0, num_total_tokens=9)
 
     def test_where_there_is_room_nothing_happens(self, manager):
         sequence = Sequence("a", PROMPT)

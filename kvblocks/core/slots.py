@@ -143,8 +143,19 @@ class SlotAllocator:
             cache_full_blocks(self._index, sequence, digests)
         return blocks
 
-    def grow(self, sequence: Sequence, end: int, num_slots: int, *, delayed: bool) -> list[KVCacheBlock] | None:
-        """Give a sequence with blocks what its first `end` tokens need. As `start`. O(new blocks)."""
+    def grow(
+        self,
+        sequence: Sequence,
+        end: int,
+        num_slots: int,
+        num_in_flight: int = 0,  # noqa: ARG002  # windows need it
+        *,
+        delayed: bool,
+    ) -> list[KVCacheBlock] | None:
+        """Give a sequence with blocks what its first `end` tokens need. As `start`. O(new blocks).
+
+        num_in_flight: its last tokens with slots whose step still runs.
+        """
         shared = self._shared_index(sequence, sequence.num_computed_tokens)
         num_missing = self._num_missing_blocks(sequence, num_slots)
         num_wanted = num_missing + (shared is not None)

@@ -34,6 +34,11 @@ class Need:
         if sequence.tail_owner is None:
             self._find_shared(start, block_size)
 
+    def keep_for(self, position: int) -> None:
+        """Let nothing pass that a query at `position` sees, which a step in flight computes. O(groups)."""
+        for number, table in enumerate(self.tables.tables):
+            self.passed[number] = min(self.passed[number], table.num_passed(position))
+
     def _find_shared(self, start: int, block_size: int) -> None:
         """Find the blocks that the token at `start` must not be written to. O(groups)."""
         sizes = [*[table.side_group.block_size for table in self.tables.tables], block_size]

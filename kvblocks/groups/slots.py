@@ -107,9 +107,11 @@ class GroupSlots(SlotAllocator):
             sequence.delayed_from = len(held) * self._block_size
         return self._finish(need, end, digests)
 
-    def grow(self, sequence: Sequence, end: int, num_slots: int, *, delayed: bool) -> list[KVCacheBlock] | None:
+    def grow(
+        self, sequence: Sequence, end: int, num_slots: int, num_in_flight: int = 0, *, delayed: bool
+    ) -> list[KVCacheBlock] | None:
         """Give a sequence with blocks what its first `end` tokens need, and let go of what it needs no more."""
-        need = self._need(sequence, sequence.num_computed_tokens, num_slots)
+        need = self._need(sequence, sequence.num_computed_tokens, num_slots, num_in_flight)
         num_taken = self._num_taken_for([need])
         if num_taken > self.pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
             return None
@@ -259,9 +261,12 @@ class GroupSlots(SlotAllocator):
     def _parts_in_block(self, num_tokens: int) -> bool:
         return num_tokens % self.alignment != 0
 
-    def _need(self, sequence: Sequence, start: int, num_slots: int) -> Need:
+    def _need(self, sequence: Sequence, start: int, num_slots: int, num_in_flight: int = 0) -> Need:
         """Return what slots for the first `num_slots` tokens take. A window slides by what is written."""
-        return Need(sequence, tables_of(sequence), start, num_slots, self._block_size)
+        need = Need(sequence, tables_of(sequence), start, num_slots, self._block_size)
+        if num_in_flight:
+            need.keep_for(start - num_in_flight)
+        return need
 
     def _num_taken_for(self, needs: list[Need]) -> int:
         """Return how many blocks they take, beyond those that their sequences let go of before."""

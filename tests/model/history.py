@@ -540,7 +540,7 @@ class History(Transfers):
             lambda: manager.holds.read(sequence, model.written + 1),
             lambda: manager.holds.write(sequence, model.num_computed + 1),
             lambda: manager.allocate_slots(sequence, num_external_computed_tokens=num_left + 1),
-            lambda: manager.allocate_slots(sequence, 1, num_total_tokens=len(model.tokens)),
+            lambda: manager.allocate_slots(sequence, num_left + 1, num_total_tokens=len(model.tokens)),
             lambda: manager.allocate_slots(sequence, num_total_tokens=0),
             lambda: manager.evict_blocks([manager.first_block_id, manager.first_block_id + manager.num_blocks]),
             lambda: manager.allocate_slots(kvblocks.Sequence(sequence.sequence_id, [0])),
