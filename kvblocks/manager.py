@@ -58,6 +58,7 @@ from kvblocks.stats import CacheStats, GroupUsage, QuotaUsage, Refusal
 
 if TYPE_CHECKING:  # what only some managers need is imported by those
     from kvblocks.groups.kinds import Group
+    from kvblocks.observe.block_callbacks import BlockCallback, BlockCallbacks
     from kvblocks.observe.block_sampler import BlockSampler
     from kvblocks.observe.explanation import Explanation
     from kvblocks.observe.picture import PrefixRow
@@ -817,6 +818,20 @@ class KVCacheManager(Changeable):
             GroupUsage(group, len(blocks), number)
             for group, (blocks, number) in enumerate(zip(held, num_cached, strict=True))
         ]
+
+    def watch_blocks(self, taken: BlockCallback, touched: BlockCallback) -> BlockCallbacks:
+        """Tell `taken` of blocks that are taken from the pool and `touched` of hits' blocks, until `stop` of the answer.
+
+        Both get a list of blocks, in the middle of a change: they must not call the manager nor raise. For metrics
+        with records of their own; kvblocks' are `CacheMetrics`. Raises InvalidArgumentError. O(watchers).
+        """
+        self.check_whole()
+        from kvblocks.observe.block_callbacks import BlockCallbacks as Callbacks
+
+        for name, function in (("taken", taken), ("touched", touched)):
+            if not callable(function):
+                raise wrong(name, "a callable", function)
+        return Callbacks(self._index, taken, touched)
 
     def start_sampling(self, every: SupportsIndex, now: Callable[[], float], bounds: Iterable[float]) -> BlockSampler:
         """Record the lives of about one block in `every` from now on; `metrics.CacheMetrics` is what shows them.

@@ -1,0 +1,511 @@
+"""`KVBlocksCacheManager`: the calls that vLLM's schedulers make on their KVCacheManager, made on kvblocks.
+
+A request's tokens are mirrored in a `Sequence`. A token joins it in the step that gives it a slot, or when its output
+arrives, so what the sequence has computed is never more than vLLM knows. Blocks are cached when they are allocated, as
+vLLM does, except what a connector loads later. vLLM's block 0 is its null block, so kvblocks' ids begin with 1.
+"""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import RequestStatus
+
+from kvblocks import BlockHold, FullAttention, Group, KVCacheBlock, KVCacheManager, Sequence
+from kvblocks.integrations.vllm.events import EventMaker
+from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups
+from kvblocks.integrations.vllm.probe import check_calls, refuse
+from kvblocks.integrations.vllm.residency import BlockLives
+from kvblocks.integrations.vllm.sequences import LORA_VERSIONS, make_sequence
+from kvblocks.integrations.vllm.views import GivenBlocks, HitBlocks, PoolView, TableBlocks, TablesView
+
+WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class KVBlocksCacheManager:
+    """Stands where vLLM's KVCacheManager stands. manager: the kvblocks one, with all that vLLM lacks.
+
+    The parameters are vLLM's; `debug` is kvblocks'. Raises UnsupportedVllmError for what isn't served.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: Any,
+        max_model_len: int,
+        scheduler_block_size: int,
+        hash_block_size: int,  # noqa: ARG002  # nothing is hashed
+        max_in_flight_tokens: int | None = None,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        num_prefill_lookahead: int = 0,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: Any = None,
+        watermark: float = 0.0,
+        enable_mamba_shared_prefix_checkpoint: bool = False,  # noqa: ARG002  # recurrent states are refused
+        debug: bool = False,
+    ) -> None:
+        check_calls(type(self))
+        if num_prefill_lookahead > 1:
+            raise refuse("multi-module MTP", "the last tokens of a chunk are computed twice")
+        groups = find_groups(kv_cache_config, dcp_world_size * pcp_world_size)
+        if use_eagle and len(groups) > 1:
+            raise refuse("EAGLE with several KV cache groups", "which of them drops its last block isn't known")
+        self.kv_cache_config = kv_cache_config
+        self.max_model_len = max_model_len
+        self.enable_caching = enable_caching
+        self.enable_kv_cache_events = enable_kv_cache_events
+        self.use_eagle = use_eagle
+        self.log_stats = log_stats
+        self.metrics_collector = metrics_collector
+        self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
+        self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
+        self.num_kv_cache_groups = len(groups)
+        self.empty_kv_cache_blocks = GivenBlocks(tuple(() for _ in groups))
+        self.mamba_shared_prefix_checkpoint = False
+        self.retained_hit_group_ids: tuple[int, ...] = ()
+        self.kv_cache_event_metadata = event_kinds(kv_cache_config)
+        self.manager = _make_manager(kv_cache_config, groups, enable_caching, enable_kv_cache_events, debug)
+        self.block_pool = PoolView(self.manager, kv_cache_config.num_blocks)
+        self._groups = groups
+        self._block_size = self.manager.block_size
+        self._has_one_group = len(groups) == 1 and groups[0].window is None
+        self._caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
+        self._sequences: dict[str, Sequence] = {}  # those of preempted and looked-up requests too
+        self._events = EventMaker(self.kv_cache_event_metadata)
+        self._reported: list[Any] = []  # events of hits, for requests that want them
+        self._zeroed = kv_cache_config.needs_kv_cache_zeroing
+        self._new_block_ids: list[int] = []
+        self._lives = None if metrics_collector is None else BlockLives(self.manager, metrics_collector)
+        self.coordinator = self._make_coordinator(scheduler_block_size)
+
+    def _make_coordinator(self, scheduler_block_size: int) -> Any:
+        """Return what is read of vLLM's coordinator: a record for each group, and some constants."""
+        records = [
+            SimpleNamespace(
+                block_size=group.block_size,
+                kv_cache_spec=given.kv_cache_spec,
+                kv_cache_group_id=number,
+                req_to_blocks=TablesView(self._sequences, number),
+                num_cached_block=TablesView(self._sequences, number),
+            )
+            for number, (group, given) in enumerate(
+                zip(self._groups, self.kv_cache_config.kv_cache_groups, strict=True)
+            )
+        ]
+        return SimpleNamespace(
+            single_type_managers=tuple(records),
+            block_pool=self.block_pool,
+            scheduler_block_size=scheduler_block_size,
+            enable_partial_hash_hits=False,
+            eagle_group_ids={0} if self.use_eagle else set(),
+            num_reprefillable_tokens=0,
+            get_num_blocks_to_allocate=self._get_num_blocks_to_allocate,
+        )
+
+    # Lookups.
+
+    def prefix_cache_lookup_enabled(self, request: Any) -> bool:
+        """Whether a request may use what is cached: not if it wants all of its prompt's logits."""
+        return self.enable_caching and not request.skip_reading_prefix_cache
+
+    def get_computed_blocks(self, request: Any) -> tuple[GivenBlocks, int, int]:
+        """Return the blocks that hold a request's longest cached prefix, its tokens, and 0.
+
+        Never the last token, whose logits are needed; and with EAGLE one block less, since its draft model needs the
+        hidden state before the first token that is computed.
+        """
+        if not self.prefix_cache_lookup_enabled(request):
+            return self.empty_kv_cache_blocks, 0, 0
+        sequence = self._sequence(request)
+        hit = self.manager.get_computed_blocks(sequence, sequence.num_tokens - 1)
+        if self.use_eagle and hit.blocks:
+            hit = hit.cut(hit.num_tokens - self._block_size)
+        if not hit.num_tokens:
+            return self.empty_kv_cache_blocks, 0, 0
+        if self.enable_kv_cache_events and request.kv_cache_report_mode == "full":
+            self._reported.append(self._events.of_hit(hit, request))
+        return HitBlocks(hit, self.num_kv_cache_groups), hit.num_tokens, 0
+
+    def get_computed_blocks_for_connector(self, request: Any) -> tuple[GivenBlocks, int, int, bool]:
+        """`get_computed_blocks`; and that all groups agree on it."""
+        return *self.get_computed_blocks(request), False
+
+    def truncate_computed_blocks(self, blocks: GivenBlocks, num_computed_tokens: int) -> GivenBlocks:
+        """Return what `get_computed_blocks` found, cut to so many tokens."""
+        if not isinstance(blocks, HitBlocks):
+            return blocks
+        hit = blocks.hit.cut(num_computed_tokens)
+        return HitBlocks(hit, self.num_kv_cache_groups) if hit.num_tokens else self.empty_kv_cache_blocks
+
+    def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
+        """Count a lookup that led to an admission."""
+        if self.prefix_cache_stats is not None and self.prefix_cache_lookup_enabled(request):
+            preempted = request.num_preemptions > 0
+            self.prefix_cache_stats.record(num_tokens=request.num_tokens, num_hits=num_hits, preempted=preempted)
+
+    def make_prefix_cache_stats(self) -> Any:
+        """Return what was counted since the last call; None without statistics."""
+        stats = self.prefix_cache_stats
+        if stats is not None:
+            self.prefix_cache_stats = PrefixCacheStats()
+        return stats
+
+    # Slots.
+
+    def allocate_slots(
+        self,
+        request: Any,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: GivenBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
+    ) -> GivenBlocks | None:
+        """Make room for what a request computes next; returns the new blocks, None when they can't be had."""
+        sequence = self._sequences.get(request.request_id)
+        if sequence is not None and sequence.owner is not None:
+            tokens, num_computed = request._all_token_ids, sequence.num_computed_tokens  # noqa: SLF001
+            end = request.num_computed_tokens + num_new_tokens
+            if (
+                self._has_one_group
+                and end == num_computed + 1 == sequence.num_tokens + 1
+                and end <= len(tokens)
+                and not num_lookahead_tokens
+                and not reserved_blocks
+                and request.status == RequestStatus.RUNNING
+            ):
+                blocks = self.manager.append_slots(sequence, [tokens[num_computed]])  # a decode: the hot path
+                return None if blocks is None else self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
+            num_slots = min(end + num_lookahead_tokens, self.max_model_len)
+            if request.status in WAITING or reserved_blocks:
+                full = min(len(tokens), self.max_model_len) if full_sequence_must_fit else 0
+                room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
+                if self._is_held_back(request, sequence, None, room):
+                    return None
+            return self._grow(request, sequence, min(end, len(tokens)), num_slots)
+        if num_encoder_tokens:
+            raise refuse("encoder tokens", "cross attention has no prefix to share")
+        if not (num_new_tokens or num_external_computed_tokens or num_new_computed_tokens):
+            raise ValueError("num_new_tokens must be greater than 0 when there are no computed tokens to adopt")
+        hit = new_computed_blocks.hit if isinstance(new_computed_blocks, HitBlocks) else None
+        num_local = 0 if hit is None else hit.num_tokens
+        if num_local != num_new_computed_tokens:
+            got = f"{num_new_computed_tokens} with a hit of {num_local}"
+            raise ValueError(f"num_new_computed_tokens: expected the hit's tokens, got {got}")
+        sequence = self._sequence(request)
+        start = min(num_local + num_external_computed_tokens, self.max_model_len)
+        num_slots = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
+        if self._is_held_back(request, sequence, hit, Room(num_slots, full, reserved_blocks, has_scheduled_reqs)):
+            return None
+        num_loaded = num_external_computed_tokens if delay_cache_blocks else 0  # else loaded within the step
+        end = min(start + num_new_tokens, request.num_tokens)
+        new = self.manager.allocate_slots(
+            sequence,
+            end - num_local - num_loaded,
+            hit=hit,
+            num_external_computed_tokens=num_loaded,
+            num_total_tokens=max(num_slots, 1),
+            delay_cache_blocks=delay_cache_blocks,
+        )
+        if new is None:
+            return None
+        if self.enable_kv_cache_events:
+            self._events.note_request(request)
+        return self._given(sequence, new, skip_zeroing_group_ids)
+
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        """Cache what is written by now: tokens whose output arrived, or that a connector has loaded."""
+        sequence = self._sequences.get(request.request_id)
+        if sequence is None or sequence.owner is None:
+            return
+        tokens, num_computed = request._all_token_ids, sequence.num_computed_tokens  # noqa: SLF001
+        end = min(num_computed_tokens, len(tokens))
+        if end > num_computed:
+            if end == num_computed + 1 == sequence.num_tokens + 1 and self._has_one_group:
+                self.manager.append_slots(sequence, [tokens[num_computed]])
+            else:
+                self._grow(request, sequence, end, end)
+        if sequence.delayed_from is not None:
+            self.manager.cache_blocks(sequence, min(end, sequence.num_computed_tokens))
+
+    def _grow(self, request: Any, sequence: Sequence, end: int, num_slots: int) -> GivenBlocks | None:
+        """Have a sequence's first `end` tokens computed, with `num_slots` slots in all."""
+        num_computed = sequence.num_computed_tokens
+        num_new = max(0, end - num_computed)
+        if not num_new and self._has_one_group and num_slots <= len(sequence.blocks) * self._block_size:
+            return self.empty_kv_cache_blocks
+        if sequence.num_tokens < end:
+            sequence.append_tokens(request._all_token_ids[sequence.num_tokens : end])  # noqa: SLF001
+        num_in_flight = 0
+        if not self._has_one_group:
+            num_in_flight = self._settle(request, sequence)
+            num_new = max(0, end - sequence.num_computed_tokens)
+        new = self.manager.allocate_slots(
+            sequence, num_new, num_total_tokens=max(num_slots, 1), num_in_flight_tokens=num_in_flight
+        )
+        return None if new is None else self._given(sequence, new, ())
+
+    def _settle(self, request: Any, sequence: Sequence) -> int:
+        """Count the tokens of settled steps as computed; returns how many of those computed are still in flight.
+
+        Windows slide by it: what a step in flight sees, and what rejected drafts go back to, stays.
+        """
+        settled = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+        if settled > sequence.num_computed_tokens:  # drafts that were accepted: they have slots
+            self.manager.allocate_slots(
+                sequence, settled - sequence.num_computed_tokens, num_total_tokens=settled, num_in_flight_tokens=settled
+            )
+        return max(0, sequence.num_computed_tokens - settled)
+
+    def _is_held_back(self, request: Any, sequence: Sequence, hit: Any, room: "Room") -> bool:
+        """Whether a request has to wait though there may be room: for a watermark, its own end, or others."""
+        watermark = self.watermark_blocks if room.has_scheduled_reqs and request.status in WAITING else 0
+        if not (watermark or room.full or room.reserved_blocks):
+            return False
+        num_free = self.manager.num_free_blocks
+        if room.full and self._num_admission_blocks(sequence, hit, room.full) + watermark > num_free:
+            return True
+        num_needed = self.manager.get_num_blocks_to_allocate(sequence, room.num_slots, hit=hit)
+        return num_needed + watermark > num_free - room.reserved_blocks
+
+    def _num_admission_blocks(self, sequence: Sequence, hit: Any, num_tokens: int) -> int:
+        """Return how many free blocks a sequence takes by the time that it has `num_tokens` tokens."""
+        if self._has_one_group:
+            return self.manager.get_num_blocks_to_allocate(sequence, num_tokens, hit=hit)
+        number = 0
+        for group, cap in enumerate(self._caps):
+            blocks = sequence.group_blocks(group) if hit is None else hit.group_blocks(group)
+            size = self._groups[group].block_size
+            number += max(0, min(-(-num_tokens // size), cap) - len(blocks))
+            if hit is not None:
+                number += sum(block is not None and not block.ref_cnt for block in blocks)
+        return number
+
+    def _get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Any,
+        num_encoder_tokens: int = 0,  # noqa: ARG002  # cross attention is refused
+        total_computed_tokens: int = 0,  # noqa: ARG002
+        num_local_computed_tokens: int = 0,  # noqa: ARG002
+        num_tokens_main_model: int = 0,  # noqa: ARG002
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,  # noqa: ARG002
+    ) -> int:
+        """Return how many blocks a request still takes, as vLLM's coordinator would."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or not sequence.is_allocated:
+            sizes = [group.block_size for group in self._groups]
+            return sum(
+                max(0, -(-num_tokens // size) - len(blocks))
+                for size, blocks in zip(sizes, new_computed_blocks, strict=True)
+            )
+        if apply_admission_cap:
+            return self._num_admission_blocks(sequence, None, num_tokens)
+        return self.manager.get_num_blocks_to_allocate(sequence, num_tokens)
+
+    def _given_one(self, blocks: list[KVCacheBlock]) -> GivenBlocks:
+        if self._zeroed:
+            self._new_block_ids += [block.block_id for block in blocks]
+        return GivenBlocks((blocks,))
+
+    def _given(self, sequence: Sequence, blocks: list[KVCacheBlock], skipped: tuple[int, ...]) -> GivenBlocks:
+        """Return new blocks by group, and note them for zeroing, but those of groups that are `skipped`."""
+        if self.num_kv_cache_groups == 1 and not sequence.new_group_blocks:
+            if not blocks:
+                return self.empty_kv_cache_blocks
+            return GivenBlocks((blocks,)) if skipped else self._given_one(blocks)
+        tables = tuple(sequence.new_group_blocks)
+        if self._zeroed:
+            for group, table in enumerate(tables):
+                if group not in skipped:
+                    self._new_block_ids += [block.block_id for block in table]
+        return GivenBlocks(tables) if any(tables) else self.empty_kv_cache_blocks
+
+    def _sequence(self, request: Any) -> Sequence:
+        """Return a request's sequence, with all known tokens; made anew where the request has changed under it."""
+        tokens = request._all_token_ids  # noqa: SLF001
+        sequence = self._sequences.get(request.request_id)
+        if sequence is not None and not sequence.is_allocated:
+            is_cut = sequence.num_tokens > len(tokens)
+            if is_cut or request.resumable or sequence.lora != LORA_VERSIONS.key(request.lora_request):
+                sequence = None
+        if sequence is None:
+            sequence = self._sequences[request.request_id] = make_sequence(request, self._block_size)
+        elif sequence.num_tokens < len(tokens):
+            sequence.append_tokens(tokens[sequence.num_tokens :])
+        return sequence
+
+    # Giving back.
+
+    def free(self, request: Any) -> None:
+        """Give a request's blocks back. What it was given slots for and no step will compute leaves the cache."""
+        sequence = self._sequences.get(request.request_id)
+        if sequence is None:
+            return
+        if sequence.is_allocated:
+            num_computed = request.num_computed_tokens
+            if sequence.num_computed_tokens > num_computed:
+                self.manager.abort(sequence, num_computed)
+            else:
+                self.manager.free(sequence)
+        if request.is_finished():
+            del self._sequences[request.request_id]
+
+    def pop_blocks_for_free(self, request: Any) -> list[BlockHold]:
+        """Free a request whose blocks a step in flight may write still; returns what `block_pool.free_blocks` takes."""
+        sequence = self._sequences.pop(request.request_id, None)
+        if sequence is None or not sequence.is_allocated:
+            return []
+        return [self.manager.holds.detach(sequence)]
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Do nothing: windows slide when their sequence gets slots, and end with it."""
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Stop caching what these blocks hold, since it was loaded with errors."""
+        self.manager.evict_blocks([block_id for block_id in block_ids if block_id])
+
+    def reset_prefix_cache(self) -> bool:
+        """Stop caching everything, unless somebody has blocks. Whether it was done."""
+        if self.manager.num_free_blocks != self.manager.num_blocks:
+            return False
+        self.manager.reset_prefix_cache()
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        if self._lives is not None:
+            self.metrics_collector.reset()
+        return True
+
+    # What is asked.
+
+    @property
+    def usage(self) -> float:
+        """The share of the blocks that somebody has, 0.0 to 1.0."""
+        return self.block_pool.get_usage()
+
+    def get_blocks(self, request_id: str) -> GivenBlocks:
+        """Return all blocks of a request."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or not sequence.is_allocated:
+            return self.empty_kv_cache_blocks
+        return TableBlocks(sequence, self.num_kv_cache_groups)
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return the ids of all blocks of a request, by group."""
+        return self.get_blocks(request_id).get_block_ids() or ()
+
+    def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
+        """Return the ids of the blocks that hold a request's first tokens, by group."""
+        ids = self.get_block_ids(request_id)
+        sizes = [group.block_size for group in self._groups]
+        return tuple(table[: -(-num_computed_tokens // size)] for table, size in zip(ids, sizes, strict=True))
+
+    def estimate_cached_tokens(self, request: Any) -> int:
+        """Return how many of a request's tokens are cached."""
+        sequence = self._sequences.get(request.request_id)
+        if sequence is None or not sequence.is_allocated:
+            return 0
+        numbers = []
+        for group, kind in enumerate(self._groups):
+            blocks = sequence.group_blocks(group)
+            ends = [index + 1 for index, block in enumerate(blocks) if block is not None and block.is_cached]
+            numbers.append(max(ends, default=0) * kind.block_size)
+        return min(numbers)
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Return by group how many first blocks all requests that have any share with this one."""
+        sequence = self._sequences[running_request_id]
+        others = [other for other in self._sequences.values() if other.is_allocated and other is not sequence]
+        counts = []
+        for group in range(self.num_kv_cache_groups):
+            ids = sequence.group_block_ids(group)
+            number = len(ids)
+            for other in others:
+                theirs = other.group_block_ids(group)
+                number = min(number, len(theirs))
+                while ids[:number] != theirs[:number]:
+                    number -= 1
+            counts.append(number)
+        return counts
+
+    def create_kv_cache_blocks(self, blocks: Any) -> GivenBlocks:
+        """Return blocks by group as vLLM passes them on."""
+        return GivenBlocks(blocks) if any(blocks) else self.empty_kv_cache_blocks
+
+    def take_events(self) -> list[Any]:
+        """Return what changed in the cache since the last call, as vLLM's events."""
+        if not self.enable_kv_cache_events:
+            return []
+        reported, self._reported = self._reported, []
+        return reported + [self._events.make(event) for event in self.manager.take_events()]
+
+    def take_new_block_ids(self) -> list[int]:
+        """Return the blocks that the worker has to zero before the step."""
+        ids, self._new_block_ids = self._new_block_ids, []
+        return ids
+
+    def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
+        """Have a request's blocks from a token on zeroed, since a load that failed left them unwritten."""
+        for group, table in zip(self._groups, self.get_block_ids(request_id), strict=True):
+            self._new_block_ids += table[start_token // group.block_size :] if self._zeroed else []
+
+    # What full attention and windows have nothing of.
+
+    def new_step_starts(self) -> None:
+        """Do nothing."""
+
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
+        """Return no copies: hits end where blocks end."""
+        return [], []
+
+    def take_boundary_state_offloads(self) -> dict[str, Any]:
+        """Return no states of recurrent layers."""
+        return {}
+
+    def finalize_partial_tail_offloads(self, request: Any) -> list[Any]:  # noqa: ARG002
+        """Return no states of recurrent layers."""
+        return []
+
+
+class Room:
+    """What a request needs to be admitted: slots, blocks for its whole prompt or 0, and blocks for others."""
+
+    __slots__ = ("full", "has_scheduled_reqs", "num_slots", "reserved_blocks")
+
+    def __init__(self, num_slots: int, full: int, reserved_blocks: int, has_scheduled_reqs: bool) -> None:
+        self.num_slots = num_slots
+        self.full = full
+        self.reserved_blocks = reserved_blocks
+        self.has_scheduled_reqs = has_scheduled_reqs
+
+
+def _make_manager(
+    config: Any, groups: list[Group], enable_caching: bool, enable_events: bool, debug: bool
+) -> KVCacheManager:
+    """Return kvblocks' manager of all blocks but vLLM's null block."""
+    is_single = len(groups) == 1 and isinstance(groups[0], FullAttention)
+    return KVCacheManager(
+        config.num_blocks - 1,
+        groups[0].block_size if is_single else None,
+        first_block_id=1,
+        groups=None if is_single else groups,
+        hash_algorithm="sha256" if enable_events else "xxh3_128",
+        enable_caching=enable_caching,
+        enable_events=enable_events,
+        debug=debug,
+    )

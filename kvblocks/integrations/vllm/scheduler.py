@@ -1,0 +1,110 @@
+"""vLLM's schedulers with kvblocks' manager in place of their own: `--scheduler-cls`.
+
+vLLM's Scheduler names its manager's class itself, so it is replaced behind that constructor. Two things are replaced in
+memory, for as long as it takes: the maker of vLLM's request hasher, which nobody needs any more (once, by the engine
+core that has just made its scheduler), and `EngineCore.add_lora`, so that an adapter which is loaded anew gets a new
+key. `uninstall` takes both back.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from kvblocks.integrations.vllm.cache_manager import KVBlocksCacheManager
+from kvblocks.integrations.vllm.probe import check_config
+from kvblocks.integrations.vllm.sequences import LORA_VERSIONS
+
+_replaced: dict[tuple[Any, str], Any] = {}
+
+
+class _KVBlocks:
+    """Puts the manager into a Scheduler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        scheduler: Any = self
+        check_config(scheduler)
+        scheduler.kv_cache_manager = KVBlocksCacheManager(
+            kv_cache_config=scheduler.kv_cache_config,
+            max_model_len=scheduler.max_model_len,
+            scheduler_block_size=scheduler.block_size,
+            hash_block_size=scheduler.hash_block_size,
+            max_in_flight_tokens=scheduler.vllm_config.max_in_flight_tokens,
+            enable_caching=scheduler.cache_config.enable_prefix_caching,
+            use_eagle=scheduler.use_eagle_block_drop,
+            num_prefill_lookahead=scheduler.num_prefill_lookahead,
+            log_stats=scheduler.log_stats,
+            enable_kv_cache_events=scheduler.enable_kv_cache_events,
+            dcp_world_size=scheduler.dcp_world_size,
+            metrics_collector=scheduler.kv_metrics_collector,
+            watermark=scheduler.scheduler_config.watermark,
+        )
+        if scheduler.connector is not None:
+            scheduler.connector.bind_kv_cache_manager(scheduler.kv_cache_manager)
+        elif scheduler.cache_config.enable_prefix_caching:
+            _skip_hashing()
+        if scheduler.vllm_config.lora_config is not None:
+            _watch_loras()
+
+
+class KVBlocksScheduler(_KVBlocks, Scheduler):
+    """vLLM's Scheduler on kvblocks."""
+
+
+class KVBlocksAsyncScheduler(_KVBlocks, AsyncScheduler):
+    """vLLM's AsyncScheduler on kvblocks."""
+
+
+def uninstall() -> None:
+    """Take back all that was replaced in memory. Schedulers that were made go on."""
+    for owner, name in list(_replaced):
+        _put_back(owner, name)
+
+
+def _engine_core() -> Any:
+    """Return the module that makes engine cores, None where nobody has imported it (schedulers alone)."""
+    return sys.modules.get("vllm.v1.engine.core")
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    if (owner, name) not in _replaced and hasattr(owner, name):
+        _replaced[owner, name] = original = getattr(owner, name)
+        setattr(owner, name, make(original))
+
+
+def _put_back(owner: Any, name: str) -> None:
+    original = _replaced.pop((owner, name), None)
+    if original is not None:
+        setattr(owner, name, original)
+
+
+def _skip_hashing() -> None:
+    """Have the engine core that is being made hash no request: it asks for its hasher once, after its scheduler."""
+    core = _engine_core()
+
+    def make(_original: Any) -> Any:
+        def no_hasher(*_args: Any, **_kwargs: Any) -> None:
+            _put_back(core, "get_request_block_hasher")
+
+        return no_hasher
+
+    if core is not None:
+        _replace(core, "get_request_block_hasher", make)
+
+
+def _watch_loras() -> None:
+    """Be told which adapters are loaded in place of an older one."""
+    core = _engine_core()
+
+    def make(original: Any) -> Any:
+        def add_lora(engine_core: Any, lora_request: Any) -> Any:
+            LORA_VERSIONS.note_loaded(lora_request)
+            return original(engine_core, lora_request)
+
+        return add_lora
+
+    if core is not None:
+        _replace(core.EngineCore, "add_lora", make)

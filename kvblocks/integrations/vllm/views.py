@@ -1,0 +1,155 @@
+"""What vLLM's schedulers, connectors and tests look at beside the manager's calls: blocks, the pool, the tables."""
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+
+from kvblocks import BlockHold, CacheHit, KVCacheBlock, Sequence
+
+Tables = tuple[Items[KVCacheBlock | None], ...]
+
+
+class BlockView:
+    """A block with vLLM's names. Equal to other views of the same block."""
+
+    __slots__ = ("_block", "block_id", "is_null")
+
+    def __init__(self, block: KVCacheBlock | None) -> None:
+        self._block = block
+        self.block_id = 0 if block is None else block.block_id
+        self.is_null = block is None
+
+    @property
+    def ref_cnt(self) -> int:
+        """How many have it."""
+        return 0 if self._block is None else self._block.ref_cnt
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """Its digest, None unless it is cached."""
+        return None if self._block is None else self._block.block_hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockView) and other.block_id == self.block_id
+
+    def __hash__(self) -> int:
+        return hash(self.block_id)
+
+    def __repr__(self) -> str:
+        return f"BlockView({self._block!r})"
+
+
+class GivenBlocks(KVCacheBlocks):
+    """Blocks by group, as vLLM passes them on: mostly their ids are asked for, so views are made when they are."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+
+    @property
+    def blocks(self) -> tuple[list[BlockView], ...]:  # type: ignore[override]
+        """Views of them, by group."""
+        return tuple([BlockView(block) for block in table] for table in self.tables)
+
+    def get_block_ids(  # type: ignore[override]
+        self, allow_none: bool = False, *, group_ids: Items[int] | None = None
+    ) -> tuple[list[int], ...] | None:
+        """Return their ids by group, 0 for what has left a window; None if there are none and `allow_none`."""
+        tables = self.tables if group_ids is None else [self.tables[group] for group in group_ids]
+        if allow_none and not any(tables):
+            return None
+        return tuple([0 if block is None else block.block_id for block in table] for table in tables)
+
+    def new_empty(self) -> KVCacheBlocks:
+        """Return none, for as many groups."""
+        return GivenBlocks(tuple(() for _ in self.tables))
+
+
+class HitBlocks(GivenBlocks):
+    """What a lookup found. hit: what kvblocks calls it."""
+
+    def __init__(self, hit: CacheHit, num_groups: int) -> None:
+        super().__init__((hit.blocks,) if num_groups == 1 else tuple(hit.group_blocks(g) for g in range(num_groups)))
+        self.hit = hit
+
+
+class TableBlocks(GivenBlocks):
+    """All blocks of a sequence."""
+
+    def __init__(self, sequence: Sequence, num_groups: int) -> None:
+        self._sequence = sequence
+        self._num_groups = num_groups
+
+    @property
+    def tables(self) -> Tables:  # type: ignore[override]
+        """The blocks by group, None for what has left a window."""
+        return tuple(self._sequence.group_blocks(group) for group in range(self._num_groups))
+
+    def get_block_ids(  # type: ignore[override]
+        self, allow_none: bool = False, *, group_ids: Items[int] | None = None
+    ) -> tuple[list[int], ...] | None:
+        """Return copies of its tables."""
+        groups = range(self._num_groups) if group_ids is None else group_ids
+        ids = tuple(self._sequence.group_block_ids(group).copy() for group in groups)
+        return None if allow_none and not any(ids) else ids
+
+
+class TablesView:
+    """The tables of a group by request id, for those who read them: connectors and tests."""
+
+    def __init__(self, sequences: dict[str, Sequence], group: int) -> None:
+        self._sequences = sequences
+        self._group = group
+
+    def _held(self) -> dict[str, list[BlockView]]:
+        held = {name: s.group_blocks(self._group) for name, s in self._sequences.items() if s.is_allocated}
+        return {name: [BlockView(block) for block in blocks] for name, blocks in held.items()}
+
+    def __getitem__(self, request_id: str) -> list[BlockView]:
+        return self._held().get(request_id, [])
+
+    def get(self, request_id: str, default: Any = None) -> Any:
+        """Return a request's blocks, `default` if it has none."""
+        return self._held().get(request_id, default)
+
+    def items(self) -> Any:
+        """Return the pairs of request ids and blocks."""
+        return self._held().items()
+
+    def values(self) -> Any:
+        """Return the blocks of each request that has any."""
+        return self._held().values()
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._held()
+
+    def __len__(self) -> int:
+        return len(self._held())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held())
+
+
+class PoolView:
+    """What is asked of `kv_cache_manager.block_pool`. manager: kvblocks'."""
+
+    def __init__(self, manager: Any, num_gpu_blocks: int) -> None:
+        self._manager = manager
+        self.num_gpu_blocks = num_gpu_blocks
+        self.null_block = BlockView(None)
+
+    def get_num_free_blocks(self) -> int:
+        """Return how many blocks nobody has."""
+        number: int = self._manager.num_free_blocks
+        return number
+
+    def get_usage(self) -> float:
+        """Return the share of the blocks that somebody has, 0.0 to 1.0."""
+        total = self._manager.num_blocks
+        return 1.0 - self._manager.num_free_blocks / total if total else 0.0
+
+    def free_blocks(self, ordered_blocks: Iterable[BlockHold]) -> None:
+        """Give back what `pop_blocks_for_free` returned."""
+        for hold in ordered_blocks:
+            self._manager.holds.release(hold)
