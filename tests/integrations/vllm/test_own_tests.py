@@ -18,10 +18,13 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_vllm_passes_what_is_listed_with_its_own_manager(folder):
     assert judge(NAMES, {}, run(folder, NAMES, swaps=False)) == []
 
 
+@pytest.mark.timeout(1800)
 def test_with_ours_all_pass_but_what_is_refused(folder, capsys):
     outcomes = run(folder, NAMES, swaps=True)
     num_passed = sum(outcome == "passed" for outcome in outcomes.values())
