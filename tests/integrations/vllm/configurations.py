@@ -1,4 +1,4 @@
-"""The eighteen configurations that decisions are compared in, and those with windows."""
+"""The eighteen configurations that decisions are compared in, those with windows, and one in which vLLM has a fault."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ class Configuration:
 
 def small(name: str, settings: Settings, mix: Mix = SMALL_MIX) -> Configuration:
     """Return a configuration whose pool is too small for its requests."""
-    return Configuration(f"80 blocks, {name}", settings, mix)
+    return Configuration(f"{settings.num_blocks - 1} blocks, {name}", settings, mix)
 
 
 CONFIGURATIONS = [
@@ -56,3 +56,16 @@ PRIORITY_CHUNKED = small(
     ),
     Mix(400, 100, num_priorities=4),
 )
+
+# Two windows, one of them no multiple of the block size. A group takes blocks of the same pool.
+WINDOWS = [
+    Configuration("windows", Settings(num_blocks=20_000, windows=(64, 200))),
+    Configuration("windows, chunked", Settings(num_blocks=20_000, windows=(64, 200), max_num_batched_tokens=128)),
+    Configuration("windows, async", Settings(num_blocks=20_000, windows=(64, 200), is_async=True)),
+    Configuration("windows, speculation", Settings(num_blocks=20_000, windows=(64,), num_drafts=3)),
+    Configuration("windows, both", Settings(num_blocks=20_000, windows=(64,), num_drafts=3, is_async=True)),
+]
+WINDOWS_SMALL = [
+    small("windows", Settings(num_blocks=161, windows=(64,))),
+    small("windows, async", Settings(num_blocks=161, windows=(64,), is_async=True)),
+]

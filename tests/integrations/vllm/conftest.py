@@ -35,3 +35,9 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     if "seed" in metafunc.fixturenames:
         metafunc.parametrize("seed", range(SEEDS))
+
+
+@pytest.fixture(scope="session")
+def num_seeds() -> int:
+    """How many seeds a test that sums over them takes."""
+    return SEEDS

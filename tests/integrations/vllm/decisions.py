@@ -14,7 +14,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from bench.vllm.schedulers import Settings, make_scheduler
-from integrations.vllm.worker import Worker
+from integrations.vllm.worker import Tables, Worker
 from integrations.vllm.workload import Ask, continuation, make_drafts
 
 MOST_STEPS = 20_000
@@ -25,7 +25,7 @@ class Step:
     """What a schedule was, and what a worker needs of it."""
 
     output: SchedulerOutput
-    tables: dict[str, list[int]]
+    tables: dict[str, Tables]
     sampling: set[str]
     starts: dict[str, int]
 
@@ -48,13 +48,12 @@ class Decisions:
 class Driver:
     """Takes requests through a scheduler, as vLLM's EngineCore does, with a mocked model."""
 
-    def __init__(self, scheduler: Scheduler, settings: Settings, asks: list[Ask], *, watches: bool = True) -> None:
+    def __init__(self, scheduler: Scheduler, settings: Settings, asks: list[Ask]) -> None:
         self.scheduler = scheduler
         self.settings = settings
         self.asks = asks
         self.requests: dict[str, Request] = {}
-        self.worker = Worker(settings.block_size, settings.num_drafts)
-        self.watches = watches and not settings.windows
+        self.worker = Worker(settings.block_size, settings.num_drafts, (None, *settings.windows))
         self.result = Decisions()
 
     def run(self) -> Decisions:
@@ -91,7 +90,7 @@ class Driver:
         self._record(output)
         return Step(
             output=output,
-            tables=self.worker.take_tables(output) if self.watches else {},
+            tables=self.worker.take_tables(output),
             sampling={r for r in output.num_scheduled_tokens if not self.requests[r].is_prefill_chunk},
             starts=dict(starts(output)),
         )
@@ -116,10 +115,7 @@ class Driver:
 
     def _finish(self, step: Step) -> None:
         """Let the worker compute a step, and tell the scheduler."""
-        if self.watches:
-            accepted = self.worker.execute(step, self.requests)
-        else:
-            accepted = dict.fromkeys(step.sampling, 0)
+        accepted = self.worker.execute(step, self.requests)
         names = list(step.output.num_scheduled_tokens)
         sampled = [
             continuation(self.requests[name].all_token_ids, accepted[name] + 1) if name in step.sampling else []

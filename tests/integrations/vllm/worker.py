@@ -12,6 +12,8 @@ from vllm.v1.request import Request
 
 from integrations.vllm.workload import make_drafts, num_accepted
 
+Tables = list[list[int]]
+
 
 class WrongReadError(AssertionError):
     """Attention would have read something else than the request's own tokens."""
@@ -41,32 +43,35 @@ class Chain:
 
 
 class Worker:
-    """The block tables and the memory of a worker with one group of layers."""
+    """The block tables and the memory of a worker. windows: of its groups of layers, None for full attention.
 
-    def __init__(self, block_size: int, num_drafts: int) -> None:
+    All groups lie in the same memory, and what a token's slot holds depends on the group.
+    """
+
+    def __init__(self, block_size: int, num_drafts: int, windows: tuple[int | None, ...]) -> None:
         self.block_size = block_size
         self.num_drafts = num_drafts
-        self._tables: dict[str, list[int]] = {}
+        self.windows = windows
+        self._tables: dict[str, Tables] = {}
         self._chains: dict[str, Chain] = {}
-        self._memory: dict[int, list[int | None]] = {}
+        self._memory: dict[int, list[Any]] = {}
 
-    def take_tables(self, output: SchedulerOutput) -> dict[str, list[int]]:
-        """Return the tables of a step's requests, which a later step does not shorten."""
+    def take_tables(self, output: SchedulerOutput) -> dict[str, Tables]:
+        """Return the tables of a step's requests, a list a group, which a later step does not shorten."""
         for new in output.scheduled_new_reqs:
-            self._tables[new.req_id] = list(new.block_ids[0])
+            self._tables[new.req_id] = [list(block_ids) for block_ids in new.block_ids]
         cached = output.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
-                self._tables[request_id] = []
-            if block_ids is not None:
-                self._tables[request_id] += block_ids[0]
+                self._tables[request_id] = [[] for _ in self.windows]
+            for table, more in zip(self._tables[request_id], block_ids or (), strict=False):
+                table.extend(more)
         return {request_id: self._tables[request_id] for request_id in output.num_scheduled_tokens}
 
     def execute(self, step: Any, requests: dict[str, Request]) -> dict[str, int]:
         """Compute a step, and return how many drafts of every request are right. Raises WrongReadError."""
-        ends = {}
+        work = []
         accepted = {}
-        chains = {}
         for request_id, num_tokens in step.output.num_scheduled_tokens.items():
             request = requests[request_id]
             num_drafts = len(step.output.scheduled_spec_decode_tokens.get(request_id, ()))
@@ -77,24 +82,31 @@ class Worker:
                 accepted[request_id] = min(num_accepted(request.all_token_ids, self.num_drafts), num_drafts)
             else:
                 end = step.starts[request_id] + num_tokens
-            chains[request_id] = chain
-            ends[request_id] = end
-            self._write(step.tables[request_id], chain, end - num_tokens, end)
-        for request_id, chain in chains.items():
-            self._read(request_id, step.tables[request_id], chain, ends[request_id])
+            for group, table in enumerate(step.tables[request_id]):
+                work.append((request_id, group, table, chain, end - num_tokens, end))
+        for _, *what in work:
+            self._write(*what)
+        for request_id, *what in work:
+            self._read(request_id, *what)
         return accepted
 
-    def _write(self, table: list[int], chain: list[int], start: int, end: int) -> None:
+    def _write(self, group: int, table: list[int], chain: list[int], start: int, end: int) -> None:
         for number, first, last in self._spans(start, end):
-            block = self._memory.setdefault(table[number], [None] * self.block_size)
+            block = self._memory.setdefault(table[number], [None] * (self.block_size + 1))
             offset = number * self.block_size
             block[first - offset : last - offset] = chain[first:last]
+            block[self.block_size] = group
 
-    def _read(self, request_id: str, table: list[int], chain: list[int], end: int) -> None:
-        for number, first, last in self._spans(0, end):
+    def _read(self, request_id: str, group: int, table: list[int], chain: list[int], start: int, end: int) -> None:
+        window = self.windows[group]
+        lowest = 0 if window is None else max(0, start - window + 1)
+        for number, first, last in self._spans(lowest, end):
             block = self._memory.get(table[number])
-            if block is None or block[: last - first] != chain[first:last]:
-                raise WrongReadError(f"{request_id}: block {table[number]} does not hold its tokens {first} to {last}")
+            offset = number * self.block_size
+            if block is None or block[first - offset : last - offset] != chain[first:last] or block[-1] != group:
+                raise WrongReadError(
+                    f"{request_id}: block {table[number]} of group {group} does not hold tokens {first} to {last}"
+                )
 
     def _spans(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         size = self.block_size
