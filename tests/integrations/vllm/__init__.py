@@ -1,0 +1,1 @@
+"""Proofs that kvblocks under a real vLLM decides and answers as vLLM does."""

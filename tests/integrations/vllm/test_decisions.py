@@ -1,0 +1,69 @@
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from bench.vllm.schedulers import Settings, our_scheduler
+from integrations.vllm.configurations import CONFIGURATIONS, PRIORITY_CHUNKED
+from integrations.vllm.decisions import decide, first_difference
+from integrations.vllm.faults import BLOCK_SIZE, FAULTS, with_fault
+from integrations.vllm.mended import MendedScheduler
+from integrations.vllm.worker import WrongReadError
+from integrations.vllm.workload import Mix, make_asks
+
+NUM_REQUESTS = 200
+
+
+def test_there_are_eighteen_configurations():
+    assert len({configuration.name for configuration in CONFIGURATIONS}) == len(CONFIGURATIONS) == 18
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda configuration: configuration.name)
+def test_all_decisions_are_vllms(configuration, seed):
+    settings = configuration.settings
+    asks = make_asks(configuration.mix, seed, NUM_REQUESTS)
+    theirs = decide(settings, asks)
+    ours = decide(settings, asks, our_scheduler(settings))
+    assert first_difference(theirs, ours) is None
+    # What would make the comparison one of nothing.
+    assert (theirs.num_cached > 0) == settings.has_caching
+    assert (theirs.num_preempted > 0) == (settings.num_blocks < 200)
+    assert settings.num_drafts == 0 or any(row["drafts"] for row in theirs.decided)
+
+
+def test_with_priorities_and_chunks_all_decisions_are_those_of_a_mended_vllm(seed):
+    """vLLM itself leaves blocks cached that nobody computes; see `mended`."""
+    settings = PRIORITY_CHUNKED.settings
+    asks = make_asks(PRIORITY_CHUNKED.mix, seed, NUM_REQUESTS)
+    theirs = decide(settings, asks, MendedScheduler)
+    assert theirs.num_preempted
+    assert first_difference(theirs, decide(settings, asks, our_scheduler(settings))) is None
+
+
+def test_vllm_reads_what_nobody_wrote_with_priorities_and_chunks():
+    """Why it is mended for the comparison: when this fails, vLLM has been, and `mended` can go."""
+    settings = PRIORITY_CHUNKED.settings
+    wrong = [seed for seed in range(6) if reads_wrong(settings, make_asks(PRIORITY_CHUNKED.mix, seed, NUM_REQUESTS))]
+    assert wrong
+
+
+def reads_wrong(settings, asks):
+    try:
+        decide(settings, asks)
+    except WrongReadError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("whose", ["vLLM's", "ours"])
+def test_a_fault_is_noticed(fault, whose):
+    """In vLLM's own manager too, so that it is the comparison that notices, and not a check of ours."""
+    settings = Settings(num_blocks=161, block_size=BLOCK_SIZE)
+    asks = make_asks(Mix(400, 100, num_salts=2), 0, 80)
+    kind = Scheduler if whose == "vLLM's" else our_scheduler(settings)
+    expected = decide(settings, asks)
+    assert first_difference(expected, decide(settings, asks, kind)) is None
+    try:
+        faulty = decide(settings, asks, with_fault(kind, fault))
+    except Exception:  # noqa: BLE001  a fault may end anywhere
+        return
+    assert first_difference(expected, faulty) is not None

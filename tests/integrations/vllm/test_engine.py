@@ -1,0 +1,34 @@
+import pytest
+
+from bench.vllm.schedulers import ADAPTER, ASYNC_SCHEDULER, SCHEDULER
+from integrations.vllm.engine import NUM_REQUESTS, PREFIX_TOKENS, Run
+
+LARGE, SMALL = 400, 50
+
+
+@pytest.fixture(scope="module")
+def model(smollm2_folder):
+    return str(smollm2_folder)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("num_blocks", "is_async", "in_process"),
+    [
+        pytest.param(SMALL, False, True, id="a pool with preemptions"),
+        pytest.param(LARGE, False, True, id="a large pool", marks=pytest.mark.slow),
+        pytest.param(SMALL, True, True, id="a pool with preemptions, async", marks=pytest.mark.slow),
+        pytest.param(LARGE, False, False, id="the core in its own process", marks=pytest.mark.slow),
+    ],
+)
+def test_answers_and_cached_tokens_are_vllms(model, num_blocks, is_async, in_process):
+    scheduler = f"{ADAPTER}.{ASYNC_SCHEDULER if is_async else SCHEDULER}"
+    theirs = Run(model, num_blocks, None, is_async, in_process).start()
+    ours = Run(model, num_blocks, scheduler, is_async, in_process).start()
+    assert ours == theirs
+    # What would make the comparison one of nothing.
+    assert len(theirs["tokens"]) == NUM_REQUESTS and all(theirs["tokens"])
+    assert sum(cached >= PREFIX_TOKENS for cached in theirs["cached"]) > NUM_REQUESTS // 2
+    if in_process:
+        assert (theirs["preempted"] > 0) == (num_blocks == SMALL)

@@ -1,0 +1,114 @@
+"""A worker that keeps tokens where a real one keeps their keys and values.
+
+It knows no more than a real worker: what SchedulerOutput says. It writes what a step computes and reads what attention
+would read, so it notices a block that two requests write, and a hit on tokens that nobody has computed.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from integrations.vllm.workload import make_drafts, num_accepted
+
+Tables = list[list[int]]
+
+
+class WrongReadError(AssertionError):
+    """Attention would have read something else than the request's own tokens."""
+
+
+class Chain:
+    """What a request's slots must hold: for every token a number that depends on all tokens up to it, and the salt."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.values: list[int] = []
+        self.seed = hash(str(request.cache_salt))
+
+    def values_up_to(self, drafts: list[int]) -> list[int]:
+        """Return the numbers of the known tokens, and of `drafts` behind them."""
+        tokens = self.request.all_token_ids
+        self._extend(self.values, tokens[len(self.values) :])
+        grown = list(self.values)
+        self._extend(grown, drafts)
+        return grown
+
+    def _extend(self, values: list[int], tokens: Any) -> None:
+        value = values[-1] if values else self.seed
+        for token in tokens:
+            value = hash((value, token))
+            values.append(value)
+
+
+class Worker:
+    """The block tables and the memory of a worker. windows: of its groups of layers, None for full attention.
+
+    All groups lie in the same memory, and what a token's slot holds depends on the group.
+    """
+
+    def __init__(self, block_size: int, num_drafts: int, windows: tuple[int | None, ...]) -> None:
+        self.block_size = block_size
+        self.num_drafts = num_drafts
+        self.windows = windows
+        self._tables: dict[str, Tables] = {}
+        self._chains: dict[str, Chain] = {}
+        self._memory: dict[int, list[Any]] = {}
+
+    def take_tables(self, output: SchedulerOutput) -> dict[str, Tables]:
+        """Return the tables of a step's requests, a list a group, which a later step does not shorten."""
+        for new in output.scheduled_new_reqs:
+            self._tables[new.req_id] = [list(block_ids) for block_ids in new.block_ids]
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self._tables[request_id] = [[] for _ in self.windows]
+            for table, more in zip(self._tables[request_id], block_ids or (), strict=False):
+                table.extend(more)
+        return {request_id: self._tables[request_id] for request_id in output.num_scheduled_tokens}
+
+    def execute(self, step: Any, requests: dict[str, Request]) -> dict[str, int]:
+        """Compute a step, and return how many drafts of every request are right. Raises WrongReadError."""
+        work = []
+        accepted = {}
+        for request_id, num_tokens in step.output.num_scheduled_tokens.items():
+            request = requests[request_id]
+            num_drafts = len(step.output.scheduled_spec_decode_tokens.get(request_id, ()))
+            drafts = make_drafts(request.all_token_ids, self.num_drafts)[:num_drafts] if num_drafts else []
+            chain = self._chains.setdefault(request_id, Chain(request)).values_up_to(drafts)
+            if request_id in step.sampling:
+                end = len(chain)
+                accepted[request_id] = min(num_accepted(request.all_token_ids, self.num_drafts), num_drafts)
+            else:
+                end = step.starts[request_id] + num_tokens
+            for group, table in enumerate(step.tables[request_id]):
+                work.append((request_id, group, table, chain, end - num_tokens, end))
+        for _, *what in work:
+            self._write(*what)
+        for request_id, *what in work:
+            self._read(request_id, *what)
+        return accepted
+
+    def _write(self, group: int, table: list[int], chain: list[int], start: int, end: int) -> None:
+        for number, first, last in self._spans(start, end):
+            block = self._memory.setdefault(table[number], [None] * (self.block_size + 1))
+            offset = number * self.block_size
+            block[first - offset : last - offset] = chain[first:last]
+            block[self.block_size] = group
+
+    def _read(self, request_id: str, group: int, table: list[int], chain: list[int], start: int, end: int) -> None:
+        window = self.windows[group]
+        lowest = 0 if window is None else max(0, start - window + 1)
+        for number, first, last in self._spans(lowest, end):
+            block = self._memory.get(table[number])
+            offset = number * self.block_size
+            if block is None or block[first - offset : last - offset] != chain[first:last] or block[-1] != group:
+                raise WrongReadError(
+                    f"{request_id}: block {table[number]} of group {group} does not hold tokens {first} to {last}"
+                )
+
+    def _spans(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        size = self.block_size
+        for number in range(start // size, -(-end // size)):
+            yield number, max(start, number * size), min(end, (number + 1) * size)
