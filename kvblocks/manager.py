@@ -820,10 +820,11 @@ class KVCacheManager(Changeable):
         ]
 
     def watch_blocks(self, taken: BlockCallback, touched: BlockCallback) -> BlockCallbacks:
-        """Tell `taken` of blocks that are taken from the pool and `touched` of hits' blocks, until `stop` of the answer.
+        """Tell `taken` of blocks that are taken from the pool and `touched` of those that get one more owner.
 
-        Both get a list of blocks, in the middle of a change: they must not call the manager nor raise. For metrics
-        with records of their own; kvblocks' are `CacheMetrics`. Raises InvalidArgumentError. O(watchers).
+        Both get a list of blocks, in the middle of a change: they must not call the manager nor raise. `stop` of the
+        answer ends it. For metrics with records of their own; kvblocks' are `CacheMetrics`. Raises
+        InvalidArgumentError. O(watchers).
         """
         self.check_whole()
         from kvblocks.observe.block_callbacks import BlockCallbacks as Callbacks

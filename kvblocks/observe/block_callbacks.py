@@ -1,4 +1,4 @@
-"""Somebody else's functions that are told which blocks are taken and touched: for metrics that have their own records."""
+"""Somebody else's functions that are told which blocks are taken and touched: for metrics with records of their own."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items

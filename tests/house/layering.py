@@ -31,6 +31,7 @@ FLOORS = {
     "kvblocks.observe.metrics": 6,  # watches a manager, and nothing that a manager imports
     "kvblocks.metrics": 7,  # the path by which people import it
     "kvblocks": 7,  # the public names, imported when asked for
+    "kvblocks.integrations": 8,  # inside other engines, which have environments of their own
     "kvblocks.kernels": 8,  # the floor K: beside the engine, reached through a few doors
     "kvblocks.engine.errors": 8,
     "kvblocks.engine.schedule": 9,
@@ -61,6 +62,10 @@ ENGINE_PACKAGES = frozenset(
 SERVER = "kvblocks.engine.server"
 SERVER_PACKAGES = ENGINE_PACKAGES | {"starlette", "uvicorn", "httpx2"}  # the engine itself knows nothing of HTTP
 CLI = "kvblocks.cli"
+INTEGRATIONS = "kvblocks.integrations"
+INTEGRATION_PACKAGES = frozenset({"vllm", "torch"})
+# What integrations may import of kvblocks: public names, as any engine would.
+FACADE = frozenset({"kvblocks", "kvblocks.hashing"})
 
 # The core and the kernels do no input or output, and take time, seeds and settings as arguments.
 FORBIDDEN_STDLIB = frozenset(
@@ -186,6 +191,8 @@ def allowed_packages(module: str) -> frozenset[str]:
         return KERNEL_PACKAGES
     if is_inside(module, SERVER) or is_inside(module, CLI):
         return SERVER_PACKAGES
+    if is_inside(module, INTEGRATIONS):
+        return INTEGRATION_PACKAGES
     floor = floor_of(module)
     return CORE_PACKAGES if floor is not None and floor <= TOP_CORE_FLOOR else ENGINE_PACKAGES
 
@@ -201,6 +208,8 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
         return f"imports {target}: only {', '.join(sorted(KERNELS_DOORS))} may import {KERNELS}"
     if is_inside(module, KERNELS) and not is_inside(target, KERNELS):
         return f"imports {target}: kernels take tensors, and import only torch, triton and each other"
+    if is_inside(module, INTEGRATIONS) and not is_inside(target, INTEGRATIONS) and target not in FACADE:
+        return f"imports {target}: integrations use the public names, {', '.join(sorted(FACADE))}"
     here, there = floor_of(module), floor_of(target)
     if here is None or there is None:
         return None  # check_imports reports the module without a floor

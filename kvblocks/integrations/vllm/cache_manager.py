@@ -266,7 +266,8 @@ class KVBlocksCacheManager:
             self.manager.allocate_slots(
                 sequence, settled - sequence.num_computed_tokens, num_total_tokens=settled, num_in_flight_tokens=settled
             )
-        return max(0, sequence.num_computed_tokens - settled)
+        num_in_flight: int = sequence.num_computed_tokens - settled
+        return max(0, num_in_flight)
 
     def _is_held_back(self, request: Any, sequence: Sequence, hit: Any, room: "Room") -> bool:
         """Whether a request has to wait though there may be room: for a watermark, its own end, or others."""

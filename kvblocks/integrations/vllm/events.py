@@ -31,14 +31,14 @@ class EventMaker:
         if isinstance(event, AllBlocksCleared):
             return kv_events.AllBlocksCleared()
         group = event.group_idx or 0
-        hashes = [maybe_convert_block_hash(digest) for digest in event.block_hashes]  # type: ignore[arg-type]
+        hashes = [maybe_convert_block_hash(digest) for digest in event.block_hashes]
         if not isinstance(event, BlockStored):
             return kv_events.BlockRemoved(block_hashes=hashes, medium=kv_events.MEDIUM_GPU, group_idx=group)
         parent, name = event.parent_block_hash, lora_name(event.lora)
         kind, window = self._kinds[group]
         return kv_events.BlockStored(
             block_hashes=hashes,
-            parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),  # type: ignore[arg-type]
+            parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
             token_ids=event.token_ids,
             block_size=event.block_size,
             lora_id=None if name is None else self._lora_ids.get(name),

@@ -57,8 +57,8 @@ def check_vllm() -> None:
     version = getattr(importlib.import_module("vllm"), "__version__", "unknown") if modules else "none"
     if missing:
         raise UnsupportedVllmError(
-            f"expected a vLLM with the parts that kvblocks.integrations.vllm uses (tested: {', '.join(TESTED_VERSIONS)}),"
-            f" got {version}, which lacks {', '.join(missing)}"
+            "expected a vLLM with the parts that kvblocks.integrations.vllm uses"
+            f" (tested: {', '.join(TESTED_VERSIONS)}), got {version}, which lacks {', '.join(missing)}"
         )
     if not str(version).startswith(TESTED_VERSIONS):
         warnings.warn(

@@ -54,17 +54,13 @@ def make_sequence(request: Any, block_size: int) -> Sequence:
 
 def embedding_keys(request: Any, block_size: int) -> list[tuple[int, int, bytes]]:
     """Return a key for each block that prompt embeddings reach into: the digest of what they are there."""
+    import torch  # vLLM has it; only prompts of embeddings need it here
+
     keys = []
     embeddings = request.prompt_embeds
     for start in range(0, len(embeddings), block_size):
         part = embeddings[start : start + block_size].detach().cpu().contiguous()
         name = f"{part.dtype} {tuple(part.shape)}".encode()
-        content = part.flatten().view(_byte_type(part)).numpy().tobytes()
+        content = part.flatten().view(torch.uint8).numpy().tobytes()
         keys.append((start, start + len(part), sha256(name + b"\0" + content).digest()))
     return keys
-
-
-def _byte_type(tensor: Any) -> Any:
-    import torch
-
-    return torch.uint8

@@ -48,11 +48,11 @@ class GivenBlocks(KVCacheBlocks):
         self.tables = tables
 
     @property
-    def blocks(self) -> tuple[list[BlockView], ...]:  # type: ignore[override]
+    def blocks(self) -> tuple[list[BlockView], ...]:
         """Views of them, by group."""
         return tuple([BlockView(block) for block in table] for table in self.tables)
 
-    def get_block_ids(  # type: ignore[override]
+    def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Items[int] | None = None
     ) -> tuple[list[int], ...] | None:
         """Return their ids by group, 0 for what has left a window; None if there are none and `allow_none`."""
@@ -86,7 +86,7 @@ class TableBlocks(GivenBlocks):
         """The blocks by group, None for what has left a window."""
         return tuple(self._sequence.group_blocks(group) for group in range(self._num_groups))
 
-    def get_block_ids(  # type: ignore[override]
+    def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Items[int] | None = None
     ) -> tuple[list[int], ...] | None:
         """Return copies of its tables."""
