@@ -47,8 +47,9 @@ class PrefixMatch:
     `with cache.match_prefix(tokens) as match` never fails; one that was read, and isn't true any more, raises
     StaleHitError, because somebody may have acted on it. It may be entered again, while it is held too.
 
-    Tokens given as a buffer are used without a copy and must not change while the match is in use. One match belongs to
-    one thread at a time. Made by a `PrefixCache`; sequence, blocks, version and is_read are for that.
+    An insertion's match is the same, as of the insertion. Tokens given to a lookup as a buffer are used without a copy
+    and must not change while the match is in use; an insertion's match has a copy. One match belongs to one thread at a
+    time. Made by a `PrefixCache`; sequence, blocks, version and is_read are for that.
     """
 
     __slots__ = (
