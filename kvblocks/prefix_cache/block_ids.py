@@ -22,16 +22,15 @@ def check_block_ids(kv_block_ids: BlockIds, num_blocks: int, block_size: int) ->
     different is not looked at. O(ids); a buffer takes half the time of a list.
     """
     given: Any = kv_block_ids
-    ids = None if type(given) is list else _from_buffer(given)
-    are_ints = ids is not None
-    if ids is None:
-        ids = listed("kv_block_ids", _EXPECTED, given)
+    in_buffer = None if type(given) is list else _from_buffer(given)
+    ids: list[Any] = listed("kv_block_ids", _EXPECTED, given) if in_buffer is None else in_buffer
     if len(ids) != num_blocks:
         raise InvalidArgumentError(
             f"kv_block_ids: expected {num_blocks}, one for each full block of {block_size} tokens and none for a "
             f"partial one, got {len(ids)}"
         )
-    if not (are_ints or set(map(type, ids)) <= {int}) or not _fit(ids):
+    are_ints = in_buffer is not None or set(map(type, ids)) <= {int}
+    if not (are_ints and _fit(ids)):
         ids = [check_count(f"kv_block_ids: position {i}", kv_block_id, 0) for i, kv_block_id in enumerate(ids)]
     return ids
 
@@ -61,7 +60,7 @@ def _from_buffer(given: Any) -> list[int] | None:
     return view.tolist()
 
 
-def _fit(ids: list[int]) -> bool:
+def _fit(ids: list[Any]) -> bool:
     """Whether these ints are from 0 to 2**63 - 1. Half the price of min()."""
     packed = array("Q")
     try:

@@ -119,6 +119,16 @@ def test_what_is_extended_is_not_evicted_for_it():
     assert cache.insert_prefix([*ABC], [0, 1, 3])[:4] == (3, 1, [], [2])
 
 
+def test_what_is_extended_goes_after_its_extension():
+    """Whether something had to be evicted for it or not, and where another prefix is attached to the middle."""
+    for max_blocks in (9, 5):
+        cache = filled(max_blocks, ([*ABC[:2], 8, 8], [0, 7]), (ABC[:4], [0, 1]), ([9, 9, 9, 9], [10, 11]))
+        result = cache.insert_prefix([*ABC, 5, 5], [0, 1, 2, 3])
+        assert result.evicted_kv_blocks == ([] if max_blocks == 9 else [7, 11])
+        cache.check()
+        assert cache.evict_lru(9) == [*([7, 11] if max_blocks == 9 else []), 10, 3, 2, 1, 0]
+
+
 def test_the_longest_prefix_that_fits_is_inserted():
     cache = filled(4, (ABC, [0, 1, 2]))
     assert cache.pin_prefix(ABC) == 6
