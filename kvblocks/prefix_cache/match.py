@@ -60,7 +60,7 @@ class PrefixMatch:
     def __init__(self, holder: MatchHolder, sequence: Sequence) -> None:
         self._holder = holder
         self._holds: list[Hold] = []
-        self._packed_ids: array[int] | None = None  # made when first asked for
+        self._packed_ids: array[int] | None = None  # made when first asked for; they can't change any more then
         self._payload: Any = None
         self.sequence = sequence
         self.is_read = False
@@ -138,7 +138,6 @@ class PrefixMatch:
         self.blocks = blocks
         self.version = version
         self._kv_block_ids = kv_block_ids
-        self._packed_ids = None
         self._num_tokens = len(blocks) * block_size
         previous = self._payload
         self._payload = payload

@@ -8,6 +8,7 @@ import threading
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvblocks import (
     KVCacheBlock,
     PinnedPrefix,
     PrefixCache,
+    PrefixMatch,
     StaleHitError,
 )
 from kvblocks.core.hashing import sha256_digest
@@ -446,7 +448,8 @@ def test_what_was_left_counts_at_once():
 
 
 @pytest.mark.parametrize(
-    "field", ["match_length", "matched_kv_blocks", "matched_tokens", "remaining_tokens", "payload"]
+    "field",
+    ["match_length", "matched_kv_blocks", "packed_kv_blocks", "matched_tokens", "remaining_tokens", "payload"],
 )
 def test_any_field_counts_as_reading(field):
     cache = filled(8, (ABC, [0, 1, 2]))
@@ -893,39 +896,45 @@ def test_eight_threads_and_an_audit():
 
 
 def test_nobody_evicts_between_two_calls_that_are_exclusive():
-    """While threads evict all they can, a match that is entered where it was inserted holds all of it."""
-    cache, num_rounds = PrefixCache(64, 1), 300
-    stop, lost = threading.Event(), [0, 0]
+    """While a thread evicts all it can, a match that is entered where it was inserted holds all of it."""
+    cache, stop, num_evictions = PrefixCache(64, 1), threading.Event(), [0]
 
     def evict() -> None:
         while not stop.is_set():
             cache.evict_lru(64)
+            num_evictions[0] += 1
 
-    threads = [threading.Thread(target=evict) for _ in range(2)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+    def insert(number: int) -> PrefixMatch:
+        return cache.insert_prefix([number] * 8, range(8 * number, 8 * number + 8)).match
+
+    thread = threading.Thread(target=evict)
+    thread.start()
     try:
-        for thread in threads:
-            thread.start()
-        for number in range(num_rounds):
+        for number in range(20):
             with cache.exclusive(), cache.exclusive():
-                match = cache.insert_prefix([number] * 8, range(8 * number, 8 * number + 8)).match
-                time.sleep(0)
+                match = insert(number)
+                time.sleep(0.002)
                 match.__enter__()
-            with match:  # others go on now
-                lost[0] += match.match_length < 8
+            wait_for(lambda after=num_evictions[0] + 2: num_evictions[0] >= after)
+            assert match.match_length == 8
+            assert cache.query_match_len([number] * 8) == 8
             match.__exit__()
-            with cache.insert_prefix([number, 0] * 4, range(2**40 + 8 * number, 2**40 + 8 * number + 8)).match as match:
-                lost[1] += match.match_length < 8
+            match = insert(100 + number)
+            wait_for(lambda after=num_evictions[0] + 2: num_evictions[0] >= after)
+            with match:  # what there is to guard against
+                assert match.match_length == 0
     finally:
         stop.set()
-        sys.setswitchinterval(interval)
-        for thread in threads:
-            thread.join(60)
-    assert lost[0] == 0
-    assert lost[1] > 0  # or there would be nothing to guard against
+        thread.join(60)
     cache.check()
     assert cache.evictable_count() == cache.cached_block_count()
+
+
+def wait_for(is_done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_done():
+        assert time.monotonic() < end
+        time.sleep(0)
 
 
 def test_leaving_a_match_waits_for_nobody():
