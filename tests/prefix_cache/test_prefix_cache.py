@@ -238,6 +238,15 @@ def test_bad_block_ids_in_a_buffer(ids, message):
     assert cache.cached_block_count() == 0
 
 
+def test_a_view_that_was_released_is_no_buffer_of_ids():
+    view = memoryview(array("q", [1, 2, 3]))
+    view.release()
+    with pytest.raises(
+        InvalidArgumentError, match="kv_block_ids: expected a buffer of ints; it says operation forbidden"
+    ):
+        filled().insert_prefix(ABC, view)
+
+
 def test_the_largest_id():
     cache = filled()
     assert cache.insert_prefix(ABC[:2], [2**63 - 1]).match.packed_kv_blocks == array("q", [2**63 - 1])
