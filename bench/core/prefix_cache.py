@@ -1,11 +1,12 @@
-"""How fast `PrefixCache` is on your machine, beside its targets; needs no peer.
+"""How fast `PrefixCache` is on your machine, beside its targets; needs no peer, and has one for blocks of one token.
 
     python -m bench.core.prefix_cache [--quick] [--json FILE]
 
-Prompts have 1,060 tokens: 66 blocks of 16, and 4 tokens more. Bias: calls run in a tight loop on one thread, so caches
-and branch predictors are warmer than in an engine; a prompt that is matched again and again most of all, which is why
-64 prompts in turn are timed beside it. What it does not show: threads that wait for the lock, prompts that share only
-parts, the collector's pauses (it is off while timing), and a machine whose other work takes the memory bandwidth.
+Prompts have 1,060 tokens: 66 blocks of 16, and 4 tokens more. Those of "page 1" have 800 blocks of one token; see
+`bench.core.page_one`, for the peer too. Bias: calls run in a tight loop on one thread, so caches and branch predictors
+are warmer than in an engine; a prompt that is matched again and again most of all, which is why 64 prompts in turn are
+timed beside it. What it does not show: threads that wait for the lock, prompts that share only parts, the collector's
+pauses (it is off while timing), and a machine whose other work takes the memory bandwidth.
 Memory is what Python allocates for 1,000 blocks without payloads.
 """
 
@@ -19,6 +20,7 @@ from collections.abc import Sequence as Items
 from pathlib import Path
 
 from bench.conditions import conditions, print_conditions
+from bench.core.page_one import page_cases, ratios
 from bench.core.workload import BLOCK_SIZE, FILLER_BLOCKS, FreshPrompts, filler, random_tokens
 from bench.timing import Case, Spread, measure
 from kvblocks import PrefixCache
@@ -163,6 +165,7 @@ def run(num_blocks: int, num_rounds: int, num_samples: int) -> list[Row]:
     for name, case in insert_cases(num_blocks).items():
         cases[name] = case, 50.0
     cases[f"evict {EVICTED_BLOCKS} blocks"] = evict_case(num_blocks), 100.0
+    cases |= {name: (case, None) for name, case in page_cases().items()}
     spreads = measure({name: case for name, (case, _) in cases.items()}, num_rounds, num_samples)
     rows = [to_row(name, spreads[name], "us/call", 1000, target) for name, (_, target) in cases.items()]
     memory = Spread([measure_memory() for _ in range(3)])
@@ -171,17 +174,22 @@ def run(num_blocks: int, num_rounds: int, num_samples: int) -> list[Row]:
 
 def print_rows(rows: list[Row]) -> None:
     """Print the table, and what it doesn't show."""
-    print(f"{'item':<40}{'unit':<10}{'min':>10}{'median':>10}{'max':>10}{'target':>10}")
+    print(f"{'item':<48}{'unit':<10}{'min':>10}{'median':>10}{'max':>10}{'target':>10}")
     for row in rows:
         numbers = f"{row['min']:>10}{row['median']:>10}{row['max']:>10}"
         target = (
             "" if row["target"] is None else f"{'< ' + str(row['target']):>10}{'' if row['is_met'] else '   missed'}"
         )
-        print(f"{row['item']:<40}{row['unit']:<10}{numbers}{target}")
-    print("\nTargets are for the median. Not shown: threads that wait for the lock, prompts that share only parts, the")
+        print(f"{row['item']:<48}{row['unit']:<10}{numbers}{target}")
+    for what, ratio in ratios({str(row["item"]): float(str(row["min"])) for row in rows}).items():
+        print(f"page 1, {what}: kvblocks takes {ratio:.1f} times as long as mini-sglang's tree")
     print(
-        "collector's pauses, and other work on the machine. A list of tokens is packed in every call, a buffer isn't."
+        "\nTargets are for the median, ratios of minima. Not shown: threads that wait for the lock, prompts that share"
     )
+    print(
+        "only parts, the collector's pauses, and other work on the machine. A list of tokens is packed in every call, a"
+    )
+    print("buffer isn't.")
 
 
 def main(arguments: list[str] | None = None) -> None:

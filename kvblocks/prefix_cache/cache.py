@@ -15,8 +15,10 @@ A call that raises has changed nothing. But one that is interrupted in the middl
 say, leaves a cache all of whose calls raise CorruptStateError.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any, SupportsIndex
 
@@ -26,9 +28,10 @@ from kvblocks.core.hashing import PositionKeys
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.tokens import TokenIds
 from kvblocks.errors import BlockStateError, InvalidArgumentError, StaleHitError
-from kvblocks.prefix_cache.match import Hold, PrefixInsert, PrefixMatch
+from kvblocks.prefix_cache.block_ids import BlockIds, check_block_ids
+from kvblocks.prefix_cache.match import Hold, PrefixInsert, PrefixMatch, ids_of
 from kvblocks.prefix_cache.pins import PinnedPrefix, PrefixPins
-from kvblocks.prefix_cache.store import PrefixStore, check_block_ids
+from kvblocks.prefix_cache.store import PrefixStore
 
 _NAME = "prefix"
 
@@ -101,7 +104,7 @@ class PrefixCache(Changeable):
     def insert_prefix(
         self,
         token_ids: TokenIds,
-        kv_block_ids: Iterable[SupportsIndex],
+        kv_block_ids: BlockIds,
         *,
         pin: Flag = False,
         salt: Text | None = None,
@@ -110,10 +113,14 @@ class PrefixCache(Changeable):
     ) -> PrefixInsert:
         """Cache that these blocks, whose KV is computed, hold these tokens. The prefix becomes the most recently used.
 
-        kv_block_ids: one for each full block, none for a partial one at the end. Where a prefix is cached already, its
-        block stays and the given id is not taken. When the cache is full, blocks that nothing holds are evicted, least
-        recently used first; if that isn't enough, the longest prefix that fits is cached. pin: pin what is cached, as
-        `pin_prefix` does.
+        kv_block_ids: one for each full block, none for a partial one at the end; ints, or a buffer of them (see
+        `block_ids.check_block_ids`). Where a prefix is cached already, its block stays and the given id is not taken.
+        When the cache is full, blocks that nothing holds are evicted, least recently used first; if that isn't enough,
+        the longest prefix that fits is cached. pin: pin what is cached, as `pin_prefix` does.
+
+        The result's `match` is what `match_prefix` of these tokens would find now, without another lookup, and counted
+        by no rate. It holds nothing until it is entered. Where other threads evict, use `exclusive` for both. It has a
+        copy of the tokens, so a buffer may change when this call has returned.
 
         Raises InvalidTokensError, InvalidArgumentError, and BlockStateError for an id that holds another prefix.
         O(tokens).
@@ -121,22 +128,34 @@ class PrefixCache(Changeable):
         sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
         ids = check_block_ids(kv_block_ids, sequence.num_tokens // self.block_size, self.block_size)
         pins = check_flag("pin", pin)
+        if not isinstance(sequence.tokens, array):  # the caller's, who may want to append to it
+            sequence.tokens = array("I", sequence.tokens.tobytes())
+        store, match = self._store, PrefixMatch(self, sequence)
         with self._lock:
             self._catch_up()
-            path = self._store.find(sequence)
-            self._store.check_insertable(ids, path)
+            found = store.find(sequence)
+            num_found, path_ids = len(found), ids_of(found)
+            unused = store.check_insertable(ids, path_ids)
             self.begin_change()
-            path, num_new, evicted = self._store.cache(sequence, ids, path)
+            path, evicted = store.cache(sequence, ids, found, is_held=pins)
+            path_ids += ids[num_found : len(path)]
             if pins and path:
                 self._pins.add(sequence, path, None)
-            else:
-                self._store.let_go(path)
-            found = path[: len(path) - num_new]
-            unused = [given for given, block in zip(ids, found, strict=False) if given != block.block_id]
-            done = PrefixInsert(len(path), num_new, unused + ids[len(path) :], evicted)
+            match.show(path, path_ids, self.block_size, store.index.version, store.payload(sequence, path))
+            done = PrefixInsert(len(path), len(path) - num_found, unused + ids[len(path) :], evicted, match)
             self.end_change()
-            self._store.drop_payloads()
+            store.drop_payloads()
             return done
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """Return a context manager; from entering to leaving it, calls of other threads wait, as they do for one call.
+
+        For calls that belong together: in `with cache.exclusive():` nobody can evict what `insert_prefix` cached before
+        the match is entered. Leaving a match still waits for nobody. Wait for no other thread inside. It may be entered
+        again inside. Changes nothing. O(1).
+        """
+        lock: AbstractContextManager[object] = self._lock
+        return lock
 
     def attach(
         self,
@@ -228,13 +247,13 @@ class PrefixCache(Changeable):
         number = check_count("kv_block_id", kv_block_id, 0)
         with self._lock:
             self.check_whole()
-            return number in self._store.blocks
+            return number in self._store.ids
 
     def cached_block_count(self) -> int:
         """Return how many blocks are cached. O(1)."""
         with self._lock:
             self.check_whole()
-            return len(self._store.blocks)
+            return len(self._store.ids)
 
     def evictable_count(self) -> int:
         """Return how many blocks are neither pinned nor held by a match. O(1) beside matches that were left."""
@@ -299,7 +318,8 @@ class PrefixCache(Changeable):
             if match.is_read:
                 match.renew(blocks, version)
             else:
-                match.show(blocks, self.block_size, version, self._store.payload(match.sequence, blocks))
+                payload = self._store.payload(match.sequence, blocks)
+                match.show(blocks, ids_of(blocks), self.block_size, version, payload)
 
     def let_go(self, hold: Hold) -> None:
         """Let go of what `hold` held, if anything, at the next call, without a lock. For `PrefixMatch`, finalizers."""
@@ -311,7 +331,7 @@ class PrefixCache(Changeable):
         store = self._store
         match = PrefixMatch(self, sequence)
         blocks = store.find(sequence)
-        match.show(blocks, self.block_size, store.index.version, store.payload(sequence, blocks))
+        match.show(blocks, ids_of(blocks), self.block_size, store.index.version, store.payload(sequence, blocks))
         self.change_state = CHANGING
         store.renew(blocks)
         self._num_queries += 1

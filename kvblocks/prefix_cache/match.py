@@ -6,6 +6,7 @@ traceback or a log a leak of cache memory, and letting go of it the work of a fi
 the middle of anything.
 """
 
+from array import array
 from typing import Any, NamedTuple, Protocol, Self
 
 from kvblocks.core.block import KVCacheBlock
@@ -13,18 +14,9 @@ from kvblocks.core.sequence import Sequence
 from kvblocks.errors import BlockStateError
 
 
-class PrefixInsert(NamedTuple):
-    """What an insertion did. Every id that was given is in the cache now or in `unused_kv_blocks`; none is lost.
-
-    num_cached_blocks: blocks of the prefix that are cached now. num_new_blocks: those of them that this call added.
-    unused_kv_blocks: given ids that the cache did not take, because another block holds that prefix already or because
-    there was no room; they are the caller's. evicted_kv_blocks: ids that the cache gave up to make room, likewise.
-    """
-
-    num_cached_blocks: int
-    num_new_blocks: int
-    unused_kv_blocks: list[int]
-    evicted_kv_blocks: list[int]
+def ids_of(blocks: list[KVCacheBlock]) -> list[int]:
+    """Return the blocks' ids, in order. O(blocks)."""
+    return [block.block_id for block in blocks]
 
 
 class Hold:
@@ -55,18 +47,20 @@ class PrefixMatch:
     `with cache.match_prefix(tokens) as match` never fails; one that was read, and isn't true any more, raises
     StaleHitError, because somebody may have acted on it. It may be entered again, while it is held too.
 
-    Tokens given as a buffer are used without a copy and must not change while the match is in use. One match belongs to
-    one thread at a time. Made by a `PrefixCache`; sequence, blocks, version and is_read are for that.
+    An insertion's match is the same, as of the insertion. Tokens given to a lookup as a buffer are used without a copy
+    and must not change while the match is in use; an insertion's match has a copy. One match belongs to one thread at a
+    time. Made by a `PrefixCache`; sequence, blocks, version and is_read are for that.
     """
 
     __slots__ = (
-        *("_holder", "_holds", "_kv_block_ids", "_num_tokens", "_payload"),
+        *("_holder", "_holds", "_kv_block_ids", "_num_tokens", "_packed_ids", "_payload"),
         *("blocks", "is_read", "sequence", "version"),
     )
 
     def __init__(self, holder: MatchHolder, sequence: Sequence) -> None:
         self._holder = holder
         self._holds: list[Hold] = []
+        self._packed_ids: array[int] | None = None  # made when first asked for; they can't change any more then
         self._payload: Any = None
         self.sequence = sequence
         self.is_read = False
@@ -82,6 +76,19 @@ class PrefixMatch:
         """The ids of the blocks that hold them, in order. The list is the match's own; don't change it. O(1)."""
         self.is_read = True
         return self._kv_block_ids
+
+    @property
+    def packed_kv_blocks(self) -> "array[int]":
+        """The same ids as an array of int64, typecode "q", which is the match's own; don't change it.
+
+        numpy.frombuffer(…, "int64") and torch.frombuffer(…, dtype=torch.int64) take it without a copy (torch's takes
+        no empty one). O(blocks) once, then O(1).
+        """
+        self.is_read = True
+        packed = self._packed_ids
+        if packed is None:
+            packed = self._packed_ids = array("q", self._kv_block_ids)
+        return packed
 
     @property
     def matched_tokens(self) -> list[int]:
@@ -121,14 +128,16 @@ class PrefixMatch:
         self._holder.let_go(self._holds[-1])  # before it is forgotten here, so that an interrupt can't lose it
         self._holds.pop()
 
-    def show(self, blocks: list[KVCacheBlock], block_size: int, version: int, payload: Any) -> Any:
-        """Say that these blocks match, as of `version`. For the cache alone.
+    def show(
+        self, blocks: list[KVCacheBlock], kv_block_ids: list[int], block_size: int, version: int, payload: Any
+    ) -> Any:
+        """Say that these blocks, which have these ids, match, as of `version`. For the cache alone.
 
         Returns the payload that it had, which so outlives the change: its finalizer may do anything.
         """
         self.blocks = blocks
         self.version = version
-        self._kv_block_ids = [block.block_id for block in blocks]
+        self._kv_block_ids = kv_block_ids
         self._num_tokens = len(blocks) * block_size
         previous = self._payload
         self._payload = payload
@@ -141,8 +150,24 @@ class PrefixMatch:
 
     def is_still(self, blocks: list[KVCacheBlock]) -> bool:
         """Whether what it says is true when it would find `blocks` now. For the cache alone. O(blocks)."""
-        return [block.block_id for block in blocks] == self._kv_block_ids
+        return ids_of(blocks) == self._kv_block_ids
 
     def __repr__(self) -> str:
         held = ", held" if self._holds else ""
         return f"PrefixMatch({self._num_tokens} of {self.sequence.num_tokens} tokens{held})"
+
+
+class PrefixInsert(NamedTuple):
+    """What an insertion did. Every id that was given is in the cache now or in `unused_kv_blocks`; none is lost.
+
+    num_cached_blocks: blocks of the prefix that are cached now. num_new_blocks: those of them that this call added.
+    unused_kv_blocks: given ids that the cache did not take, because another block holds that prefix already or because
+    there was no room; they are the caller's. evicted_kv_blocks: ids that the cache gave up to make room, likewise.
+    match: what `match_prefix` of the tokens would find now, not counted by the rates.
+    """
+
+    num_cached_blocks: int
+    num_new_blocks: int
+    unused_kv_blocks: list[int]
+    evicted_kv_blocks: list[int]
+    match: PrefixMatch

@@ -15,11 +15,10 @@ Takes no lock; `PrefixCache` does.
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from operator import length_hint
-from typing import Any
+from typing import Any, NoReturn
 
 from xxhash import xxh3_128_digest
 
-from kvblocks.arguments import check_count, listed
 from kvblocks.core.block import ROOT, KVCacheBlock
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.free_queue import FreeBlockQueue
@@ -67,25 +66,30 @@ class RecencyQueue(FreeBlockQueue):
         root.prev_free_block = last
         self.num_free_blocks += len(path) - num_kept
 
-    def renew(self, blocks: Items[KVCacheBlock]) -> None:
+    def renew(self, blocks: Items[KVCacheBlock]) -> int:
         """Make a path's blocks the most recently used, its first one most of all. Owned ones stay out.
 
-        Blocks that were queued together mostly stand together still, and are moved in one piece. O(blocks).
+        Returns how many are queued. Blocks that were queued together mostly stand together still, and are moved in one
+        piece. O(blocks).
         """
         first: KVCacheBlock | None = None  # of a stretch that stands together, and is followed by `following`
         last = following = self._root
-        for block in reversed(blocks):
+        num_owned = 0
+        above = reversed(blocks)
+        for block in above:
             if block is not following:
                 if first is not None:
                     self._move_to_end(first, last)
                 first = None
                 if block.ref_cnt:  # so have all above it
+                    num_owned = 1 + length_hint(above)
                     break
                 first = block
             last = block
             following = block.next_free_block
         if first is not None:
             self._move_to_end(first, last)
+        return len(blocks) - num_owned
 
     def _move_to_end(self, first: KVCacheBlock, last: KVCacheBlock) -> None:
         """Move what is linked from `first` to `last`. O(1)."""
@@ -100,12 +104,15 @@ class RecencyQueue(FreeBlockQueue):
 
 
 class PrefixStore:
-    """At most `max_blocks` blocks of `block_size` tokens. blocks: those that are here, by id. index: what they hold."""
+    """At most `max_blocks` blocks of `block_size` tokens. ids: of those that are here. index: what they hold.
+
+    Many lines here are one call for all blocks of a path: with one token a block, a loop is what an insertion costs.
+    """
 
     def __init__(self, max_blocks: int, block_size: int) -> None:
         self.max_blocks = max_blocks
         self.block_size = block_size
-        self.blocks: dict[int, KVCacheBlock] = {}
+        self.ids: set[int] = set()
         self.index = PrefixIndex(block_size, xxh3_128_digest)  # nothing here ever asks for a digest
         self._queue = RecencyQueue(())
         self._stock: list[KVCacheBlock] = []  # ref_cnt 1, as they come off the queue and as they go into it
@@ -134,25 +141,32 @@ class PrefixStore:
         self._queue.let_go(path)
 
     def cache(
-        self, sequence: Sequence, kv_block_ids: list[int], path: list[KVCacheBlock]
-    ) -> tuple[list[KVCacheBlock], int, list[int]]:
+        self, sequence: Sequence, kv_block_ids: list[int], path: list[KVCacheBlock], *, is_held: bool
+    ) -> tuple[list[KVCacheBlock], list[int]]:
         """Cache as much of the sequence's full blocks as there is room for, evicting what nothing holds.
 
-        kv_block_ids: different ones, one for each full block, that passed `check_insertable`. path: what is found of
-        the sequence. Returns the path that is cached then, held once; how many blocks of it are new, the last ones; and
-        the ids that were evicted. O(blocks).
+        kv_block_ids: one for each full block, that passed `check_insertable`. path: what is found of the sequence.
+        Returns the path that is cached then, and the ids that were evicted. is_held: whether the path is held once;
+        else it is the most recently used. O(blocks).
         """
         num_found = len(path)
-        self.hold(path)
-        num_missing = len(kv_block_ids) - num_found - (self.max_blocks - len(self.blocks))
-        evicted = self.evict(num_missing) if num_missing > 0 else []
-        room = self.max_blocks - len(self.blocks)
+        num_missing = len(kv_block_ids) - num_found - (self.max_blocks - len(self.ids))
+        evicted: list[int] = []
+        if num_missing > 0:
+            num_queued = self._queue.renew(path)  # last in the queue now, so that what is extended isn't evicted for it
+            evicted = self.evict(min(num_missing, self._queue.num_free_blocks - num_queued))
+        room = self.max_blocks - len(self.ids)
         new = self._take(kv_block_ids[num_found : num_found + room])
         if new:
             node = path[-1].node if path else ROOT
             keys = sequence.encoded_keys(self.block_size)
             self.index.cache(node, new, sequence.packed_tokens(), keys, num_found)
-        return path + new, len(new), evicted
+        if is_held:
+            self.hold(path)  # for the first new block, which is held; without new blocks for the path itself
+        else:
+            self.let_go(new)
+            self.renew(path)  # behind its new end, which is to be evicted first
+        return path + new, evicted
 
     def evict(self, num_blocks: int) -> list[int]:
         """Give up at most `num_blocks` blocks that nothing holds, least recently used first. Returns their ids.
@@ -163,8 +177,7 @@ class PrefixStore:
         num_evicted = self.index.evict(blocks)
         assert num_evicted == len(blocks), f"evict: {num_evicted} blocks went with {len(blocks)} leaves"
         kv_block_ids = [block.block_id for block in blocks]
-        for kv_block_id in kv_block_ids:
-            del self.blocks[kv_block_id]
+        self.ids.difference_update(kv_block_ids)
         if self._payloads:
             for block in blocks:
                 if block in self._payloads:
@@ -197,42 +210,60 @@ class PrefixStore:
 
     def check(self, holds: Iterable[list[KVCacheBlock]]) -> None:
         """Raise AssertionError unless all here agrees, and the paths that are held are `holds`. O(blocks)."""
-        num_holds = dict.fromkeys(self.blocks.values(), 0)
+        blocks = [block for run in self.index.runs() for block in run.blocks]
+        num_holds = dict.fromkeys(blocks, 0)
         for path in holds:
             for above, block in zip([None, *path], path, strict=False):
                 assert _parent(block) is above, f"{block}: is attached to another block than {above}"
             if path:
                 num_holds[path[-1]] += 1
-        for block in self.blocks.values():
+        for block in blocks:
             held_from = _parent(block) if block.ref_cnt else None
             if held_from is not None:
                 num_holds[held_from] += 1
         self._queue.check()
         self.index.check()
         indices = {block: i for i, block in enumerate(self._queue)}
-        for kv_block_id, block in self.blocks.items():
-            assert block.block_id == kv_block_id and block.is_cached, f"{block}: isn't what {kv_block_id} holds"
+        assert {block.block_id for block in blocks} == self.ids, "store: ids that aren't those of the blocks"
+        for block in blocks:
             assert block.ref_cnt == num_holds[block], f"{block}: held {num_holds[block]} times"
             assert (block in indices) == (block.ref_cnt == 0), f"{block}: queued and held, or neither"
             parent = _parent(block)
             assert parent is None or parent.ref_cnt or indices[block] < indices[parent], f"{block}: outlives {parent}"
         assert len(indices) == self.num_evictable_blocks, "store: queued blocks that aren't here"
-        assert self.index.num_cached_blocks == len(self.blocks), f"index: {self.index.num_cached_blocks} cached"
-        assert len(self.blocks) + len(self._stock) <= self.max_blocks, f"store: more than {self.max_blocks} blocks"
+        assert self.index.num_cached_blocks == len(self.ids), f"index: {self.index.num_cached_blocks} cached"
+        assert len(self.ids) + len(self._stock) <= self.max_blocks, f"store: more than {self.max_blocks} blocks"
         assert all(block.run is None and block.ref_cnt == 1 for block in self._stock), "store: the stock is in use"
         assert self._payloads.keys() <= num_holds.keys(), "store: a payload without its block"
 
-    def check_insertable(self, kv_block_ids: list[int], path: list[KVCacheBlock]) -> None:
-        """Raise BlockStateError when an id is here for another prefix than `path`. Changes nothing. O(blocks)."""
-        if self.blocks.keys().isdisjoint(kv_block_ids):
-            return
-        for position, kv_block_id in enumerate(kv_block_ids):
-            block = self.blocks.get(kv_block_id)
-            if block is not None and (position >= len(path) or path[position] is not block):
-                raise BlockStateError(
-                    f"kv_block_ids: expected ids that hold no other prefix, got {kv_block_id} at position {position}, "
-                    "which does; evict it first"
-                )
+    def check_insertable(self, kv_block_ids: list[int], found: list[int]) -> list[int]:
+        """Return those of the ids for whose position there is another one in `found`, the ids of what is cached.
+
+        Raises InvalidArgumentError unless the ids are different ones, and BlockStateError when one is here for another
+        prefix. Changes nothing. O(ids).
+        """
+        num_found = len(found)
+        others: list[int] = []
+        if kv_block_ids[:num_found] != found:
+            others = [given for given, block_id in zip(kv_block_ids, found, strict=False) if given != block_id]
+        # Those that are `found` at their positions are different ones, and here. So only the rest is looked at.
+        rest = others + kv_block_ids[num_found:]
+        if len(set(rest)) != len(rest) or not self.ids.isdisjoint(rest):
+            self._refuse(kv_block_ids, found)
+        return others
+
+    def _refuse(self, kv_block_ids: list[int], found: list[int]) -> NoReturn:
+        num_different = len(set(kv_block_ids))
+        if num_different != len(kv_block_ids):
+            raise InvalidArgumentError(
+                f"kv_block_ids: expected {len(kv_block_ids)} different ones, got {num_different}"
+            )
+        given = list(enumerate(kv_block_ids))
+        position, taken = next((i, one) for i, one in given if one in self.ids and found[i : i + 1] != [one])
+        raise BlockStateError(
+            f"kv_block_ids: expected ids that hold no other prefix, got {taken} at position {position}, "
+            "which does; evict it first"
+        )
 
     def _take(self, kv_block_ids: list[int]) -> list[KVCacheBlock]:
         """Return blocks with these ids, held once, from the stock as far as it goes."""
@@ -246,7 +277,7 @@ class PrefixStore:
             block = KVCacheBlock(kv_block_id)
             block.ref_cnt = 1
             blocks.append(block)
-        self.blocks.update(zip(kv_block_ids, blocks, strict=True))
+        self.ids.update(kv_block_ids)
         return blocks
 
     def _tail(self, sequence: Sequence) -> tuple[bytes, bytes | None]:
@@ -255,21 +286,6 @@ class PrefixStore:
         keys = sequence.encoded_keys(self.block_size)
         tail = bytes(sequence.packed_tokens()[4 * self.block_size * num_blocks :])
         return tail, None if keys is None else keys.get(num_blocks)
-
-
-def check_block_ids(kv_block_ids: Any, num_blocks: int, block_size: int) -> list[int]:
-    """Return `kv_block_ids` as a list of `num_blocks` different ints of at least 0; else InvalidArgumentError."""
-    ids = listed("kv_block_ids", "an iterable of ints", kv_block_ids)
-    if len(ids) != num_blocks:
-        raise InvalidArgumentError(
-            f"kv_block_ids: expected {num_blocks}, one for each full block of {block_size} tokens and none for a "
-            f"partial one, got {len(ids)}"
-        )
-    if ids and (set(map(type, ids)) != {int} or min(ids) < 0):
-        ids = [check_count(f"kv_block_ids: position {i}", kv_block_id, 0) for i, kv_block_id in enumerate(ids)]
-    if len(set(ids)) != num_blocks:
-        raise InvalidArgumentError(f"kv_block_ids: expected {num_blocks} different ones, got {len(set(ids))}")
-    return ids
 
 
 def _parent(block: KVCacheBlock) -> KVCacheBlock | None:

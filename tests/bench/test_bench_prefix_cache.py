@@ -31,6 +31,8 @@ def test_it_prints_a_table_and_keeps_the_same(tmp_path):
         assert 0 < row["min"] <= row["median"] <= row["max"], row
         assert row["item"] in done.stdout
         assert row["is_met"] is (None if row["target"] is None else row["median"] < row["target"]), row
+    items = [row["item"] for row in results["results"]]
+    assert len([item for item in items if item.startswith("page 1, kvblocks: ")]) == 6
     assert "Not shown:" in done.stdout
 
 
@@ -41,6 +43,26 @@ def test_a_missed_target_is_said(bench, capsys):
     bench.print_rows(rows)
     slow, fast = (line for line in capsys.readouterr().out.splitlines() if line.startswith(("slow", "fast")))
     assert slow.endswith("< 10.0   missed") and fast.endswith("< 50.0")
+
+
+def test_the_ratio_to_a_tree_is_of_the_same_work(bench):
+    minima = {"page 1, mini-sglang: a": 2.0, "page 1, kvblocks: a": 3.0, "page 1, kvblocks: b": 4.0, "match": 5.0}
+    assert bench.ratios(minima) == {"a": 1.5}
+
+
+def test_all_work_on_pages_leaves_as_much_cached_as_before(bench):
+    page_one = importlib.import_module("bench.core.page_one")
+    for case in page_one.page_cases().values():
+        for _ in range(3):
+            assert case.time_once() > 0
+    pages = page_one.Pages(page_one.ours())
+    cache = pages.contestant.evict.__self__
+    pages.insert(pages.extended())
+    assert cache.cached_block_count() == (page_one.PAGE_PROMPTS + page_one.PAGE_CALLS) * page_one.PAGE_TOKENS
+    pages.make_room(None)
+    pages.fill_again(pages.evict(None))
+    assert cache.cached_block_count() == page_one.PAGE_PROMPTS * page_one.PAGE_TOKENS
+    cache.check()
 
 
 def test_memory_is_that_of_a_thousand_blocks(bench):

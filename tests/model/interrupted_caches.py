@@ -1,5 +1,6 @@
 """The prefix caches that `test_interruption.py` interrupts, and their calls."""
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ from model.interruption import Case
 
 LONG = list(range(13))
 OTHER = list(range(50, 62))
+IDS = array("q", [60, 1, 61])
 
 
 class CacheWorld:
@@ -25,6 +27,7 @@ class CacheWorld:
         with cache.match_prefix(LONG):
             pass
         self.other = cache.match_prefix(LONG)
+        self.inserted = cache.insert_prefix(LONG, [0, 1, 2]).match
 
     def look(self) -> Any:
         cache: Any = self.cache
@@ -32,9 +35,11 @@ class CacheWorld:
         store = cache._store  # noqa: SLF001
         return {
             "queue": [block.block_id for block in store._queue],  # noqa: SLF001
-            "blocks": sorted([(number, block.ref_cnt) for number, block in store.blocks.items()]),
+            "blocks": sorted([(block.block_id, block.ref_cnt) for run in store.index.runs() for block in run.blocks]),
+            "ids": sorted(store.ids),
             "holds": len(cache._holds),  # noqa: SLF001
-            "entered": len(self.other._holds),  # noqa: SLF001  # one that the match doesn't know could never be left
+            # One that the match doesn't know could never be left.
+            "entered": [len(match._holds) for match in (self.other, self.inserted)],  # noqa: SLF001
             "pins": cache.list_pinned(),
             "rates": (cache.get_hit_rate(), cache.get_avg_match_length()),
             "runs": [(bytes(run.tokens), [block.block_id for block in run.blocks]) for run in store.index.runs()],
@@ -62,6 +67,7 @@ class CacheWorld:
             "clear": cache.clear,
             "check": cache.check,
             "entering a match": self.other.__enter__,
+            "entering an insertion's match": self.inserted.__enter__,
         }
 
 
@@ -75,7 +81,9 @@ CALLS: dict[str, Callable[[CacheWorld], Any]] = {
     "pin_prefix": lambda w: w.cache.pin_prefix(LONG, "description"),
     "unpin_prefix": lambda w: w.cache.unpin_prefix(OTHER),
     "clear": lambda w: w.cache.clear(),
+    "insert_prefix of buffers": lambda w: w.cache.insert_prefix(array("I", [*LONG[:8], 7, 7, 7, 7]), IDS),
     "entering a match": lambda w: w.other.__enter__(),
+    "entering an insertion's match": lambda w: w.inserted.__enter__(),
     "leaving a match": lambda w: w.held.__exit__(),
 }
 # `clear` is refused while a match is held.

@@ -1,5 +1,6 @@
 """A history of a `PrefixCache`, and beside it a dumb model: dicts of token tuples, and lists. No run, link or hash."""
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,6 +110,7 @@ class PrefixHistory:
         self.model = PrefixModel(max_blocks, block_size)
         self.prompts: list[Prompt] = []
         self.matches: list[tuple[PrefixMatch, Prompt, list[int] | None]] = []  # and the ids that were read, if any
+        self.inserted: dict[int, PrefixMatch] = {}  # matches that came from an insertion
         self.held: list[tuple[PrefixMatch, list[Prefix]]] = []
         self.pins: list[tuple[Prompt, list[Prefix], str | None]] = []
         self.free_ids = [
@@ -144,7 +146,10 @@ class PrefixHistory:
             return
         prompt = self.pick(chooser)
         match = self.cache.match_prefix(prompt.tokens, **prompt.options())
-        ids = self.model.ids(self.model.look_up(prompt))
+        self.keep(chooser, match, prompt, self.model.ids(self.model.look_up(prompt)))
+
+    def keep(self, chooser: Chooser, match: PrefixMatch, prompt: Prompt, ids: list[int]) -> None:
+        """Keep a match, which is of these ids, for what comes after it; perhaps read it now."""
         read = chooser.choose([True, False])
         if read:
             self.compare(match, prompt, ids)
@@ -156,6 +161,7 @@ class PrefixHistory:
         end = len(ids) * self.model.block_size
         assert match.match_length == end
         assert match.matched_kv_blocks == ids
+        assert match.packed_kv_blocks == array("q", ids)
         assert match.matched_tokens == prompt.tokens[:end]
         assert match.remaining_tokens == prompt.tokens[end:]
         self.memory.check_blocks(match.matched_kv_blocks, self.numbers(prompt))
@@ -180,6 +186,7 @@ class PrefixHistory:
         path = self.model.find(prompt)
         if ids is not None and self.model.ids(path)[: len(ids)] != ids:
             self.met["stale"] += 1
+            self.met["stale, of an insertion"] += id(match) in self.inserted
             with self.unchanged(), pytest.raises(StaleHitError):
                 match.__enter__()
             return
@@ -192,6 +199,7 @@ class PrefixHistory:
         path = path[: len(ids)]
         assert self.model.ids(path) == ids
         self.model.hold(path)
+        self.met["held, of an insertion"] += id(match) in self.inserted
         self.held.append((match, path))
 
     def leave(self, chooser: Chooser) -> None:
@@ -215,11 +223,17 @@ class PrefixHistory:
                 self.cache.insert_prefix(prompt.tokens, ids, pin=pin, **prompt.options())
             return
         self.memory.store([None if i in known else i for i in ids], self.numbers(prompt))
-        result = self.cache.insert_prefix(prompt.tokens, ids, pin=pin, **prompt.options())
+        given = chooser.choose([list, iter, lambda items: array("q", items), lambda items: array("i", items)])(ids)
+        tokens = array("I", prompt.tokens)
+        result = self.cache.insert_prefix(tokens, given, pin=pin, **prompt.options())
+        tokens.append(7)  # the buffer is the engine's again
+        tokens[0] = 7
         self.memory.spoil(i for i in result.unused_kv_blocks if i not in known)
         self.memory.spoil(result.evicted_kv_blocks)
         path, num_new, unused, evicted = self.model.insert(prompt, ids, pin)
-        assert result == (len(path), num_new, unused, evicted)
+        assert result[:4] == (len(path), num_new, unused, evicted)
+        self.inserted[id(result.match)] = result.match
+        self.keep(chooser, result.match, prompt, self.model.ids(path))
         if pin and path:
             self.pins.append((prompt, path, None))
         self.free_ids = [i for i in self.all_ids if i not in self.model.holders.values()]

@@ -8,6 +8,7 @@ import threading
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -25,7 +26,7 @@ from kvblocks import (
     KVCacheBlock,
     PinnedPrefix,
     PrefixCache,
-    PrefixInsert,
+    PrefixMatch,
     StaleHitError,
 )
 from kvblocks.core.hashing import sha256_digest
@@ -55,7 +56,7 @@ ABC = [1, 2, 3, 4, 5, 6]
 def test_a_prompt_of_1060_tokens_matches_66_blocks_of_16():
     cache = PrefixCache(100, 16)
     tokens = list(range(1060))
-    assert cache.insert_prefix(tokens, range(1000, 1066)) == PrefixInsert(66, 66, [], [])
+    assert cache.insert_prefix(tokens, range(1000, 1066))[:4] == (66, 66, [], [])
     match = cache.match_prefix(tokens)
     assert match.match_length == 1056
     assert match.matched_kv_blocks == list(range(1000, 1066))
@@ -102,7 +103,7 @@ def test_salt_lora_and_keys_separate_prefixes():
 def test_an_id_that_is_not_taken_is_handed_back():
     cache = filled(8, (ABC[:4], [0, 1]))
     result = cache.insert_prefix(ABC, [10, 1, 12])
-    assert result == PrefixInsert(num_cached_blocks=3, num_new_blocks=1, unused_kv_blocks=[10], evicted_kv_blocks=[])
+    assert result[:4] == (3, 1, [10], [])
     assert cache.match_prefix(ABC).matched_kv_blocks == [0, 1, 12]
     assert not cache.contains_block(10) and cache.contains_block(12)
 
@@ -110,31 +111,41 @@ def test_an_id_that_is_not_taken_is_handed_back():
 def test_a_full_cache_evicts_ends_first_and_says_so():
     cache = filled(4, (ABC, [0, 1, 2]))
     result = cache.insert_prefix([9, 9, 8, 8, 7, 7], [3, 4, 5])
-    assert result == PrefixInsert(3, 3, [], [2, 1])
+    assert result[:4] == (3, 3, [], [2, 1])
     assert cache.match_prefix(ABC).matched_kv_blocks == [0]
     assert cache.cached_block_count() == 4
 
 
 def test_what_is_extended_is_not_evicted_for_it():
     cache = filled(3, (ABC[:4], [0, 1]), ([9, 9], [2]))
-    assert cache.insert_prefix([*ABC], [0, 1, 3]) == PrefixInsert(3, 1, [], [2])
+    assert cache.insert_prefix([*ABC], [0, 1, 3])[:4] == (3, 1, [], [2])
+
+
+def test_what_is_extended_goes_after_its_extension():
+    """Whether something had to be evicted for it or not, and where another prefix is attached to the middle."""
+    for max_blocks in (9, 5):
+        cache = filled(max_blocks, ([*ABC[:2], 8, 8], [0, 7]), (ABC[:4], [0, 1]), ([9, 9, 9, 9], [10, 11]))
+        result = cache.insert_prefix([*ABC, 5, 5], [0, 1, 2, 3])
+        assert result.evicted_kv_blocks == ([] if max_blocks == 9 else [7, 11])
+        cache.check()
+        assert cache.evict_lru(9) == [*([7, 11] if max_blocks == 9 else []), 10, 3, 2, 1, 0]
 
 
 def test_the_longest_prefix_that_fits_is_inserted():
     cache = filled(4, (ABC, [0, 1, 2]))
     assert cache.pin_prefix(ABC) == 6
-    assert cache.insert_prefix([9, 9, 8, 8, 7, 7], [3, 4, 5]) == PrefixInsert(1, 1, [4, 5], [])
-    assert cache.insert_prefix([7, 7, 7, 7], [4, 5], pin=True) == PrefixInsert(1, 1, [5], [3])
-    assert cache.insert_prefix([8, 8], [5], pin=True) == PrefixInsert(0, 0, [5], [])
+    assert cache.insert_prefix([9, 9, 8, 8, 7, 7], [3, 4, 5])[:4] == (1, 1, [4, 5], [])
+    assert cache.insert_prefix([7, 7, 7, 7], [4, 5], pin=True)[:4] == (1, 1, [5], [3])
+    assert cache.insert_prefix([8, 8], [5], pin=True)[:4] == (0, 0, [5], [])
     assert len(cache.list_pinned()) == 2
-    assert PrefixCache(2, 2).insert_prefix(ABC, [0, 1, 2]) == PrefixInsert(2, 2, [2], [])
+    assert PrefixCache(2, 2).insert_prefix(ABC, [0, 1, 2])[:4] == (2, 2, [2], [])
     cache.check()
 
 
 def test_a_prompt_without_a_full_block():
     cache = filled()
-    assert cache.insert_prefix([1], []) == PrefixInsert(0, 0, [], [])
-    assert cache.insert_prefix([1], [], pin=True) == PrefixInsert(0, 0, [], [])
+    assert cache.insert_prefix([1], [])[:4] == (0, 0, [], [])
+    assert cache.insert_prefix([1], [], pin=True)[:4] == (0, 0, [], [])
     assert cache.list_pinned() == []
     assert cache.pin_prefix([1]) == cache.unpin_prefix([1]) == 0
     assert not cache.attach([1], "payload")
@@ -186,6 +197,100 @@ def test_a_cache_in_steady_state_makes_no_blocks():
         gc.enable()
 
 
+# Block ids as a buffer
+
+
+@pytest.mark.parametrize("typecode", ["i", "I", "q", "Q", "l", "L", "h", "H"])
+def test_block_ids_in_a_buffer(typecode):
+    cache = filled()
+    assert cache.insert_prefix(ABC, array(typecode, [10, 11, 12])).match.matched_kv_blocks == [10, 11, 12]
+    strided = memoryview(array(typecode, [10, 0, 11, 0, 5, 0]))[::2]
+    assert cache.insert_prefix(ABC, strided)[:3] == (3, 0, [5])
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (array("q", [1, 2, -3]), "kv_block_ids: position 2: expected an int of at least 0, got -3"),
+        (array("i", [-1, 2, 3]), "kv_block_ids: position 0: expected an int of at least 0, got -1"),
+        (
+            array("Q", [1, 2**63, 3]),
+            "position 1: expected an int from 0 to 9223372036854775807, got 9223372036854775808",
+        ),
+        ([1, 2**63, 3], "position 1: expected an int from 0 to 9223372036854775807, got 9223372036854775808"),
+        ([1, 2**64, 3], "position 1: expected an int from 0 to 9223372036854775807, got 18446744073709551616"),
+        (array("q", [1, 2]), "expected 3, one for each full block of 2 tokens and none for a partial one, got 2"),
+        (array("q", [1, 2, 1]), "expected 3 different ones, got 2"),
+        (array("d", [1, 2, 3]), "native integers of 2, 4 or 8 bytes, got format 'd' and shape .3,"),
+        (bytearray(3), "native integers of 2, 4 or 8 bytes, got format 'B' and shape .3,"),
+        (b"\1\2\3", "expected an iterable of ints, or a buffer of them, got b"),
+        (
+            memoryview(b"123456").cast("B", (2, 3)),
+            "expected one dimension of native .*, got format 'B' and shape .2, 3",
+        ),
+    ],
+)
+def test_bad_block_ids_in_a_buffer(ids, message):
+    cache = filled()
+    with pytest.raises(InvalidArgumentError, match=message):
+        cache.insert_prefix([*ABC, 7], ids)
+    assert cache.cached_block_count() == 0
+
+
+def test_a_view_that_was_released_is_no_buffer_of_ids():
+    view = memoryview(array("q", [1, 2, 3]))
+    view.release()
+    with pytest.raises(
+        InvalidArgumentError, match="kv_block_ids: expected a buffer of ints; it says operation forbidden"
+    ):
+        filled().insert_prefix(ABC, view)
+
+
+def test_the_largest_id():
+    cache = filled()
+    assert cache.insert_prefix(ABC[:2], [2**63 - 1]).match.packed_kv_blocks == array("q", [2**63 - 1])
+
+
+def test_a_match_s_ids_as_a_buffer():
+    cache = filled(8, (ABC, [7, 5, 6]))
+    match = cache.match_prefix(ABC)
+    assert (match.packed_kv_blocks, match.packed_kv_blocks.typecode) == (array("q", [7, 5, 6]), "q")
+    assert match.packed_kv_blocks is match.packed_kv_blocks
+    assert cache.match_prefix([9]).packed_kv_blocks == array("q")
+    early = cache.match_prefix(ABC)
+    cache.evict_lru(1)
+    with early:
+        assert early.packed_kv_blocks == array("q", [7, 5])
+
+
+def test_numpy_and_torch_take_ids_and_give_them_without_a_copy():
+    numpy, torch = (pytest.importorskip(name, reason="it comes with the engine") for name in ("numpy", "torch"))
+    cache = filled(9, (ABC[:2], [7]))
+    pages = torch.tensor([7, 0, 5, 0, 6, 0], dtype=torch.int32)[::2]
+    packed = cache.insert_prefix(torch.tensor(ABC), pages).match.packed_kv_blocks
+    of_numpy, of_torch = numpy.frombuffer(packed, "int64"), torch.frombuffer(packed, dtype=torch.int64)
+    assert of_numpy.tolist() == of_torch.tolist() == [7, 5, 6]
+    packed[0] = 8
+    assert of_numpy[0] == of_torch[0] == 8
+    for kind in ("int32", "uint32", "int64", "uint64"):
+        assert cache.insert_prefix(ABC, numpy.array([7, 5, 6], kind))[:4] == (3, 0, [], [])
+    refused = [
+        (torch.tensor([7.0, 5.0, 6.0]), "expected one dimension of native integers .*, got format 'f'"),
+        (torch.tensor([7, 5, 6]).bfloat16(), "expected a CPU tensor of ints; it says Got unsupported ScalarType"),
+        (torch.ones(3, requires_grad=True), "expected a CPU tensor of ints; it says Can't call numpy"),
+        (torch.tensor([[7, 5, 6]]), r"expected one dimension of native integers .*, got .* shape \(1, 3\)"),
+        (torch.tensor(7), r"expected one dimension of native integers .*, got .* shape \(\)"),
+        (numpy.array([7, 5, 6], ">i8"), "expected one dimension of native integers .*, got format '>.'"),
+        (numpy.array([True, False, True]), "expected one dimension of native integers .*, got format '.'"),
+        (numpy.array([7, 5, None]), "expected one dimension of native integers .*, got format 'O'"),
+        (numpy.array([7, 5, 6], "M8[s]"), "position 0: expected an int of at least 0, got"),
+    ]
+    for ids, message in refused:
+        with pytest.raises(InvalidArgumentError, match=message):
+            cache.insert_prefix(ABC, ids)
+
+
 # Misuse
 
 
@@ -198,8 +303,8 @@ def test_a_cache_in_steady_state_makes_no_blocks():
         ([1, 2.0, 3], "kv_block_ids: position 1: expected an int of at least 0, got 2.0"),
         ([True, 2, 3], "kv_block_ids: position 0: expected an int of at least 0, got True"),
         ([1, 2, 1], "expected 3 different ones, got 2"),
-        ("123", "expected an iterable of ints, got '123'"),
-        (7, "expected an iterable of ints, got 7"),
+        ("123", "expected an iterable of ints, or a buffer of them, got '123'"),
+        (7, "expected an iterable of ints, or a buffer of them, got 7"),
     ],
 )
 def test_bad_block_ids(ids, message):
@@ -352,7 +457,8 @@ def test_what_was_left_counts_at_once():
 
 
 @pytest.mark.parametrize(
-    "field", ["match_length", "matched_kv_blocks", "matched_tokens", "remaining_tokens", "payload"]
+    "field",
+    ["match_length", "matched_kv_blocks", "packed_kv_blocks", "matched_tokens", "remaining_tokens", "payload"],
 )
 def test_any_field_counts_as_reading(field):
     cache = filled(8, (ABC, [0, 1, 2]))
@@ -374,6 +480,82 @@ def test_a_match_that_nobody_has_read_is_brought_up_to_date():
         with longer:
             assert longer.matched_kv_blocks == [0, 1, 5, 6]
     cache.check()
+
+
+# The match of an insertion
+
+
+def test_an_insertion_s_match_is_of_what_is_cached_then():
+    cache = filled(4, (ABC[:4], [0, 1]))
+    result = cache.insert_prefix([*ABC, 7, 7, 8, 8, 9], [10, 1, 12, 13, 14])
+    assert (result.num_cached_blocks, result.num_new_blocks) == (4, 2)
+    assert (result.unused_kv_blocks, result.evicted_kv_blocks) == ([10, 14], [])
+    match = result.match
+    assert match.matched_kv_blocks == [0, 1, 12, 13]
+    assert match.match_length == 8
+    assert match.matched_tokens == [*ABC, 7, 7]
+    assert match.remaining_tokens == [8, 8, 9]
+    assert match.payload is None
+    assert cache.attach([*ABC, 7, 7], "next")
+    assert cache.insert_prefix([*ABC, 7, 7], [0, 1, 12, 13]).match.payload == "next"
+    assert filled().insert_prefix([1], []).match.match_length == 0
+
+
+def test_an_insertion_is_no_query():
+    cache = filled(8, (ABC, [0, 1, 2]))
+    cache.match_prefix([*ABC, 9, 9])
+    with cache.insert_prefix([*ABC, 7, 7], [0, 1, 2, 3]).match as match:
+        assert match.match_length == 8
+    assert (cache.get_hit_rate(), cache.get_avg_match_length()) == (6 / 8, 6)
+
+
+def test_an_insertion_s_match_keeps_its_blocks_while_it_is_entered():
+    cache = filled(4, ([9, 9], [9]))
+    match = cache.insert_prefix(ABC, [0, 1, 2]).match
+    assert cache.evictable_count() == 4  # it owns nothing before
+    with match, match:
+        assert "6 of 6 tokens, held" in repr(match)
+        assert cache.evict_lru(4) == [9]
+        with pytest.raises(BlockStateError, match="expected no match to be held"):
+            cache.clear()
+        cache.check()
+    assert cache.evict_lru(4) == [2, 1, 0]
+
+
+def test_an_insertion_s_match_gets_stale_or_is_brought_up_to_date():
+    cache = filled()
+    read, unread = (cache.insert_prefix(ABC, [0, 1, 2]).match for _ in range(2))
+    assert read.match_length == 6
+    assert cache.evict_lru(1) == [2]
+    with pytest.raises(StaleHitError, match="match again"), read:
+        pass
+    assert cache.evictable_count() == 2
+    with unread:
+        assert unread.matched_kv_blocks == [0, 1]
+        assert cache.evictable_count() == 0
+    cache.check()
+
+
+def test_an_insertion_s_match_of_a_pin_may_outlive_it():
+    cache = filled()
+    match = cache.insert_prefix(ABC, [0, 1, 2], pin=True).match
+    with match:
+        assert cache.unpin_prefix(ABC) == 6
+        assert cache.evict_lru(9) == []
+    assert cache.evict_lru(9) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("typecode", ["I", "i", "q"])
+def test_a_buffer_of_tokens_is_the_caller_s_again_after_an_insertion(typecode):
+    """Though the match is kept. An array can't grow while somebody looks at it."""
+    cache, tokens = filled(), array(typecode, ABC)
+    result = cache.insert_prefix(tokens, [0, 1, 2])
+    tokens.append(7)
+    tokens[0] = 9
+    cache.evict_lru(1)
+    with result.match as match:
+        assert match.matched_tokens == ABC[:4]
+        assert match.remaining_tokens == ABC[4:]
 
 
 # Payloads
@@ -441,7 +623,7 @@ def test_a_payloads_finalizer_may_use_the_cache():
     cache.attach(ABC, Payload())
     cache.attach(ABC[:4], Payload())
     cache.attach(ABC[:2], Payload())
-    assert cache.insert_prefix([9, 9], [3]) == PrefixInsert(1, 1, [], [2])
+    assert cache.insert_prefix([9, 9], [3])[:4] == (1, 1, [], [2])
     assert seen == [3, 2, 1, 3, 0, 1]  # each counts, and then evicts what the next one is attached to
     cache.check()
     seen.clear()
@@ -514,11 +696,11 @@ def test_clear_unpins_and_evicts_everything():
     cache.check()
 
 
-def test_records_can_be_pickled():
+def test_a_record_of_a_pin_can_be_pickled():
     cache = filled(8, (ABC, [0, 1, 2]))
     cache.pin_prefix(ABC)
-    for record in (cache.insert_prefix(ABC, [0, 1, 2]), cache.list_pinned()[0]):
-        assert pickle.loads(pickle.dumps(record)) == record
+    record = cache.list_pinned()[0]
+    assert pickle.loads(pickle.dumps(record)) == record
 
 
 # Against the dumb model
@@ -588,6 +770,7 @@ def test_long_walks_agree_with_the_dumb_model(max_blocks, block_size, weak_hash)
             history.check()
     # A walk that never met these would prove little.
     expected = {"hits", "payloads", "stale", "conflicts", "evicting", "cut short", "too few evictable", "unpinned"}
+    expected |= {"stale, of an insertion", "held, of an insertion"}
     assert {name for name, times in history.met.items() if times > 10} >= expected, history.met
 
 
@@ -638,8 +821,14 @@ class HammeredEngine:
                 self.written[kv_block_id] = tokens[: num_blocks * self.block_size]
             time.sleep(0)
             self.read([*ids, *own], tokens)
-            result = self.cache.insert_prefix(tokens, [*ids, *own])
-            self.read(ids, tokens)
+            with contextlib.ExitStack() as stack:
+                with self.cache.exclusive():
+                    result = self.cache.insert_prefix(tokens, array("q", [*ids, *own]))
+                    stack.enter_context(result.match)
+                time.sleep(0)
+                cached = result.match.matched_kv_blocks
+                assert len(cached) == result.num_cached_blocks
+                self.read([*cached, *[*ids, *own][len(cached) :]], tokens)
         assert set(result.unused_kv_blocks) <= set(own)
         self.free.extend(result.unused_kv_blocks + result.evicted_kv_blocks)
         self.cache.attach(tokens, tokens)
@@ -713,6 +902,48 @@ def test_eight_threads_and_an_audit():
     assert sorted([*engine.free, *cached]) == engine.all_ids  # no id was lost, or is in two hands
     assert sorted(cache.clear()) == cached
     assert engine.num_hits > 200 and engine.num_evicted > 200
+
+
+def test_nobody_evicts_between_two_calls_that_are_exclusive():
+    """While a thread evicts all it can, a match that is entered where it was inserted holds all of it."""
+    cache, stop, num_evictions = PrefixCache(64, 1), threading.Event(), [0]
+
+    def evict() -> None:
+        while not stop.is_set():
+            cache.evict_lru(64)
+            num_evictions[0] += 1
+
+    def insert(number: int) -> PrefixMatch:
+        return cache.insert_prefix([number] * 8, range(8 * number, 8 * number + 8)).match
+
+    thread = threading.Thread(target=evict)
+    thread.start()
+    try:
+        for number in range(20):
+            with cache.exclusive(), cache.exclusive():
+                match = insert(number)
+                time.sleep(0.002)
+                match.__enter__()
+            wait_for(lambda after=num_evictions[0] + 2: num_evictions[0] >= after)
+            assert match.match_length == 8
+            assert cache.query_match_len([number] * 8) == 8
+            match.__exit__()
+            match = insert(100 + number)
+            wait_for(lambda after=num_evictions[0] + 2: num_evictions[0] >= after)
+            with match:  # what there is to guard against
+                assert match.match_length == 0
+    finally:
+        stop.set()
+        thread.join(60)
+    cache.check()
+    assert cache.evictable_count() == cache.cached_block_count()
+
+
+def wait_for(is_done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_done():
+        assert time.monotonic() < end
+        time.sleep(0)
 
 
 def test_leaving_a_match_waits_for_nobody():
