@@ -57,7 +57,8 @@ OPT = {
 class Settings:
     """What a scheduler is made with; names and defaults are close to vLLM's.
 
-    num_blocks includes vLLM's null block. num_drafts: speculative tokens a step. runner: the version of vLLM's model
+    num_blocks includes vLLM's null block. num_drafts: speculative tokens a step. is_eagle: they come from a model as
+    EAGLE's, that writes keys and values too; a hit's last block is dropped then. runner: the version of vLLM's model
     runner, 1 or 2. windows: the lengths of sliding windows; each adds a group of layers beside that of full attention.
     """
 
@@ -69,6 +70,7 @@ class Settings:
     long_prefill_token_threshold: int = 0
     is_async: bool = False
     num_drafts: int = 0
+    is_eagle: bool = False
     has_caching: bool = True
     policy: str = "fcfs"
     watermark: float = 0.0
@@ -131,13 +133,16 @@ def make_vllm_config(settings: Settings) -> VllmConfig:
             prompt_lookup_max=settings.num_drafts,
             prompt_lookup_min=1,
         )
-    return VllmConfig(
+    config = VllmConfig(
         model_config=model,
         scheduler_config=scheduler,
         cache_config=cache_config,
         parallel_config=ParallelConfig(),
         speculative_config=speculative,
     )
+    if settings.is_eagle:
+        config.speculative_config.method = "eagle"  # said afterwards, vLLM doesn't ask for EAGLE's model
+    return config
 
 
 def make_kv_cache_config(settings: Settings) -> KVCacheConfig:

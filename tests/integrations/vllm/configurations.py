@@ -44,7 +44,15 @@ CONFIGURATIONS = [
     small("no caching", Settings(num_blocks=SMALL, has_caching=False)),
 ]
 
-# Beside the eighteen: the one in which vLLM has a fault.
+# Beside the eighteen: drafts of a model, which writes keys and values behind the known tokens.
+EAGLE = [
+    Configuration("eagle", Settings(num_drafts=3, is_eagle=True)),
+    Configuration("eagle, async", Settings(num_drafts=3, is_eagle=True, is_async=True)),
+    small("eagle", Settings(num_blocks=SMALL, num_drafts=3, is_eagle=True)),
+    small("eagle, async", Settings(num_blocks=SMALL, num_drafts=3, is_eagle=True, is_async=True)),
+]
+
+# And the one in which vLLM has a fault.
 PRIORITY_CHUNKED = small(
     "priority and chunks",
     Settings(
