@@ -13,10 +13,9 @@ CROSS_ATTENTION = "refused: cross attention of encoder-decoder models"
 RECURRENT = "refused: recurrent states (Mamba layers)"
 REPLAY = "refused: windows that are computed again after a hit (prefix_replay_tokens)"
 CHUNKED_LOCAL = "refused: chunked local attention"
-ONLY_WINDOWS = "refused: windows without a group of full attention"
-WINDOWS = "refused: groups with windows beside a connector"
+NULL_BLOCKS = "internal: counts the manager's null blocks in a group's table"
+WINDOWS = "refused: several groups beside a connector"
 COPIES = "internal: takes blocks of vLLM's pool as copies that are to be freed later"
-EQUAL_BLOCKS = "internal: compares the pool's own block objects"
 
 REFUSED = {
     CROSS_ATTENTION: [
@@ -41,7 +40,7 @@ REFUSED = {
         CORE + "test_prefix_replay.py::test_kv_load_zeroing_respects_loaded_groups",
     ],
     CHUNKED_LOCAL: [CORE + "test_swa_inflight_window_free.py::test_chunked_local_free_waits_for_in_flight_step"],
-    ONLY_WINDOWS: [
+    NULL_BLOCKS: [
         CORE + "test_swa_inflight_window_free.py::test_swa_free_waits_for_in_flight_step",
         CORE + "test_swa_inflight_window_free.py::test_swa_free_immediate_when_sync",
         CORE + "test_swa_inflight_window_free.py::test_connector_finish_frees_on_settled_basis",
@@ -54,7 +53,6 @@ REFUSED = {
         "test_async_load_reserves_blocks_for_promotion_margin[different-block-sizes]",
     ],
     COPIES: [CORE + "test_deferred_block_free.py::test_cow_retentions_deferred_until_copy_step_processed"],
-    EQUAL_BLOCKS: [CORE + "test_scheduler.py::test_kv_connector_basic"],
 }
 
 

@@ -18,6 +18,12 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def outcomes(folder):
+    """How each of them ends with our schedulers in place of vLLM's."""
+    return run(folder, NAMES, swaps=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_vllm_passes_what_is_listed_with_its_own_manager(folder):
@@ -25,12 +31,15 @@ def test_vllm_passes_what_is_listed_with_its_own_manager(folder):
 
 
 @pytest.mark.timeout(1800)
-def test_with_ours_all_pass_but_what_is_refused(folder, capsys):
-    outcomes = run(folder, NAMES, swaps=True)
+def test_with_ours_all_pass_but_what_is_refused(outcomes):
+    problems = judge(NAMES, refused(NAMES), outcomes)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_as_many_pass_as_promised(outcomes, capsys):
     num_passed = sum(outcome == "passed" for outcome in outcomes.values())
     with capsys.disabled():
         print(f"\nof vLLM's own {len(NAMES)} scheduler-level tests {num_passed} pass with kvblocks")
-    assert judge(NAMES, refused(NAMES), outcomes) == []
     assert num_passed * 282 >= MIN_PASSED * len(NAMES)
 
 
