@@ -115,10 +115,14 @@ LARGER_FILES: dict[str, str] = {
 }
 LONGER_FUNCTIONS: dict[str, str] = {}
 _PAGED_BATCH = "the tensors of a paged batch, one by one as attention kernels take them"
+_VLLM = "vLLM's own signature"
 MORE_PARAMETERS: dict[str, str] = {
     "kvblocks.engine.engine:Engine.__init__": "an option each, by keyword, with a default that suits most",
     "kvblocks.manager:KVCacheManager.__init__": "an option each, by keyword, with a default that costs nothing",
     "kvblocks.manager:KVCacheManager.allocate_slots": "the one call that makes room for all that an engine schedules",
+    "kvblocks.integrations.vllm.cache_manager:KVBlocksCacheManager.__init__": _VLLM,
+    "kvblocks.integrations.vllm.cache_manager:KVBlocksCacheManager.allocate_slots": _VLLM,
+    "kvblocks.integrations.vllm.cache_manager:KVBlocksCacheManager._get_num_blocks_to_allocate": _VLLM,
     "kvblocks.kernels.reference.attention:paged_attention": _PAGED_BATCH,
     "kvblocks.kernels.reference.attention:tiled_paged_attention": _PAGED_BATCH,
     "kvblocks.kernels.oracle:attention": _PAGED_BATCH,

@@ -13,14 +13,13 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
 from kvblocks import BlockHold, FullAttention, Group, KVCacheBlock, KVCacheManager, Sequence
+from kvblocks.integrations.vllm.admission import Admission, Room
 from kvblocks.integrations.vllm.events import EventMaker
 from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups
 from kvblocks.integrations.vllm.probe import check_calls, refuse
 from kvblocks.integrations.vllm.residency import BlockLives
 from kvblocks.integrations.vllm.sequences import LORA_VERSIONS, make_sequence
 from kvblocks.integrations.vllm.views import GivenBlocks, HitBlocks, PoolView, TableBlocks, TablesView
-
-WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class KVBlocksCacheManager:
@@ -73,7 +72,8 @@ class KVBlocksCacheManager:
         self._groups = groups
         self._block_size = self.manager.block_size
         self._has_one_group = len(groups) == 1 and groups[0].window is None
-        self._caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
+        caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
+        self._admission = Admission(self.manager, groups, caps, self.watermark_blocks)
         self._sequences: dict[str, Sequence] = {}  # those of preempted and looked-up requests too
         self._events = EventMaker(self.kv_cache_event_metadata)
         self._reported: list[Any] = []  # events of hits, for requests that want them
@@ -173,25 +173,19 @@ class KVBlocksCacheManager:
     ) -> GivenBlocks | None:
         """Make room for what a request computes next; returns the new blocks, None when they can't be had."""
         sequence = self._sequences.get(request.request_id)
+        full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
         if sequence is not None and sequence.owner is not None:
             tokens, num_computed = request._all_token_ids, sequence.num_computed_tokens  # noqa: SLF001
             end = request.num_computed_tokens + num_new_tokens
-            if (
-                self._has_one_group
-                and end == num_computed + 1 == sequence.num_tokens + 1
-                and end <= len(tokens)
-                and not num_lookahead_tokens
-                and not reserved_blocks
-                and request.status == RequestStatus.RUNNING
-            ):
-                blocks = self.manager.append_slots(sequence, [tokens[num_computed]])  # a decode: the hot path
+            is_running = request.status == RequestStatus.RUNNING and not reserved_blocks
+            is_decode = end == num_computed + 1 == sequence.num_tokens + 1 and not num_lookahead_tokens
+            if is_decode and is_running and end <= len(tokens) and self._has_one_group:  # the hot path
+                blocks = self.manager.append_slots(sequence, [tokens[num_computed]])
                 return None if blocks is None else self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
             num_slots = min(end + num_lookahead_tokens, self.max_model_len)
-            if request.status in WAITING or reserved_blocks:
-                full = min(len(tokens), self.max_model_len) if full_sequence_must_fit else 0
-                room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
-                if self._is_held_back(request, sequence, None, room):
-                    return None
+            room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
+            if not is_running and self._admission.is_held_back(request, sequence, None, room):
+                return None
             return self._grow(request, sequence, min(end, len(tokens)), num_slots)
         if num_encoder_tokens:
             raise refuse("encoder tokens", "cross attention has no prefix to share")
@@ -200,29 +194,23 @@ class KVBlocksCacheManager:
         hit = new_computed_blocks.hit if isinstance(new_computed_blocks, HitBlocks) else None
         num_local = 0 if hit is None else hit.num_tokens
         if num_local != num_new_computed_tokens:
-            got = f"{num_new_computed_tokens} with a hit of {num_local}"
-            raise ValueError(f"num_new_computed_tokens: expected the hit's tokens, got {got}")
+            raise ValueError(f"num_new_computed_tokens: expected the hit's {num_local}, got {num_new_computed_tokens}")
         sequence = self._sequence(request)
         start = min(num_local + num_external_computed_tokens, self.max_model_len)
         num_slots = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
-        full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
-        if self._is_held_back(request, sequence, hit, Room(num_slots, full, reserved_blocks, has_scheduled_reqs)):
+        room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
+        if self._admission.is_held_back(request, sequence, hit, room):
             return None
-        num_loaded = num_external_computed_tokens if delay_cache_blocks else 0  # else loaded within the step
-        end = min(start + num_new_tokens, request.num_tokens)
+        num_loaded = num_external_computed_tokens if delay_cache_blocks else 0  # else it is loaded within the step
         new = self.manager.allocate_slots(
             sequence,
-            end - num_local - num_loaded,
+            min(start + num_new_tokens, request.num_tokens) - num_local - num_loaded,
             hit=hit,
             num_external_computed_tokens=num_loaded,
-            num_total_tokens=max(num_slots, 1),
+            num_total_tokens=num_slots,
             delay_cache_blocks=delay_cache_blocks,
         )
-        if new is None:
-            return None
-        if self.enable_kv_cache_events:
-            self._events.note_request(request)
-        return self._given(sequence, new, skip_zeroing_group_ids)
+        return None if new is None else self._given(request, sequence, new, skip_zeroing_group_ids)
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """Cache what is written by now: tokens whose output arrived, or that a connector has loaded."""
@@ -254,44 +242,20 @@ class KVBlocksCacheManager:
         new = self.manager.allocate_slots(
             sequence, num_new, num_total_tokens=max(num_slots, 1), num_in_flight_tokens=num_in_flight
         )
-        return None if new is None else self._given(sequence, new, ())
+        return None if new is None else self._given(request, sequence, new, ())
 
     def _settle(self, request: Any, sequence: Sequence) -> int:
         """Count the tokens of settled steps as computed; returns how many of those computed are still in flight.
 
         Windows slide by it: what a step in flight sees, and what rejected drafts go back to, stays.
         """
-        settled = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+        settled = max(0, min(request.num_computed_tokens - request.num_in_flight_tokens, sequence.num_tokens))
         if settled > sequence.num_computed_tokens:  # drafts that were accepted: they have slots
             self.manager.allocate_slots(
                 sequence, settled - sequence.num_computed_tokens, num_total_tokens=settled, num_in_flight_tokens=settled
             )
         num_in_flight: int = sequence.num_computed_tokens - settled
         return max(0, num_in_flight)
-
-    def _is_held_back(self, request: Any, sequence: Sequence, hit: Any, room: "Room") -> bool:
-        """Whether a request has to wait though there may be room: for a watermark, its own end, or others."""
-        watermark = self.watermark_blocks if room.has_scheduled_reqs and request.status in WAITING else 0
-        if not (watermark or room.full or room.reserved_blocks):
-            return False
-        num_free = self.manager.num_free_blocks
-        if room.full and self._num_admission_blocks(sequence, hit, room.full) + watermark > num_free:
-            return True
-        num_needed = self.manager.get_num_blocks_to_allocate(sequence, room.num_slots, hit=hit)
-        return num_needed + watermark > num_free - room.reserved_blocks
-
-    def _num_admission_blocks(self, sequence: Sequence, hit: Any, num_tokens: int) -> int:
-        """Return how many free blocks a sequence takes by the time that it has `num_tokens` tokens."""
-        if self._has_one_group:
-            return self.manager.get_num_blocks_to_allocate(sequence, num_tokens, hit=hit)
-        number = 0
-        for group, cap in enumerate(self._caps):
-            blocks = sequence.group_blocks(group) if hit is None else hit.group_blocks(group)
-            size = self._groups[group].block_size
-            number += max(0, min(-(-num_tokens // size), cap) - len(blocks))
-            if hit is not None:
-                number += sum(block is not None and not block.ref_cnt for block in blocks)
-        return number
 
     def _get_num_blocks_to_allocate(
         self,
@@ -314,7 +278,7 @@ class KVBlocksCacheManager:
                 for size, blocks in zip(sizes, new_computed_blocks, strict=True)
             )
         if apply_admission_cap:
-            return self._num_admission_blocks(sequence, None, num_tokens)
+            return self._admission.num_blocks(sequence, None, num_tokens)
         return self.manager.get_num_blocks_to_allocate(sequence, num_tokens)
 
     def _given_one(self, blocks: list[KVCacheBlock]) -> GivenBlocks:
@@ -322,8 +286,12 @@ class KVBlocksCacheManager:
             self._new_block_ids += [block.block_id for block in blocks]
         return GivenBlocks((blocks,))
 
-    def _given(self, sequence: Sequence, blocks: list[KVCacheBlock], skipped: tuple[int, ...]) -> GivenBlocks:
+    def _given(
+        self, request: Any, sequence: Sequence, blocks: list[KVCacheBlock], skipped: tuple[int, ...]
+    ) -> GivenBlocks:
         """Return new blocks by group, and note them for zeroing, but those of groups that are `skipped`."""
+        if self.enable_kv_cache_events:
+            self._events.note_request(request)
         if self.num_kv_cache_groups == 1 and not sequence.new_group_blocks:
             if not blocks:
                 return self.empty_kv_cache_blocks
@@ -481,18 +449,6 @@ class KVBlocksCacheManager:
     def finalize_partial_tail_offloads(self, request: Any) -> list[Any]:  # noqa: ARG002
         """Return no states of recurrent layers."""
         return []
-
-
-class Room:
-    """What a request needs to be admitted: slots, blocks for its whole prompt or 0, and blocks for others."""
-
-    __slots__ = ("full", "has_scheduled_reqs", "num_slots", "reserved_blocks")
-
-    def __init__(self, num_slots: int, full: int, reserved_blocks: int, has_scheduled_reqs: bool) -> None:
-        self.num_slots = num_slots
-        self.full = full
-        self.reserved_blocks = reserved_blocks
-        self.has_scheduled_reqs = has_scheduled_reqs
 
 
 def _make_manager(

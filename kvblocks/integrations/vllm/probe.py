@@ -4,32 +4,12 @@ Both are asked before anything runs, and what is missing or not served is named.
 stability, so the parts themselves are looked at; the version only decides whether there is a warning.
 """
 
-import importlib
 import inspect
 import warnings
 from typing import Any
 
 TESTED_VERSIONS = ("0.32.0",)
 
-_NEEDED = {
-    "vllm.v1.core.kv_cache_manager": ("KVCacheManager", "KVCacheBlocks"),
-    "vllm.v1.core.kv_cache_utils": ("maybe_convert_block_hash",),
-    "vllm.v1.core.sched.async_scheduler": ("AsyncScheduler",),
-    "vllm.v1.core.sched.scheduler": ("Scheduler",),
-    "vllm.v1.core.single_type_kv_cache_manager": ("FullAttentionManager", "SlidingWindowManager"),
-    "vllm.v1.kv_cache_interface": ("KVCacheConfig", "UniformTypeKVCacheSpecs"),
-    "vllm.v1.kv_cache_spec_registry": ("KVCacheSpecRegistry",),
-    "vllm.distributed.kv_events": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "MEDIUM_GPU"),
-    "vllm.v1.metrics.stats": ("PrefixCacheStats",),
-    "vllm.v1.request": ("Request", "RequestStatus"),
-}
-_ATTRIBUTES = {
-    "Request": (
-        *("request_id", "num_computed_tokens", "num_in_flight_tokens", "mm_features", "lora_request", "cache_salt"),
-        *("prompt_embeds", "skip_reading_prefix_cache", "num_preemptions", "status", "_all_token_ids", "session_id"),
-    ),
-    "PrefixCacheStats": ("record", "reset"),
-}
 # Connectors that reach into vLLM's block pool by its hashes, which kvblocks doesn't have.
 REFUSED_CONNECTORS = {
     "SimpleCPUOffloadConnector": "it finds blocks in vLLM's pool by vLLM's hashes",
@@ -43,44 +23,67 @@ class UnsupportedVllmError(NotImplementedError):
 
 def check_vllm() -> None:
     """Raise UnsupportedVllmError when vLLM lacks a part that is needed; warn once of a version that wasn't tested."""
-    missing = []
-    modules: dict[str, Any] = {}
-    for name, parts in _NEEDED.items():
-        try:
-            modules[name] = importlib.import_module(name)
-        except ImportError as error:
-            missing.append(f"{name} ({error})")
-            continue
-        missing += [f"{name}.{part}" for part in parts if not hasattr(modules[name], part)]
-    if not missing:
-        missing = _missing_attributes(modules)
-    version = getattr(importlib.import_module("vllm"), "__version__", "unknown") if modules else "none"
+    version, missing = "none", []
+    try:
+        import vllm
+
+        version = str(vllm.__version__)
+        missing = _missing_parts()
+    except ImportError as error:
+        missing = [str(error)]
     if missing:
         raise UnsupportedVllmError(
             "expected a vLLM with the parts that kvblocks.integrations.vllm uses"
             f" (tested: {', '.join(TESTED_VERSIONS)}), got {version}, which lacks {', '.join(missing)}"
         )
-    if not str(version).startswith(TESTED_VERSIONS):
+    if not version.startswith(TESTED_VERSIONS):
         warnings.warn(
             f"kvblocks.integrations.vllm was tested with vLLM {', '.join(TESTED_VERSIONS)}, not with {version};"
             " all parts that it uses are there",
-            stacklevel=2,
+            stacklevel=3,
         )
 
 
-def _missing_attributes(modules: dict[str, Any]) -> list[str]:
-    """Return the attributes that vLLM's requests and records lack, by name."""
-    request = inspect.getsource(modules["vllm.v1.request"].Request)
-    missing = [f"Request.{name}" for name in _ATTRIBUTES["Request"] if f"self.{name}" not in request]
-    stats = modules["vllm.v1.metrics.stats"].PrefixCacheStats()
-    return missing + [f"PrefixCacheStats.{n}" for n in _ATTRIBUTES["PrefixCacheStats"] if not hasattr(stats, n)]
+def _missing_parts() -> list[str]:
+    """Return the parts of vLLM that are used and not there, by name. Raises ImportError for a module or class."""
+    from vllm.distributed import kv_events
+    from vllm.v1 import kv_cache_interface
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.sched import async_scheduler, scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+    from vllm.v1.metrics.stats import PrefixCacheStats
+    from vllm.v1.request import Request, RequestStatus
+
+    request = inspect.getsource(Request)
+    names = (
+        *("request_id", "num_computed_tokens", "num_in_flight_tokens", "mm_features", "lora_request", "cache_salt"),
+        *("prompt_embeds", "skip_reading_prefix_cache", "num_preemptions", "status", "_all_token_ids", "resumable"),
+    )
+    missing = [f"Request.{name}" for name in names if f"self.{name}" not in request]
+    parts = {
+        kv_events: ("AllBlocksCleared", "BlockRemoved", "BlockStored", "MEDIUM_GPU"),
+        kv_cache_interface: ("UniformTypeKVCacheSpecs", "get_kv_cache_spec_kind", "get_kv_cache_spec_sliding_window"),
+        kv_cache_utils: ("maybe_convert_block_hash",),
+        scheduler: ("Scheduler", "KVCacheManager"),
+        async_scheduler: ("AsyncScheduler",),
+        FullAttentionManager: ("find_longest_cache_hit",),
+        SlidingWindowManager: ("find_longest_cache_hit",),
+        KVCacheSpecRegistry: ("get_manager_class",),
+        PrefixCacheStats: ("record",),
+        RequestStatus: ("WAITING", "PREEMPTED", "RUNNING"),
+    }
+    return missing + [
+        f"{part.__name__}.{name}" for part, needed in parts.items() for name in needed if not hasattr(part, name)
+    ]
 
 
 def check_calls(ours: type) -> None:
     """Raise UnsupportedVllmError when vLLM's manager has a public call, or a call a parameter, that `ours` lacks."""
-    theirs = importlib.import_module("vllm.v1.core.kv_cache_manager").KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheManager as Theirs
+
     missing = []
-    for name, item in vars(theirs).items():
+    for name, item in vars(Theirs).items():
         if name != "__init__" and name.startswith("_"):
             continue
         own = getattr(ours, name, None)

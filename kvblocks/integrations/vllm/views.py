@@ -139,6 +139,16 @@ class PoolView:
         self.num_gpu_blocks = num_gpu_blocks
         self.null_block = BlockView(None)
 
+    @property
+    def free_block_queue(self) -> "PoolView":
+        """What is asked how many free blocks there are: this."""
+        return self
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody has."""
+        return self.get_num_free_blocks()
+
     def get_num_free_blocks(self) -> int:
         """Return how many blocks nobody has."""
         number: int = self._manager.num_free_blocks

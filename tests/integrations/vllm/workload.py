@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 from bench.vllm.schedulers import VOCABULARY, Settings, request_hasher
 
 NUM_DOCUMENTS = 12
+MOST_OPEN = 20  # the last requests, of which any may be followed up
 STEPS_BETWEEN = 3  # at most, from one arrival to the next
 
 
@@ -46,26 +47,37 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What requests are like. longest: tokens of the longest prompt."""
+    """What requests are like.
+
+    longest: tokens of the longest prompt that begins a conversation. share_follow_ups: of requests that go on with an
+    earlier one and its answer, as in a conversation. The others share the beginning of a document, and part from it
+    anywhere.
+    """
 
     longest: int = 600
     most_output: int = 60
     num_salts: int = 0
     share_cancelled: float = 0.0
     num_priorities: int = 1
+    share_follow_ups: float = 0.0
 
 
 def make_asks(mix: Mix, seed: int, num_requests: int) -> list[Ask]:
     """Return requests that share beginnings of a few documents, in order of arrival."""
     random = Random(seed)
     documents = [[random.randrange(VOCABULARY) for _ in range(mix.longest)] for _ in range(NUM_DOCUMENTS)]
-    asks = []
+    asks: list[Ask] = []
     step = 0
     for number in range(num_requests):
         step += random.choice((0, 0, *range(STEPS_BETWEEN + 1)))
         num_shared = random.randrange(mix.longest * 3 // 4)
         num_own = random.choice((0, 1, random.randrange(1, 40), random.randrange(1, mix.longest // 4)))
         prompt = random.choice(documents)[:num_shared] + [random.randrange(VOCABULARY) for _ in range(num_own)]
+        if asks and random.random() < mix.share_follow_ups:
+            earlier = random.choice(asks[-MOST_OPEN:])
+            answer = continuation(earlier.prompt, earlier.max_tokens)
+            if len(earlier.prompt) + len(answer) < 2 * mix.longest:
+                prompt = [*earlier.prompt, *answer, *prompt[-num_own - 1 :]]
         is_cancelled = random.random() < mix.share_cancelled
         asks.append(
             Ask(

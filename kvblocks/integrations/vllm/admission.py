@@ -1,0 +1,59 @@
+"""Whether a request may get blocks though there are enough: vLLM's admission rules, over kvblocks' numbers."""
+
+from typing import Any, NamedTuple
+
+from vllm.v1.request import RequestStatus
+
+from kvblocks import CacheHit, Group, KVCacheManager, Sequence
+
+WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class Room(NamedTuple):
+    """What a request asks for.
+
+    num_slots: slots that it needs now, in all. num_full_tokens: tokens that must fit as a whole, 0: none must.
+    num_reserved_blocks: that others in flight rely on. has_scheduled_reqs: whether anybody runs in this step.
+    """
+
+    num_slots: int
+    num_full_tokens: int
+    num_reserved_blocks: int
+    has_scheduled_reqs: bool
+
+
+class Admission:
+    """The rules of one manager. caps: by group, how many blocks a request has at most at a time."""
+
+    def __init__(self, manager: KVCacheManager, groups: list[Group], caps: list[int], watermark_blocks: int) -> None:
+        self._manager = manager
+        self._groups = groups
+        self._caps = caps
+        self._watermark_blocks = watermark_blocks
+
+    def is_held_back(self, request: Any, sequence: Sequence, hit: CacheHit | None, room: Room) -> bool:
+        """Whether a request has to wait: for a watermark, for room for all of its prompt, or for others."""
+        watermark = self._watermark_blocks if room.has_scheduled_reqs and request.status in WAITING else 0
+        if not (watermark or room.num_full_tokens or room.num_reserved_blocks):
+            return False
+        num_free = self._manager.num_free_blocks
+        if room.num_full_tokens and self.num_blocks(sequence, hit, room.num_full_tokens) + watermark > num_free:
+            return True
+        num_needed = self._manager.get_num_blocks_to_allocate(sequence, room.num_slots, hit=hit)
+        return num_needed + watermark > num_free - room.num_reserved_blocks
+
+    def num_blocks(self, sequence: Sequence, hit: CacheHit | None, num_tokens: int) -> int:
+        """Return how many free blocks a sequence takes by the time that it has `num_tokens` tokens.
+
+        A window lets go of blocks meanwhile, so its group counts for no more than its cap.
+        """
+        number = 0
+        for group, (kind, cap) in enumerate(zip(self._groups, self._caps, strict=True)):
+            held: list[Any] = []
+            if hit is not None:
+                held = hit.group_blocks(group)
+                number += sum(block is not None and not block.ref_cnt for block in held)
+            elif sequence.is_allocated:
+                held = sequence.group_blocks(group)
+            number += max(0, min(-(-num_tokens // kind.block_size), cap) - len(held))
+        return number
