@@ -148,6 +148,11 @@ class KVCacheManager(Changeable):
         return len(self._pool.blocks)
 
     @property
+    def blocks(self) -> list[KVCacheBlock]:
+        """The pool's blocks, by their ids from `first_block_id` on. The list is the pool's; don't change it. O(1)."""
+        return self._pool.blocks
+
+    @property
     def first_block_id(self) -> int:
         """The id of the first block; those of the others follow it. O(1)."""
         return self._pool.first_block_id

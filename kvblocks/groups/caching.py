@@ -15,6 +15,8 @@ def attach_full_blocks(index: GroupIndex, sequence: Sequence, first: int) -> Non
     for table in tables_of(sequence).tables:
         side_group, blocks, num_dead = table.side_group, table.blocks, table.num_dead
         size = side_group.block_size
+        if not side_group.is_cached:
+            continue
         for number in range(max(num_dead, first * primary_size // size), end // size):
             block = blocks[number - num_dead]
             if block.run is not None:

@@ -115,7 +115,9 @@ def _longest_end(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int
         for side_group in index.layout.side_groups:
             first, last = needed_blocks(side_group, end, num_tokens)
             found: list[KVCacheBlock | None]
-            if side_group.block_size != size:
+            if not side_group.is_cached:
+                found = []
+            elif side_group.block_size != size:
                 found = _find(index, side_group, matched, first, last)
             elif (
                 first not in rows
@@ -140,10 +142,14 @@ def _longest_end(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int
 
 
 def needed_blocks(side_group: SideGroup, end: int, num_tokens: int) -> tuple[int, int]:
-    """Return the first block, and the one behind the last, that a hit of `end` tokens needs of a group."""
+    """Return the first block, and the one behind the last, that a hit of `end` tokens needs of a group.
+
+    None of one that isn't cached: then both are where the sequence's own blocks begin.
+    """
     if not end:
         return 0, 0
-    return side_group.first_needed(end - 1 if end == num_tokens else end), end // side_group.block_size
+    first = side_group.first_needed(end - 1 if end == num_tokens else end)
+    return first, end // side_group.block_size if side_group.is_cached else first
 
 
 def _find(

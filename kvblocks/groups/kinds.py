@@ -12,7 +12,7 @@ Groups of layers with a block table each, over one pool, are vLLM's hybrid KV-ca
 from dataclasses import dataclass
 from typing import SupportsIndex
 
-from kvblocks.arguments import check_count
+from kvblocks.arguments import check_count, check_flag
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,16 @@ class FullAttention:
         """None: there is none."""
         return None
 
+    @property
+    def is_cached(self) -> bool:
+        """True: hits are what its blocks hold."""
+        return True
+
+    @property
+    def keeps_passed(self) -> bool:
+        """False: there is no window to leave."""
+        return False
+
     def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
         """Return how many blocks a sequence of `num_tokens` holds at most; `num_step_tokens` make no difference."""
         check_count("num_step_tokens", num_step_tokens, 1)
@@ -39,16 +49,23 @@ class FullAttention:
 class SlidingWindow:
     """Layers in which a token at position p attends to p - window + 1 to p.
 
-    block_size: tokens in a block. window: at least 1; what Hugging Face's configs call sliding_window. Raises
-    InvalidArgumentError.
+    block_size: tokens in a block. window: at least 1; what Hugging Face's configs call sliding_window. is_cached:
+    whether its blocks are cached; if not, hits don't wait for them: the sequence gets new blocks for what the first
+    token behind the hit sees, and the engine computes that part of the hit once more for these layers. keeps_passed:
+    whether what left the window is reused by last use, like other cached blocks, and not before them: better where
+    prompts part anywhere, worse where they part where others ended. Raises InvalidArgumentError.
     """
 
     block_size: int
     window: int
+    is_cached: bool = True
+    keeps_passed: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", check_count("block_size", self.block_size, 1))
         object.__setattr__(self, "window", check_count("window", self.window, 1))
+        object.__setattr__(self, "is_cached", check_flag("is_cached", self.is_cached))
+        object.__setattr__(self, "keeps_passed", check_flag("keeps_passed", self.keeps_passed))
 
     def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
         """Return how many blocks a sequence of `num_tokens` holds at most.

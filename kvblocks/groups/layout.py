@@ -21,10 +21,13 @@ class SideGroup:
 
     Its block that ends with token e is attached to the primary block that has token e - 1, in one of the columns
     first_column to first_column + num_columns - 1 of that block's row: several when its blocks are smaller. window:
-    None: all of the past. Read-only.
+    None: all of the past. is_cached: whether its blocks are attached at all. keeps_passed: whether those that left the
+    window are reused by last use. Read-only.
     """
 
-    __slots__ = ("block_size", "first_column", "group", "num_columns", "primary_size", "window")
+    __slots__ = (
+        *("block_size", "first_column", "group", "is_cached", "keeps_passed", "num_columns", "primary_size", "window"),
+    )
 
     def __init__(self, group: int, spec: Group, primary_size: int, first_column: int) -> None:
         self.group = group
@@ -32,7 +35,9 @@ class SideGroup:
         self.window = spec.window
         self.primary_size = primary_size
         self.first_column = first_column
-        self.num_columns = max(1, primary_size // spec.block_size)
+        self.is_cached = spec.is_cached
+        self.keeps_passed = spec.keeps_passed
+        self.num_columns = max(1, primary_size // spec.block_size) if self.is_cached else 0
 
     def home(self, number: int) -> tuple[int, int]:
         """Return the primary block that this group's block `number` is attached to, and its column in the row. O(1)."""

@@ -290,7 +290,7 @@ class GroupSlots(SlotAllocator):
                 for index, block in enumerate(table.drop_first(num_passed), first):
                     if not block.is_cached:
                         empty.append(block)
-                    elif need.tables.is_landmark(table, index):
+                    elif table.side_group.keeps_passed or need.tables.is_landmark(table, index):
                         kept.append(block)
                     else:
                         passed.append(block)

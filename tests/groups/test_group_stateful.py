@@ -20,6 +20,7 @@ SETS: dict[str, list[Group]] = {
     "two windows": [FullAttention(2), SlidingWindow(2, 2), SlidingWindow(2, 5)],
     "window of one": [FullAttention(2), SlidingWindow(2, 1), SlidingWindow(1, 2)],
     "two full": [FullAttention(2), FullAttention(4), SlidingWindow(2, 3)],
+    "kept windows": [FullAttention(2), SlidingWindow(2, 3, keeps_passed=True), SlidingWindow(2, 5)],
     "quick appends": [FullAttention(4), SlidingWindow(4, 5)],
     "one window": [SlidingWindow(2, 3)],
     "windows only": [SlidingWindow(2, 3), SlidingWindow(4, 6)],

@@ -526,3 +526,56 @@ def test_the_history_keeps_the_primary_groups_block_longest() -> None:
     manager.free(sequence)
     manager.allocate_slots(Sequence("b", range(100, 116)))
     assert manager.explain(Sequence("c", range(4))).cause == "evicted"
+
+
+class TestWindowsThatAreNotCached:
+    """A hit is what the others hold; the sequence gets new blocks for what the next token sees."""
+
+    GROUPS = (FullAttention(4), SlidingWindow(4, 8, is_cached=False), SlidingWindow(4, 8))
+
+    def test_a_hit_does_not_wait_for_them(self):
+        manager = KVCacheManager(64, groups=self.GROUPS[:2], debug=True, enable_events=True)
+        first, second = Sequence("first", range(30)), Sequence("second", [*range(24), 98, 99])
+        manager.allocate_slots(first)
+        hit = manager.get_computed_blocks(second)
+        assert (hit.num_tokens, hit.group_blocks(1)) == (24, [None] * 4)
+        assert manager.get_num_blocks_to_allocate(second, 26, hit=hit) == 1 + 3
+        assert len(manager.allocate_slots(second, hit=hit)) == 4
+        assert second.block_ids[:6] == first.block_ids[:6]
+        assert second.first_live_block(1) == 4  # position 24 sees 17 to 24
+        assert not set(second.group_block_ids(1)[4:]) & set(first.group_block_ids(1))
+        assert [usage.num_cached_blocks for usage in manager.group_usage()] == [7, 0]
+        assert {event.group_idx for event in manager.take_events()} == {0}
+
+    def test_its_blocks_are_free_and_empty_when_it_ends(self):
+        manager = KVCacheManager(64, groups=self.GROUPS[:2], debug=True)
+        sequence = Sequence("a", range(30))
+        manager.allocate_slots(sequence)
+        ids = sequence.group_block_ids(1).copy()
+        manager.free(sequence)
+        assert set(manager.free_block_ids()[: len(ids)]) >= set(ids[:-1])
+
+    def test_a_group_beside_it_that_is_cached_is_asked_all_the_same(self):
+        manager = KVCacheManager(64, groups=self.GROUPS, debug=True)
+        first = Sequence("first", range(24))
+        manager.allocate_slots(first)
+        hit = manager.get_computed_blocks(Sequence("second", range(25)))
+        assert (hit.num_tokens, len([block for block in hit.group_blocks(2) if block])) == (24, 2)
+        manager.evict_blocks([hit.group_blocks(2)[-1].block_id])
+        assert manager.get_computed_blocks(Sequence("second", range(25))).num_tokens == 20
+
+    def test_windows_pass_and_hits_are_cut_as_ever(self):
+        manager = KVCacheManager(64, groups=self.GROUPS, debug=True)
+        sequence = Sequence("a", range(40))
+        for _ in range(5):
+            manager.allocate_slots(sequence, 8)
+        assert sequence.first_live_block(1) == sequence.first_live_block(2) > 0
+        manager.pin(range(16))
+        hit = manager.get_computed_blocks(Sequence("b", range(41)))
+        assert [hit.cut(most).num_tokens for most in (40, 39)] == [
+            40,
+            manager.get_computed_blocks(hit.sequence, 39).num_tokens,
+        ]
+        manager.free(sequence)
+        manager.reset_prefix_cache()
+        assert manager.stats.num_cached_blocks == 0

@@ -14,7 +14,16 @@ Spec = tuple[int, int | None]
 
 
 class DumbGroups(DumbModel):
-    def __init__(self, num_blocks: int, specs: list[Spec], enable_caching: bool = True, first_block: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        specs: list[Spec],
+        enable_caching: bool = True,
+        first_block: int = 0,
+        keeping: frozenset[int] = frozenset(),
+    ) -> None:
+        """keeping: the groups whose blocks that left a window are reused like others."""
+        self.keeping = keeping
         full = [group for group, (_, window) in enumerate(specs) if window is None]
         self.primary = full[0] if full else None
         self.alignment = max(size for size, _ in specs)
@@ -205,7 +214,8 @@ class DumbGroups(DumbModel):
         passed = self.passed(sequence, start)
         for group in self.others:
             blocks = [(index, block) for g, index, block in passed if g == group]
-            kept = [b for index, b in blocks if b in self.content and self.is_landmark(sequence, group, index)]
+            stays = [i for i, _ in blocks if group in self.keeping or self.is_landmark(sequence, group, i)]
+            kept = [block for index, block in blocks if block in self.content and index in stays]
             for index, _ in blocks:
                 self.tables[sequence][group][index] = None
             self.drop([block for _, block in blocks if block not in self.content])

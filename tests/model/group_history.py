@@ -33,7 +33,8 @@ class GroupHistory(History):
         self.manager, first_block = manager, manager.first_block_id
         self.memory = KVMemory(first_block + num_blocks, manager.groups, manager.block_size)
         specs = [(group.block_size, group.window) for group in groups]
-        self.model = DumbGroups(num_blocks, specs, enable_caching, first_block)
+        keeping = frozenset(number for number, group in enumerate(groups) if group.keeps_passed)
+        self.model = DumbGroups(num_blocks, specs, enable_caching, first_block, keeping)
         self.group_stored: set[tuple[int, bytes]] = set()
         self.num_limited = self.num_refused_truncations = self.num_attached = 0
 

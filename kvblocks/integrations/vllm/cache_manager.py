@@ -19,7 +19,7 @@ from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_
 from kvblocks.integrations.vllm.probe import check_calls, refuse
 from kvblocks.integrations.vllm.residency import BlockLives
 from kvblocks.integrations.vllm.sequences import LORA_VERSIONS, make_sequence
-from kvblocks.integrations.vllm.views import GivenBlocks, HitBlocks, PoolView, TableBlocks, TablesView
+from kvblocks.integrations.vllm.views import CachedCounts, GivenBlocks, HitBlocks, PoolView, TableBlocks, TablesView
 
 
 class KVBlocksCacheManager:
@@ -90,7 +90,8 @@ class KVBlocksCacheManager:
                 kv_cache_spec=given.kv_cache_spec,
                 kv_cache_group_id=number,
                 req_to_blocks=TablesView(self._sequences, number),
-                num_cached_block=TablesView(self._sequences, number),
+                num_cached_block=CachedCounts(self._sequences),
+                _null_block=self.block_pool.null_block,
             )
             for number, (group, given) in enumerate(
                 zip(self._groups, self.kv_cache_config.kv_cache_groups, strict=True)

@@ -32,7 +32,8 @@ def find_groups(config: Any, num_context_ranks: int) -> list[Group]:
                 raise refuse("context parallelism with sliding windows", "a window would span the ranks' blocks")
             if getattr(spec, "extra_retained_tokens", 0):
                 raise refuse("windows that retain more than they see", "multi-module MTP computes tokens twice")
-            groups.append(SlidingWindow(spec.block_size, spec.sliding_window))
+            window, is_cached = spec.sliding_window, spec.prefix_cacheable
+            groups.append(SlidingWindow(spec.block_size, window, is_cached=is_cached, keeps_passed=True))
         else:
             raise refuse(
                 f"{type(spec).__name__} in KV cache group {number}", "full attention and sliding windows are served"

@@ -103,8 +103,6 @@ def refuse(feature: str, reason: str) -> UnsupportedVllmError:
 
 def check_config(scheduler: Any) -> None:
     """Raise UnsupportedVllmError when a scheduler is to run what isn't served. Before its manager is replaced."""
-    if scheduler.prefix_replay_tokens:
-        raise refuse("prefix_replay_tokens", "a hit would begin inside a window that isn't held")
     if scheduler.num_prefill_lookahead > 1:
         raise refuse("multi-module MTP", "the last tokens of a chunk are computed twice")
     if scheduler.kv_cache_config.has_mamba_layers:
@@ -113,5 +111,3 @@ def check_config(scheduler: Any) -> None:
     connector = None if transfer is None else transfer.kv_connector
     if connector in REFUSED_CONNECTORS:
         raise refuse(f"the connector {connector}", REFUSED_CONNECTORS[connector])
-    if scheduler.connector is not None and len(scheduler.kv_cache_config.kv_cache_groups) > 1:
-        raise refuse("a KV connector with several KV cache groups", "windows and loaded tokens are not reconciled")

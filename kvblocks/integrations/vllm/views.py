@@ -31,6 +31,8 @@ class BlockView:
         """Its digest, None unless it is cached."""
         return None if self._block is None else self._block.block_hash
 
+    _block_hash = block_hash
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockView) and other.block_id == self.block_id
 
@@ -39,6 +41,14 @@ class BlockView:
 
     def __repr__(self) -> str:
         return f"BlockView({self._block!r})"
+
+
+NULL_BLOCK = BlockView(None)
+
+
+def views(blocks: Items[KVCacheBlock | None]) -> list[BlockView]:
+    """Return views of blocks, the null block's for None."""
+    return [NULL_BLOCK if block is None else BlockView(block) for block in blocks]
 
 
 class GivenBlocks(KVCacheBlocks):
@@ -50,7 +60,7 @@ class GivenBlocks(KVCacheBlocks):
     @property
     def blocks(self) -> tuple[list[BlockView], ...]:
         """Views of them, by group."""
-        return tuple([BlockView(block) for block in table] for table in self.tables)
+        return tuple(views(table) for table in self.tables)
 
     def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Items[int] | None = None
@@ -104,7 +114,7 @@ class TablesView:
 
     def _held(self) -> dict[str, list[BlockView]]:
         held = {name: s.group_blocks(self._group) for name, s in self._sequences.items() if s.is_allocated}
-        return {name: [BlockView(block) for block in blocks] for name, blocks in held.items()}
+        return {name: views(blocks) for name, blocks in held.items()}
 
     def __getitem__(self, request_id: str) -> list[BlockView]:
         return self._held().get(request_id, [])
@@ -131,13 +141,41 @@ class TablesView:
         return iter(self._held())
 
 
+class CachedCounts:
+    """How many blocks of each request that has any are cached, by request id."""
+
+    def __init__(self, sequences: dict[str, Sequence]) -> None:
+        self._sequences = sequences
+
+    def _counts(self) -> dict[str, int]:
+        return {name: s.num_cached_blocks for name, s in self._sequences.items() if s.is_allocated}
+
+    def __getitem__(self, request_id: str) -> int:
+        return self._counts()[request_id]
+
+    def get(self, request_id: str, default: Any = None) -> Any:
+        """Return a request's number, `default` if it has no blocks."""
+        return self._counts().get(request_id, default)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._counts()
+
+    def __len__(self) -> int:
+        return len(self._counts())
+
+
 class PoolView:
     """What is asked of `kv_cache_manager.block_pool`. manager: kvblocks'."""
 
     def __init__(self, manager: Any, num_gpu_blocks: int) -> None:
         self._manager = manager
         self.num_gpu_blocks = num_gpu_blocks
-        self.null_block = BlockView(None)
+        self.null_block = NULL_BLOCK
+
+    @property
+    def blocks(self) -> list[BlockView]:
+        """All blocks by id, the null block first."""
+        return [self.null_block, *map(BlockView, self._manager.blocks)]
 
     @property
     def free_block_queue(self) -> "PoolView":

@@ -11,11 +11,10 @@ CONNECTOR = "tests/v1/kv_connector/unit/"
 
 CROSS_ATTENTION = "refused: cross attention of encoder-decoder models"
 RECURRENT = "refused: recurrent states (Mamba layers)"
-REPLAY = "refused: windows that are computed again after a hit (prefix_replay_tokens)"
 CHUNKED_LOCAL = "refused: chunked local attention"
-NULL_BLOCKS = "internal: counts the manager's null blocks in a group's table"
-WINDOWS = "refused: several groups beside a connector"
 COPIES = "internal: takes blocks of vLLM's pool as copies that are to be freed later"
+HASH_MAP = "internal: counts the entries of vLLM's map of hashes"
+SLIDES_LATER = "internal: a finished request's windows slide before it is freed, which kvblocks has no need of"
 
 REFUSED = {
     CROSS_ATTENTION: [
@@ -30,29 +29,13 @@ REFUSED = {
         CONNECTOR + "test_remote_prefill_lifecycle.py::test_p_side_chunked_prefill_mamba",
         CONNECTOR + "test_remote_prefill_lifecycle.py::test_async_load_does_not_double_reserve_mamba_spec_blocks",
     ],
-    REPLAY: [
-        CORE + "test_prefix_replay.py::test_hit_replays_window_without_reallocating",
-        CORE + "test_prefix_replay.py::test_replay_only_chunks_make_progress",
-        CORE + "test_prefix_replay.py::test_async_remote_kv_hit_replays_after_load",
-        CORE + "test_prefix_replay.py::test_remote_kv_hit_is_taken_in_whole_blocks",
-        CORE + "test_prefix_replay.py::test_kv_load_carrying_window_does_not_replay",
-        CORE + "test_prefix_replay.py::test_hit_no_longer_than_window_is_ignored",
-        CORE + "test_prefix_replay.py::test_kv_load_zeroing_respects_loaded_groups",
-    ],
     CHUNKED_LOCAL: [CORE + "test_swa_inflight_window_free.py::test_chunked_local_free_waits_for_in_flight_step"],
-    NULL_BLOCKS: [
-        CORE + "test_swa_inflight_window_free.py::test_swa_free_waits_for_in_flight_step",
-        CORE + "test_swa_inflight_window_free.py::test_swa_free_immediate_when_sync",
-        CORE + "test_swa_inflight_window_free.py::test_connector_finish_frees_on_settled_basis",
-    ],
-    WINDOWS: [
-        CONNECTOR + "test_kv_load_failure_recovery.py::test_block_level_load_failure_fails_closed_with_multiple_groups",
-        CONNECTOR
-        + "test_remote_prefill_lifecycle.py::test_async_load_reserves_blocks_for_promotion_margin[multiple-groups]",
-        CONNECTOR + "test_remote_prefill_lifecycle.py::"
-        "test_async_load_reserves_blocks_for_promotion_margin[different-block-sizes]",
-    ],
     COPIES: [CORE + "test_deferred_block_free.py::test_cow_retentions_deferred_until_copy_step_processed"],
+    HASH_MAP: [
+        CONNECTOR + "test_cache_pollution_prevention.py::test_invalid_blocks_evicted_prevents_cache_pollution",
+        CONNECTOR + "test_remote_prefill_lifecycle.py::test_basic_lifecycle",
+    ],
+    SLIDES_LATER: [CORE + "test_swa_inflight_window_free.py::test_connector_finish_frees_on_settled_basis"],
 }
 
 

@@ -73,7 +73,7 @@ def make_asks(mix: Mix, seed: int, num_requests: int) -> list[Ask]:
         num_shared = random.randrange(mix.longest * 3 // 4)
         num_own = random.choice((0, 1, random.randrange(1, 40), random.randrange(1, mix.longest // 4)))
         prompt = random.choice(documents)[:num_shared] + [random.randrange(VOCABULARY) for _ in range(num_own)]
-        if asks and random.random() < mix.share_follow_ups:
+        if asks and mix.share_follow_ups and random.random() < mix.share_follow_ups:
             earlier = random.choice(asks[-MOST_OPEN:])
             answer = continuation(earlier.prompt, earlier.max_tokens)
             if len(earlier.prompt) + len(answer) < 2 * mix.longest:
