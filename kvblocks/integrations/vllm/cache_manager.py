@@ -19,7 +19,17 @@ from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_
 from kvblocks.integrations.vllm.probe import check_calls, refuse
 from kvblocks.integrations.vllm.residency import BlockLives
 from kvblocks.integrations.vllm.sequences import LORA_VERSIONS, make_sequence
-from kvblocks.integrations.vllm.views import CachedCounts, GivenBlocks, HitBlocks, PoolView, TableBlocks, TablesView
+from kvblocks.integrations.vllm.views import (
+    CachedCounts,
+    GivenBlocks,
+    HitBlocks,
+    NoBlocks,
+    PoolView,
+    TableBlocks,
+    TablesView,
+)
+
+RUNNING = RequestStatus.RUNNING
 
 
 class KVBlocksCacheManager:
@@ -63,7 +73,7 @@ class KVBlocksCacheManager:
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.num_kv_cache_groups = len(groups)
-        self.empty_kv_cache_blocks = GivenBlocks(tuple(() for _ in groups))
+        self.empty_kv_cache_blocks = NoBlocks(len(groups))
         self.mamba_shared_prefix_checkpoint = False
         self.retained_hit_group_ids: tuple[int, ...] = ()
         self.kv_cache_event_metadata = event_kinds(kv_cache_config)
@@ -174,20 +184,25 @@ class KVBlocksCacheManager:
     ) -> GivenBlocks | None:
         """Make room for what a request computes next; returns the new blocks, None when they can't be had."""
         sequence = self._sequences.get(request.request_id)
-        full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
         if sequence is not None and sequence.owner is not None:
             tokens, num_computed = request._all_token_ids, sequence.num_computed_tokens  # noqa: SLF001
-            end = request.num_computed_tokens + num_new_tokens
-            is_running = request.status == RequestStatus.RUNNING and not reserved_blocks
-            is_decode = end == num_computed + 1 == sequence.num_tokens + 1 and not num_lookahead_tokens
-            if is_decode and is_running and end <= len(tokens) and self._has_one_group:  # the hot path
+            num_known, end = len(tokens), request.num_computed_tokens + num_new_tokens
+            num_slots = end + num_lookahead_tokens
+            is_running = request.status is RUNNING and not reserved_blocks
+            if (
+                is_running
+                and self._has_one_group
+                and num_known == num_computed + 1 == len(sequence.tokens) + 1
+                and (num_slots == num_known or num_known <= end <= num_slots <= len(sequence.blocks) * self._block_size)
+            ):  # a decode whose token is known, and has a slot or is the only one that needs one: the hot path
                 blocks = self.manager.append_slots(sequence, [tokens[num_computed]])
                 return None if blocks is None else self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
-            num_slots = min(end + num_lookahead_tokens, self.max_model_len)
+            num_slots = min(num_slots, self.max_model_len)
+            full = min(num_known, self.max_model_len) if full_sequence_must_fit else 0
             room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
             if not is_running and self._admission.is_held_back(request, sequence, None, room):
                 return None
-            return self._grow(request, sequence, min(end, len(tokens)), num_slots)
+            return self._grow(request, sequence, min(end, num_known), num_slots)
         if num_encoder_tokens:
             raise refuse("encoder tokens", "cross attention has no prefix to share")
         if not (num_new_tokens or num_external_computed_tokens or num_new_computed_tokens):
@@ -199,6 +214,7 @@ class KVBlocksCacheManager:
         sequence = self._sequence(request)
         start = min(num_local + num_external_computed_tokens, self.max_model_len)
         num_slots = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
+        full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
         room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
         if self._admission.is_held_back(request, sequence, hit, room):
             return None
@@ -218,15 +234,16 @@ class KVBlocksCacheManager:
         sequence = self._sequences.get(request.request_id)
         if sequence is None or sequence.owner is None:
             return
-        tokens, num_computed = request._all_token_ids, sequence.num_computed_tokens  # noqa: SLF001
-        end = min(num_computed_tokens, len(tokens))
-        if end > num_computed:
+        num_computed = sequence.num_computed_tokens
+        if num_computed_tokens > num_computed:
+            tokens = request._all_token_ids  # noqa: SLF001
+            end = min(num_computed_tokens, len(tokens))
             if end == num_computed + 1 == sequence.num_tokens + 1 and self._has_one_group:
                 self.manager.append_slots(sequence, [tokens[num_computed]])
-            else:
+            elif end > num_computed:
                 self._grow(request, sequence, end, end)
         if sequence.delayed_from is not None:
-            self.manager.cache_blocks(sequence, min(end, sequence.num_computed_tokens))
+            self.manager.cache_blocks(sequence, min(num_computed_tokens, sequence.num_computed_tokens))
 
     def _grow(self, request: Any, sequence: Sequence, end: int, num_slots: int) -> GivenBlocks | None:
         """Have a sequence's first `end` tokens computed, with `num_slots` slots in all."""

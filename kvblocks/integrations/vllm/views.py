@@ -76,6 +76,17 @@ class GivenBlocks(KVCacheBlocks):
         return GivenBlocks(tuple(() for _ in self.tables))
 
 
+class NoBlocks(GivenBlocks):
+    """No blocks, of so many groups: what most decodes get."""
+
+    def __init__(self, num_groups: int) -> None:
+        super().__init__(tuple(() for _ in range(num_groups)))
+
+    def get_block_ids(self, allow_none: bool = False, *, group_ids: Items[int] | None = None) -> Any:
+        """Return None if it may be, else empty lists."""
+        return None if allow_none else super().get_block_ids(group_ids=group_ids)
+
+
 class HitBlocks(GivenBlocks):
     """What a lookup found. hit: what kvblocks calls it."""
 
