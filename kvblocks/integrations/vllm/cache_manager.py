@@ -78,6 +78,7 @@ class KVBlocksCacheManager:
         self.retained_hit_group_ids: tuple[int, ...] = ()
         self.kv_cache_event_metadata = event_kinds(kv_cache_config)
         self.manager = _make_manager(kv_cache_config, groups, enable_caching, enable_kv_cache_events, debug)
+        self._append_slots = self.manager.append_slots  # asked for once a token
         self.block_pool = PoolView(self.manager, kv_cache_config.num_blocks)
         self._groups = groups
         self._block_size = self.manager.block_size
@@ -195,7 +196,7 @@ class KVBlocksCacheManager:
                 and num_known == num_computed + 1 == len(sequence.tokens) + 1
                 and (num_slots == num_known or num_known <= end <= num_slots <= len(sequence.blocks) * self._block_size)
             ):  # a decode whose token is known, and has a slot or is the only one that needs one: the hot path
-                blocks = self.manager.append_slots(sequence, [tokens[num_computed]])
+                blocks = self._append_slots(sequence, [tokens[num_computed]])
                 return None if blocks is None else self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
             num_slots = min(num_slots, self.max_model_len)
             full = min(num_known, self.max_model_len) if full_sequence_must_fit else 0
@@ -239,7 +240,7 @@ class KVBlocksCacheManager:
             tokens = request._all_token_ids  # noqa: SLF001
             end = min(num_computed_tokens, len(tokens))
             if end == num_computed + 1 == sequence.num_tokens + 1 and self._has_one_group:
-                self.manager.append_slots(sequence, [tokens[num_computed]])
+                self._append_slots(sequence, [tokens[num_computed]])
             elif end > num_computed:
                 self._grow(request, sequence, end, end)
         if sequence.delayed_from is not None:
@@ -310,16 +311,16 @@ class KVBlocksCacheManager:
         """Return new blocks by group, and note them for zeroing, but those of groups that are `skipped`."""
         if self.enable_kv_cache_events:
             self._events.note_request(request)
-        if self.num_kv_cache_groups == 1 and not sequence.new_group_blocks:
-            if not blocks:
-                return self.empty_kv_cache_blocks
+        if not blocks:
+            return self.empty_kv_cache_blocks
+        if sequence.side_tables is None:
             return GivenBlocks((blocks,)) if skipped else self._given_one(blocks)
         tables = tuple(sequence.new_group_blocks)
         if self._zeroed:
             for group, table in enumerate(tables):
                 if group not in skipped:
                     self._new_block_ids += [block.block_id for block in table]
-        return GivenBlocks(tables) if any(tables) else self.empty_kv_cache_blocks
+        return GivenBlocks(tables)
 
     def _sequence(self, request: Any) -> Sequence:
         """Return a request's sequence, with all known tokens; made anew where the request has changed under it."""
