@@ -1,9 +1,15 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from bench.vllm.schedulers import ADAPTER, ASYNC_SCHEDULER, SCHEDULER
 from integrations.vllm.engine import NUM_REQUESTS, PREFIX_TOKENS, Run
 
 LARGE, SMALL = 400, 50
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +38,21 @@ def test_answers_and_cached_tokens_are_vllms(model, num_blocks, is_async, in_pro
     assert sum(cached >= PREFIX_TOKENS for cached in theirs["cached"]) > NUM_REQUESTS // 2
     if in_process:
         assert (theirs["preempted"] > 0) == (num_blocks == SMALL)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_example_compares(model):
+    options = ["--num-requests", "6", "--block-size", "32", "--num-blocks", "200", "--dtype", "float32"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "vllm" / "compare.py"), model, *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "all answers are identical" in done.stdout
+    assert [line.split()[:1] for line in done.stdout.splitlines()[:3]] == [["KV"], ["vLLM's"], ["kvblocks"]]
