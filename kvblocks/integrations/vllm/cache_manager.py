@@ -190,14 +190,14 @@ class KVBlocksCacheManager:
             num_known, end = len(tokens), request.num_computed_tokens + num_new_tokens
             num_slots = end + num_lookahead_tokens
             is_running = request.status is RUNNING and not reserved_blocks
-            if (
-                is_running
-                and self._has_one_group
-                and num_known == num_computed + 1 == len(sequence.tokens) + 1
-                and (num_slots == num_known or num_known <= end <= num_slots <= len(sequence.blocks) * self._block_size)
-            ):  # a decode whose token is known, and has a slot or is the only one that needs one: the hot path
-                blocks = self._append_slots(sequence, [tokens[num_computed]])
-                return None if blocks is None else self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
+            if is_running and num_known == num_computed + 1 == len(sequence.tokens) + 1 and self._has_one_group:
+                # A decode: one token is known and has no slot yet. The hot path.
+                token = [tokens[num_computed]]
+                if num_slots == num_known or num_known <= end <= num_slots <= len(sequence.blocks) * self._block_size:
+                    blocks = self._append_slots(sequence, token)
+                    return None if blocks is None else self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
+                if end >= num_known:
+                    return self._append_and_reserve(sequence, token, min(num_slots, self.max_model_len))
             num_slots = min(num_slots, self.max_model_len)
             full = min(num_known, self.max_model_len) if full_sequence_must_fit else 0
             room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
@@ -233,16 +233,20 @@ class KVBlocksCacheManager:
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """Cache what is written by now: tokens whose output arrived, or that a connector has loaded."""
         sequence = self._sequences.get(request.request_id)
-        if sequence is None or sequence.owner is None:
+        if sequence is not None and (
+            num_computed_tokens > sequence.num_computed_tokens or sequence.delayed_from is not None
+        ):  # else it was said when the tokens got their slots, as mostly
+            self._cache(request, sequence, num_computed_tokens)
+
+    def _cache(self, request: Any, sequence: Sequence, num_computed_tokens: int) -> None:
+        if sequence.owner is None:
             return
-        num_computed = sequence.num_computed_tokens
-        if num_computed_tokens > num_computed:
-            tokens = request._all_token_ids  # noqa: SLF001
-            end = min(num_computed_tokens, len(tokens))
-            if end == num_computed + 1 == sequence.num_tokens + 1 and self._has_one_group:
-                self._append_slots(sequence, [tokens[num_computed]])
-            elif end > num_computed:
-                self._grow(request, sequence, end, end)
+        tokens, num_computed = request._all_token_ids, sequence.num_computed_tokens  # noqa: SLF001
+        end = min(num_computed_tokens, len(tokens))
+        if end == num_computed + 1 == sequence.num_tokens + 1 and self._has_one_group:
+            self._append_slots(sequence, [tokens[num_computed]])
+        elif end > num_computed:
+            self._grow(request, sequence, end, end)
         if sequence.delayed_from is not None:
             self.manager.cache_blocks(sequence, min(num_computed_tokens, sequence.num_computed_tokens))
 
@@ -299,6 +303,14 @@ class KVBlocksCacheManager:
         if apply_admission_cap:
             return self._admission.num_blocks(sequence, None, num_tokens)
         return self.manager.get_num_blocks_to_allocate(sequence, num_tokens)
+
+    def _append_and_reserve(self, sequence: Sequence, token: list[int], num_slots: int) -> GivenBlocks | None:
+        """Add a token, with `num_slots` slots in all. Room comes first: when there is none, nothing has changed."""
+        blocks = self.manager.reserve_slots(sequence, num_slots - sequence.num_computed_tokens)
+        if blocks is None:
+            return None
+        self._append_slots(sequence, token)
+        return self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
 
     def _given_one(self, blocks: list[KVCacheBlock]) -> GivenBlocks:
         if self._zeroed:
