@@ -231,6 +231,29 @@ def test_events_come_when_it_is_cached():
     assert [event.token_ids for event in events if isinstance(event, BlockStored)] == [PROMPT[:8], PROMPT[8:12]]
 
 
+@pytest.mark.parametrize("way", ["allocate_slots", "append_slots", "append_step"])
+def test_a_delayed_call_caches_nothing_that_an_earlier_one_could_not(way):
+    """The parent was gone when a block got full, and is back: events and digests must not miss the block."""
+    manager = KVCacheManager(16, 4, enable_events=True, debug=True)
+    first, sequence = Sequence("first", range(4)), Sequence("a", range(8))
+    manager.allocate_slots(first)
+    manager.allocate_slots(sequence, 0, hit=manager.get_computed_blocks(sequence))
+    manager.evict_blocks(first.block_ids)
+    manager.allocate_slots(sequence)
+    manager.cache_blocks(first, 4)
+    if way == "allocate_slots":
+        sequence.append_token(8)
+        manager.allocate_slots(sequence, delay_cache_blocks=True)
+    elif way == "append_slots":
+        manager.append_slots(sequence, [8], delay_cache_blocks=True)
+    else:
+        manager.append_step([sequence], [8], delay_cache_blocks=True)
+    assert manager.stats.num_cached_blocks == 1
+    assert manager.cache_blocks(sequence, 9) == 8
+    stored = [name for event in manager.take_events()[-1:] for name in event.block_hashes]
+    assert stored == [sequence.blocks[1].block_hash] == manager.block_hashes(sequence)[1:2]
+
+
 def test_windows_slide_by_what_is_written():
     manager = KVCacheManager(64, groups=[FullAttention(4), SlidingWindow(4, 4)], debug=True)
     sequence = start(manager, "a", 8, late=False)
