@@ -195,6 +195,15 @@ def test_renewing_caches_what_is_written_only(manager):
     assert num_hit(manager, PROMPT) == 1
 
 
+def test_renewing_gives_back_what_was_known_before_the_reset(manager):
+    sequence = Sequence("a", range(10))
+    manager.allocate_slots(sequence)
+    before = sequence.blocks[0].run
+    manager.reset_prefix_cache()
+    manager.renew(sequence)
+    assert (before.blocks, len(before.tokens)) == ([], 0)
+
+
 def test_going_back_before_the_gap_closes_it(manager):
     sequence = start(manager, "a", 4, late=False)
     manager.append_slots(sequence, [4, 5, 6, 7, 8], delay_cache_blocks=True)

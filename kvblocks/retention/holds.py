@@ -122,10 +122,8 @@ class BlockHolds:
             self._manager.end_change()
             self._free(own)
         except BaseException:
-            if (
-                own.owner is not None and self._manager.change_state != CHANGING
-            ):  # nothing was freed: the id's hash raised
-                self.release(hold)
+            if own.owner is not None and self._manager.change_state != CHANGING:
+                self.release(hold)  # nothing was freed: the id's hash raised, say
             raise
         return hold
 

@@ -1,7 +1,7 @@
 """Values that a caller may pass by mistake, each with what it may be taken for, for tests/test_bad_input.py.
 
 `ODD` is name -> (make, kinds): `make` returns a fresh value, and `kinds` are the roles that it may fill: a parameter
-that takes "int" takes those that have it, and must refuse all others.
+that takes "int" takes those that have it, and must refuse all others. "uncalled": a function that is kept, not tried.
 """
 
 from array import array
