@@ -435,7 +435,8 @@ class KVCacheManager(Changeable):
         """Return how many free blocks it takes to have room for the first `num_total_tokens` tokens, known or not.
 
         Those of `hit` that are free count, as for a sequence without blocks `allocate_slots` would take them. It can be
-        served if there are so many free blocks (`num_free_blocks`, and what pins would give up). Changes nothing.
+        served if there are so many free blocks (`num_free_blocks`, and what pins would give up), unless windows have to
+        keep more (`num_in_flight_tokens`). Changes nothing.
         Raises as `allocate_slots` for what it is given. O(hit blocks).
         """
         self.check_whole()
@@ -464,7 +465,8 @@ class KVCacheManager(Changeable):
         """Return the (source, destination) ids of blocks to copy, in order, since the last call, and forget them.
 
         Only sequences that were forked or truncated need any. The engine copies the blocks' KV in all layers, one pair
-        after the other or as if so, before it stores any of the step's keys and values. O(1).
+        after the other or as if so, before it stores any of the step's keys and values, and before a transfer writes
+        to blocks that a later call gives. O(1).
         """
         self.begin_change()
         copies = self._slots.take_copies()
@@ -606,8 +608,9 @@ class KVCacheManager(Changeable):
         """Stop caching what these blocks hold, and all that is chained to it; whoever has them keeps them.
 
         For KV that turns out to be bad: what was loaded with errors, say. Where another block holds the same prefix
-        too, that one takes its place. Returns how many blocks are cached no more. Raises InvalidArgumentError for ids
-        that aren't this pool's. O(blocks + what was chained to them).
+        too, that one takes its place, and what is chained to it stays cached: give the blocks that were computed from
+        bad ones, too. Returns how many blocks are cached no more. Raises InvalidArgumentError for ids that aren't this
+        pool's. O(blocks + what was chained to them).
         """
         ids = listed("block_ids", "an iterable of ints", block_ids)
         first, end = self._pool.first_block_id, self._pool.end_block_id - 1

@@ -227,6 +227,11 @@ CALLS: dict[str, Call] = dict(
         of_manager("set_quota", salt=TEXT, max_blocks=MAYBE_INT),
         of_manager("set_default_quota", max_blocks=MAYBE_INT),
         of_manager("explain", sequence=of_world("waiting", "sequence")),
+        of_manager(
+            "watch_blocks",
+            taken=constant(lambda blocks: None, "callable uncalled"),
+            touched=constant(lambda blocks: None, "callable uncalled"),
+        ),
         (
             "KVCacheManager.start_sampling",
             Call(

@@ -195,6 +195,15 @@ def test_renewing_caches_what_is_written_only(manager):
     assert num_hit(manager, PROMPT) == 1
 
 
+def test_renewing_gives_back_what_was_known_before_the_reset(manager):
+    sequence = Sequence("a", range(10))
+    manager.allocate_slots(sequence)
+    before = sequence.blocks[0].run
+    manager.reset_prefix_cache()
+    manager.renew(sequence)
+    assert (before.blocks, len(before.tokens)) == ([], 0)
+
+
 def test_going_back_before_the_gap_closes_it(manager):
     sequence = start(manager, "a", 4, late=False)
     manager.append_slots(sequence, [4, 5, 6, 7, 8], delay_cache_blocks=True)
@@ -229,6 +238,29 @@ def test_events_come_when_it_is_cached():
     manager.cache_blocks(sequence, 12)
     events = manager.take_events()
     assert [event.token_ids for event in events if isinstance(event, BlockStored)] == [PROMPT[:8], PROMPT[8:12]]
+
+
+@pytest.mark.parametrize("way", ["allocate_slots", "append_slots", "append_step"])
+def test_a_delayed_call_caches_nothing_that_an_earlier_one_could_not(way):
+    """The parent was gone when a block got full, and is back: events and digests must not miss the block."""
+    manager = KVCacheManager(16, 4, enable_events=True, debug=True)
+    first, sequence = Sequence("first", range(4)), Sequence("a", range(8))
+    manager.allocate_slots(first)
+    manager.allocate_slots(sequence, 0, hit=manager.get_computed_blocks(sequence))
+    manager.evict_blocks(first.block_ids)
+    manager.allocate_slots(sequence)
+    manager.cache_blocks(first, 4)
+    if way == "allocate_slots":
+        sequence.append_token(8)
+        manager.allocate_slots(sequence, delay_cache_blocks=True)
+    elif way == "append_slots":
+        manager.append_slots(sequence, [8], delay_cache_blocks=True)
+    else:
+        manager.append_step([sequence], [8], delay_cache_blocks=True)
+    assert manager.stats.num_cached_blocks == 1
+    assert manager.cache_blocks(sequence, 9) == 8
+    stored = [name for event in manager.take_events()[-1:] for name in event.block_hashes]
+    assert stored == [sequence.blocks[1].block_hash] == manager.block_hashes(sequence)[1:2]
 
 
 def test_windows_slide_by_what_is_written():

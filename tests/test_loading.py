@@ -9,6 +9,7 @@ from kvblocks import (
     Sequence,
     SequenceStateError,
     SlidingWindow,
+    StaleHitError,
 )
 
 PROMPT = list(range(20))
@@ -104,6 +105,11 @@ class TestLoads:
         assert manager.allocate_slots(sequence, 0, hit=manager.get_computed_blocks(sequence)) == []
         assert (sequence.num_computed_tokens, len(sequence.block_ids)) == (8, 2)
 
+    def test_not_an_empty_one(self, manager):
+        sequence = Sequence("a", PROMPT)
+        with pytest.raises(InvalidArgumentError, match="num_new_tokens: expected an int from 1 to 20, got 0"):
+            manager.allocate_slots(sequence, 0, hit=manager.get_computed_blocks(sequence))
+
     @pytest.mark.parametrize(
         ("call", "message"),
         [
@@ -180,6 +186,16 @@ class TestTotals:
         assert len(manager.allocate_slots(sequence, 8, num_total_tokens=9)) == 0
         assert (sequence.num_computed_tokens, num_hit(manager, PROMPT)) == (14, 12)
 
+    def test_a_total_of_less_than_is_asked_for_leaves_nothing_out(self, manager):
+        sequence = Sequence("a", PROMPT)
+        assert len(manager.allocate_slots(sequence, 10, num_total_tokens=5)) == 3
+        assert sequence.num_computed_tokens == 10
+        assert len(manager.allocate_slots(sequence, 6, num_total_tokens=5)) == 1
+        assert sequence.num_computed_tokens == 16
+        loaded = Sequence("b", PROMPT)
+        assert len(manager.allocate_slots(loaded, num_external_computed_tokens=12, num_total_tokens=5)) == 3
+        assert (loaded.num_computed_tokens, loaded.num_written_tokens) == (12, 0)
+
     def test_a_start_needs_a_token_or_a_hit(self, manager):
         with pytest.raises(InvalidArgumentError, match="expected room for at least 1 tokens, got 0"):
             manager.allocate_slots(Sequence("a", PROMPT), 0, num_total_tokens=9)
@@ -220,6 +236,11 @@ class TestTotals:
         assert manager.get_num_blocks_to_allocate(sequence, 9) == 0
         with pytest.raises(SequenceStateError, match="expected no hit"):
             manager.get_num_blocks_to_allocate(sequence, 20, hit=hit)
+        with pytest.raises(SequenceStateError, match="expected a hit of"):
+            manager.get_num_blocks_to_allocate(Sequence("c", PROMPT), 20, hit=found)
+        manager.evict_blocks([found.blocks[0].block_id])
+        with pytest.raises(StaleHitError):
+            manager.get_num_blocks_to_allocate(other, 20, hit=found)
 
 
 class TestCutHits:
@@ -240,6 +261,25 @@ class TestCutHits:
         hit = manager.get_computed_blocks(sequence)
         manager.evict_blocks([hit.blocks[3].block_id])
         assert manager.allocate_slots(sequence, hit=hit.cut(12)) is not None
+
+    def test_a_cut_hit_whose_blocks_are_gone_is_stale(self, manager):
+        cached(manager, PROMPT)
+        sequence = Sequence("a", PROMPT)
+        hit = manager.get_computed_blocks(sequence)
+        manager.evict_blocks([hit.blocks[2].block_id])
+        with pytest.raises(StaleHitError):
+            manager.allocate_slots(sequence, hit=hit.cut(12))
+
+    def test_a_cut_hit_of_groups_whose_blocks_have_others_tokens_is_stale(self):
+        manager = KVCacheManager(10, groups=[FullAttention(4), SlidingWindow(4, 4)], debug=True)
+        cached(manager, PROMPT)
+        sequence = Sequence("a", PROMPT)
+        hit = manager.get_computed_blocks(sequence)
+        cached(manager, range(100, 120))
+        cut = hit.cut(16)
+        assert cut.num_tokens > 0
+        with pytest.raises(StaleHitError):
+            manager.allocate_slots(sequence, hit=cut)
 
     def test_a_window_may_need_more_to_be_cut(self):
         manager = KVCacheManager(32, groups=[FullAttention(4), SlidingWindow(4, 4)], debug=True)
@@ -281,6 +321,17 @@ class TestEvictingById:
         explanation = manager.explain(Sequence("b", PROMPT))
         assert (explanation.cause, str(explanation).count("taken out of the cache by its id")) == ("dropped", 1)
 
+    def test_an_explanation_says_so_of_a_window(self):
+        manager = KVCacheManager(16, groups=[FullAttention(4), SlidingWindow(4, 4)], num_history_blocks=9)
+        sequence = Sequence("a", PROMPT[:9])
+        manager.allocate_slots(sequence)
+        manager.evict_blocks(sequence.group_block_ids(1)[1:2])
+        explanation = manager.explain(Sequence("b", PROMPT[:9]))
+        assert explanation.cause == "group"
+        assert explanation.removal is not None and explanation.removal.cause == "dropped"
+        manager.evict_blocks(sequence.block_ids[:1])
+        assert manager.explain(Sequence("b", PROMPT[:9])).cause == "dropped"
+
     def test_foreign_ids_change_nothing(self, manager):
         cached(manager, PROMPT)
         with pytest.raises(InvalidArgumentError, match="block_ids: position 1: expected an int from 0 to 15, got 16"):
@@ -313,15 +364,22 @@ class TestNamesAndIds:
         manager.free(sequence)
         assert manager.free_block_ids() == [6, 5, 4, 3]
 
-    @pytest.mark.parametrize("groups", [[FullAttention(4), SlidingWindow(4, 4)], [SlidingWindow(4, 4)]])
+    @pytest.mark.parametrize(
+        "groups", [[FullAttention(4)], [FullAttention(4), SlidingWindow(4, 4)], [SlidingWindow(4, 4)]]
+    )
     def test_ids_of_groups_do_too(self, groups):
         manager = KVCacheManager(8, groups=groups, first_block_id=1, debug=True, enable_events=True)
         sequence = Sequence("a", PROMPT[:9])
         manager.allocate_slots(sequence)
         ids = [sequence.group_block_ids(group) for group in range(len(groups))]
         assert sorted(block_id for table in ids for block_id in table) == list(range(1, 3 * len(groups) + 1))
-        stored = [event for event in manager.take_events() if event.block_ids]
-        assert {block_id for event in stored for block_id in event.block_ids} <= set(range(1, 9))
+        stored = manager.take_events()
+        assert {block_id for event in stored for block_id in event.block_ids} == {
+            block.block_id
+            for group in range(len(groups))
+            for block in sequence.group_blocks(group)
+            if block is not None and block.is_cached
+        }
         assert all(len(event.block_ids) == len(event.block_hashes) for event in stored)
 
     def test_digests_are_known_before_a_sequence_is_allocated(self):

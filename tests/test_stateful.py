@@ -34,7 +34,7 @@ class DataChooser:
 VARIANTS = {
     "xxh3_128": {"enable_events": True, "num_history_blocks": 100_000, "debug": True},
     "short ways": {"first_block_id": 2},
-    "3-bit hash": {"hash_algorithm": three_bit_hash},
+    "3-bit hash": {"hash_algorithm": three_bit_hash, "first_block_id": 3},
     "a hash that raises": {"hash_algorithm": FragileHash(), "enable_events": True, "num_history_blocks": 100_000},
     "caching off": {"enable_caching": False, "enable_events": True},
 }
@@ -80,23 +80,28 @@ def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, blo
     assert history.manager.stats.num_taken_blocks > 500
     if history.model.enable_caching:
         assert history.num_hits > 100
-        assert history.num_stale_hits > 5
+        assert history.num_stale_hits > 2
         assert history.num_detached > 10
         assert history.num_pending > 10
         assert history.num_given_up > 100
         assert history.num_renewed > 0
         assert {"no miss", "other keys", "never cached"} <= history.causes
-        assert history.manager.stats.num_evicted_blocks > 300
+        assert history.manager.stats.num_evicted_blocks > 140
     if history.has_history:
         assert {"evicted", "aborted", "reset"} <= history.causes
-    assert (history.num_failed_hashes > 20) == isinstance(history.hash, FragileHash)
+    assert (history.num_failed_hashes > 10) == isinstance(history.hash, FragileHash)
     assert history.memory.num_operations > 500
     assert history.memory.num_deaths > 100
     assert history.num_loaded > 20
     assert history.num_failed_loads > 10
     assert history.num_orphans > 5
     assert history.num_rewound > 50
+    assert history.num_second_loads > 1
+    assert history.num_forked_loads > 5
+    assert history.num_loads_at_reset > 3
     if history.model.enable_caching:
         assert history.num_dropped > 30
     if block_size > 1:
         assert history.memory.num_copied > 10
+    if num_blocks in (12, 30):  # where there is room for holds, and tokens behind prompts fill blocks
+        assert history.num_held_truncations > 0

@@ -42,12 +42,11 @@ def digests_ahead(
 def cache_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytearray | None) -> None:
     """Cache those of the sequence's blocks that have become full. O(their number).
 
-    Nothing is cached for a sequence of before a reset, or when an abort took away the prefix that it is attached to.
+    Nothing is cached for a sequence of before a reset, or when an abort took away the prefix that it is attached to;
+    nor while tokens of it are delayed: what it has then is cached by `cache_from`.
     """
     first, end = sequence.num_cached_blocks, sequence.num_computed_tokens // index.block_size
-    if sequence.delayed_from is not None:
-        end = sequence.delayed_from // index.block_size
-    if first >= end or sequence.epoch is not index.epoch:
+    if first >= end or sequence.delayed_from is not None or sequence.epoch is not index.epoch:
         return
     node = ROOT
     if first:

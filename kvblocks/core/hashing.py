@@ -135,7 +135,7 @@ def decode_extra_keys(encoded: Given[bytes]) -> list[ExtraKey]:
 def decode_names(encoded: bytes | None) -> tuple[str | None, str | None]:
     """Return the salt and the LoRA name among a first block's encoded keys, None for none."""
     keys = [] if encoded is None else _decoded_keys(encoded)
-    names = {kind: text for kind, _, text in keys if kind != "key" and isinstance(text, str)}
+    names = {kind: text for kind, _, text in keys if isinstance(text, str)}
     return names.get("salt"), names.get("lora")
 
 

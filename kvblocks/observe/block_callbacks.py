@@ -26,11 +26,13 @@ class BlockCallbacks(Watcher):
 
     def note_taken(self, blocks: Items[KVCacheBlock]) -> None:
         """Tell it."""
-        self._taken(blocks)
+        if blocks:
+            self._taken(blocks)
 
     def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
         """Tell it."""
-        self._touched(blocks)
+        if blocks:
+            self._touched(blocks)
 
     def stop(self) -> None:
         """Tell nothing more. Does nothing the second time. O(watchers)."""

@@ -14,7 +14,7 @@ from typing import Any, SupportsIndex
 
 from kvblocks.arguments import Given, asked_once, check_count, is_a, shown, wrong
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.change import Changeable
+from kvblocks.core.change import CHANGING, Changeable
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import SlotAllocator
 from kvblocks.errors import BlockStateError
@@ -118,8 +118,13 @@ class BlockHolds:
         """
         own = self._check_owned(sequence, "holds.detach")
         hold = self._hold(own, own.num_computed_tokens, is_whole=True)
-        self._manager.end_change()
-        self._free(own)
+        try:
+            self._manager.end_change()
+            self._free(own)
+        except BaseException:
+            if own.owner is not None and self._manager.change_state != CHANGING:
+                self.release(hold)  # nothing was freed: the id's hash raised, say
+            raise
         return hold
 
     def release(self, hold: Given[BlockHold]) -> None:
@@ -127,6 +132,7 @@ class BlockHolds:
 
         Raises BlockStateError when it has ended, InvalidArgumentError for what is no hold of this manager. O(blocks).
         """
+        self._manager.check_whole()
         given: Any = hold
         if not is_a(given, BlockHold):
             raise wrong("holds.release", "what read, write or detach returned", given)
@@ -134,7 +140,7 @@ class BlockHolds:
         if own not in self._holds:
             expected = "a hold that hasn't ended" if own.is_released else "a hold of this manager"
             raise BlockStateError(f"holds.release: expected {expected}, got {own}")
-        self._manager.begin_change()
+        self._manager.change_state = CHANGING
         del self._holds[own]
         own.is_released = True
         for table in own.tables:

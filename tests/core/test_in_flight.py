@@ -132,3 +132,50 @@ def test_it_speaks_of_now_when_the_sequence_got_more_tokens_since_the_lookup() -
     assert (hit.pending_tokens, hit.pending_sequence) == (0, None)
     assert manager.allocate_slots(behind, hit=hit) is not None
     manager.check()
+
+
+WAYS: dict[str, Any] = {
+    "allocate_slots": lambda manager, sequence: manager.allocate_slots(sequence, delay_cache_blocks=True),
+    "append_slots": lambda manager, sequence: manager.append_slots(sequence, [3], delay_cache_blocks=True),
+    "append_step": lambda manager, sequence: manager.append_step([sequence], [3], delay_cache_blocks=True),
+    "append_group_step": lambda manager, sequence: manager.append_group_step([sequence], [3], delay_cache_blocks=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_delayed_call_is_told_to_others(way: str) -> None:
+    manager, sequence = KVCacheManager(8, 4, debug=True), Sequence("a", range(3))
+    manager.allocate_slots(sequence)
+    if way == "allocate_slots":
+        sequence.append_token(3)
+    WAYS[way](manager, sequence)
+    hit = manager.get_computed_blocks(Sequence("b", range(4)))
+    assert (hit.pending_tokens, hit.pending_sequence) == (4, sequence)
+    manager.cache_blocks(sequence, 4)
+    assert (hit.pending_tokens, num_in_flight(manager)) == (0, 0)
+
+
+def test_what_is_rewound_will_be_computed_anew() -> None:
+    manager, sequence = KVCacheManager(8, 4, debug=True), Sequence("a", range(8))
+    manager.allocate_slots(sequence)
+    hit = manager.get_computed_blocks(Sequence("b", range(8)))
+    manager.rewind(sequence, 4)
+    assert (hit.pending_tokens, hit.pending_sequence) == (4, sequence)
+    twin = manager.fork(sequence, "twin")
+    manager.free(sequence)
+    assert hit.pending_sequence is twin
+    manager.allocate_slots(twin)
+    assert (hit.pending_tokens, num_in_flight(manager)) == (0, 0)
+
+
+def test_going_back_to_what_is_written_leaves_nothing_in_flight() -> None:
+    manager, sequence = KVCacheManager(8, 4, debug=True), Sequence("a", range(4))
+    manager.allocate_slots(sequence)
+    manager.append_slots(sequence, [4, 5], delay_cache_blocks=True)
+    assert num_in_flight(manager) == 1
+    manager.truncate(sequence, 4)
+    assert num_in_flight(manager) == 0
+
+
+def num_in_flight(manager: KVCacheManager) -> int:
+    return len(manager._in_flight)  # noqa: SLF001

@@ -91,7 +91,7 @@ def test_walks_agree_where_few_anchors_are_kept(
 ) -> None:
     monkeypatch.setattr("kvblocks.groups.anchors.KEPT_PER_BLOCK", num_kept_per_block)
     history = GroupHistory(14, SETS[name], **VARIANTS[variant])
-    walk(history, RandomChooser(seed=5), num_operations=9000)
+    walk(history, RandomChooser(seed=6), num_operations=9000)
     assert history.num_hits > 20
     assert len(history.model.anchors) < 50 and history.model.num_ids < 14 + 60  # thousands were asked for
     if history.has_history:
@@ -107,6 +107,10 @@ def test_walks_meet_what_is_rare() -> None:
         histories.append(history)
     assert sum(history.num_attached for history in histories) > 100
     assert sum(history.num_given_up for history in histories) > 100
-    assert sum(history.num_refused_truncations for history in histories) > 10
+    assert sum(history.num_refused_truncations for history in histories) > 5
+    assert sum(history.model.num_kept_in_flight for history in histories) > 20
+    assert sum(history.num_second_loads for history in histories) > 0
+    assert sum(history.num_forked_loads for history in histories) > 5
+    assert sum(history.num_loads_at_reset for history in histories) > 2
     assert sum(history.num_stale_hits for history in histories) > 3
     assert sum(history.num_detached for history in histories) > 5

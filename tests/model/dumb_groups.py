@@ -40,6 +40,7 @@ class DumbGroups(DumbModel):
         self.unsure: set[ModelSequence] = set()
         self.attached_blocks: dict[ModelPin, list[int]] = {}
         self.copy_groups: list[int] = []
+        self.num_kept_in_flight = 0
         self.new: list[list[int]] = []
 
     @property
@@ -106,7 +107,9 @@ class DumbGroups(DumbModel):
     ) -> bool:
         """ends, is_whole: of a hit: where it and what it matched end; whether it was all of the tokens then known."""
         if sequence.is_allocated:
-            return self.serve([(sequence, sequence.num_computed, end + num_lookahead, end)]) is not None
+            served = self.serve([(sequence, sequence.num_computed, end + num_lookahead, end)]) is not None
+            sequence.in_flight = 0
+            return served
         hit_end = len(hit) * self.block_size
         self.tables[sequence] = self.hit_tables(sequence, hit, hit_end if is_whole else hit_end + 1)
         self.unsure.discard(sequence)
@@ -178,12 +181,14 @@ class DumbGroups(DumbModel):
     def passed(self, sequence: ModelSequence, start: int) -> list[tuple[int, int, int]]:
         """(group, index, block) of what no query at `start` or later sees, nor one of a token that isn't written."""
         found = []
-        start = start if sequence.delayed is None else min(start, sequence.delayed)
+        seen = min(start - sequence.in_flight, start if sequence.delayed is None else sequence.delayed)
         for group in self.others:
             size, window = self.specs[group]
             for index, block in enumerate(self.tables[sequence][group]):
-                if block is not None and window is not None and (index + 1) * size <= start - window + 1:
+                if block is not None and window is not None and (index + 1) * size <= seen - window + 1:
                     found.append((group, index, block))
+                elif block is not None and window is not None and (index + 1) * size <= start - window + 1:
+                    self.num_kept_in_flight += sequence.in_flight > 0
         return found
 
     def wanted(

@@ -23,6 +23,7 @@ class ModelSequence:
     is_allocated: bool = False
     is_of_this_epoch: bool = False
     delayed: int | None = None  # the first token that isn't to be cached yet
+    in_flight: int = 0  # how many of its last tokens the next call that makes room is told to be in flight
 
     @property
     def written(self) -> int:
@@ -227,14 +228,15 @@ class DumbModel:
     def register(self, sequence: ModelSequence) -> None:
         if sequence.delayed is not None and sequence.delayed >= sequence.num_computed:
             sequence.delayed = None
-        if not self.enable_caching or not sequence.is_of_this_epoch:
+        if not self.enable_caching or not sequence.is_of_this_epoch or sequence.delayed is not None:
             return
         for position in range(sequence.num_registered, sequence.written // self.block_size):
             if position and sequence.table[position - 1] not in self.content:
                 return
-            prefix = sequence.prefix(position + 1, self.block_size)
-            self.content[sequence.table[position]] = prefix
-            self.cached.setdefault(prefix, []).append(sequence.table[position])
+            if sequence.table[position] not in self.content:  # else somebody who shares it has cached it
+                prefix = sequence.prefix(position + 1, self.block_size)
+                self.content[sequence.table[position]] = prefix
+                self.cached.setdefault(prefix, []).append(sequence.table[position])
             sequence.num_registered = position + 1
         self.note_counts()
 

@@ -59,7 +59,7 @@ class GroupHistory(History):
         num_new = chooser.choose([None, None, chooser.integer(1, len(model.tokens) - start)])
         num_external = self.num_external(chooser, model, hit)
         if num_external:
-            num_new = chooser.choose([None, chooser.integer(0, len(model.tokens) - start - num_external)])
+            num_new = chooser.choose([None, 0, chooser.integer(0, len(model.tokens) - start - num_external)])
         end = len(model.tokens) if num_new is None else start + num_external + num_new
         self.num_hits += bool(held)
         num_drafts = chooser.choose([0, 0, 0, 1, 4])
@@ -171,7 +171,7 @@ class GroupHistory(History):
         return self.model.can_truncate(model, end)
 
     def truncate(self, chooser: Chooser) -> None:
-        pair = self.pick(chooser, allocated=True)
+        pair = self.pick_longer(chooser)
         if pair is None:
             return
         if pair[0] in self.memory.loading:

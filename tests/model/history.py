@@ -151,7 +151,7 @@ class History(Transfers):
         num_new = chooser.choose([None, None, chooser.integer(1, len(model.tokens) - start)])
         num_external = self.num_external(chooser, model, hit)
         if num_external:
-            num_new = chooser.choose([None, chooser.integer(0, len(model.tokens) - start - num_external)])
+            num_new = chooser.choose([None, 0, chooser.integer(0, len(model.tokens) - start - num_external)])
         has_shrunk = hit is not None and hit.num_tokens >= len(model.tokens)
         if has_shrunk or self.model.hit(model)[: len(held)] != held:
             assert mode == "old"
@@ -201,16 +201,17 @@ class History(Transfers):
         if pair is None:
             return
         sequence, model = pair
-        self.prepare(sequence)
+        in_flight = self.get_ready(chooser, pair)
         if not model.is_allocated:
             return
         total, late = chooser.integer(1, len(model.tokens) + 5), self.is_late(chooser)
-        call = lambda: self.manager.allocate_slots(sequence, num_total_tokens=total, delay_cache_blocks=late)  # noqa: E731
+        options = {"delay_cache_blocks": late, "num_in_flight_tokens": in_flight}
+        call = lambda: self.manager.allocate_slots(sequence, num_total_tokens=total, **options)  # noqa: E731
         if total <= model.num_computed:
             with self.unchanged():
                 assert call() == []
             return
-        end = min(total, len(model.tokens))
+        end, model.in_flight = min(total, len(model.tokens)), in_flight
         with self.delayed(late, (model, model.num_computed)):
             self.grow(sequence, model, end, [], call, total - end)
 
@@ -236,18 +237,21 @@ class History(Transfers):
             with self.unchanged(), pytest.raises(InvalidArgumentError, match="none left"):
                 self.manager.allocate_slots(sequence)
             return
-        self.prepare(sequence)
+        in_flight = self.get_ready(chooser, pair)
         if not model.is_allocated or len(model.tokens) - model.num_computed != num_left:
             return  # a load ended badly
         num_new = chooser.integer(1, num_left)
         end, late = model.num_computed + num_new, self.is_late(chooser)
+        model.in_flight = in_flight
         with self.delayed(late, (model, model.num_computed)):
             self.grow(
                 sequence,
                 model,
                 end,
                 [],
-                lambda: self.manager.allocate_slots(sequence, num_new, delay_cache_blocks=late),
+                lambda: self.manager.allocate_slots(
+                    sequence, num_new, num_in_flight_tokens=in_flight, delay_cache_blocks=late
+                ),
             )
 
     def append(self, chooser: Chooser) -> None:
@@ -340,10 +344,11 @@ class History(Transfers):
         self.memory.fork(pair[0], twin)
         for load in self.loads:
             if pair in load.pairs:
+                self.num_forked_loads += 1
                 load.pairs.append(self.pairs[-1])
 
     def truncate(self, chooser: Chooser) -> None:
-        pair = self.pick(chooser, allocated=True)
+        pair = self.pick_longer(chooser)
         if pair is not None:
             num_tokens = chooser.integer(pair[1].num_prompt, len(pair[1].tokens))
             self.truncate_to(chooser, pair, num_tokens)
@@ -360,6 +365,7 @@ class History(Transfers):
         num_computed = chooser.integer(low, num_written)
         if num_written == model.num_computed:
             num_computed = chooser.choose([None, None, num_computed])
+        self.num_held_truncations += self.num_held_blocks(pair, low) > 0
         self.memory.cancel(sequence, low)
         self.manager.truncate(sequence, num_tokens, num_computed_tokens=num_computed)
         self.model.truncate(model, num_tokens, num_computed)
@@ -490,6 +496,7 @@ class History(Transfers):
         if chooser.integer(0, 1):  # after new weights, which no step under way can get
             self.step()
             self.memory.change_weights()
+        self.num_loads_at_reset += len(self.loads)
         self.manager.reset_prefix_cache()
         self.model.reset([model for _, model in self.pairs])
 
@@ -574,6 +581,14 @@ class History(Transfers):
             self.finish_loads()
             self.step()
 
+    def get_ready(self, chooser: Chooser, pair: Pair) -> int:
+        """Run the step first where an engine must, or return how many of a sequence's tokens it leaves in flight."""
+        sequence, model = pair
+        if chooser.integer(0, 1) and not self.memory.would_copy_unwritten(sequence):
+            return model.num_computed - self.memory.start_of_step(sequence) + chooser.choose([0, 0, 1])
+        self.prepare(sequence)
+        return 0
+
     def schedule(self) -> None:
         """Tell the memory what the next step is going to do."""
         copies = self.manager.take_copies()
@@ -616,6 +631,12 @@ class History(Transfers):
     def pick(self, chooser: Chooser, *, allocated: bool) -> Pair | None:
         pairs = [pair for pair in self.pairs if pair[1].is_allocated == allocated]
         return chooser.choose(pairs) if pairs else None
+
+    def pick_longer(self, chooser: Chooser) -> Pair | None:
+        """Pick one that has tokens behind its prompt, and held ones among them, if there is any."""
+        pairs = [pair for pair in self.pairs if pair[1].is_allocated and len(pair[1].tokens) > pair[1].num_prompt]
+        pairs = [pair for pair in pairs if self.num_held_blocks(pair, pair[1].num_prompt)] or pairs
+        return chooser.choose(pairs) if pairs else self.pick(chooser, allocated=True)
 
     def grow(
         self,
@@ -799,9 +820,10 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
     (History.append_step, 5),
     (History.cache_blocks, 8),
     (History.allocate_total, 5),
+    (History.load_more, 5),
     (History.end_a_load, 12),
     (History.rewind, 2),
-    (History.hold, 2),
+    (History.hold, 3),
     (History.release_hold, 3),
     (History.detach, 1),
     (History.evict, 1),

@@ -132,6 +132,7 @@ class World:
             "release": lambda: manager.holds.release(self.held),
             "take_copies": manager.take_copies,
             "take_group_copies": manager.take_group_copies,
+            "watch_blocks": lambda: manager.watch_blocks(len, len),
             "start_sampling": lambda: manager.start_sampling(1, lambda: 0.0, (1.0,)),
             "stop_sampling": lambda: manager.stop_sampling(self.manager._sampler),  # noqa: SLF001  # type: ignore[arg-type]
         }

@@ -20,6 +20,7 @@ Spans = tuple[tuple[int, int, object], ...]
 Slot = tuple[int, int]
 
 GARBAGE = -1
+ENDLESS = 1_000_000
 
 
 class KVMemory:
@@ -36,7 +37,7 @@ class KVMemory:
         self.copies: list[tuple[int, int]] = []
         self.computed_with: dict[kvblocks.Sequence, list[int]] = {}  # by position: the weights
         self.unwritten: dict[kvblocks.Sequence, list[int]] = {}  # positions that the next step writes, in order
-        self.loading: dict[kvblocks.Sequence, int] = {}  # from where on a transfer, and no step, is to write first
+        self.loading: dict[kvblocks.Sequence, list[int]] = {}  # where its transfers begin, which steps wait for
         self.first_own: dict[kvblocks.Sequence, int] = {}  # the first position that it wrote in its present table
         self.num_copied = self.num_operations = self.num_deaths = self.num_dead = 0
         self._numbers: dict[object, int] = {}
@@ -61,7 +62,7 @@ class KVMemory:
         for position in range(max(first, sequence.num_readonly_tokens), sequence.num_computed_tokens):
             self.unwritten.setdefault(sequence, []).append(position)
             self.first_own[sequence] = min(self.first_own.get(sequence, position), position)
-            if position < self.loading.get(sequence, position + 1):
+            if position < self.first_loading(sequence):
                 for group, (block_id, offset) in self._slots(sequence, position):
                     self.then[block_id][offset] = self._in_group(group, numbers[position])
 
@@ -86,23 +87,18 @@ class KVMemory:
 
     def _end_step(self) -> None:
         self.copies = []
-        waiting = {
-            s: [p for p in positions if p >= self.loading.get(s, p + 1)] for s, positions in self.unwritten.items()
-        }
+        waiting = {s: [p for p in positions if p >= self.first_loading(s)] for s, positions in self.unwritten.items()}
         self.unwritten = {sequence: positions for sequence, positions in waiting.items() if positions}
         self._project()
 
     def coming(self) -> list[tuple[kvblocks.Sequence, list[int]]]:
         """The positions that the next step writes: not those of sequences that wait for a transfer."""
-        ends = {
-            sequence: self.loading.get(sequence, positions[-1] + 1) for sequence, positions in self.unwritten.items()
-        }
-        coming = [(s, [p for p in positions if p < ends[s]]) for s, positions in self.unwritten.items()]
+        coming = [(s, [p for p in positions if p < self.first_loading(s)]) for s, positions in self.unwritten.items()]
         return [(sequence, positions) for sequence, positions in coming if positions]
 
     def _end_of(self, sequence: kvblocks.Sequence) -> int:
         """How many of its tokens are written after the next step."""
-        return min(sequence.num_computed_tokens, self.loading.get(sequence, sequence.num_computed_tokens))
+        return min(sequence.num_computed_tokens, self.first_loading(sequence))
 
     def _project(self) -> None:
         """Find out what the step will leave: all copies in order, then all that is written."""
@@ -119,8 +115,9 @@ class KVMemory:
 
     def begin_load(self, sequence: kvblocks.Sequence, first: int, end: int) -> list[tuple[int, Slot, int]]:
         """Have a sequence wait for positions first to end - 1; returns (position, slot, what it will hold) of each."""
+        self._make_copies()
         numbers = self.numbers(sequence)
-        self.loading[sequence] = first
+        self.loading.setdefault(sequence, []).append(first)
         self._project()
         return [
             (position, slot, self._in_group(group, numbers[position]))
@@ -128,13 +125,28 @@ class KVMemory:
             for group, slot in self._slots(sequence, position)
         ]
 
-    def end_load(self, sequences: Iterable[kvblocks.Sequence], arrived: list[tuple[int, Slot, int]]) -> None:
+    def _make_copies(self) -> None:
+        """Carry out the copies at once: a transfer may write to a block that one of them reads or writes."""
+        for source, destination in self.copies:
+            self.now[destination] = list(self.now[source])
+        self.num_copied += len(self.copies)
+        self.copies = []
+
+    def first_loading(self, sequence: kvblocks.Sequence) -> int:
+        """From where on a transfer, and no step, is to write first."""
+        return min(self.loading.get(sequence, [ENDLESS]))
+
+    def end_load(
+        self, sequences: Iterable[kvblocks.Sequence], first: int, arrived: list[tuple[int, Slot, int]]
+    ) -> None:
         """Write what arrived. The sequences that waited for it do so no longer, and write the rest themselves."""
         for _, (block_id, offset), value in arrived:
             self.now[block_id][offset] = value
         positions = {position for position, _, _ in arrived}
         for sequence in sequences:
-            self.loading.pop(sequence, None)
+            self.loading[sequence].remove(first)
+            if not self.loading[sequence]:
+                del self.loading[sequence]
             left = [position for position in self.unwritten.pop(sequence, []) if position not in positions]
             if left:
                 self.unwritten[sequence] = left
@@ -145,7 +157,7 @@ class KVMemory:
     def fork(self, sequence: kvblocks.Sequence, twin: kvblocks.Sequence) -> None:
         self.computed_with[twin] = self.computed_with[sequence][: twin.num_computed_tokens]
         if sequence in self.loading:
-            self.loading[twin] = self.loading[sequence]
+            self.loading[twin] = list(self.loading[sequence])
 
     def forget(self, sequence: kvblocks.Sequence) -> None:
         """It gave its blocks back."""
@@ -211,8 +223,10 @@ class KVMemory:
 
         A shared block that isn't computed yet would be copied, or a window would pass over what the step still sees.
         """
-        if self.has_windows and sequence in self.unwritten:
-            return True
+        return (self.has_windows and sequence in self.unwritten) or self.would_copy_unwritten(sequence)
+
+    def would_copy_unwritten(self, sequence: kvblocks.Sequence) -> bool:
+        """Whether room for more would copy a shared block that isn't computed yet."""
         end = sequence.num_computed_tokens
         coming = {block_id for block_id, _ in self._coming_slots()}
         for group, spec in enumerate(self.groups):

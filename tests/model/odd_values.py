@@ -1,7 +1,7 @@
 """Values that a caller may pass by mistake, each with what it may be taken for, for tests/test_bad_input.py.
 
 `ODD` is name -> (make, kinds): `make` returns a fresh value, and `kinds` are the roles that it may fill: a parameter
-that takes "int" takes those that have it, and must refuse all others.
+that takes "int" takes those that have it, and must refuse all others. "uncalled": a function that is kept, not tried.
 """
 
 from array import array
@@ -263,10 +263,10 @@ ODD: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "a generator of text": (lambda: yielding("a", "b"), {"id"}),
     "a generator of nothing": (yielding, {"empty", "id"}),
     "a generator that raises": (lambda: yielding(1, error=Mine), {"id"}),
-    "a class": (lambda: Plain, {"id"}),
-    "the class list": (lambda: list, {"id"}),
+    "a class": (lambda: Plain, {"id", "uncalled"}),
+    "the class list": (lambda: list, {"id", "uncalled"}),
     "a function": (lambda: lambda: 0, {"id", "callable"}),
-    "a builtin": (lambda: len, {"id"}),
+    "a builtin": (lambda: len, {"id", "uncalled"}),
     "a mock": (MagicMock, {"id", "callable", "int", "empty"}),
     "a mock of a sequence": (lambda: MagicMock(spec=kvblocks.Sequence), {"id", "callable"}),
     "a duck": (_duck, set()),

@@ -6,6 +6,7 @@ hold it goes on when its sequence is gone; without one it ends with its sequence
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,12 +47,17 @@ class Transfers:
     memory: KVMemory
     pairs: list[Pair]
     pick: Callable[..., Pair | None]
+    pick_longer: Callable[..., Pair | None]
+    attempt: Callable[..., Any]
     unchanged: Callable[..., Any]
+    delayed: Callable[..., Any]
+    grow: Callable[..., bool]
 
     def __init__(self) -> None:
         self.loads: list[Load] = []
         self.held: list[Held] = []
         self.num_loaded = self.num_failed_loads = self.num_orphans = self.num_dropped = self.num_rewound = 0
+        self.num_second_loads = self.num_forked_loads = self.num_loads_at_reset = self.num_held_truncations = 0
 
     # Loads.
 
@@ -59,6 +65,7 @@ class Transfers:
         """A call gave a sequence slots for external tokens first to end - 1."""
         sequence, model = pair
         self.schedule()
+        self.num_second_loads += sequence in self.memory.loading
         load = Load([pair], first, end, self.memory.begin_load(sequence, first, end))
         if is_held:
             hold = self.manager.holds.write(sequence, end)
@@ -70,22 +77,23 @@ class Transfers:
         """A transfer ends, in any order: with all of it, or with a part that arrived."""
         if self.loads:
             load = chooser.choose(self.loads)
-            arrived = load.end if chooser.integer(0, 1) else chooser.integer(load.first, load.end)
+            arrived = load.end if chooser.integer(0, 1) else chooser.integer(load.first, load.end - 1)
             self.end_load(load, arrived, says_so=chooser.integer(0, 4) > 0)
 
     def end_load(self, load: Load, arrived: int, *, says_so: bool = True) -> None:
         self.loads.remove(load)
         is_here = [slot for slot in load.arriving if slot[0] < arrived and self.is_still_there(load, slot)]
-        self.memory.end_load([sequence for sequence, _ in load.pairs], is_here)
+        self.memory.end_load([sequence for sequence, _ in load.pairs], load.first, is_here)
         self.num_orphans += not load.pairs
         for sequence, model in load.pairs:
-            if arrived < load.end:
+            if arrived < load.end and model.is_allocated:
                 self.num_failed_loads += 1
                 self.go_back((sequence, model), arrived)
-            elif says_so:
+            elif says_so and model.is_allocated:
                 self.num_loaded += 1
-                self.manager.cache_blocks(sequence, load.end)
-                self.model.commit(model, load.end)
+                end = min(load.end, self.memory.first_loading(sequence))
+                self.attempt(partial(self.manager.cache_blocks, sequence, end))
+                self.model.commit(model, end)
         if load.hold is not None:
             self.let_go(load.hold)
         self.abort_lost()
@@ -95,24 +103,45 @@ class Transfers:
         block = slot[1][0]
         return bool(load.pairs) or (load.hold is not None and any(block in table for table in load.hold.tables))
 
-    def leave_loads(self, pair: Pair) -> None:
-        """A sequence gives up what it waits for."""
-        for load in [load for load in self.loads if pair in load.pairs]:
+    def leave_loads(self, pair: Pair, behind: int = 0) -> None:
+        """A sequence gives up what it waits for, as far as that ends behind so many tokens."""
+        for load in [load for load in self.loads if pair in load.pairs and load.end > behind]:
             is_owner = load.pairs[0] is pair
             load.pairs.remove(pair)
-            self.memory.end_load([pair[0]], [])
+            self.memory.end_load([pair[0]], load.first, [])
             if is_owner:  # the others can't rely on it any more
                 others, load.pairs = load.pairs, []
-                self.memory.end_load([sequence for sequence, _ in others], [])
-                for other in others:
-                    self.go_back(other, load.first)
                 if load.hold is None:
                     self.loads.remove(load)
+                self.memory.end_load([sequence for sequence, _ in others], load.first, [])
+                for other in others:
+                    if other[1].is_allocated:
+                        self.go_back(other, load.first)
 
     def finish_loads(self) -> None:
         for load in list(self.loads):
             if load in self.loads:
                 self.end_load(load, load.end)
+
+    def load_more(self, chooser: Any) -> None:
+        """Load tokens behind what a sequence has, which may be loading, too."""
+        pair = self.pick(chooser, allocated=True)
+        if pair is None:
+            return
+        sequence, model = pair
+        in_flight = self.get_ready(chooser, pair)
+        num_left = len(model.tokens) - model.num_computed
+        if not model.is_allocated or not num_left:
+            return
+        start, num_external = model.num_computed, chooser.integer(1, num_left)
+        num_new = chooser.choose([0, chooser.integer(0, num_left - num_external)])
+        options = {"num_external_computed_tokens": num_external, "num_in_flight_tokens": in_flight}
+        model.in_flight = in_flight
+        call = partial(self.manager.allocate_slots, sequence, num_new, **options)
+        with self.delayed(True, (model, start)):
+            done = self.grow(sequence, model, start + num_external + num_new, [], call)
+        if done:
+            self.begin_load(pair, start, start + num_external, is_held=chooser.integer(0, 1) == 1)
 
     # Going back.
 
@@ -135,6 +164,7 @@ class Transfers:
             self.drop(pair, min(end, self.memory.start_of_step(sequence)))
             return
         self.num_rewound += 1
+        self.leave_loads(pair, end)
         self.memory.cancel(sequence, end)
         assert self.manager.rewind(sequence, number) == end
         self.model.rewind(model, end)
@@ -146,7 +176,7 @@ class Transfers:
     # Holds.
 
     def hold(self, chooser: Any) -> None:
-        pair = self.pick(chooser, allocated=True)
+        pair = self.pick_longer(chooser) if chooser.integer(0, 1) else self.pick(chooser, allocated=True)
         if pair is None or len(self.held) > 3:
             return
         sequence, model = pair
@@ -160,6 +190,11 @@ class Transfers:
             num_tokens = chooser.integer(0, model.num_computed)
             held = Held(self.manager.holds.write(sequence, num_tokens), self.model.full_tables(model, num_tokens))
         self.take_hold(held)
+
+    def num_held_blocks(self, pair: Pair, first: int) -> int:
+        """How many blocks of a sequence's primary table from token `first` on are held."""
+        held = {block for hold in self.held for table in hold.tables for block in table}
+        return len(held.intersection(pair[1].table[first // self.model.block_size :]))
 
     def take_hold(self, held: Held) -> None:
         self.model.hold([block for table in held.tables for block in table if block is not None])
@@ -208,6 +243,9 @@ class Transfers:
                 assert self.memory.now[block] == content, f"{held.hold}: block {block} was written"
 
     # What `History` does.
+
+    def get_ready(self, chooser: Any, pair: Pair) -> int:
+        raise NotImplementedError
 
     def schedule(self) -> None:
         raise NotImplementedError

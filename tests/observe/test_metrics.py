@@ -71,8 +71,9 @@ def test_seconds_are_the_callers() -> None:
     assert (now.last_idle_time, now.queue_age) == (10.0, 10.0)
 
 
-def test_pins_and_quotas() -> None:
-    manager = KVCacheManager(16, 4, pin_budget=1.0)
+@pytest.mark.parametrize("first_block_id", [0, 20])
+def test_pins_and_quotas(first_block_id: int) -> None:
+    manager = KVCacheManager(16, 4, pin_budget=1.0, first_block_id=first_block_id)
     metrics = CacheMetrics(manager)
     compute(manager, range(8))
     manager.pin(range(16))

@@ -154,7 +154,7 @@ def test_walks_lose_no_block(num_blocks: int, block_size: int, has_events: bool)
     assert num_duplicates > 20
     assert num_keys > 100
     assert history.num_detached > 3
-    assert history.manager.stats.num_evicted_blocks > 100
+    assert history.manager.stats.num_evicted_blocks > 40
 
 
 def start(manager: KVCacheManager, name: str, tokens: list[int], **options: Any) -> Sequence:

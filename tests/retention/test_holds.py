@@ -111,6 +111,32 @@ def test_a_detached_sequence_is_free_and_its_blocks_are_not(manager):
     assert manager.num_free_blocks == 8
 
 
+class FragileId:
+    """An id whose hash raises once, after it was asked for a few times."""
+
+    def __init__(self) -> None:
+        self.num_left = -1
+
+    def __hash__(self) -> int:
+        self.num_left -= 1
+        if self.num_left == 0:
+            raise KeyError
+        return 7
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_detaching_that_raises_holds_nothing(manager, number):
+    name = FragileId()
+    sequence = Sequence(name, PROMPT)
+    manager.allocate_slots(sequence)
+    name.num_left = number
+    with pytest.raises(KeyError):
+        manager.holds.detach(sequence)
+    assert (len(manager.holds), sequence.is_allocated, manager.num_free_blocks) == (0, True, 5)
+    manager.free(sequence)
+    assert manager.num_free_blocks == 8
+
+
 def test_a_fork_of_what_was_detached_copies_the_unfilled_block(manager):
     sequence = started(manager)
     twin = manager.fork(sequence, "twin")
