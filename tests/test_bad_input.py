@@ -294,7 +294,10 @@ CALLS: dict[str, Call] = dict(
             "FullAttention.num_blocks",
             Call(lambda _: FullAttention(4).num_blocks, {"num_tokens": INT, "num_step_tokens": INT}),
         ),
-        ("SlidingWindow", Call(lambda _: SlidingWindow, {"block_size": INT, "window": INT})),
+        (
+            "SlidingWindow",
+            Call(lambda _: SlidingWindow, {"block_size": INT, "window": INT, "is_cached": FLAG, "keeps_passed": FLAG}),
+        ),
         (
             "SlidingWindow.num_blocks",
             Call(lambda _: SlidingWindow(4, 9).num_blocks, {"num_tokens": INT, "num_step_tokens": INT}),
