@@ -16,9 +16,10 @@ from kvblocks import BlockHold, FullAttention, Group, KVCacheBlock, KVCacheManag
 from kvblocks.integrations.vllm.admission import Admission, Room
 from kvblocks.integrations.vllm.events import EventMaker
 from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups
+from kvblocks.integrations.vllm.loads import FailedLoads, uncache
 from kvblocks.integrations.vllm.probe import check_calls, refuse
 from kvblocks.integrations.vllm.residency import BlockLives
-from kvblocks.integrations.vllm.sequences import LORA_VERSIONS, make_sequence
+from kvblocks.integrations.vllm.sequences import LORA_VERSIONS, image_keys, make_sequence
 from kvblocks.integrations.vllm.views import (
     CachedCounts,
     GivenBlocks,
@@ -82,14 +83,15 @@ class KVBlocksCacheManager:
         self._groups = groups
         self._block_size = self.manager.block_size
         self._has_one_group = len(groups) == 1 and groups[0].window is None
+        self._is_quick = self._has_one_group and not enable_kv_cache_events  # events say whose call made them
         caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
         self._admission = Admission(self.manager, groups, caps, self.watermark_blocks)
         self._sequences: dict[str, Sequence] = {}  # those of preempted and looked-up requests too
+        self._failed_loads = FailedLoads(self.manager)
         self._events = EventMaker(self.kv_cache_event_metadata)
-        self._reported: list[Any] = []  # events of hits, for requests that want them
         self._zeroed = kv_cache_config.needs_kv_cache_zeroing
         self._new_block_ids: list[int] = []
-        self._lives = None if metrics_collector is None else BlockLives(self.manager, metrics_collector)
+        self._lives = None if metrics_collector is None else BlockLives(self.manager, metrics_collector, enable_caching)
         self.coordinator = self._make_coordinator(scheduler_block_size)
 
     def _make_coordinator(self, scheduler_block_size: int) -> Any:
@@ -137,8 +139,9 @@ class KVBlocksCacheManager:
             hit = hit.cut(hit.num_tokens - self._block_size)
         if not hit.num_tokens:
             return self.empty_kv_cache_blocks, 0, 0
-        if self.enable_kv_cache_events and request.kv_cache_report_mode == "full":
-            self._reported.append(self._events.of_hit(hit, request))
+        if self.enable_kv_cache_events and getattr(request, "kv_cache_report_mode", None) == "full":
+            self._events.collect(self.manager.take_events(), None)
+            self._events.collect_hit(hit, request, self.num_kv_cache_groups)
         return HitBlocks(hit, self.num_kv_cache_groups), hit.num_tokens, 0
 
     def get_computed_blocks_for_connector(self, request: Any) -> tuple[GivenBlocks, int, int, bool]:
@@ -191,12 +194,14 @@ class KVBlocksCacheManager:
             is_running = request.status is RUNNING and not reserved_blocks
             if (
                 is_running
-                and self._has_one_group
+                and self._is_quick
                 and num_known == num_computed + 1 == len(sequence.tokens) + 1
                 and (num_slots == num_known or num_known <= end <= num_slots <= len(sequence.blocks) * self._block_size)
             ):  # a decode whose token is known, and has a slot or is the only one that needs one: the hot path
                 blocks = self.manager.append_slots(sequence, [tokens[num_computed]])
                 return None if blocks is None else self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
+            if request.resumable:
+                self._learn_images(request, sequence)
             num_slots = min(num_slots, self.max_model_len)
             full = min(num_known, self.max_model_len) if full_sequence_must_fit else 0
             room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
@@ -238,17 +243,21 @@ class KVBlocksCacheManager:
         if num_computed_tokens > num_computed:
             tokens = request._all_token_ids  # noqa: SLF001
             end = min(num_computed_tokens, len(tokens))
-            if end == num_computed + 1 == sequence.num_tokens + 1 and self._has_one_group:
+            if end == num_computed + 1 == sequence.num_tokens + 1 and self._is_quick:
                 self.manager.append_slots(sequence, [tokens[num_computed]])
             elif end > num_computed:
                 self._grow(request, sequence, end, end)
         if sequence.delayed_from is not None:
             self.manager.cache_blocks(sequence, min(num_computed_tokens, sequence.num_computed_tokens))
+            if self.enable_kv_cache_events:
+                self._events.collect(self.manager.take_events(), request)
 
     def _grow(self, request: Any, sequence: Sequence, end: int, num_slots: int) -> GivenBlocks | None:
         """Have a sequence's first `end` tokens computed, with `num_slots` slots in all."""
         num_computed = sequence.num_computed_tokens
         num_new = max(0, end - num_computed)
+        if sequence.delayed_from is not None or sequence in self._failed_loads:
+            self._failed_loads.cache_again(sequence, end)
         if not num_new and self._has_one_group and num_slots <= len(sequence.blocks) * self._block_size:
             return self.empty_kv_cache_blocks
         if sequence.num_tokens < end:
@@ -262,6 +271,22 @@ class KVBlocksCacheManager:
         )
         return None if new is None else self._given(request, sequence, new, ())
 
+    def note_failed_load(self, request: Any) -> None:
+        """Take note that a running request's tokens from `num_computed_tokens` on are computed anew, where they are.
+
+        Until they are, nobody else hits them. vLLM has no such call; `KVBlocksScheduler` makes it.
+        """
+        sequence = self._sequences.get(request.request_id)
+        if sequence is not None and sequence.owner is not None:
+            self._failed_loads.note(sequence, request.num_computed_tokens)
+
+    def _learn_images(self, request: Any, sequence: Sequence) -> None:
+        """Take note of images that came with a later turn of a session, and of all of the turn's tokens."""
+        features = request.mm_features[sum(isinstance(key, str) for *_, key in sequence.extra_keys) :]
+        if features:
+            tokens = request._all_token_ids[sequence.num_tokens :]  # noqa: SLF001
+            sequence.append_tokens(tokens, extra_keys=image_keys(features))
+
     def _settle(self, request: Any, sequence: Sequence) -> int:
         """Count the tokens of settled steps as computed; returns how many of those computed are still in flight.
 
@@ -272,6 +297,8 @@ class KVBlocksCacheManager:
             self.manager.allocate_slots(
                 sequence, settled - sequence.num_computed_tokens, num_total_tokens=settled, num_in_flight_tokens=settled
             )
+            if self.enable_kv_cache_events:
+                self._events.collect(self.manager.take_events(), request)
         num_in_flight: int = sequence.num_computed_tokens - settled
         return max(0, num_in_flight)
 
@@ -309,7 +336,7 @@ class KVBlocksCacheManager:
     ) -> GivenBlocks:
         """Return new blocks by group, and note them for zeroing, but those of groups that are `skipped`."""
         if self.enable_kv_cache_events:
-            self._events.note_request(request)
+            self._events.collect(self.manager.take_events(), request)
         if self.num_kv_cache_groups == 1 and not sequence.new_group_blocks:
             if not blocks:
                 return self.empty_kv_cache_blocks
@@ -343,6 +370,7 @@ class KVBlocksCacheManager:
         if sequence is None:
             return
         if sequence.is_allocated:
+            self._failed_loads.forget(sequence)
             num_computed = request.num_computed_tokens
             if sequence.num_computed_tokens > num_computed:
                 self.manager.abort(sequence, num_computed)
@@ -352,10 +380,15 @@ class KVBlocksCacheManager:
             del self._sequences[request.request_id]
 
     def pop_blocks_for_free(self, request: Any) -> list[BlockHold]:
-        """Free a request whose blocks a step in flight may write still; returns what `block_pool.free_blocks` takes."""
+        """Free a request whose blocks a step in flight may write still; returns what `block_pool.free_blocks` takes.
+
+        As `free`, what no step will compute leaves the cache.
+        """
         sequence = self._sequences.pop(request.request_id, None)
         if sequence is None or not sequence.is_allocated:
             return []
+        self._failed_loads.forget(sequence)
+        uncache(self.manager, sequence, max(request.num_computed_tokens, sequence.num_readonly_tokens))
         return [self.manager.holds.detach(sequence)]
 
     def remove_skipped_blocks(
@@ -365,11 +398,14 @@ class KVBlocksCacheManager:
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Stop caching what these blocks hold, since it was loaded with errors."""
-        self.manager.evict_blocks([block_id for block_id in block_ids if block_id])
+        ids = [block_id for block_id in block_ids if block_id]
+        self.manager.evict_blocks(ids)
+        if self._lives is not None:
+            self._lives.note_evicted([self.manager.blocks[block_id - 1] for block_id in ids])
 
     def reset_prefix_cache(self) -> bool:
-        """Stop caching everything, unless somebody has blocks. Whether it was done."""
-        if self.manager.num_free_blocks != self.manager.num_blocks:
+        """Stop caching everything, unless requests have blocks. Whether it was done. Pins stand, of nothing then."""
+        if len(self.manager.holds) or any(sequence.is_allocated for sequence in self._sequences.values()):
             return False
         self.manager.reset_prefix_cache()
         if self.prefix_cache_stats is not None:
@@ -409,14 +445,18 @@ class KVBlocksCacheManager:
             return 0
         numbers = []
         for group, kind in enumerate(self._groups):
+            if not kind.is_cached:
+                continue
             blocks = sequence.group_blocks(group)
             ends = [index + 1 for index, block in enumerate(blocks) if block is not None and block.is_cached]
             numbers.append(max(ends, default=0) * kind.block_size)
-        return min(numbers)
+        return min(numbers, default=0)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Return by group how many first blocks all requests that have any share with this one."""
-        sequence = self._sequences[running_request_id]
+        sequence = self._sequences.get(running_request_id)
+        if sequence is None or not sequence.is_allocated:
+            return [0] * self.num_kv_cache_groups
         others = [other for other in self._sequences.values() if other.is_allocated and other is not sequence]
         counts = []
         for group in range(self.num_kv_cache_groups):
@@ -438,8 +478,7 @@ class KVBlocksCacheManager:
         """Return what changed in the cache since the last call, as vLLM's events."""
         if not self.enable_kv_cache_events:
             return []
-        reported, self._reported = self._reported, []
-        return reported + [self._events.make(event) for event in self.manager.take_events()]
+        return self._events.take(self.manager.take_events())
 
     def take_new_block_ids(self) -> list[int]:
         """Return the blocks that the worker has to zero before the step."""
