@@ -216,7 +216,7 @@ class KVBlocksCacheManager:
         num_local = 0 if hit is None else hit.num_tokens
         if num_local != num_new_computed_tokens:
             raise ValueError(f"num_new_computed_tokens: expected the hit's {num_local}, got {num_new_computed_tokens}")
-        sequence = self._sequence(request)
+        sequence = self._sequence(request) if hit is None else hit.sequence  # looked up in this step
         start = min(num_local + num_external_computed_tokens, self.max_model_len)
         num_slots = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0

@@ -17,7 +17,7 @@ def turn(tokens, max_tokens=5, **what):
 
 
 def wait_for_turn(stand):
-    for _ in range(100):
+    for _ in range(400):
         if stand.requests["session"].status == RequestStatus.WAITING_FOR_STREAMING_REQ and not stand.in_flight:
             return
         stand.step()
