@@ -51,7 +51,12 @@ class Loader(KVConnectorBase_V1):
 
 
 def make_stand(
-    whose: str, settings: Settings | None = None, policy: str = "recompute", needs_zeroing: bool = False, **what: Any
+    whose: str,
+    settings: Settings | None = None,
+    policy: str = "recompute",
+    needs_zeroing: bool = False,
+    role: str = "kv_both",
+    **what: Any,
 ) -> Stand:
     """Return a stand whose scheduler has a Loader. what: the Loader's attributes."""
     settings = settings or Settings()
@@ -59,7 +64,7 @@ def make_stand(
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="Loader",
         kv_connector_module_path=__name__,
-        kv_role="kv_both",
+        kv_role=role,
         kv_load_failure_policy=policy,
     )
     config.cache_config.kv_cache_layout = "LBNHC"

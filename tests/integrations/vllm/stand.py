@@ -88,7 +88,9 @@ class Stand(Driver):
         return self._num_free_blocks()
 
 
-def request(name: str, tokens: Any, max_tokens: int = 1, *, params: dict[str, Any] | None = None, **what: Any) -> Request:
+def request(
+    name: str, tokens: Any, max_tokens: int = 1, *, params: dict[str, Any] | None = None, **what: Any
+) -> Request:
     """Return a request. what: further parameters of vLLM's Request; block_size: of its hashes."""
     block_size = what.pop("block_size", BLOCK)
     sampling = SamplingParams(ignore_eos=True, max_tokens=max_tokens, **(params or {}))

@@ -12,7 +12,6 @@ from integrations.vllm.worker import WrongReadError
 PROMPT = list(range(100, 100 + 8 * BLOCK))
 
 
-
 @pytest.mark.parametrize("whose", WHOSE)
 def test_what_is_loaded_within_a_step_is_computed_and_cached(whose):
     stand = make_stand(whose, names=("first",))
@@ -130,7 +129,9 @@ def make_chunked_failure(whose: str) -> Stand:
 
 def test_vllm_hits_what_failed_to_load_and_is_not_computed_yet():
     stand = make_chunked_failure("vLLM's")
-    stand.worker._memory.update({block: ["garbage"] * (BLOCK + 1) for block in stand.manager.get_block_ids("first")[0][3:]})
+    stand.worker._memory.update(
+        {block: ["garbage"] * (BLOCK + 1) for block in stand.manager.get_block_ids("first")[0][3:]}
+    )
     stand.add(request("same", PROMPT))
     with pytest.raises(WrongReadError):
         stand.run_all()
@@ -138,7 +139,9 @@ def test_vllm_hits_what_failed_to_load_and_is_not_computed_yet():
 
 def test_nobody_hits_what_failed_to_load_before_it_is_computed():
     stand = make_chunked_failure("ours")
-    stand.worker._memory.update({block: ["garbage"] * (BLOCK + 1) for block in stand.manager.get_block_ids("first")[0][3:]})
+    stand.worker._memory.update(
+        {block: ["garbage"] * (BLOCK + 1) for block in stand.manager.get_block_ids("first")[0][3:]}
+    )
     stand.add(request("same", PROMPT))
     stand.run_all()
     assert stand.result.cached["same"] == 0

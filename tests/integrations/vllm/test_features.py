@@ -61,7 +61,9 @@ def test_prompts_of_tokens_and_embeddings_depend_on_both(whose):
 
 
 @pytest.mark.parametrize("whose", WHOSE)
-@pytest.mark.parametrize("params", [{"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}], ids=lambda p: next(iter(p)))
+@pytest.mark.parametrize(
+    "params", [{"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}], ids=lambda p: next(iter(p))
+)
 def test_who_wants_all_logits_reads_nothing_and_is_read(whose, params):
     stand = Stand(Settings(), whose)
     assert stand.cached(request("before", PROMPT)) == 0

@@ -66,7 +66,11 @@ REFUSED = {
         {},
         "the role hisparse_source of KV cache group 0",
     ),
-    "windows over context ranks": (make_config(FULL, WINDOW), {"dcp_world_size": 2}, "context parallelism with sliding"),
+    "windows over context ranks": (
+        make_config(FULL, WINDOW),
+        {"dcp_world_size": 2},
+        "context parallelism with sliding",
+    ),
     "windows that keep more": (
         make_config(FULL, SlidingWindowSpec(**SHAPE, sliding_window=64, extra_retained_tokens=2)),
         {},
@@ -159,7 +163,9 @@ def test_a_refusal_comes_from_the_scheduler_before_it_has_our_manager():
             "Request.cache_salt",
         ),
         (
-            lambda patch: patch.setattr(probe.inspect, "getsource", lambda _: SOURCE.replace("mm_features", "mm_features2")),
+            lambda patch: patch.setattr(
+                probe.inspect, "getsource", lambda _: SOURCE.replace("mm_features", "mm_features2")
+            ),
             "Request.mm_features",
         ),
         (
