@@ -6,7 +6,6 @@ vLLM does, except what a connector loads later. vLLM's block 0 is its null block
 """
 
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.metrics.stats import PrefixCacheStats
@@ -17,17 +16,16 @@ from kvblocks.integrations.vllm.admission import Admission, Room
 from kvblocks.integrations.vllm.events import EventMaker
 from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups
 from kvblocks.integrations.vllm.loads import FailedLoads, uncache
-from kvblocks.integrations.vllm.probe import check_calls, refuse
+from kvblocks.integrations.vllm.probe import check_calls, check_options, refuse
 from kvblocks.integrations.vllm.residency import BlockLives
 from kvblocks.integrations.vllm.sequences import LORA_VERSIONS, image_keys, make_sequence
 from kvblocks.integrations.vllm.views import (
-    CachedCounts,
     GivenBlocks,
     HitBlocks,
     NoBlocks,
     PoolView,
     TableBlocks,
-    TablesView,
+    make_coordinator,
 )
 
 RUNNING = RequestStatus.RUNNING
@@ -56,14 +54,12 @@ class KVBlocksCacheManager:
         metrics_collector: Any = None,
         watermark: float = 0.0,
         enable_mamba_shared_prefix_checkpoint: bool = False,  # noqa: ARG002  # recurrent states are refused
+        num_hash_lookahead_tokens: int = 0,
         debug: bool = False,
     ) -> None:
         check_calls(type(self))
-        if num_prefill_lookahead > 1:
-            raise refuse("multi-module MTP", "the last tokens of a chunk are computed twice")
         groups = find_groups(kv_cache_config, dcp_world_size * pcp_world_size)
-        if use_eagle and len(groups) > 1:
-            raise refuse("EAGLE with several KV cache groups", "which of them drops its last block isn't known")
+        check_options(len(groups), use_eagle, num_prefill_lookahead, num_hash_lookahead_tokens)
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
@@ -85,38 +81,21 @@ class KVBlocksCacheManager:
         self._has_one_group = len(groups) == 1 and groups[0].window is None
         self._is_quick = self._has_one_group and not enable_kv_cache_events  # events say whose call made them
         caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
-        self._admission = Admission(self.manager, groups, caps, self.watermark_blocks)
         self._sequences: dict[str, Sequence] = {}  # those of preempted and looked-up requests too
+        self._admission = Admission(self.manager, self._sequences, caps, self.watermark_blocks)
         self._failed_loads = FailedLoads(self.manager)
         self._events = EventMaker(self.kv_cache_event_metadata)
         self._zeroed = kv_cache_config.needs_kv_cache_zeroing
         self._new_block_ids: list[int] = []
         self._lives = None if metrics_collector is None else BlockLives(self.manager, metrics_collector, enable_caching)
-        self.coordinator = self._make_coordinator(scheduler_block_size)
-
-    def _make_coordinator(self, scheduler_block_size: int) -> Any:
-        """Return what is read of vLLM's coordinator: a record for each group, and some constants."""
-        records = [
-            SimpleNamespace(
-                block_size=group.block_size,
-                kv_cache_spec=given.kv_cache_spec,
-                kv_cache_group_id=number,
-                req_to_blocks=TablesView(self._sequences, number),
-                num_cached_block=CachedCounts(self._sequences),
-                _null_block=self.block_pool.null_block,
-            )
-            for number, (group, given) in enumerate(
-                zip(self._groups, self.kv_cache_config.kv_cache_groups, strict=True)
-            )
-        ]
-        return SimpleNamespace(
-            single_type_managers=tuple(records),
+        self.coordinator = make_coordinator(
+            kv_cache_config,
+            [group.block_size for group in groups],
+            self._sequences,
             block_pool=self.block_pool,
             scheduler_block_size=scheduler_block_size,
-            enable_partial_hash_hits=False,
-            eagle_group_ids={0} if self.use_eagle else set(),
-            num_reprefillable_tokens=0,
-            get_num_blocks_to_allocate=self._get_num_blocks_to_allocate,
+            eagle_group_ids={0} if use_eagle else set(),
+            get_num_blocks_to_allocate=self._admission.get_num_blocks_to_allocate,
         )
 
     # Lookups.
@@ -125,16 +104,19 @@ class KVBlocksCacheManager:
         """Whether a request may use what is cached: not if it wants all of its prompt's logits."""
         return self.enable_caching and not request.skip_reading_prefix_cache
 
-    def get_computed_blocks(self, request: Any) -> tuple[GivenBlocks, int, int]:
+    def get_computed_blocks(
+        self, request: Any, max_cache_hit_length: int | None = None
+    ) -> tuple[GivenBlocks, int, int]:
         """Return the blocks that hold a request's longest cached prefix, its tokens, and 0.
 
-        Never the last token, whose logits are needed; and with EAGLE one block less, since its draft model needs the
-        hidden state before the first token that is computed.
+        Of at most so many tokens, and never the last one, whose logits are needed; and with EAGLE one block less, since
+        its draft model needs the hidden state before the first token that is computed.
         """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         sequence = self._sequence(request)
-        hit = self.manager.get_computed_blocks(sequence, sequence.num_tokens - 1)
+        most = sequence.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+        hit = self.manager.get_computed_blocks(sequence, most)
         if self.use_eagle and hit.blocks:
             hit = hit.cut(hit.num_tokens - self._block_size)
         if not hit.num_tokens:
@@ -144,9 +126,11 @@ class KVBlocksCacheManager:
             self._events.collect_hit(hit, request, self.num_kv_cache_groups)
         return HitBlocks(hit, self.num_kv_cache_groups), hit.num_tokens, 0
 
-    def get_computed_blocks_for_connector(self, request: Any) -> tuple[GivenBlocks, int, int, bool]:
+    def get_computed_blocks_for_connector(
+        self, request: Any, max_cache_hit_length: int | None = None
+    ) -> tuple[GivenBlocks, int, int, bool]:
         """`get_computed_blocks`; and that all groups agree on it."""
-        return *self.get_computed_blocks(request), False
+        return *self.get_computed_blocks(request, max_cache_hit_length), False
 
     def truncate_computed_blocks(self, blocks: GivenBlocks, num_computed_tokens: int) -> GivenBlocks:
         """Return what `get_computed_blocks` found, cut to so many tokens."""
@@ -200,8 +184,6 @@ class KVBlocksCacheManager:
             ):  # a decode whose token is known, and has a slot or is the only one that needs one: the hot path
                 blocks = self.manager.append_slots(sequence, [tokens[num_computed]])
                 return None if blocks is None else self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
-            if request.resumable:
-                self._learn_images(request, sequence)
             num_slots = min(num_slots, self.max_model_len)
             full = min(num_known, self.max_model_len) if full_sequence_must_fit else 0
             room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
@@ -260,6 +242,8 @@ class KVBlocksCacheManager:
             self._failed_loads.cache_again(sequence, end)
         if not num_new and self._has_one_group and num_slots <= len(sequence.blocks) * self._block_size:
             return self.empty_kv_cache_blocks
+        if request.resumable:
+            self._learn_images(request, sequence)
         if sequence.num_tokens < end:
             sequence.append_tokens(request._all_token_ids[sequence.num_tokens : end])  # noqa: SLF001
         num_in_flight = 0
@@ -301,30 +285,6 @@ class KVBlocksCacheManager:
                 self._events.collect(self.manager.take_events(), request)
         num_in_flight: int = sequence.num_computed_tokens - settled
         return max(0, num_in_flight)
-
-    def _get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: Any,
-        num_encoder_tokens: int = 0,  # noqa: ARG002  # cross attention is refused
-        total_computed_tokens: int = 0,  # noqa: ARG002
-        num_local_computed_tokens: int = 0,  # noqa: ARG002
-        num_tokens_main_model: int = 0,  # noqa: ARG002
-        apply_admission_cap: bool = False,
-        prefill_end: int = 0,  # noqa: ARG002
-    ) -> int:
-        """Return how many blocks a request still takes, as vLLM's coordinator would."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None or not sequence.is_allocated:
-            sizes = [group.block_size for group in self._groups]
-            return sum(
-                max(0, -(-num_tokens // size) - len(blocks))
-                for size, blocks in zip(sizes, new_computed_blocks, strict=True)
-            )
-        if apply_admission_cap:
-            return self._admission.num_blocks(sequence, None, num_tokens)
-        return self.manager.get_num_blocks_to_allocate(sequence, num_tokens)
 
     def _given_one(self, blocks: list[KVCacheBlock]) -> GivenBlocks:
         if self._zeroed:

@@ -26,7 +26,9 @@ def find_groups(config: Any, num_context_ranks: int) -> list[Group]:
         role = getattr(given, "role", None)
         kind = KVCacheSpecRegistry.get_manager_class(given.kv_cache_spec, role)
         if kind is not KVCacheSpecRegistry.get_manager_class(given.kv_cache_spec):
-            raise refuse(f"the role {role.value} of KV cache group {number}", "its blocks are elsewhere, too")
+            raise refuse(
+                f"the role {getattr(role, 'value', role)} of KV cache group {number}", "its blocks are elsewhere, too"
+            )
         ranks = num_context_ranks if getattr(spec, "dcp_sharded", True) else 1
         if kind is FullAttentionManager:
             groups.append(FullAttention(spec.block_size * ranks))

@@ -125,3 +125,13 @@ def _connectors(name: str | None, extra: Any) -> list[str | None]:
     for config in (extra or {}).get("connectors", ()):
         found += _connectors(config.get("kv_connector"), config.get("kv_connector_extra_config"))
     return found
+
+
+def check_options(num_groups: int, use_eagle: bool, num_prefill_lookahead: int, num_hash_lookahead_tokens: int) -> None:
+    """Raise UnsupportedVllmError when a manager of so many groups is made with what isn't served."""
+    if num_prefill_lookahead > 1:
+        raise refuse("multi-module MTP", "the last tokens of a chunk are computed twice")
+    if use_eagle and num_groups > 1:
+        raise refuse("EAGLE with several KV cache groups", "which of them drops its last block isn't known")
+    if num_hash_lookahead_tokens:
+        raise refuse("hashes of tokens behind their block", "what is cached would depend on what comes next")

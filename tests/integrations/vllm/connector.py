@@ -9,7 +9,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from bench.vllm.schedulers import Settings, make_kv_cache_config, make_vllm_config
 from integrations.vllm.stand import BLOCK, Stand
-from integrations.vllm.worker import Chain, WrongReadError
+from integrations.vllm.worker import WrongReadError
 
 
 class ZeroedConfig(KVCacheConfig):
@@ -82,13 +82,7 @@ def make_stand(
 def load(stand: Stand, name: str, num_tokens: int) -> None:
     """Write the first tokens of a request into its blocks, as the connector's worker does."""
     (table,) = stand.manager.get_block_ids(name)
-    write(stand, name, table, num_tokens)
-
-
-def write(stand: Stand, name: str, table: list[int], num_tokens: int) -> None:
-    """Write them into the blocks of a table."""
-    chain = Chain(stand.requests[name]).values_up_to([])
-    stand.worker._write(0, table, chain, 0, num_tokens)
+    stand.worker.load(stand.requests[name], table, num_tokens)
 
 
 class LoadingWorker:
@@ -104,12 +98,10 @@ class LoadingWorker:
         invalid: set[int] = set()
         for name in self.names & set(step.output.num_scheduled_tokens):
             (table,) = step.tables[name]
-            whole = [block for number, block in enumerate(table) if number not in self.failing]
-            write(self.stand, name, table, self.num_tokens)
-            for block in set(table[: self.num_tokens // BLOCK]) - set(whole):
-                self.stand.worker._memory[block] = ["garbage"] * (BLOCK + 1)
-                invalid.add(block)
+            self.stand.worker.load(self.stand.requests[name], table, self.num_tokens)
+            invalid |= {table[number] for number in self.failing}
             self.names.discard(name)
+        self.stand.worker.spoil(invalid)
         if invalid:
             self.stand.loads.append(KVConnectorOutput(invalid_block_ids=invalid))
             try:

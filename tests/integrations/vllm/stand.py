@@ -8,7 +8,6 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from bench.vllm.schedulers import Settings, make_scheduler, our_scheduler, own_scheduler, request_hasher
@@ -48,6 +47,11 @@ class Stand(Driver):
             self.result.tokens[request.request_id] = []
         self.scheduler.add_request(request)
         return self.requests[request.request_id]
+
+    def preempt(self, request: Request) -> None:
+        """Preempt a running request."""
+        self.scheduler.running.remove(request)
+        self.scheduler._preempt_request(request, 0.0)  # noqa: SLF001  vLLM does it for want of blocks only
 
     def step(self) -> SchedulerOutput:
         """Schedule a step, and let the worker compute what is due. Async, that is the step before."""

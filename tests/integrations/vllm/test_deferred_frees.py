@@ -40,8 +40,7 @@ def test_a_request_may_be_resumed_before_they_are(whose):
     first = stand.add(request("first", PROMPT, 9))
     stand.step()
     stand.step()
-    stand.scheduler.running.remove(first)
-    stand.scheduler._preempt_request(first, 0.0)
+    stand.preempt(first)
     stand.run_all()  # it hits its own blocks, which are held still, and the worker reads them
     assert first.num_preemptions == 1
     assert len(stand.result.tokens["first"]) == 9
@@ -55,8 +54,7 @@ def test_what_was_to_be_computed_by_a_step_that_is_called_off_leaves_the_cache()
     stand.step()
     assert stand.in_flight and first.num_computed_tokens == 4 * BLOCK
     stand.manager.allocate_slots(first, 4 * BLOCK)
-    stand.scheduler.running.remove(first)
-    stand.scheduler._preempt_request(first, 0.0)
+    stand.preempt(first)
     assert len(stand.manager.manager.holds) == 1
     stand.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
     assert stand.cached(request("same", PROMPT)) == 4 * BLOCK

@@ -26,6 +26,8 @@ def test_the_same_image_at_another_offset_is_another_prefix(whose):
     stand.cached(request("first", pads, mm_features=[image("cat", BLOCK, 2 * BLOCK)]))
     assert stand.cached(request("later", pads, mm_features=[image("cat", BLOCK + 3, 2 * BLOCK)])) == BLOCK
     assert stand.cached(request("same", pads, mm_features=[image("cat", BLOCK, 2 * BLOCK)])) == 3 * BLOCK
+    stand.scheduler.reset_encoder_cache()  # which knows an image by its name alone
+    assert stand.cached(request("less", pads, mm_features=[image("cat", BLOCK + 3, 2 * BLOCK - 3)])) == BLOCK
 
 
 @pytest.mark.parametrize("whose", WHOSE)

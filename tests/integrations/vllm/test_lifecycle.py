@@ -87,8 +87,7 @@ def run_engines(in_process):
 
 def test_an_engine_after_one_of_ours_is_vllms_own_and_no_file_is_changed():
     before = files_of_vllm()
-    first, second, third = run_engines(in_process=True)
-    assert first == third
+    first, second = run_engines(in_process=True)
     assert (first["manager"], first["hashes"], first["is_whole"]) == ("KVBlocksCacheManager", False, True)
     assert (second["manager"], second["hashes"], second["is_whole"]) == ("KVCacheManager", True, True)
     assert first["cached"] == second["cached"] == [0, 96]

@@ -120,8 +120,7 @@ def test_a_request_preempted_before_a_reload_is_computed_anew_after_it(engine_co
     stand = make_stand(Settings(reserves_full_prompt=False))
     runs = stand.add(request("runs", PROMPT, 6, lora_request=adapter()))
     stand.step()
-    stand.scheduler.running.remove(runs)
-    stand.scheduler._preempt_request(runs, 0.0)
+    stand.preempt(runs)
     engine_core.add_lora(adapter(load_inplace=True))
     assert stand.step().num_scheduled_tokens == {"runs": len(PROMPT) + 1}
     stand.run_all()
@@ -141,7 +140,7 @@ def test_the_engine_core_still_decodes_a_callers_adapter(engine_core):
     """An engine core in its own process gets lists, and decodes them by the signatures of its calls."""
     make_stand()
     assert core.EngineCore.add_lora is not inspect.unwrap(core.EngineCore.add_lora)
-    (decoded,) = EngineCoreProc._convert_msgspec_args(engine_core.add_lora, [["a", 1, "/adapters/a", None, True]])
+    (decoded,) = EngineCoreProc._convert_msgspec_args(engine_core.add_lora, [["a", 1, "/adapters/a", None, True]])  # noqa: SLF001
     assert decoded == adapter() and isinstance(decoded, LoRARequest) and decoded.load_inplace
 
 

@@ -4,7 +4,7 @@ It knows no more than a real worker: what SchedulerOutput says. It writes what a
 would read, so it notices a block that two requests write, and a hit on tokens that nobody has computed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -109,6 +109,14 @@ class Worker:
         for request_id, *what in work:
             self._read(request_id, *what)
         return accepted
+
+    def load(self, request: Request, table: list[int], num_tokens: int) -> None:
+        """Write a request's first tokens into the blocks of a table, as a connector does, in group 0."""
+        self._write(0, table, Chain(request).values_up_to([]), 0, num_tokens)
+
+    def spoil(self, block_ids: Iterable[int]) -> None:
+        """Leave garbage in blocks."""
+        self._memory.update({block_id: ["garbage"] * (self.block_size + 1) for block_id in block_ids})
 
     def _write(self, group: int, table: list[int], chain: list[int], start: int, end: int) -> None:
         for number, first, last in self._spans(start, end):
