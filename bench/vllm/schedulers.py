@@ -154,15 +154,26 @@ def make_kv_cache_config(settings: Settings) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=settings.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def make_scheduler(settings: Settings, kind: type[Scheduler] | None = None, *, log_stats: bool = True) -> Scheduler:
-    """Return a scheduler with these settings: of class `kind`, or vLLM's own."""
-    config = make_vllm_config(settings)
+def make_scheduler(
+    settings: Settings,
+    kind: type[Scheduler] | None = None,
+    *,
+    log_stats: bool = True,
+    config: VllmConfig | None = None,
+    groups: KVCacheConfig | None = None,
+    block_size: int | None = None,
+) -> Scheduler:
+    """Return a scheduler with these settings: of class `kind`, or vLLM's own.
+
+    config, groups, block_size: what is not as the settings say.
+    """
+    config = config or make_vllm_config(settings)
     register_all_kvcache_specs(config)
     kind = kind or own_scheduler(settings)
     scheduler = kind(
         vllm_config=config,
-        kv_cache_config=make_kv_cache_config(settings),
-        block_size=settings.block_size,
+        kv_cache_config=groups or make_kv_cache_config(settings),
+        block_size=block_size or settings.block_size,
         log_stats=log_stats,
         structured_output_manager=StructuredOutputManager(config),
     )

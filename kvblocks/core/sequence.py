@@ -213,12 +213,24 @@ class Sequence:
         part: list[int] = tokens[first:last].tolist()
         return part
 
-    def append_tokens(self, token_ids: TokenIds) -> None:
+    def append_tokens(self, token_ids: TokenIds, *, extra_keys: Iterable[PositionKey] = _NO_KEYS) -> None:
         """Add tokens that have no slots yet; `allocate_slots` makes room for them. O(new tokens).
 
-        For tokens whose slots are wanted at once, use the manager's `append_slots`. Raises InvalidTokensError.
+        extra_keys: of spans of them; positions count from the sequence's first token. For tokens whose slots are wanted
+        at once, use the manager's `append_slots`. Raises InvalidTokensError and InvalidArgumentError.
         """
-        self.append_packed(pack_tokens(token_ids))
+        packed = pack_tokens(token_ids)
+        if extra_keys is not _NO_KEYS:
+            start, num_tokens = len(self.tokens), len(self.tokens) + len(packed)
+            more = check_keys(None, None, extra_keys, num_tokens)
+            if more is not None and min(key[0] for key in more.extra_keys) < start:
+                raise wrong("extra_keys", f"spans of the new tokens, from {start} on", more.extra_keys)
+            added = () if more is None else more.extra_keys
+            keys = check_keys(self.salt, self.lora, (*self.extra_keys, *added), num_tokens)
+            self.append_packed(packed)
+            self.keys = keys
+            return
+        self.append_packed(packed)
 
     def append_token(self, token_id: SupportsIndex) -> None:
         """Add one token, as `append_tokens`. O(1), and once O(prompt) if that is a buffer."""

@@ -122,7 +122,6 @@ MORE_PARAMETERS: dict[str, str] = {
     "kvblocks.manager:KVCacheManager.allocate_slots": "the one call that makes room for all that an engine schedules",
     "kvblocks.integrations.vllm.cache_manager:KVBlocksCacheManager.__init__": _VLLM,
     "kvblocks.integrations.vllm.cache_manager:KVBlocksCacheManager.allocate_slots": _VLLM,
-    "kvblocks.integrations.vllm.cache_manager:KVBlocksCacheManager._get_num_blocks_to_allocate": _VLLM,
     "kvblocks.kernels.reference.attention:paged_attention": _PAGED_BATCH,
     "kvblocks.kernels.reference.attention:tiled_paged_attention": _PAGED_BATCH,
     "kvblocks.kernels.oracle:attention": _PAGED_BATCH,

@@ -23,11 +23,14 @@ class Room(NamedTuple):
 
 
 class Admission:
-    """The rules of one manager. caps: by group, how many blocks a request has at most at a time."""
+    """The rules of one manager. sequences: by request id. caps: by group, how many blocks a request has at most."""
 
-    def __init__(self, manager: KVCacheManager, groups: list[Group], caps: list[int], watermark_blocks: int) -> None:
+    def __init__(
+        self, manager: KVCacheManager, sequences: dict[str, Sequence], caps: list[int], watermark_blocks: int
+    ) -> None:
         self._manager = manager
-        self._groups = groups
+        self._sequences = sequences
+        self._groups: tuple[Group, ...] = manager.groups
         self._caps = caps
         self._watermark_blocks = watermark_blocks
 
@@ -57,3 +60,23 @@ class Admission:
                 held = sequence.group_blocks(group)
             number += max(0, min(-(-num_tokens // kind.block_size), cap) - len(held))
         return number
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Any,
+        apply_admission_cap: bool = False,
+        **_: Any,  # what is said of encoders, of loads and of recurrent states makes no difference
+    ) -> int:
+        """Return how many blocks a request still takes, as vLLM's coordinator would."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or not sequence.is_allocated:
+            sizes = [group.block_size for group in self._groups]
+            return sum(
+                max(0, -(-num_tokens // size) - len(blocks))
+                for size, blocks in zip(sizes, new_computed_blocks, strict=True)
+            )
+        if apply_admission_cap:
+            return self.num_blocks(sequence, None, num_tokens)
+        return self._manager.get_num_blocks_to_allocate(sequence, num_tokens)

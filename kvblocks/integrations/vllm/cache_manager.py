@@ -6,7 +6,6 @@ vLLM does, except what a connector loads later. vLLM's block 0 is its null block
 """
 
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.metrics.stats import PrefixCacheStats
@@ -16,17 +15,17 @@ from kvblocks import BlockHold, FullAttention, Group, KVCacheBlock, KVCacheManag
 from kvblocks.integrations.vllm.admission import Admission, Room
 from kvblocks.integrations.vllm.events import EventMaker
 from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups
-from kvblocks.integrations.vllm.probe import check_calls, refuse
+from kvblocks.integrations.vllm.loads import FailedLoads, uncache
+from kvblocks.integrations.vllm.probe import check_calls, check_options, refuse
 from kvblocks.integrations.vllm.residency import BlockLives
-from kvblocks.integrations.vllm.sequences import LORA_VERSIONS, make_sequence
+from kvblocks.integrations.vllm.sequences import LORA_VERSIONS, image_keys, make_sequence
 from kvblocks.integrations.vllm.views import (
-    CachedCounts,
     GivenBlocks,
     HitBlocks,
     NoBlocks,
     PoolView,
     TableBlocks,
-    TablesView,
+    make_coordinator,
 )
 
 RUNNING = RequestStatus.RUNNING
@@ -55,14 +54,12 @@ class KVBlocksCacheManager:
         metrics_collector: Any = None,
         watermark: float = 0.0,
         enable_mamba_shared_prefix_checkpoint: bool = False,  # noqa: ARG002  # recurrent states are refused
+        num_hash_lookahead_tokens: int = 0,
         debug: bool = False,
     ) -> None:
         check_calls(type(self))
-        if num_prefill_lookahead > 1:
-            raise refuse("multi-module MTP", "the last tokens of a chunk are computed twice")
         groups = find_groups(kv_cache_config, dcp_world_size * pcp_world_size)
-        if use_eagle and len(groups) > 1:
-            raise refuse("EAGLE with several KV cache groups", "which of them drops its last block isn't known")
+        check_options(len(groups), use_eagle, num_prefill_lookahead, num_hash_lookahead_tokens)
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
@@ -83,39 +80,22 @@ class KVBlocksCacheManager:
         self._groups = groups
         self._block_size = self.manager.block_size
         self._has_one_group = len(groups) == 1 and groups[0].window is None
+        self._is_quick = self._has_one_group and not enable_kv_cache_events  # events say whose call made them
         caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
-        self._admission = Admission(self.manager, groups, caps, self.watermark_blocks)
         self._sequences: dict[str, Sequence] = {}  # those of preempted and looked-up requests too
+        self._admission = Admission(self.manager, self._sequences, caps, self.watermark_blocks)
+        self._failed_loads = FailedLoads(self.manager)
         self._events = EventMaker(self.kv_cache_event_metadata)
-        self._reported: list[Any] = []  # events of hits, for requests that want them
-        self._zeroed = kv_cache_config.needs_kv_cache_zeroing
-        self._new_block_ids: list[int] = []
-        self._lives = None if metrics_collector is None else BlockLives(self.manager, metrics_collector)
-        self.coordinator = self._make_coordinator(scheduler_block_size)
-
-    def _make_coordinator(self, scheduler_block_size: int) -> Any:
-        """Return what is read of vLLM's coordinator: a record for each group, and some constants."""
-        records = [
-            SimpleNamespace(
-                block_size=group.block_size,
-                kv_cache_spec=given.kv_cache_spec,
-                kv_cache_group_id=number,
-                req_to_blocks=TablesView(self._sequences, number),
-                num_cached_block=CachedCounts(self._sequences),
-                _null_block=self.block_pool.null_block,
-            )
-            for number, (group, given) in enumerate(
-                zip(self._groups, self.kv_cache_config.kv_cache_groups, strict=True)
-            )
-        ]
-        return SimpleNamespace(
-            single_type_managers=tuple(records),
+        self._zeroed, self._new_block_ids = kv_cache_config.needs_kv_cache_zeroing, list[int]()
+        self._lives = None if metrics_collector is None else BlockLives(self.manager, metrics_collector, enable_caching)
+        self.coordinator = make_coordinator(
+            kv_cache_config,
+            [group.block_size for group in groups],
+            self._sequences,
             block_pool=self.block_pool,
             scheduler_block_size=scheduler_block_size,
-            enable_partial_hash_hits=False,
-            eagle_group_ids={0} if self.use_eagle else set(),
-            num_reprefillable_tokens=0,
-            get_num_blocks_to_allocate=self._get_num_blocks_to_allocate,
+            eagle_group_ids={0} if use_eagle else set(),
+            get_num_blocks_to_allocate=self._admission.get_num_blocks_to_allocate,
         )
 
     # Lookups.
@@ -124,27 +104,33 @@ class KVBlocksCacheManager:
         """Whether a request may use what is cached: not if it wants all of its prompt's logits."""
         return self.enable_caching and not request.skip_reading_prefix_cache
 
-    def get_computed_blocks(self, request: Any) -> tuple[GivenBlocks, int, int]:
+    def get_computed_blocks(
+        self, request: Any, max_cache_hit_length: int | None = None
+    ) -> tuple[GivenBlocks, int, int]:
         """Return the blocks that hold a request's longest cached prefix, its tokens, and 0.
 
-        Never the last token, whose logits are needed; and with EAGLE one block less, since its draft model needs the
-        hidden state before the first token that is computed.
+        Of at most so many tokens, and never the last one, whose logits are needed; and with EAGLE one block less, since
+        its draft model needs the hidden state before the first token that is computed.
         """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         sequence = self._sequence(request)
-        hit = self.manager.get_computed_blocks(sequence, sequence.num_tokens - 1)
+        most = sequence.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+        hit = self.manager.get_computed_blocks(sequence, most)
         if self.use_eagle and hit.blocks:
             hit = hit.cut(hit.num_tokens - self._block_size)
         if not hit.num_tokens:
             return self.empty_kv_cache_blocks, 0, 0
-        if self.enable_kv_cache_events and request.kv_cache_report_mode == "full":
-            self._reported.append(self._events.of_hit(hit, request))
+        if self.enable_kv_cache_events and getattr(request, "kv_cache_report_mode", None) == "full":
+            self._events.collect(self.manager.take_events(), None)
+            self._events.collect_hit(hit, request, self.num_kv_cache_groups)
         return HitBlocks(hit, self.num_kv_cache_groups), hit.num_tokens, 0
 
-    def get_computed_blocks_for_connector(self, request: Any) -> tuple[GivenBlocks, int, int, bool]:
+    def get_computed_blocks_for_connector(
+        self, request: Any, max_cache_hit_length: int | None = None
+    ) -> tuple[GivenBlocks, int, int, bool]:
         """`get_computed_blocks`; and that all groups agree on it."""
-        return *self.get_computed_blocks(request), False
+        return *self.get_computed_blocks(request, max_cache_hit_length), False
 
     def truncate_computed_blocks(self, blocks: GivenBlocks, num_computed_tokens: int) -> GivenBlocks:
         """Return what `get_computed_blocks` found, cut to so many tokens."""
@@ -190,7 +176,7 @@ class KVBlocksCacheManager:
             num_known, end = len(tokens), request.num_computed_tokens + num_new_tokens
             num_slots = end + num_lookahead_tokens
             is_running = request.status is RUNNING and not reserved_blocks
-            if is_running and num_known == num_computed + 1 == len(sequence.tokens) + 1 and self._has_one_group:
+            if is_running and num_known == num_computed + 1 == len(sequence.tokens) + 1 and self._is_quick:
                 # A decode: one token is known and has no slot yet. The hot path.
                 token = [tokens[num_computed]]
                 if num_slots == num_known or num_known <= end <= num_slots <= len(sequence.blocks) * self._block_size:
@@ -212,7 +198,7 @@ class KVBlocksCacheManager:
         num_local = 0 if hit is None else hit.num_tokens
         if num_local != num_new_computed_tokens:
             raise ValueError(f"num_new_computed_tokens: expected the hit's {num_local}, got {num_new_computed_tokens}")
-        sequence = self._sequence(request)
+        sequence = self._sequence(request) if hit is None else hit.sequence  # looked up in this step
         start = min(num_local + num_external_computed_tokens, self.max_model_len)
         num_slots = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
@@ -243,19 +229,25 @@ class KVBlocksCacheManager:
             return
         tokens, num_computed = request._all_token_ids, sequence.num_computed_tokens  # noqa: SLF001
         end = min(num_computed_tokens, len(tokens))
-        if end == num_computed + 1 == sequence.num_tokens + 1 and self._has_one_group:
+        if end == num_computed + 1 == sequence.num_tokens + 1 and self._is_quick:
             self._append_slots(sequence, [tokens[num_computed]])
         elif end > num_computed:
             self._grow(request, sequence, end, end)
         if sequence.delayed_from is not None:
             self.manager.cache_blocks(sequence, min(num_computed_tokens, sequence.num_computed_tokens))
+            if self.enable_kv_cache_events:
+                self._events.collect(self.manager.take_events(), request)
 
     def _grow(self, request: Any, sequence: Sequence, end: int, num_slots: int) -> GivenBlocks | None:
         """Have a sequence's first `end` tokens computed, with `num_slots` slots in all."""
         num_computed = sequence.num_computed_tokens
         num_new = max(0, end - num_computed)
+        if sequence.delayed_from is not None or sequence in self._failed_loads:
+            self._failed_loads.cache_again(sequence, end)
         if not num_new and self._has_one_group and num_slots <= len(sequence.blocks) * self._block_size:
             return self.empty_kv_cache_blocks
+        if request.resumable:
+            self._learn_images(request, sequence)
         if sequence.num_tokens < end:
             sequence.append_tokens(request._all_token_ids[sequence.num_tokens : end])  # noqa: SLF001
         num_in_flight = 0
@@ -267,6 +259,22 @@ class KVBlocksCacheManager:
         )
         return None if new is None else self._given(request, sequence, new, ())
 
+    def note_failed_load(self, request: Any) -> None:
+        """Take note that a running request's tokens from `num_computed_tokens` on are computed anew, where they are.
+
+        Until they are, nobody else hits them. vLLM has no such call; `KVBlocksScheduler` makes it.
+        """
+        sequence = self._sequences.get(request.request_id)
+        if sequence is not None and sequence.owner is not None:
+            self._failed_loads.note(sequence, request.num_computed_tokens)
+
+    def _learn_images(self, request: Any, sequence: Sequence) -> None:
+        """Take note of images that came with a later turn of a session, and of all of the turn's tokens."""
+        features = request.mm_features[sum(isinstance(key, str) for *_, key in sequence.extra_keys) :]
+        if features:
+            tokens = request._all_token_ids[sequence.num_tokens :]  # noqa: SLF001
+            sequence.append_tokens(tokens, extra_keys=image_keys(features))
+
     def _settle(self, request: Any, sequence: Sequence) -> int:
         """Count the tokens of settled steps as computed; returns how many of those computed are still in flight.
 
@@ -277,32 +285,10 @@ class KVBlocksCacheManager:
             self.manager.allocate_slots(
                 sequence, settled - sequence.num_computed_tokens, num_total_tokens=settled, num_in_flight_tokens=settled
             )
+            if self.enable_kv_cache_events:
+                self._events.collect(self.manager.take_events(), request)
         num_in_flight: int = sequence.num_computed_tokens - settled
         return max(0, num_in_flight)
-
-    def _get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: Any,
-        num_encoder_tokens: int = 0,  # noqa: ARG002  # cross attention is refused
-        total_computed_tokens: int = 0,  # noqa: ARG002
-        num_local_computed_tokens: int = 0,  # noqa: ARG002
-        num_tokens_main_model: int = 0,  # noqa: ARG002
-        apply_admission_cap: bool = False,
-        prefill_end: int = 0,  # noqa: ARG002
-    ) -> int:
-        """Return how many blocks a request still takes, as vLLM's coordinator would."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None or not sequence.is_allocated:
-            sizes = [group.block_size for group in self._groups]
-            return sum(
-                max(0, -(-num_tokens // size) - len(blocks))
-                for size, blocks in zip(sizes, new_computed_blocks, strict=True)
-            )
-        if apply_admission_cap:
-            return self._admission.num_blocks(sequence, None, num_tokens)
-        return self.manager.get_num_blocks_to_allocate(sequence, num_tokens)
 
     def _append_and_reserve(self, sequence: Sequence, token: list[int], num_slots: int) -> GivenBlocks | None:
         """Add a token, with `num_slots` slots in all. Room comes first: when there is none, nothing has changed."""
@@ -322,7 +308,7 @@ class KVBlocksCacheManager:
     ) -> GivenBlocks:
         """Return new blocks by group, and note them for zeroing, but those of groups that are `skipped`."""
         if self.enable_kv_cache_events:
-            self._events.note_request(request)
+            self._events.collect(self.manager.take_events(), request)
         if not blocks:
             return self.empty_kv_cache_blocks
         if sequence.side_tables is None:
@@ -356,6 +342,7 @@ class KVBlocksCacheManager:
         if sequence is None:
             return
         if sequence.is_allocated:
+            self._failed_loads.forget(sequence)
             num_computed = request.num_computed_tokens
             if sequence.num_computed_tokens > num_computed:
                 self.manager.abort(sequence, num_computed)
@@ -365,10 +352,15 @@ class KVBlocksCacheManager:
             del self._sequences[request.request_id]
 
     def pop_blocks_for_free(self, request: Any) -> list[BlockHold]:
-        """Free a request whose blocks a step in flight may write still; returns what `block_pool.free_blocks` takes."""
+        """Free a request whose blocks a step in flight may write still; returns what `block_pool.free_blocks` takes.
+
+        As `free`, what no step will compute leaves the cache.
+        """
         sequence = self._sequences.pop(request.request_id, None)
         if sequence is None or not sequence.is_allocated:
             return []
+        self._failed_loads.forget(sequence)
+        uncache(self.manager, sequence, max(request.num_computed_tokens, sequence.num_readonly_tokens))
         return [self.manager.holds.detach(sequence)]
 
     def remove_skipped_blocks(
@@ -378,11 +370,14 @@ class KVBlocksCacheManager:
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Stop caching what these blocks hold, since it was loaded with errors."""
-        self.manager.evict_blocks([block_id for block_id in block_ids if block_id])
+        ids = [block_id for block_id in block_ids if block_id]
+        self.manager.evict_blocks(ids)
+        if self._lives is not None:
+            self._lives.note_evicted([self.manager.blocks[block_id - 1] for block_id in ids])
 
     def reset_prefix_cache(self) -> bool:
-        """Stop caching everything, unless somebody has blocks. Whether it was done."""
-        if self.manager.num_free_blocks != self.manager.num_blocks:
+        """Stop caching everything, unless requests have blocks. Whether it was done. Pins stand, of nothing then."""
+        if len(self.manager.holds) or any(sequence.is_allocated for sequence in self._sequences.values()):
             return False
         self.manager.reset_prefix_cache()
         if self.prefix_cache_stats is not None:
@@ -422,14 +417,18 @@ class KVBlocksCacheManager:
             return 0
         numbers = []
         for group, kind in enumerate(self._groups):
+            if not kind.is_cached:
+                continue
             blocks = sequence.group_blocks(group)
             ends = [index + 1 for index, block in enumerate(blocks) if block is not None and block.is_cached]
             numbers.append(max(ends, default=0) * kind.block_size)
-        return min(numbers)
+        return min(numbers, default=0)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """Return by group how many first blocks all requests that have any share with this one."""
-        sequence = self._sequences[running_request_id]
+        sequence = self._sequences.get(running_request_id)
+        if sequence is None or not sequence.is_allocated:
+            return [0] * self.num_kv_cache_groups
         others = [other for other in self._sequences.values() if other.is_allocated and other is not sequence]
         counts = []
         for group in range(self.num_kv_cache_groups):
@@ -451,8 +450,7 @@ class KVBlocksCacheManager:
         """Return what changed in the cache since the last call, as vLLM's events."""
         if not self.enable_kv_cache_events:
             return []
-        reported, self._reported = self._reported, []
-        return reported + [self._events.make(event) for event in self.manager.take_events()]
+        return self._events.take(self.manager.take_events())
 
     def take_new_block_ids(self) -> list[int]:
         """Return the blocks that the worker has to zero before the step."""

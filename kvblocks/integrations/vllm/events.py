@@ -4,6 +4,8 @@ The block hashes are kvblocks' digests: sha256 over the exact preimage of a pref
 have other values.
 """
 
+from collections.abc import Iterable
+from hashlib import sha256
 from typing import Any
 
 from vllm.distributed import kv_events
@@ -11,23 +13,33 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvblocks import AllBlocksCleared, BlockStored, CacheEvent, CacheHit
 from kvblocks.hashing import decode_extra_keys
-from kvblocks.integrations.vllm.sequences import lora_name
+from kvblocks.integrations.vllm.sequences import NUM_DIGEST_BYTES, lora_name
+
+NO_EMBEDDINGS = sha256().digest()  # what vLLM says of blocks behind a prompt of embeddings
 
 
 class EventMaker:
-    """Makes vLLM's events of kvblocks'. kinds: by group, the name of its spec's kind and its window or None."""
+    """Makes vLLM's events of kvblocks', in order. kinds: by group, its spec's kind by name, and its window or None."""
 
     def __init__(self, kinds: list[tuple[str, int | None]]) -> None:
         self._kinds = kinds
-        self._lora_ids: dict[str, int] = {}
+        self._made: list[Any] = []
 
-    def note_request(self, request: Any) -> None:
-        """Take note of a request's adapter, whose number events say beside its name."""
-        if request.lora_request is not None:
-            self._lora_ids[request.lora_request.lora_name] = request.lora_request.lora_int_id
+    def collect(self, events: Iterable[CacheEvent], request: Any) -> None:
+        """Make events of what a request's call changed."""
+        self._made += [self.make(event, request) for event in events]
 
-    def make(self, event: CacheEvent) -> Any:
-        """Return the event that says the same."""
+    def collect_hit(self, hit: CacheHit, request: Any, num_groups: int) -> None:
+        """Report the blocks of a hit as if they were stored, for a request that wants it."""
+        self._made += [self.make(stored, request) for stored in _as_stored(hit, num_groups)]
+
+    def take(self, events: Iterable[CacheEvent]) -> list[Any]:
+        """Return what was made since the last call, and `events`, which no request's call made."""
+        made, self._made = self._made, []
+        return made + [self.make(event, None) for event in events]
+
+    def make(self, event: CacheEvent, request: Any) -> Any:
+        """Return the event that says the same. request: whose call made it, None: nobody's."""
         if isinstance(event, AllBlocksCleared):
             return kv_events.AllBlocksCleared()
         group = event.group_idx or 0
@@ -36,45 +48,43 @@ class EventMaker:
             return kv_events.BlockRemoved(block_hashes=hashes, medium=kv_events.MEDIUM_GPU, group_idx=group)
         parent, name = event.parent_block_hash, lora_name(event.lora)
         kind, window = self._kinds[group]
+        lora = None if request is None else request.lora_request
         return kv_events.BlockStored(
             block_hashes=hashes,
             parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
             token_ids=event.token_ids,
             block_size=event.block_size,
-            lora_id=None if name is None else self._lora_ids.get(name),
+            lora_id=None if lora is None else lora.lora_int_id,
             medium=kv_events.MEDIUM_GPU,
             lora_name=name,
-            extra_keys=self._extra_keys(event, name),
+            extra_keys=_extra_keys(event, name, request is not None and request.prompt_embeds is not None),
             group_idx=group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
+            session_id=None if request is None else request.session_id,
         )
 
-    def of_hit(self, hit: CacheHit, request: Any) -> Any:
-        """Return the event that reports the blocks of a hit as if they were stored, for requests that want it.
 
-        Of group 0, whose blocks name the prefix.
-        """
-        size = hit.num_tokens // len(hit.blocks)
-        keys = tuple(sorted((hit.sequence.encoded_keys(size) or {}).items()))
-        hashes = tuple(block.block_hash or b"" for block in hit.blocks)
-        tokens = bytes(hit.sequence.packed_tokens()[: 4 * hit.num_tokens])
-        keys = tuple((index, key) for index, key in keys if index < len(hashes))
-        self.note_request(request)
-        stored = BlockStored(hashes, None, tokens, size, keys, 0, (), hit.sequence.salt, hit.sequence.lora)
-        event = self.make(stored)
-        event.session_id = request.session_id
-        return event
+def _as_stored(hit: CacheHit, num_groups: int) -> Iterable[BlockStored]:
+    """Yield a record for each group that a hit has blocks in, as if they had been stored just now."""
+    size = hit.num_tokens // len(hit.blocks)
+    encoded = hit.sequence.encoded_keys(size) or {}
+    hashes = tuple(block.block_hash or b"" for block in hit.blocks)
+    keys = tuple((index, key) for index, key in sorted(encoded.items()) if index < len(hashes))
+    tokens = bytes(hit.sequence.packed_tokens()[: 4 * hit.num_tokens])
+    for group in range(num_groups):
+        yield BlockStored(hashes, None, tokens, size, keys, group, (), hit.sequence.salt, hit.sequence.lora)
 
-    def _extra_keys(self, event: BlockStored, name: str | None) -> list[tuple[Any, ...] | None] | None:
-        """Return the keys by block, as vLLM publishes them: the adapter's name, (image, offset), salt, embeddings."""
-        keys: list[tuple[Any, ...] | None] = []
-        given = dict(event.extra_keys)
-        for position in range(len(event.block_hashes)):
-            found: list[Any] = [] if name is None else [name]
-            decoded = decode_extra_keys(given.get(position, b""))
-            found += [(key, span[0]) for _, span, key in decoded if span is not None and isinstance(key, str)]
-            found += [key for kind, _, key in decoded if kind == "salt"]
-            found += [key for _, span, key in decoded if span is not None and isinstance(key, bytes)]
-            keys.append(tuple(found) or None)
-        return keys or None
+
+def _extra_keys(event: BlockStored, name: str | None, has_embeddings: bool) -> list[tuple[Any, ...] | None] | None:
+    """Return the keys by block, as vLLM publishes them: the adapter's name, (image, offset), salt, embeddings."""
+    keys: list[tuple[Any, ...] | None] = []
+    given = dict(event.extra_keys)
+    for position in range(len(event.block_hashes)):
+        found: list[Any] = [] if name is None else [name]
+        decoded = decode_extra_keys(given.get(position, b""))
+        found += [(key, span[0]) for _, span, key in decoded if span is not None and isinstance(key, str)]
+        found += [key for kind, _, key in decoded if kind == "salt"]
+        digests = [key[:NUM_DIGEST_BYTES] for _, span, key in decoded if span is not None and isinstance(key, bytes)]
+        keys.append(tuple(found + (digests or [NO_EMBEDDINGS] * has_embeddings)) or None)
+    return keys or None

@@ -23,7 +23,12 @@ def find_groups(config: Any, num_context_ranks: int) -> list[Group]:
     groups: list[Group] = []
     for number, given in enumerate(config.kv_cache_groups):
         spec = _one_spec(given.kv_cache_spec)
-        kind = KVCacheSpecRegistry.get_manager_class(given.kv_cache_spec, getattr(given, "role", None))
+        role = getattr(given, "role", None)
+        kind = KVCacheSpecRegistry.get_manager_class(given.kv_cache_spec, role)
+        if kind is not KVCacheSpecRegistry.get_manager_class(given.kv_cache_spec):
+            raise refuse(
+                f"the role {getattr(role, 'value', role)} of KV cache group {number}", "its blocks are elsewhere, too"
+            )
         ranks = num_context_ranks if getattr(spec, "dcp_sharded", True) else 1
         if kind is FullAttentionManager:
             groups.append(FullAttention(spec.block_size * ranks))

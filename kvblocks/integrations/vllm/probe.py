@@ -5,6 +5,7 @@ stability, so the parts themselves are looked at; the version only decides wheth
 """
 
 import inspect
+import re
 import warnings
 from typing import Any
 
@@ -14,6 +15,7 @@ TESTED_VERSIONS = ("0.32.0",)
 REFUSED_CONNECTORS = {
     "SimpleCPUOffloadConnector": "it finds blocks in vLLM's pool by vLLM's hashes",
     "MooncakeStoreConnector": "it takes references in vLLM's pool",
+    "HiSparseConnector": "it has pools and groups of its own behind vLLM's coordinator",
 }
 
 
@@ -59,13 +61,15 @@ def _missing_parts() -> list[str]:
     names = (
         *("request_id", "num_computed_tokens", "num_in_flight_tokens", "mm_features", "lora_request", "cache_salt"),
         *("prompt_embeds", "skip_reading_prefix_cache", "num_preemptions", "status", "_all_token_ids", "resumable"),
+        "session_id",
     )
-    missing = [f"Request.{name}" for name in names if f"self.{name}" not in request]
+    missing = [f"Request.{name}" for name in names if not re.search(rf"\bself\.{name}\b", request)]
     parts = {
         kv_events: ("AllBlocksCleared", "BlockRemoved", "BlockStored", "MEDIUM_GPU"),
         kv_cache_interface: ("UniformTypeKVCacheSpecs", "get_kv_cache_spec_kind", "get_kv_cache_spec_sliding_window"),
         kv_cache_utils: ("maybe_convert_block_hash",),
         scheduler: ("Scheduler", "KVCacheManager"),
+        scheduler.Scheduler: ("_handle_invalid_blocks", "_update_request_as_session"),
         async_scheduler: ("AsyncScheduler",),
         FullAttentionManager: ("find_longest_cache_hit",),
         SlidingWindowManager: ("find_longest_cache_hit",),
@@ -108,6 +112,26 @@ def check_config(scheduler: Any) -> None:
     if scheduler.kv_cache_config.has_mamba_layers:
         raise refuse("recurrent states (Mamba)", "their blocks are states, not tokens")
     transfer = scheduler.vllm_config.kv_transfer_config
-    connector = None if transfer is None else transfer.kv_connector
-    if connector in REFUSED_CONNECTORS:
-        raise refuse(f"the connector {connector}", REFUSED_CONNECTORS[connector])
+    for connector in () if transfer is None else _connectors(transfer.kv_connector, transfer.kv_connector_extra_config):
+        if connector in REFUSED_CONNECTORS:
+            raise refuse(f"the connector {connector}", REFUSED_CONNECTORS[connector])
+        if connector == "OffloadingConnector" and len(scheduler.kv_cache_config.kv_cache_groups) > 1:
+            raise refuse("the OffloadingConnector with several KV cache groups", "it asks vLLM's own coordinator")
+
+
+def _connectors(name: str | None, extra: Any) -> list[str | None]:
+    """Return the names of a connector and, if it is one of several, of those behind it."""
+    found = [name]
+    for config in (extra or {}).get("connectors", ()):
+        found += _connectors(config.get("kv_connector"), config.get("kv_connector_extra_config"))
+    return found
+
+
+def check_options(num_groups: int, use_eagle: bool, num_prefill_lookahead: int, num_hash_lookahead_tokens: int) -> None:
+    """Raise UnsupportedVllmError when a manager of so many groups is made with what isn't served."""
+    if num_prefill_lookahead > 1:
+        raise refuse("multi-module MTP", "the last tokens of a chunk are computed twice")
+    if use_eagle and num_groups > 1:
+        raise refuse("EAGLE with several KV cache groups", "which of them drops its last block isn't known")
+    if num_hash_lookahead_tokens:
+        raise refuse("hashes of tokens behind their block", "what is cached would depend on what comes next")

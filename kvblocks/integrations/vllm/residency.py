@@ -8,20 +8,30 @@ from kvblocks.integrations.vllm.views import BlockView
 
 
 class BlockLives:
-    """Tells a `KVCacheMetricsCollector` what happens to blocks, until `stop`."""
+    """Tells a `KVCacheMetricsCollector` what happens to blocks, until `stop`.
 
-    def __init__(self, manager: KVCacheManager, collector: Any) -> None:
+    caches: whether prefixes are reused; where they aren't, vLLM doesn't call a block's end an eviction.
+    """
+
+    def __init__(self, manager: KVCacheManager, collector: Any, caches: bool) -> None:
         self._collector = collector
+        self._caches = caches
         self._callbacks = manager.watch_blocks(self._note_taken, self._note_touched)
 
     def stop(self) -> None:
         """Tell it nothing more."""
         self._callbacks.stop()
 
+    def note_evicted(self, blocks: Items[KVCacheBlock]) -> None:
+        """Tell it that what blocks hold was thrown away."""
+        for block in blocks:
+            self._collector.on_block_evicted(BlockView(block))
+
     def _note_taken(self, blocks: Items[KVCacheBlock]) -> None:
         for block in blocks:
             view = BlockView(block)
-            self._collector.on_block_evicted(view)
+            if self._caches:
+                self._collector.on_block_evicted(view)
             self._collector.on_block_allocated(view)
 
     def _note_touched(self, blocks: Items[KVCacheBlock]) -> None:

@@ -1,13 +1,14 @@
 """vLLM's schedulers with kvblocks' manager in place of their own: `--scheduler-cls`.
 
-vLLM's Scheduler names its manager's class itself, so it is replaced behind that constructor. Two things are replaced in
+vLLM's Scheduler names its manager's class itself, so it is replaced behind that constructor. These are replaced in
 memory, for as long as it takes: the maker of vLLM's request hasher, which nobody needs any more (once, by the engine
-core that has just made its scheduler), and `EngineCore.add_lora`, so that an adapter which is loaded anew gets a new
-key. `uninstall` takes both back.
+core that has just made its scheduler), and `EngineCore.add_lora` and `remove_lora`, so that an adapter which is loaded
+anew gets a new key. `uninstall` takes all back.
 """
 
 import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -49,6 +50,29 @@ class _KVBlocks:
         if scheduler.vllm_config.lora_config is not None:
             _watch_loras()
 
+    def _update_request_as_session(self, session: Any, update: Any) -> None:
+        """Count no token of the next turn as computed.
+
+        Where an answer ends amid accepted drafts, vLLM counts those behind its end, too: the next turn's first tokens
+        would have the drafts' keys and values.
+        """
+        session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens)
+        parent: Any = super()
+        parent._update_request_as_session(session, update)  # noqa: SLF001
+
+    def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep what a failed load was to bring out of the cache until it is computed.
+
+        vLLM leaves it cached, so whoever comes before it is computed would hit it.
+        """
+        scheduler: Any = self
+        parent: Any = super()
+        affected = parent._handle_invalid_blocks(*args, **kwargs)  # noqa: SLF001
+        if scheduler.recompute_kv_load_failures:
+            for request_id in affected:
+                scheduler.kv_cache_manager.note_failed_load(scheduler.requests[request_id])
+        return affected
+
 
 class KVBlocksScheduler(_KVBlocks, Scheduler):
     """vLLM's Scheduler on kvblocks."""
@@ -82,29 +106,49 @@ def _put_back(owner: Any, name: str) -> None:
 
 
 def _skip_hashing() -> None:
-    """Have the engine core that is being made hash no request: it asks for its hasher once, after its scheduler."""
+    """Have the engine core that is being made hash no request: it asks for its hasher once, after its scheduler.
+
+    Where another engine core asks first, since ours never came so far or was never meant to, that one gets its hasher.
+    """
     core = _engine_core()
 
-    def make(_original: Any) -> Any:
-        def no_hasher(*_args: Any, **_kwargs: Any) -> None:
+    def make(original: Any) -> Any:
+        @wraps(original)
+        def hasher_of_others(*args: Any, **kwargs: Any) -> Any:
             _put_back(core, "get_request_block_hasher")
+            asking = sys._getframe(1).f_locals.get("self")  # noqa: SLF001  # the engine core, which isn't passed
+            is_ours = isinstance(getattr(asking, "scheduler", None), _KVBlocks)
+            return None if is_ours else original(*args, **kwargs)
 
-        return no_hasher
+        return hasher_of_others
 
     if core is not None:
         _replace(core, "get_request_block_hasher", make)
 
 
 def _watch_loras() -> None:
-    """Be told which adapters are loaded in place of an older one."""
+    """Be told which adapters are loaded in place of an older one, and which are removed.
+
+    The wrappers show the signatures of what they wrap, by which vLLM decodes a caller's arguments.
+    """
     core = _engine_core()
 
-    def make(original: Any) -> Any:
+    def make_add(original: Any) -> Any:
+        @wraps(original)
         def add_lora(engine_core: Any, lora_request: Any) -> Any:
             LORA_VERSIONS.note_loaded(lora_request)
             return original(engine_core, lora_request)
 
         return add_lora
 
+    def make_remove(original: Any) -> Any:
+        @wraps(original)
+        def remove_lora(engine_core: Any, lora_id: int) -> Any:
+            LORA_VERSIONS.note_removed(lora_id)
+            return original(engine_core, lora_id)
+
+        return remove_lora
+
     if core is not None:
-        _replace(core.EngineCore, "add_lora", make)
+        _replace(core.EngineCore, "add_lora", make_add)
+        _replace(core.EngineCore, "remove_lora", make_remove)

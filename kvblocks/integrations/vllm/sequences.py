@@ -1,30 +1,55 @@
 """What a vLLM request's KV depends on, as a kvblocks sequence: its tokens, salt, adapter, images and embeddings."""
 
+from collections.abc import Sequence as Items
 from hashlib import sha256
 from typing import Any
 
 from kvblocks import Sequence
 
 _SEPARATOR = "\0"
+NUM_DIGEST_BYTES = 32  # of an embedding's key, what events say of it
 
 
 class LoraVersions:
-    """How often each adapter was loaded anew in its place, by name, so that the old one's KV isn't hit again."""
+    """How often each adapter was loaded anew, by name, so that KV of its former weights isn't hit again.
+
+    `EngineCore` tells what its callers load and remove. A request may also bring an adapter that nobody announced, and
+    ask itself that it be loaded in place: vLLM's workers then load it again in every step that such a request is in. So
+    each lookup of such a request is a load, and it shares nothing with any other.
+    """
 
     def __init__(self) -> None:
         self._versions: dict[str, int] = {}
+        self._ids: dict[str, int] = {}  # of adapters that were announced or asked for, as numbered last
+        self._announced: set[str] = set()  # in which requests carry on the flag of their announcement, as the server's
 
     def note_loaded(self, lora_request: Any) -> None:
-        """Take note of an adapter that is being loaded."""
+        """Take note of an adapter that is being loaded: in place, or under a name that had another number before."""
+        name, number = lora_request.lora_name, lora_request.lora_int_id
+        if lora_request.load_inplace or self._ids.get(name, number) != number:
+            self._renew(name)
+        self._ids[name] = number
         if lora_request.load_inplace:
-            self._versions[lora_request.lora_name] = self._versions.get(lora_request.lora_name, 0) + 1
+            self._announced.add(name)
+
+    def note_removed(self, lora_id: int) -> None:
+        """Take note of an adapter that is being removed: what is loaded under its name later may be another one."""
+        for name in [name for name, number in self._ids.items() if number == lora_id]:
+            self._renew(name)
+            self._announced.discard(name)
 
     def key(self, lora_request: Any) -> str | None:
         """Return what tells an adapter's KV from all others': name, path and version; None without an adapter."""
         if lora_request is None:
             return None
-        version = self._versions.get(lora_request.lora_name, 0)
-        return _SEPARATOR.join((lora_request.lora_name, lora_request.lora_path, str(version)))
+        name = lora_request.lora_name
+        self._ids.setdefault(name, lora_request.lora_int_id)
+        if lora_request.load_inplace and name not in self._announced:
+            self._renew(name)
+        return _SEPARATOR.join((name, lora_request.lora_path, str(self._versions.get(name, 0))))
+
+    def _renew(self, name: str) -> None:
+        self._versions[name] = self._versions.get(name, 0) + 1
 
 
 LORA_VERSIONS = LoraVersions()
@@ -37,10 +62,7 @@ def lora_name(key: str | None) -> str | None:
 
 def make_sequence(request: Any, block_size: int) -> Sequence:
     """Return a sequence with all known tokens of a request, and what else its KV depends on."""
-    keys: list[tuple[int, int, str | bytes]] = []
-    for feature in request.mm_features:
-        start, length = feature.mm_position.offset, feature.mm_position.length
-        keys.append((start, start + length, feature.identifier))
+    keys = image_keys(request.mm_features)
     if request.prompt_embeds is not None:
         keys += embedding_keys(request, block_size)
     return Sequence(
@@ -52,8 +74,20 @@ def make_sequence(request: Any, block_size: int) -> Sequence:
     )
 
 
+def image_keys(features: Items[Any]) -> list[tuple[int, int, str | bytes]]:
+    """Return a key for each image, or whatever the features are of, over its placeholders."""
+    positions = [feature.mm_position for feature in features]
+    return [
+        (position.offset, position.offset + position.length, feature.identifier)
+        for position, feature in zip(positions, features, strict=True)
+    ]
+
+
 def embedding_keys(request: Any, block_size: int) -> list[tuple[int, int, bytes]]:
-    """Return a key for each block that prompt embeddings reach into: the digest of what they are there."""
+    """Return a key for each block that prompt embeddings reach into: the digest of what they are there, and their type.
+
+    The digest is vLLM's, and events say it (see `NUM_DIGEST_BYTES`). It takes equal bytes of other types for the same.
+    """
     import torch  # vLLM has it; only prompts of embeddings need it here
 
     keys = []
@@ -61,6 +95,6 @@ def embedding_keys(request: Any, block_size: int) -> list[tuple[int, int, bytes]
     for start in range(0, len(embeddings), block_size):
         part = embeddings[start : start + block_size].detach().cpu().contiguous()
         name = f"{part.dtype} {tuple(part.shape)}".encode()
-        content = part.flatten().view(torch.uint8).numpy().tobytes()
-        keys.append((start, start + len(part), sha256(name + b"\0" + content).digest()))
+        digest = sha256(part.flatten().view(torch.uint8).numpy().tobytes()).digest()
+        keys.append((start, start + len(part), digest + name))
     return keys

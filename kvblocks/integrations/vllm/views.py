@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -212,3 +213,27 @@ class PoolView:
         """Give back what `pop_blocks_for_free` returned."""
         for hold in ordered_blocks:
             self._manager.holds.release(hold)
+
+
+def make_coordinator(
+    config: Any, block_sizes: list[int], sequences: dict[str, Sequence], *, block_pool: PoolView, **what: Any
+) -> Any:
+    """Return what is read of vLLM's coordinator: a record for each group, and what else is said of it."""
+    records = [
+        SimpleNamespace(
+            block_size=block_size,
+            kv_cache_spec=given.kv_cache_spec,
+            kv_cache_group_id=number,
+            req_to_blocks=TablesView(sequences, number),
+            num_cached_block=CachedCounts(sequences),
+            _null_block=block_pool.null_block,
+        )
+        for number, (block_size, given) in enumerate(zip(block_sizes, config.kv_cache_groups, strict=True))
+    ]
+    return SimpleNamespace(
+        single_type_managers=tuple(records),
+        block_pool=block_pool,
+        enable_partial_hash_hits=False,
+        num_reprefillable_tokens=0,
+        **what,
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from bench.vllm.schedulers import Settings, make_scheduler
@@ -55,6 +55,7 @@ class Driver:
         self.requests: dict[str, Request] = {}
         self.worker = Worker(settings.block_size, settings.num_drafts, (None, *settings.windows))
         self.result = Decisions()
+        self.loads: list[KVConnectorOutput | None] = []  # what the next steps' loads came to
 
     def run(self) -> Decisions:
         """Return what was decided. Raises AssertionError when blocks are lost, or a step reads what is not there."""
@@ -122,7 +123,10 @@ class Driver:
             for name in names
         ]
         answer = ModelRunnerOutput(
-            req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)}, sampled_token_ids=sampled
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            kv_connector_output=self.loads.pop(0) if self.loads else None,
         )
         for outputs in self.scheduler.update_from_output(step.output, answer).values():
             for output in outputs.outputs:

@@ -4,7 +4,7 @@ It knows no more than a real worker: what SchedulerOutput says. It writes what a
 would read, so it notices a block that two requests write, and a hit on tokens that nobody has computed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,7 +20,10 @@ class WrongReadError(AssertionError):
 
 
 class Chain:
-    """What a request's slots must hold: for every token a number that depends on all tokens up to it, and the salt."""
+    """What a request's slots must hold: for every token a number that depends on all tokens up to it, and the salt.
+
+    And on the image that the token is a placeholder of, or on its embedding.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -29,7 +32,11 @@ class Chain:
 
     def values_up_to(self, drafts: list[int]) -> list[int]:
         """Return the numbers of the known tokens, and of `drafts` behind them."""
+        if self.request.resumable:  # each turn may change the last tokens
+            self.values.clear()
         tokens = self.request.all_token_ids
+        if self.request.mm_features or self.request.prompt_embeds is not None:
+            tokens = inputs(self.request)
         self._extend(self.values, tokens[len(self.values) :])
         grown = list(self.values)
         self._extend(grown, drafts)
@@ -40,6 +47,19 @@ class Chain:
         for token in tokens:
             value = hash((value, token))
             values.append(value)
+
+
+def inputs(request: Request) -> list[Any]:
+    """Return what a model sees at each token: its id, its part of an image, or its embedding."""
+    found: list[Any] = list(request.all_token_ids)
+    for feature in request.mm_features:
+        start, length = feature.mm_position.offset, feature.mm_position.length
+        found[start : start + length] = [(feature.identifier, part) for part in range(length)]
+    if request.prompt_embeds is not None:
+        is_token = request.prompt_is_token_ids or [False] * len(request.prompt_embeds)
+        for position, row in enumerate(request.prompt_embeds.tolist()):
+            found[position] = found[position] if is_token[position] else tuple(row)
+    return found
 
 
 class Worker:
@@ -89,6 +109,14 @@ class Worker:
         for request_id, *what in work:
             self._read(request_id, *what)
         return accepted
+
+    def load(self, request: Request, table: list[int], num_tokens: int) -> None:
+        """Write a request's first tokens into the blocks of a table, as a connector does, in group 0."""
+        self._write(0, table, Chain(request).values_up_to([]), 0, num_tokens)
+
+    def spoil(self, block_ids: Iterable[int]) -> None:
+        """Leave garbage in blocks."""
+        self._memory.update({block_id: ["garbage"] * (self.block_size + 1) for block_id in block_ids})
 
     def _write(self, group: int, table: list[int], chain: list[int], start: int, end: int) -> None:
         for number, first, last in self._spans(start, end):

@@ -1,0 +1,273 @@
+"""KV events: vLLM's own classes, that say what vLLM's own manager would, and can be replayed."""
+
+import time
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+from vllm.config.kv_events import KVEventsConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.pooling_params import PoolingParams
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.request import Request
+
+from bench.vllm.schedulers import Settings, make_vllm_config
+from integrations.vllm.configurations import CONFIGURATIONS, WINDOWS_SMALL
+from integrations.vllm.stand import BLOCK, WHOSE, Stand, adapter, image, request
+from integrations.vllm.workload import make_asks
+
+PROMPT = range(100, 100 + 3 * BLOCK + 5)
+SMALL = {configuration.name: configuration for configuration in [*CONFIGURATIONS, *WINDOWS_SMALL]}
+
+
+class Recorder:
+    """Stands where a scheduler's publisher stands, and keeps what it gets, encoded and decoded as on a wire."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def publish(self, batch: Any) -> None:
+        self.events += msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events
+
+    def shutdown(self) -> None: ...
+
+
+def make_stand(settings: Settings | None = None, whose: str = "ours") -> tuple[Stand, list[Any]]:
+    """Return a stand, and the list of the events that its scheduler publishes."""
+    settings = settings or Settings()
+    config = make_vllm_config(settings)
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    stand = Stand(settings, whose, config=config)
+    scheduler: Any = stand.scheduler
+    recorder = scheduler.kv_event_publisher = Recorder()
+    return stand, recorder.events
+
+
+class Replay:
+    """What an indexer knows from events: by group, the prefixes that are cached, by their tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[int, Any], list[int]] = {}
+        self.prefixes: dict[Any, tuple[list[int], Any]] = {}
+
+    def apply(self, event: Any) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self.tokens.clear()
+        elif isinstance(event, BlockRemoved):
+            for name in event.block_hashes:
+                del self.tokens[event.group_idx, name]
+        else:
+            parent = event.parent_block_hash
+            before, keys = ([], ()) if parent is None else self.prefixes[parent]
+            for number, name in enumerate(event.block_hashes):
+                start = number * event.block_size
+                before = before + event.token_ids[start : start + event.block_size]
+                keys = (*keys, (event.extra_keys or {})[number])
+                self.prefixes[name] = before, keys
+                assert (event.group_idx, name) not in self.tokens
+                self.tokens[event.group_idx, name] = before
+
+
+def cached(manager: Any) -> set[tuple[int, Any]]:
+    """Return what is cached in the only group, asked of the pool itself: (group, name)."""
+    found = set()
+    for block in manager.manager.blocks:
+        if block.block_hash is not None:
+            found.add((0, maybe_convert_block_hash(block.block_hash)))
+    return found
+
+
+@pytest.mark.parametrize("name", ["80 blocks, priority", "80 blocks, async", "80 blocks, speculation"])
+@pytest.mark.parametrize("seed_of_asks", range(2))
+def test_replayed_events_are_what_is_cached_at_every_step(name, seed_of_asks):
+    configuration = SMALL[name]
+    stand, events = make_stand(configuration.settings)
+    asks = make_asks(replace(configuration.mix, num_salts=2), seed_of_asks, 80)
+    replay, number, num_removed = Replay(), 0, 0
+    while asks or stand.scheduler.has_unfinished_requests():
+        while asks and asks[0].arrival <= number:
+            stand.add(asks.pop(0).make_request(configuration.settings))
+        stand.step()
+        number += 1
+        for event in [*events, *stand.manager.take_events()]:
+            num_removed += isinstance(event, BlockRemoved)
+            replay.apply(event)
+        events.clear()
+        assert set(replay.tokens) == cached(stand.manager)
+    assert num_removed > 100
+    assert stand.scheduler.reset_prefix_cache()
+    for event in stand.manager.take_events():
+        replay.apply(event)
+    assert not replay.tokens
+
+
+def test_replayed_prefixes_are_those_of_their_requests():
+    stand, events = make_stand()
+    for number in range(3):
+        stand.cached(
+            request(f"r{number}", [*range(number * BLOCK + 20), 1, 2, 3], 2 * BLOCK, cache_salt="s" * number or None)
+        )
+    replay = Replay()
+    for event in events:
+        replay.apply(event)
+    known = [list(r.all_token_ids) for r in stand.requests.values()]
+    assert replay.tokens and all(any(k[: len(t)] == t for k in known) for t in replay.tokens.values())
+    parents = [event.parent_block_hash for event in events if isinstance(event, BlockStored)]
+    assert parents.count(None) == 3 and len(parents) > 6
+
+
+def make_requests() -> list[Request]:
+    """Return requests with all that events tell of."""
+    pads = [2] * 3 * BLOCK
+    embeddings = torch.arange(3 * BLOCK * 4, dtype=torch.float32).reshape(-1, 4)
+    return [
+        request("plain", PROMPT, 2 * BLOCK),
+        request("salt", PROMPT, BLOCK, cache_salt="salt", session_id="one"),
+        request("lora", PROMPT, BLOCK, lora_request=adapter("a", 7), cache_salt="salt"),
+        request("lora again", [*PROMPT, 1, 2], BLOCK, lora_request=adapter("a", 7), session_id="two"),
+        request("image", [1] * BLOCK + pads, BLOCK, mm_features=[image("cat", BLOCK, 3 * BLOCK)], cache_salt="x"),
+        request("images", pads + pads, 1, mm_features=[image("bird", 3, 2 * BLOCK), image("dog", 2 * BLOCK + 4, 20)]),
+        request("embeddings", None, 2 * BLOCK, prompt_embeds=embeddings, cache_salt="y"),
+        request("hit", [*PROMPT, 3], 2 * BLOCK, session_id="three"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(),
+        Settings(is_async=True),
+        Settings(long_prefill_token_threshold=BLOCK + 3),
+        Settings(num_drafts=3),
+        Settings(windows=(64,)),
+    ],
+    ids=["plain", "async", "chunks", "drafts", "windows"],
+)
+@pytest.mark.parametrize("mode", ["incremental", "full"])
+def test_events_say_what_vllms_own_say(settings, mode):
+    """But for the names of blocks. Those of vLLM stand for ours all the same: each for one."""
+    said = []
+    for whose in WHOSE:
+        stand, events = make_stand(settings, whose)
+        for made in make_requests():
+            made.kv_cache_report_mode = mode
+            stand.cached(made)
+        said.append([msgspec.structs.asdict(event) for event in events])
+    names: dict[Any, Any] = {None: None}
+    theirs, ours = ([one for event in events for one in blocks_of(event)] for events in said)
+    for expected, got in zip(theirs, ours, strict=True):
+        assert names.setdefault(expected.pop("name"), got["name"]) == got.pop("name")
+        assert names[expected.pop("parent")] == got.pop("parent")
+        assert got == expected
+    assert len(set(names.values())) == len(names) > 20
+
+
+def blocks_of(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return an event of each block: how many vLLM puts into one differs with its groups and calls."""
+    event = dict(event)
+    names, tokens = event.pop("block_hashes"), event.pop("token_ids")
+    keys, parent, size = event.pop("extra_keys"), event.pop("parent_block_hash"), event["block_size"]
+    return [
+        event
+        | {"name": name, "parent": parent if not number else names[number - 1], "keys": keys[number]}
+        | {"tokens": tokens[number * size : (number + 1) * size]}
+        for number, name in enumerate(names)
+    ]
+
+
+def test_a_pooling_request_has_no_mode_of_reports():
+    stand, _ = make_stand()
+    stand.cached(request("first", PROMPT))
+    pooling = Request("pools", list(PROMPT), None, PoolingParams(task="embed"))
+    assert not hasattr(pooling, "kv_cache_report_mode")
+    stand.scheduler.add_request(pooling)
+    assert stand.scheduler.schedule().num_scheduled_tokens == {"pools": len(PROMPT) - 3 * BLOCK}
+
+
+def test_a_report_of_a_hit_comes_behind_what_was_stored_before_it():
+    stand, events = make_stand()
+    stand.add(request("first", PROMPT))
+    stand.add(request("second", PROMPT, params={"extra_args": {"kv_cache_report_mode": "full"}}))
+    stand.step()
+    first, second = events
+    assert first.block_hashes == second.block_hashes and first.token_ids == second.token_ids
+    assert stand.result.decided[0]["new"][1][1] == 3 * BLOCK
+
+
+def test_an_eviction_by_a_connector_is_said():
+    stand, events = make_stand()
+    stand.add(request("runs", PROMPT, 2))
+    stand.step()
+    (ids,) = stand.manager.get_block_ids("runs")
+    stand.manager.evict_blocks({ids[1]})
+    stand.run_all()
+    stored = next(event for event in events if isinstance(event, BlockStored))
+    removed = [name for event in events if isinstance(event, BlockRemoved) for name in event.block_hashes]
+    assert sorted(removed) == sorted(stored.block_hashes[1:])
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_publisher_tells_of_each_data_parallel_rank(rank, tmp_path):
+    """A rank's scheduler differs in its publisher alone: another endpoint, and its number in each batch."""
+    settings = Settings()
+    config = make_vllm_config(settings)
+    endpoint = f"inproc://{tmp_path.name}"
+    config.kv_events_config = KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, topic="kv"
+    )
+    config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank = rank
+    stand = Stand(settings, config=config)
+    publisher: Any = stand.scheduler.kv_event_publisher
+    found = publisher.get_publisher_config()
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.connect(found.endpoint)
+    socket.subscribe(b"kv")
+    socket.RCVTIMEO = 10_000
+    time.sleep(0.2)  # a subscription takes its time
+    try:
+        stand.cached(request("first", PROMPT))
+        topic, number, payload = socket.recv_multipart()
+    finally:
+        stand.scheduler.shutdown()
+        socket.close(linger=0)
+    batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+    assert (topic, int.from_bytes(number, "big"), batch.data_parallel_rank) == (b"kv", 0, rank)
+    (stored,) = batch.events
+    assert stored.token_ids == list(PROMPT)[: 3 * BLOCK] and stored.medium == "GPU"
+
+
+def test_a_scheduler_without_events_has_none_to_take():
+    stand = Stand(Settings())
+    stand.cached(request("first", PROMPT))
+    assert stand.manager.take_events() == []
+
+
+def random_run(stand: Stand, random: Random) -> None:
+    """Let a few requests begin and end."""
+    for number in range(20):
+        stand.add(
+            request(
+                f"r{number} {len(stand.requests)}",
+                [random.randrange(9)] * random.randrange(1, 90),
+                random.randrange(1, 40),
+            )
+        )
+        stand.step()
+    stand.run_all()
+
+
+@pytest.mark.parametrize("windows", [(), (64,)])
+def test_each_group_is_replayed_for_itself(windows):
+    stand, events = make_stand(Settings(num_blocks=41, windows=windows, reserves_full_prompt=False))
+    random_run(stand, Random(1))
+    random_run(stand, Random(2))
+    replay = Replay()
+    for event in events:
+        replay.apply(event)
+    assert {group for group, _ in replay.tokens} == set(range(1 + len(windows)))
+    assert {name for _, name in replay.tokens} == {name for _, name in cached(stand.manager)}
+    assert stand.manager.manager.stats.num_evicted_blocks
