@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 TESTED_VERSIONS = ("0.32.0",)
+SCHEDULER_TESTED_VERSIONS = ("0.33.0",)  # decisions are equal there, and features tested; no engine has run
 
 # Connectors that reach into vLLM's block pool by its hashes, which kvblocks doesn't have.
 REFUSED_CONNECTORS = {
@@ -38,12 +39,15 @@ def check_vllm() -> None:
             "expected a vLLM with the parts that kvblocks.integrations.vllm uses"
             f" (tested: {', '.join(TESTED_VERSIONS)}), got {version}, which lacks {', '.join(missing)}"
         )
-    if not version.startswith(TESTED_VERSIONS):
-        warnings.warn(
-            f"kvblocks.integrations.vllm was tested with vLLM {', '.join(TESTED_VERSIONS)}, not with {version};"
-            " all parts that it uses are there",
-            stacklevel=3,
-        )
+    if version.startswith(TESTED_VERSIONS):
+        return
+    found = "all parts that it uses are there"
+    if version.startswith(SCHEDULER_TESTED_VERSIONS):
+        found = "of that only the scheduler was, without an engine"
+    warnings.warn(
+        f"kvblocks.integrations.vllm was tested with vLLM {', '.join(TESTED_VERSIONS)}, not with {version}; {found}",
+        stacklevel=3,
+    )
 
 
 def _missing_parts() -> list[str]:

@@ -26,6 +26,8 @@ def test_the_same_image_at_another_offset_is_another_prefix(whose):
     stand.cached(request("first", pads, mm_features=[image("cat", BLOCK, 2 * BLOCK)]))
     assert stand.cached(request("later", pads, mm_features=[image("cat", BLOCK + 3, 2 * BLOCK)])) == BLOCK
     assert stand.cached(request("same", pads, mm_features=[image("cat", BLOCK, 2 * BLOCK)])) == 3 * BLOCK
+    stand = Stand(Settings(), whose)
+    stand.cached(request("first", pads, mm_features=[image("cat", BLOCK, 2 * BLOCK)]))
     stand.scheduler.reset_encoder_cache()  # which knows an image by its name alone
     assert stand.cached(request("less", pads, mm_features=[image("cat", BLOCK + 3, 2 * BLOCK - 3)])) == BLOCK
 
@@ -198,3 +200,12 @@ def test_the_common_prefix_is_of_all_who_have_blocks():
     assert stand.manager.get_num_common_prefix_blocks("first") == [2]
     stand.scheduler.finish_requests(third.request_id, RequestStatus.FINISHED_ABORTED)
     assert stand.manager.get_num_common_prefix_blocks("first") == [4]
+
+
+def test_a_lookup_may_be_bounded():
+    """As vLLM 0.33 does for requests whose other outputs begin at a token."""
+    stand = Stand(Settings())
+    stand.cached(request("first", PROMPT))
+    found = [stand.manager.get_computed_blocks(request("same", PROMPT), number)[1] for number in (2 * BLOCK + 3, 0)]
+    assert found == [2 * BLOCK, 0]
+    assert stand.manager.get_computed_blocks_for_connector(request("same", PROMPT), 3 * BLOCK)[1] == 3 * BLOCK

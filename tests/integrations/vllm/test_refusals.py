@@ -81,6 +81,7 @@ REFUSED = {
         "prefix_cache_retention_interval",
     ),
     "EAGLE with windows": (make_config(FULL, WINDOW), {"use_eagle": True}, "EAGLE with several KV cache groups"),
+    "hashes that look ahead": (make_config(FULL), {"num_hash_lookahead_tokens": 1}, "hashes of tokens behind"),
     "multi-module MTP": (make_config(FULL), {"num_prefill_lookahead": 2}, "multi-module MTP"),
 }
 
@@ -137,6 +138,14 @@ def test_connectors_that_ask_the_manager_are_served():
     check_config(make_with_connector("NixlConnector"))
     check_config(make_with_connector("OffloadingConnector"))
     check_config(make_with_connector("MultiConnector", {"connectors": [{"kv_connector": "NixlConnector"}]}))
+
+
+def test_hashes_that_look_ahead_are_refused_when_a_scheduler_has_them(monkeypatch):
+    """As vLLM 0.33's does for EAGLE, in place of the block that 0.32 drops."""
+    kind = our_scheduler(Settings())
+    monkeypatch.setattr(kind, "num_hash_lookahead_tokens", 1, raising=False)
+    with pytest.raises(UnsupportedVllmError, match="hashes of tokens behind"):
+        make_scheduler(Settings(), kind)
 
 
 def test_a_refusal_comes_from_the_scheduler_before_it_has_our_manager():
@@ -200,15 +209,19 @@ def test_a_vllm_that_passes_more_is_refused_by_the_parameters_name(monkeypatch):
         make_manager(make_config(FULL))
 
 
-def test_a_version_that_was_not_tested_is_warned_of_once(monkeypatch):
+@pytest.mark.parametrize(
+    ("version", "said"), [("0.32.1", "all parts that it uses are there"), ("0.33.0", "only the scheduler was")]
+)
+def test_a_version_that_was_not_tested_is_warned_of_once(monkeypatch, version, said):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        monkeypatch.setattr(vllm, "__version__", "0.32.0+cpu")
         check_vllm()
         assert not caught
-        monkeypatch.setattr(vllm, "__version__", "0.32.1")
+        monkeypatch.setattr(vllm, "__version__", version)
         check_vllm()
     (warning,) = caught
-    assert "0.32.1" in str(warning.message)
+    assert f"not with {version}; " in str(warning.message) and said in str(warning.message)
 
 
 def test_a_python_without_vllm_is_told_so(monkeypatch):
