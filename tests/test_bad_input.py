@@ -255,7 +255,7 @@ CALLS: dict[str, Call] = dict(
         of_sequence("group_blocks", group=constant(0, "int")),
         of_sequence("first_live_block", group=constant(0, "int")),
         of_sequence("token_ids", start=INT, end=MAYBE_INT),
-        of_sequence("append_tokens", token_ids=TOKENS),
+        of_sequence("append_tokens", token_ids=TOKENS, extra_keys=constant([], "empty")),
         of_sequence("append_token", token_id=constant(1, "int flag")),
         of_sequence("fork", sequence_id=constant("twin", "id")),
         ("CacheHit.cut", Call(lambda world: world.hit.cut, {"max_tokens": INT})),

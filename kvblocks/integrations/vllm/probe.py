@@ -138,4 +138,5 @@ def check_options(num_groups: int, use_eagle: bool, num_prefill_lookahead: int, 
     if use_eagle and num_groups > 1:
         raise refuse("EAGLE with several KV cache groups", "which of them drops its last block isn't known")
     if num_hash_lookahead_tokens:
-        raise refuse("hashes of tokens behind their block", "what is cached would depend on what comes next")
+        reason = "kvblocks drops EAGLE's last block instead, with disable_lookahead_block_hashes"
+        raise refuse("hashes of tokens behind their block", reason)

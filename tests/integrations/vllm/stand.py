@@ -65,6 +65,11 @@ class Stand(Driver):
             self._finish(step)
         return step.output
 
+    def finish(self) -> None:
+        """Let the worker compute what is in flight, and schedule nothing."""
+        while self.in_flight:
+            self._finish(self.in_flight.popleft())
+
     def run_all(self, most_steps: int = 1000) -> None:
         """Go on until all requests are finished."""
         for _ in range(most_steps):

@@ -204,8 +204,11 @@ def test_an_eviction_by_a_connector_is_said():
     stand.step()
     (ids,) = stand.manager.get_block_ids("runs")
     stand.manager.evict_blocks({ids[1]})
+    stand.add(request("wants all", PROMPT, params={"extra_args": {"kv_cache_report_mode": "full"}}))
     stand.run_all()
-    stored = next(event for event in events if isinstance(event, BlockStored))
+    stored, reported = [event for event in events if isinstance(event, BlockStored)][:2]
+    assert reported.block_hashes == stored.block_hashes[:1]
+    assert [type(event) for event in events[:3]] == [BlockStored, BlockRemoved, BlockStored]  # in order
     removed = [name for event in events if isinstance(event, BlockRemoved) for name in event.block_hashes]
     assert sorted(removed) == sorted(stored.block_hashes[1:])
 

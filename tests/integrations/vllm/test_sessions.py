@@ -100,6 +100,20 @@ def test_drafts_behind_an_answers_end_are_not_taken_for_the_next_turn():
     assert stand.cached(request("same", tokens)) >= 5 * BLOCK
 
 
+def test_an_image_that_ends_in_a_block_which_the_next_turn_fills_stays_part_of_it():
+    stand = Stand(Settings())
+    session = stand.add(turn(PROMPT))
+    for name in ("cat", "dog"):
+        wait_for_turn(stand)
+        stand.add(turn([9] * 4 * BLOCK, mm_features=[image(name, 0, 4 * BLOCK)]))
+    wait_for_turn(stand)
+    tokens = list(session.all_token_ids)
+    cat, dog = (feature.mm_position.offset for feature in session.mm_features)
+    assert (cat + 4 * BLOCK) // BLOCK == dog // BLOCK
+    seen = [image("cat", cat, 4 * BLOCK), image("dog", dog, 4 * BLOCK)]
+    assert stand.cached(request("both", tokens, mm_features=seen)) == (len(tokens) - 1) // BLOCK * BLOCK
+
+
 @pytest.mark.parametrize("chunk", [0, 2 * BLOCK])
 def test_images_of_a_later_turn_are_part_of_its_prefix(chunk):
     stand = Stand(Settings(long_prefill_token_threshold=chunk))
@@ -125,3 +139,18 @@ def test_a_preempted_session_is_looked_up_with_its_turns_tokens():
     stand.add(turn([7] * BLOCK, 5 * BLOCK))
     wait_for_turn(stand)  # the worker reads what is hit
     assert session.num_preemptions
+
+
+@pytest.mark.parametrize("whose", WHOSE)
+def test_a_session_preempted_with_its_last_step_in_flight_is_looked_up_with_its_next_turns_tokens(whose):
+    """vLLM forgets what such a session was told before, since none of it is computed. So all tokens change."""
+    stand = Stand(Settings(is_async=True), whose)
+    session = stand.add(turn(PROMPT, 2))
+    stand.step()
+    stand.step()
+    stand.preempt(session)
+    stand.finish()
+    assert session.status == RequestStatus.WAITING_FOR_STREAMING_REQ and not session.num_computed_tokens
+    stand.add(turn([7] * 8 * BLOCK, 2))
+    assert session.num_tokens == 8 * BLOCK
+    assert stand.manager.get_computed_blocks(session)[1] == 0  # which vLLM's scheduler forgets to ask for
