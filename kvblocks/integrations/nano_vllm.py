@@ -151,7 +151,7 @@ class KVBlocksEarlyBlockManager(KVBlocksBlockManager):
     def hash_blocks(self, seq: Any) -> None:
         """As there."""
         super().hash_blocks(seq)
-        if seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens:
+        if self._prefills and seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens:
             self._prefills.pop(seq.seq_id, None)
 
 

@@ -26,4 +26,7 @@ def test_tokens_steps_and_prefills_are_its_own():
     early, own = runs["early greedy"], runs["own greedy"]
     assert early["tokens"] == own["tokens"]
     assert sum(step for step in early["steps"] if step > 0) < sum(step for step in own["steps"] if step > 0)
+    examples = runs["example"]  # examples/nano_vllm/compare.py, with each block manager
+    assert examples[0]["tokens"] == examples[1]["tokens"] == examples[2]["tokens"]
+    assert examples[0]["computed"] == examples[1]["computed"] >= examples[2]["computed"]
     assert len({*map(str, own["tokens"])}) > 10  # the model says different things
