@@ -8,7 +8,7 @@ from integrations.mini_sglang.driver import Settings, answer, make_asks
 from integrations.mini_sglang.faults import NUM_FAULTS, make_faults
 from kvblocks import BlockStateError, KVBlocksError
 
-SEEDS = range(8)
+SEEDS = range(5)
 # pages, tokens a page: nothing is evicted; much is; all the time. The same with pages of four tokens.
 SIZES = [(4000, 1), (200, 1), (140, 1), (1000, 4), (40, 4)]
 

@@ -8,7 +8,7 @@ from integrations.nano_vllm.mended import mend
 from kvblocks import KVBlocksError
 from kvblocks.integrations.nano_vllm import KVBlocksBlockManager, KVBlocksEarlyBlockManager
 
-SEEDS = range(8)
+SEEDS = range(5)
 AMPLE, SCARCE, TIGHT = 400, 40, 26  # blocks: nothing is evicted; a third preempted; about as many again computed anew
 
 
