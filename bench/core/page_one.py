@@ -20,9 +20,11 @@ from kvblocks import PrefixCache
 
 PAGE_TOKENS = 800
 CACHED_TOKENS = 700
+HALF_TOKENS = 400
 PAGE_PROMPTS = 64
 PAGE_CALLS = 8
 TREE = "mini-sglang"
+INSIDE = "kvblocks in mini-sglang"
 Prompt = tuple[Any, Any]
 
 
@@ -63,9 +65,9 @@ def contestants() -> dict[str, Callable[[], Contestant]]:
     """Return those that are there, each with what makes an empty one."""
     found: dict[str, Callable[[], Contestant]] = {}
     if "MINISGL_SRC" in os.environ:
-        from bench.peers.mini_sglang import make_contestant
+        from bench.peers.mini_sglang import make_ours, make_tree
 
-        found[TREE] = make_contestant
+        found |= {TREE: make_tree, INSIDE: make_ours}
     return found | {"kvblocks": ours}
 
 
@@ -86,13 +88,17 @@ class Pages:
         made = [self._numbers() for _ in range(num_prompts)]
         return [(self.contestant.pack(tokens), self.contestant.pack(ids)) for tokens, ids in made]
 
-    def extended(self) -> list[Prompt]:
-        """Return prompts whose first 700 tokens are cached."""
+    def half_cached(self) -> list[Prompt]:
+        """Return prompts whose first 400 tokens are cached."""
+        return self.extended(HALF_TOKENS)
+
+    def extended(self, num_cached: int = CACHED_TOKENS) -> list[Prompt]:
+        """Return prompts whose first `num_cached` tokens are cached."""
         made = []
         for _ in range(PAGE_CALLS):
             tokens, ids = self._numbers()
             pack = self.contestant.pack
-            self.contestant.insert(pack(tokens[:CACHED_TOKENS]), pack(ids[:CACHED_TOKENS]))
+            self.contestant.insert(pack(tokens[:num_cached]), pack(ids[:num_cached]))
             made.append((pack(tokens), pack(ids)))
         return made
 
@@ -123,12 +129,12 @@ class Pages:
     def make_room(self, _: object) -> None:
         """Evict as much as a sample of insertions has cached."""
         for evicted in self.evict(None):
-            self._free.extend(evicted)
+            self._free.extend(map(int, evicted))  # a tensor's items are tensors
 
     def fill_again(self, parts: list[Any]) -> None:
         """Cache new prompts in place of those that were evicted."""
         for evicted in parts:
-            self._free.extend(evicted)
+            self._free.extend(map(int, evicted))  # a tensor's items are tensors
         self.insert(self.fresh())
 
     def _numbers(self) -> tuple[list[int], list[int]]:
@@ -140,12 +146,15 @@ def page_cases() -> dict[str, Case]:
     """Return what both do, per call; a name says whose it is before the colon."""
     cases: dict[str, Case] = {}
     for name, make in contestants().items():
-        new, more, held, read, evicting = (Pages(make()) for _ in range(5))
+        new, more, held, half, read, evicting = (Pages(make()) for _ in range(6))
         label = f"page 1, {name}:"
         cases |= {
             f"{label} insert 800 new": Case(new.insert, PAGE_CALLS, new.fresh, new.make_room),
             f"{label} insert 800, 700 cached": Case(more.insert, PAGE_CALLS, more.extended, more.make_room),
             f"{label} insert 800 new and hold": Case(held.insert_and_hold, PAGE_CALLS, held.fresh, held.make_room),
+            f"{label} insert 800, 400 cached, and hold": Case(
+                half.insert_and_hold, PAGE_CALLS, half.half_cached, half.make_room
+            ),
             f"{label} match 800": Case(read.match, PAGE_PROMPTS, lambda pages=read: pages.kept),
             f"{label} match 800 and hold": Case(read.match_and_hold, PAGE_PROMPTS, lambda pages=read: pages.kept),
             f"{label} evict 800": Case(evicting.evict, PAGE_CALLS, tidy=evicting.fill_again),
@@ -162,6 +171,6 @@ def ratios(minima: dict[str, float]) -> dict[str, float]:
     for item, least in minima.items():
         label, _, what = item.partition(": ")
         tree = minima.get(f"page 1, {TREE}: {what}")
-        if label == "page 1, kvblocks" and tree is not None:
-            found[what] = least / tree
+        if label in ("page 1, kvblocks", f"page 1, {INSIDE}") and tree is not None:
+            found[what if label == "page 1, kvblocks" else f"{what}, inside"] = least / tree
     return found

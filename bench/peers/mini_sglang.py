@@ -1,5 +1,7 @@
 """mini-sglang's radix cache, from a checkout that the environment variable MINISGL_SRC names; it isn't on PyPI.
 
+And kvblocks in its place, called as mini-sglang calls it.
+
 Needs torch, apache-tvm-ffi and a C++ compiler: the cache compares keys in C++, which is compiled at the first call.
 """
 # ruff: noqa: E402  # what must be set before the peer is imported stands between the imports
@@ -32,14 +34,25 @@ sys.modules["minisgl.kernel"].fast_compare_key = fast_compare_key  # type: ignor
 
 from minisgl.kvcache.radix_cache import RadixPrefixCache
 
+sys.modules["minisgl"].kvcache = sys.modules["minisgl.kvcache"]  # type: ignore[attr-defined]  # likewise
+
 from bench.core.page_one import Contestant
+from kvblocks.integrations.mini_sglang import KVBlocksPrefixCache
 
 torch.set_num_threads(1)
 
 
-def make_contestant() -> Contestant:
+def make_tree() -> Contestant:
     """Return an empty radix cache of pages of one token, on the CPU."""
-    tree = RadixPrefixCache(torch.device("cpu"))
+    return _make_contestant(RadixPrefixCache(torch.device("cpu")))
+
+
+def make_ours() -> Contestant:
+    """Return the same of kvblocks, as mini-sglang has it with `--cache-type kvblocks`."""
+    return _make_contestant(KVBlocksPrefixCache(torch.device("cpu")))
+
+
+def _make_contestant(tree: Any) -> Contestant:
 
     def pack(numbers: list[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32)

@@ -32,7 +32,7 @@ def test_it_prints_a_table_and_keeps_the_same(tmp_path):
         assert row["item"] in done.stdout
         assert row["is_met"] is (None if row["target"] is None else row["median"] < row["target"]), row
     items = [row["item"] for row in results["results"]]
-    assert len([item for item in items if item.startswith("page 1, kvblocks: ")]) == 6
+    assert len([item for item in items if item.startswith("page 1, kvblocks: ")]) == 7
     assert "Not shown:" in done.stdout
 
 

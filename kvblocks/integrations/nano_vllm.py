@@ -1,0 +1,204 @@
+"""kvblocks as the block manager of nano-vllm, whose scheduler stays as it is.
+
+    from kvblocks.integrations import nano_vllm
+
+    nano_vllm.install()  # before the LLM is made
+
+docs/integrations/nano-vllm.md says what it gains, what is refused, and how it was tested.
+
+nano-vllm caches a block when the step that computes it has run: `KVBlocksBlockManager` does the same, so decisions are
+those of its own manager. But all layers of nano-vllm store a step's K and V before they attend, and its scheduler takes
+nobody out of a step. So what a step computes may be found by the prompts behind it in the same step:
+`KVBlocksEarlyBlockManager`.
+"""
+
+import inspect
+import re
+from typing import Any
+
+from kvblocks import CacheHit, KVCacheManager, PoolExhaustedError, Sequence
+
+TESTED_COMMITS = ("bb823b3e06983d71485a8e1f23715ebd87d98ef8",)
+"""Of GeeeekExplorer/nano-vllm, version 0.2.0. It has no releases, so its parts are looked at, and not its version."""
+
+_CALLS = {
+    "can_allocate": ("seq",),
+    "allocate": ("seq", "num_cached_blocks"),
+    "deallocate": ("seq",),
+    "can_append": ("seq",),
+    "may_append": ("seq",),
+    "hash_blocks": ("seq",),
+}
+_FIELDS = ("seq_id", "token_ids", "num_tokens", "num_cached_tokens", "num_scheduled_tokens", "block_table")
+
+_replaced: list[type] = []  # nano-vllm's own class, while ours stands in its place
+
+
+class UnsupportedNanoVllmError(NotImplementedError):
+    """This nano-vllm isn't served by the integration; the message says which of its parts is not as expected."""
+
+
+class KVBlocksBlockManager:
+    """A drop-in for nano-vllm's BlockManager: the calls of its scheduler, with their meaning.
+
+    manager: the KVCacheManager underneath, for pins, quotas, explanations and statistics. `seq` is nano-vllm's
+    Sequence everywhere. Takes no lock, as nano-vllm doesn't.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.manager = KVCacheManager(num_blocks, block_size)
+        self._sequences: dict[int, Sequence] = {}  # by seq_id: those that have blocks
+        self._asked: tuple[Any, Sequence, CacheHit] | None = None  # of the last `can_allocate`
+
+    def can_allocate(self, seq: Any) -> int:
+        """Return how many blocks of a sequence are cached, -1 when there is no room for the others. Changes nothing.
+
+        The last block is never found, full or not, since a model can't compute logits from nothing. O(tokens) at the
+        first question about a sequence; then as `KVCacheManager.get_computed_blocks`.
+        """
+        own, hit = self._look_up(seq)
+        missing = self.manager.get_num_blocks_to_allocate(own, own.num_tokens, hit=hit)
+        return len(hit.blocks) if self._has_room(missing, num_others=len(self._sequences)) else -1
+
+    def allocate(self, seq: Any, num_cached_blocks: int) -> None:
+        """Give a sequence blocks for all of its tokens, of which the first `num_cached_blocks` are found ones.
+
+        Raises PoolExhaustedError, changing nothing; not after `can_allocate` said that there is room. O(blocks).
+        """
+        asked = self._asked
+        own, hit = asked[1:] if asked is not None and asked[0] is seq else self._look_up(seq)
+        self._asked = None
+        hit = hit.cut(num_cached_blocks * self.block_size)
+        if self.manager.allocate_slots(own, hit=hit, delay_cache_blocks=True) is None:
+            raise PoolExhaustedError(f"allocate: expected room for {own}, got {self.manager.num_free_blocks} blocks")
+        self._sequences[seq.seq_id] = own
+        seq.block_table.extend(own.block_ids)
+        seq.num_cached_tokens = len(hit.blocks) * self.block_size
+
+    def deallocate(self, seq: Any) -> None:
+        """Take a sequence's blocks back; those whose KV is written stay cached. Raises KeyError for one without any."""
+        self.manager.free(self._sequences.pop(seq.seq_id))
+        seq.num_cached_tokens = 0
+        seq.block_table.clear()
+
+    def can_append(self, seq: Any) -> bool:
+        """Whether there is room for a sequence's last token, which has none yet. Changes nothing. O(1)."""
+        needs_block = seq.num_tokens % self.block_size == 1
+        return not needs_block or self._has_room(1, num_others=len(self._sequences) - 1)
+
+    def may_append(self, seq: Any) -> None:
+        """Make room for a sequence's last token. Raises PoolExhaustedError. O(1), and O(block_size) for a new block."""
+        if seq.num_tokens % self.block_size == 1:
+            own = self._sequences[seq.seq_id]
+            if self.manager.append_slots(own, seq.token_ids[own.num_tokens :], delay_cache_blocks=True) is None:
+                raise PoolExhaustedError(f"may_append: expected a free block for {own}, got none")
+            seq.block_table.append(own.block_ids[-1])
+
+    def hash_blocks(self, seq: Any) -> None:
+        """Cache the blocks that the last step has filled. Named as nano-vllm does: no hash decides anything here."""
+        start = seq.num_cached_tokens
+        end = start + seq.num_scheduled_tokens
+        if start // self.block_size < end // self.block_size:
+            own = self._sequences[seq.seq_id]
+            if own.num_tokens < end:  # tokens that fill the last block: they needed no room, so nobody told of them yet
+                self.manager.append_slots(own, seq.token_ids[own.num_tokens : end], delay_cache_blocks=True)
+            self.manager.cache_blocks(own, end)
+
+    def _look_up(self, seq: Any) -> tuple[Sequence, CacheHit]:
+        asked = self._asked
+        if asked is not None and asked[0] is seq and asked[1].num_tokens == seq.num_tokens:
+            own = asked[1]  # it waits: its tokens are what they were
+        else:
+            own = Sequence(seq.seq_id, seq.token_ids)
+        last = (own.num_tokens - 1) // self.block_size * self.block_size
+        hit = self.manager.get_computed_blocks(own, last)
+        self._asked = seq, own, hit
+        return own, hit
+
+    def _has_room(self, num_blocks: int, *, num_others: int) -> bool:
+        """Whether so many blocks can be had. Pins give way when nobody else is there whose blocks could come back."""
+        return num_blocks <= self.manager.num_free_blocks or (num_others == 0 and bool(self.manager.pins))
+
+
+class KVBlocksEarlyBlockManager(KVBlocksBlockManager):
+    """The same, but a prompt also finds what prompts before it in the same step are about to compute.
+
+    Right as long as every layer stores a step's K and V before it attends to them, as nano-vllm's do. A step that dies
+    leaves blocks cached which nobody wrote: make a new LLM then, as with nano-vllm's own manager.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self._prefills: dict[int, Any] = {}  # by seq_id: those whose last block isn't written yet
+
+    def can_allocate(self, seq: Any) -> int:
+        """As there; what was scheduled since the last step counts as cached. O(prompts of this step) more."""
+        for other in [*self._prefills.values()]:
+            self.hash_blocks(other)
+        return super().can_allocate(seq)
+
+    def allocate(self, seq: Any, num_cached_blocks: int) -> None:
+        """As there."""
+        super().allocate(seq, num_cached_blocks)
+        self._prefills[seq.seq_id] = seq
+
+    def deallocate(self, seq: Any) -> None:
+        """As there."""
+        super().deallocate(seq)
+        self._prefills.pop(seq.seq_id, None)
+
+    def hash_blocks(self, seq: Any) -> None:
+        """As there."""
+        super().hash_blocks(seq)
+        if self._prefills and seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens:
+            self._prefills.pop(seq.seq_id, None)
+
+
+def install(*, early: bool = False) -> None:
+    """Put kvblocks in the place of nano-vllm's BlockManager, for every LLM that is made from now on.
+
+    early: prompts also find what others of the same step compute (`KVBlocksEarlyBlockManager`). Replaces one name in
+    memory, `nanovllm.engine.scheduler.BlockManager`; `uninstall` puts it back. Raises UnsupportedNanoVllmError.
+    """
+    from nanovllm.engine import scheduler
+
+    check_nano_vllm()
+    if not _replaced:
+        _replaced.append(scheduler.BlockManager)
+    scheduler.BlockManager = KVBlocksEarlyBlockManager if early else KVBlocksBlockManager
+
+
+def uninstall() -> None:
+    """Put nano-vllm's own BlockManager back, for every LLM that is made from now on. Nothing if it is there."""
+    if _replaced:
+        from nanovllm.engine import scheduler
+
+        scheduler.BlockManager = _replaced.pop()
+
+
+def check_nano_vllm() -> None:
+    """Raise UnsupportedNanoVllmError unless nano-vllm's parts that are used are as expected. Changes nothing."""
+    from nanovllm.engine import block_manager, scheduler
+    from nanovllm.engine.sequence import Sequence as Theirs
+
+    manager = getattr(block_manager, "BlockManager", None)
+    wrong = [] if manager is not None else ["block_manager.BlockManager"]
+    for name, parameters in _CALLS.items():
+        call = getattr(manager, name, None)
+        expected = f"BlockManager.{name}({', '.join(parameters)})"
+        if not callable(call) or tuple(inspect.signature(call).parameters)[1:] != parameters:
+            wrong.append(expected)
+    source = inspect.getsource(getattr(scheduler, "Scheduler", scheduler))
+    if not re.search(r"block_manager = BlockManager\(config\.num_kvcache_blocks, config\.kvcache_block_size\)", source):
+        wrong.append("Scheduler that makes BlockManager(config.num_kvcache_blocks, config.kvcache_block_size)")
+    called = re.findall(r"\bblock_manager\.(\w+)\(", source)
+    wrong += [f"Scheduler without block_manager.{name}" for name in dict.fromkeys(called) if name not in _CALLS]
+    wrong += [f"Scheduler with block_manager.{name}" for name in _CALLS if name not in called]
+    fields = inspect.getsource(Theirs)
+    wrong += [f"Sequence.{name}" for name in _FIELDS if f"self.{name}" not in fields]
+    if wrong:
+        raise UnsupportedNanoVllmError(
+            f"kvblocks.integrations.nano_vllm: expected nano-vllm as of {TESTED_COMMITS[0][:12]}, got one whose"
+            f" parts differ; expected {'; '.join(wrong)}"
+        )

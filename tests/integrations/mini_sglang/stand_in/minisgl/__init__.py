@@ -1,0 +1,1 @@
+"""A small stand-in for mini-sglang, for machines without its sources: the calls that its parts make of each other."""

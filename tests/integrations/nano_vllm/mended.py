@@ -1,0 +1,44 @@
+"""nano-vllm's own block manager with the two things that kvblocks decides otherwise."""
+
+
+def mend(block_manager, *, first=True, empties=True):
+    """A subclass of nano-vllm's BlockManager. The stand-in's is so already.
+
+    first: of equal blocks the first is found, and when it goes the next; nano-vllm finds the last, and when that goes
+    none. empties: blocks that hold nothing are taken before those that do; nano-vllm takes what was freed first.
+    """
+
+    class Mended(block_manager):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.equal = {}  # hash -> blocks
+
+        def _allocate_block(self):
+            number = self.blocks[self.free_block_ids[0]].hash
+            block_id = super()._allocate_block()
+            if first and number != -1:
+                equal = self.equal[number]
+                equal.remove(block_id)
+                if equal:
+                    self.hash_to_block_id[number] = equal[0]
+            return block_id
+
+        def hash_blocks(self, seq):
+            super().hash_blocks(seq)
+            if first:
+                start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
+                for block_id in seq.block_table[start // self.block_size : end // self.block_size]:
+                    number = self.blocks[block_id].hash
+                    self.equal.setdefault(number, []).append(block_id)
+                    self.hash_to_block_id[number] = self.equal[number][0]
+
+        def deallocate(self, seq):
+            table = [*seq.block_table]
+            super().deallocate(seq)
+            if empties:
+                for block_id in table:
+                    if self.blocks[block_id].hash == -1 and not self.blocks[block_id].ref_count:
+                        self.free_block_ids.remove(block_id)
+                        self.free_block_ids.appendleft(block_id)
+
+    return Mended
