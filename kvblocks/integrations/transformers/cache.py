@@ -162,15 +162,17 @@ class KVBlocksPagedCache(PagedAttentionCache):
         return self.is_late or (alone and self.allow_block_sharing)
 
     def _may_start(self, sequence: Sequence, hit: CacheHit | None) -> bool:
-        """Whether a request may begin beside others: its prompt fits, and the scheduler's safety margin stays free.
+        """Whether a request may begin beside others: its whole prompt fits, and blocks stay free for the others to grow.
 
+        That is the scheduler's safety margin, or a block of each group for each of the others if that is more.
         transformers looks at the margin once a step, and counts cached blocks as taken. Here they are free, so without
-        this it would admit more requests at once than the pool can bear, and soft reset them soon.
+        this it would admit more requests than the pool can bear, and soft reset them soon.
         """
         if not self.records:
             return True
         needed = self.manager.get_num_blocks_to_allocate(sequence, sequence.num_tokens, hit=hit)
-        return needed + self._num_margin_blocks <= self.manager.num_free_blocks
+        kept = max(self._num_margin_blocks, len(self.records) * len(self._allocators))
+        return needed + kept <= self.manager.num_free_blocks
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
         """Return how many of these requests, in order, there is room for."""
