@@ -158,8 +158,8 @@ def _unknown_uses(name: str, source: str) -> list[str]:
 def _order_of_writes(full: Any, sliding: Any) -> list[str]:
     """Return what is wrong if full attention doesn't write before it reads, which early commit relies on."""
     source = inspect.getsource(full)
-    write, read = source.find("index_copy_("), source.rfind("index_select(")
-    problems = [] if 0 <= write < source.find("index_select(") <= read else ["FullAttentionCacheAllocator.update"]
+    last_write, first_read = source.rfind("index_copy_("), source.find("index_select(")
+    problems = [] if 0 <= last_write < first_read else ["FullAttentionCacheAllocator.update"]
     if "sentinel_index" not in inspect.getsource(sliding):
         problems.append("SlidingAttentionCacheAllocator.update")
     return problems
@@ -171,8 +171,14 @@ def _order_of_steps(modules: dict[str, Any]) -> list[str]:
     source = inspect.getsource(modules["scheduler"].Scheduler._process_candidates)  # noqa: SLF001  # only looked at
     steps = ("can_store_request_tokens", "_schedule_request(", "count_new_complete_blocks", "scheduled_requests.append")
     places = [source.find(step) for step in steps]
-    between = source[places[1] : places[3]]
-    if min(places) < 0 or places != sorted(places) or re.search(r"^\s+(continue|break)\b", between, re.MULTILINE):
+    ways_out = [place.start() for place in re.finditer(r"^ +(?:continue|break)\b", source, re.MULTILINE)]
+    refused = [place for place in ways_out if places[0] < place < places[1]]  # the one of requests that got no slots
+    if (
+        min(places) < 0
+        or places != sorted(places)
+        or len(refused) != 1
+        or any(places[1] < place < places[3] for place in ways_out)
+    ):
         problems.append("Scheduler._process_candidates")
     source = inspect.getsource(modules["continuous_api"].ContinuousBatchProcessor.update_batch)
     if source.count("self.cache.mark_complete_blocks(state, future_state.complete_blocks)") != 2:
