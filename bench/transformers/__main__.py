@@ -2,12 +2,12 @@
 
     python -m bench.transformers [--rounds N] [--seeds N] [--quick] [--json FILE]
 
-The three answer the same 120 requests over 10 prefixes, in pools from plenty to little, and take turns. Tokens and steps
-are the same in each round; the seconds are the least of the rounds, and median and maximum are kept beside it.
+The three answer the same 120 requests over 10 prefixes, in pools from plenty to little, and take turns. Tokens and
+steps are the same in each round; the seconds are the least of the rounds, and median and maximum are kept beside it.
 
-What it does not show: a real model, whose time goes with the tokens; a GPU, CUDA graphs and asynchronous batching, which
-caches late; layers with windows; requests that come one by one. The seconds are of a model so small that Python's work
-is most of them.
+What it does not show: a real model, whose time goes with the tokens; a GPU, CUDA graphs and asynchronous batching,
+which caches late; layers with windows; requests that come one by one. The seconds are of a model so small that
+Python's work is most of them.
 """
 
 import argparse
@@ -113,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print_conditions(facts)
     heads = "".join(f"{name:>{WIDTH}}" for name in CONTESTANTS)
-    print(f"{'seed':>4}{'blocks':>8}{heads}\n{'':12}" + f"{'tokens':>{WIDTH - 12}}{'steps':>6}{'s':>6}" * len(CONTESTANTS))
+    print(
+        f"{'seed':>4}{'blocks':>8}{heads}\n{'':12}" + f"{'tokens':>{WIDTH - 12}}{'steps':>6}{'s':>6}" * len(CONTESTANTS)
+    )
     model = make_model()
     rows = []
     for seed in range(given.seeds):

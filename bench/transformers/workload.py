@@ -1,4 +1,4 @@
-"""The workload: a tiny random Llama, 120 requests over 10 prefixes, all there before the first step; and how it is run."""
+"""The workload, and how it is run: a tiny random Llama, 120 requests over 10 prefixes, all queued at the start."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,9 @@ What transformers does in a step, and what follows for the cache:
 1. Its scheduler asks for slots (`can_store_request_tokens`) and takes a request into the batch at once if it gets them.
    Nothing that was taken into a batch leaves it again before it has run: only requests that got no slots are given
    back. So all that is cached early is written, unless the step dies.
-2. The step writes K and V of all its tokens, layer by layer. Full attention does so before it reads anything (`update`), so
-   a prompt may be cached when it is scheduled (*early*): an equal one in the same step reads what was just written.
+2. The step writes K and V of all its tokens, layer by layer. Full attention does so before it reads anything
+   (`update`), so a prompt may be cached when it is scheduled (*early*): an equal one in the same step reads what was
+   just written.
    Not so where a layer slides, which reads first; nor where a decoding kernel writes and reads for each request by
    itself (tables of at most `max_blocks_per_request`), so tokens that are computed alone are cached *late* there; nor
    with asynchronous batching, where the next step is prepared before this one's tokens are known.
@@ -162,7 +163,7 @@ class KVBlocksPagedCache(PagedAttentionCache):
         return self.is_late or (alone and self.allow_block_sharing)
 
     def _may_start(self, sequence: Sequence, hit: CacheHit | None) -> bool:
-        """Whether a request may begin beside others: its whole prompt fits, and blocks stay free for the others to grow.
+        """Whether a request may begin beside others: all of its prompt fits, and there are blocks left to grow into.
 
         That is the scheduler's safety margin, or a block of each group for each of the others if that is more.
         transformers looks at the margin once a step, and counts cached blocks as taken. Here they are free, so without
@@ -188,7 +189,7 @@ class KVBlocksPagedCache(PagedAttentionCache):
         num_free = self.manager.num_free_blocks
         if relative:
             return num_free / self.manager.num_blocks
-        return num_free * (self.num_sectors * self.bytes_per_sector // self.manager.num_blocks)
+        return int(num_free * (self.num_sectors * self.bytes_per_sector // self.manager.num_blocks))
 
     # Prefixes.
 

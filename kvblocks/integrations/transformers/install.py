@@ -37,7 +37,7 @@ def uninstall() -> None:
 
 
 def _checked(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """Return transformers' call that completes a configuration, which then refuses what isn't served, in the caller's thread."""
+    """Return transformers' call that completes a configuration; it then refuses, in the caller's thread."""
 
     def resolve_and_check(*args: Any, **kwargs: Any) -> Any:
         config = resolve(*args, **kwargs)

@@ -1,19 +1,16 @@
 """Whether this transformers has what the integration needs, and whether a configuration is one that it serves.
 
-transformers promises nothing of what is used here, so the parts themselves are looked at before anything runs: the calls of
-its cache and their parameters, what its scheduler and its other parts ask the cache for, and the order in which a layer
-writes and reads. What is missing, or new and unknown, is named. The version only decides whether there is a warning.
+transformers promises nothing of what is used here, so the parts themselves are looked at before anything runs: the
+calls of its cache and their parameters, what its scheduler and its other parts ask the cache for, and the order in
+which a layer writes and reads. What is missing, or new and unknown, is named. The version only decides whether there is a warning.
 """
 
-import importlib
 import inspect
 import re
 import warnings
 from typing import Any
 
 TESTED_VERSIONS = ("5.20.2", "5.21.1", "5.22.2", "5.23.0")
-
-PACKAGE = "transformers.generation.continuous_batching"
 
 # The calls that kvblocks replaces or leaves, and their parameters.
 CACHE_CALLS = {
@@ -46,7 +43,7 @@ ALLOCATOR_CALLS = {
     "copy_blocks": "source_block_ids dest_block_ids",
 }
 
-# By module, what its code may ask the cache and its allocators for. Anything else is something that kvblocks doesn't know.
+# By module, what its code may ask the cache and its allocators for. Anything else is something kvblocks doesn't know.
 _OFFLOADING = "bytes_per_sector cache_allocators count_storable_requests device evict_cached_blocks free_blocks"
 CACHE_USES = {
     "scheduler": "can_store_request_tokens compute_free_capacity count_new_complete_blocks evict_cached_blocks"
@@ -106,10 +103,10 @@ def check_transformers() -> None:
 
 def missing_parts() -> list[str]:
     """Return the parts that are missing, or not as they were, by name. Raises ImportError for a module or a class."""
-    cache = importlib.import_module(f"{PACKAGE}.cache")
-    allocators = importlib.import_module(f"{PACKAGE}.cache_allocators")
-    modules = {name: importlib.import_module(f"{PACKAGE}.{name}") for name in CACHE_USES}
-    requests = importlib.import_module(f"{PACKAGE}.requests")
+    from transformers.generation.continuous_batching import cache, requests
+    from transformers.generation.continuous_batching import cache_allocators as allocators
+
+    modules = _modules()
     full, sliding = allocators.FullAttentionCacheAllocator, allocators.SlidingAttentionCacheAllocator
     problems = _differing_calls(cache.PagedAttentionCache, CACHE_CALLS)
     known = {*CACHE_CALLS, *IGNORED_CALLS}
@@ -129,6 +126,20 @@ def missing_parts() -> list[str]:
     if set(getattr(cache, "ATTN_TYPE_TO_ALLOCATOR", ())) != {full.layer_type, sliding.layer_type}:
         problems.append("ATTN_TYPE_TO_ALLOCATOR")
     return problems + _order_of_writes(full.update, sliding.update) + _order_of_steps(modules)
+
+
+def _modules() -> dict[str, Any]:
+    """Return the modules that ask the cache for anything, by name."""
+    from transformers.generation.continuous_batching import (
+        continuous_api,
+        input_outputs,
+        model_runner,
+        offloading_manager,
+        scheduler,
+    )
+
+    found = (continuous_api, input_outputs, model_runner, offloading_manager, scheduler)
+    return {module.__name__.rpartition(".")[2]: module for module in found}
 
 
 def _differing_calls(owner: Any, calls: dict[str, str]) -> list[str]:

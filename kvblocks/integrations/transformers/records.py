@@ -31,4 +31,5 @@ def known_tokens(state: Any, start: int, end: int) -> list[int]:
     if start >= num_prompt:  # decoding: without a copy of the prompt
         generated: list[int] = state.generated_tokens
         return generated[start - num_prompt : end - num_prompt]
-    return (prompt + state.generated_tokens)[start:end]
+    known: list[int] = prompt + state.generated_tokens
+    return known[start:end]

@@ -1,7 +1,8 @@
 """The same tokens as transformers' own cache gives, whatever the layers, the pool and the way of caching."""
 
 import pytest
-from transformers.generation.continuous_batching.requests import RequestStatus, create_warmup_future_states
+from transformers.generation.continuous_batching import model_runner
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 from integrations.transformers.batching import (
     PAGE,
@@ -115,7 +116,7 @@ def test_a_prompt_that_warms_up_is_not_found(llama, monkeypatch):
         driver = Driver(llama, 100)
         for num_tokens, num_past in ((40, 0), (24, 16), (1, PAGE)):
             status = RequestStatus.PREFILLING if num_tokens > 1 else RequestStatus.DECODING
-            states = create_warmup_future_states(2, status, num_tokens, num_past, driver.cache)
+            states = model_runner.create_warmup_future_states(2, status, num_tokens, num_past, driver.cache)
             assert len(states) == 2
             processor = driver.processor
             processor.inputs_and_outputs.prepare_batch_tensors(
