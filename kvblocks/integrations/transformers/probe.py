@@ -2,7 +2,8 @@
 
 transformers promises nothing of what is used here, so the parts themselves are looked at before anything runs: the
 calls of its cache and their parameters, what its scheduler and its other parts ask the cache for, and the order in
-which a layer writes and reads. What is missing, or new and unknown, is named. The version only decides whether there is a warning.
+which a layer writes and reads. What is missing, or new and unknown, is named. The version only decides whether there
+is a warning.
 """
 
 import inspect
@@ -10,7 +11,7 @@ import re
 import warnings
 from typing import Any
 
-TESTED_VERSIONS = ("5.20.2", "5.21.1", "5.22.2", "5.23.0")
+TESTED_VERSIONS = ("5.19.0", "5.20.2", "5.21.1", "5.22.2", "5.23.0")
 
 # The calls that kvblocks replaces or leaves, and their parameters.
 CACHE_CALLS = {
@@ -86,7 +87,7 @@ def check_transformers() -> None:
 
         version = str(transformers.__version__)
         missing = missing_parts()
-    except ImportError as error:
+    except (AttributeError, ImportError) as error:  # what is asked for first is gone already
         missing = [str(error)]
     if missing:
         raise UnsupportedTransformersError(

@@ -161,6 +161,11 @@ def test_a_version_without_the_modules_is_named(monkeypatch):
     expect_missing("cache_allocators")
 
 
+def test_a_part_that_cannot_even_be_looked_at_is_named(monkeypatch):
+    monkeypatch.delattr(cache_allocators.FullAttentionCacheAllocator, "layer_type")
+    expect_missing("'layer_type'")
+
+
 def test_an_untested_version_gets_a_warning(monkeypatch):
     import transformers
 
