@@ -1,5 +1,6 @@
 """The workload, and how it is run: a tiny random Llama, 120 requests over 10 prefixes, all queued at the start."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
-from transformers.generation.continuous_batching import continuous_api, utils
+from transformers.generation.continuous_batching import continuous_api
 
 from kvblocks.integrations.transformers import install, uninstall
 
@@ -91,7 +92,7 @@ def counted() -> Iterator[list[int]]:
 
 def run(model: Any, prompts: list[list[int]], num_blocks: int, contestant: str) -> Outcome:
     """Answer all prompts. They are queued before the first step, so that a run is the same each time."""
-    utils.logger.disabled = True  # without psutil it logs errors on a CPU, and goes on
+    logging.getLogger("ContinuousBatchingLogger").disabled = True  # without psutil it logs errors on a CPU, and goes on
     generation = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
     config = ContinuousBatchingConfig(
         page_size=PAGE_SIZE, num_blocks=num_blocks, max_batch_tokens=MAX_BATCH_TOKENS, max_memory_percent=0.9
