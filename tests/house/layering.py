@@ -63,7 +63,7 @@ SERVER = "kvblocks.engine.server"
 SERVER_PACKAGES = ENGINE_PACKAGES | {"starlette", "uvicorn", "httpx2"}  # the engine itself knows nothing of HTTP
 CLI = "kvblocks.cli"
 INTEGRATIONS = "kvblocks.integrations"
-INTEGRATION_PACKAGES = frozenset({"vllm", "nanovllm", "minisgl", "torch"})
+INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl", "torch"})
 # What integrations may import of kvblocks: public names, as any engine would.
 FACADE = frozenset({"kvblocks", "kvblocks.hashing"})
 

@@ -1,0 +1,1 @@
+"""transformers' continuous batching with its own cache and with kvblocks: `python -m bench.transformers`."""

@@ -1,0 +1,47 @@
+"""`install` and `uninstall`: two names of transformers' module are replaced in memory, and put back."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from transformers.generation.continuous_batching import continuous_api
+
+from kvblocks.integrations.transformers.cache import KVBlocksPagedCache
+from kvblocks.integrations.transformers.probe import check_config
+
+_CACHE, _RESOLVE = "PagedAttentionCache", "resolve_continuous_batching_config"
+_originals: dict[str, Any] = {}
+
+
+def install(*, commit: Literal["early", "late"] = "early", debug: bool = False) -> type[KVBlocksPagedCache]:
+    """Let continuous batching that starts from now on use kvblocks; returns the class of its cache.
+
+    commit: "early" caches a prompt when it is scheduled, wherever keys and values are written before they are read;
+    "late" always behind the step. debug: check the whole manager after every change, which is slow. Called again, it
+    replaces the options. Managers of transformers' that run already go on as they are. Raises ValueError.
+    """
+    if commit not in ("early", "late"):
+        raise ValueError(f"install: commit: expected 'early' or 'late', got {commit!r}")
+    made = type("KVBlocksPagedCache", (KVBlocksPagedCache,), {"commit": commit, "debug": bool(debug)})
+    if not _originals:
+        _originals.update({name: getattr(continuous_api, name) for name in (_CACHE, _RESOLVE)})
+        setattr(continuous_api, _RESOLVE, _checked(_originals[_RESOLVE]))
+    setattr(continuous_api, _CACHE, made)
+    return made
+
+
+def uninstall() -> None:
+    """Take back what `install` has replaced. Managers that run go on with kvblocks."""
+    for name, original in _originals.items():
+        setattr(continuous_api, name, original)
+    _originals.clear()
+
+
+def _checked(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    """Return transformers' call that completes a configuration; it then refuses, in the caller's thread."""
+
+    def resolve_and_check(*args: Any, **kwargs: Any) -> Any:
+        config = resolve(*args, **kwargs)
+        check_config(config)
+        return config
+
+    return resolve_and_check

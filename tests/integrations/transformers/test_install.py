@@ -1,0 +1,174 @@
+"""Installing, taking back, and what is refused by its name."""
+
+import sys
+import types
+
+import pytest
+from transformers.generation.continuous_batching import cache as cache_module
+from transformers.generation.continuous_batching import cache_allocators, continuous_api, scheduler
+
+from integrations.transformers.batching import batching_config, generate, kvblocks_installed, make_prompts
+from integrations.transformers.driver import Driver
+from kvblocks.integrations.transformers import UnsupportedTransformersError, install, probe, uninstall
+
+
+def names():
+    return continuous_api.PagedAttentionCache, continuous_api.resolve_continuous_batching_config
+
+
+def test_uninstall_puts_everything_back(llama, monkeypatch):
+    before = names()
+    first = install()
+    assert names()[0] is first
+    second = install(commit="late", debug=True)  # other options
+    assert names()[0] is second is not first
+    assert (second.commit, second.debug, first.commit, first.debug) == ("late", True, "early", False)
+    uninstall()
+    assert names() == before
+    uninstall()  # twice does nothing
+    assert names() == before
+    run = generate(llama, make_prompts(1, 1)[:2], 50, monkeypatch, new=2)
+    assert type(run.cache) is cache_module.PagedAttentionCache
+    assert type(run.cache.cache_allocators["full_attention"]) is cache_allocators.FullAttentionCacheAllocator
+
+
+def test_a_manager_that_runs_goes_on_after_uninstall(llama):
+    prompt = make_prompts(2, 1)[0]
+    with kvblocks_installed():
+        driver = Driver(llama, 50)
+    driver.add("0", prompt)
+    assert len(driver.finish()["0"]) == 8
+    assert driver.cache.manager.stats.num_taken_blocks > 0
+
+
+def test_a_wrong_option_changes_nothing():
+    before = names()
+    with pytest.raises(ValueError, match="'early' or 'late', got 'never'"):
+        install(commit="never")
+    assert names() == before
+
+
+@pytest.mark.parametrize("space", [1.0, None])
+def test_offloading_to_the_cpu_is_refused(llama, space):
+    with kvblocks_installed(), pytest.raises(UnsupportedTransformersError, match="cpu_offload_space"):
+        llama.init_continuous_batching(continuous_batching_config=batching_config(50, cpu_offload_space=space))
+
+
+def test_tensor_parallelism_is_refused(llama, monkeypatch):
+    with kvblocks_installed():
+        manager = llama.init_continuous_batching(continuous_batching_config=batching_config(50))
+        monkeypatch.setattr(manager, "distributed_helper", types.SimpleNamespace(tp_size=2))
+        with pytest.raises(UnsupportedTransformersError, match="tensor parallelism"):
+            manager._create_batch_processor()
+
+
+def test_two_requests_with_one_id_are_refused(llama):
+    prompts = make_prompts(3, 2)
+    with kvblocks_installed():
+        driver = Driver(llama, 50)
+        driver.add("0", prompts[0])
+        driver.step()
+        driver.add("0", prompts[1])
+        with pytest.raises(UnsupportedTransformersError, match="two requests with the id '0'"):
+            driver.finish()
+
+
+def test_what_kvblocks_does_not_have_says_so(llama):
+    with kvblocks_installed():
+        cache = Driver(llama, 50).cache
+    with pytest.raises(UnsupportedTransformersError, match=r"pool\.count_free_blocks"):
+        cache.pool.count_free_blocks(0)
+
+
+# The probe, with parts of transformers that have moved.
+
+
+def test_the_installed_version_has_all_parts():
+    assert probe.missing_parts() == []
+
+
+def expect_missing(part):
+    with pytest.raises(UnsupportedTransformersError, match="in which differ: ") as caught:
+        probe.check_transformers()
+    assert part in str(caught.value)
+
+
+def test_a_call_that_is_gone_is_named(monkeypatch):
+    monkeypatch.delattr(cache_module.PagedAttentionCache, "search_prefix_match")
+    expect_missing("PagedAttentionCache.search_prefix_match")
+
+
+def test_a_call_that_is_new_is_named(monkeypatch):
+    monkeypatch.setattr(cache_module.PagedAttentionCache, "swap_blocks", lambda self: None, raising=False)
+    expect_missing("PagedAttentionCache.swap_blocks (unknown)")
+
+
+def test_a_parameter_that_is_new_is_named(monkeypatch):
+    monkeypatch.setattr(
+        cache_module.PagedAttentionCache, "free_blocks", lambda self, request_id, no_cache=False, keep=0: None
+    )
+    expect_missing("PagedAttentionCache.free_blocks(request_id, no_cache, keep)")
+
+
+def test_another_order_of_writes_is_named(monkeypatch):
+    sliding = cache_allocators.SlidingAttentionCacheAllocator  # it reads first
+    monkeypatch.setattr(cache_allocators.FullAttentionCacheAllocator, "update", sliding.update)
+    expect_missing("FullAttentionCacheAllocator.update")
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new", "named"),
+    [
+        ("scheduler", "self.cache.free_blocks(", "self.cache.drop_blocks(", "scheduler: cache.drop_blocks (unknown)"),
+        ("scheduler", "pool.try_to_free_sectors", "pool.grow", "scheduler: cache.pool.grow (unknown)"),
+        (
+            "offloading_manager",
+            "allocator.block_table",
+            "allocator.ledger",
+            "offloading_manager: cache.ledger (unknown)",
+        ),
+    ],
+)
+def test_a_use_that_is_new_is_named(module, old, new, named, monkeypatch):
+    sources = probe.inspect.getsource
+
+    def doctored(thing):
+        source = sources(thing)
+        return source.replace(old, new) if getattr(thing, "__name__", "").endswith("." + module) else source
+
+    monkeypatch.setattr(probe.inspect, "getsource", doctored)
+    expect_missing(named)
+
+
+def test_a_scheduler_that_may_drop_what_has_slots_is_named(monkeypatch):
+    sources, call = probe.inspect.getsource, "            self._schedule_request("
+
+    def doctored(thing):
+        source = sources(thing)
+        if thing is scheduler.Scheduler._process_candidates:
+            assert call in source
+            source = source.replace(call, "            if state.error:\n                continue\n" + call)
+        return source
+
+    monkeypatch.setattr(probe.inspect, "getsource", doctored)
+    expect_missing("Scheduler._process_candidates")
+
+
+def test_a_version_without_the_modules_is_named(monkeypatch):
+    gone = "transformers.generation.continuous_batching.cache_allocators"
+    monkeypatch.setitem(sys.modules, gone, None)
+    monkeypatch.delattr("transformers.generation.continuous_batching.cache_allocators")
+    expect_missing("cache_allocators")
+
+
+def test_a_part_that_cannot_even_be_looked_at_is_named(monkeypatch):
+    monkeypatch.delattr(cache_allocators.FullAttentionCacheAllocator, "layer_type")
+    expect_missing("'layer_type'")
+
+
+def test_an_untested_version_gets_a_warning(monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    with pytest.warns(UserWarning, match=r"not with 5\.99\.0; all parts that it uses are there"):
+        probe.check_transformers()
