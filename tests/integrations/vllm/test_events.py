@@ -203,6 +203,7 @@ def test_an_eviction_by_a_connector_is_said():
     stand.add(request("runs", PROMPT, 2))
     stand.step()
     (ids,) = stand.manager.get_block_ids("runs")
+    stand.run_all()
     stand.manager.evict_blocks({ids[1]})
     stand.add(request("wants all", PROMPT, params={"extra_args": {"kv_cache_report_mode": "full"}}))
     stand.run_all()
