@@ -37,11 +37,14 @@ WIDTH = 44
 
 def make_row(item: str, spreads: dict[str, Spread]) -> dict[str, Any]:
     """Return a row of the results, in microseconds."""
-    row: dict[str, Any] = {"item": item, "unit": "us"}
+    row: dict[str, Any] = {"item": item, "unit": "us", "saved": None}
     for name, spread in spreads.items():
         row[name] = {"min": spread.low / 1e3, "median": spread.median / 1e3, "max": spread.high / 1e3}
     row["ratio"] = spreads[VLLM].low / spreads[OURS].low
-    row["saved"] = share_saved(spreads, VLLM, OURS) if NOTHING in spreads else None
+    if NOTHING in spreads:
+        saved = share_saved(spreads, VLLM, OURS)
+        row["saved"] = saved.median
+        row["saved_rounds"] = {"min": saved.low, "median": saved.median, "max": saved.high}
     return row
 
 

@@ -15,6 +15,7 @@ from bench.vllm.schedulers import VOCABULARY
 OWN_TOKENS = 24
 WARM_UP_STEPS = 2 * BLOCK_SIZE
 ROUND_STEPS = 2 * BLOCK_SIZE  # every sequence takes a new block twice in a round, whoever's turn it is
+TURN_STEPS = 8  # after which it is the next one's turn: so that whatever disturbs the machine disturbs all
 
 
 class Decoding:
@@ -70,14 +71,18 @@ def time_decoding(num_sequences: int, num_shared: int, num_rounds: int, *, is_as
     settle()
     samples: dict[str, list[float]] = {name: [] for name in NAMES}
     for number in range(num_rounds):
-        for name in NAMES if number % 2 == 0 else NAMES[::-1]:
-            decoding[name].time_steps(1)  # fills the caches that the others have taken
-            samples[name].append(decoding[name].time_steps(ROUND_STEPS))
+        totals = dict.fromkeys(NAMES, 0.0)
+        for _ in range(ROUND_STEPS // TURN_STEPS):
+            for name in NAMES if number % 2 == 0 else NAMES[::-1]:
+                decoding[name].time_steps(1)  # fills the caches that the others have taken
+                totals[name] += TURN_STEPS * decoding[name].time_steps(TURN_STEPS)
+        for name in NAMES:
+            samples[name].append(totals[name] / ROUND_STEPS)
     gc.enable()
     return {name: Spread(values) for name, values in samples.items()}
 
 
-def share_saved(spreads: dict[str, Spread], theirs: str, ours: str) -> float:
-    """Return how much of what the manager that does nothing saves ours does."""
-    most = spreads[theirs].low - spreads[NOTHING].low
-    return (spreads[theirs].low - spreads[ours].low) / most
+def share_saved(spreads: dict[str, Spread], theirs: str, ours: str) -> Spread:
+    """Return how much of what the manager that does nothing saves ours does, round by round."""
+    rounds = zip(spreads[theirs].samples, spreads[ours].samples, spreads[NOTHING].samples, strict=True)
+    return Spread([(their - our) / (their - nothing) for their, our, nothing in rounds])
