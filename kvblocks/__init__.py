@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         PoolExhaustedError,
         SequenceStateError,
         StaleHitError,
+        UnsupportedEngineError,
     )
     from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
     from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
@@ -76,6 +77,7 @@ _HOMES = {
         "PoolExhaustedError",
         "SequenceStateError",
         "StaleHitError",
+        "UnsupportedEngineError",
     ),
     "events": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "CacheEvent"),
     "groups.kinds": ("FullAttention", "Group", "SlidingWindow"),
@@ -139,6 +141,7 @@ __all__ = [
     "SharedPrefix",
     "SlidingWindow",
     "StaleHitError",
+    "UnsupportedEngineError",
     "__compiled__",
     "__version__",
     "plan",

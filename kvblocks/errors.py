@@ -44,3 +44,10 @@ class CorruptStateError(KVBlocksError):
 
 class PinBudgetError(KVBlocksError):
     """A pin would make all pins together hold more of the pool than they may: unpin something, or pin less."""
+
+
+class UnsupportedEngineError(KVBlocksError):
+    """The engine around an integration lacks a part that it uses, or is asked for something that it doesn't serve.
+
+    The message names it. Nothing has changed, and what can be seen before the engine runs is said before it runs.
+    """

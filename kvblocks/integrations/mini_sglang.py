@@ -23,6 +23,7 @@ from minisgl.core import get_global_ctx
 from minisgl.kvcache import base
 
 from kvblocks import BlockStateError, PrefixCache, PrefixMatch
+from kvblocks.integrations import probing
 
 TESTED_COMMITS = ("20fcd7f3c6a1898a61139fae1c97cc7a40bd8d66",)
 """Of sgl-project/mini-sglang, version 0.1.0. It has no releases, so its parts are looked at, and not its version."""
@@ -38,10 +39,6 @@ _ANSWERS = {
     "SizeInfo": ("evictable_size", "protected_size"),
 }
 _MOST_PAGES = 2**48  # of a cache that its CacheManager keeps within its memory
-
-
-class UnsupportedMiniSglangError(NotImplementedError):
-    """This mini-sglang isn't served by the integration; the message says which of its parts is not as expected."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +194,7 @@ def register(name: str = NAME) -> None:
     """Add kvblocks to mini-sglang's cache types. Once is enough; `unregister` takes it back.
 
     A process that mini-sglang spawns has types of its own: call it at the top of a script, and not below
-    `if __name__ == "__main__"`. Raises UnsupportedMiniSglangError, and KeyError where the name is another type's.
+    `if __name__ == "__main__"`. Raises UnsupportedEngineError, and KeyError where the name is another type's.
     """
     check_mini_sglang()
     types = kvcache.SUPPORTED_CACHE_MANAGER
@@ -213,20 +210,21 @@ def unregister(name: str = NAME) -> None:
 
 
 def check_mini_sglang() -> None:
-    """Raise UnsupportedMiniSglangError unless mini-sglang's parts that are used are as expected. Changes nothing."""
+    """Raise UnsupportedEngineError unless mini-sglang's parts that are used are as expected. Changes nothing."""
     calls = frozenset(getattr(base.BasePrefixCache, "__abstractmethods__", ()))
-    wrong = [f"BasePrefixCache without {name}" for name in sorted(calls - _CALLS)]
+    wrong = [f"BasePrefixCache.{name} (unknown)" for name in sorted(calls - _CALLS)]
     wrong += [f"BasePrefixCache.{name}" for name in sorted(_CALLS - calls)]
     for name, fields in _ANSWERS.items():
         if getattr(getattr(base, name, None), "_fields", None) != fields:
-            wrong.append(f"{name}({', '.join(fields)})")
+            wrong.append(f"expected {name}({', '.join(fields)})")
     if "_registry" not in vars(getattr(kvcache, "SUPPORTED_CACHE_MANAGER", object())):
         wrong.append("SUPPORTED_CACHE_MANAGER._registry")
-    if wrong:
-        raise UnsupportedMiniSglangError(
-            f"kvblocks.integrations.mini_sglang: expected mini-sglang as of {TESTED_COMMITS[0][:12]}, got one whose"
-            f" parts differ; expected {'; '.join(wrong)}"
-        )
+    probing.check_parts(
+        "kvblocks.integrations.mini_sglang",
+        f"mini-sglang as of {TESTED_COMMITS[0][:12]}",
+        "one in which differ:",
+        wrong,
+    )
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the latter in each process that the former spawns

@@ -17,25 +17,16 @@ import re
 from typing import Any
 
 from kvblocks import CacheHit, KVCacheManager, PoolExhaustedError, Sequence
+from kvblocks.integrations import probing
 
 TESTED_COMMITS = ("bb823b3e06983d71485a8e1f23715ebd87d98ef8",)
 """Of GeeeekExplorer/nano-vllm, version 0.2.0. It has no releases, so its parts are looked at, and not its version."""
 
-_CALLS = {
-    "can_allocate": ("seq",),
-    "allocate": ("seq", "num_cached_blocks"),
-    "deallocate": ("seq",),
-    "can_append": ("seq",),
-    "may_append": ("seq",),
-    "hash_blocks": ("seq",),
-}
+_CALLS = dict.fromkeys(("can_allocate", "deallocate", "can_append", "may_append", "hash_blocks"), "seq")
+_CALLS["allocate"] = "seq num_cached_blocks"
 _FIELDS = ("seq_id", "token_ids", "num_tokens", "num_cached_tokens", "num_scheduled_tokens", "block_table")
 
 _replaced: list[type] = []  # nano-vllm's own class, while ours stands in its place
-
-
-class UnsupportedNanoVllmError(NotImplementedError):
-    """This nano-vllm isn't served by the integration; the message says which of its parts is not as expected."""
 
 
 class KVBlocksBlockManager:
@@ -159,7 +150,7 @@ def install(*, early: bool = False) -> None:
     """Put kvblocks in the place of nano-vllm's BlockManager, for every LLM that is made from now on.
 
     early: prompts also find what others of the same step compute (`KVBlocksEarlyBlockManager`). Replaces one name in
-    memory, `nanovllm.engine.scheduler.BlockManager`; `uninstall` puts it back. Raises UnsupportedNanoVllmError.
+    memory, `nanovllm.engine.scheduler.BlockManager`; `uninstall` puts it back. Raises UnsupportedEngineError.
     """
     from nanovllm.engine import scheduler
 
@@ -178,27 +169,22 @@ def uninstall() -> None:
 
 
 def check_nano_vllm() -> None:
-    """Raise UnsupportedNanoVllmError unless nano-vllm's parts that are used are as expected. Changes nothing."""
+    """Raise UnsupportedEngineError unless nano-vllm's parts that are used are as expected. Changes nothing."""
     from nanovllm.engine import block_manager, scheduler
     from nanovllm.engine.sequence import Sequence as Theirs
 
     manager = getattr(block_manager, "BlockManager", None)
-    wrong = [] if manager is not None else ["block_manager.BlockManager"]
-    for name, parameters in _CALLS.items():
-        call = getattr(manager, name, None)
-        expected = f"BlockManager.{name}({', '.join(parameters)})"
-        if not callable(call) or tuple(inspect.signature(call).parameters)[1:] != parameters:
-            wrong.append(expected)
+    wrong = ["block_manager.BlockManager"] if manager is None else probing.differing_calls(manager, _CALLS)
     source = inspect.getsource(getattr(scheduler, "Scheduler", scheduler))
     if not re.search(r"block_manager = BlockManager\(config\.num_kvcache_blocks, config\.kvcache_block_size\)", source):
-        wrong.append("Scheduler that makes BlockManager(config.num_kvcache_blocks, config.kvcache_block_size)")
+        wrong.append(
+            "expected a Scheduler that makes BlockManager(config.num_kvcache_blocks, config.kvcache_block_size)"
+        )
     called = re.findall(r"\bblock_manager\.(\w+)\(", source)
-    wrong += [f"Scheduler without block_manager.{name}" for name in dict.fromkeys(called) if name not in _CALLS]
-    wrong += [f"Scheduler with block_manager.{name}" for name in _CALLS if name not in called]
+    wrong += [f"Scheduler has block_manager.{name}" for name in dict.fromkeys(called) if name not in _CALLS]
+    wrong += [f"Scheduler lacks block_manager.{name}" for name in _CALLS if name not in called]
     fields = inspect.getsource(Theirs)
     wrong += [f"Sequence.{name}" for name in _FIELDS if f"self.{name}" not in fields]
-    if wrong:
-        raise UnsupportedNanoVllmError(
-            f"kvblocks.integrations.nano_vllm: expected nano-vllm as of {TESTED_COMMITS[0][:12]}, got one whose"
-            f" parts differ; expected {'; '.join(wrong)}"
-        )
+    probing.check_parts(
+        "kvblocks.integrations.nano_vllm", f"nano-vllm as of {TESTED_COMMITS[0][:12]}", "one in which differ:", wrong
+    )

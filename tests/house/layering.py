@@ -31,7 +31,8 @@ FLOORS = {
     "kvblocks.observe.metrics": 6,  # watches a manager, and nothing that a manager imports
     "kvblocks.metrics": 7,  # the path by which people import it
     "kvblocks": 7,  # the public names, imported when asked for
-    "kvblocks.integrations": 8,  # inside other engines, which have environments of their own
+    "kvblocks.integrations.probing": 8,  # what the integrations' probes share
+    "kvblocks.integrations": 9,  # inside other engines, which have environments of their own
     "kvblocks.kernels": 8,  # the floor K: beside the engine, reached through a few doors
     "kvblocks.engine.errors": 8,
     "kvblocks.engine.schedule": 9,

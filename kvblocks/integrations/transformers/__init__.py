@@ -7,11 +7,11 @@
 docs/integrations/transformers.md says what is served, what is refused, and how it was tested.
 """
 
-from kvblocks.integrations.transformers.probe import UnsupportedTransformersError, check_transformers
+from kvblocks.integrations.transformers.probe import check_transformers
 
 check_transformers()  # before anything of transformers' is imported that may not be there
 
 from kvblocks.integrations.transformers.cache import KVBlocksPagedCache  # noqa: E402
 from kvblocks.integrations.transformers.install import install, uninstall  # noqa: E402
 
-__all__ = ["KVBlocksPagedCache", "UnsupportedTransformersError", "install", "uninstall"]
+__all__ = ["KVBlocksPagedCache", "install", "uninstall"]

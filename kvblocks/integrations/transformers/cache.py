@@ -49,7 +49,7 @@ class KVBlocksPagedCache(PagedAttentionCache):
     """Stands where transformers' cache stands. manager: the kvblocks one, with all that transformers lacks.
 
     commit: "early" caches at allocation wherever that is sound, "late" always behind the step. debug: `manager.check()`
-    after every change. `install` sets both in a subclass. Raises UnsupportedTransformersError.
+    after every change. `install` sets both in a subclass. Raises UnsupportedEngineError.
     """
 
     commit = "early"

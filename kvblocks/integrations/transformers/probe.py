@@ -8,9 +8,12 @@ is a warning.
 
 import inspect
 import re
-import warnings
 from typing import Any
 
+from kvblocks import UnsupportedEngineError
+from kvblocks.integrations import probing
+
+NAME = "kvblocks.integrations.transformers"
 TESTED_VERSIONS = ("5.19.0", "5.20.2", "5.21.1", "5.22.2", "5.23.0")
 
 # The calls that kvblocks replaces or leaves, and their parameters.
@@ -68,19 +71,13 @@ POOL_USES = {"try_to_free_sectors", "py"}
 STATE_FIELDS = "initial_tokens generated_tokens remaining_prefill_tokens num_children position_offset"
 
 
-class UnsupportedTransformersError(NotImplementedError):
-    """This transformers, or what it is asked to run, isn't served by the integration; the message says which part."""
-
-
-def refuse(feature: str, reason: str) -> UnsupportedTransformersError:
+def refuse(feature: str, reason: str) -> UnsupportedEngineError:
     """Return the error that says that a feature isn't served."""
-    return UnsupportedTransformersError(
-        f"kvblocks.integrations.transformers: expected what it serves, got {feature}: {reason}"
-    )
+    return probing.refuse(NAME, feature, reason)
 
 
 def check_transformers() -> None:
-    """Raise UnsupportedTransformersError if a needed part is missing; warn once of a version that wasn't tested."""
+    """Raise UnsupportedEngineError if a needed part is missing; warn once of a version that wasn't tested."""
     version = "none"
     try:
         import transformers
@@ -89,17 +86,10 @@ def check_transformers() -> None:
         missing = missing_parts()
     except (AttributeError, ImportError) as error:  # what is asked for first is gone already
         missing = [str(error)]
-    if missing:
-        raise UnsupportedTransformersError(
-            "expected a transformers with the parts that kvblocks.integrations.transformers uses"
-            f" (tested: {', '.join(TESTED_VERSIONS)}), got {version}, in which differ: {', '.join(missing)}"
-        )
+    expected = f"a transformers with the parts that it uses (tested: {', '.join(TESTED_VERSIONS)})"
+    probing.check_parts(NAME, expected, f"{version}, in which differ:", missing)
     if version not in TESTED_VERSIONS:
-        warnings.warn(
-            f"kvblocks.integrations.transformers was tested with transformers {', '.join(TESTED_VERSIONS)}, not with"
-            f" {version}; all parts that it uses are there",
-            stacklevel=3,
-        )
+        probing.warn_untested(NAME, TESTED_VERSIONS, version, "all parts that it uses are there")
 
 
 def missing_parts() -> list[str]:
@@ -109,7 +99,7 @@ def missing_parts() -> list[str]:
 
     modules = _modules()
     full, sliding = allocators.FullAttentionCacheAllocator, allocators.SlidingAttentionCacheAllocator
-    problems = _differing_calls(cache.PagedAttentionCache, CACHE_CALLS)
+    problems = probing.differing_calls(cache.PagedAttentionCache, CACHE_CALLS)
     known = {*CACHE_CALLS, *IGNORED_CALLS}
     problems += [
         f"PagedAttentionCache.{name} (unknown)"
@@ -117,7 +107,7 @@ def missing_parts() -> list[str]:
         if callable(item) and not name.startswith("_") and name not in known
     ]
     for allocator in (full, sliding):
-        problems += _differing_calls(allocator, ALLOCATOR_CALLS)
+        problems += probing.differing_calls(allocator, ALLOCATOR_CALLS)
     for name, module in modules.items():
         problems += _unknown_uses(name, inspect.getsource(module))
     replaced = ("PagedAttentionCache", "resolve_continuous_batching_config")
@@ -141,20 +131,6 @@ def _modules() -> dict[str, Any]:
 
     found = (continuous_api, input_outputs, model_runner, offloading_manager, scheduler)
     return {module.__name__.rpartition(".")[2]: module for module in found}
-
-
-def _differing_calls(owner: Any, calls: dict[str, str]) -> list[str]:
-    """Return the calls of a class that are missing, or whose parameters aren't the known ones."""
-    problems = []
-    for name, wanted in calls.items():
-        call = getattr(owner, name, None)
-        if call is None:
-            problems.append(f"{owner.__name__}.{name}")
-            continue
-        parameters = " ".join(inspect.signature(call).parameters).removeprefix("self").strip()
-        if parameters != wanted:
-            problems.append(f"{owner.__name__}.{name}({parameters.replace(' ', ', ')})")
-    return problems
 
 
 def _unknown_uses(name: str, source: str) -> list[str]:
@@ -199,7 +175,7 @@ def _order_of_steps(modules: dict[str, Any]) -> list[str]:
 
 
 def check_config(config: Any) -> None:
-    """Raise UnsupportedTransformersError when a ContinuousBatchingConfig asks for what isn't served."""
+    """Raise UnsupportedEngineError when a ContinuousBatchingConfig asks for what isn't served."""
     space = config.cpu_offload_space
     if space is None or space > 0:
         raise refuse(f"cpu_offload_space={space}", "blocks are not copied to the CPU; take 0, the default")

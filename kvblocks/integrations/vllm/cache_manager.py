@@ -34,7 +34,7 @@ RUNNING = RequestStatus.RUNNING
 class KVBlocksCacheManager:
     """Stands where vLLM's KVCacheManager stands. manager: the kvblocks one, with all that vLLM lacks.
 
-    The parameters are vLLM's; `debug` is kvblocks'. Raises UnsupportedVllmError for what isn't served.
+    The parameters are vLLM's; `debug` is kvblocks'. Raises UnsupportedEngineError for what isn't served.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ def find_groups(config: Any, num_context_ranks: int) -> list[Group]:
     """Return the groups of a KV cache configuration.
 
     num_context_ranks: over how many ranks a block's tokens are spread (context parallelism), which makes blocks as many
-    times as large. Raises UnsupportedVllmError.
+    times as large. Raises UnsupportedEngineError.
     """
     groups: list[Group] = []
     for number, given in enumerate(config.kv_cache_groups):

@@ -6,9 +6,12 @@ stability, so the parts themselves are looked at; the version only decides wheth
 
 import inspect
 import re
-import warnings
 from typing import Any
 
+from kvblocks import UnsupportedEngineError
+from kvblocks.integrations import probing
+
+NAME = "kvblocks.integrations.vllm"
 TESTED_VERSIONS = ("0.32.0",)
 SCHEDULER_TESTED_VERSIONS = ("0.33.0",)  # decisions are equal there, and features tested; no engine has run
 
@@ -20,12 +23,8 @@ REFUSED_CONNECTORS = {
 }
 
 
-class UnsupportedVllmError(NotImplementedError):
-    """This vLLM, or what it is asked to run, isn't served by the integration; the message says which part."""
-
-
 def check_vllm() -> None:
-    """Raise UnsupportedVllmError when vLLM lacks a part that is needed; warn once of a version that wasn't tested."""
+    """Raise UnsupportedEngineError when vLLM lacks a part that is needed; warn once of a version that wasn't tested."""
     version, missing = "none", []
     try:
         import vllm
@@ -34,20 +33,14 @@ def check_vllm() -> None:
         missing = _missing_parts()
     except ImportError as error:
         missing = [str(error)]
-    if missing:
-        raise UnsupportedVllmError(
-            "expected a vLLM with the parts that kvblocks.integrations.vllm uses"
-            f" (tested: {', '.join(TESTED_VERSIONS)}), got {version}, which lacks {', '.join(missing)}"
-        )
+    expected = f"a vLLM with the parts that it uses (tested: {', '.join(TESTED_VERSIONS)})"
+    probing.check_parts(NAME, expected, f"{version}, which lacks", missing)
     if version.startswith(TESTED_VERSIONS):
         return
     found = "all parts that it uses are there"
     if version.startswith(SCHEDULER_TESTED_VERSIONS):
         found = "of that only the scheduler was, without an engine"
-    warnings.warn(
-        f"kvblocks.integrations.vllm was tested with vLLM {', '.join(TESTED_VERSIONS)}, not with {version}; {found}",
-        stacklevel=3,
-    )
+    probing.warn_untested(NAME, TESTED_VERSIONS, version, found)
 
 
 def _missing_parts() -> list[str]:
@@ -87,7 +80,7 @@ def _missing_parts() -> list[str]:
 
 
 def check_calls(ours: type) -> None:
-    """Raise UnsupportedVllmError when vLLM's manager has a public call, or a call a parameter, that `ours` lacks."""
+    """Raise UnsupportedEngineError when vLLM's manager has a public call, or a call a parameter, that `ours` lacks."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager as Theirs
 
     missing = []
@@ -100,17 +93,16 @@ def check_calls(ours: type) -> None:
         elif callable(item):
             parameters = set(inspect.signature(item).parameters) - set(inspect.signature(own).parameters)
             missing += [f"KVCacheManager.{name}({parameter})" for parameter in sorted(parameters)]
-    if missing:
-        raise UnsupportedVllmError(f"expected a vLLM whose KVCacheManager is known, got one with {', '.join(missing)}")
+    probing.check_parts(NAME, "a vLLM whose KVCacheManager is known", "one with", missing)
 
 
-def refuse(feature: str, reason: str) -> UnsupportedVllmError:
+def refuse(feature: str, reason: str) -> UnsupportedEngineError:
     """Return the error that says that a feature isn't served."""
-    return UnsupportedVllmError(f"kvblocks.integrations.vllm: expected what it serves, got {feature}: {reason}")
+    return probing.refuse(NAME, feature, reason)
 
 
 def check_config(scheduler: Any) -> None:
-    """Raise UnsupportedVllmError when a scheduler is to run what isn't served. Before its manager is replaced."""
+    """Raise UnsupportedEngineError when a scheduler is to run what isn't served. Before its manager is replaced."""
     if scheduler.num_prefill_lookahead > 1:
         raise refuse("multi-module MTP", "the last tokens of a chunk are computed twice")
     if scheduler.kv_cache_config.has_mamba_layers:
@@ -132,7 +124,7 @@ def _connectors(name: str | None, extra: Any) -> list[str | None]:
 
 
 def check_options(num_groups: int, use_eagle: bool, num_prefill_lookahead: int, num_hash_lookahead_tokens: int) -> None:
-    """Raise UnsupportedVllmError when a manager of so many groups is made with what isn't served."""
+    """Raise UnsupportedEngineError when a manager of so many groups is made with what isn't served."""
     if num_prefill_lookahead > 1:
         raise refuse("multi-module MTP", "the last tokens of a chunk are computed twice")
     if use_eagle and num_groups > 1:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from integrations.mini_sglang.conftest import STAND_IN
-from kvblocks import BlockStateError, StaleHitError
+from kvblocks import BlockStateError, StaleHitError, UnsupportedEngineError
 
 
 def ids(*numbers):
@@ -226,15 +226,15 @@ def test_a_name_that_is_taken_stays(minisgl):
 def test_a_new_call_is_named(minisgl, monkeypatch):
     calls = minisgl.base.BasePrefixCache.__abstractmethods__
     monkeypatch.setattr(minisgl.base.BasePrefixCache, "__abstractmethods__", (calls | {"prefetch"}) - {"reset"})
-    with pytest.raises(minisgl.adapter.UnsupportedMiniSglangError) as refused:
+    with pytest.raises(UnsupportedEngineError) as refused:
         minisgl.adapter.register()
-    assert "BasePrefixCache without prefetch; BasePrefixCache.reset" in str(refused.value)
+    assert "BasePrefixCache.prefetch (unknown); BasePrefixCache.reset" in str(refused.value)
     assert "kvblocks" not in minisgl.kvcache.SUPPORTED_CACHE_MANAGER.supported_names()
 
 
 def test_an_answer_with_other_fields_is_named(minisgl, monkeypatch):
     monkeypatch.setattr(minisgl.base, "InsertResult", tuple)
-    with pytest.raises(minisgl.adapter.UnsupportedMiniSglangError, match=r"InsertResult\(cached_len, handle\)"):
+    with pytest.raises(UnsupportedEngineError, match=r"InsertResult\(cached_len, handle\)"):
         minisgl.adapter.check_mini_sglang()
 
 

@@ -26,8 +26,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from bench.vllm.schedulers import Settings, make_scheduler, make_vllm_config, our_scheduler
+from kvblocks import UnsupportedEngineError
 from kvblocks.integrations.vllm import KVBlocksCacheManager, probe
-from kvblocks.integrations.vllm.probe import UnsupportedVllmError, check_calls, check_config, check_vllm
+from kvblocks.integrations.vllm.probe import check_calls, check_config, check_vllm
 
 SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SHAPE)
@@ -89,7 +90,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_served_is_refused_by_name(name):
     config, options, feature = REFUSED[name]
-    with pytest.raises(UnsupportedVllmError, match=feature):
+    with pytest.raises(UnsupportedEngineError, match=feature):
         make_manager(config, **options)
 
 
@@ -130,7 +131,7 @@ def make_with_connector(name: str, extra: dict[str, Any] | None = None, num_grou
     ],
 )
 def test_connectors_that_reach_into_vllms_pool_are_refused_by_name(made, feature):
-    with pytest.raises(UnsupportedVllmError, match=feature):
+    with pytest.raises(UnsupportedEngineError, match=feature):
         check_config(made())
 
 
@@ -144,7 +145,7 @@ def test_hashes_that_look_ahead_are_refused_when_a_scheduler_has_them(monkeypatc
     """As vLLM 0.33's does for EAGLE, in place of the block that 0.32 drops."""
     kind = our_scheduler(Settings())
     monkeypatch.setattr(kind, "num_hash_lookahead_tokens", 1, raising=False)
-    with pytest.raises(UnsupportedVllmError, match="hashes of tokens behind"):
+    with pytest.raises(UnsupportedEngineError, match="hashes of tokens behind"):
         make_scheduler(Settings(), kind)
 
 
@@ -152,7 +153,7 @@ def test_a_refusal_comes_from_the_scheduler_before_it_has_our_manager():
     config = make_vllm_config(Settings())
     config.cache_config.mamba_block_size = 16
     kind = our_scheduler(Settings())
-    with pytest.raises(UnsupportedVllmError, match="recurrent states"):
+    with pytest.raises(UnsupportedEngineError, match="recurrent states"):
         make_scheduler(Settings(), kind, config=config, groups=make_config(FULL, MAMBA))
 
 
@@ -184,7 +185,7 @@ def test_a_refusal_comes_from_the_scheduler_before_it_has_our_manager():
 )
 def test_a_vllm_that_lacks_a_part_is_refused_by_the_parts_name(monkeypatch, doctor, named):
     doctor(monkeypatch)
-    with pytest.raises(UnsupportedVllmError, match=named):
+    with pytest.raises(UnsupportedEngineError, match=named):
         check_vllm()
 
 
@@ -194,18 +195,18 @@ SOURCE = probe.inspect.getsource(vllm.v1.request.Request)
 def test_a_vllm_that_calls_for_more_is_refused_by_the_calls_name(monkeypatch):
     check_calls(KVBlocksCacheManager)
     monkeypatch.setattr(KVCacheManager, "spill_blocks", lambda self: None, raising=False)
-    with pytest.raises(UnsupportedVllmError, match=r"KVCacheManager\.spill_blocks"):
+    with pytest.raises(UnsupportedEngineError, match=r"KVCacheManager\.spill_blocks"):
         make_manager(make_config(FULL))
 
 
 def test_a_vllm_that_passes_more_is_refused_by_the_parameters_name(monkeypatch):
     monkeypatch.setattr(KVCacheManager, "free", lambda self, request, how: None)
-    with pytest.raises(UnsupportedVllmError, match=r"KVCacheManager\.free\(how\)"):
+    with pytest.raises(UnsupportedEngineError, match=r"KVCacheManager\.free\(how\)"):
         make_manager(make_config(FULL))
     monkeypatch.undo()
     original = KVCacheManager.__init__
     monkeypatch.setattr(KVCacheManager, "__init__", lambda self, kv_cache_config, tier=None: original(self))
-    with pytest.raises(UnsupportedVllmError, match=r"KVCacheManager\.__init__\(tier\)"):
+    with pytest.raises(UnsupportedEngineError, match=r"KVCacheManager\.__init__\(tier\)"):
         make_manager(make_config(FULL))
 
 
@@ -226,5 +227,5 @@ def test_a_version_that_was_not_tested_is_warned_of_once(monkeypatch, version, s
 
 def test_a_python_without_vllm_is_told_so(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "vllm", None)
-    with pytest.raises(UnsupportedVllmError, match="got none, which lacks"):
+    with pytest.raises(UnsupportedEngineError, match="got none, which lacks"):
         check_vllm()

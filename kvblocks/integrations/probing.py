@@ -1,0 +1,44 @@
+"""What the probes of all integrations share: how parts are compared, and the words in which an engine is refused."""
+
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvblocks import UnsupportedEngineError
+
+
+def refuse(integration: str, feature: str, reason: str) -> UnsupportedEngineError:
+    """Return the error that says that an integration doesn't serve a feature."""
+    return UnsupportedEngineError(f"{integration}: expected what it serves, got {feature}: {reason}")
+
+
+def check_parts(integration: str, expected: str, got: str, parts: Iterable[str]) -> None:
+    """Raise UnsupportedEngineError if there are `parts` that are wrong. expected and got: the engine, as a sentence."""
+    named = "; ".join(parts)
+    if named:
+        raise UnsupportedEngineError(f"{integration}: expected {expected}, got {got} {named}")
+
+
+def warn_untested(integration: str, tested: Iterable[str], got: str, found: str) -> None:
+    """Warn the caller's caller that its engine's version, `got`, isn't one of those that were tested."""
+    warnings.warn(f"{integration} was tested with {', '.join(tested)}, not with {got}; {found}", stacklevel=4)
+
+
+def differing_calls(owner: Any, calls: Mapping[str, str]) -> list[str]:
+    """Return what is wrong with a class's calls: those that are gone, and those that take other parameters.
+
+    calls: the names of a call's parameters, with spaces between them, by the call's name.
+    """
+    problems = []
+    for name, wanted in calls.items():
+        full_name = f"{owner.__name__}.{name}"
+        call = getattr(owner, name, None)
+        if not callable(call):
+            problems.append(f"{full_name} is gone")
+            continue
+        parameters = " ".join(inspect.signature(call).parameters).removeprefix("self").strip()
+        if parameters != wanted:
+            expected, got = (", ".join(names.split()) for names in (wanted, parameters))
+            problems.append(f"expected {full_name}({expected}), got ({got})")
+    return problems
