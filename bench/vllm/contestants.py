@@ -58,7 +58,9 @@ def answer(scheduler: Scheduler, output: SchedulerOutput) -> ModelRunnerOutput:
     return ModelRunnerOutput(req_ids=names, req_id_to_index=positions, sampled_token_ids=sampled)
 
 
-def make_contestants(num_sequences: int, num_tokens: int, *, is_async: bool) -> dict[str, Contestant]:
+def make_contestants(
+    num_sequences: int, num_tokens: int, *, is_async: bool, has_events: bool = False
+) -> dict[str, Contestant]:
     """Return the three, for so many sequences over a common prefix of `num_tokens`."""
     settings = Settings(
         num_blocks=num_tokens // BLOCK_SIZE + num_sequences * 200 + 4000,
@@ -67,6 +69,7 @@ def make_contestants(num_sequences: int, num_tokens: int, *, is_async: bool) -> 
         max_num_batched_tokens=max(num_tokens + 1024, 16 * num_sequences),
         max_model_len=num_tokens + ENDLESS // 2,
         is_async=is_async,
+        has_events=has_events,
     )
     kinds: dict[str, Any] = {
         VLLM: own_scheduler(settings),

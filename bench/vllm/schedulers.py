@@ -18,7 +18,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("PYTHONHASHSEED", "0")  # else vLLM warns that its xxhash digests differ between processes
 
 import torch
-from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVEventsConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -60,6 +68,7 @@ class Settings:
     num_blocks includes vLLM's null block. num_drafts: speculative tokens a step. is_eagle: they come from a model as
     EAGLE's, that writes keys and values too; a hit's last block is dropped then. runner: the version of vLLM's model
     runner, 1 or 2. windows: the lengths of sliding windows; each adds a group of layers beside that of full attention.
+    has_events: what is cached is said in events, which nobody gets.
     """
 
     num_blocks: int = 4000
@@ -77,6 +86,7 @@ class Settings:
     reserves_full_prompt: bool = True
     runner: int = 1
     windows: tuple[int, ...] = ()
+    has_events: bool = False
 
 
 def adapter(name: str) -> Any:
@@ -139,6 +149,7 @@ def make_vllm_config(settings: Settings) -> VllmConfig:
         cache_config=cache_config,
         parallel_config=ParallelConfig(),
         speculative_config=speculative,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if settings.has_events else None,
     )
     if settings.is_eagle:
         config.speculative_config.method = "eagle"  # said afterwards, vLLM doesn't ask for EAGLE's model

@@ -58,7 +58,9 @@ class Decoding:
         return total / num_steps
 
 
-def time_decoding(num_sequences: int, num_shared: int, num_rounds: int, *, is_async: bool) -> dict[str, Spread]:
+def time_decoding(
+    num_sequences: int, num_shared: int, num_rounds: int, *, is_async: bool, has_events: bool = False
+) -> dict[str, Spread]:
     """Return the nanoseconds a step for each contestant, which take turns."""
     random = Random(1)
     prefix = [random.randrange(VOCABULARY) for _ in range(num_shared)]
@@ -66,7 +68,7 @@ def time_decoding(num_sequences: int, num_shared: int, num_rounds: int, *, is_as
         prefix + [random.randrange(VOCABULARY) for _ in range(OWN_TOKENS + i % BLOCK_SIZE)]
         for i in range(num_sequences)
     ]
-    contestants = make_contestants(num_sequences, num_shared, is_async=is_async)
+    contestants = make_contestants(num_sequences, num_shared, is_async=is_async, has_events=has_events)
     decoding = {name: Decoding(contestants[name], prompts, num_shared) for name in NAMES}
     settle()
     samples: dict[str, list[float]] = {name: [] for name in NAMES}

@@ -80,7 +80,6 @@ class KVBlocksCacheManager:
         self._groups = groups
         self._block_size = self.manager.block_size
         self._has_one_group = len(groups) == 1 and groups[0].window is None
-        self._is_quick = self._has_one_group and not enable_kv_cache_events  # events say whose call made them
         caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
         self._sequences: dict[str, Sequence] = {}  # those of preempted and looked-up requests too
         self._admission = Admission(self.manager, self._sequences, caps, self.watermark_blocks)
@@ -176,14 +175,16 @@ class KVBlocksCacheManager:
             num_known, end = len(tokens), request.num_computed_tokens + num_new_tokens
             num_slots = end + num_lookahead_tokens
             is_running = request.status is RUNNING and not reserved_blocks
-            if is_running and num_known == num_computed + 1 == len(sequence.tokens) + 1 and self._is_quick:
+            if is_running and num_known == num_computed + 1 == len(sequence.tokens) + 1 and self._has_one_group:
                 # A decode: one token is known and has no slot yet. The hot path.
                 token = [tokens[num_computed]]
                 if num_slots == num_known or num_known <= end <= num_slots <= len(sequence.blocks) * self._block_size:
                     blocks = self._append_slots(sequence, token)
+                    if self.enable_kv_cache_events and (blocks or not num_known % self._block_size):
+                        self._tell(request)
                     return None if blocks is None else self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
                 if end >= num_known:
-                    return self._append_and_reserve(sequence, token, min(num_slots, self.max_model_len))
+                    return self._append_and_reserve(request, sequence, token, min(num_slots, self.max_model_len))
             num_slots = min(num_slots, self.max_model_len)
             full = min(num_known, self.max_model_len) if full_sequence_must_fit else 0
             room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
@@ -229,14 +230,14 @@ class KVBlocksCacheManager:
             return
         tokens, num_computed = request._all_token_ids, sequence.num_computed_tokens  # noqa: SLF001
         end = min(num_computed_tokens, len(tokens))
-        if end == num_computed + 1 == sequence.num_tokens + 1 and self._is_quick:
+        if end == num_computed + 1 == sequence.num_tokens + 1 and self._has_one_group:
             self._append_slots(sequence, [tokens[num_computed]])
+            self._tell(request)
         elif end > num_computed:
             self._grow(request, sequence, end, end)
         if sequence.delayed_from is not None:
             self.manager.cache_blocks(sequence, min(num_computed_tokens, sequence.num_computed_tokens))
-            if self.enable_kv_cache_events:
-                self._events.collect(self.manager.take_events(), request)
+            self._tell(request)
 
     def _grow(self, request: Any, sequence: Sequence, end: int, num_slots: int) -> GivenBlocks | None:
         """Have a sequence's first `end` tokens computed, with `num_slots` slots in all."""
@@ -285,18 +286,25 @@ class KVBlocksCacheManager:
             self.manager.allocate_slots(
                 sequence, settled - sequence.num_computed_tokens, num_total_tokens=settled, num_in_flight_tokens=settled
             )
-            if self.enable_kv_cache_events:
-                self._events.collect(self.manager.take_events(), request)
+            self._tell(request)
         num_in_flight: int = sequence.num_computed_tokens - settled
         return max(0, num_in_flight)
 
-    def _append_and_reserve(self, sequence: Sequence, token: list[int], num_slots: int) -> GivenBlocks | None:
+    def _append_and_reserve(
+        self, request: Any, sequence: Sequence, token: list[int], num_slots: int
+    ) -> GivenBlocks | None:
         """Add a token, with `num_slots` slots in all. Room comes first: when there is none, nothing has changed."""
         blocks = self.manager.reserve_slots(sequence, num_slots - sequence.num_computed_tokens)
         if blocks is None:
             return None
         self._append_slots(sequence, token)
+        self._tell(request)
         return self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
+
+    def _tell(self, request: Any) -> None:
+        """Make vLLM's events of what a request's call changed in the cache. Events say whose call made them."""
+        if self.enable_kv_cache_events:
+            self._events.collect(self.manager.take_events(), request)
 
     def _given_one(self, blocks: list[KVCacheBlock]) -> GivenBlocks:
         if self._zeroed:
@@ -307,8 +315,7 @@ class KVBlocksCacheManager:
         self, request: Any, sequence: Sequence, blocks: list[KVCacheBlock], skipped: tuple[int, ...]
     ) -> GivenBlocks:
         """Return new blocks by group, and note them for zeroing, but those of groups that are `skipped`."""
-        if self.enable_kv_cache_events:
-            self._events.collect(self.manager.take_events(), request)
+        self._tell(request)
         if not blocks:
             return self.empty_kv_cache_blocks
         if sequence.side_tables is None:

@@ -9,10 +9,10 @@ def test_the_bench_measures_all_and_says_what_it_found(tmp_path, capsys):
     kept = json.loads(path.read_text(encoding="utf-8"))
     items = [row["item"] for row in kept["results"]]
     assert items[:2] == ["step, 1 sequences, 1,024 shared, sync", "step, 64 sequences, 1,024 shared, sync"]
-    assert len(items) == 6
+    assert len(items) == 8
     assert kept["conditions"]["vllm"]
     for row in kept["results"]:
         assert row["ratio"] > 0
         assert 0 < row["vllm"]["min"] <= row["vllm"]["median"] <= row["vllm"]["max"]
     printed = capsys.readouterr().out
-    assert printed.count("met: ") + printed.count("MISSED: ") == 2
+    assert printed.count("met: ") + printed.count("MISSED: ") == 3
