@@ -1,10 +1,12 @@
 """The conditions of a measurement: what every result is printed and kept with."""
 
+import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import kvblocks
@@ -59,3 +61,10 @@ def print_conditions(facts: dict[str, object], *, quiet: bool = False) -> None:
     """Print one condition a line; on stderr when the results themselves go to stdout as JSON."""
     for name, value in facts.items():
         print(f"# {name}: {value}", file=sys.stderr if quiet else sys.stdout, flush=True)
+
+
+def keep(path: Path | None, facts: dict[str, object], results: Sequence[object], **more: object) -> None:
+    """Write results and their conditions to a file, if one was named, as the files in bench/results/ are."""
+    if path is not None:
+        kept = {"conditions": facts, "results": results, **more}
+        path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

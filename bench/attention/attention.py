@@ -11,7 +11,6 @@ What this does not show: a model around the kernels, more than one GPU, and cloc
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.conditions import cpu_model, gpu_state, source
+from bench.conditions import cpu_model, gpu_state, keep, source
 
 if TYPE_CHECKING:
     from bench.attention.cases import Batch, Workload
@@ -147,8 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(show(row, first), flush=True)
                 first = first or row.get("median_us")
                 results.append(row)
-    if given.json is not None:
-        given.json.write_text(json.dumps({"conditions": facts, "results": results}, indent=1) + "\n", encoding="utf-8")
+    keep(given.json, facts, results)
     wrong = [row for row in results if not row["is_right"] and row["contestant"].startswith("kvblocks")]
     return 1 if wrong else 0
 

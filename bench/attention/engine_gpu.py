@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.conditions import cpu_model, gpu_state, source
+from bench.conditions import cpu_model, gpu_state, keep, source
 
 if TYPE_CHECKING:
     from kvblocks.engine import Engine, LoadedModel
@@ -236,8 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
             if given.rehearse and tokens != expected:
                 print(f"  {name}: WRONG, other tokens than the first contestant's", flush=True)
                 is_right = False
-    if given.json is not None:
-        given.json.write_text(json.dumps({"conditions": facts, "results": results}, indent=1) + "\n", encoding="utf-8")
+    keep(given.json, facts, results)
     return 0 if is_right else 1
 
 

@@ -12,14 +12,13 @@ Memory is what Python allocates for 1,000 blocks without payloads.
 
 import argparse
 import gc
-import json
 import tracemalloc
 from array import array
 from collections import deque
 from collections.abc import Sequence as Items
 from pathlib import Path
 
-from bench.conditions import conditions, print_conditions
+from bench.conditions import conditions, keep, print_conditions
 from bench.core.page_one import page_cases, ratios
 from bench.core.workload import BLOCK_SIZE, FILLER_BLOCKS, FreshPrompts, filler, random_tokens
 from bench.timing import Case, Spread, measure
@@ -203,8 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
     print_conditions(facts)
     rows = run(num_blocks, num_rounds, num_samples)
     print_rows(rows)
-    if given.json:
-        given.json.write_text(json.dumps({"conditions": facts, "results": rows}, indent=1) + "\n", encoding="utf-8")
+    keep(given.json, facts, rows)
 
 
 if __name__ == "__main__":

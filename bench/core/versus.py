@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvblocks
-from bench.conditions import conditions, print_conditions
+from bench.conditions import conditions, keep, print_conditions
 from bench.core.items import ITEMS
 from bench.core.ours import Ours, is_compiled
 from bench.core.prefix_cache import evict_case, insert_cases, match_cases
@@ -186,9 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print_row(row)
     old.end()
     new.end()
-    if given.json:
-        kept = {"conditions": facts, "results": [row._asdict() for row in rows]}
-        given.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    keep(given.json, facts, [row._asdict() for row in rows])
 
 
 if __name__ == "__main__":

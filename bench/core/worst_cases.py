@@ -13,7 +13,6 @@ that the collector is off.
 
 import argparse
 import gc
-import json
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import kvblocks
-from bench.conditions import conditions, print_conditions
+from bench.conditions import conditions, keep, print_conditions
 from kvblocks import KVCacheManager, PrefixCache, Sequence
 
 BLOCK_SIZE = 4
@@ -228,8 +227,7 @@ def main(arguments: list[str] | None = None) -> None:
         row = {"case": name, "size": size, "quarter_ms": round(quarter, 4), "ms": round(whole, 4)}
         rows.append(row | {"growth": round(whole / quarter, 2)})
         print(f"{name:<20}{case.title:<30}{size:>10}{quarter:>18.3f}{whole:>12.3f}{whole / quarter:>10.2f}", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps({"conditions": facts, "results": rows}, indent=1) + "\n", encoding="utf-8")
+    keep(given.json, facts, rows)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ pool that holds all families (then there is nothing to evict).
 """
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
-from bench.conditions import conditions, print_conditions
+from bench.conditions import conditions, keep, print_conditions
 from kvblocks import KVCacheManager, Sequence
 
 BLOCK_SIZE = 16
@@ -102,9 +101,7 @@ def main() -> None:
         f"by last use computes {min(ratios):.2f} / {median(ratios):.2f} / {max(ratios):.2f} times as many tokens"
         " (least, median, most of the seeds)"
     )
-    if given.json:
-        kept = {"conditions": facts, "results": [asdict(outcome) for outcome in outcomes]}
-        given.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    keep(given.json, facts, [asdict(outcome) for outcome in outcomes])
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from bench.conditions import conditions, print_conditions
+from bench.conditions import conditions, keep, print_conditions
 from kvblocks import FullAttention, Group, KVCacheManager, KVLayer, Sequence, SlidingWindow, plan
 from kvblocks.groups.pool import GroupPool
 
@@ -214,9 +214,7 @@ def main() -> None:
                 f"{running:9.2f}{outcome.bytes_per_token:13,.0f}{num_preemptions:11}",
                 flush=True,
             )
-    if given.json:
-        kept = {"conditions": facts, "results": [asdict(outcome) for outcome in outcomes]}
-        given.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    keep(given.json, facts, [asdict(outcome) for outcome in outcomes])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ can do either way, so arrivals are `--cpu-scale` times rarer; the rate is printe
 
 import argparse
 import asyncio
-import json
 import re
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.conditions import conditions, print_conditions
+from bench.conditions import conditions, keep, print_conditions
 from bench.serving.client import Outcome, drive
 from bench.serving.rows import ROWS
 from bench.serving.workloads import QUICK, Sizes, Workload, make_workloads, slowed
@@ -185,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         mode="deterministic, greedy",
     )
     print_conditions(facts)
-    results: dict[str, Any] = {"conditions": facts, "results": []}
+    rows: list[dict[str, Any]] = []
     flags = (str(folder), "--threads", str(given.threads))
     with server(*flags, "--no-prefix-caching") as without, server(*flags) as caching:
         for workload in workloads:
@@ -194,14 +193,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             row = measure(workload, {"without": without, "with": caching})
             row["targets"] = judge(row)
             show(row)
-            results["results"].append(row)
+            rows.append(row)
     print(f"\n{NOT_SHOWN}")
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    keep(given.json, facts, rows)
     if given.plot:
         from bench.serving.plot import plot
 
-        plot(results, given.plot)
+        plot({"conditions": facts, "results": rows}, given.plot)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Python's work is most of them.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 
-from bench.conditions import conditions, print_conditions
+from bench.conditions import conditions, keep, print_conditions
 from bench.timing import Spread
 from bench.transformers.workload import (
     CONTESTANTS,
@@ -123,9 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(measure_pool(model, seed, num_requests, num_blocks, given.rounds))
             print_row(rows[-1])
     print_targets(rows)
-    if given.json:
-        kept = {"conditions": facts, "results": rows}
-        given.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    keep(given.json, facts, rows)
     return 0
 
 

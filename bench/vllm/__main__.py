@@ -14,7 +14,6 @@ Hashing that other processes do for vLLM's router. Memory.
 
 import argparse
 import gc
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import vllm
 
-from bench.conditions import conditions, print_conditions
+from bench.conditions import conditions, keep, print_conditions
 from bench.timing import Spread
 from bench.vllm.admission import NUM_CACHED, time_admissions
 from bench.vllm.contestants import BLOCK_SIZE, NOTHING, OURS, VLLM
@@ -124,9 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = measure(given.rounds, quick=given.quick)
     gc.unfreeze()  # what `settle` has frozen; else vLLM's extensions complain of leaks at the end
     print_targets(rows)
-    if given.json:
-        kept = {"conditions": facts, "results": rows}
-        given.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    keep(given.json, facts, rows)
     return 0
 
 

@@ -22,7 +22,7 @@ from minisgl import kvcache
 from minisgl.core import get_global_ctx
 from minisgl.kvcache import base
 
-from kvblocks import BlockStateError, PrefixCache, PrefixMatch
+from kvblocks import BlockStateError, InvalidArgumentError, PrefixCache, PrefixMatch
 from kvblocks.integrations import probing
 
 TESTED_COMMITS = ("20fcd7f3c6a1898a61139fae1c97cc7a40bd8d66",)
@@ -132,10 +132,10 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
     def evict(self, size: int) -> torch.Tensor:
         """Give up pages of at least `size` tokens, spares first, then the least recently used. Returns their slots.
 
-        Raises RuntimeError, changing nothing, when fewer are evictable.
+        Raises InvalidArgumentError, changing nothing, when fewer are evictable.
         """
         if size > self.size_info.evictable_size:
-            raise RuntimeError(f"evict: expected at most {self.size_info.evictable_size} tokens, got {size}")
+            raise InvalidArgumentError(f"evict: expected at most {self.size_info.evictable_size} tokens, got {size}")
         num_pages = -(-size // self.page_size)
         pages = [self._loose.popitem()[0] for _ in range(min(num_pages, len(self._loose)))]
         for page in pages:

@@ -147,25 +147,14 @@ class GroupHistory(History):
             elif not self.grow(sequence, model, len(model.tokens), [], call):
                 del model.tokens[-len(tokens) :]
 
-    def append_step(self, chooser: Chooser) -> None:
-        pairs = [p for p in self.pairs if p[1].is_allocated and p[1].num_computed == len(p[1].tokens) < MAX_TOKENS + 4]
-        pairs = [pair for pair in pairs if chooser.integer(0, 3)]
-        tokens = [chooser.integer(0, 1) for _ in pairs]
-        sequences = [sequence for sequence, _ in pairs]
+    def take_step(self, sequences: list[kvblocks.Sequence], tokens: list[int], **how: Any) -> Any:
         if len(self.model.specs) > 1 and sequences:
             with self.unchanged(), pytest.raises(InvalidArgumentError, match="append_group_step"):
-                self.manager.append_step(sequences, tokens)
-        self.prepare(*sequences)
-        late, models = self.is_late(chooser), [model for _, model in pairs]
-        call = lambda: self.manager.append_group_step(sequences, tokens, delay_cache_blocks=late)  # noqa: E731
-        with self.delayed(late, *[(model, len(model.tokens)) for model in models]):
-            changes = self.model.group_step(models, tokens)
-            if changes is None:
-                self.num_refused += 1
-                with self.unchanged():
-                    assert call() is None
-                return
-        assert self.attempt(call) == changes
+                self.manager.append_step(sequences, tokens, **how)
+        return self.manager.append_group_step(sequences, tokens, **how)
+
+    def take_model_step(self, models: list[ModelSequence], tokens: list[int]) -> Any:
+        return self.model.group_step(models, tokens)
 
     def can_go_back(self, model: ModelSequence, end: int) -> bool:
         return self.model.can_truncate(model, end)

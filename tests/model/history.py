@@ -280,15 +280,21 @@ class History(Transfers):
         sequences = [sequence for sequence, _ in pairs]
         self.prepare(*sequences)
         late, models = self.is_late(chooser), [model for _, model in pairs]
-        call = lambda: self.manager.append_step(sequences, tokens, delay_cache_blocks=late)  # noqa: E731
+        call = lambda: self.take_step(sequences, tokens, delay_cache_blocks=late)  # noqa: E731
         with self.delayed(late, *[(model, len(model.tokens)) for model in models]):
-            changes = self.model.step(models, tokens)
+            changes = self.take_model_step(models, tokens)
             if changes is None:
                 self.num_refused += 1
                 with self.unchanged():
                     assert call() is None
                 return
         assert self.attempt(call) == changes
+
+    def take_step(self, sequences: list[kvblocks.Sequence], tokens: list[int], **how: Any) -> Any:
+        return self.manager.append_step(sequences, tokens, **how)
+
+    def take_model_step(self, models: list[ModelSequence], tokens: list[int]) -> Any:
+        return self.model.step(models, tokens)
 
     def cache_blocks(self, chooser: Chooser) -> None:
         """Say how much of a sequence is written: at most what is, after a step that may run first."""

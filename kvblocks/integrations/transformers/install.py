@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from transformers.generation.continuous_batching import continuous_api
 
+from kvblocks import InvalidArgumentError
 from kvblocks.integrations.transformers.cache import KVBlocksPagedCache
 from kvblocks.integrations.transformers.probe import check_config
 
@@ -17,10 +18,10 @@ def install(*, commit: Literal["early", "late"] = "early", debug: bool = False) 
 
     commit: "early" caches a prompt when it is scheduled, wherever keys and values are written before they are read;
     "late" always behind the step. debug: check the whole manager after every change, which is slow. Called again, it
-    replaces the options. Managers of transformers' that run already go on as they are. Raises ValueError.
+    replaces the options. Managers of transformers' that run already go on as they are. Raises InvalidArgumentError.
     """
     if commit not in ("early", "late"):
-        raise ValueError(f"install: commit: expected 'early' or 'late', got {commit!r}")
+        raise InvalidArgumentError(f"install: commit: expected 'early' or 'late', got {commit!r}")
     made = type("KVBlocksPagedCache", (KVBlocksPagedCache,), {"commit": commit, "debug": bool(debug)})
     if not _originals:
         _originals.update({name: getattr(continuous_api, name) for name in (_CACHE, _RESOLVE)})

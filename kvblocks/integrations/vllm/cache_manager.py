@@ -11,7 +11,7 @@ from typing import Any
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
-from kvblocks import BlockHold, FullAttention, Group, KVCacheBlock, KVCacheManager, Sequence
+from kvblocks import BlockHold, FullAttention, Group, InvalidArgumentError, KVCacheBlock, KVCacheManager, Sequence
 from kvblocks.integrations.vllm.admission import Admission, Room
 from kvblocks.integrations.vllm.events import EventMaker
 from kvblocks.integrations.vllm.groups import admission_caps, event_kinds, find_groups
@@ -25,6 +25,7 @@ from kvblocks.integrations.vllm.views import (
     NoBlocks,
     PoolView,
     TableBlocks,
+    given_hit,
     make_coordinator,
 )
 
@@ -175,16 +176,15 @@ class KVBlocksCacheManager:
             num_known, end = len(tokens), request.num_computed_tokens + num_new_tokens
             num_slots = end + num_lookahead_tokens
             is_running = request.status is RUNNING and not reserved_blocks
-            if is_running and num_known == num_computed + 1 == len(sequence.tokens) + 1 and self._has_one_group:
-                # A decode: one token is known and has no slot yet. The hot path.
-                token = [tokens[num_computed]]
-                if num_slots == num_known or num_known <= end <= num_slots <= len(sequence.blocks) * self._block_size:
+            if is_running and end >= num_known == num_computed + 1 == len(sequence.tokens) + 1 and self._has_one_group:
+                token = [tokens[num_computed]]  # a decode: one token is known and has no slot yet; the hot path
+                if num_slots == num_known or num_slots <= len(sequence.blocks) * self._block_size:
                     blocks = self._append_slots(sequence, token)
-                    if self.enable_kv_cache_events and (blocks or not num_known % self._block_size):
-                        self._tell(request)
-                    return None if blocks is None else self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
-                if end >= num_known:
-                    return self._append_and_reserve(request, sequence, token, min(num_slots, self.max_model_len))
+                else:
+                    blocks = self._append_and_reserve(sequence, token, min(num_slots, self.max_model_len))
+                if self.enable_kv_cache_events and (blocks or not num_known % self._block_size):
+                    self._tell(request)
+                return None if blocks is None else self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
             num_slots = min(num_slots, self.max_model_len)
             full = min(num_known, self.max_model_len) if full_sequence_must_fit else 0
             room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
@@ -194,13 +194,12 @@ class KVBlocksCacheManager:
         if num_encoder_tokens:
             raise refuse("encoder tokens", "cross attention has no prefix to share")
         if not (num_new_tokens or num_external_computed_tokens or num_new_computed_tokens):
-            raise ValueError("num_new_tokens must be greater than 0 when there are no computed tokens to adopt")
-        hit = new_computed_blocks.hit if isinstance(new_computed_blocks, HitBlocks) else None
-        num_local = 0 if hit is None else hit.num_tokens
-        if num_local != num_new_computed_tokens:
-            raise ValueError(f"num_new_computed_tokens: expected the hit's {num_local}, got {num_new_computed_tokens}")
+            raise InvalidArgumentError(
+                "num_new_tokens must be greater than 0 when there are no computed tokens to adopt"
+            )
+        hit = given_hit(new_computed_blocks, num_new_computed_tokens)
         sequence = self._sequence(request) if hit is None else hit.sequence  # looked up in this step
-        start = min(num_local + num_external_computed_tokens, self.max_model_len)
+        start = min(num_new_computed_tokens + num_external_computed_tokens, self.max_model_len)
         num_slots = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
         room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
@@ -209,7 +208,7 @@ class KVBlocksCacheManager:
         num_loaded = num_external_computed_tokens if delay_cache_blocks else 0  # else it is loaded within the step
         new = self.manager.allocate_slots(
             sequence,
-            min(start + num_new_tokens, request.num_tokens) - num_local - num_loaded,
+            min(start + num_new_tokens, request.num_tokens) - num_new_computed_tokens - num_loaded,
             hit=hit,
             num_external_computed_tokens=num_loaded,
             num_total_tokens=num_slots,
@@ -281,25 +280,20 @@ class KVBlocksCacheManager:
 
         Windows slide by it: what a step in flight sees, and what rejected drafts go back to, stays.
         """
-        settled = max(0, min(request.num_computed_tokens - request.num_in_flight_tokens, sequence.num_tokens))
+        settled: int = max(0, min(request.num_computed_tokens - request.num_in_flight_tokens, sequence.num_tokens))
         if settled > sequence.num_computed_tokens:  # drafts that were accepted: they have slots
             self.manager.allocate_slots(
                 sequence, settled - sequence.num_computed_tokens, num_total_tokens=settled, num_in_flight_tokens=settled
             )
             self._tell(request)
-        num_in_flight: int = sequence.num_computed_tokens - settled
-        return max(0, num_in_flight)
+        return max(0, sequence.num_computed_tokens - settled)
 
-    def _append_and_reserve(
-        self, request: Any, sequence: Sequence, token: list[int], num_slots: int
-    ) -> GivenBlocks | None:
+    def _append_and_reserve(self, sequence: Sequence, token: list[int], num_slots: int) -> list[KVCacheBlock] | None:
         """Add a token, with `num_slots` slots in all. Room comes first: when there is none, nothing has changed."""
         blocks = self.manager.reserve_slots(sequence, num_slots - sequence.num_computed_tokens)
-        if blocks is None:
-            return None
-        self._append_slots(sequence, token)
-        self._tell(request)
-        return self._given_one(blocks) if blocks else self.empty_kv_cache_blocks
+        if blocks is not None:
+            self._append_slots(sequence, token)
+        return blocks
 
     def _tell(self, request: Any) -> None:
         """Make vLLM's events of what a request's call changed in the cache. Events say whose call made them."""

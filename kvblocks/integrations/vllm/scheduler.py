@@ -128,28 +128,25 @@ def _skip_hashing() -> None:
 
 
 def _watch_loras() -> None:
-    """Be told which adapters are loaded in place of an older one, and which are removed.
-
-    The wrappers show the signatures of what they wrap, by which vLLM decodes a caller's arguments.
-    """
+    """Be told which adapters are loaded in place of an older one, and which are removed."""
     core = _engine_core()
-
-    def make_add(original: Any) -> Any:
-        @wraps(original)
-        def add_lora(engine_core: Any, lora_request: Any) -> Any:
-            LORA_VERSIONS.note_loaded(lora_request)
-            return original(engine_core, lora_request)
-
-        return add_lora
-
-    def make_remove(original: Any) -> Any:
-        @wraps(original)
-        def remove_lora(engine_core: Any, lora_id: int) -> Any:
-            LORA_VERSIONS.note_removed(lora_id)
-            return original(engine_core, lora_id)
-
-        return remove_lora
-
     if core is not None:
-        _replace(core.EngineCore, "add_lora", make_add)
-        _replace(core.EngineCore, "remove_lora", make_remove)
+        _replace(core.EngineCore, "add_lora", _telling(LORA_VERSIONS.note_loaded))
+        _replace(core.EngineCore, "remove_lora", _telling(LORA_VERSIONS.note_removed))
+
+
+def _telling(note: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """Return what makes a wrapper of a method of one argument, which `note` is told first.
+
+    The wrapper shows the signature of what it wraps, by which vLLM decodes a caller's argument.
+    """
+
+    def make(original: Any) -> Any:
+        @wraps(original)
+        def told(engine_core: Any, argument: Any) -> Any:
+            note(argument)
+            return original(engine_core, argument)
+
+        return told
+
+    return make

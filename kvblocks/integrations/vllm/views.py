@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
-from kvblocks import BlockHold, CacheHit, KVCacheBlock, Sequence
+from kvblocks import BlockHold, CacheHit, InvalidArgumentError, KVCacheBlock, Sequence
 
 Tables = tuple[Items[KVCacheBlock | None], ...]
 
@@ -94,6 +94,15 @@ class HitBlocks(GivenBlocks):
     def __init__(self, hit: CacheHit, num_groups: int) -> None:
         super().__init__((hit.blocks,) if num_groups == 1 else tuple(hit.group_blocks(g) for g in range(num_groups)))
         self.hit = hit
+
+
+def given_hit(blocks: GivenBlocks | None, num_tokens: int) -> CacheHit | None:
+    """Return the hit behind blocks that a lookup returned, None behind others, of which there are no tokens."""
+    hit = blocks.hit if isinstance(blocks, HitBlocks) else None
+    num_hit = 0 if hit is None else hit.num_tokens
+    if num_hit != num_tokens:
+        raise InvalidArgumentError(f"num_new_computed_tokens: expected the hit's {num_hit}, got {num_tokens}")
+    return hit
 
 
 class TableBlocks(GivenBlocks):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from integrations.mini_sglang.conftest import STAND_IN
-from kvblocks import BlockStateError, StaleHitError, UnsupportedEngineError
+from kvblocks import BlockStateError, InvalidArgumentError, StaleHitError, UnsupportedEngineError
 
 
 def ids(*numbers):
@@ -74,7 +74,7 @@ def test_what_is_locked_is_not_evicted(make):
     held = hold(cache, cache.insert_prefix(ids(1, 2, 3), ids(0, 1, 2)))
     cache.insert_prefix(ids(1, 2, 9, 9), ids(0, 1, 5, 6))
     assert cache.size_info == (2, 3)
-    with pytest.raises(RuntimeError, match="expected at most 2 tokens, got 3"):
+    with pytest.raises(InvalidArgumentError, match="expected at most 2 tokens, got 3"):
         cache.evict(3)
     assert sorted(cache.evict(2).tolist()) == [5, 6]
     cache.lock_handle(held, unlock=True)
@@ -133,7 +133,7 @@ def test_spares_stay_while_their_request_goes_on(make):
     assert cache.size_info == (4, 4)
     cache.lock_handle(second)
     assert cache.size_info == (0, 8)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(InvalidArgumentError):
         cache.evict(1)
     cache.lock_handle(first, unlock=True)
     assert cache.size_info == (0, 8)

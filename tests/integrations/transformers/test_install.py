@@ -9,7 +9,7 @@ from transformers.generation.continuous_batching import cache_allocators, contin
 
 from integrations.transformers.batching import batching_config, generate, kvblocks_installed, make_prompts
 from integrations.transformers.driver import Driver
-from kvblocks import UnsupportedEngineError
+from kvblocks import InvalidArgumentError, UnsupportedEngineError
 from kvblocks.integrations.transformers import install, probe, uninstall
 
 
@@ -44,7 +44,7 @@ def test_a_manager_that_runs_goes_on_after_uninstall(llama):
 
 def test_a_wrong_option_changes_nothing():
     before = names()
-    with pytest.raises(ValueError, match="'early' or 'late', got 'never'"):
+    with pytest.raises(InvalidArgumentError, match="'early' or 'late', got 'never'"):
         install(commit="never")
     assert names() == before
 
