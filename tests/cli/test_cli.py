@@ -139,7 +139,8 @@ main(["fetch", "smollm2"])
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT to a process, which POSIX systems have")
 def test_ctrl_c_ends_it_without_a_traceback(tmp_path):
     code = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 from kvblocks.engine.model import fetch
 from kvblocks.cli.app import main
 
