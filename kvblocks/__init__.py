@@ -7,8 +7,8 @@
 
 The rooms: `kvblocks.core` is one group of layers with full attention and all that exactness needs; `kvblocks.groups`
 are several groups; `kvblocks.retention` says what stays; `kvblocks.observe` is what people look at;
-`kvblocks.prefix_cache` is for engines that own their block ids. The reference engine is `kvblocks.engine`, its kernels
-`kvblocks.kernels`.
+`kvblocks.tiers` is what is kept below the device; `kvblocks.prefix_cache` is for engines that own their block ids. The
+reference engine is `kvblocks.engine`, its kernels `kvblocks.kernels`.
 
 Public calls check what they are given: see `kvblocks.arguments`. Nothing is checked of the records that they answer
 with (CacheStats, PrefixRow, SharedPrefix, Plan and the like) when somebody else makes one.
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from kvblocks.retention.holds import BlockHold, BlockHolds
     from kvblocks.retention.pins import Pin
     from kvblocks.stats import CacheStats, GroupUsage, MetricsSnapshot, QuotaUsage, Refusal
+    from kvblocks.tiers.tier import Tier, TierStats
+    from kvblocks.tiers.tiers import Tiers
+    from kvblocks.tiers.transfer import Loaded, TierHit, Transfer
     from kvblocks.version import __version__
 
     __compiled__: bool
@@ -92,12 +95,15 @@ _HOMES = {
     "prefix_cache.pins": ("PinnedPrefix",),
     "retention.holds": ("BlockHold", "BlockHolds"),
     "retention.pins": ("Pin",),
+    "tiers.tier": ("Tier", "TierStats"),
+    "tiers.tiers": ("Tiers",),
+    "tiers.transfer": ("Loaded", "TierHit", "Transfer"),
     "stats": ("CacheStats", "GroupUsage", "MetricsSnapshot", "QuotaUsage", "Refusal"),
     "version": ("__version__",),
 }
 # Modules that can be had as attributes, as if they had been imported.
 _ROOMS = {"arguments", "core", "errors", "events", "groups", "hashing", "manager", "metrics", "observe", "prefix_cache"}
-_ROOMS |= {"retention", "stats", "version"}
+_ROOMS |= {"retention", "stats", "tiers", "version"}
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -124,6 +130,7 @@ __all__ = [
     "KVCacheBlock",
     "KVCacheManager",
     "KVLayer",
+    "Loaded",
     "MetricsSnapshot",
     "Pin",
     "PinBudgetError",
@@ -141,6 +148,11 @@ __all__ = [
     "SharedPrefix",
     "SlidingWindow",
     "StaleHitError",
+    "Tier",
+    "TierHit",
+    "TierStats",
+    "Tiers",
+    "Transfer",
     "UnsupportedEngineError",
     "__compiled__",
     "__version__",

@@ -67,12 +67,18 @@ if TYPE_CHECKING:  # what only some managers need is imported by those
     from kvblocks.retention.holds import BlockHolds
     from kvblocks.retention.pins import Pin, Pins, Priority
     from kvblocks.retention.quotas import TenantQuotas
+    from kvblocks.tiers.tier import Tier
+    from kvblocks.tiers.tiers import Tiers
+    from kvblocks.tiers.transfer import TierHit
 
 _NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
 """What adding a token the short way raises where the long way may still take it, or knows what is wrong with it."""
 
 _NONE: Any = 0
 """What most calls give as a number of special tokens; seen by identity, since that asks nothing of an odd value."""
+
+_NO_TIERS: Any = ()
+"""What most give as tiers, and as loads from them; seen by identity, too."""
 
 Step = tuple[list[Sequence], dict[Sequence, int]]
 """The sequences of a step, and their indices in it."""
@@ -89,7 +95,8 @@ class KVCacheManager(Changeable):
     for `take_events`; then take them regularly, since they are kept until taken. num_history_blocks: how many
     prefixes that are cached no more `explain` remembers; 0 costs nothing, otherwise each block is hashed when it is
     cached, and each remembered one takes about 250 bytes. pin_budget: share of the pool that pins may hold together,
-    0.0 to 1.0. debug: run `check()` after every change. Raises InvalidArgumentError. O(num_blocks).
+    0.0 to 1.0. tiers: where copies of cached blocks are kept below the device, the quickest first, see `tiers`. debug:
+    run `check()` after every change. Raises InvalidArgumentError. O(num_blocks).
     """
 
     def __init__(
@@ -104,6 +111,7 @@ class KVCacheManager(Changeable):
         enable_events: Flag = False,
         num_history_blocks: SupportsIndex = 0,
         pin_budget: SupportsFloat = 0.5,
+        tiers: Iterable[Tier] = _NO_TIERS,
         debug: Flag = False,
     ) -> None:
         caches, named = check_flag("enable_caching", enable_caching), check_flag("enable_events", enable_events)
@@ -133,6 +141,7 @@ class KVCacheManager(Changeable):
 
             self._history = History(num_remembered)
             self._index.watch(self._history)
+        self._tiers: Tiers | None = None
         self._sampler: BlockSampler | None = None
         self._pins: Pins | None = None
         self._holds: BlockHolds | None = None
@@ -144,6 +153,8 @@ class KVCacheManager(Changeable):
         # When debugging or naming changes, a token that begins or fills a block goes the long way.
         self._fills_quickly = not debugs and not self._index.needs_digests and not self._slots.has_side_groups
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
+        if tiers is not _NO_TIERS:
+            self._tiers = self._make_tiers(tiers)
 
     @property
     def num_blocks(self) -> int:
@@ -243,6 +254,7 @@ class KVCacheManager(Changeable):
         num_total_tokens: SupportsIndex | None = None,
         num_in_flight_tokens: SupportsIndex = 0,
         delay_cache_blocks: Flag = False,  # noqa: FBT002  # meant to be named; see docs/design.md, "The hot path"
+        loads: Iterable[TierHit] = _NO_TIERS,
     ) -> list[KVCacheBlock] | None:
         """Make room for the next `num_new_tokens` known tokens (None: all the rest) and cache the blocks that get full.
 
@@ -256,7 +268,9 @@ class KVCacheManager(Changeable):
 
         num_external_computed_tokens: known tokens whose KV comes from elsewhere, such as a transfer; their slots come
         before those of the new tokens, of which there may then be none (nor need there be any behind a hit of whole
-        blocks). They are delayed. delay_cache_blocks: cache nothing of these tokens, nor of any behind them, before
+        blocks). They are delayed. loads: the same of tiers, `tiers.find`'s answer or a first part of it: the transfers
+        begin with the next `tiers.take_transfers`, and until `tiers.complete` says that the sequence is loaded it is
+        in no step. delay_cache_blocks: cache nothing of these tokens, nor of any behind them, before
         `cache_blocks` says that they are written; `rewind` if they never are. Returns the new blocks, perhaps none; or
         None, with nothing changed, when the pool can't serve it.
 
@@ -280,6 +294,9 @@ class KVCacheManager(Changeable):
         if num_in_flight_tokens is not _NONE:
             num_in_flight = check_count("num_in_flight_tokens", num_in_flight_tokens, 0)
         delayed = delay_cache_blocks is not False and check_flag("delay_cache_blocks", delay_cache_blocks)
+        found_below: list[TierHit] = []
+        if loads is not _NO_TIERS:
+            found_below, num_external = self._check_loads(own, found, loads, num_external)
         is_start = own.owner is None
         if is_start:
             start = 0 if found is None else check_hit(self._index, own, found)
@@ -302,6 +319,8 @@ class KVCacheManager(Changeable):
             blocks = self._slots.grow(own, end, end + num_lookahead, num_in_flight, delayed=delayed)
         if blocks is not None and (self._in_flight.sequences or delayed or end < len(own.tokens)):
             self._in_flight.note(own)
+        if found_below and blocks is not None:
+            self.tiers.begin_loads(own, found_below)
         self.change_state = self._rest_state  # `_end`, without the call
         if self.change_state:
             self.check()
@@ -424,10 +443,7 @@ class KVCacheManager(Changeable):
         """
         given = asked_once(num_computed_tokens)
         own = self._check_owned(sequence, "cache_blocks")
-        number = check_count("num_computed_tokens", given, 0, own.num_computed_tokens)
-        self._slots.commit(own, number)
-        self._in_flight.note(own)
-        self._end()
+        self._commit(own, check_count("num_computed_tokens", given, 0, own.num_computed_tokens))
         return own.num_cached_blocks * self.block_size if own.epoch is self._index.epoch else 0
 
     def get_num_blocks_to_allocate(
@@ -518,6 +534,8 @@ class KVCacheManager(Changeable):
         self._claim(twin, "fork")
         self._slots.fork(sequence, twin)
         self._in_flight.note(twin)
+        if self._tiers is not None:
+            self._tiers.note_fork(sequence, twin)
         self._end()
         return twin
 
@@ -552,6 +570,8 @@ class KVCacheManager(Changeable):
             self._forget_unwritten(sequence, written)
         self._slots.truncate(sequence, end)
         self._in_flight.note(sequence)
+        if self._tiers is not None:
+            self._tiers.note_cut(sequence)
         self._end()
 
     def rewind(self, sequence: Given[Sequence], num_tokens: SupportsIndex) -> int:
@@ -570,9 +590,9 @@ class KVCacheManager(Changeable):
         if own.side_tables is not None:
             own.side_tables.check_back(end, own.sequence_id, "rewind")
         self.begin_change()
-        self._forget_unwritten(own, end)
-        self._slots.rewind(own, end)
-        self._in_flight.note(own)
+        self._go_back(own, end)
+        if self._tiers is not None:
+            self._tiers.note_cut(own)
         self._end()
         return end
 
@@ -603,6 +623,8 @@ class KVCacheManager(Changeable):
         self._index.clear()
         if self._slots.soft_holds is not None:
             self._slots.soft_holds.drop_uncached()
+        if self._tiers is not None:
+            self._tiers.clear()
         self._end()
 
     def evict_blocks(self, block_ids: Iterable[SupportsIndex]) -> int:
@@ -621,7 +643,11 @@ class KVCacheManager(Changeable):
         ]
         self.begin_change()
         num_before = self._pool.num_cached_blocks
+        if self._tiers is not None:
+            self._tiers.note_bad(blocks)
         self._pool.uncache(blocks)
+        if self._tiers is not None:
+            self._tiers.note_forgotten()
         if self._slots.soft_holds is not None:
             self._slots.soft_holds.drop_uncached()
         self._end()
@@ -642,6 +668,13 @@ class KVCacheManager(Changeable):
 
             self._holds = Holds(self, self._slots, self._check_owned, self.free, self._end)
         return self._holds
+
+    @property
+    def tiers(self) -> Tiers:
+        """What is kept below the device and what moves between, with its calls. Empty unless tiers were given. O(1)."""
+        if self._tiers is None:
+            self._tiers = self._make_tiers(())
+        return self._tiers
 
     @property
     def last_refusal(self) -> Refusal | None:
@@ -886,6 +919,9 @@ class KVCacheManager(Changeable):
             self._slots.soft_holds.check()
         if self._holds is not None:
             tables += self._holds.owned()
+        if self._tiers is not None:
+            tables += self._tiers.owned()
+            self._tiers.check()
         self._pool.check(tables)
         batch, indices = self._last_step
         assert indices == {sequence: i for i, sequence in enumerate(batch)}, "step: indices of another batch"
@@ -916,6 +952,8 @@ class KVCacheManager(Changeable):
         if hit is not None and hit.blocks:
             self._num_hits += 1
             self._num_hit_tokens += hit.num_tokens
+            if self._tiers is not None:
+                self._tiers.note_use(hit)
         return blocks
 
     def _find_room(
@@ -1041,6 +1079,8 @@ class KVCacheManager(Changeable):
             self._last_step = ([], {})
         if self._in_flight.sequences:
             self._in_flight.drop(own)
+        if self._tiers is not None:
+            self._tiers.note_end(own)
         self._slots.release(own)
         self.change_state = self._rest_state  # `_end`, without the call
         if self.change_state:
@@ -1052,6 +1092,37 @@ class KVCacheManager(Changeable):
             self._pool.requeue_detached()
         if self._slots.soft_holds is not None:
             self._slots.soft_holds.drop_uncached()
+        if self._tiers is not None:
+            self._tiers.note_forgotten()
+
+    def _go_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give back the slots behind the first tokens, which end with a block; what is cached there is forgotten."""
+        self._forget_unwritten(sequence, num_tokens)
+        self._slots.rewind(sequence, num_tokens)
+        self._in_flight.note(sequence)
+
+    def _commit(self, sequence: Sequence, num_tokens: int) -> None:
+        """Cache what the first tokens of a sequence, which are written, fill: a whole change."""
+        self._slots.commit(sequence, num_tokens)
+        self._in_flight.note(sequence)
+        self._end()
+
+    def _make_tiers(self, tiers: Iterable[Tier]) -> Tiers:
+        from kvblocks.tiers.tier import check_tiers
+        from kvblocks.tiers.tiers import ManagerCalls, Tiers
+
+        given = check_tiers(tiers, num_groups=self._slots.num_groups, enable_caching=self.enable_caching)
+        calls = ManagerCalls(self._check_owned, self._commit, self._go_back, self._end)
+        return Tiers(given, self, self._slots, self._sequences, calls)
+
+    def _check_loads(
+        self, sequence: Sequence, hit: CacheHit | None, loads: Iterable[TierHit], num_external: int
+    ) -> tuple[list[TierHit], int]:
+        """Return loads as a list, and how many external tokens there are with them."""
+        given, num_loaded = self.tiers.check_loads(sequence, hit, loads)
+        if given and num_external:
+            raise InvalidArgumentError("allocate_slots: expected loads or num_external_computed_tokens, got both")
+        return given, num_loaded or num_external
 
     def _claim(self, sequence: Sequence, call: str) -> None:
         """Begin a change by entering a sequence under its id, which is hashed and compared before anything changes.

@@ -1,0 +1,137 @@
+"""Jobs: a sequence's load, or a prefix's store, of one or more transfers, and the fences around them.
+
+A job owns the blocks on both sides from its beginning to the end of its last transfer, whatever becomes of sequences
+meanwhile. So a transfer's bytes never go to, nor come from, a block that means something else by then.
+"""
+
+from kvblocks.core.block import KVCacheBlock, Node
+from kvblocks.core.sequence import Sequence
+from kvblocks.tiers.pool import TierPool
+from kvblocks.tiers.transfer import ENDED, QUEUED, Transfer
+from kvblocks.tiers.wishes import Prefix
+
+
+class Job:
+    """What both kinds have.
+
+    transfers: all of them. blocks: the device's that are moved, in the prefix's order. slots: the tiers' for them.
+    num_good: the first so many are not known to hold anything but what they should.
+    """
+
+    def __init__(self, blocks: list[KVCacheBlock], slots: list[KVCacheBlock]) -> None:
+        self.blocks = blocks
+        self.slots = slots
+        self.transfers: list[Transfer] = []
+        self.num_open = 0
+        self.num_good = len(blocks)
+        self._has_arrived = [False] * len(blocks)
+
+    def add(self, transfer: Transfer) -> None:
+        """Take one more transfer in."""
+        self.transfers.append(transfer)
+        self.num_open += 1
+
+    def end(self, transfer: Transfer, *, ok: bool) -> None:
+        """Note that a transfer is over, and whether its bytes arrived."""
+        transfer.state = ENDED
+        self.num_open -= 1
+        if ok:
+            for number in range(transfer.first, transfer.first + len(transfer.slots)):
+                self._has_arrived[number] = True
+
+    def cancel_queued(self) -> None:
+        """End the transfers that nobody knows of yet."""
+        for transfer in self.transfers:
+            if transfer.state == QUEUED:
+                self.end(transfer, ok=False)
+
+    def num_arrived(self, also: Transfer | None = None) -> int:
+        """Return how many first blocks have arrived. also: a transfer that counts as if it had."""
+        arrived = self._has_arrived
+        if also is not None:
+            arrived = arrived.copy()
+            arrived[also.first : also.first + len(also.slots)] = [True] * len(also.slots)
+        return min(arrived.index(False) if False in arrived else len(arrived), self.num_good)
+
+
+class LoadJob(Job):
+    """Loads of the blocks that stand in its sequences' tables from index `first` on.
+
+    sequences: who waits for it: the one that it was begun for, and those that were forked from it since. parts: by
+    tier, the slots of the prefix that it has, which are owned.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        first: int,
+        blocks: list[KVCacheBlock],
+        slots: list[KVCacheBlock],
+        parts: list[tuple[TierPool, list[KVCacheBlock]]],
+    ) -> None:
+        super().__init__(blocks, slots)
+        self.sequences: dict[Sequence, None] = {sequence: None}
+        self.first = first
+        self.parts = parts
+        self.held = [*sequence.blocks[:first], *blocks]
+
+    def note_bad(self, slots: list[KVCacheBlock]) -> None:
+        """Take note that what these slots hold is bad: whatever comes of it has not arrived."""
+        for number, slot in enumerate(self.slots):
+            if slot in slots:
+                self.num_good = min(self.num_good, number)
+
+    def end_in(self, sequence: Sequence, num_arrived: int) -> int:
+        """Return the index in a sequence's table behind what arrived of this job and stands there still."""
+        table, index = sequence.blocks, self.first
+        for block in self.blocks[:num_arrived]:
+            if index >= len(table) or table[index] is not block:
+                break
+            index += 1
+        return index
+
+    def waits(self, sequence: Sequence, index: int) -> bool:
+        """Whether a sequence has a block of this job at `index` of its table."""
+        number = index - self.first
+        return (
+            number < len(self.blocks) and index < len(sequence.blocks) and sequence.blocks[index] is self.blocks[number]
+        )
+
+
+class StoreJob(Job):
+    """The store of a prefix's blocks from index `len(parents)` on.
+
+    prefix: all of it. parents: the slots that hold what comes before, and slots: new ones, both owned.
+    """
+
+    def __init__(self, pool: TierPool, prefix: Prefix, parents: list[KVCacheBlock], slots: list[KVCacheBlock]) -> None:
+        first = len(parents)
+        super().__init__(prefix.blocks[first : first + len(slots)], slots)
+        self.pool = pool
+        self.prefix = prefix
+        self.parents = parents
+        self._nodes: list[Node] = [block.node for block in self.blocks]
+
+    def note_forgotten(self) -> None:
+        """Take note of which blocks are cached no more where they were: what they hold may be what nobody wrote.
+
+        Asked whenever something is taken back, since a block may be cached at the same place again. O(blocks).
+        """
+        for number in range(self.num_good):
+            (run, index), block = self._nodes[number], self.blocks[number]
+            if block.run is not run or block.index != index or not block.is_cached:
+                self.num_good = number
+                break
+
+    def finish(self) -> int:
+        """Cache in the tier what is right, give all slots back, and return how many blocks were stored."""
+        self.note_forgotten()
+        number, parents = self.num_arrived(), self.parents
+        if parents and not parents[-1].is_cached:
+            number = 0
+        if number:
+            node: Node = parents[-1].node if parents else (None, 0)
+            tokens = memoryview(self.prefix.tokens)
+            self.pool.index.cache(node, self.slots[:number], tokens, self.prefix.extra_keys, len(parents))
+        self.pool.let_go([*parents, *self.slots])
+        return number

@@ -1,0 +1,70 @@
+"""`TierPool`: the slots of a tier, and the exact map of what they hold.
+
+A tier is another pool of ids below the device's: the same index, free queue and policy (`core`), so a hit in it
+compares tokens and keys as one on the device does, its least recently used blocks make room first, and a prefix's end
+goes before its beginning. A slot that is being written or read is owned by the transfer's job. Digests are sha256, and
+computed only when somebody asks for a block's identity.
+"""
+
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.hashing import sha256_digest
+from kvblocks.core.pool import BlockPool
+from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
+from kvblocks.tiers.tier import Tier, TierStats
+
+
+class TierPool:
+    """What a tier holds. Counters as `TierStats`."""
+
+    def __init__(self, tier: Tier, block_size: int) -> None:
+        self.name: str = tier.name
+        self.num_block_bytes: int = tier.num_block_bytes
+        self.stores_reused = tier.store == "reused"
+        self.stores_computed = tier.store == "computed"
+        self.min_store_tokens: int | None = tier.min_store_tokens
+        self.max_transfer_blocks: int = tier.max_transfer_blocks
+        self.index = PrefixIndex(block_size, sha256_digest)
+        self.pool = BlockPool(tier.num_blocks, self.index)
+        self.num_stored_blocks = self.num_loaded_blocks = self.num_failed_blocks = self.num_dropped_blocks = 0
+
+    def match(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, max_blocks: int) -> list[KVCacheBlock]:
+        """Return the slots of the longest prefix that is stored, at most so many blocks. As `PrefixIndex.match`."""
+        return self.index.match(tokens, extra_keys, max_blocks)
+
+    def hold(self, blocks: list[KVCacheBlock]) -> None:
+        """Own slots, so that they are not reused. O(their number)."""
+        self.pool.touch(blocks)
+
+    def let_go(self, blocks: list[KVCacheBlock]) -> None:
+        """Give slots back, in the order of their prefix; what is stored in them stays. O(their number)."""
+        self.pool.release_table(blocks)
+
+    def drop(self, blocks: list[KVCacheBlock]) -> None:
+        """Forget what slots hold, and all that is chained to it. O(all those)."""
+        self.pool.uncache(blocks)
+
+    def drop_prefix(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, num_blocks: int) -> list[KVCacheBlock]:
+        """Forget a prefix of so many blocks; returns the slots that held it. A lookup for each of those."""
+        dropped: list[KVCacheBlock] = []
+        while len(found := self.match(tokens, extra_keys, num_blocks)) == num_blocks:
+            dropped.append(found[-1])
+            self.drop(found[-1:])
+        return dropped
+
+    def clear(self) -> None:
+        """Forget everything that is stored. What transfers read and write they go on to own. O(1), as there."""
+        self.index.clear()
+
+    def stats(self) -> TierStats:
+        """Return what it holds, and what was moved. O(1)."""
+        return TierStats(
+            name=self.name,
+            num_blocks=len(self.pool.blocks),
+            num_cached_blocks=self.pool.num_cached_blocks,
+            num_stored_blocks=self.num_stored_blocks,
+            num_loaded_blocks=self.num_loaded_blocks,
+            num_failed_blocks=self.num_failed_blocks,
+            num_dropped_blocks=self.num_dropped_blocks,
+            num_evicted_blocks=self.pool.num_evicted_blocks,
+            num_moving_blocks=len(self.pool.blocks) - self.pool.num_free_blocks,
+        )

@@ -1,0 +1,94 @@
+"""`Tier`: what a user says of a place below the device, and the records that come back of it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, SupportsFloat, SupportsIndex, get_args
+
+from kvblocks.arguments import check_count, check_name, check_number, is_a, listed, wrong
+from kvblocks.errors import InvalidArgumentError
+
+StoreWhen = Literal["computed", "freed", "reused"]
+"""When a block is stored: once it is written, when its sequence ends, or when a second sequence hits it."""
+
+
+class Tier:
+    """A place that holds copies of cached blocks, in slots 0 to num_blocks - 1.
+
+    name: of your choice. num_blocks: slots, each for one block's keys and values in all layers. num_block_bytes: of a
+    slot; what a load costs is counted in them. store: when blocks are stored, see `StoreWhen`; "freed" writes each
+    once, "reused" spares a disk. min_store_tokens: prefixes of at least so many tokens are stored when they are freed,
+    whatever `store` says; None: there is no such length. bytes_per_second: how fast a load is expected to be, until
+    that is learned; None: not known. max_transfer_blocks: of one transfer; what fails, fails by so many.
+    Raises InvalidArgumentError.
+
+    The order of a manager's tiers is that of preference, the quickest first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_blocks: SupportsIndex,
+        num_block_bytes: SupportsIndex = 0,
+        *,
+        store: StoreWhen = "freed",
+        min_store_tokens: SupportsIndex | None = None,
+        bytes_per_second: SupportsFloat | None = None,
+        max_transfer_blocks: SupportsIndex = 32,
+    ) -> None:
+        given = check_name("Tier: name", name)
+        if given is None:
+            raise wrong("Tier: name", "a non-empty str", name)
+        self.name = given
+        self.num_blocks = check_count("Tier: num_blocks", num_blocks, 1)
+        self.num_block_bytes = check_count("Tier: num_block_bytes", num_block_bytes, 0)
+        if store not in get_args(StoreWhen):
+            raise wrong("Tier: store", f"one of {', '.join(map(repr, get_args(StoreWhen)))}", store)
+        self.store: StoreWhen = store
+        least = None if min_store_tokens is None else check_count("Tier: min_store_tokens", min_store_tokens, 0)
+        self.min_store_tokens = least
+        rate = None if bytes_per_second is None else float(check_number("Tier: bytes_per_second", bytes_per_second))
+        if rate is not None and not 0 < rate < float("inf"):
+            raise wrong("Tier: bytes_per_second", "a number above 0, or None", bytes_per_second)
+        self.bytes_per_second = rate
+        self.max_transfer_blocks = check_count("Tier: max_transfer_blocks", max_transfer_blocks, 1)
+
+    def __repr__(self) -> str:
+        return f"Tier({self.name!r}, {self.num_blocks} blocks)"
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """What a tier holds, and what was moved since the manager was made.
+
+    num_stored_blocks, num_loaded_blocks: whose bytes arrived. num_failed_blocks: of transfers that failed.
+    num_dropped_blocks: that were to be stored, and were not: their KV had left the device or the cache before, or the
+    tier had no room. num_evicted_blocks: that made room for others. num_moving_blocks: under a transfer now.
+    """
+
+    name: str
+    num_blocks: int
+    num_cached_blocks: int
+    num_stored_blocks: int
+    num_loaded_blocks: int
+    num_failed_blocks: int
+    num_dropped_blocks: int
+    num_evicted_blocks: int
+    num_moving_blocks: int
+
+
+def check_tiers(tiers: Iterable[Tier], *, num_groups: int, enable_caching: bool) -> tuple[Tier, ...]:
+    """Return a manager's tiers. Raises InvalidArgumentError."""
+    given = tuple(listed("tiers", "an iterable of Tier", tiers))
+    for tier in given:
+        if not is_a(tier, Tier):
+            raise wrong("tiers", "an iterable of Tier", tier)
+    if not given:
+        return given
+    names = [tier.name for tier in given]
+    if len(set(names)) < len(names):
+        raise InvalidArgumentError(f"tiers: expected different names, got {names}")
+    if not enable_caching:
+        raise InvalidArgumentError("tiers: expected enable_caching=True, since they hold what is cached; got False")
+    if num_groups > 1:
+        raise InvalidArgumentError(f"tiers: expected one group of full attention, got {num_groups} groups")
+    return given

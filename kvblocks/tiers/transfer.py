@@ -1,0 +1,88 @@
+"""What goes to and fro between a manager of tiers and who moves the bytes: `TierHit`, `Transfer`, `Loaded`."""
+
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.sequence import Sequence
+from kvblocks.tiers.pool import TierPool
+
+QUEUED, BEGUN, ENDED = 0, 1, 2
+"""What becomes of a transfer: nobody knows of it yet, somebody carries it out, it is over or was never begun."""
+
+
+class TierHit:
+    """What a tier has of a sequence, behind what the device and the tiers above it have, as of one moment.
+
+    sequence: whose lookup it is. tier: its name. first_token: where it begins. num_tokens: of how many tokens it has
+    the KV, in whole blocks, and never with the last known one, whose logits are needed. num_bytes: what a load moves.
+    Made by `manager.tiers.find`; read-only. It owns nothing: `allocate_slots` checks that it is still true.
+    """
+
+    __slots__ = ("first_token", "num_bytes", "num_tokens", "pool", "prefix", "sequence", "tier", "version")
+
+    def __init__(self, sequence: Sequence, pool: TierPool, prefix: list[KVCacheBlock], first_block: int) -> None:
+        """prefix: the tier's slots from the sequence's first block on, of which those from first_block on are meant."""
+        self.sequence = sequence
+        self.pool = pool
+        self.prefix = prefix
+        self.version = pool.index.version
+        self.tier = pool.name
+        self.first_token = first_block * pool.index.block_size
+        self.num_tokens = len(prefix) * pool.index.block_size - self.first_token
+        self.num_bytes = (len(prefix) - first_block) * pool.num_block_bytes
+
+    def __repr__(self) -> str:
+        return f"TierHit({self.tier!r}, {self.num_tokens} tokens from {self.first_token}, {self.num_bytes} bytes)"
+
+
+class Transfer:
+    """Blocks whose bytes are to be copied: block_ids[i] of the device, slots[i] of the tier.
+
+    is_load: from the tier to the device; else the other way. tier: its name. generation: of this transfer alone, in
+    this manager; answers that came for another one change nothing. num_bytes: of all. state: see above. Made by
+    `manager.tiers`; read-only, compared by identity.
+    """
+
+    __slots__ = ("block_ids", "first", "generation", "is_load", "num_bytes", "owner", "slots", "state", "tier")
+
+    def __init__(
+        self,
+        owner: object,
+        generation: int,
+        tier: TierPool,
+        first: int,
+        blocks: list[tuple[int, int]],
+        *,
+        is_load: bool,
+    ) -> None:
+        """owner: the `Tiers` that made it. first: its first block's number in its job. blocks: (device, slot) ids."""
+        self.owner = owner
+        self.generation = generation
+        self.tier = tier.name
+        self.first = first
+        self.block_ids = [block_id for block_id, _ in blocks]
+        self.slots = [slot for _, slot in blocks]
+        self.num_bytes = len(blocks) * tier.num_block_bytes
+        self.is_load = is_load
+        self.state = QUEUED
+
+    def __repr__(self) -> str:
+        kind = "load" if self.is_load else "store"
+        return f"Transfer({self.generation}, {kind}, {self.tier!r}, {len(self.slots)} blocks)"
+
+
+class Loaded:
+    """What became of a sequence's loads, all of which have ended.
+
+    num_tokens: its first tokens whose KV is there; whatever comes behind them is to be computed. is_whole: whether all
+    arrived that was to be loaded. Read-only.
+    """
+
+    __slots__ = ("is_whole", "num_tokens", "sequence")
+
+    def __init__(self, sequence: Sequence, num_tokens: int, *, is_whole: bool) -> None:
+        self.sequence = sequence
+        self.num_tokens = num_tokens
+        self.is_whole = is_whole
+
+    def __repr__(self) -> str:
+        state = "whole" if self.is_whole else "in part"
+        return f"Loaded({self.sequence}, {self.num_tokens} tokens, {state})"

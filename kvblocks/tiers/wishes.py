@@ -1,0 +1,70 @@
+"""What is to be stored: prefixes of the device's cache, by where they end.
+
+A wish owns nothing. Until its store begins its blocks may be taken for something else, and then it is for nothing, or
+for what is left of the prefix: so taking a block never waits for a copy.
+"""
+
+from kvblocks.core.block import KVCacheBlock, Node, Run
+
+MOST_WISHES = 4096
+"""The oldest wish is dropped for one more: an engine that never asks for transfers loses hits, and no memory."""
+
+
+class Prefix:
+    """A cached prefix: its tokens, packed, its encoded keys by block, and the blocks that hold it."""
+
+    def __init__(self, tokens: bytearray, extra_keys: dict[int, bytes] | None, blocks: list[KVCacheBlock]) -> None:
+        self.tokens = tokens
+        self.extra_keys = extra_keys
+        self.blocks = blocks
+
+    def token_view(self) -> "memoryview[int]":
+        """Return the tokens as u32."""
+        return memoryview(self.tokens).cast("I")
+
+
+def prefix_of(run: Run, num_blocks: int) -> Prefix:
+    """Return the cached prefix that ends behind the first `num_blocks` blocks of `run`. O(its blocks)."""
+    parts = [(run, num_blocks)]
+    above, position, _, _ = run.key
+    while above is not None:
+        parts.append((above, position + 1))
+        above, position, _, _ = above.key
+    tokens, keys, blocks = bytearray(), dict[int, bytes](), list[KVCacheBlock]()
+    for part, count in reversed(parts):
+        for index, key in (part.extra_keys or {}).items():
+            if index < count:
+                keys[len(blocks) + index] = key
+        tokens += part.tokens[: count * part.epoch.block_bytes]
+        blocks += part.blocks[:count]
+    return Prefix(tokens, keys or None, blocks)
+
+
+class Wishes:
+    """The prefixes that are to be stored in one tier, the oldest wish first."""
+
+    def __init__(self) -> None:
+        self._ends: dict[Run, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def add(self, node: Node) -> int:
+        """Wish for the prefix that ends at a cached node. Returns how many older wishes had to go. O(1)."""
+        run, position = node
+        if run is None:
+            return 0
+        self._ends[run] = max(self._ends.get(run, 0), position + 1)
+        if len(self._ends) <= MOST_WISHES:
+            return 0
+        del self._ends[next(iter(self._ends))]
+        return 1
+
+    def take_all(self) -> list[tuple[Run, int]]:
+        """Return the wishes, as runs and how many first blocks of them, and forget them. O(wishes)."""
+        ends, self._ends = self._ends, {}
+        return [*ends.items()]
+
+    def clear(self) -> None:
+        """Wish for nothing any more."""
+        self._ends = {}

@@ -1,0 +1,573 @@
+"""An engine with tiers in miniature: the memory machine, and beside it the bytes of every slot below the device.
+
+Transfers are carried out at any time between `take_transfers` and `complete`, in any order, answered in any order, more
+than once or as failed, in which case they may leave garbage in whatever they were to write. Nothing here believes the
+manager: each hit, on the device and below, must hold what its sequence needs.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import kvblocks
+from kvblocks import (
+    BlockHold,
+    CacheHit,
+    KVCacheManager,
+    Loaded,
+    Pin,
+    PinBudgetError,
+    SequenceStateError,
+    StaleHitError,
+    Tier,
+    TierHit,
+    Transfer,
+)
+from model.kv_memory import GARBAGE, KVMemory
+
+MAX_TOKENS = 24
+MAX_RUNNING = 4
+MAX_WAITING = 5
+
+
+@dataclass(eq=False)
+class Moving:
+    """A transfer that was taken. is_done: whether its bytes were copied."""
+
+    transfer: Transfer
+    is_done: bool = False
+
+
+class TierMachine:
+    """Random operations on a manager of tiers. `walk` makes so many, and checks after each."""
+
+    def __init__(self, seed: int, num_blocks: int, block_size: int, tiers: list[Tier], **options: Any) -> None:
+        self.random = random.Random(seed)
+        self.manager = KVCacheManager(num_blocks, block_size, tiers=tiers, **options)
+        first = self.manager.first_block_id
+        self.memory = KVMemory(first + num_blocks, self.manager.groups, block_size)
+        self.below = {tier.name: [[GARBAGE] * block_size for _ in range(tier.num_blocks)] for tier in tiers}
+        self.running: list[kvblocks.Sequence] = []
+        self.waiting: list[kvblocks.Sequence] = []
+        self.moving: list[Moving] = []
+        self.ended: list[Transfer] = []
+        self.storing: dict[tuple[str, int], int] = {}  # by slot: the block that is stored there; jobs may be over
+        self.waits_from: dict[kvblocks.Sequence, int] = {}  # the first token that a loading sequence waits for
+        self.found: dict[kvblocks.Sequence, tuple[CacheHit, list[TierHit]]] = {}
+        self.pins: list[Pin] = []
+        self.holds: list[tuple[BlockHold, dict[int, list[int]]]] = []
+        self.num_made = 0
+        self.counts: dict[str, int] = {}
+        names = [name for name in dir(self) if name.startswith("do_")]
+        self._operations = [name for name in names for _ in range(WEIGHTS.get(name, 2))]
+
+    def walk(self, num_steps: int, *, check_every: int = 1) -> None:
+        for number in range(num_steps):
+            getattr(self, self.random.choice(self._operations))()
+            if number % check_every == 0:
+                self.check()
+        self.check()
+
+    def count(self, what: str, number: int = 1) -> None:
+        self.counts[what] = self.counts.get(what, 0) + number
+
+    # Sequences.
+
+    def do_new(self) -> None:
+        chosen = random.Random(self.random.randrange(5))  # of few prompts, so that they come again
+        tokens = [chosen.randrange(2) for _ in range(self.random.randint(8, 20))]
+        salt = self.random.choice([None] * 7 + ["salt"])
+        spans = []
+        if self.random.random() < 0.3:
+            start = self.random.randrange(len(tokens))
+            spans = [(start, self.random.randint(start + 1, len(tokens)), "image")]
+        self.add(tokens, salt, spans)
+
+    def do_new_like_another(self) -> None:
+        others = self.running + self.waiting
+        if others:
+            other = self.random.choice(others)
+            tokens = other.token_ids(0, self.random.randint(1, other.num_tokens))
+            tokens += [self.random.randrange(2) for _ in range(self.random.randint(0, 6))]
+            tokens = tokens[:MAX_TOKENS]
+            spans = [(start, end, key) for start, end, key in other.extra_keys if end <= len(tokens)]
+            self.add(tokens, other.salt, spans)
+
+    def add(self, tokens: list[int], salt: str | None, spans: list[Any]) -> None:
+        self.num_made += 1
+        num_prompt = max([self.random.randint(1, len(tokens)), *(end for _, end, _ in spans)])
+        sequence = kvblocks.Sequence(self.num_made, tokens[:num_prompt], salt=salt, extra_keys=spans)
+        if num_prompt < len(tokens):  # as if it came back: it may be truncated down to its prompt
+            sequence.append_tokens(tokens[num_prompt:])
+        self.waiting.append(sequence)
+        for dropped in self.waiting[:-MAX_WAITING]:
+            self.found.pop(dropped, None)
+        del self.waiting[:-MAX_WAITING]
+
+    def do_look_up(self) -> None:
+        """Take hits and keep them, for when they are stale."""
+        for sequence in self.waiting:
+            self.found[sequence] = self.look_up(sequence)
+
+    def look_up(self, sequence: kvblocks.Sequence) -> tuple[CacheHit, list[TierHit]]:
+        hit = self.manager.get_computed_blocks(sequence)
+        if self.random.random() < 0.2:
+            hit = hit.cut(self.random.randint(0, sequence.num_tokens))
+        loads = self.manager.tiers.find(hit)
+        self.memory.check_hit(sequence, hit)
+        self.check_below(sequence, hit, loads)
+        return hit, loads
+
+    def check_below(self, sequence: kvblocks.Sequence, hit: CacheHit, loads: list[TierHit]) -> None:
+        """What a lookup found in the tiers holds what the sequence needs, and begins where the hit ends."""
+        size, position = self.manager.block_size, len(hit.blocks) * self.manager.block_size
+        numbers = self.memory.chain(sequence.salt, sequence.lora, sequence.token_ids(), sequence.extra_keys)
+        for load in loads:
+            assert load.first_token == position and load.num_tokens > 0
+            for index, slot in enumerate(load.prefix):
+                expected = numbers[index * size : (index + 1) * size]
+                assert self.below[load.tier][slot.block_id] == expected, f"{load}: wrong KV at {index}"
+            position += load.num_tokens
+        assert not loads or position < sequence.num_tokens
+        self.count("found below", bool(loads))
+
+    def do_start(self) -> None:
+        if not self.waiting or len(self.running) >= MAX_RUNNING:
+            return
+        sequence = self.random.choice(self.waiting)
+        found = self.found.pop(sequence, None)
+        is_old = found is not None and self.random.random() < 0.5
+        hit, loads = found if is_old and found is not None else self.look_up(sequence)
+        loads = loads[: self.random.choice([0, 1, 2, 2, 2])]
+        num_loaded = sum(load.num_tokens for load in loads)
+        left = sequence.num_tokens - hit.num_tokens - num_loaded
+        if left < 0:
+            return
+        num_new = self.random.choice([None, 0, self.random.randint(0, left)]) if loads else None
+        late = self.random.random() < 0.4
+        call = lambda: self.manager.allocate_slots(  # noqa: E731
+            sequence, num_new, hit=hit, loads=loads, delay_cache_blocks=late
+        )
+        if is_old:
+            try:
+                blocks = call()
+            except StaleHitError:
+                self.count("stale")
+                return
+            self.check_below(sequence, hit, loads)
+        else:
+            blocks = call()
+        if blocks is None:
+            self.count("refused")
+            return
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        self.schedule()
+        if loads:
+            self.count("loads")
+            first = loads[0].first_token
+            self.waits_from[sequence] = first
+            self.memory.begin_load(sequence, first, first + num_loaded)
+            assert self.manager.tiers.is_loading(sequence)
+
+    def pick(self, *, loading: bool | None = None) -> kvblocks.Sequence | None:
+        found = [s for s in self.running if loading is None or (s in self.waits_from) == loading]
+        return self.random.choice(found) if found else None
+
+    def do_grow(self) -> None:
+        """The rest of a prompt, or a part of it; also behind what is loading."""
+        sequence = self.pick()
+        if sequence is None or sequence.num_computed_tokens == sequence.num_tokens:
+            return
+        self.prepare(sequence)
+        if sequence not in self.running or sequence.num_computed_tokens == sequence.num_tokens:
+            return
+        num_new = self.random.randint(1, sequence.num_tokens - sequence.num_computed_tokens)
+        self.manager.allocate_slots(sequence, num_new, delay_cache_blocks=self.random.random() < 0.4)
+        self.schedule()
+
+    def do_append(self) -> None:
+        sequence = self.pick(loading=False)
+        if sequence is None or sequence.num_tokens >= MAX_TOKENS:
+            return
+        if sequence.num_computed_tokens < sequence.num_tokens:
+            return
+        self.prepare(sequence)
+        tokens = [self.random.randrange(2) for _ in range(self.random.choice([1, 1, 2]))]
+        self.manager.append_slots(sequence, tokens, self.random.random() < 0.4)
+        self.schedule()
+
+    def do_append_step(self) -> None:
+        batch = [s for s in self.running if s not in self.waits_from and s.num_computed_tokens == s.num_tokens]
+        batch = [s for s in batch if s.num_tokens < MAX_TOKENS]
+        for sequence in batch:
+            self.prepare(sequence)
+        batch = [s for s in batch if s in self.running]
+        if batch:
+            self.manager.append_step(batch, [self.random.randrange(2) for _ in batch])
+            self.schedule()
+
+    def do_cache_blocks(self) -> None:
+        sequence = self.pick()
+        if sequence is not None:
+            self.step()
+            self.manager.cache_blocks(sequence, self.memory.num_written(sequence))
+
+    def do_fork(self) -> None:
+        sequence = self.pick()
+        if sequence is None or len(self.running) >= MAX_RUNNING:
+            return
+        self.num_made += 1
+        twin = self.manager.fork(sequence, self.num_made)
+        self.running.append(twin)
+        self.memory.fork(sequence, twin)
+        if sequence in self.waits_from:
+            self.count("forks while loading")
+            self.waits_from[twin] = self.waits_from[sequence]
+            assert self.manager.tiers.is_loading(twin)
+        self.schedule()
+
+    def do_truncate(self) -> None:
+        """Go back to what is written, or is loading."""
+        sequence = self.pick()
+        if sequence is None:
+            return
+        end = self.random.randint(min(sequence.num_prompt_tokens, sequence.num_tokens), sequence.num_tokens)
+        self.go_back(sequence, lambda: self.manager.truncate(sequence, end), end)
+
+    def do_rewind(self) -> None:
+        sequence = self.pick()
+        if sequence is None:
+            return
+        end = self.random.randint(0, sequence.num_computed_tokens)
+        self.go_back(sequence, lambda: self.manager.rewind(sequence, end), end)
+
+    def go_back(self, sequence: kvblocks.Sequence, call: Any, end: int) -> None:
+        self.step()
+        if sequence not in self.running:
+            return
+        if sequence in self.waits_from:
+            self.count("back while loading")
+        self.memory.cancel(sequence, end)
+        call()
+        self.went_back(sequence)
+        self.abort_lost()
+
+    def went_back(self, sequence: kvblocks.Sequence) -> None:
+        """The manager has fewer slots for a sequence, which may wait for nothing any more."""
+        self.memory.cut([sequence])
+        if sequence in self.waits_from and not self.manager.tiers.is_loading(sequence):
+            self.memory.end_load([sequence], self.waits_from.pop(sequence), [])
+
+    def do_give_up(self) -> None:
+        sequence = self.pick()
+        if sequence is None:
+            return
+        if sequence not in self.waits_from:
+            with pytest.raises(SequenceStateError, match="expected a sequence that is loading"):
+                self.manager.tiers.give_up(sequence)
+            return
+        self.count("given up")
+        first = self.waits_from[sequence]
+        assert self.manager.tiers.give_up(sequence) == first == sequence.num_computed_tokens
+        self.went_back(sequence)
+
+    def do_free(self) -> None:
+        sequence = self.pick()
+        if sequence is not None:
+            self.end(sequence)
+
+    def do_detach(self) -> None:
+        self.step()
+        sequence = self.pick(loading=False)
+        if sequence is not None:
+            self.keep(self.manager.holds.detach(sequence))
+            self.leave(sequence)
+
+    def end(self, sequence: kvblocks.Sequence) -> None:
+        if sequence in self.memory.unwritten:
+            self.drop(sequence, self.memory.start_of_step(sequence))
+            self.abort_lost()
+            return
+        self.manager.free(sequence)
+        self.leave(sequence)
+
+    def drop(self, sequence: kvblocks.Sequence, num_computed: int) -> None:
+        first = self.waits_from.get(sequence)
+        self.memory.cancel(sequence)
+        self.manager.abort(sequence, num_computed if first is None else min(num_computed, first))
+        self.leave(sequence)
+
+    def leave(self, sequence: kvblocks.Sequence) -> None:
+        self.count("freed while loading", sequence in self.waits_from)
+        self.running.remove(sequence)
+        self.waits_from.pop(sequence, None)
+        self.memory.forget(sequence)
+        assert not self.manager.tiers.is_loading(sequence)
+        if self.random.random() < 0.5:
+            self.waiting.append(sequence)
+
+    def abort_lost(self) -> None:
+        """Abort those that relied on what nobody is going to write any more."""
+        while lost := [s for s in self.running if self.memory.is_lost(s)]:
+            sequence = self.random.choice(lost)
+            self.drop(sequence, self.memory.start_of_step(sequence))
+
+    # Steps.
+
+    def schedule(self) -> None:
+        self.memory.schedule(self.manager.take_copies(), self.running)
+
+    def step(self) -> None:
+        self.schedule()
+        self.memory.run_step()
+
+    def prepare(self, sequence: kvblocks.Sequence) -> None:
+        """Run the step first where an engine must; what still loads is waited for."""
+        if self.memory.would_copy_unwritten(sequence):
+            while self.waits_from:
+                self.do_take_transfers()
+                self.answer(self.random.choice(self.moving))
+            self.step()
+
+    def do_step(self) -> None:
+        self.step()
+
+    def do_step_dies(self) -> None:
+        self.schedule()
+        starts = {s: self.memory.start_of_step(s) for s in self.running}
+        in_step = [sequence for sequence, _ in self.memory.coming()]
+        self.memory.die(self.random.randint(0, len(self.memory.copies)))
+        self.random.shuffle(in_step)
+        for sequence in in_step:
+            if sequence in self.running:
+                self.drop(sequence, starts[sequence])
+        self.abort_lost()
+
+    def do_reset(self) -> None:
+        if self.random.random() < 0.15:
+            self.step()
+            self.memory.change_weights()
+            self.manager.reset_prefix_cache()
+            self.found.clear()
+            assert not any(tier.num_cached_blocks for tier in self.manager.tiers)
+
+    def do_renew(self) -> None:
+        sequence = self.pick()
+        if sequence is None or not self.memory.is_of_these_weights(sequence):
+            return
+        try:
+            self.manager.renew(sequence)
+        except SequenceStateError:
+            return
+        self.count("renewed")
+
+    def do_evict_blocks(self) -> None:
+        """Some KV turns out to be bad, on the device and wherever it was stored: nobody finds it any more."""
+        used = {block_id for sequence in self.running for block_id in sequence.block_ids}
+        used |= {block_id for _, contents in self.holds for block_id in contents}
+        bad = [block for block in self.manager.blocks if block.is_cached and block.block_id not in used]
+        if not bad:
+            return
+        block = self.random.choice(bad)
+        self.step()
+        content = self.memory.now[block.block_id]
+        good = {key for key, block_id in self.storing.items() if block_id != block.block_id}  # of another block
+        for name, slots in self.below.items():
+            for slot in [number for number, held in enumerate(slots) if held == content]:
+                if (name, slot) not in good:
+                    slots[slot] = [GARBAGE] * self.manager.block_size
+                    self.spoil_loads(name, slot)
+        self.memory.now[block.block_id] = [GARBAGE] * self.manager.block_size
+        self.memory.project()
+        self.manager.evict_blocks([block.block_id])
+
+    def spoil_loads(self, tier: str, bad: int) -> None:
+        """What was loaded of a bad slot, and not answered yet, is bad as well."""
+        for moving in self.moving:
+            transfer = moving.transfer
+            if transfer.is_load and moving.is_done and transfer.tier == tier:
+                for block_id, slot in zip(transfer.block_ids, transfer.slots, strict=True):
+                    if slot == bad:
+                        self.memory.now[block_id] = [GARBAGE] * self.manager.block_size
+
+    # Who else holds blocks.
+
+    def do_pin(self) -> None:
+        others = self.running + self.waiting
+        if others:
+            other = self.random.choice(others)
+            if other.num_tokens >= self.manager.block_size:
+                try:
+                    pin = self.manager.pin(
+                        other.token_ids(),
+                        salt=other.salt,
+                        extra_keys=other.extra_keys,
+                        priority=self.random.choice([50, 100]),
+                    )
+                except PinBudgetError:
+                    return
+                self.pins.append(pin)
+
+    def do_unpin(self) -> None:
+        if self.pins:
+            self.manager.unpin(self.pins.pop(self.random.randrange(len(self.pins))))
+
+    def do_quota(self) -> None:
+        self.manager.set_quota(self.random.choice([None, "salt"]), self.random.choice([None, 0, 2, 5]))
+
+    def do_hold(self) -> None:
+        self.step()
+        sequence = self.pick(loading=False)
+        if sequence is not None:
+            self.keep(self.manager.holds.read(sequence))
+
+    def keep(self, hold: BlockHold) -> None:
+        self.holds.append((hold, {block_id: list(self.memory.now[block_id]) for block_id in hold.block_ids}))
+
+    def do_release(self) -> None:
+        if self.holds:
+            hold, contents = self.holds.pop(self.random.randrange(len(self.holds)))
+            for block_id, content in contents.items():
+                assert self.memory.now[block_id] == content, f"{hold}: block {block_id} was written"
+            self.manager.holds.release(hold)
+
+    # Transfers.
+
+    def do_take_transfers(self) -> None:
+        """All that was scheduled runs first: see the order of a step."""
+        self.step()
+        taken = self.manager.tiers.take_transfers()
+        for transfer in taken:
+            if not transfer.is_load:
+                self.storing.update(
+                    {
+                        (transfer.tier, slot): block_id
+                        for block_id, slot in zip(transfer.block_ids, transfer.slots, strict=True)
+                    }
+                )
+        self.moving += [Moving(transfer) for transfer in taken]
+        self.count("stores", sum(not transfer.is_load for transfer in taken))
+
+    def do_move(self) -> None:
+        """Somebody copies a transfer's bytes."""
+        if self.moving:
+            self.move(self.random.choice(self.moving))
+
+    def move(self, moving: Moving) -> None:
+        if moving.is_done:
+            return
+        moving.is_done = True
+        transfer, slots = moving.transfer, self.below[moving.transfer.tier]
+        for block_id, slot in zip(transfer.block_ids, transfer.slots, strict=True):
+            if transfer.is_load:
+                self.memory.now[block_id] = list(slots[slot])
+            else:
+                slots[slot] = list(self.memory.now[block_id])
+        self.memory.project()
+
+    def do_answer(self) -> None:
+        if self.moving:
+            self.answer(self.random.choice(self.moving))
+
+    def answer(self, moving: Moving) -> None:
+        transfer = moving.transfer
+        is_damaged = transfer.is_load and any(GARBAGE in self.below[transfer.tier][slot] for slot in transfer.slots)
+        ok = self.random.random() < 0.85 and not is_damaged  # who loads looks at what he loads
+        if ok:
+            self.move(moving)
+        elif self.random.random() < 0.5:
+            self.spoil(transfer)
+        self.moving.remove(moving)
+        self.ended.append(transfer)
+        self.count("failed" if not ok else "arrived")
+        ended = self.manager.tiers.complete(transfer, ok)
+        self.memory.cut([loaded.sequence for loaded in ended])
+        for loaded in ended:
+            self.end_load(loaded)
+        self.abort_lost()
+        moving_slots = sum(tier.num_moving_blocks for tier in self.manager.tiers)
+        if not moving_slots:
+            self.storing.clear()
+
+    def spoil(self, transfer: Transfer) -> None:
+        """A transfer that fails leaves garbage in what it was to write; a load perhaps since its slots are damaged."""
+        is_damaged = not transfer.is_load or self.random.random() < 0.5
+        for block_id, slot in zip(transfer.block_ids, transfer.slots, strict=True):
+            if transfer.is_load:
+                self.memory.now[block_id] = [GARBAGE] * self.manager.block_size
+            if is_damaged:
+                self.below[transfer.tier][slot] = [GARBAGE] * self.manager.block_size
+        self.memory.project()
+
+    def end_load(self, loaded: Loaded) -> None:
+        sequence = loaded.sequence
+        first = self.waits_from.pop(sequence)
+        self.count("loaded in part" if not loaded.is_whole else "loaded")
+        assert sequence.num_written_tokens >= loaded.num_tokens >= first
+        assert loaded.is_whole or sequence.num_computed_tokens == loaded.num_tokens
+        arrived = [
+            (position, slot, self.memory.now[slot[0]][slot[1]])
+            for position in range(first, loaded.num_tokens)
+            for _, slot in self.memory.slots(sequence, position)
+        ]
+        self.memory.end_load([sequence], first, arrived)
+
+    def do_answer_twice(self) -> None:
+        """An answer that comes again, or late, changes nothing."""
+        if self.ended:
+            before = [*self.manager.tiers]
+            number = self.manager.tiers.num_stale_answers
+            assert self.manager.tiers.complete(self.random.choice(self.ended[-20:]), self.random.random() < 0.5) == []
+            assert [*self.manager.tiers] == before
+            assert self.manager.tiers.num_stale_answers == number + 1
+
+    # What must hold.
+
+    def check(self) -> None:
+        self.schedule()
+        self.manager.check()
+        self.memory.check()
+        assert set(self.waits_from) == {s for s in self.running if self.manager.tiers.is_loading(s)}
+
+    def finish(self) -> None:
+        """End everything: nothing is lost, nothing leaks."""
+        while self.moving or self.waits_from:
+            self.do_take_transfers()
+            for moving in list(self.moving):
+                self.answer(moving)
+        while self.holds:
+            self.do_release()
+        while self.pins:
+            self.do_unpin()
+        for sequence in list(self.running):
+            if sequence in self.running:
+                self.end(sequence)
+        for _ in range(100):
+            self.do_take_transfers()
+            for moving in list(self.moving):
+                self.answer(moving)
+        self.manager.check()
+        assert self.manager.num_free_blocks == self.manager.num_blocks
+        assert not any(tier.num_moving_blocks for tier in self.manager.tiers)
+        for transfer in self.ended[-5:]:
+            assert self.manager.tiers.complete(transfer, ok=True) == []
+
+
+WEIGHTS = {
+    "do_new": 6,
+    "do_new_like_another": 5,
+    "do_start": 12,
+    "do_grow": 5,
+    "do_append": 5,
+    "do_step": 5,
+    "do_free": 10,
+    "do_take_transfers": 16,
+    "do_move": 8,
+    "do_answer": 24,
+    "do_reset": 1,
+    "do_pin": 1,
+    "do_quota": 1,
+}
