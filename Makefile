@@ -18,7 +18,7 @@ PINS := pyproject.toml constraints.txt kvblocks/version.py $(wildcard setup.py)
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
 # All tests but those of the engine, the kernels, the command line, the benches and the house.
-CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/retention tests/observe tests/prefix_cache tests/house/test_build.py
+CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers tests/retention tests/observe tests/prefix_cache tests/house/test_build.py
 
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)

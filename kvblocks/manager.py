@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # what only some managers need is imported by those
     from kvblocks.retention.quotas import TenantQuotas
     from kvblocks.tiers.tier import Tier
     from kvblocks.tiers.tiers import Tiers
+    from kvblocks.tiers.traffic import ManagerCalls, Traffic
     from kvblocks.tiers.transfer import TierHit
 
 _NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
@@ -141,6 +142,7 @@ class KVCacheManager(Changeable):
 
             self._history = History(num_remembered)
             self._index.watch(self._history)
+        self._traffic: Traffic | None = None
         self._tiers: Tiers | None = None
         self._sampler: BlockSampler | None = None
         self._pins: Pins | None = None
@@ -154,7 +156,7 @@ class KVCacheManager(Changeable):
         self._fills_quickly = not debugs and not self._index.needs_digests and not self._slots.has_side_groups
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
         if tiers is not _NO_TIERS:
-            self._tiers = self._make_tiers(tiers)
+            self._traffic = self._make_traffic(tiers)
 
     @property
     def num_blocks(self) -> int:
@@ -320,7 +322,7 @@ class KVCacheManager(Changeable):
         if blocks is not None and (self._in_flight.sequences or delayed or end < len(own.tokens)):
             self._in_flight.note(own)
         if found_below and blocks is not None:
-            self.tiers.begin_loads(own, found_below)
+            self._get_traffic().begin_loads(own, found_below)
         self.change_state = self._rest_state  # `_end`, without the call
         if self.change_state:
             self.check()
@@ -534,8 +536,8 @@ class KVCacheManager(Changeable):
         self._claim(twin, "fork")
         self._slots.fork(sequence, twin)
         self._in_flight.note(twin)
-        if self._tiers is not None:
-            self._tiers.note_fork(sequence, twin)
+        if self._traffic is not None:
+            self._traffic.note_fork(sequence, twin)
         self._end()
         return twin
 
@@ -570,8 +572,8 @@ class KVCacheManager(Changeable):
             self._forget_unwritten(sequence, written)
         self._slots.truncate(sequence, end)
         self._in_flight.note(sequence)
-        if self._tiers is not None:
-            self._tiers.note_cut(sequence)
+        if self._traffic is not None:
+            self._traffic.note_cut(sequence)
         self._end()
 
     def rewind(self, sequence: Given[Sequence], num_tokens: SupportsIndex) -> int:
@@ -591,8 +593,8 @@ class KVCacheManager(Changeable):
             own.side_tables.check_back(end, own.sequence_id, "rewind")
         self.begin_change()
         self._go_back(own, end)
-        if self._tiers is not None:
-            self._tiers.note_cut(own)
+        if self._traffic is not None:
+            self._traffic.note_cut(own)
         self._end()
         return end
 
@@ -623,8 +625,8 @@ class KVCacheManager(Changeable):
         self._index.clear()
         if self._slots.soft_holds is not None:
             self._slots.soft_holds.drop_uncached()
-        if self._tiers is not None:
-            self._tiers.clear()
+        if self._traffic is not None:
+            self._traffic.clear()
         self._end()
 
     def evict_blocks(self, block_ids: Iterable[SupportsIndex]) -> int:
@@ -643,11 +645,11 @@ class KVCacheManager(Changeable):
         ]
         self.begin_change()
         num_before = self._pool.num_cached_blocks
-        if self._tiers is not None:
-            self._tiers.note_bad(blocks)
+        if self._traffic is not None:
+            self._traffic.note_bad(blocks)
         self._pool.uncache(blocks)
-        if self._tiers is not None:
-            self._tiers.note_forgotten()
+        if self._traffic is not None:
+            self._traffic.note_forgotten()
         if self._slots.soft_holds is not None:
             self._slots.soft_holds.drop_uncached()
         self._end()
@@ -673,7 +675,9 @@ class KVCacheManager(Changeable):
     def tiers(self) -> Tiers:
         """What is kept below the device and what moves between, with its calls. Empty unless tiers were given. O(1)."""
         if self._tiers is None:
-            self._tiers = self._make_tiers(())
+            from kvblocks.tiers.tiers import Tiers as Made
+
+            self._tiers = Made(self, self._get_traffic(), self._calls())
         return self._tiers
 
     @property
@@ -919,9 +923,9 @@ class KVCacheManager(Changeable):
             self._slots.soft_holds.check()
         if self._holds is not None:
             tables += self._holds.owned()
-        if self._tiers is not None:
-            tables += self._tiers.owned()
-            self._tiers.check()
+        if self._traffic is not None:
+            tables += self._traffic.owned()
+            self._traffic.check()
         self._pool.check(tables)
         batch, indices = self._last_step
         assert indices == {sequence: i for i, sequence in enumerate(batch)}, "step: indices of another batch"
@@ -952,8 +956,8 @@ class KVCacheManager(Changeable):
         if hit is not None and hit.blocks:
             self._num_hits += 1
             self._num_hit_tokens += hit.num_tokens
-            if self._tiers is not None:
-                self._tiers.note_use(hit)
+            if self._traffic is not None:
+                self._traffic.note_use(hit)
         return blocks
 
     def _find_room(
@@ -1079,8 +1083,8 @@ class KVCacheManager(Changeable):
             self._last_step = ([], {})
         if self._in_flight.sequences:
             self._in_flight.drop(own)
-        if self._tiers is not None:
-            self._tiers.note_end(own)
+        if self._traffic is not None:
+            self._traffic.note_end(own)
         self._slots.release(own)
         self.change_state = self._rest_state  # `_end`, without the call
         if self.change_state:
@@ -1092,8 +1096,8 @@ class KVCacheManager(Changeable):
             self._pool.requeue_detached()
         if self._slots.soft_holds is not None:
             self._slots.soft_holds.drop_uncached()
-        if self._tiers is not None:
-            self._tiers.note_forgotten()
+        if self._traffic is not None:
+            self._traffic.note_forgotten()
 
     def _go_back(self, sequence: Sequence, num_tokens: int) -> None:
         """Give back the slots behind the first tokens, which end with a block; what is cached there is forgotten."""
@@ -1107,19 +1111,30 @@ class KVCacheManager(Changeable):
         self._in_flight.note(sequence)
         self._end()
 
-    def _make_tiers(self, tiers: Iterable[Tier]) -> Tiers:
+    def _make_traffic(self, tiers: Iterable[Tier]) -> Traffic:
         from kvblocks.tiers.tier import check_tiers
-        from kvblocks.tiers.tiers import ManagerCalls, Tiers
+        from kvblocks.tiers.traffic import Traffic as Made
 
         given = check_tiers(tiers, num_groups=self._slots.num_groups, enable_caching=self.enable_caching)
-        calls = ManagerCalls(self._check_owned, self._commit, self._go_back, self._end)
-        return Tiers(given, self, self._slots, self._sequences, calls)
+        return Made(given, self, self._slots, self._sequences, self._calls())
+
+    def _get_traffic(self) -> Traffic:
+        """Return what moves between tiers; of none, if none were given."""
+        if self._traffic is None:
+            self._traffic = self._make_traffic(())
+        return self._traffic
+
+    def _calls(self) -> ManagerCalls:
+        """Return what tiers need of the manager."""
+        from kvblocks.tiers.traffic import ManagerCalls as Made
+
+        return Made(self._check_owned, self._commit, self._go_back, self._end)
 
     def _check_loads(
         self, sequence: Sequence, hit: CacheHit | None, loads: Iterable[TierHit], num_external: int
     ) -> tuple[list[TierHit], int]:
         """Return loads as a list, and how many external tokens there are with them."""
-        given, num_loaded = self.tiers.check_loads(sequence, hit, loads)
+        given, num_loaded = self._get_traffic().check_loads(sequence, hit, loads)
         if given and num_external:
             raise InvalidArgumentError("allocate_slots: expected loads or num_external_computed_tokens, got both")
         return given, num_loaded or num_external

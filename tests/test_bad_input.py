@@ -23,6 +23,7 @@ from kvblocks import (
     PrefixCache,
     Sequence,
     SlidingWindow,
+    Tier,
     plan,
 )
 from kvblocks.core.hashing import decode_extra_keys
@@ -60,6 +61,25 @@ class World:
         self.cache = PrefixCache(4, 4)
         self.cache.insert_prefix(range(8), [0, 1], pin=True)
         self.cache.insert_prefix(range(50, 54), [2])
+        self.tiered = KVCacheManager(8, 4, tiers=[Tier("host", 16, 100)])
+        for name, start in (("stored", 0), ("moving", 50)):
+            sequence = Sequence(name, range(start, start + 9))
+            assert self.tiered.allocate_slots(sequence) is not None
+            self.tiered.free(sequence)
+            for _ in range(2 if name == "stored" else 1):
+                (self.transfer,) = self.tiered.tiers.take_transfers()
+                if name == "stored":
+                    self.tiered.tiers.complete(self.transfer, ok=True)
+        filler = Sequence("filler", range(100, 127))
+        assert self.tiered.allocate_slots(filler) is not None
+        self.tiered.abort(filler, 0)
+        self.loading = Sequence("loading", range(9))
+        hit = self.tiered.get_computed_blocks(self.loading)
+        assert self.tiered.allocate_slots(self.loading, 0, hit=hit, loads=self.tiered.tiers.find(hit)) is not None
+        self.below = Sequence("below", range(9))
+        self.tier_hit = self.tiered.get_computed_blocks(self.below)
+        self.loads = self.tiered.tiers.find(self.tier_hit)
+        assert self.loads
         self.plan = plan([FullAttention(16)], [KVLayer(0, 1, 64)], "float16", 2**20)
         self.sequences = [self.old, self.waiting, self.idle, self.running, self.filling, self.growing, self.chunked]
 
@@ -69,7 +89,7 @@ class World:
         return sequence
 
     def check(self) -> None:
-        for manager in (self.manager, self.other, self.sampled):
+        for manager in (self.manager, self.other, self.sampled, self.tiered):
             manager.check()
         self.cache.check()
 
@@ -77,7 +97,8 @@ class World:
         """All that can be seen of it."""
         manager, cache = self.manager, self.cache
         seen: list[Any] = [self.hit.num_tokens, self.hit.pending_tokens, manager.group_usage(), manager.prefix_rows()]
-        for each in (manager, self.other, self.sampled):
+        seen += [*self.tiered.tiers, self.tiered.tiers.num_stale_answers]
+        for each in (manager, self.other, self.sampled, self.tiered):
             seen += [each.stats, each.free_block_ids(), each.quotas(), each.last_refusal]
             seen += [(id(pin), pin.num_held_blocks, pin.expires_at) for pin in each.pins]
             seen += [(id(hold), hold.is_released, hold.block_ids) for hold in each.holds]
@@ -121,6 +142,10 @@ def of_holds(name: str, **parameters: Parameter) -> tuple[str, Call]:
     return f"BlockHolds.{name}", Call(lambda world: getattr(world.manager.holds, name), parameters)
 
 
+def of_tiers(name: str, **parameters: Parameter) -> tuple[str, Call]:
+    return f"Tiers.{name}", Call(lambda world: getattr(world.tiered.tiers, name), parameters)
+
+
 def of_cache(name: str, **parameters: Parameter) -> tuple[str, Call]:
     return f"PrefixCache.{name}", Call(lambda world: getattr(world.cache, name), parameters)
 
@@ -159,6 +184,7 @@ CALLS: dict[str, Call] = dict(
                     "enable_events": FLAG,
                     "num_history_blocks": INT,
                     "pin_budget": constant(0.5, "int number"),
+                    "tiers": constant([], "empty"),
                     "debug": FLAG,
                 },
             ),
@@ -174,6 +200,7 @@ CALLS: dict[str, Call] = dict(
             num_total_tokens=constant(None, "none int"),
             num_in_flight_tokens=INT,
             delay_cache_blocks=FLAG,
+            loads=constant([], "empty"),
         ),
         (
             "KVCacheManager.allocate_slots of a total",
@@ -207,6 +234,27 @@ CALLS: dict[str, Call] = dict(
         of_holds("write", sequence=RUNNING, num_tokens=MAYBE_INT),
         of_holds("detach", sequence=RUNNING),
         of_holds("release", hold=of_world("held")),
+        (
+            "Tier",
+            Call(
+                lambda _: Tier,
+                {
+                    "name": constant("host", "text"),
+                    "num_blocks": INT,
+                    "num_block_bytes": INT,
+                    "store": constant("reused"),
+                    "min_store_tokens": MAYBE_INT,
+                    "bytes_per_second": constant(None, "int number none"),
+                    "max_transfer_blocks": INT,
+                },
+            ),
+        ),
+        of_tiers("find", hit=of_world("tier_hit")),
+        of_tiers("worth_loading", loads=of_world("loads", "empty")),
+        of_tiers("note_computed", num_tokens=INT, seconds=constant(1.5, "int number")),
+        of_tiers("complete", transfer=of_world("transfer"), ok=FLAG, seconds=constant(None, "int number none")),
+        of_tiers("give_up", sequence=of_world("loading")),
+        of_tiers("is_loading", sequence=of_world("below", "sequence")),
         ("BlockHold.group_block_ids", Call(lambda world: world.held.group_block_ids, {"group": constant(0, "int")})),
         of_manager(
             "shared_prefixes",
@@ -415,6 +463,10 @@ EXEMPT = {
     "BlockHold.__init__": "Made by `BlockHolds`",
     "BlockHolds.__init__": "Made by a manager",
     "KVCacheBlock.__init__": "Made by a pool",
+    "Loaded.__init__": "Made by `manager.tiers`",
+    "TierHit.__init__": "Made by `manager.tiers.find`",
+    "Tiers.__init__": "Made by a manager",
+    "Transfer.__init__": "Made by `manager.tiers`",
     "Pin.__init__": "Made by `KVCacheManager.pin`",
     "PrefixMatch.__init__": "Made by a `PrefixCache`",
     "PrefixMatch.show": "For the cache alone",

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence as Items
 
+MOST_NUMBER = 1e300
+"""Seconds and rates are below this, so that sums of them are numbers."""
+
 SMOOTHING = 0.2
 """The share of a new measurement in a learned rate."""
 

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, SupportsFloat, SupportsIndex, get_args
 
-from kvblocks.arguments import check_count, check_name, check_number, is_a, listed, wrong
+from kvblocks.arguments import check_count, check_name, check_number, is_a, listed, plain_text, wrong
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.tiers.rates import MOST_NUMBER
 
 StoreWhen = Literal["computed", "freed", "reused"]
 """When a block is stored: once it is written, when its sequence ends, or when a second sequence hits it."""
@@ -41,15 +42,19 @@ class Tier:
         self.name = given
         self.num_blocks = check_count("Tier: num_blocks", num_blocks, 1)
         self.num_block_bytes = check_count("Tier: num_block_bytes", num_block_bytes, 0)
-        if store not in get_args(StoreWhen):
-            raise wrong("Tier: store", f"one of {', '.join(map(repr, get_args(StoreWhen)))}", store)
-        self.store: StoreWhen = store
+        kinds = {kind: kind for kind in get_args(StoreWhen)}
+        when = plain_text(store) if is_a(store, str) else ""
+        if when not in kinds:
+            raise wrong("Tier: store", f"one of {', '.join(map(repr, kinds))}", store)
+        self.store: StoreWhen = kinds[when]
         least = None if min_store_tokens is None else check_count("Tier: min_store_tokens", min_store_tokens, 0)
         self.min_store_tokens = least
-        rate = None if bytes_per_second is None else float(check_number("Tier: bytes_per_second", bytes_per_second))
-        if rate is not None and not 0 < rate < float("inf"):
-            raise wrong("Tier: bytes_per_second", "a number above 0, or None", bytes_per_second)
-        self.bytes_per_second = rate
+        self.bytes_per_second: float | None = None
+        if bytes_per_second is not None:
+            rate = check_number("Tier: bytes_per_second", bytes_per_second)
+            if not 0 < rate < MOST_NUMBER:
+                raise wrong("Tier: bytes_per_second", "a number above 0, or None", bytes_per_second)
+            self.bytes_per_second = float(rate)
         self.max_transfer_blocks = check_count("Tier: max_transfer_blocks", max_transfer_blocks, 1)
 
     def __repr__(self) -> str:

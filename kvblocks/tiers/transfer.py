@@ -53,7 +53,7 @@ class Transfer:
         *,
         is_load: bool,
     ) -> None:
-        """owner: the `Tiers` that made it. first: its first block's number in its job. blocks: (device, slot) ids."""
+        """owner: the `Traffic` that made it. first: its first block's number in its job. blocks: (device, slot) ids."""
         self.owner = owner
         self.generation = generation
         self.tier = tier.name
@@ -73,7 +73,7 @@ class Loaded:
     """What became of a sequence's loads, all of which have ended.
 
     num_tokens: its first tokens whose KV is there; whatever comes behind them is to be computed. is_whole: whether all
-    arrived that was to be loaded. Read-only.
+    arrived that was to be loaded. Made by `manager.tiers`; read-only.
     """
 
     __slots__ = ("is_whole", "num_tokens", "sequence")

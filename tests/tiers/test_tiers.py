@@ -1,0 +1,524 @@
+"""Tiers, call by call."""
+
+import pytest
+
+from kvblocks import (
+    FullAttention,
+    InvalidArgumentError,
+    KVCacheManager,
+    Sequence,
+    SequenceStateError,
+    SlidingWindow,
+    StaleHitError,
+    Tier,
+)
+
+PROMPT = range(40)  # ten blocks of four tokens
+
+
+def make_manager(num_blocks=32, *tiers, **options):
+    return KVCacheManager(num_blocks, 4, tiers=tiers or [Tier("host", 64, 100)], debug=True, **options)
+
+
+def run(manager, name="one", tokens=PROMPT, **more):
+    """Compute a sequence, and free it."""
+    sequence = Sequence(name, tokens, **more)
+    assert manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence)) is not None
+    manager.free(sequence)
+
+
+def settle(manager):
+    """Carry all transfers out, until there are none; returns them."""
+    taken = []
+    while found := manager.tiers.take_transfers():
+        taken += found
+        for transfer in found:
+            manager.tiers.complete(transfer, ok=True)
+    return taken
+
+
+def spill(manager):
+    """Have everything evicted from the device."""
+    sequence = Sequence("spill", range(1000, 1000 + 4 * manager.num_blocks))
+    assert manager.allocate_slots(sequence) is not None
+    manager.abort(sequence, 0)
+
+
+def start(manager, name="two", tokens=PROMPT, num_new_tokens=0):
+    """Start a sequence with all that is found; returns it and the loads."""
+    sequence = Sequence(name, tokens)
+    hit = manager.get_computed_blocks(sequence)
+    loads = manager.tiers.find(hit)
+    assert manager.allocate_slots(sequence, num_new_tokens, hit=hit, loads=loads) is not None
+    return sequence, loads
+
+
+def stats(manager, number=0):
+    return list(manager.tiers)[number]
+
+
+def loading_manager(*tiers, num_blocks=32):
+    """A manager whose host has the prompt, and a sequence that is loading it."""
+    manager = make_manager(num_blocks, *tiers)
+    run(manager)
+    settle(manager)
+    spill(manager)
+    sequence, loads = start(manager)
+    return manager, sequence, loads
+
+
+# Storing.
+
+
+def test_a_freed_prefix_is_stored_parents_first():
+    manager = make_manager()
+    run(manager)
+    taken = settle(manager)
+    assert [slot for transfer in taken for slot in transfer.slots] == list(range(10))
+    assert [block for transfer in taken for block in transfer.block_ids] == list(range(10))
+    assert all(not transfer.is_load and transfer.tier == "host" for transfer in taken)
+    assert sum(transfer.num_bytes for transfer in taken) == 1000
+    assert (stats(manager).num_stored_blocks, stats(manager).num_cached_blocks) == (10, 10)
+
+
+def test_stores_hold_an_eighth_of_the_device_at_most():
+    manager = make_manager(32)
+    run(manager)
+    taken = manager.tiers.take_transfers()
+    assert sum(len(transfer.slots) for transfer in taken) == 4
+    assert manager.num_free_blocks == 28
+    assert manager.tiers.take_transfers() == []
+    for transfer in taken:
+        manager.tiers.complete(transfer, ok=True)
+    assert manager.num_free_blocks == 32
+    assert len(settle(manager)) == 2
+
+
+def test_what_is_stored_is_stored_once():
+    manager = make_manager()
+    run(manager)
+    settle(manager)
+    run(manager, "again")
+    run(manager, "longer", range(48))
+    assert [len(transfer.slots) for transfer in settle(manager)] == [2]
+
+
+def test_two_wishes_for_one_prefix_store_it_once():
+    manager = make_manager(128)
+    run(manager)
+    first = manager.tiers.take_transfers()
+    run(manager, "longer", range(48))
+    assert manager.tiers.take_transfers() == [], "the beginning is on its way: what follows waits for it"
+    for transfer in first:
+        manager.tiers.complete(transfer, ok=True)
+    assert [len(transfer.slots) for transfer in settle(manager)] == [2]
+    assert stats(manager).num_dropped_blocks == 0
+
+
+def test_a_store_that_has_not_begun_is_lost_when_its_blocks_are_taken():
+    manager = make_manager(10)
+    run(manager)
+    spill(manager)
+    assert manager.tiers.take_transfers() == []
+    assert stats(manager).num_dropped_blocks == 10
+
+
+def test_taking_a_block_waits_for_no_store():
+    manager = make_manager(16)
+    run(manager)
+    manager.tiers.take_transfers()
+    assert manager.num_free_blocks == 14
+    sequence = Sequence("next", range(100, 156))
+    assert manager.allocate_slots(sequence) is not None
+
+
+def test_a_store_of_what_an_abort_takes_back_is_for_nothing():
+    manager = make_manager(128)
+    writer, reader = Sequence("writer", PROMPT), Sequence("reader", [*PROMPT, 1, 2])
+    manager.allocate_slots(writer)
+    manager.allocate_slots(reader, hit=manager.get_computed_blocks(reader))
+    manager.free(reader)
+    transfers = manager.tiers.take_transfers()
+    assert transfers
+    manager.abort(writer, 8)
+    for transfer in transfers:
+        manager.tiers.complete(transfer, ok=True)
+    assert stats(manager).num_cached_blocks == 2
+
+
+def test_a_block_that_was_bad_and_is_cached_again_in_its_place_is_not_stored_as_it_was():
+    """The store may have read it before it was computed anew."""
+    manager = make_manager(128)
+    one, two = Sequence("one", PROMPT), Sequence("two", PROMPT)
+    manager.allocate_slots(one, delay_cache_blocks=True)
+    manager.allocate_slots(two, delay_cache_blocks=True)
+    manager.cache_blocks(one, 40)
+    manager.cache_blocks(two, 40)  # duplicates
+    run(manager, "three", [*PROMPT, 5])
+    (transfer,) = manager.tiers.take_transfers()
+    assert transfer.block_ids == one.block_ids
+    manager.evict_blocks(one.block_ids)
+    manager.cache_blocks(one, 40)  # it was computed anew, where it is
+    assert all(block.is_cached for block in one.blocks)
+    manager.tiers.complete(transfer, ok=True)
+    assert stats(manager).num_cached_blocks == 0
+
+
+def test_a_store_that_fails_stores_what_came_before_it():
+    manager = make_manager(128, Tier("host", 64, 100, max_transfer_blocks=3))
+    run(manager)
+    transfers = manager.tiers.take_transfers()
+    assert [len(transfer.slots) for transfer in transfers] == [3, 3, 3, 1]
+    for number in (3, 0, 2, 1):
+        manager.tiers.complete(transfers[number], ok=number != 1)
+    assert (stats(manager).num_cached_blocks, stats(manager).num_failed_blocks) == (3, 7)
+
+
+def test_a_reset_forgets_all_tiers_and_what_is_on_its_way():
+    manager = make_manager(64)
+    run(manager)
+    settle(manager)
+    run(manager, "other", range(100, 140))
+    transfers = manager.tiers.take_transfers()
+    manager.reset_prefix_cache()
+    for transfer in transfers:
+        manager.tiers.complete(transfer, ok=True)
+    assert stats(manager).num_cached_blocks == 0
+    assert stats(manager).num_moving_blocks == 0
+
+
+def test_blocks_that_are_bad_are_forgotten_below():
+    manager = make_manager()
+    run(manager)
+    settle(manager)
+    sequence = Sequence("two", PROMPT)
+    hit = manager.get_computed_blocks(sequence)
+    manager.evict_blocks([hit.blocks[3].block_id])
+    spill(manager)
+    hit = manager.get_computed_blocks(sequence)
+    assert [load.num_tokens for load in manager.tiers.find(hit)] == [12]
+
+
+def test_a_tier_makes_room_for_what_is_used_last():
+    manager = make_manager(128, Tier("host", 12, 100))
+    run(manager, "a", range(100, 116))
+    settle(manager)
+    run(manager, "b", range(200, 216))
+    settle(manager)
+    run(manager, "a again", range(100, 116))
+    settle(manager)
+    run(manager, "c", range(300, 332))
+    settle(manager)
+    spill(manager)
+    found = []
+    for first in (100, 200, 300):
+        hit = manager.get_computed_blocks(Sequence("look", range(first, first + 33)))
+        found.append(sum(load.num_tokens for load in manager.tiers.find(hit)))
+    assert found == [16, 0, 32]
+
+
+@pytest.mark.parametrize(("store", "expected"), [("freed", 10), ("reused", 0), ("computed", 10)])
+def test_when_a_prefix_is_stored(store, expected):
+    manager = make_manager(128, Tier("disk", 64, store=store))
+    sequence = Sequence("one", PROMPT)
+    manager.allocate_slots(sequence)
+    assert len(settle(manager)) == (store == "computed")
+    manager.free(sequence)
+    settle(manager)
+    assert stats(manager).num_stored_blocks == expected
+
+
+def test_a_prefix_that_is_used_again_is_stored_where_that_counts():
+    manager = make_manager(128, Tier("disk", 64, store="reused"))
+    run(manager)
+    run(manager, "two", [*range(20), 7])
+    settle(manager)
+    assert stats(manager).num_stored_blocks == 5
+
+
+def test_a_long_prefix_is_stored_where_only_what_is_used_again_is():
+    manager = make_manager(128, Tier("disk", 64, store="reused", min_store_tokens=40))
+    run(manager, "short", range(500, 536))
+    run(manager)
+    settle(manager)
+    assert stats(manager).num_stored_blocks == 10
+
+
+def test_salts_and_images_keep_prefixes_apart_below_too():
+    manager = make_manager(128)
+    run(manager, "plain")
+    run(manager, "salted", salt="mine")
+    run(manager, "seen", extra_keys=[(6, 9, "image")])
+    settle(manager)
+    spill(manager)
+    assert stats(manager).num_stored_blocks == 29  # the first block of what has an image is the plain one's
+    for more in ({}, {"salt": "mine"}, {"extra_keys": [(6, 9, "image")]}):
+        hit = manager.get_computed_blocks(Sequence("two", PROMPT, **more))
+        assert sum(load.num_tokens for load in manager.tiers.find(hit)) == 36
+    hit = manager.get_computed_blocks(Sequence("two", PROMPT, salt="yours"))
+    assert manager.tiers.find(hit) == []
+
+
+# Loading.
+
+
+def test_a_prefix_that_left_the_device_is_loaded():
+    manager, sequence, (load,) = loading_manager()
+    assert (load.tier, load.first_token, load.num_tokens, load.num_bytes) == ("host", 0, 36, 900)
+    assert manager.tiers.is_loading(sequence)
+    assert (sequence.num_written_tokens, sequence.num_computed_tokens) == (0, 36)
+    (transfer,) = manager.tiers.take_transfers()
+    assert transfer.is_load and transfer.block_ids == sequence.block_ids
+    (loaded,) = manager.tiers.complete(transfer, ok=True, seconds=0.5)
+    assert (loaded.sequence, loaded.num_tokens, loaded.is_whole) == (sequence, 36, True)
+    assert not manager.tiers.is_loading(sequence)
+    assert sequence.num_cached_blocks == 9
+    assert manager.allocate_slots(sequence) is not None
+    assert stats(manager).num_loaded_blocks == 9
+
+
+def test_each_tier_gives_what_those_above_lack():
+    tiers = Tier("host", 5, 100), Tier("disk", 64, 300)
+    manager = make_manager(128, *tiers)
+    run(manager)
+    settle(manager)
+    spill(manager)
+    sequence, loads = start(manager)
+    assert [(load.tier, load.first_token, load.num_tokens) for load in loads] == [("host", 0, 20), ("disk", 20, 16)]
+    assert [load.num_bytes for load in loads] == [500, 1200]
+    host, disk = manager.tiers.take_transfers()
+    assert manager.tiers.complete(disk, ok=True) == []
+    (loaded,) = manager.tiers.complete(host, ok=True)
+    assert loaded.num_tokens == 36 and sequence.num_cached_blocks == 9
+
+
+def test_a_device_hit_comes_first():
+    manager = make_manager()
+    run(manager)
+    settle(manager)
+    sequence = Sequence("two", [*PROMPT, 1])
+    hit = manager.get_computed_blocks(sequence)
+    assert hit.num_tokens == 40 and manager.tiers.find(hit) == []
+    assert [load.first_token for load in manager.tiers.find(hit.cut(8))] == [8]
+
+
+def test_others_find_out_what_is_loading():
+    manager, sequence, _ = loading_manager()
+    hit = manager.get_computed_blocks(Sequence("three", PROMPT))
+    assert (hit.num_tokens, hit.pending_tokens, hit.pending_sequence) == (0, 40, sequence)
+
+
+def test_a_load_that_fails_goes_back_to_what_arrived():
+    manager, sequence, _ = loading_manager(Tier("host", 64, 100, max_transfer_blocks=4))
+    first, second, third = manager.tiers.take_transfers()
+    assert manager.tiers.complete(third, ok=True) == []
+    assert manager.tiers.complete(first, ok=True) == []
+    (loaded,) = manager.tiers.complete(second, ok=False)
+    assert (loaded.num_tokens, loaded.is_whole) == (16, False)
+    assert (sequence.num_computed_tokens, sequence.num_cached_blocks) == (16, 4)
+    assert manager.allocate_slots(sequence) is not None
+    assert stats(manager).num_failed_blocks == 4
+    manager.free(sequence)
+    spill(manager)
+    hit = manager.get_computed_blocks(Sequence("three", PROMPT))
+    assert [load.num_tokens for load in manager.tiers.find(hit)] == [16], "the tier forgot what it could not give"
+
+
+def test_a_sequence_that_is_freed_leaves_its_blocks_to_the_transfer():
+    manager, sequence, _ = loading_manager(num_blocks=12)
+    (transfer,) = manager.tiers.take_transfers()
+    manager.free(sequence)
+    assert manager.num_free_blocks == 3
+    assert manager.tiers.complete(transfer, ok=True) == []
+    assert manager.num_free_blocks == 12
+
+
+def test_a_load_that_nobody_has_begun_ends_with_its_sequence():
+    manager, sequence, _ = loading_manager()
+    manager.free(sequence)
+    assert manager.tiers.take_transfers() == []
+    assert manager.num_free_blocks == manager.num_blocks
+    assert stats(manager).num_moving_blocks == 0
+
+
+def test_a_load_that_takes_too_long_is_given_up():
+    manager, sequence, _ = loading_manager()
+    (transfer,) = manager.tiers.take_transfers()
+    assert manager.tiers.give_up(sequence) == 0
+    assert sequence.num_computed_tokens == 0
+    assert manager.allocate_slots(sequence) is not None
+    assert not {*sequence.block_ids} & {*transfer.block_ids}
+    assert manager.tiers.complete(transfer, ok=True) == []
+    assert stats(manager).num_cached_blocks == 10, "it is only late: the tier keeps it"
+
+
+def test_a_fork_waits_too():
+    manager, sequence, _ = loading_manager()
+    (transfer,) = manager.tiers.take_transfers()
+    twin = manager.fork(sequence, "twin")
+    assert manager.tiers.is_loading(twin)
+    manager.free(sequence)
+    (loaded,) = manager.tiers.complete(transfer, ok=True)
+    assert (loaded.sequence, loaded.num_tokens) == (twin, 36)
+    assert twin.num_cached_blocks == 9
+
+
+def test_a_loading_sequence_that_goes_back_keeps_whole_blocks():
+    manager = make_manager(64)
+    run(manager)
+    settle(manager)
+    spill(manager)
+    sequence = Sequence("two", range(10))
+    sequence.append_tokens(range(10, 40))
+    hit = manager.get_computed_blocks(sequence)
+    manager.allocate_slots(sequence, 0, hit=hit, loads=manager.tiers.find(hit))
+    (transfer,) = manager.tiers.take_transfers()
+    manager.truncate(sequence, 22)
+    assert (sequence.num_tokens, sequence.num_computed_tokens) == (22, 20)
+    (loaded,) = manager.tiers.complete(transfer, ok=True)
+    assert (loaded.num_tokens, loaded.is_whole) == (20, True)
+
+
+def test_an_answer_for_a_transfer_that_is_over_changes_nothing():
+    manager, sequence, _ = loading_manager()
+    (transfer,) = manager.tiers.take_transfers()
+    manager.tiers.complete(transfer, ok=True)
+    before = stats(manager)
+    assert manager.tiers.complete(transfer, ok=False) == []
+    assert stats(manager) == before and sequence.num_cached_blocks == 9
+    assert manager.tiers.num_stale_answers == 1
+
+
+def test_a_hash_that_fails_leaves_a_load_to_be_answered_again():
+    is_failing = []
+
+    def hash_function(preimage):
+        if is_failing:
+            raise OSError("no hash today")
+        return bytes([sum(preimage) % 251] * 16)
+
+    manager = make_manager(32, hash_algorithm=hash_function, enable_events=True)
+    run(manager)
+    settle(manager)
+    spill(manager)
+    sequence, _ = start(manager)
+    (transfer,) = manager.tiers.take_transfers()
+    is_failing.append(1)
+    with pytest.raises(OSError, match="no hash today"):
+        manager.tiers.complete(transfer, ok=True)
+    manager.check()
+    is_failing.clear()
+    (loaded,) = manager.tiers.complete(transfer, ok=True)
+    assert loaded.num_tokens == 36 and sequence.num_cached_blocks == 9
+
+
+def test_only_what_is_worth_it_is_loaded():
+    manager = make_manager(128, Tier("host", 5, 100), Tier("disk", 64, 100, bytes_per_second=10.0))
+    run(manager)
+    settle(manager)
+    spill(manager)
+    loads = manager.tiers.find(manager.get_computed_blocks(Sequence("two", PROMPT)))
+    assert manager.tiers.worth_loading(loads) == loads, "how fast the model is isn't known"
+    manager.tiers.note_computed(100, 1.0)
+    assert [load.tier for load in manager.tiers.worth_loading(loads)] == ["host"]
+    manager.tiers.note_computed(1, 100.0)
+    assert manager.tiers.worth_loading(loads) == loads
+
+
+def test_speed_is_learned_from_loads():
+    manager, sequence, _ = loading_manager()
+    (transfer,) = manager.tiers.take_transfers()
+    manager.tiers.note_computed(100, 1.0)
+    manager.tiers.complete(transfer, ok=True, seconds=100.0)
+    manager.free(sequence)
+    spill(manager)
+    loads = manager.tiers.find(manager.get_computed_blocks(Sequence("three", PROMPT)))
+    assert loads and manager.tiers.worth_loading(loads) == []
+
+
+# What is refused.
+
+
+def test_two_groups_are_refused():
+    with pytest.raises(InvalidArgumentError, match="tiers: expected one group of full attention, got 2 groups"):
+        KVCacheManager(8, groups=[FullAttention(4), SlidingWindow(4, 8)], tiers=[Tier("host", 8)])
+
+
+def test_tiers_of_one_name_are_refused():
+    with pytest.raises(InvalidArgumentError, match=r"tiers: expected different names, got \['host', 'host'\]"):
+        make_manager(8, Tier("host", 8), Tier("host", 9))
+
+
+def test_a_manager_without_caching_has_no_tiers():
+    with pytest.raises(InvalidArgumentError, match="expected enable_caching=True"):
+        KVCacheManager(8, 4, enable_caching=False, tiers=[Tier("host", 8)])
+    assert len(KVCacheManager(8, 4, enable_caching=False).tiers) == 0
+
+
+def test_without_tiers_the_calls_find_nothing():
+    manager = KVCacheManager(8, 4, debug=True)
+    run(manager, tokens=range(8))
+    assert manager.tiers.find(manager.get_computed_blocks(Sequence("two", range(30)))) == []
+    assert manager.tiers.take_transfers() == [] and list(manager.tiers) == []
+
+
+def test_loads_that_were_evicted_since_are_stale():
+    manager = make_manager(64, Tier("host", 10, 100))
+    run(manager)
+    settle(manager)
+    spill(manager)
+    sequence = Sequence("two", PROMPT)
+    hit = manager.get_computed_blocks(sequence)
+    loads = manager.tiers.find(hit)
+    run(manager, "other", range(100, 140))
+    settle(manager)
+    with pytest.raises(StaleHitError, match=r"expected TierHit.* to be stored still; it isn't: look it up again"):
+        manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence), loads=loads)
+    assert not sequence.is_allocated
+
+
+def test_loads_are_refused_where_they_do_not_belong():
+    manager = make_manager(64)
+    run(manager)
+    settle(manager)
+    spill(manager)
+    sequence, other = Sequence("two", PROMPT), Sequence("three", PROMPT)
+    hit = manager.get_computed_blocks(sequence)
+    loads = manager.tiers.find(hit)
+    with pytest.raises(SequenceStateError, match="expected loads of"):
+        manager.allocate_slots(other, hit=manager.get_computed_blocks(other), loads=loads)
+    with pytest.raises(InvalidArgumentError, match="expected loads or num_external_computed_tokens, got both"):
+        manager.allocate_slots(sequence, hit=hit, loads=loads, num_external_computed_tokens=4)
+    with pytest.raises(InvalidArgumentError, match="loads: expected one from token 36 on"):
+        manager.allocate_slots(sequence, hit=hit, loads=[*loads, *loads])
+    foreign = make_manager(64)
+    with pytest.raises(SequenceStateError, match="expected one of this manager's tiers"):
+        foreign.allocate_slots(Sequence("four", PROMPT), loads=loads)
+    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is not None
+    with pytest.raises(SequenceStateError, match="expected no loads, since"):
+        manager.allocate_slots(sequence, loads=loads)
+
+
+def test_a_transfer_is_answered_by_its_manager_after_it_was_taken():
+    manager, sequence, _ = loading_manager()
+    (transfer,) = manager.tiers.take_transfers()
+    with pytest.raises(InvalidArgumentError, match="expected a transfer of this manager's tiers"):
+        make_manager().tiers.complete(transfer, ok=True)
+    manager.tiers.complete(transfer, ok=True)
+    with pytest.raises(SequenceStateError, match="expected a sequence that is loading"):
+        manager.tiers.give_up(sequence)
+
+
+def test_there_is_no_room_for_what_is_loaded():
+    manager = make_manager(12)
+    run(manager)
+    settle(manager)
+    spill(manager)
+    filler = Sequence("filler", range(200, 220))
+    manager.allocate_slots(filler)
+    sequence = Sequence("two", PROMPT)
+    hit = manager.get_computed_blocks(sequence)
+    loads = manager.tiers.find(hit)
+    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is None
+    assert not sequence.is_allocated and not manager.tiers.is_loading(sequence)
+    assert stats(manager).num_moving_blocks == 0
