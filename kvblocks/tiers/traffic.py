@@ -271,12 +271,11 @@ class Traffic:
     def clear(self) -> None:
         """Forget everything in all tiers, after the device's cache was reset. O(1) but for giving memory back.
 
-        Loads that have begun go on, since their sequences are of before, too. Stores that have begun are for nothing:
-        what they read is cached no more.
+        Loads that have begun go on, since their sequences are of before, too. Stores and wishes are for nothing: what
+        they read is cached no more.
         """
-        for pool, wishes in zip(self.pools, self._wishes, strict=True):
+        for pool in self.pools:
             pool.clear()
-            wishes.clear()
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence waits for its loads no more; what nobody has begun for it alone is cancelled. O(blocks)."""

@@ -64,7 +64,3 @@ class Wishes:
         """Return the wishes, as runs and how many first blocks of them, and forget them. O(wishes)."""
         ends, self._ends = self._ends, {}
         return [*ends.items()]
-
-    def clear(self) -> None:
-        """Wish for nothing any more."""
-        self._ends = {}

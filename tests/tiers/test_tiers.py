@@ -436,6 +436,46 @@ def test_speed_is_learned_from_loads():
     assert loads and manager.tiers.worth_loading(loads) == []
 
 
+def test_slots_that_are_read_are_not_reused():
+    manager, _, (load,) = loading_manager(Tier("host", 12, 100), num_blocks=128)
+    (transfer,) = manager.tiers.take_transfers()
+    run(manager, "other", range(500, 540))
+    taken = settle(manager)
+    assert taken and not {*transfer.slots} & {slot for other in taken for slot in other.slots}
+    assert load.num_tokens == 36
+
+
+def test_what_turns_out_to_be_bad_has_not_arrived():
+    manager, _, _ = loading_manager(num_blocks=64)
+    (transfer,) = manager.tiers.take_transfers()
+    other = Sequence("other", PROMPT)
+    manager.allocate_slots(other)  # computes what the first one loads
+    manager.evict_blocks([other.block_ids[2]])
+    (loaded,) = manager.tiers.complete(transfer, ok=True)
+    assert (loaded.num_tokens, loaded.is_whole) == (8, False)
+
+
+def test_nothing_behind_a_failed_transfer_is_cached_for_a_fork_either():
+    manager, sequence, _ = loading_manager(Tier("host", 64, 100, max_transfer_blocks=4))
+    transfers = manager.tiers.take_transfers()
+    twin = manager.fork(sequence, "twin")
+    manager.free(sequence)
+    for number, transfer in enumerate(transfers):
+        ended = manager.tiers.complete(transfer, ok=number != 1)
+    assert [(loaded.sequence, loaded.num_tokens) for loaded in ended] == [(twin, 16)]
+    assert manager.get_computed_blocks(Sequence("three", PROMPT)).num_tokens == 16
+
+
+def test_what_was_given_up_in_part_is_not_taken_for_loaded():
+    manager, sequence, _ = loading_manager()
+    (transfer,) = manager.tiers.take_transfers()
+    manager.rewind(sequence, 20)
+    manager.allocate_slots(sequence)  # other blocks, which the next step computes
+    (loaded,) = manager.tiers.complete(transfer, ok=True)
+    assert (loaded.num_tokens, loaded.is_whole) == (20, True)
+    assert (sequence.num_written_tokens, sequence.num_cached_blocks) == (20, 5)
+
+
 # What is refused.
 
 
