@@ -92,8 +92,9 @@ class KVBlocksPagedCache(PagedAttentionCache):
         self._refused: str | None = None  # the request that was looked up last, if it may not start yet
         self._allocators: list[Any] = list(self.cache_allocators.values())
         self.pool = SlotsOnly()
-        for allocator, geometry in zip(self._allocators, geometries, strict=True):
-            allocator.__class__ = OURS[allocator.layer_type]  # this cache's alone; the tensors are registered already
+        self._layer_types: list[str] = list(self.cache_allocators)  # 5.18's allocators don't know their own
+        for layer_type, allocator, geometry in zip(self._layer_types, self._allocators, geometries, strict=True):
+            allocator.__class__ = OURS[layer_type]  # this cache's alone; the tensors are registered already
             allocator.kv_manager, allocator.kv_records, allocator.kv_geometry = self.manager, self.records, geometry
             allocator.kv_is_first = not geometry.group
             allocator.pool = self.pool
@@ -273,7 +274,7 @@ class KVBlocksPagedCache(PagedAttentionCache):
             for group, old, new in self.manager.take_group_copies():
                 allocator = self._allocators[group]
                 for noted, ids in zip(
-                    copy_src_and_dst[allocator.layer_type], allocator.pairs_to_copy(old, new), strict=True
+                    copy_src_and_dst[self._layer_types[group]], allocator.pairs_to_copy(old, new), strict=True
                 ):
                     noted.extend(ids)
         return forked

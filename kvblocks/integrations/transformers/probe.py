@@ -14,7 +14,7 @@ from kvblocks import UnsupportedEngineError
 from kvblocks.integrations import probing
 
 NAME = "kvblocks.integrations.transformers"
-TESTED_VERSIONS = ("5.19.0", "5.20.2", "5.21.1", "5.22.2", "5.23.0")
+TESTED_VERSIONS = ("5.18.0", "5.19.0", "5.20.2", "5.21.1", "5.22.2", "5.23.0")
 
 # The calls that kvblocks replaces or leaves, and their parameters.
 CACHE_CALLS = {
@@ -27,7 +27,7 @@ CACHE_CALLS = {
     "mark_complete_blocks": "state complete_blocks",
     "evict_cached_blocks": "",
     "extend_read_and_write_indices": "request_id past_length query_length read_index write_index",
-    "update": "key_states value_states layer_idx kwargs",
+    "update": ("key_states value_states layer_idx kwargs", "key_states value_states layer_idx read_index write_index"),
     "reset": "",
     "prepare_fork_request": "src_state dst_req_ids copy_src_and_dst",
     "perform_cache_copy": "copy_src_and_dst",
@@ -35,7 +35,7 @@ CACHE_CALLS = {
     "fill_block_table": "request_id past_length query_length block_table",
     "__init__": "config continuous_batching_config device distributed_helper dtype model_supports_logits_to_keep",
 }
-IGNORED_CALLS = {"get_cache_for_block_table", "get_block_table_key"}  # of older versions, which nothing asks for
+IGNORED_CALLS = {"get_cache_for_block_table", "get_block_table_key"}  # of older versions; they give only tensors
 
 # What is read of the allocators, and what becomes kvblocks' own.
 ALLOCATOR_CALLS = {
@@ -114,7 +114,7 @@ def missing_parts() -> list[str]:
     problems += [f"continuous_api.{name}" for name in replaced if not hasattr(modules["continuous_api"], name)]
     fields = getattr(requests.RequestState, "__dataclass_fields__", {})
     problems += [f"RequestState.{name}" for name in STATE_FIELDS.split() if name not in fields]
-    if set(getattr(cache, "ATTN_TYPE_TO_ALLOCATOR", ())) != {full.layer_type, sliding.layer_type}:
+    if getattr(cache, "ATTN_TYPE_TO_ALLOCATOR", None) != {"full_attention": full, "sliding_attention": sliding}:
         problems.append("ATTN_TYPE_TO_ALLOCATOR")
     return problems + _order_of_writes(full.update, sliding.update) + _order_of_steps(modules)
 

@@ -163,8 +163,8 @@ def test_a_version_without_the_modules_is_named(monkeypatch):
 
 
 def test_a_part_that_cannot_even_be_looked_at_is_named(monkeypatch):
-    monkeypatch.delattr(cache_allocators.FullAttentionCacheAllocator, "layer_type")
-    expect_missing("'layer_type'")
+    monkeypatch.delattr(cache_allocators, "SlidingAttentionCacheAllocator")
+    expect_missing("'SlidingAttentionCacheAllocator'")
 
 
 def test_an_untested_version_gets_a_warning(monkeypatch):

@@ -20,6 +20,8 @@ def mixed():
 @torch.no_grad()
 def check_logprobs(model, driver):
     """What was sampled is as likely as a plain forward pass says, of all that came before it."""
+    # Up to transformers 5.18 batching leaves a model with its own attention.
+    model.set_attn_implementation(model.config._attn_implementation.removeprefix("paged|"))
     for request_id, (prompt, generated, logprobs) in driver.logprobs.items():
         logits = model(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1]
         chosen = logits.float().log_softmax(-1).gather(1, torch.tensor(generated)[:, None])[:, 0]
