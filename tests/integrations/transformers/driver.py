@@ -16,7 +16,7 @@ class Driver:
     def __init__(self, model, num_blocks, *, samples=1, do_sample=False, **more):
         config = GenerationConfig(max_new_tokens=8, do_sample=do_sample, eos_token_id=-1, pad_token_id=0)
         config.num_return_sequences = samples  # transformers would refuse several greedy ones, which tests compare
-        given = batching_config(num_blocks, **more)
+        given = batching_config(num_blocks, model, **more)
         self.model, self.samples = model, samples
         self.manager = model.init_continuous_batching(config, continuous_batching_config=given)
         self.processor = self.manager._create_batch_processor()
