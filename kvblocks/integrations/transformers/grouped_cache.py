@@ -147,7 +147,7 @@ class _Scheduler(scheduler.Scheduler):
 
 
 def schedulers() -> dict[str, Any]:
-    """Return what `continuous_api` is to have by the name of each scheduler, and where none is named."""
+    """Return what `continuous_api` is to have for each scheduler that there is now, and where none is named."""
     return {
         "SCHEDULER_MAPPING": {name: _on_kvblocks(theirs) for name, theirs in scheduler.SCHEDULER_MAPPING.items()},
         "FIFOScheduler": _on_kvblocks(scheduler.FIFOScheduler),

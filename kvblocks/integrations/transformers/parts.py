@@ -19,7 +19,8 @@ class Parts:
     calls: what kvblocks replaces, or leaves and relies on, by module and class. ignored_calls: the cache's calls that
     nothing asks for, or that only give tensors. cache_uses, allocator_uses: what a module's code may ask the cache and
     its allocators for; anything else is something that kvblocks doesn't know. pool: the cache's attribute that blocks
-    came from, and pool_uses what may be asked of it. replaced: the names of `continuous_api` that `install` replaces.
+    came from, and pool_uses what may be asked of it. replaced: names of `continuous_api` that `install` replaces beside
+    its cache and configuration.
 
     steps: in this order a request is scheduled. num_ways_out: how often one that got no slots is given up between the
     first two; once it has them it has to be scheduled. mark: the call that says a step has ended.

@@ -148,10 +148,17 @@ def _order_in_sectors(modules: dict[str, Any]) -> list[str]:
 
 
 def _order_in_groups(modules: dict[str, Any]) -> list[str]:
-    """Return what is wrong with the two branches of the cache's `update`, that of full attention and the other."""
+    """Return what is wrong with the branches of the cache's `update`, and with what kvblocks' scheduler relies on."""
     source = inspect.getsource(_find_class(modules, CACHE).update)
     full, _, sliding = source.partition("if sliding_window == 1:")[2].partition("else:")
-    return _order_of_writes(("PagedAttentionCache.update", full), ("PagedAttentionCache.update of windows", sliding))
+    problems = _order_of_writes(
+        ("PagedAttentionCache.update", full), ("PagedAttentionCache.update of windows", sliding)
+    )
+    for name, code in ((ALLOCATE, "self.starved_requests.append((state, "), (PROCESS, "return scheduled_requests, ")):
+        call = getattr(_find_class(modules, SCHEDULER), name, None)
+        if call is not None and code not in inspect.getsource(call):
+            problems.append(f"expected Scheduler.{name} with '{code.strip(' (,')}'")
+    return problems
 
 
 def _order_of_writes(full: tuple[str, str], sliding: tuple[str, str]) -> list[str]:

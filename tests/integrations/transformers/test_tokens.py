@@ -36,7 +36,7 @@ def model(request):
 
 
 def is_sound(model):
-    """Whether transformers' own cache is right. In 5.15 the rings of its windows are off by one when they are read."""
+    """Whether transformers' own cache is right. In 5.15 windows that have been passed are read at wrong places."""
     return not transformers.__version__.startswith("5.15.") or not getattr(model.config, "use_sliding_window", False)
 
 
