@@ -94,9 +94,8 @@ def run(model: Any, prompts: list[list[int]], num_blocks: int, contestant: str) 
     """Answer all prompts. They are queued before the first step, so that a run is the same each time."""
     logging.getLogger("ContinuousBatchingLogger").disabled = True  # without psutil it logs errors on a CPU, and goes on
     generation = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    config = ContinuousBatchingConfig(
-        page_size=PAGE_SIZE, num_blocks=num_blocks, max_batch_tokens=MAX_BATCH_TOKENS, max_memory_percent=0.9
-    )
+    config = ContinuousBatchingConfig(num_blocks=num_blocks, max_batch_tokens=MAX_BATCH_TOKENS, max_memory_percent=0.9)
+    setattr(config, "page_size" if hasattr(config, "page_size") else "block_size", PAGE_SIZE)  # the latter up to 5.17
     with installed(contestant), counted() as counts:
         manager = model.init_continuous_batching(generation, continuous_batching_config=config)
         manager.warmup()

@@ -39,13 +39,15 @@ def count_steps(counts: dict[str, int]) -> None:
 def run(model: Any, prompts: list[list[int]], num_blocks: int, counts: dict[str, int]) -> dict[str, Any]:
     """Answer all prompts; returns the answers, the tokens computed and the seconds."""
     counts["tokens"] = 0
+    batching = ContinuousBatchingConfig(num_blocks=num_blocks, max_batch_tokens=512, max_memory_percent=0.9)
+    setattr(
+        batching, "page_size" if hasattr(batching, "page_size") else "block_size", PAGE_SIZE
+    )  # the latter up to 5.17
     began = perf_counter()
     outputs = model.generate_batch(
         prompts,
         generation_config=GenerationConfig(max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(
-            page_size=PAGE_SIZE, num_blocks=num_blocks, max_batch_tokens=512, max_memory_percent=0.9
-        ),
+        continuous_batching_config=batching,
         progress_bar=False,
     )
     answers = {name: output.generated_tokens for name, output in outputs.items()}

@@ -25,10 +25,10 @@ def warn_untested(integration: str, tested: Iterable[str], got: str, found: str)
     warnings.warn(f"{integration} was tested with {', '.join(tested)}, not with {got}; {found}", stacklevel=4)
 
 
-def differing_calls(owner: Any, calls: Mapping[str, str]) -> list[str]:
+def differing_calls(owner: Any, calls: Mapping[str, str | tuple[str, ...]]) -> list[str]:
     """Return what is wrong with a class's calls: those that are gone, and those that take other parameters.
 
-    calls: the names of a call's parameters, with spaces between them, by the call's name.
+    calls: the names of a call's parameters, with spaces between them, by the call's name; several where each will do.
     """
     problems = []
     for name, wanted in calls.items():
@@ -38,7 +38,8 @@ def differing_calls(owner: Any, calls: Mapping[str, str]) -> list[str]:
             problems.append(f"{full_name} is gone")
             continue
         parameters = " ".join(inspect.signature(call).parameters).removeprefix("self").strip()
-        if parameters != wanted:
-            expected, got = (", ".join(names.split()) for names in (wanted, parameters))
-            problems.append(f"expected {full_name}({expected}), got ({got})")
+        choices = (wanted,) if isinstance(wanted, str) else wanted
+        if parameters not in choices:
+            *expected, got = (", ".join(names.split()) for names in (*choices, parameters))
+            problems.append(f"expected {full_name}({') or ('.join(expected)}), got ({got})")
     return problems

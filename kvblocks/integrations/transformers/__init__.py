@@ -11,7 +11,6 @@ from kvblocks.integrations.transformers.probe import check_transformers
 
 check_transformers()  # before anything of transformers' is imported that may not be there
 
-from kvblocks.integrations.transformers.cache import KVBlocksPagedCache  # noqa: E402
-from kvblocks.integrations.transformers.install import install, uninstall  # noqa: E402
+from kvblocks.integrations.transformers.install import KVBlocksPagedCache, install, uninstall  # noqa: E402
 
 __all__ = ["KVBlocksPagedCache", "install", "uninstall"]

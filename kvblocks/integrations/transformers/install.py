@@ -1,4 +1,4 @@
-"""`install` and `uninstall`: two names of transformers' module are replaced in memory, and put back."""
+"""`install` and `uninstall`: names of transformers' module are replaced in memory, and put back."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -6,14 +6,25 @@ from typing import Any, Literal
 from transformers.generation.continuous_batching import continuous_api
 
 from kvblocks import InvalidArgumentError
-from kvblocks.integrations.transformers.cache import KVBlocksPagedCache
-from kvblocks.integrations.transformers.probe import check_config
+from kvblocks.integrations.transformers.bookkeeping import Bookkeeping
+from kvblocks.integrations.transformers.parts import SECTORS
+from kvblocks.integrations.transformers.probe import check_config, find_parts
+
+KVBlocksPagedCache: type[Bookkeeping]
+if find_parts() is SECTORS:
+    from kvblocks.integrations.transformers import cache as sectors
+
+    KVBlocksPagedCache, schedulers = sectors.KVBlocksPagedCache, sectors.schedulers
+else:
+    from kvblocks.integrations.transformers import grouped_cache as groups
+
+    KVBlocksPagedCache, schedulers = groups.KVBlocksPagedCache, groups.schedulers
 
 _CACHE, _RESOLVE = "PagedAttentionCache", "resolve_continuous_batching_config"
 _originals: dict[str, Any] = {}
 
 
-def install(*, commit: Literal["early", "late"] = "early", debug: bool = False) -> type[KVBlocksPagedCache]:
+def install(*, commit: Literal["early", "late"] = "early", debug: bool = False) -> type[Bookkeeping]:
     """Let continuous batching that starts from now on use kvblocks; returns the class of its cache.
 
     commit: "early" caches a prompt when it is scheduled, wherever keys and values are written before they are read;
@@ -24,8 +35,10 @@ def install(*, commit: Literal["early", "late"] = "early", debug: bool = False) 
         raise InvalidArgumentError(f"install: commit: expected 'early' or 'late', got {commit!r}")
     made = type("KVBlocksPagedCache", (KVBlocksPagedCache,), {"commit": commit, "debug": bool(debug)})
     if not _originals:
-        _originals.update({name: getattr(continuous_api, name) for name in (_CACHE, _RESOLVE)})
-        setattr(continuous_api, _RESOLVE, _checked(_originals[_RESOLVE]))
+        replaced = {_RESOLVE: _checked(getattr(continuous_api, _RESOLVE)), **schedulers()}
+        _originals.update({name: getattr(continuous_api, name) for name in (_CACHE, *replaced)})
+        for name, ours in replaced.items():
+            setattr(continuous_api, name, ours)
     setattr(continuous_api, _CACHE, made)
     return made
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvblocks import Sequence
+from kvblocks import KVCacheManager, Sequence
 
 
 class Record:
@@ -22,6 +22,14 @@ class Record:
 
 Records = dict[str, Record]
 """The requests that have blocks, by transformers' request id."""
+
+
+def count_needed_blocks(manager: KVCacheManager, records: Records, request_id: str, total: int) -> int:
+    """Return how many free blocks, of all groups together, a request's first `total` tokens take."""
+    record = records.get(request_id)
+    if record is None:
+        return sum(group.num_blocks(total, total) for group in manager.groups)
+    return manager.get_num_blocks_to_allocate(record.sequence, total)
 
 
 def known_tokens(state: Any, start: int, end: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Tiny random models, and transformers' continuous batching over them, its own and kvblocks'."""
 
+import dataclasses
 import random
 from contextlib import contextmanager
 
@@ -12,11 +13,17 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.generation.continuous_batching import cache as cache_module
 from transformers.generation.continuous_batching import continuous_api
 
 from kvblocks.integrations.transformers import install, uninstall
+from kvblocks.integrations.transformers.parts import GROUPS
+from kvblocks.integrations.transformers.probe import find_parts
 
 VOCABULARY, PAGE = 199, 8
+IS_GROUPED = find_parts() is GROUPS  # transformers 5.15 to 5.17
+FIELDS = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+PAGE_SIZE = "page_size" if "page_size" in FIELDS else "block_size"  # its name; up to transformers 5.17 the latter
 
 
 def make_model(layer_types=None, window=None):
@@ -46,6 +53,22 @@ def make_model(layer_types=None, window=None):
             )
         )
     return model.eval()
+
+
+@torch.no_grad()
+def plain_logits(model, tokens):
+    """The logits of all positions, by a forward pass without any cache."""
+    # Up to transformers 5.18 batching leaves a model with its own attention.
+    model.set_attn_implementation(model.config._attn_implementation.removeprefix("paged|"))
+    return model(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def plain_answer(model, prompt, new):
+    """The tokens that a model finds likeliest, each by a forward pass without any cache."""
+    tokens = list(prompt)
+    for _ in range(new):
+        tokens.append(int(plain_logits(model, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
 
 
 def make_prompts(seed, num_requests, num_prefixes=4, shared=40, own=24):
@@ -79,8 +102,11 @@ class Run:
         return {request_id: output.generated_tokens for request_id, output in self.outputs.items()}
 
 
-def batching_config(num_blocks, **more):
-    given = {"page_size": PAGE, "max_batch_tokens": 96, "max_memory_percent": 0.9, "seed": 1, **more}
+def batching_config(num_blocks, model=None, **more):
+    """A pool that holds `num_blocks` pages of tokens for all layers of a model."""
+    if IS_GROUPED and model is not None:  # a block is one group's
+        num_blocks *= len(cache_module.group_layers_by_attn_type(model.config)[0])
+    given = {PAGE_SIZE: PAGE, "max_batch_tokens": 96, "max_memory_percent": 0.9, "seed": 1, **more}
     return ContinuousBatchingConfig(num_blocks=num_blocks, **given)
 
 
@@ -126,7 +152,7 @@ def generate(model, prompts, num_blocks, monkeypatch, *, new=12, samples=1, **mo
         outputs = model.generate_batch(
             [list(prompt) for prompt in prompts],
             generation_config=config,
-            continuous_batching_config=batching_config(num_blocks, **more),
+            continuous_batching_config=batching_config(num_blocks, model, **more),
             progress_bar=False,
         )
     return Run(outputs, counted.num_tokens, counted.num_steps, counted.cache)

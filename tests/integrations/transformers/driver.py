@@ -1,11 +1,10 @@
 """transformers' batch processor, one call at a time, without its thread: steps can be cancelled, or die, in between."""
 
 import contextlib
-import types
 
 import torch
 from transformers import GenerationConfig
-from transformers.generation.continuous_batching import input_outputs
+from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner
 from transformers.generation.continuous_batching.requests import RequestState
 
 from integrations.transformers.batching import batching_config, scheduled_requests
@@ -17,7 +16,7 @@ class Driver:
     def __init__(self, model, num_blocks, *, samples=1, do_sample=False, **more):
         config = GenerationConfig(max_new_tokens=8, do_sample=do_sample, eos_token_id=-1, pad_token_id=0)
         config.num_return_sequences = samples  # transformers would refuse several greedy ones, which tests compare
-        given = batching_config(num_blocks, **more)
+        given = batching_config(num_blocks, model, **more)
         self.model, self.samples = model, samples
         self.manager = model.init_continuous_batching(config, continuous_batching_config=given)
         self.processor = self.manager._create_batch_processor()
@@ -90,19 +89,28 @@ class _Nothing:
         return lambda *_args, **_kwargs: None
 
 
+class _Covered:
+    """A module of which some names are others."""
+
+    def __init__(self, module, **names):
+        self.__dict__.update(names, _module=module)
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+
 @contextlib.contextmanager
 def async_on_cpu(monkeypatch):
     """Let asynchronous batching run on a CPU: steps are computed at once, and updated one step late all the same."""
+    no_stream = {"Event": _Nothing, "Stream": _Nothing, "stream": lambda _stream: contextlib.nullcontext()}
     with monkeypatch.context() as patch:
-        patch.setattr(input_outputs.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",))
-        patch.setattr(input_outputs, "create_device_stream", _Nothing)
-        patch.setattr(input_outputs, "stream_context", lambda _stream: contextlib.nullcontext())
-        fake = types.SimpleNamespace(Event=_Nothing)
-        real = input_outputs.torch
-
-        class Torch:
-            def __getattr__(self, name):
-                return fake.Event if name == "Event" else getattr(real, name)
-
-        patch.setattr(input_outputs, "torch", Torch())
+        if hasattr(input_outputs, "create_device_stream"):
+            patch.setattr(input_outputs.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",))
+            patch.setattr(input_outputs, "create_device_stream", _Nothing)
+            patch.setattr(input_outputs, "stream_context", no_stream["stream"])
+            patch.setattr(input_outputs, "torch", _Covered(torch, Event=_Nothing))
+        else:  # up to transformers 5.18, which knows CUDA's streams only
+            cuda = _Covered(torch.cuda, is_available=lambda: True, **no_stream)
+            for module in (input_outputs, model_runner, continuous_api):
+                patch.setattr(module, "torch", _Covered(torch, cuda=cuda))
         yield

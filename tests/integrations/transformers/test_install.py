@@ -5,16 +5,25 @@ import types
 
 import pytest
 from transformers.generation.continuous_batching import cache as cache_module
-from transformers.generation.continuous_batching import cache_allocators, continuous_api, scheduler
+from transformers.generation.continuous_batching import continuous_api, scheduler
 
-from integrations.transformers.batching import batching_config, generate, kvblocks_installed, make_prompts
+from integrations.transformers.batching import IS_GROUPED, batching_config, generate, kvblocks_installed, make_prompts
 from integrations.transformers.driver import Driver
 from kvblocks import InvalidArgumentError, UnsupportedEngineError
 from kvblocks.integrations.transformers import install, probe, uninstall
 
+if IS_GROUPED:
+    from transformers.generation.continuous_batching import cache_manager as allocators
+else:
+    from transformers.generation.continuous_batching import cache_allocators as allocators
+
+only_groups = pytest.mark.skipif(not IS_GROUPED, reason="transformers 5.15 to 5.17")
+only_sectors = pytest.mark.skipif(IS_GROUPED, reason="transformers 5.18 and newer")
+
 
 def names():
-    return continuous_api.PagedAttentionCache, continuous_api.resolve_continuous_batching_config
+    always = continuous_api.PagedAttentionCache, continuous_api.resolve_continuous_batching_config
+    return *always, continuous_api.SCHEDULER_MAPPING, continuous_api.FIFOScheduler
 
 
 def test_uninstall_puts_everything_back(llama, monkeypatch):
@@ -30,7 +39,8 @@ def test_uninstall_puts_everything_back(llama, monkeypatch):
     assert names() == before
     run = generate(llama, make_prompts(1, 1)[:2], 50, monkeypatch, new=2)
     assert type(run.cache) is cache_module.PagedAttentionCache
-    assert type(run.cache.cache_allocators["full_attention"]) is cache_allocators.FullAttentionCacheAllocator
+    theirs = run.cache.group_cache_managers if IS_GROUPED else run.cache.cache_allocators.values()
+    assert [type(allocator) for allocator in theirs] == [allocators.FullAttentionCacheAllocator]
 
 
 def test_a_manager_that_runs_goes_on_after_uninstall(llama):
@@ -77,8 +87,9 @@ def test_two_requests_with_one_id_are_refused(llama):
 def test_what_kvblocks_does_not_have_says_so(llama):
     with kvblocks_installed():
         cache = Driver(llama, 50).cache
-    with pytest.raises(UnsupportedEngineError, match=r"pool\.count_free_blocks"):
-        cache.pool.count_free_blocks(0)
+    blocks = cache._block_manager if IS_GROUPED else cache.pool
+    with pytest.raises(UnsupportedEngineError, match=r"(pool|_block_manager)\.count_free_blocks"):
+        blocks.count_free_blocks(0)
 
 
 # The probe, with parts of transformers that have moved.
@@ -105,28 +116,40 @@ def test_a_call_that_is_new_is_named(monkeypatch):
 
 
 def test_a_parameter_that_is_new_is_named(monkeypatch):
-    monkeypatch.setattr(
-        cache_module.PagedAttentionCache, "free_blocks", lambda self, request_id, no_cache=False, keep=0: None
-    )
-    expect_missing("expected PagedAttentionCache.free_blocks(request_id, no_cache), got (request_id, no_cache, keep)")
+    monkeypatch.setattr(cache_module.PagedAttentionCache, "search_prefix_match", lambda self, request_id, keep=0: None)
+    expect_missing("expected PagedAttentionCache.search_prefix_match(request_id, prompt_ids), got (request_id, keep)")
 
 
+@only_sectors
 def test_another_order_of_writes_is_named(monkeypatch):
-    sliding = cache_allocators.SlidingAttentionCacheAllocator  # it reads first
-    monkeypatch.setattr(cache_allocators.FullAttentionCacheAllocator, "update", sliding.update)
+    sliding = allocators.SlidingAttentionCacheAllocator  # it reads first
+    monkeypatch.setattr(allocators.FullAttentionCacheAllocator, "update", sliding.update)
     expect_missing("FullAttentionCacheAllocator.update")
+
+
+@only_groups
+def test_another_order_of_writes_in_groups_is_named(monkeypatch):
+    sources = probe.inspect.getsource
+    monkeypatch.setattr(probe.inspect, "getsource", lambda it: sources(it).replace("sliding_window == 1", "is_full"))
+    expect_missing("PagedAttentionCache.update; PagedAttentionCache.update of windows")
 
 
 @pytest.mark.parametrize(
     ("module", "old", "new", "named"),
     [
         ("scheduler", "self.cache.free_blocks(", "self.cache.drop_blocks(", "scheduler: cache.drop_blocks (unknown)"),
-        ("scheduler", "pool.try_to_free_sectors", "pool.grow", "scheduler: cache.pool.grow (unknown)"),
-        (
-            "offloading_manager",
-            "allocator.block_table",
-            "allocator.ledger",
+        pytest.param(
+            *("scheduler", "pool.try_to_free_sectors", "pool.grow", "scheduler: cache.pool.grow (unknown)"),
+            marks=only_sectors,
+        ),
+        pytest.param(
+            *("offloading_manager", "allocator.block_table", "allocator.ledger"),
             "offloading_manager: cache.ledger (unknown)",
+            marks=only_sectors,
+        ),
+        pytest.param(
+            *("offloading_manager", "cm.block_table", "cm.ledger", "offloading_manager: cache.ledger (unknown)"),
+            marks=only_groups,
         ),
     ],
 )
@@ -156,15 +179,14 @@ def test_a_scheduler_that_may_drop_what_has_slots_is_named(monkeypatch):
 
 
 def test_a_version_without_the_modules_is_named(monkeypatch):
-    gone = "transformers.generation.continuous_batching.cache_allocators"
-    monkeypatch.setitem(sys.modules, gone, None)
-    monkeypatch.delattr("transformers.generation.continuous_batching.cache_allocators")
+    monkeypatch.setitem(sys.modules, allocators.__name__, None)
+    monkeypatch.delattr(allocators.__name__)
     expect_missing("cache_allocators")
 
 
 def test_a_part_that_cannot_even_be_looked_at_is_named(monkeypatch):
-    monkeypatch.delattr(cache_allocators.FullAttentionCacheAllocator, "layer_type")
-    expect_missing("'layer_type'")
+    monkeypatch.delattr(allocators, "SlidingAttentionCacheAllocator")
+    expect_missing("no attribute 'SlidingAttentionCacheAllocator'")
 
 
 def test_an_untested_version_gets_a_warning(monkeypatch):

@@ -5,7 +5,15 @@ import random
 import pytest
 import torch
 
-from integrations.transformers.batching import PAGE, check_all_given_back, kvblocks_installed, make_model, make_prompts
+from integrations.transformers.batching import (
+    IS_GROUPED,
+    PAGE,
+    check_all_given_back,
+    kvblocks_installed,
+    make_model,
+    make_prompts,
+    plain_logits,
+)
 from integrations.transformers.driver import Driver, async_on_cpu
 from kvblocks import KVCacheManager
 
@@ -21,10 +29,15 @@ def mixed():
 def check_logprobs(model, driver):
     """What was sampled is as likely as a plain forward pass says, of all that came before it."""
     for request_id, (prompt, generated, logprobs) in driver.logprobs.items():
-        logits = model(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1]
+        logits = plain_logits(model, prompt + generated)[len(prompt) - 1 : -1]
         chosen = logits.float().log_softmax(-1).gather(1, torch.tensor(generated)[:, None])[:, 0]
         assert len(logprobs) == len(generated)
         assert torch.allclose(chosen, torch.tensor(logprobs), atol=2e-3), request_id
+
+
+def finish(driver):
+    driver.finish()
+    return driver
 
 
 def make_driver(model, num_blocks, **more):
@@ -130,11 +143,10 @@ def test_a_mutant_that_caches_early_where_a_layer_slides_is_found(mixed):
 def test_a_mutant_that_forgets_the_copies_of_a_fork_is_found(llama, monkeypatch):
     with kvblocks_installed() as _:
         driver = make_driver(llama, 200, samples=3, do_sample=True)
-        monkeypatch.setattr(driver.cache, "perform_cache_copy", lambda _copies: None)
+        monkeypatch.setattr(driver.cache, "copy_cache" if IS_GROUPED else "perform_cache_copy", lambda *_copies: None)
         driver.add("0", make_prompts(5, 1)[0][:44])
-        driver.finish()
-    with pytest.raises(AssertionError):
-        check_logprobs(llama, driver)
+        with pytest.raises((AssertionError, RuntimeError)):  # what lies in a block that nobody wrote may be no number
+            check_logprobs(llama, finish(driver))
 
 
 def test_tokens_computed_alone_are_late_where_a_kernel_writes_and_reads_by_request(llama):

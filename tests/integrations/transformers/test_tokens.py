@@ -1,6 +1,7 @@
 """The same tokens as transformers' own cache gives, whatever the layers, the pool and the way of caching."""
 
 import pytest
+import transformers
 from transformers.generation.continuous_batching import model_runner
 from transformers.generation.continuous_batching.requests import RequestStatus
 
@@ -11,6 +12,7 @@ from integrations.transformers.batching import (
     kvblocks_installed,
     make_model,
     make_prompts,
+    plain_answer,
 )
 from integrations.transformers.driver import Driver, async_on_cpu
 
@@ -33,10 +35,15 @@ def model(request):
     return make_model(layer_types, window)
 
 
+def is_sound(model):
+    """Whether transformers' own cache is right. In 5.15 windows that have been passed are read at wrong places."""
+    return not transformers.__version__.startswith("5.15.") or not getattr(model.config, "use_sliding_window", False)
+
+
 def test_tokens_are_those_of_transformers_own_cache(model, monkeypatch):
     prompts = make_prompts(1, 8)
-    expected = generate(model, prompts, 400, monkeypatch).tokens
-    assert len(expected) == len(prompts)
+    expected = {f"req_{number}": plain_answer(model, prompt, 12) for number, prompt in enumerate(prompts)}
+    assert (generate(model, prompts, 400, monkeypatch).tokens == expected) is is_sound(model)
     with kvblocks_installed():
         run = generate(model, prompts, 60, monkeypatch)
         assert run.tokens == expected
@@ -55,7 +62,8 @@ def test_tokens_are_those_of_transformers_own_cache(model, monkeypatch):
 def test_tokens_are_the_same_with_asynchronous_batching(model, monkeypatch):
     prompts = make_prompts(2, 8)
     with async_on_cpu(monkeypatch):
-        expected = answer(Driver(model, 400), prompts)
+        expected = {str(n): plain_answer(model, prompt, 6 + n % 7) for n, prompt in enumerate(prompts)}
+        assert (answer(Driver(model, 400), prompts) == expected) is is_sound(model)
         with kvblocks_installed():
             for num_blocks in (400, 20):
                 driver = Driver(model, num_blocks, use_async_batching=True)

@@ -1,0 +1,235 @@
+"""What a cache of transformers' keeps of its requests when a KVCacheManager does the bookkeeping, in all versions.
+
+What transformers does in a step, and what follows for the cache:
+
+1. Its scheduler asks for slots (`can_store_request_tokens`; up to 5.17 through `grouped_cache`) and takes a request
+   into the batch at once if it gets them. Nothing that was taken into a batch leaves it again before it has run: only
+   requests that got no slots are given back. So all that is cached early is written, unless the step dies.
+2. The step writes K and V of all its tokens, layer by layer. Full attention does so before it reads anything
+   (`update`), so a prompt may be cached when it is scheduled (*early*): an equal one in the same step reads what was
+   just written.
+   Not so where a layer slides, which reads first; nor where a decoding kernel writes and reads for each request by
+   itself (tables of at most `max_blocks_per_request`), so tokens that are computed alone are cached *late* there; nor
+   with asynchronous batching, where the next step is prepared before this one's tokens are known.
+3. When the step has ended, transformers says so for each request of it (`mark_complete_blocks`). Late blocks are cached
+   then, and of early ones it is known that they were written. A request that ends otherwise (the step died) takes
+   what was never written out of the cache: `abort`.
+4. Requests without room are soft reset: given back and queued anew. What they wrote stays cached, and is free.
+"""
+
+from typing import Any
+
+from kvblocks import CacheHit, Group, KVCacheManager, Sequence
+from kvblocks.integrations.transformers.probe import refuse
+from kvblocks.integrations.transformers.records import Record, Records, count_needed_blocks, known_tokens
+
+END = "end"  # what `complete_blocks` of a scheduled request says: where its tokens of this step end
+MARGINS = {"fifo": 0.15, "prefill_first": 0.0}  # of transformers' schedulers, where the user says nothing
+
+
+class Nothing:
+    """In the place of what transformers' cache had its blocks from. name: what it is called there."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise refuse(f"a use of PagedAttentionCache.{self._name}.{name}", "kvblocks keeps the blocks itself")
+
+
+class Bookkeeping:
+    """Stands before transformers' PagedAttentionCache. manager: the kvblocks one, with all that transformers lacks.
+
+    commit: "early" caches at allocation wherever that is sound, "late" always behind the step. debug: `manager.check()`
+    after every change. `install` sets both in a subclass.
+    """
+
+    commit = "early"
+    debug = False
+    allow_block_sharing: bool  # these two are transformers'
+    max_blocks_per_request: int
+
+    def keep_books(self, config: Any, groups: list[Group], num_blocks: int, first_block_id: int) -> None:
+        """Make the manager, and take what transformers' ContinuousBatchingConfig says about it."""
+        is_plain = len(groups) == 1 and groups[0].window is None
+        self.manager = KVCacheManager(
+            num_blocks,
+            first_block_id=first_block_id,
+            groups=None if is_plain else groups,
+            block_size=groups[0].block_size if is_plain else None,
+            enable_caching=self.allow_block_sharing,
+            debug=self.debug,
+        )
+        self.records: Records = {}
+        self.use_prefix_sharing = self.allow_block_sharing
+        has_window = any(group.window is not None for group in groups)
+        is_early = self.commit == "early" and not has_window and not config.use_async_batching
+        self.is_late = self.allow_block_sharing and not is_early
+        margin = config.safety_margin
+        if margin is None:
+            margin = MARGINS.get(config.scheduler_type, MARGINS["fifo"])
+        self._num_margin_blocks = int(margin * self.manager.num_blocks)
+        self._refused: str | None = None  # the request that was looked up last, if it may not start yet
+
+    # Slots.
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        """Make room for a request's next tokens, and say whether there is; as a dry run, only say."""
+        total = state.current_len() + request_len
+        record = self.records.get(state.request_id)
+        if dry_run:
+            return self.count_needed_blocks(state.request_id, total) <= self.manager.num_free_blocks
+        if record is None:
+            return self._start(state, total)
+        if record.state is None:
+            record.state = state
+        elif record.state is not state:
+            raise refuse(f"two requests with the id {state.request_id!r} at once", "blocks belong to one of them")
+        if not request_len:
+            return True  # its last token waits for a fork
+        return self._grow(record, state, total, request_len)
+
+    def count_needed_blocks(self, request_id: str, total: int) -> int:
+        """Return how many free blocks it takes to have room for a request's first `total` tokens."""
+        return count_needed_blocks(self.manager, self.records, request_id, total)
+
+    def _start(self, state: Any, total: int) -> bool:
+        """Make room for a request that has no blocks, and hit none."""
+        request_id = state.request_id
+        if state.current_len():  # no prompt of a user's, but one that warms kernels up: nobody may find what it leaves
+            return self.allocate_unfound(request_id, state, total)
+        sequence = Sequence(request_id, state.initial_tokens)
+        if request_id == self._refused or not self._may_start(sequence, None):
+            return False
+        num_tokens = self._num_computed(state, total, total)
+        is_delayed = self._is_delayed(num_tokens)
+        if self.manager.allocate_slots(sequence, num_tokens or 1, delay_cache_blocks=is_delayed) is None:
+            return False
+        self.records[request_id] = Record(sequence, state, 0)
+        return True
+
+    def allocate_unfound(self, request_id: str, state: Any, total: int) -> bool:
+        """Make room for `total` tokens of which nothing is cached, and say whether there is."""
+        sequence = Sequence(request_id, [0])
+        if self.manager.allocate_slots(sequence, num_total_tokens=total, delay_cache_blocks=True) is None:
+            return False
+        self.records[request_id] = Record(sequence, state, 0)
+        return True
+
+    def _grow(self, record: Record, state: Any, total: int, request_len: int) -> bool:
+        """Make room for the next tokens of a request that has blocks."""
+        sequence = record.sequence
+        num_tokens, num_slots = sequence.num_tokens, sequence.num_computed_tokens
+        if num_slots < num_tokens:  # of its prompt
+            num_new = self._num_computed(state, min(total, num_tokens) - num_slots, request_len)
+            if not num_new:
+                return True
+            is_delayed = self._is_delayed(num_new)
+            return self.manager.allocate_slots(sequence, num_new, delay_cache_blocks=is_delayed) is not None
+        tokens = known_tokens(state, num_tokens, total)
+        if len(tokens) < total - num_tokens:  # the step that samples them still runs; see `mark_complete_blocks`
+            return self.manager.reserve_slots(sequence, total - num_tokens) is not None
+        return not tokens or self.manager.append_slots(sequence, tokens, self._is_delayed(len(tokens))) is not None
+
+    def _num_computed(self, state: Any, num_new: int, request_len: int) -> int:
+        """Return how many of the new tokens the step computes: not a prompt's last one while it has to be forked."""
+        waits = state.num_children > 0 and request_len == len(state.remaining_prefill_tokens)
+        return num_new - waits
+
+    def _is_delayed(self, num_tokens: int) -> bool:
+        """Whether the tokens that a step computes of a request are cached behind it."""
+        alone = num_tokens <= 1 and self.max_blocks_per_request > 0
+        return self.is_late or (alone and self.allow_block_sharing)
+
+    def _may_start(self, sequence: Sequence, hit: CacheHit | None) -> bool:
+        """Whether a request may begin beside others: all of its prompt fits, and there are blocks left to grow into.
+
+        That is the scheduler's safety margin, or a block of each group for each of the others if that is more.
+        transformers looks at the margin once a step, and counts cached blocks as taken. Here they are free, so without
+        this it would admit more requests than the pool can bear, and soft reset them soon.
+        """
+        if not self.records:
+            return True
+        needed = self.manager.get_num_blocks_to_allocate(sequence, sequence.num_tokens, hit=hit)
+        kept = max(self._num_margin_blocks, len(self.records) * len(self.manager.groups))
+        return needed + kept <= self.manager.num_free_blocks
+
+    # Prefixes.
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Give a request the blocks that hold the longest cached prefix of its prompt, never with its last token.
+
+        Returns the tokens that they hold, 0 also for a request that may not start yet.
+        """
+        self._refused = None
+        if not self.use_prefix_sharing or len(prompt_ids) < 2:
+            return 0
+        sequence = Sequence(request_id, prompt_ids)
+        hit = self.manager.get_computed_blocks(sequence, len(prompt_ids) - 1)
+        if not hit.num_tokens:
+            return 0
+        if not self._may_start(sequence, hit) or self.manager.allocate_slots(sequence, 0, hit=hit) is None:
+            self._refused = request_id  # else it would start without its hit
+            return 0
+        self.records[request_id] = Record(sequence, None, hit.num_tokens)
+        return hit.num_tokens
+
+    def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
+        """Return what `mark_complete_blocks` is to be told when the step has ended."""
+        return {END: state.current_len() + request_len}
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        """Note that a step has written a request's tokens. What is to be cached late is cached now."""
+        record = self.records.get(state.request_id)
+        if record is None or record.state is not state or not complete_blocks:
+            return  # given back while the step ran
+        sequence, end = record.sequence, complete_blocks[END]
+        if end > sequence.num_tokens:  # sampled by the step before, which had not ended when this one was scheduled
+            tokens = known_tokens(state, sequence.num_tokens, end)
+            room = self.manager.append_slots(sequence, tokens, self.is_late)
+            assert room is not None, f"{state.request_id}: slots for {end} tokens were reserved"
+        record.num_written = max(record.num_written, end)
+        if sequence.num_written_tokens < end:
+            self.manager.cache_blocks(sequence, end)
+
+    # Giving back.
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:  # noqa: ARG002  # cached blocks are free
+        """Give a request's blocks back. What the steps that ended have written of it stays cached."""
+        record = self.records.pop(request_id, None)
+        if record is None:
+            return
+        if record.sequence.num_written_tokens > record.num_written:  # cached early, in a step that has not ended
+            self.manager.abort(record.sequence, record.num_written)
+        else:
+            self.manager.free(record.sequence)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        """Give all blocks back, and forget all that is cached if told to."""
+        for request_id in list(self.records):
+            self.free_blocks(request_id)
+        if clear_ledgers:
+            self.manager.reset_prefix_cache()
+
+    def fork_records(self, source_id: str, request_ids: list[str]) -> tuple[list[str], list[tuple[int, int, int]]]:
+        """Fork a request for as many of `request_ids` as there is room for, in order.
+
+        Full blocks are shared. Each child gets an unfilled last block of its own at once. Returns the ids that were
+        forked, and the copies to make: (group, source, destination).
+        """
+        source = self.records.get(source_id)
+        forked: list[str] = []
+        copies: list[tuple[int, int, int]] = []
+        if source is None:
+            return forked, copies
+        for request_id in request_ids:
+            child = self.manager.fork(source.sequence, request_id)
+            if self.manager.reserve_slots(child, 1) is None:
+                self.manager.free(child)
+                break
+            self.records[request_id] = Record(child, None, source.num_written)
+            forked.append(request_id)
+            copies += self.manager.take_group_copies()
+        return forked, copies

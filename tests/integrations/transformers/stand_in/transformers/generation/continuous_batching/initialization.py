@@ -1,0 +1,5 @@
+"""As in transformers."""
+
+
+def resolve_continuous_batching_config(config):
+    return config

@@ -1,0 +1,1 @@
+"""As in transformers; the loop does this here."""
