@@ -209,12 +209,10 @@ class Traffic:
                 pool.num_dropped_blocks += wishes.add(hit.blocks[-1].node)
 
     def note_end(self, sequence: Sequence) -> None:
-        """Take note that a sequence is about to give its blocks back. O(tiers), and O(blocks) after an abort."""
+        """Take note that a sequence is about to give its blocks back. O(tiers); after an abort or a reset O(blocks)."""
         self._noted.pop(sequence, None)
         if sequence in self._loading:
             self.leave(sequence)
-        if sequence.epoch is not self.index.epoch:
-            return
         number = sequence.num_cached_blocks
         while number and not sequence.blocks[number - 1].is_cached:
             number -= 1

@@ -1,5 +1,7 @@
 """Tiers, call by call."""
 
+from array import array
+
 import pytest
 
 from kvblocks import (
@@ -12,6 +14,7 @@ from kvblocks import (
     StaleHitError,
     Tier,
 )
+from kvblocks.tiers.pool import TierPool
 
 PROMPT = range(40)  # ten blocks of four tokens
 
@@ -113,6 +116,41 @@ def test_two_wishes_for_one_prefix_store_it_once():
         manager.tiers.complete(transfer, ok=True)
     assert [len(transfer.slots) for transfer in settle(manager)] == [2]
     assert stats(manager).num_dropped_blocks == 0
+
+
+def test_what_finds_no_room_waits():
+    manager = make_manager(32)
+    run(manager)
+    run(manager, "other", range(100, 140))
+    settle(manager)
+    assert (stats(manager).num_cached_blocks, stats(manager).num_dropped_blocks) == (20, 0)
+
+
+def test_of_an_aborted_sequence_what_was_written_is_stored():
+    manager = make_manager(128)
+    sequence = Sequence("one", PROMPT)
+    manager.allocate_slots(sequence)
+    manager.abort(sequence, 22)
+    settle(manager)
+    assert stats(manager).num_stored_blocks == 5
+
+
+def test_what_a_reset_forgot_is_not_stored():
+    manager = make_manager(128)
+    run(manager)
+    manager.reset_prefix_cache()
+    assert manager.tiers.take_transfers() == []
+
+
+def test_a_prefix_is_dropped_whoever_holds_it():
+    pool = TierPool(Tier("host", 4), 4)
+    tokens = array("I", range(4))
+    for _ in range(2):
+        blocks = pool.pool.take(1)
+        pool.index.cache((None, 0), blocks, memoryview(tokens).cast("B"), None, 0)
+        pool.let_go(blocks)
+    assert [block.block_id for block in pool.drop_prefix(memoryview(tokens), None, 1)] == [0, 1]
+    assert pool.stats().num_cached_blocks == 0
 
 
 def test_a_store_that_has_not_begun_is_lost_when_its_blocks_are_taken():
