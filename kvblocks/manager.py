@@ -296,7 +296,7 @@ class KVCacheManager(Changeable):
         if num_in_flight_tokens is not _NONE:
             num_in_flight = check_count("num_in_flight_tokens", num_in_flight_tokens, 0)
         delayed = delay_cache_blocks is not False and check_flag("delay_cache_blocks", delay_cache_blocks)
-        found_below: list[TierHit] = []
+        found_below: list[TierHit] | None = None
         if loads is not _NO_TIERS:
             found_below, num_external = self._check_loads(own, found, loads, num_external)
         is_start = own.owner is None
