@@ -321,8 +321,8 @@ class KVCacheManager(Changeable):
             blocks = self._slots.grow(own, end, end + num_lookahead, num_in_flight, delayed=delayed)
         if blocks is not None and (self._in_flight.sequences or delayed or end < len(own.tokens)):
             self._in_flight.note(own)
-        if found_below and blocks is not None:
-            self._get_traffic().begin_loads(own, found_below)
+        if found_below and blocks is not None and self._traffic is not None:
+            self._traffic.begin_loads(own, found_below)
         self.change_state = self._rest_state  # `_end`, without the call
         if self.change_state:
             self.check()
@@ -440,12 +440,16 @@ class KVCacheManager(Changeable):
         sequences that share them, stay as they are; those that were taken back, by an abort for example, are cached
         anew. Returns how many tokens of the sequence are cached then.
 
-        A sequence from before a reset caches nothing until `renew`. Raises SequenceStateError (not this manager's, or
-        freed) and InvalidArgumentError. O(blocks that get cached).
+        A sequence from before a reset caches nothing until `renew`. Of one that loads from a tier only what comes
+        before that counts, until it has arrived. Raises SequenceStateError (not this manager's, or freed) and
+        InvalidArgumentError. O(blocks that get cached).
         """
         given = asked_once(num_computed_tokens)
         own = self._check_owned(sequence, "cache_blocks")
-        self._commit(own, check_count("num_computed_tokens", given, 0, own.num_computed_tokens))
+        number = check_count("num_computed_tokens", given, 0, own.num_computed_tokens)
+        if self._traffic is not None:
+            number = self._traffic.num_writable(own, number)
+        self._commit(own, number)
         return own.num_cached_blocks * self.block_size if own.epoch is self._index.epoch else 0
 
     def get_num_blocks_to_allocate(
@@ -677,7 +681,8 @@ class KVCacheManager(Changeable):
         if self._tiers is None:
             from kvblocks.tiers.tiers import Tiers as Made
 
-            self._tiers = Made(self, self._get_traffic(), self._calls())
+            traffic = self._make_traffic(()) if self._traffic is None else self._traffic
+            self._tiers = Made(self, traffic, self._calls())
         return self._tiers
 
     @property
@@ -1091,12 +1096,13 @@ class KVCacheManager(Changeable):
             self.check()
 
     def _forget_unwritten(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        version = self._index.version
         forget_unwritten(self._index, sequence, num_computed_tokens)
         if self._index.detached:
             self._pool.requeue_detached()
         if self._slots.soft_holds is not None:
             self._slots.soft_holds.drop_uncached()
-        if self._traffic is not None:
+        if self._traffic is not None and self._index.version != version:
             self._traffic.note_forgotten()
 
     def _go_back(self, sequence: Sequence, num_tokens: int) -> None:
@@ -1115,14 +1121,8 @@ class KVCacheManager(Changeable):
         from kvblocks.tiers.tier import check_tiers
         from kvblocks.tiers.traffic import Traffic as Made
 
-        given = check_tiers(tiers, num_groups=self._slots.num_groups, enable_caching=self.enable_caching)
+        given = check_tiers(tiers, self._slots.groups, enable_caching=self.enable_caching)
         return Made(given, self, self._slots, self._sequences, self._calls())
-
-    def _get_traffic(self) -> Traffic:
-        """Return what moves between tiers; of none, if none were given."""
-        if self._traffic is None:
-            self._traffic = self._make_traffic(())
-        return self._traffic
 
     def _calls(self) -> ManagerCalls:
         """Return what tiers need of the manager."""
@@ -1134,7 +1134,8 @@ class KVCacheManager(Changeable):
         self, sequence: Sequence, hit: CacheHit | None, loads: Iterable[TierHit], num_external: int
     ) -> tuple[list[TierHit], int]:
         """Return loads as a list, and how many external tokens there are with them."""
-        given, num_loaded = self._get_traffic().check_loads(sequence, hit, loads)
+        traffic = self._make_traffic(()) if self._traffic is None else self._traffic
+        given, num_loaded = traffic.check_loads(sequence, hit, loads)
         if given and num_external:
             raise InvalidArgumentError("allocate_slots: expected loads or num_external_computed_tokens, got both")
         return given, num_loaded or num_external

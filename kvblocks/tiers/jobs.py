@@ -4,11 +4,11 @@ A job owns the blocks on both sides from its beginning to the end of its last tr
 meanwhile. So a transfer's bytes never go to, nor come from, a block that means something else by then.
 """
 
-from kvblocks.core.block import KVCacheBlock, Node
+from kvblocks.core.block import KVCacheBlock, Node, Run
 from kvblocks.core.sequence import Sequence
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.transfer import ENDED, QUEUED, Transfer
-from kvblocks.tiers.wishes import Prefix
+from kvblocks.tiers.wishes import Prefix, prefix_of
 
 
 class Job:
@@ -33,7 +33,7 @@ class Job:
 
     def end(self, transfer: Transfer, *, ok: bool) -> None:
         """Note that a transfer is over, and whether its bytes arrived."""
-        transfer.state = ENDED
+        transfer.state, transfer.has_arrived = ENDED, ok
         self.num_open -= 1
         if ok:
             for number in range(transfer.first, transfer.first + len(transfer.slots)):
@@ -57,8 +57,9 @@ class Job:
 class LoadJob(Job):
     """Loads of the blocks that stand in its sequences' tables from index `first` on.
 
-    sequences: who waits for it: the one that it was begun for, and those that were forked from it since. parts: by
-    tier, the slots of the prefix that it has, which are owned.
+    sequences: who waits for it: the one that it was begun for, and those that were forked from it since. prefix: what
+    the tables hold up to its end. parts: by tier, the slots of the prefix that it has, which are owned. held: the
+    device's blocks that are owned, the prefix's until nobody waits any more.
     """
 
     def __init__(
@@ -74,12 +75,25 @@ class LoadJob(Job):
         self.first = first
         self.parts = parts
         self.held = [*sequence.blocks[:first], *blocks]
+        self._block_size = size = parts[0][0].index.block_size
+        keys = sequence.encoded_keys(size)
+        self.prefix = Prefix(bytearray(sequence.packed_tokens()[: 4 * size * len(self.held)]), keys, [*self.held])
 
-    def note_bad(self, slots: list[KVCacheBlock]) -> None:
-        """Take note that what these slots hold is bad: whatever comes of it has not arrived."""
-        for number, slot in enumerate(self.slots):
-            if slot in slots:
-                self.num_good = min(self.num_good, number)
+    def note_bad(self, index: int) -> None:
+        """Take note that what its tables hold, or will, at `index` is bad: nothing from there on has arrived."""
+        self.num_good = min(self.num_good, max(0, index - self.first))
+        if index >= self.first:
+            for pool, slots in self.parts:
+                if index < len(slots) and slots[index] is self.slots[index - self.first]:
+                    pool.drop([slots[index]])
+
+    def index_of(self, block: KVCacheBlock, prefix: Prefix | None) -> int | None:
+        """Return where a block stands in its tables, or another one that holds the same prefix; None: nowhere."""
+        if block in self.prefix.blocks:
+            return self.prefix.blocks.index(block)
+        if prefix is None or not self.prefix.begins_with(prefix, self._block_size):
+            return None
+        return len(prefix.blocks) - 1
 
     def end_in(self, sequence: Sequence, num_arrived: int) -> int:
         """Return the index in a sequence's table behind what arrived of this job and stands there still."""
@@ -101,16 +115,27 @@ class LoadJob(Job):
 class StoreJob(Job):
     """The store of a prefix's blocks from index `len(parents)` on.
 
-    prefix: all of it. parents: the slots that hold what comes before, and slots: new ones, both owned.
+    run: whose wish it was. prefix: all of it. parents: the slots that hold what comes before, and slots: new ones, both
+    owned.
     """
 
-    def __init__(self, pool: TierPool, prefix: Prefix, parents: list[KVCacheBlock], slots: list[KVCacheBlock]) -> None:
+    def __init__(
+        self, pool: TierPool, run: Run, prefix: Prefix, parents: list[KVCacheBlock], slots: list[KVCacheBlock]
+    ) -> None:
         first = len(parents)
         super().__init__(prefix.blocks[first : first + len(slots)], slots)
         self.pool = pool
+        self.run = run
         self.prefix = prefix
         self.parents = parents
         self._nodes: list[Node] = [block.node for block in self.blocks]
+
+    def good_prefix(self) -> list[KVCacheBlock]:
+        """Return the blocks of the prefix that is cached still, from its beginning to what was good of this. O(it)."""
+        if not self.num_good:
+            return []
+        run, index = self._nodes[self.num_good - 1]
+        return [] if run is None else prefix_of(run, index + 1).blocks
 
     def note_forgotten(self) -> None:
         """Take note of which blocks are cached no more where they were: what they hold may be what nobody wrote.

@@ -6,17 +6,27 @@ goes before its beginning. A slot that is being written or read is owned by the 
 computed only when somebody asks for a block's identity.
 """
 
-from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.block import KVCacheBlock, Node
 from kvblocks.core.hashing import sha256_digest
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
+from kvblocks.tiers.rates import Rate
 from kvblocks.tiers.tier import Tier, TierStats
+from kvblocks.tiers.wishes import Wishes
 
 
 class TierPool:
-    """What a tier holds. Counters as `TierStats`."""
+    """What a tier holds, and is to hold. Counters as `TierStats`.
 
-    def __init__(self, tier: Tier, block_size: int) -> None:
+    rate: how fast it loads. wishes: what is to be stored. storing: the device's blocks that stores read now, at most
+    max_storing.
+    """
+
+    def __init__(self, tier: Tier, block_size: int, max_storing: int) -> None:
+        self.rate = Rate(tier.bytes_per_second)
+        self.wishes = Wishes()
+        self.storing: dict[KVCacheBlock, None] = {}
+        self.max_storing = max_storing
         self.name: str = tier.name
         self.num_block_bytes: int = tier.num_block_bytes
         self.stores_reused = tier.store == "reused"
@@ -43,13 +53,14 @@ class TierPool:
         """Forget what slots hold, and all that is chained to it. O(all those)."""
         self.pool.uncache(blocks)
 
-    def drop_prefix(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, num_blocks: int) -> list[KVCacheBlock]:
-        """Forget a prefix of so many blocks; returns the slots that held it. A lookup for each of those."""
-        dropped: list[KVCacheBlock] = []
+    def drop_prefix(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, num_blocks: int) -> None:
+        """Forget a prefix of so many blocks, whoever holds it. A lookup for each slot that does."""
         while len(found := self.match(tokens, extra_keys, num_blocks)) == num_blocks:
-            dropped.append(found[-1])
             self.drop(found[-1:])
-        return dropped
+
+    def wish(self, node: Node) -> None:
+        """Have the prefix that ends at a node of the device's cache stored. O(1)."""
+        self.num_dropped_blocks += self.wishes.add(node)
 
     def clear(self) -> None:
         """Forget everything that is stored. What transfers read and write they go on to own. O(1), as there."""

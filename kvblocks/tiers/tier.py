@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, SupportsFloat, SupportsIndex, get_args
 
-from kvblocks.arguments import check_count, check_name, check_number, is_a, listed, plain_text, wrong
+from kvblocks.arguments import check_count, check_number, check_text, is_a, listed, plain_text, wrong
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.rates import MOST_NUMBER
 
@@ -29,19 +29,19 @@ class Tier:
         self,
         name: str,
         num_blocks: SupportsIndex,
-        num_block_bytes: SupportsIndex = 0,
+        num_block_bytes: SupportsIndex,
         *,
         store: StoreWhen = "freed",
         min_store_tokens: SupportsIndex | None = None,
         bytes_per_second: SupportsFloat | None = None,
         max_transfer_blocks: SupportsIndex = 32,
     ) -> None:
-        given = check_name("Tier: name", name)
-        if given is None:
+        given = plain_text(name) if is_a(name, str) else ""
+        if not given:
             raise wrong("Tier: name", "a non-empty str", name)
-        self.name = given
+        self.name = check_text("Tier: name", given)
         self.num_blocks = check_count("Tier: num_blocks", num_blocks, 1)
-        self.num_block_bytes = check_count("Tier: num_block_bytes", num_block_bytes, 0)
+        self.num_block_bytes = check_count("Tier: num_block_bytes", num_block_bytes, 1)
         kinds = {kind: kind for kind in get_args(StoreWhen)}
         when = plain_text(store) if is_a(store, str) else ""
         if when not in kinds:
@@ -52,7 +52,7 @@ class Tier:
         self.bytes_per_second: float | None = None
         if bytes_per_second is not None:
             rate = check_number("Tier: bytes_per_second", bytes_per_second)
-            if not 0 < rate < MOST_NUMBER:
+            if not 1 / MOST_NUMBER < rate < MOST_NUMBER:
                 raise wrong("Tier: bytes_per_second", "a number above 0, or None", bytes_per_second)
             self.bytes_per_second = float(rate)
         self.max_transfer_blocks = check_count("Tier: max_transfer_blocks", max_transfer_blocks, 1)
@@ -67,7 +67,8 @@ class TierStats:
 
     num_stored_blocks, num_loaded_blocks: whose bytes arrived. num_failed_blocks: of transfers that failed.
     num_dropped_blocks: that were to be stored, and were not: their KV had left the device or the cache before, or the
-    tier had no room. num_evicted_blocks: that made room for others. num_moving_blocks: under a transfer now.
+    tier had no room; a wish that was dropped for a newer one counts as one block. num_evicted_blocks: that made room
+    for others. num_moving_blocks: slots that transfers own now, with those of the prefixes that they extend.
     """
 
     name: str
@@ -81,8 +82,8 @@ class TierStats:
     num_moving_blocks: int
 
 
-def check_tiers(tiers: Iterable[Tier], *, num_groups: int, enable_caching: bool) -> tuple[Tier, ...]:
-    """Return a manager's tiers. Raises InvalidArgumentError."""
+def check_tiers(tiers: Iterable[Tier], groups: object, *, enable_caching: bool) -> tuple[Tier, ...]:
+    """Return a manager's tiers. groups: None if there is one, of full attention. Raises InvalidArgumentError."""
     given = tuple(listed("tiers", "an iterable of Tier", tiers))
     for tier in given:
         if not is_a(tier, Tier):
@@ -94,6 +95,6 @@ def check_tiers(tiers: Iterable[Tier], *, num_groups: int, enable_caching: bool)
         raise InvalidArgumentError(f"tiers: expected different names, got {names}")
     if not enable_caching:
         raise InvalidArgumentError("tiers: expected enable_caching=True, since they hold what is cached; got False")
-    if num_groups > 1:
-        raise InvalidArgumentError(f"tiers: expected one group of full attention, got {num_groups} groups")
+    if groups is not None:
+        raise InvalidArgumentError(f"tiers: expected one group of full attention, got {groups}")
     return given

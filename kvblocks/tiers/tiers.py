@@ -68,7 +68,7 @@ class Tiers:
         `note_computed`); what isn't known counts as fast for a tier, and as slow for the model.
         """
         given = self._traffic.listed(loads)
-        costs = [(hit.num_tokens, hit.num_bytes * self._traffic.rates[hit.tier].seconds_a_unit) for hit in given]
+        costs = [(hit.num_tokens, hit.num_bytes * hit.pool.rate.seconds_a_unit) for hit in given]
         return given[: num_worth_loading(costs, self._compute_rate.seconds_a_unit)]
 
     def note_computed(self, num_tokens: SupportsIndex, seconds: SupportsFloat) -> None:

@@ -8,11 +8,12 @@ The shape, pools of ids below each other that one policy fills and somebody else
 hierarchy; holding a block while it moves, and finding loading blocks as pending, are vLLM's KV connectors'.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from kvblocks.arguments import is_a, listed, wrong
 from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.caching import first_uncached
 from kvblocks.core.change import Changeable
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
@@ -20,13 +21,12 @@ from kvblocks.core.slots import SlotAllocator
 from kvblocks.errors import InvalidArgumentError, SequenceStateError, StaleHitError
 from kvblocks.tiers.jobs import Job, LoadJob, StoreJob
 from kvblocks.tiers.pool import TierPool
-from kvblocks.tiers.rates import Rate
 from kvblocks.tiers.tier import Tier
 from kvblocks.tiers.transfer import BEGUN, QUEUED, Loaded, TierHit, Transfer
-from kvblocks.tiers.wishes import Wishes, prefix_of
+from kvblocks.tiers.wishes import prefix_of
 
 STORING_SHARE = 8
-"""Stores hold at most an eighth of the device's blocks, at least one."""
+"""Stores of all tiers hold at most an eighth of the device's blocks, each tier an equal part, at least one."""
 
 
 class ManagerCalls:
@@ -52,8 +52,7 @@ class ManagerCalls:
 class Traffic:
     """The jobs of a manager, and its tiers' pools. Only for the manager and `Tiers`: arguments are what they should be.
 
-    Where nothing else is said, a change of the manager is under way. pools: the tiers', quickest first. rates: how fast
-    they load, by name.
+    Where nothing else is said, a change of the manager is under way. pools: the tiers', quickest first.
     """
 
     def __init__(
@@ -71,12 +70,8 @@ class Traffic:
         self._calls = calls
         self.index = slots.pool.index
         self._block_size = self.index.block_size
-        self.pools = [TierPool(tier, self._block_size) for tier in tiers]
-        self.rates = {tier.name: Rate(tier.bytes_per_second) for tier in tiers}
-        self._wishes = [Wishes() for _ in tiers]
-        self._max_storing = max(1, len(slots.pool.blocks) // STORING_SHARE)
-        self._num_storing = 0
-        self._storing: dict[tuple[str, KVCacheBlock], None] = {}  # by tier: the device's blocks that stores read
+        most = max(1, len(slots.pool.blocks) // (STORING_SHARE * max(1, len(tiers))))
+        self.pools = [TierPool(tier, self._block_size, most) for tier in tiers]
         self._queue: dict[Transfer, Job] = {}  # loads that nobody knows of yet
         self._begun: dict[Transfer, Job] = {}
         self._jobs: dict[Job, None] = {}
@@ -87,8 +82,13 @@ class Traffic:
     # What `Tiers` asks and says.
 
     def find(self, hit: CacheHit) -> list[TierHit]:
-        """Return what the tiers have behind a hit. Changes nothing. A lookup in each tier."""
+        """Return what the tiers have behind a hit. Changes nothing. A lookup in each tier.
+
+        Nothing behind a hit of a whole prompt, the last token of which is computed again.
+        """
         size, sequence, position = self._block_size, hit.sequence, len(hit.blocks)
+        if hit.num_tokens < position * size:
+            return []
         end = (sequence.num_tokens - 1) // size
         found: list[TierHit] = []
         for pool in self.pools:
@@ -114,9 +114,9 @@ class Traffic:
         self._begun.update(self._queue)
         self._queue = {}
         self._wish_for_computed()
-        for pool, wishes in zip(self.pools, self._wishes, strict=True):
-            if len(wishes):
-                self._begin_stores(pool, wishes, transfers)
+        for pool in self.pools:
+            if len(pool.wishes):
+                self._begin_stores(pool, transfers)
         for transfer in transfers:
             transfer.state = BEGUN
         return transfers
@@ -132,9 +132,13 @@ class Traffic:
     def commit(self, job: Job, transfer: Transfer, *, ok: bool) -> None:
         """Cache what arrived of a load whose last transfer is over, for all who wait; each is a change of its own.
 
-        A hash function that raises does so before anything is lost: the transfer can be answered again.
+        Nothing behind a hit that was taken back meanwhile: it may be bad, and isn't ours to cache again. A hash
+        function that raises does so before anything is lost: the transfer can be answered again.
         """
         assert isinstance(job, LoadJob)
+        for sequence in job.sequences:
+            if sequence.epoch is self.index.epoch and first_uncached(sequence) < min(job.first, len(sequence.blocks)):
+                job.num_good = 0
         num_arrived = job.num_arrived(transfer if ok else None)
         for sequence in job.sequences:
             end = min(job.end_in(sequence, num_arrived) * self._block_size, sequence.num_computed_tokens)
@@ -145,6 +149,8 @@ class Traffic:
         """End a transfer, and its job with the last one. Returns what became of loads. O(blocks)."""
         if isinstance(job, LoadJob):
             self._note_loaded(transfer, seconds, is_ok=ok)
+        elif not ok:
+            self._pool_of(transfer).num_failed_blocks += len(transfer.slots)
         del self._begun[transfer]
         job.end(transfer, ok=ok)
         return [] if job.num_open else self._finish(job)
@@ -167,13 +173,15 @@ class Traffic:
         if given and sequence.owner is not None:
             raise SequenceStateError(f"allocate_slots: expected no loads, since {sequence} has blocks; got {given}")
         start = 0 if hit is None else len(hit.blocks) * self._block_size
+        if given and hit is not None and hit.num_tokens != start:
+            raise StaleHitError(f"allocate_slots: expected no loads behind {hit}, whose last token is computed again")
         for load in given:
             if load.sequence is not sequence:
                 raise SequenceStateError(f"allocate_slots: expected loads of {sequence}, got {load}")
             if load.first_token != start:
                 raise InvalidArgumentError(f"allocate_slots: loads: expected one from token {start} on, got {load}")
             start += load.num_tokens
-            if load.version != load.pool.index.version:
+            if load.version != load.pool.index.version or sequence.was_truncated:
                 tokens, keys = memoryview(sequence.tokens), sequence.encoded_keys(self._block_size)
                 if load.pool.match(tokens, keys, len(load.prefix)) != load.prefix:
                     raise StaleHitError(
@@ -204,9 +212,7 @@ class Traffic:
 
     def note_use(self, hit: CacheHit) -> None:
         """Take note that a sequence starts with a hit: a second use. O(tiers)."""
-        for pool, wishes in zip(self.pools, self._wishes, strict=True):
-            if pool.stores_reused:
-                pool.num_dropped_blocks += wishes.add(hit.blocks[-1].node)
+        self._wish_for_used(hit.blocks[-1])
 
     def note_end(self, sequence: Sequence) -> None:
         """Take note that a sequence is about to give its blocks back. O(tiers); after an abort or a reset O(blocks)."""
@@ -218,11 +224,11 @@ class Traffic:
             number -= 1
         if not number:
             return
-        for pool, wishes in zip(self.pools, self._wishes, strict=True):
+        for pool in self.pools:
             least = pool.min_store_tokens
             is_long = least is not None and number * self._block_size >= least
             if is_long or not (pool.stores_reused or pool.stores_computed):
-                pool.num_dropped_blocks += wishes.add(sequence.blocks[number - 1].node)
+                pool.wish(sequence.blocks[number - 1].node)
 
     def note_fork(self, sequence: Sequence, twin: Sequence) -> None:
         """Take note that a sequence was forked: the twin waits for the same loads. O(1)."""
@@ -239,11 +245,18 @@ class Traffic:
         job = self._loading.get(sequence)
         if job is None:
             return
-        num_blocks = sequence.num_computed_tokens // self._block_size
-        if num_blocks < job.first + len(job.blocks) and sequence.num_computed_tokens % self._block_size:
-            self._calls.rewind(sequence, num_blocks * self._block_size)
-        if num_blocks <= job.first:
+        num_left, first = sequence.num_computed_tokens, job.first * self._block_size
+        if num_left <= first:
             self.leave(sequence)
+        elif num_left < first + len(job.blocks) * self._block_size and num_left % self._block_size:
+            self._calls.rewind(sequence, num_left // self._block_size * self._block_size)
+            if sequence.num_computed_tokens == first:
+                self.leave(sequence)
+
+    def num_writable(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many of the first tokens anybody else may say that they are written: not what is loading. O(1)."""
+        job = self._loading.get(sequence)
+        return num_tokens if job is None else min(num_tokens, job.first * self._block_size)
 
     def note_forgotten(self) -> None:
         """Take note that something was taken back from the device's cache. O(blocks that are being stored)."""
@@ -251,20 +264,25 @@ class Traffic:
             if isinstance(job, StoreJob):
                 job.note_forgotten()
 
-    def note_bad(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def note_bad(self, blocks: list[KVCacheBlock]) -> None:
         """Forget what these blocks of the device hold in all tiers, too: it turned out to be bad.
 
-        A load that is bringing it has failed there. O(blocks x (their prefixes + loads)).
+        Loads that bring it, or that stand behind it, have failed there. O(their prefixes x loads); of blocks that are
+        cached one behind the other only the first counts.
         """
+        if not self.pools:
+            return
+        given = {block.node for block in blocks if block.is_cached}
         for block in blocks:
-            if block.run is None or not block.is_cached:
-                continue
-            prefix = prefix_of(block.run, block.index + 1)
-            for pool in self.pools:
-                dropped = pool.drop_prefix(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
-                for job in self._jobs:
-                    if isinstance(job, LoadJob):
-                        job.note_bad(dropped)
+            prefix = None
+            if block.run is not None and block.is_cached and (block.run, block.index - 1) not in given:
+                prefix = prefix_of(block.run, block.index + 1)
+                for pool in self.pools:
+                    pool.drop_prefix(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
+            for job in self._jobs:
+                index = job.index_of(block, prefix) if isinstance(job, LoadJob) else None
+                if index is not None and isinstance(job, LoadJob):
+                    job.note_bad(index)
 
     def clear(self) -> None:
         """Forget everything in all tiers, after the device's cache was reset. O(1) but for giving memory back.
@@ -285,6 +303,8 @@ class Traffic:
             if transfer.state == QUEUED:
                 del self._queue[transfer]
         job.cancel_queued()
+        self._slots.pool.release_table(job.held[: job.first])
+        job.held = job.blocks
         if not job.num_open:
             self._finish(job)
 
@@ -307,9 +327,10 @@ class Traffic:
             assert job in self._jobs and job.num_open, f"{sequence}: waits for a load that is over"
         num_open = sum([job.num_open for job in self._jobs])
         assert num_open == len(self._queue) + len(self._begun), f"tiers: {num_open} transfers counted"
-        storing = [job for job in self._jobs if isinstance(job, StoreJob)]
-        assert self._num_storing == sum([len(job.blocks) for job in storing]), "tiers: blocks that are being stored"
-        assert self._num_storing == len(self._storing), "tiers: a block is stored twice at once"
+        for pool in self.pools:
+            storing = [job.blocks for job in self._jobs if isinstance(job, StoreJob) and job.pool is pool]
+            assert len(pool.storing) == sum(map(len, storing)), f"{pool.name}: blocks that are being stored"
+            assert len(pool.storing) <= pool.max_storing, f"{pool.name}: more blocks are held than may be"
 
     # What these are made of.
 
@@ -323,24 +344,30 @@ class Traffic:
             made.append(Transfer(self, self._generation, pool, start, pairs, is_load=is_load))
         return made
 
+    def _wish_for_used(self, block: KVCacheBlock) -> None:
+        """Wish for what a second sequence uses, up to this cached block."""
+        for pool in self.pools:
+            if pool.stores_reused:
+                pool.wish(block.node)
+
     def _wish_for_computed(self) -> None:
         """Wish for what sequences have cached since the last look, for tiers that store that."""
-        wishing = [wishes for pool, wishes in zip(self.pools, self._wishes, strict=True) if pool.stores_computed]
-        if not wishing:
+        pools = [pool for pool in self.pools if pool.stores_computed]
+        if not pools:
             return
         for sequence in self._sequences.values():
             number = sequence.num_cached_blocks
             if number and number != self._noted.get(sequence) and sequence.blocks[number - 1].is_cached:
                 self._noted[sequence] = number
-                for wishes in wishing:
-                    wishes.add(sequence.blocks[number - 1].node)
+                for pool in pools:
+                    pool.wish(sequence.blocks[number - 1].node)
 
-    def _begin_stores(self, pool: TierPool, wishes: Wishes, transfers: list[Transfer]) -> None:
+    def _begin_stores(self, pool: TierPool, transfers: list[Transfer]) -> None:
         """Begin what can be begun of a tier's wishes; the others stay."""
-        for run, end in wishes.take_all():
-            room = self._max_storing - self._num_storing
+        for run, end in pool.wishes.take_all():
+            room = pool.max_storing - len(pool.storing)
             if room <= 0:
-                wishes.add((run, end - 1))
+                pool.wish((run, end - 1))
                 continue
             num_blocks = min(end, len(run.blocks))
             pool.num_dropped_blocks += end - num_blocks
@@ -353,34 +380,26 @@ class Traffic:
                 pool.hold(parents)
                 pool.let_go(parents)  # used: reused last
                 continue
-            if (pool.name, prefix.blocks[first]) in self._storing:
-                wishes.add((run, num_blocks - 1))
+            if prefix.blocks[first] in pool.storing:
+                pool.wishes.put_aside(run, num_blocks)
                 continue
             pool.hold(parents)
             number = min(len(prefix.blocks) - first, room, pool.pool.num_free_blocks)
-            number = self._num_unmoved(pool, prefix.blocks[first : first + number])
+            moving = [n for n in range(number) if prefix.blocks[first + n] in pool.storing]
+            number = min([number, *moving])
             if not number:
                 pool.let_go(parents)
                 pool.num_dropped_blocks += len(prefix.blocks) - first
                 continue
-            job = StoreJob(pool, prefix, parents, pool.pool.take(number))
-            self._begin_store(job, transfers)
+            self._begin_store(StoreJob(pool, run, prefix, parents, pool.pool.take(number)), transfers)
             if first + number < len(prefix.blocks):
-                wishes.add((run, num_blocks - 1))
-
-    def _num_unmoved(self, pool: TierPool, blocks: list[KVCacheBlock]) -> int:
-        """Return how many of the first blocks are in no store of that tier."""
-        for number, block in enumerate(blocks):
-            if (pool.name, block) in self._storing:
-                return number
-        return len(blocks)
+                pool.wish((run, num_blocks - 1))
 
     def _begin_store(self, job: StoreJob, transfers: list[Transfer]) -> None:
         self._slots.pool.touch(job.blocks)
         self._jobs[job] = None
-        self._num_storing += len(job.blocks)
         for block in job.blocks:
-            self._storing[job.pool.name, block] = None
+            job.pool.storing[block] = None
         for transfer in self._transfers(job.pool, job, range(len(job.blocks)), is_load=False):
             job.add(transfer)
             self._begun[transfer] = job
@@ -392,7 +411,7 @@ class Traffic:
         if is_ok:
             pool.num_loaded_blocks += len(transfer.slots)
             if seconds is not None:
-                self.rates[pool.name].note(transfer.num_bytes, seconds)
+                pool.rate.note(transfer.num_bytes, seconds)
         else:
             pool.num_failed_blocks += len(transfer.slots)
             first = pool.pool.first_block_id
@@ -407,15 +426,20 @@ class Traffic:
         if isinstance(job, LoadJob):
             return self._finish_load(job)
         assert isinstance(job, StoreJob)
-        self._num_storing -= len(job.blocks)
+        pool = job.pool
         for block in job.blocks:
-            del self._storing[job.pool.name, block]
-        num_arrived = job.num_arrived()
+            del pool.storing[block]
+        num_arrived = sum([len(transfer.slots) for transfer in job.transfers if transfer.has_arrived])
         num_stored = job.finish()
-        job.pool.num_stored_blocks += num_stored
-        job.pool.num_failed_blocks += len(job.blocks) - num_arrived
-        job.pool.num_dropped_blocks += num_arrived - num_stored
+        pool.num_stored_blocks += num_stored
+        pool.num_dropped_blocks += num_arrived - num_stored
+        if num_arrived < len(job.blocks):
+            pool.wishes.drop(job.run)  # not tried again before it is wished for again
+        pool.wishes.resume()
+        above = job.good_prefix()
+        self._slots.pool.touch(above)
         self._slots.pool.release_table(job.blocks)
+        self._slots.pool.release_table(above)  # in order: a prefix's end is reused before its beginning
         return []
 
     def _finish_load(self, job: LoadJob) -> list[Loaded]:
@@ -427,6 +451,8 @@ class Traffic:
             is_whole = not job.waits(sequence, end)
             if not is_whole:
                 self._calls.rewind(sequence, end * size)
+            if end > job.first and sequence.blocks[end - 1].is_cached:
+                self._wish_for_used(sequence.blocks[end - 1])
             ended.append(Loaded(sequence, min(end * size, sequence.num_computed_tokens), is_whole=is_whole))
         for pool, prefix in job.parts:
             pool.let_go(prefix)

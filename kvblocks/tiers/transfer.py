@@ -37,11 +37,22 @@ class Transfer:
     """Blocks whose bytes are to be copied: block_ids[i] of the device, slots[i] of the tier.
 
     is_load: from the tier to the device; else the other way. tier: its name. generation: of this transfer alone, in
-    this manager; answers that came for another one change nothing. num_bytes: of all. state: see above. Made by
-    `manager.tiers`; read-only, compared by identity.
+    this manager; answers that came for another one change nothing. num_bytes: of all. state: see above. has_arrived:
+    whether it ended well. Made by `manager.tiers`; read-only, compared by identity.
     """
 
-    __slots__ = ("block_ids", "first", "generation", "is_load", "num_bytes", "owner", "slots", "state", "tier")
+    __slots__ = (
+        "block_ids",
+        "first",
+        "generation",
+        "has_arrived",
+        "is_load",
+        "num_bytes",
+        "owner",
+        "slots",
+        "state",
+        "tier",
+    )
 
     def __init__(
         self,
@@ -63,6 +74,7 @@ class Transfer:
         self.num_bytes = len(blocks) * tier.num_block_bytes
         self.is_load = is_load
         self.state = QUEUED
+        self.has_arrived = False
 
     def __repr__(self) -> str:
         kind = "load" if self.is_load else "store"

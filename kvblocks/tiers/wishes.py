@@ -18,6 +18,14 @@ class Prefix:
         self.extra_keys = extra_keys
         self.blocks = blocks
 
+    def begins_with(self, other: "Prefix", block_size: int) -> bool:
+        """Whether the other one is the beginning of this, by its tokens and keys. O(its tokens)."""
+        num_blocks = len(other.tokens) // (4 * block_size)
+        if not self.tokens.startswith(other.tokens):
+            return False
+        keys = {index: key for index, key in (self.extra_keys or {}).items() if index < num_blocks}
+        return keys == (other.extra_keys or {})
+
     def token_view(self) -> "memoryview[int]":
         """Return the tokens as u32."""
         return memoryview(self.tokens).cast("I")
@@ -41,10 +49,14 @@ def prefix_of(run: Run, num_blocks: int) -> Prefix:
 
 
 class Wishes:
-    """The prefixes that are to be stored in one tier, the oldest wish first."""
+    """The prefixes that are to be stored in one tier, the oldest wish first.
+
+    Those whose beginning is being stored are put aside, so that nobody looks at them before that has ended.
+    """
 
     def __init__(self) -> None:
         self._ends: dict[Run, int] = {}
+        self._aside: dict[Run, int] = {}
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -55,10 +67,27 @@ class Wishes:
         if run is None:
             return 0
         self._ends[run] = max(self._ends.get(run, 0), position + 1)
-        if len(self._ends) <= MOST_WISHES:
+        if len(self._ends) + len(self._aside) <= MOST_WISHES:
             return 0
-        del self._ends[next(iter(self._ends))]
+        oldest = self._aside or self._ends
+        del oldest[next(iter(oldest))]
         return 1
+
+    def put_aside(self, run: Run, num_blocks: int) -> None:
+        """Wish for the first so many blocks of a run, but not before `resume`. O(1)."""
+        self._aside[run] = num_blocks
+
+    def resume(self) -> None:
+        """Have what was put aside looked at again, before what is newer. O(wishes)."""
+        if self._aside:
+            newer, self._ends, self._aside = self._ends, self._aside, {}
+            for run, num_blocks in newer.items():
+                self._ends[run] = max(self._ends.get(run, 0), num_blocks)
+
+    def drop(self, run: Run) -> None:
+        """Wish for nothing of a run any more. O(1)."""
+        self._ends.pop(run, None)
+        self._aside.pop(run, None)
 
     def take_all(self) -> list[tuple[Run, int]]:
         """Return the wishes, as runs and how many first blocks of them, and forget them. O(wishes)."""

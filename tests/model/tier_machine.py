@@ -137,7 +137,7 @@ class TierMachine:
         if not self.waiting or len(self.running) >= MAX_RUNNING:
             return
         sequence = self.random.choice(self.waiting)
-        found = self.found.pop(sequence, None)
+        found = self.found.get(sequence)
         is_old = found is not None and self.random.random() < 0.5
         hit, loads = found if is_old and found is not None else self.look_up(sequence)
         loads = loads[: self.random.choice([0, 1, 2, 2, 2])]

@@ -143,13 +143,14 @@ def test_what_a_reset_forgot_is_not_stored():
 
 
 def test_a_prefix_is_dropped_whoever_holds_it():
-    pool = TierPool(Tier("host", 4), 4)
+    pool = TierPool(Tier("host", 4, 100), 4, 1)
     tokens = array("I", range(4))
     for _ in range(2):
         blocks = pool.pool.take(1)
         pool.index.cache((None, 0), blocks, memoryview(tokens).cast("B"), None, 0)
         pool.let_go(blocks)
-    assert [block.block_id for block in pool.drop_prefix(memoryview(tokens), None, 1)] == [0, 1]
+    assert pool.stats().num_cached_blocks == 2
+    pool.drop_prefix(memoryview(tokens), None, 1)
     assert pool.stats().num_cached_blocks == 0
 
 
@@ -209,7 +210,7 @@ def test_a_store_that_fails_stores_what_came_before_it():
     assert [len(transfer.slots) for transfer in transfers] == [3, 3, 3, 1]
     for number in (3, 0, 2, 1):
         manager.tiers.complete(transfers[number], ok=number != 1)
-    assert (stats(manager).num_cached_blocks, stats(manager).num_failed_blocks) == (3, 7)
+    assert (stats(manager).num_cached_blocks, stats(manager).num_failed_blocks) == (3, 3)
 
 
 def test_a_reset_forgets_all_tiers_and_what_is_on_its_way():
@@ -257,7 +258,7 @@ def test_a_tier_makes_room_for_what_is_used_last():
 
 @pytest.mark.parametrize(("store", "expected"), [("freed", 10), ("reused", 0), ("computed", 10)])
 def test_when_a_prefix_is_stored(store, expected):
-    manager = make_manager(128, Tier("disk", 64, store=store))
+    manager = make_manager(128, Tier("disk", 64, 100, store=store))
     sequence = Sequence("one", PROMPT)
     manager.allocate_slots(sequence)
     assert len(settle(manager)) == (store == "computed")
@@ -267,7 +268,7 @@ def test_when_a_prefix_is_stored(store, expected):
 
 
 def test_a_prefix_that_is_used_again_is_stored_where_that_counts():
-    manager = make_manager(128, Tier("disk", 64, store="reused"))
+    manager = make_manager(128, Tier("disk", 64, 100, store="reused"))
     run(manager)
     run(manager, "two", [*range(20), 7])
     settle(manager)
@@ -275,7 +276,7 @@ def test_a_prefix_that_is_used_again_is_stored_where_that_counts():
 
 
 def test_a_long_prefix_is_stored_where_only_what_is_used_again_is():
-    manager = make_manager(128, Tier("disk", 64, store="reused", min_store_tokens=40))
+    manager = make_manager(128, Tier("disk", 64, 100, store="reused", min_store_tokens=40))
     run(manager, "short", range(500, 536))
     run(manager)
     settle(manager)
@@ -514,22 +515,162 @@ def test_what_was_given_up_in_part_is_not_taken_for_loaded():
     assert (sequence.num_written_tokens, sequence.num_cached_blocks) == (20, 5)
 
 
+def test_a_hit_that_was_evicted_as_bad_is_not_cached_again_by_what_is_loaded_behind_it():
+    manager = make_manager(64)
+    run(manager)
+    settle(manager)
+    spill(manager)
+    run(manager, "beginning", range(12))
+    sequence, _ = start(manager)
+    (transfer,) = manager.tiers.take_transfers()
+    manager.evict_blocks([sequence.block_ids[1]])
+    (loaded,) = manager.tiers.complete(transfer, ok=True)
+    assert (loaded.num_tokens, loaded.is_whole) == (12, False)
+    assert manager.get_computed_blocks(Sequence("three", PROMPT)).num_tokens == 4
+
+
+def test_what_an_abort_takes_back_is_not_cached_again_by_what_is_loaded_behind_it():
+    manager = make_manager(64)
+    run(manager)
+    settle(manager)
+    spill(manager)
+    writer = Sequence("writer", [*range(12), 99])
+    manager.allocate_slots(writer)
+    start(manager)
+    (transfer,) = manager.tiers.take_transfers()
+    manager.abort(writer, 4)
+    (loaded,) = manager.tiers.complete(transfer, ok=True)
+    assert loaded.num_tokens == 12
+    assert manager.get_computed_blocks(Sequence("three", PROMPT)).num_tokens == 4
+
+
+def test_what_has_arrived_may_turn_out_to_be_bad_before_the_rest_has():
+    manager, sequence, _ = loading_manager(Tier("host", 64, 100, max_transfer_blocks=3))
+    transfers = manager.tiers.take_transfers()
+    manager.tiers.complete(transfers[0], ok=True)
+    assert manager.evict_blocks([sequence.block_ids[1]]) == 0, "it isn't cached yet"
+    manager.tiers.complete(transfers[1], ok=True)
+    (loaded,) = manager.tiers.complete(transfers[2], ok=True)
+    assert (loaded.num_tokens, sequence.num_cached_blocks) == (4, 1)
+    assert stats(manager).num_cached_blocks == 1
+
+
+def test_nobody_else_says_that_a_load_has_arrived():
+    manager, sequence, _ = loading_manager()
+    assert manager.cache_blocks(sequence, sequence.num_computed_tokens) == 0
+    assert manager.get_computed_blocks(Sequence("three", PROMPT)).num_tokens == 0
+    (transfer,) = manager.tiers.take_transfers()
+    manager.tiers.complete(transfer, ok=True)
+    assert manager.get_computed_blocks(Sequence("three", PROMPT)).num_tokens == 36
+
+
+def test_a_cut_inside_the_hit_of_a_loading_sequence_is_an_ordinary_one():
+    manager = make_manager(64)
+    run(manager)
+    settle(manager)
+    spill(manager)
+    run(manager, "beginning", range(12))
+    sequence = Sequence("two", range(5))
+    sequence.append_tokens(range(5, 40))
+    hit = manager.get_computed_blocks(sequence)
+    manager.allocate_slots(sequence, 0, hit=hit, loads=manager.tiers.find(hit))
+    manager.truncate(sequence, 6)
+    assert sequence.num_computed_tokens == 6
+    assert not manager.tiers.is_loading(sequence)
+
+
+def test_storing_leaves_the_order_in_which_blocks_are_reused():
+    """A prefix's end goes before its beginning, which would take all behind it along."""
+    manager = make_manager(64, Tier("host", 200, 100))
+    run(manager, "long", range(160))
+    settle(manager)
+    sequence = Sequence("taker", range(5000, 5800))
+    manager.allocate_slots(sequence, 4 * 30)
+    assert manager.get_computed_blocks(Sequence("look", range(160))).num_tokens == 4 * 34 - (4 * 34 == 160)
+
+
+def test_a_tier_that_fails_is_not_tried_for_ever():
+    manager = make_manager(64)
+    run(manager, "long", range(160))
+    for number in range(5):
+        for transfer in manager.tiers.take_transfers():
+            assert number == 0
+            manager.tiers.complete(transfer, ok=False)
+    assert stats(manager).num_failed_blocks == 8
+    run(manager, "long again", range(160))
+    assert manager.tiers.take_transfers()
+
+
+def test_a_tier_that_hangs_leaves_the_others_their_part():
+    manager = make_manager(64, Tier("host", 64, 100), Tier("disk", 64, 100))
+    run(manager)
+    for _ in range(20):
+        for transfer in manager.tiers.take_transfers():
+            if transfer.tier == "disk":
+                manager.tiers.complete(transfer, ok=True)
+    assert (stats(manager, 0).num_stored_blocks, stats(manager, 1).num_stored_blocks) == (0, 10)
+
+
+def test_what_is_used_by_way_of_the_host_is_stored_on_the_disk():
+    manager = make_manager(64, Tier("host", 64, 100), Tier("disk", 64, 100, store="reused"))
+    run(manager)
+    settle(manager)
+    spill(manager)
+    assert stats(manager, 1).num_stored_blocks == 0
+    start(manager)
+    settle(manager)
+    assert stats(manager, 1).num_stored_blocks == 9
+
+
 # What is refused.
 
 
-def test_two_groups_are_refused():
-    with pytest.raises(InvalidArgumentError, match="tiers: expected one group of full attention, got 2 groups"):
-        KVCacheManager(8, groups=[FullAttention(4), SlidingWindow(4, 8)], tiers=[Tier("host", 8)])
+def test_loads_of_other_tokens_than_the_sequence_has_by_now_are_stale():
+    manager = make_manager(64)
+    run(manager)
+    settle(manager)
+    spill(manager)
+    sequence = Sequence("two", [0])
+    sequence.append_tokens(range(1, 40))
+    loads = manager.tiers.find(manager.get_computed_blocks(sequence))
+    manager.allocate_slots(sequence, delay_cache_blocks=True)
+    manager.truncate(sequence, 1)
+    manager.abort(sequence, 0)
+    sequence.append_tokens(range(500, 540))
+    with pytest.raises(StaleHitError, match="to be stored still"):
+        manager.allocate_slots(sequence, 0, loads=loads)
+
+
+def test_nothing_is_loaded_behind_a_token_that_is_computed_again():
+    manager = make_manager(64)
+    run(manager, "long", range(80))
+    settle(manager)
+    spill(manager)
+    run(manager)
+    sequence = Sequence("two", PROMPT)
+    hit = manager.get_computed_blocks(sequence)  # of the whole prompt
+    sequence.append_tokens(range(40, 80))
+    assert hit.num_tokens == 39 and manager.tiers.find(hit) == []
+    loads = manager.tiers.find(manager.get_computed_blocks(sequence))
+    assert loads[0].first_token == 40
+    with pytest.raises(StaleHitError, match="whose last token is computed again"):
+        manager.allocate_slots(sequence, 0, hit=hit, loads=loads)
+
+
+@pytest.mark.parametrize("groups", [[FullAttention(4), SlidingWindow(4, 8)], [SlidingWindow(4, 8)]])
+def test_windows_are_refused(groups):
+    with pytest.raises(InvalidArgumentError, match=r"tiers: expected one group of full attention, got .*window=8"):
+        KVCacheManager(8, groups=groups, tiers=[Tier("host", 8, 100)])
 
 
 def test_tiers_of_one_name_are_refused():
     with pytest.raises(InvalidArgumentError, match=r"tiers: expected different names, got \['host', 'host'\]"):
-        make_manager(8, Tier("host", 8), Tier("host", 9))
+        make_manager(8, Tier("host", 8, 100), Tier("host", 9, 100))
 
 
 def test_a_manager_without_caching_has_no_tiers():
     with pytest.raises(InvalidArgumentError, match="expected enable_caching=True"):
-        KVCacheManager(8, 4, enable_caching=False, tiers=[Tier("host", 8)])
+        KVCacheManager(8, 4, enable_caching=False, tiers=[Tier("host", 8, 100)])
     assert len(KVCacheManager(8, 4, enable_caching=False).tiers) == 0
 
 
