@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 import kvblocks
-from kvblocks import FullAttention, KVCacheManager, Sequence, SlidingWindow
+from kvblocks import FullAttention, KVCacheManager, Sequence, SlidingWindow, Tier
 from model.interruption import Case
 
 PROMPT = list(range(12))
@@ -22,7 +22,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "debug": {"debug": True},
     "grouped": {"groups": [FullAttention(4), SlidingWindow(2, 6)], "enable_events": True},
     "anchors": {"groups": [SlidingWindow(4, 8)]},
+    "tiers": {"tiers": [Tier("host", 32, 100), Tier("disk", 32, 100, store="reused")]},
 }
+BELOW = list(range(700, 713))
 
 
 class Odd:
@@ -38,7 +40,8 @@ class World:
     def __init__(self, kind: str) -> None:
         options = KINDS[kind]
         self.kind = kind
-        self.manager = KVCacheManager(40 if "groups" in options else 23, None if "groups" in options else 4, **options)
+        num_blocks = 23 if options.keys().isdisjoint({"groups", "tiers"}) else 40
+        self.manager = KVCacheManager(num_blocks, None if "groups" in options else 4, **options)
         self.num_groups = len(self.manager.groups)
         self.sequences: dict[Any, Sequence] = {}
         self.times = count()
@@ -47,6 +50,8 @@ class World:
             self.sampler = self.manager.start_sampling(1, lambda: float(next(self.times)), (4.0, 16.0))
         if kind == "quotas":
             self.manager.set_quota(TENANT, 2)
+        if kind == "tiers":
+            self.fill_tiers()
         for name, tokens in (("first", [*PROMPT, 90]), ("old", OLD), ("tenant", list(range(200, 212)))):
             self.start(name, tokens, salt=TENANT if name == "tenant" else None)
             self.manager.free(self.sequences[name])
@@ -60,6 +65,30 @@ class World:
         self.held = self.manager.holds.write(self.sequences["f"])
         self.new = self.add("new", [*PROMPT, 91, 92, 93, 94])
         self.hit = self.manager.get_computed_blocks(self.new)
+        if kind == "tiers":
+            self.load()
+
+    def fill_tiers(self) -> None:
+        """Have a prefix that is in the host alone."""
+        self.start("stored", BELOW)
+        self.manager.free(self.sequences["stored"])
+        while transfers := self.manager.tiers.take_transfers():
+            for transfer in transfers:
+                self.manager.tiers.complete(transfer, ok=True)
+        self.start("spill", list(range(1000, 1160)))
+        self.manager.abort(self.sequences["spill"], 0)
+
+    def load(self) -> None:
+        """Begin a load and a store, and have another load queued."""
+        for name in ("loading", "queued", "below"):
+            sequence = self.add(name, BELOW)
+            hit = self.manager.get_computed_blocks(sequence)
+            self.loads = self.manager.tiers.find(hit)
+            if name != "below":
+                assert self.manager.allocate_slots(sequence, 0, hit=hit, loads=self.loads) is not None
+            if name == "loading":
+                self.transfers = self.manager.tiers.take_transfers()
+        assert {transfer.is_load for transfer in self.transfers} == {True, False}
 
     def add(self, name: str, tokens: list[int], **options: Any) -> Sequence:
         self.sequences[name] = sequence = Sequence(name, tokens, **options)
@@ -86,6 +115,8 @@ class World:
             "sampler": self.lives(),
             "runs": [(bytes(run.tokens), [b.block_id for b in run.blocks]) for run in manager._index.runs()],  # noqa: SLF001
         }
+        if self.kind == "tiers":
+            found["tiers"] = self.look_below()
         if self.num_groups > 1:
             found["copies"] = list(zip(manager._slots.copy_groups(), manager._slots.copies, strict=True))  # noqa: SLF001
         live = {sequence.sequence_id: sequence for sequence in manager._sequences.values()}  # noqa: SLF001
@@ -95,6 +126,18 @@ class World:
             hit = manager.get_computed_blocks(Sequence("probe", tokens))
             found[f"hit {tokens[0]}"] = (hit.num_tokens, [b.block_id for b in hit.blocks], hit.pending_tokens)
         return found
+
+    def look_below(self) -> Any:
+        traffic: Any = self.manager._traffic  # noqa: SLF001
+        pools = [
+            (pool.pool.free_block_ids(), pool.stats(), list(pool.wishes._ends.values()), len(pool.storing))  # noqa: SLF001
+            for pool in traffic.pools
+        ]
+        jobs = [(type(job).__name__, job.num_open, job.num_good) for job in traffic._jobs]  # noqa: SLF001
+        moving = [transfer.generation for transfer in (*traffic._queue, *traffic._begun)]  # noqa: SLF001
+        loading = [sequence.sequence_id for sequence in traffic._loading]  # noqa: SLF001
+        states = [transfer.state for transfer in self.transfers]
+        return pools, jobs, moving, loading, states, self.manager.tiers.num_stale_answers
 
     def lives(self) -> Any:
         if self.kind != "sampled":
@@ -144,6 +187,11 @@ class World:
             calls["set_default_quota"] = lambda: manager.set_default_quota(1)
         if KINDS[self.kind].get("enable_events"):
             calls["take_events"] = manager.take_events
+        if self.kind == "tiers":
+            calls["find"] = lambda: manager.tiers.find(self.hit)
+            calls["take_transfers"] = manager.tiers.take_transfers
+            calls["complete"] = lambda: manager.tiers.complete(self.transfers[0], ok=True)
+            calls["give_up"] = lambda: manager.tiers.give_up(self.sequences["loading"])
         for name, sequence in self.sequences.items():
             calls |= self.calls_for(name, sequence)
         return calls
@@ -272,6 +320,20 @@ _QUOTAS = {
     "set_quota to none": lambda w: w.manager.set_quota(TENANT, None),
     "set_default_quota": lambda w: w.manager.set_default_quota(1),
 }
+_TIERS: dict[str, Callable[[World], Any]] = {
+    "take_transfers": lambda w: w.manager.tiers.take_transfers(),
+    "complete a load": lambda w: w.manager.tiers.complete(w.transfers[0], ok=True, seconds=1.0),
+    "complete a load that failed": lambda w: w.manager.tiers.complete(w.transfers[0], ok=False),
+    "complete a store": lambda w: w.manager.tiers.complete(w.transfers[-1], ok=True),
+    "complete a store that failed": lambda w: w.manager.tiers.complete(w.transfers[-1], ok=False),
+    "give_up": lambda w: w.manager.tiers.give_up(w.sequences["loading"]),
+    "allocate_slots with loads": lambda w: w.manager.allocate_slots(w.sequences["below"], 0, loads=w.loads),
+    "free of a loading one": lambda w: w.manager.free(w.sequences["loading"]),
+    "free of a queued one": lambda w: w.manager.free(w.sequences["queued"]),
+    "fork of a loading one": lambda w: w.manager.fork(w.sequences["loading"], "loading, too"),
+    "rewind of a loading one": lambda w: w.manager.rewind(w.sequences["loading"], 5),
+    "evict_blocks that are loading": lambda w: w.manager.evict_blocks(w.sequences["loading"].block_ids),
+}
 _SINGLE = {"append_step": lambda w: w.manager.append_step(w.batch, [1, 2, 3, 4, 5])}
 _EVENTS = {"take_events": lambda w: w.manager.take_events()}
 # What is done to the world before a call, by its name.
@@ -295,6 +357,8 @@ def names_of(kind: str) -> list[str]:
         names += _SINGLE
     if KINDS[kind].get("enable_events"):
         names += _EVENTS
+    if kind == "tiers":
+        names += _TIERS
     return names
 
 
@@ -310,6 +374,6 @@ def make_case(kind: str, name: str) -> Case:
     world.add("huge", list(range(2000, 2200)))
     world.add("of tenant", [*range(200, 208), *range(240, 252)], salt=TENANT)
     world.batch = [world.sequences[name] for name in ("a", "twin", "d", "e", "f")]
-    calls = {**CALLS, **_QUOTAS, **_SINGLE, **_EVENTS, "renew": lambda w: w.manager.renew(w.sequences["a"])}
+    calls = {**CALLS, **_QUOTAS, **_SINGLE, **_EVENTS, **_TIERS, "renew": lambda w: w.manager.renew(w.sequences["a"])}
     manager.check()
     return Case(lambda: calls[name](world), world.look, manager.check, world.calls(), world.salvage)
