@@ -50,7 +50,7 @@ from kvblocks.core.in_flight import InFlight
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence, as_sequence, not_a_sequence
-from kvblocks.core.slots import SlotAllocator
+from kvblocks.core.slots import Commit, SlotAllocator
 from kvblocks.core.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, SequenceStateError
 from kvblocks.events import CacheEvent
@@ -449,7 +449,8 @@ class KVCacheManager(Changeable):
         number = check_count("num_computed_tokens", given, 0, own.num_computed_tokens)
         if self._traffic is not None:
             number = self._traffic.num_writable(own, number)
-        self._commit(own, number)
+        self._commit(self._slots.prepare_commit(own, number))
+        self._end()
         return own.num_cached_blocks * self.block_size if own.epoch is self._index.epoch else 0
 
     def get_num_blocks_to_allocate(
@@ -1111,11 +1112,10 @@ class KVCacheManager(Changeable):
         self._slots.rewind(sequence, num_tokens)
         self._in_flight.note(sequence)
 
-    def _commit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Cache what the first tokens of a sequence, which are written, fill: a whole change."""
-        self._slots.commit(sequence, num_tokens)
-        self._in_flight.note(sequence)
-        self._end()
+    def _commit(self, prepared: Commit) -> None:
+        """Cache what the written tokens of a sequence fill: a change, which the caller ends."""
+        self._slots.commit(prepared)
+        self._in_flight.note(prepared[0])
 
     def _make_traffic(self, tiers: Iterable[Tier]) -> Traffic:
         from kvblocks.tiers.tier import check_tiers

@@ -47,6 +47,10 @@ GroupChange = tuple[int, int, int, int]
 """The same with the group whose table it is: (index of the sequence, group, index in the table, block id)."""
 
 
+Commit = tuple[Sequence, int, int, bytearray | None]
+"""What is to be cached: a sequence, how many tokens are written, the first block that isn't cached, the digests."""
+
+
 class SlotAllocator:
     """Gives the blocks of `pool` to sequences of `manager`, where there is one group of layers.
 
@@ -339,18 +343,23 @@ class SlotAllocator:
         """Cache what the first `num_tokens` tokens fill, from block `first` on. O(blocks)."""
         cache_from(self._index, sequence, first, num_tokens // self._block_size, digests)
 
-    def commit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Cache what the first `num_tokens` tokens of a sequence, which are written, fill. O(blocks that they fill).
+    def prepare_commit(self, sequence: Sequence, num_tokens: int) -> Commit:
+        """Return what `commit` is to do for a sequence whose first `num_tokens` tokens are written. Changes nothing.
 
-        A sequence from before a reset caches nothing. A hash function that raises does so before any change.
+        A sequence from before a reset caches nothing. A hash function that raises does so here. O(blocks they fill).
         """
         num_written = max(num_tokens, sequence.num_written_tokens)
-        is_current = sequence.epoch is self._index.epoch
-        first = first_uncached(sequence) if is_current else 0
-        digests = self.digests_from(sequence, first, num_written) if is_current else None
+        if sequence.epoch is not self._index.epoch:
+            return sequence, num_written, num_written // self._block_size, None
+        first = first_uncached(sequence)
+        return sequence, num_written, first, self.digests_from(sequence, first, num_written)
+
+    def commit(self, prepared: Commit) -> None:
+        """Begin a change by caching what a sequence's written tokens fill. O(blocks that they fill)."""
+        sequence, num_written, first, digests = prepared
         self._manager.change_state = CHANGING
         sequence.delayed_from = num_written if num_written < sequence.num_computed_tokens else None
-        if is_current and first < num_written // self._block_size:
+        if first < num_written // self._block_size:
             self.cache_from(sequence, first, num_written, digests)
 
     def take_copies(self) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ from kvblocks.core.hit import CacheHit, HitLimit, HitSource
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
-from kvblocks.core.slots import Change, GroupChange, SlotAllocator
+from kvblocks.core.slots import Change, Commit, GroupChange, SlotAllocator
 from kvblocks.groups.caching import attach_anew, attach_full_blocks
 from kvblocks.groups.hit import GroupHit, find_limit, longest_hit
 from kvblocks.groups.index import GroupIndex
@@ -234,9 +234,10 @@ class GroupSlots(SlotAllocator):
         attach_anew(self._group_index, sequence, first)
         self.pool.requeue_detached()
 
-    def commit(self, sequence: Sequence, num_tokens: int) -> None:
+    def commit(self, prepared: Commit) -> None:
         """Cache what the first `num_tokens` tokens of a sequence, which are written, fill in all groups. O(blocks)."""
-        super().commit(sequence, num_tokens)
+        super().commit(prepared)
+        sequence = prepared[0]
         if self.soft_holds is not None:
             self.soft_holds.extend(sequence)  # what a pin lacks may leave the window before the sequence is freed
 

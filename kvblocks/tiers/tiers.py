@@ -107,10 +107,9 @@ class Tiers:
         if job is None:
             self.num_stale_answers += 1
             return []
-        if self._traffic.is_last_load(job):
-            self._traffic.commit(job, own, ok=is_ok)
+        commits = self._traffic.prepare_commits(job, own, ok=is_ok)
         self._manager.begin_change()
-        ended = self._traffic.end(own, job, took, ok=is_ok)
+        ended = self._traffic.end(own, job, commits, took, ok=is_ok)
         self._calls.end()
         return ended
 

@@ -17,7 +17,7 @@ from kvblocks.core.caching import first_uncached
 from kvblocks.core.change import Changeable
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
-from kvblocks.core.slots import SlotAllocator
+from kvblocks.core.slots import Commit, SlotAllocator
 from kvblocks.errors import InvalidArgumentError, SequenceStateError, StaleHitError
 from kvblocks.tiers.jobs import Job, LoadJob, StoreJob
 from kvblocks.tiers.pool import TierPool
@@ -32,14 +32,14 @@ STORING_SHARE = 8
 class ManagerCalls:
     """What `Tiers` needs of its manager.
 
-    check_owned: as the manager's. commit: caches a sequence's first tokens, which are written. rewind: gives slots
-    back, in a change that is under way. end: ends a change, and checks all, if that is wanted.
+    check_owned: as the manager's. commit: caches what `prepare_commit` returned. rewind: gives slots back, in a
+    change that is under way. end: ends a change, and checks all, if that is wanted.
     """
 
     def __init__(
         self,
         check_owned: Callable[[Any, str], Sequence],
-        commit: Callable[[Sequence, int], None],
+        commit: Callable[[Commit], None],
         rewind: Callable[[Sequence, int], None],
         end: Callable[[], None],
     ) -> None:
@@ -125,28 +125,34 @@ class Traffic:
         """Return the job of a transfer that has begun, None if that is over. O(1)."""
         return self._begun.get(transfer)
 
-    def is_last_load(self, job: Job) -> bool:
-        """Whether a job is a load with one transfer left. O(1)."""
-        return isinstance(job, LoadJob) and job.num_open == 1
+    def prepare_commits(self, job: Job, transfer: Transfer, *, ok: bool) -> list[Commit]:
+        """Return what is to be cached of a load, once this transfer of it is over, for all who wait. In no change.
 
-    def commit(self, job: Job, transfer: Transfer, *, ok: bool) -> None:
-        """Cache what arrived of a load whose last transfer is over, for all who wait; each is a change of its own.
-
-        Nothing behind a hit that was taken back meanwhile: it may be bad, and isn't ours to cache again. A hash
-        function that raises does so before anything is lost: the transfer can be answered again.
+        Nothing before its last transfer, and nothing behind a hit that was taken back meanwhile: that may be bad, and
+        isn't ours to cache again. A hash function that raises does so here: the transfer can be answered again.
         """
-        assert isinstance(job, LoadJob)
+        if not isinstance(job, LoadJob) or job.num_open > 1:
+            return []
         for sequence in job.sequences:
             if sequence.epoch is self.index.epoch and first_uncached(sequence) < min(job.first, len(sequence.blocks)):
                 job.num_good = 0
         num_arrived = job.num_arrived(transfer if ok else None)
-        for sequence in job.sequences:
-            end = min(job.end_in(sequence, num_arrived) * self._block_size, sequence.num_computed_tokens)
-            if end > sequence.num_written_tokens:
-                self._calls.commit(sequence, end)
+        ends = {
+            sequence: min(job.end_in(sequence, num_arrived) * self._block_size, sequence.num_computed_tokens)
+            for sequence in job.sequences
+        }
+        return [
+            self._slots.prepare_commit(sequence, end)
+            for sequence, end in ends.items()
+            if end > sequence.num_written_tokens
+        ]
 
-    def end(self, transfer: Transfer, job: Job, seconds: float | None, *, ok: bool) -> list[Loaded]:
+    def end(
+        self, transfer: Transfer, job: Job, commits: list[Commit], seconds: float | None, *, ok: bool
+    ) -> list[Loaded]:
         """End a transfer, and its job with the last one. Returns what became of loads. O(blocks)."""
+        for prepared in commits:
+            self._calls.commit(prepared)
         if isinstance(job, LoadJob):
             self._note_loaded(transfer, seconds, is_ok=ok)
         elif not ok:
