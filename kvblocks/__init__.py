@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from kvblocks.retention.holds import BlockHold, BlockHolds
     from kvblocks.retention.pins import Pin
     from kvblocks.stats import CacheStats, GroupUsage, MetricsSnapshot, QuotaUsage, Refusal
+    from kvblocks.tiers.identity import BlockIdentity
     from kvblocks.tiers.tier import Tier, TierStats
     from kvblocks.tiers.tiers import Tiers
     from kvblocks.tiers.transfer import Loaded, TierHit, Transfer
@@ -95,6 +96,7 @@ _HOMES = {
     "prefix_cache.pins": ("PinnedPrefix",),
     "retention.holds": ("BlockHold", "BlockHolds"),
     "retention.pins": ("Pin",),
+    "tiers.identity": ("BlockIdentity",),
     "tiers.tier": ("Tier", "TierStats"),
     "tiers.tiers": ("Tiers",),
     "tiers.transfer": ("Loaded", "TierHit", "Transfer"),
@@ -110,6 +112,7 @@ __all__ = [
     "AllBlocksCleared",
     "BlockHold",
     "BlockHolds",
+    "BlockIdentity",
     "BlockPool",
     "BlockRemoved",
     "BlockStateError",

@@ -14,12 +14,15 @@ from kvblocks.tiers.wishes import Prefix, prefix_of
 class Job:
     """What both kinds have.
 
-    transfers: all of them. blocks: the device's that are moved, in the prefix's order. slots: the tiers' for them.
-    num_good: the first so many are not known to hold anything but what they should.
+    transfers: all of them. prefix: what is moved, and what comes before. first: where in it that begins. blocks: the
+    device's that are moved, in the prefix's order. slots: the tiers' for them. num_good: the first so many are not
+    known to hold anything but what they should.
     """
 
-    def __init__(self, blocks: list[KVCacheBlock], slots: list[KVCacheBlock]) -> None:
-        self.blocks = blocks
+    def __init__(self, prefix: Prefix, first: int, slots: list[KVCacheBlock]) -> None:
+        self.prefix = prefix
+        self.first = first
+        self.blocks = blocks = prefix.blocks[first : first + len(slots)]
         self.slots = slots
         self.transfers: list[Transfer] = []
         self.num_open = 0
@@ -36,8 +39,7 @@ class Job:
         transfer.state, transfer.has_arrived = ENDED, ok
         self.num_open -= 1
         if ok:
-            for number in range(transfer.first, transfer.first + len(transfer.slots)):
-                self._has_arrived[number] = True
+            self._note_arrived(self._has_arrived, transfer)
 
     def cancel_queued(self) -> None:
         """End the transfers that nobody knows of yet."""
@@ -50,8 +52,12 @@ class Job:
         arrived = self._has_arrived
         if also is not None:
             arrived = arrived.copy()
-            arrived[also.first : also.first + len(also.slots)] = [True] * len(also.slots)
+            self._note_arrived(arrived, also)
         return min(arrived.index(False) if False in arrived else len(arrived), self.num_good)
+
+    def _note_arrived(self, arrived: list[bool], transfer: Transfer) -> None:
+        start, number = transfer.position - self.first, len(transfer.slots)
+        arrived[start : start + number] = [True] * number
 
 
 class LoadJob(Job):
@@ -66,18 +72,15 @@ class LoadJob(Job):
         self,
         sequence: Sequence,
         first: int,
-        blocks: list[KVCacheBlock],
         slots: list[KVCacheBlock],
         parts: list[tuple[TierPool, list[KVCacheBlock]]],
     ) -> None:
-        super().__init__(blocks, slots)
-        self.sequences: dict[Sequence, None] = {sequence: None}
-        self.first = first
-        self.parts = parts
-        self.held = [*sequence.blocks[:first], *blocks]
         self._block_size = size = parts[0][0].index.block_size
-        keys = sequence.encoded_keys(size)
-        self.prefix = Prefix(bytearray(sequence.packed_tokens()[: 4 * size * len(self.held)]), keys, [*self.held])
+        self.held = sequence.blocks[: first + len(slots)]
+        tokens = bytearray(sequence.packed_tokens()[: 4 * size * len(self.held)])
+        super().__init__(Prefix(tokens, sequence.encoded_keys(size), [*self.held]), first, slots)
+        self.sequences: dict[Sequence, None] = {sequence: None}
+        self.parts = parts
 
     def note_bad(self, index: int) -> None:
         """Take note that what its tables hold, or will, at `index` is bad: nothing from there on has arrived."""
@@ -113,20 +116,17 @@ class LoadJob(Job):
 
 
 class StoreJob(Job):
-    """The store of a prefix's blocks from index `len(parents)` on.
+    """The store of a prefix's blocks behind those that are stored.
 
-    run: whose wish it was. prefix: all of it. parents: the slots that hold what comes before, and slots: new ones, both
-    owned.
+    run: whose wish it was. parents: the slots that hold what comes before, and slots: new ones, both owned.
     """
 
     def __init__(
         self, pool: TierPool, run: Run, prefix: Prefix, parents: list[KVCacheBlock], slots: list[KVCacheBlock]
     ) -> None:
-        first = len(parents)
-        super().__init__(prefix.blocks[first : first + len(slots)], slots)
+        super().__init__(prefix, len(parents), slots)
         self.pool = pool
         self.run = run
-        self.prefix = prefix
         self.parents = parents
         self._nodes: list[Node] = [block.node for block in self.blocks]
 
@@ -158,5 +158,6 @@ class StoreJob(Job):
             node: Node = parents[-1].node if parents else (None, 0)
             tokens = memoryview(self.prefix.tokens)
             self.pool.index.cache(node, self.slots[:number], tokens, self.prefix.extra_keys, len(parents))
+            self.pool.note_stored(self.slots[:number], self.prefix, len(parents))
         self.pool.let_go([*parents, *self.slots])
         return number

@@ -10,16 +10,18 @@ from kvblocks.core.block import KVCacheBlock, Node
 from kvblocks.core.hashing import sha256_digest
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
+from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.rates import Rate
 from kvblocks.tiers.tier import Tier, TierStats
-from kvblocks.tiers.wishes import Wishes
+from kvblocks.tiers.wishes import Prefix, Wishes
 
 
 class TierPool:
     """What a tier holds, and is to hold. Counters as `TierStats`.
 
     rate: how fast it loads. wishes: what is to be stored. storing: the device's blocks that stores read now, at most
-    max_storing.
+    max_storing. changes: what became of slots since somebody asked, by id: whose bytes they hold, or None; of a tier
+    that is persistent.
     """
 
     def __init__(self, tier: Tier, block_size: int, max_storing: int) -> None:
@@ -33,6 +35,8 @@ class TierPool:
         self.stores_computed = tier.store == "computed"
         self.min_store_tokens: int | None = tier.min_store_tokens
         self.max_transfer_blocks: int = tier.max_transfer_blocks
+        self.is_persistent: bool = tier.is_persistent
+        self.changes: dict[int, BlockIdentity | None] = {}
         self.index = PrefixIndex(block_size, sha256_digest)
         self.pool = BlockPool(tier.num_blocks, self.index)
         self.num_stored_blocks = self.num_loaded_blocks = self.num_failed_blocks = self.num_dropped_blocks = 0
@@ -51,7 +55,10 @@ class TierPool:
 
     def drop(self, blocks: list[KVCacheBlock]) -> None:
         """Forget what slots hold, and all that is chained to it. O(all those)."""
-        self.pool.uncache(blocks)
+        for block in blocks:
+            self.index.forget(block, "dropped")
+        self.note_unstored(self.index.detached)
+        self.pool.requeue_detached()
 
     def drop_prefix(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, num_blocks: int) -> None:
         """Forget a prefix of so many blocks, whoever holds it. A lookup for each slot that does."""
@@ -65,6 +72,23 @@ class TierPool:
     def clear(self) -> None:
         """Forget everything that is stored. What transfers read and write they go on to own. O(1), as there."""
         self.index.clear()
+        self.note_unstored(self.pool.blocks)
+
+    def note_stored(self, slots: list[KVCacheBlock], prefix: Prefix, first: int) -> None:
+        """Take note that slots hold the blocks of a prefix from index `first` on. O(blocks)."""
+        if self.is_persistent:
+            identities = prefix.identities(first, first + len(slots), self.index.block_size)
+            self.changes.update(zip([slot.block_id for slot in slots], identities, strict=True))
+
+    def note_unstored(self, slots: list[KVCacheBlock]) -> None:
+        """Take note that slots hold nothing that is to be found. O(slots)."""
+        if self.is_persistent:
+            self.changes.update(dict.fromkeys([slot.block_id for slot in slots]))
+
+    def take_changes(self) -> dict[int, BlockIdentity | None]:
+        """Return what became of slots since the last call, and forget it. O(1)."""
+        changes, self.changes = self.changes, {}
+        return changes
 
     def stats(self) -> TierStats:
         """Return what it holds, and what was moved. O(1)."""

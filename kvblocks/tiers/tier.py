@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, SupportsFloat, SupportsIndex, get_args
 
-from kvblocks.arguments import check_count, check_number, check_text, is_a, listed, plain_text, wrong
+from kvblocks.arguments import Flag, check_count, check_flag, check_number, check_text, is_a, listed, plain_text, wrong
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.rates import MOST_NUMBER
 
@@ -19,7 +19,8 @@ class Tier:
     slot; what a load costs is counted in them. store: when blocks are stored, see `StoreWhen`; "freed" writes each
     once, "reused" spares a disk. min_store_tokens: prefixes of at least so many tokens are stored when they are freed,
     whatever `store` says; None: there is no such length. bytes_per_second: how fast a load is expected to be, until
-    that is learned; None: not known. max_transfer_blocks: of one transfer; what fails, fails by so many.
+    that is learned; None: not known. max_transfer_blocks: of one transfer; what fails, fails by so many. is_persistent:
+    whether it outlives the manager; `tiers.take_changes` then says what to remember, and `tiers.restore` takes it back.
     Raises InvalidArgumentError.
 
     The order of a manager's tiers is that of preference, the quickest first.
@@ -35,6 +36,7 @@ class Tier:
         min_store_tokens: SupportsIndex | None = None,
         bytes_per_second: SupportsFloat | None = None,
         max_transfer_blocks: SupportsIndex = 32,
+        is_persistent: Flag = False,
     ) -> None:
         given = plain_text(name) if is_a(name, str) else ""
         if not given:
@@ -56,6 +58,7 @@ class Tier:
                 raise wrong("Tier: bytes_per_second", "a number above 0, or None", bytes_per_second)
             self.bytes_per_second = float(rate)
         self.max_transfer_blocks = check_count("Tier: max_transfer_blocks", max_transfer_blocks, 1)
+        self.is_persistent = check_flag("Tier: is_persistent", is_persistent)
 
     def __repr__(self) -> str:
         return f"Tier({self.name!r}, {self.num_blocks} blocks)"

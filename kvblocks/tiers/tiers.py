@@ -12,12 +12,15 @@ What moves, and when, is `traffic`'s.
 from collections.abc import Iterable, Iterator
 from typing import Any, SupportsFloat, SupportsIndex
 
-from kvblocks.arguments import Flag, Given, check_count, check_flag, check_number, is_a, wrong
+from kvblocks.arguments import Flag, Given, Text, check_count, check_flag, check_number, is_a, plain_text, wrong
 from kvblocks.core.change import Changeable
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence, not_a_sequence
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
+from kvblocks.tiers.identity import BlockIdentity
+from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.rates import MOST_NUMBER, Rate, num_worth_loading
+from kvblocks.tiers.restoring import check_slots, restore_slots
 from kvblocks.tiers.tier import TierStats
 from kvblocks.tiers.traffic import ManagerCalls, Traffic
 from kvblocks.tiers.transfer import Loaded, TierHit, Transfer
@@ -135,12 +138,49 @@ class Tiers:
         own: Sequence = sequence  # type: ignore[assignment]
         return self._traffic.is_loading(own)
 
+    # What outlives the manager.
+
+    def take_changes(self) -> dict[str, dict[int, BlockIdentity | None]]:
+        """Return what became of the slots of persistent tiers since the last call, by tier.
+
+        By slot, whose bytes it holds from now on, or None: nothing that is to be found. Whoever remembers that, all of
+        it or none, can give it to `restore`. At most a record a slot is kept for the next call. O(tiers).
+        """
+        self._manager.check_whole()
+        return {pool.name: pool.take_changes() for pool in self._traffic.pools if pool.is_persistent}
+
+    def restore(self, tier: Text, slots: Iterable[tuple[SupportsIndex, BlockIdentity]]) -> int:
+        """Take a persistent tier's slots back as they were remembered, the least recently stored first.
+
+        tier: its name; it must be empty, as it is in a new manager. slots: ids, and whose bytes they hold. Those whose
+        prefix isn't among them can't be found, and count as forgotten (`take_changes`). Returns how many can. Bytes are
+        for whoever loads them to check. Raises InvalidArgumentError, and SequenceStateError when the tier isn't empty.
+        O(slots).
+        """
+        self._manager.check_whole()
+        pool = self._check_persistent(tier)
+        remembered = check_slots(pool, slots)
+        if pool.pool.num_cached_blocks or pool.pool.num_free_blocks < len(pool.pool.blocks):
+            raise SequenceStateError(f"tiers.restore: expected tier {pool.name!r} to be empty, got {pool.stats()}")
+        self._manager.begin_change()
+        number = restore_slots(pool, remembered)
+        self._calls.end()
+        return number
+
+    def _check_persistent(self, tier: Text) -> TierPool:
+        given: Any = tier
+        name = plain_text(given) if is_a(given, str) else None
+        pools = {pool.name: pool for pool in self._traffic.pools if pool.is_persistent}
+        if name not in pools:
+            raise wrong("tiers.restore", f"the name of a persistent tier, one of {list(pools)}", tier)
+        return pools[name]
+
     def _check_transfer(self, transfer: object) -> Transfer:
         given: Any = transfer
         if not is_a(given, Transfer):
             raise wrong("tiers.complete", "what take_transfers returned", transfer)
         own: Transfer = given
-        if own.owner is not self._traffic:
+        if own.pool not in self._traffic.pools:
             raise InvalidArgumentError(f"tiers.complete: expected a transfer of this manager's tiers, got {own}")
         return own
 

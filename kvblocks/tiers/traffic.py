@@ -156,7 +156,7 @@ class Traffic:
         if isinstance(job, LoadJob):
             self._note_loaded(transfer, seconds, is_ok=ok)
         elif not ok:
-            self._pool_of(transfer).num_failed_blocks += len(transfer.slots)
+            transfer.pool.num_failed_blocks += len(transfer.slots)
         del self._begun[transfer]
         job.end(transfer, ok=ok)
         return [] if job.num_open else self._finish(job)
@@ -200,10 +200,9 @@ class Traffic:
     def begin_loads(self, sequence: Sequence, loads: list[TierHit]) -> None:
         """Begin the loads of a sequence that was just given slots for them. O(blocks)."""
         size, first = self._block_size, loads[0].first_token // self._block_size
-        end = first + sum([load.num_tokens for load in loads]) // size
         parts = [(load.pool, load.prefix) for load in loads]
         slots = [slot for load in loads for slot in load.prefix[load.first_token // size :]]
-        job = LoadJob(sequence, first, sequence.blocks[first:end], slots, parts)
+        job = LoadJob(sequence, first, slots, parts)
         self._slots.pool.touch(job.held)
         self._jobs[job] = None
         self._loading[sequence] = job
@@ -345,9 +344,9 @@ class Traffic:
         made: list[Transfer] = []
         for start in numbers[:: pool.max_transfer_blocks]:
             part = range(start, min(start + pool.max_transfer_blocks, numbers.stop))
-            pairs = [(job.blocks[number].block_id, job.slots[number].block_id) for number in part]
+            slots = [job.slots[number].block_id for number in part]
             self._generation += 1
-            made.append(Transfer(self, self._generation, pool, start, pairs, is_load=is_load))
+            made.append(Transfer(self._generation, pool, job.prefix, job.first + start, slots, is_load=is_load))
         return made
 
     def _wish_for_used(self, block: KVCacheBlock) -> None:
@@ -404,6 +403,7 @@ class Traffic:
     def _begin_store(self, job: StoreJob, transfers: list[Transfer]) -> None:
         self._slots.pool.touch(job.blocks)
         self._jobs[job] = None
+        job.pool.note_unstored(job.slots)
         for block in job.blocks:
             job.pool.storing[block] = None
         for transfer in self._transfers(job.pool, job, range(len(job.blocks)), is_load=False):
@@ -413,7 +413,7 @@ class Traffic:
 
     def _note_loaded(self, transfer: Transfer, seconds: float | None, *, is_ok: bool) -> None:
         """Count a load, learn from it, and forget slots that didn't bring what they should."""
-        pool = self._pool_of(transfer)
+        pool = transfer.pool
         if is_ok:
             pool.num_loaded_blocks += len(transfer.slots)
             if seconds is not None:
@@ -422,9 +422,6 @@ class Traffic:
             pool.num_failed_blocks += len(transfer.slots)
             first = pool.pool.first_block_id
             pool.drop([pool.pool.blocks[slot - first] for slot in transfer.slots])
-
-    def _pool_of(self, transfer: Transfer) -> TierPool:
-        return next(pool for pool in self.pools if pool.name == transfer.tier)
 
     def _finish(self, job: Job) -> list[Loaded]:
         """End a job all of whose transfers are over."""

@@ -2,7 +2,9 @@
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
+from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
+from kvblocks.tiers.wishes import Prefix
 
 QUEUED, BEGUN, ENDED = 0, 1, 2
 """What becomes of a transfer: nobody knows of it yet, somebody carries it out, it is over or was never begun."""
@@ -43,38 +45,40 @@ class Transfer:
 
     __slots__ = (
         "block_ids",
-        "first",
         "generation",
         "has_arrived",
         "is_load",
         "num_bytes",
-        "owner",
+        "pool",
+        "position",
+        "prefix",
         "slots",
         "state",
         "tier",
     )
 
     def __init__(
-        self,
-        owner: object,
-        generation: int,
-        tier: TierPool,
-        first: int,
-        blocks: list[tuple[int, int]],
-        *,
-        is_load: bool,
+        self, generation: int, pool: TierPool, prefix: Prefix, position: int, slots: list[int], *, is_load: bool
     ) -> None:
-        """owner: the `Traffic` that made it. first: its first block's number in its job. blocks: (device, slot) ids."""
-        self.owner = owner
+        """pool: the tier's. prefix: what its blocks are a part of, the first of them at `position`."""
         self.generation = generation
-        self.tier = tier.name
-        self.first = first
-        self.block_ids = [block_id for block_id, _ in blocks]
-        self.slots = [slot for _, slot in blocks]
-        self.num_bytes = len(blocks) * tier.num_block_bytes
+        self.pool = pool
+        self.tier = pool.name
+        self.prefix = prefix
+        self.position = position
+        self.block_ids = [block.block_id for block in prefix.blocks[position : position + len(slots)]]
+        self.slots = slots
+        self.num_bytes = len(slots) * pool.num_block_bytes
         self.is_load = is_load
         self.state = QUEUED
         self.has_arrived = False
+
+    def identities(self) -> list[BlockIdentity]:
+        """Return who its blocks are: what a tier that outlives the manager keeps beside their bytes, and compares.
+
+        O(blocks), and O(blocks before them) once a prefix.
+        """
+        return self.prefix.identities(self.position, self.position + len(self.slots), self.pool.index.block_size)
 
     def __repr__(self) -> str:
         kind = "load" if self.is_load else "store"

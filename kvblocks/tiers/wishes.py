@@ -5,6 +5,7 @@ for what is left of the prefix: so taking a block never waits for a copy.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node, Run
+from kvblocks.tiers.identity import BlockIdentity
 
 MOST_WISHES = 4096
 """The oldest wish is dropped for one more: an engine that never asks for transfers loses hits, and no memory."""
@@ -17,6 +18,19 @@ class Prefix:
         self.tokens = tokens
         self.extra_keys = extra_keys
         self.blocks = blocks
+        self._digests: list[bytes] = [b""]  # of nothing, of the first block, and so on, as far as somebody asked
+
+    def identities(self, first: int, end: int, block_size: int) -> list[BlockIdentity]:
+        """Return who blocks first to end - 1 are. O(blocks up to `end` that nobody asked for before, and those)."""
+        keys, size, found = self.extra_keys or {}, 4 * block_size, list[BlockIdentity]()
+        for index in range(min(first, len(self._digests) - 1), end):
+            tokens = bytes(self.tokens[index * size : (index + 1) * size])
+            identity = BlockIdentity(self._digests[index], keys.get(index, b""), tokens)
+            if index + 1 == len(self._digests):
+                self._digests.append(identity.digest())
+            if index >= first:
+                found.append(identity)
+        return found
 
     def begins_with(self, other: "Prefix", block_size: int) -> bool:
         """Whether the other one is the beginning of this, by its tokens and keys. O(its tokens)."""

@@ -1,0 +1,42 @@
+"""`BlockIdentity`: what a stored block holds, in words that mean the same to every process.
+
+A tier that outlives its manager, or that several share, keeps a block's identity beside its bytes: a chain of SHA-256
+digests names what comes before it, tokens and keys say what it holds. Whoever reads the bytes compares all of it.
+"""
+
+from kvblocks.core.hashing import make_preimage, sha256_digest
+
+
+class BlockIdentity:
+    """What a stored block holds.
+
+    parent: the SHA-256 digest of the block before it, b"" for a first one. extra_keys: encoded as
+    `kvblocks.hashing` says, b"" for none. tokens: its token ids as little-endian u32. Read-only, compared by value.
+    """
+
+    __slots__ = ("extra_keys", "parent", "tokens")
+
+    def __init__(self, parent: bytes, extra_keys: bytes, tokens: bytes) -> None:
+        self.parent = parent
+        self.extra_keys = extra_keys
+        self.tokens = tokens
+
+    def preimage(self) -> bytes:
+        """Return all of it, one behind the other, so that no two identities have the same bytes. O(tokens)."""
+        return make_preimage(self.parent, self.extra_keys, self.tokens)
+
+    def digest(self) -> bytes:
+        """Return the SHA-256 of `preimage`: the `parent` of the blocks behind it. O(tokens)."""
+        return sha256_digest(self.preimage())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockIdentity):
+            return NotImplemented
+        return self.preimage() == other.preimage()
+
+    def __hash__(self) -> int:
+        return hash(self.preimage())
+
+    def __repr__(self) -> str:
+        above = self.parent.hex()[:16] or "nothing"
+        return f"BlockIdentity(behind {above}, {len(self.tokens) // 4} tokens, keys {self.extra_keys!r})"
