@@ -41,11 +41,12 @@ FLOORS = {
     "kvblocks.engine.model": 9,
     "kvblocks.engine.attention": 10,
     "kvblocks.engine.run": 11,
-    "kvblocks.engine": 12,
-    "kvblocks.engine.demo": 13,
-    "kvblocks.engine.server": 13,
-    "kvblocks.cli": 14,
-    "kvblocks.__main__": 15,
+    "kvblocks.engine.tiers": 12,
+    "kvblocks.engine": 13,
+    "kvblocks.engine.demo": 14,
+    "kvblocks.engine.server": 14,
+    "kvblocks.cli": 15,
+    "kvblocks.__main__": 16,
 }
 TOP_CORE_FLOOR = 7
 

@@ -98,8 +98,9 @@ class KVCache:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """What a block is made of: the tensors of K and V that layers are, each of them once. O(layers)."""
-        return tuple({tensor.data_ptr(): tensor for tensor in (*self.keys, *self.values)}.values())
+        """What a block is made of, in its order: the tensors of K and V that layers are, each once. O(layers)."""
+        pairs = zip(self.keys, self.values, strict=True)
+        return tuple({tensor.data_ptr(): tensor for tensor in chain.from_iterable(pairs)}.values())
 
     @property
     def parts_per_block(self) -> int:
@@ -142,12 +143,37 @@ class KVCache:
             from kvblocks.kernels import copy  # needs triton
 
             with torch.cuda.device_of(self.keys[0]):
-                copy.copy_blocks(self.copy_table, ids.to(self.keys[0].device))
+                copy.copy_blocks(self._copy_table, ids.to(self.keys[0].device))
         else:
             reference.copy_blocks(self.memory if self.parts_per_block > 1 else self.parts, ids)
 
+    def gather_blocks(self, block_ids: Tensor, staging: Tensor) -> None:
+        """Copy blocks of all layers into a buffer on the cache's device, where those of a layer lie in one piece.
+
+        block_ids: int64 [num_ids]; staging: uint8 [num_ids, num_block_bytes], contiguous, a row for each block.
+        """
+        ids = block_ids.to(staging.device)
+        if self.copies_by_kernel:
+            from kvblocks.kernels import copy  # needs triton
+
+            copy.gather_blocks(self._copy_table, ids, staging)
+        else:
+            found = [part.index_select(0, ids).flatten(1).view(torch.uint8) for part in self.parts]
+            torch.cat(found, dim=1, out=staging)
+
+    def scatter_blocks(self, block_ids: Tensor, staging: Tensor) -> None:
+        """Copy what `gather_blocks` copied back, into blocks that may be others. Each id at most once."""
+        ids = block_ids.to(staging.device)
+        if self.copies_by_kernel:
+            from kvblocks.kernels import copy  # needs triton
+
+            copy.scatter_blocks(self._copy_table, ids, staging)
+            return
+        for part, given in zip(self.parts, staging.chunk(len(self.parts), dim=1), strict=True):
+            part.index_copy_(0, ids, given.contiguous().view(part.dtype).view(len(ids), *part.shape[1:]))
+
     @cached_property
-    def copy_table(self) -> "CacheTable":
+    def _copy_table(self) -> "CacheTable":
         """The caches as the kernels that copy take them. Waits for the device once."""
         from kvblocks.kernels.copy import CacheTable
 
