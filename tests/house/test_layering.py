@@ -147,6 +147,9 @@ PACKAGES = frozenset({"kvblocks", "kvblocks.engine", "kvblocks.engine.server", "
         ("kvblocks.kernels.store", "import numpy", "imports numpy"),
         ("kvblocks.kernels.store", "import os", "no I/O"),
         ("kvblocks.cli.app", "from kvblocks.kernels import store", DOORS),
+        ("kvblocks.tiers.disk.store", "import numpy", "imports numpy"),
+        ("kvblocks.tiers.disk.store", "import kvblocks.engine", "at most 8, got 12"),
+        ("kvblocks.tiers.sealing", "import os", "no I/O"),
     ],
 )
 def test_the_checker_finds_a_forbidden_import(module, source, expected):
