@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Self, Unpack
 
 import torch
 
@@ -66,10 +66,10 @@ class Engine:
     schedule: in which order prompts that wait are begun: "fcfs", first come first served; "longest-prefix", those first
     of which most is cached; "grouped", those together that share a prefix. See `engine.order`.
     num_history_blocks: how many evicted blocks `manager.explain` remembers.
-    host_cache: host memory for blocks that don't fit the pool: bytes, a text such as "2GiB", or a share of what is free.
-    disk_cache: a folder for blocks, which the next engine finds again; disk_cache_size: what it may take in all, "8GiB"
-    by default; disk_cache_secret: at least 16 bytes, so that nobody who can write there can plant KV. An engine with
-    tiers is to be closed (`close`, or `with`): what isn't stored by then isn't there for the next one.
+    host_cache: host memory for blocks that don't fit the pool: bytes, a text such as "2GiB", or a share of what is
+    free. disk_cache: a folder for blocks, which the next engine finds again. disk_cache_size: what it may take in all,
+    "8GiB" by default. disk_cache_secret: at least 16 bytes, so that nobody who can write there can plant KV. An engine
+    with tiers is to be closed (`close`, or `with`): what isn't stored by then isn't there for the next one.
 
     Attributes to read: model, plan, manager, metrics, scheduler, runner. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError, and DiskError for a disk_cache that can't be used. Loads the
@@ -112,18 +112,19 @@ class Engine:
         backend.choose_attention(self.model, block_size)  # before anything large is made
         self.plan = _plan(self.model, num_blocks, kv_cache_memory, block_size)
         built = build_tiers(below, self.model, self.plan, backend)
-        self.manager = KVCacheManager(
-            self.plan.num_blocks,
-            groups=self.plan.groups,
-            enable_caching=enable_prefix_caching,
-            num_history_blocks=num_history_blocks,
-            tiers=built.tiers,
-        )
-        self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
-        self.scheduler = Scheduler(self.manager, self.model.config.max_position_embeddings, order=order)
-        locations = [LayerLocation(*location) for location in self.plan.layer_groups]
-        self.runner = backend.make_runner(self.model, self.manager, locations)
-        self.offload = built.begin(self.manager, self.runner)
+        with built:  # which closes what it has opened if this fails
+            self.manager = KVCacheManager(
+                self.plan.num_blocks,
+                groups=self.plan.groups,
+                enable_caching=enable_prefix_caching,
+                num_history_blocks=num_history_blocks,
+                tiers=built.tiers,
+            )
+            self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
+            self.scheduler = Scheduler(self.manager, self.model.config.max_position_embeddings, order=order)
+            locations = [LayerLocation(*location) for location in self.plan.layer_groups]
+            self.runner = backend.make_runner(self.model, self.manager, locations)
+            self.offload = built.begin(self.manager, self.runner)
         self._intake = Intake(self.model, self.scheduler)
         self._stepper = Stepper(self.scheduler)
 
@@ -228,7 +229,7 @@ class Engine:
         if self.offload is not None:
             self.offload.close(timeout_s)
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

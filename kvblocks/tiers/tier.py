@@ -6,6 +6,7 @@ from typing import Literal, SupportsFloat, SupportsIndex, get_args
 
 from kvblocks.arguments import Flag, check_count, check_flag, check_number, check_text, is_a, listed, plain_text, wrong
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.kinds import Group
 from kvblocks.tiers.rates import MOST_NUMBER
 
 StoreWhen = Literal["computed", "freed", "reused"]
@@ -85,8 +86,8 @@ class TierStats:
     num_moving_blocks: int
 
 
-def check_tiers(tiers: Iterable[Tier], groups: object, *, enable_caching: bool) -> tuple[Tier, ...]:
-    """Return a manager's tiers. groups: None if there is one, of full attention. Raises InvalidArgumentError."""
+def check_tiers(tiers: Iterable[Tier], groups: tuple[Group, ...] | None, *, enable_caching: bool) -> tuple[Tier, ...]:
+    """Return a manager's tiers. groups: as it was made with; None: full attention. Raises InvalidArgumentError."""
     given = tuple(listed("tiers", "an iterable of Tier", tiers))
     for tier in given:
         if not is_a(tier, Tier):
@@ -98,6 +99,6 @@ def check_tiers(tiers: Iterable[Tier], groups: object, *, enable_caching: bool) 
         raise InvalidArgumentError(f"tiers: expected different names, got {names}")
     if not enable_caching:
         raise InvalidArgumentError("tiers: expected enable_caching=True, since they hold what is cached; got False")
-    if groups is not None:
+    if groups is not None and [group.window for group in groups] != [None]:
         raise InvalidArgumentError(f"tiers: expected one group of full attention, got {groups}")
     return given

@@ -84,7 +84,7 @@ class Traffic:
     @property
     def is_busy(self) -> bool:
         """Whether anything is on its way, or wished for. O(tiers)."""
-        return bool(self._jobs) or any([len(pool.wishes) for pool in self.pools])
+        return bool(self._jobs) or any(len(pool.wishes) for pool in self.pools)
 
     def find(self, hit: CacheHit) -> list[TierHit]:
         """Return what the tiers have behind a hit. Changes nothing. A lookup in each tier.

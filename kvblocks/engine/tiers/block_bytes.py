@@ -1,8 +1,8 @@
 """`BlockBytes`: the bytes of a KV cache's blocks, and how they get to rows of host memory and back.
 
-A row is a uint8 array of `num_block_bytes`: a block's K and V in all layers, one part behind the other. On a CPU a block
-lies in one piece, so a row of the cache is the block itself. On CUDA blocks are gathered into a buffer on the device by
-one launch of a kernel, and go to rows from there, on a stream of their own.
+A row is a uint8 array of `num_block_bytes`: a block's K and V in all layers, one part behind the other. On a CPU a
+block lies in one piece, so a row of the cache is the block itself. On CUDA blocks are gathered into a buffer on the
+device by one launch of a kernel, and go to rows from there, on a stream of their own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class BlockBytes:
         """Return memory for rows, each of its pages written to already, and pinned where a GPU is to reach it."""
         memory = torch.zeros(num_rows, self.num_block_bytes, dtype=torch.uint8, pin_memory=not self.is_on_host)
         rows: Row = memory.numpy()
-        rows[:, :: 4096] = 0  # zeros may be pages that don't exist before somebody writes to them
+        rows[:, ::4096] = 0  # zeros may be pages that don't exist before somebody writes to them
         return rows
 
     def read(self, block_ids: Sequence[int], rows: Sequence[Row], after: "torch.cuda.Event | None") -> None:

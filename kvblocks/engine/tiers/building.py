@@ -29,10 +29,20 @@ DISK_MIN_STORE_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class BuiltTiers:
-    """The tiers of an engine whose manager isn't made yet. disk: opened, where there is one."""
+    """The tiers of an engine whose manager isn't made yet. disk: opened, where there is one.
+
+    A context: an error in it closes the disk.
+    """
 
     tiers: tuple[Tier, ...] = ()
     disk: DiskStore | None = None
+
+    def __enter__(self) -> None:
+        """Nothing: see the class."""
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None and self.disk is not None:
+            self.disk.close()
 
     def begin(self, manager: KVCacheManager, runner: ModelRunner) -> Offload | None:
         """Take back what the disk has, and return who carries transfers; None without tiers. O(slots on the disk)."""
@@ -50,7 +60,10 @@ class BuiltTiers:
 
 
 def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: Backend) -> BuiltTiers:
-    """Open what the options name, quickest first. Raises InvalidArgumentError and DiskError. O(bytes of the weights)."""
+    """Open what the options name, the quickest first. Raises InvalidArgumentError and DiskError.
+
+    O(bytes of the weights) for a disk, whose fingerprint covers them.
+    """
     tiers: list[Tier] = []
     disk = None
     if options.host_cache is not None:
@@ -88,4 +101,5 @@ def _bits_mode(model: LoadedModel, backend: Backend) -> str:
     """What the bits of KV depend on that the weights don't say, as far as an engine promises anything about them."""
     if not backend.deterministic:
         return "natural"
-    return f"deterministic {backend.attention} on {model.device.type}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    how = f"deterministic {backend.attention} on {model.device.type}"
+    return f"{how}, torch {torch.__version__}, {torch.get_num_threads()} threads"

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -100,10 +101,8 @@ class Carrier:
         while self._is_open:
             was_unsettled = self._is_unsettled
             left = max(0.0, settle_at - time.monotonic()) if was_unsettled else None
-            try:
+            with suppress(queue.Empty):
                 self._commands.get(timeout=left)()
-            except queue.Empty:
-                pass
             if self._is_unsettled and not was_unsettled:
                 settle_at = time.monotonic() + PATIENCE_S
             if self._is_unsettled and (time.monotonic() >= settle_at or not self._is_open):
