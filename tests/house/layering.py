@@ -61,7 +61,7 @@ CORE_PACKAGES = frozenset({"xxhash"})
 KERNEL_PACKAGES = frozenset({"torch", "triton"})
 ENGINE_PACKAGES = frozenset(
     {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "filelock", "rich", "typer", "prometheus_client"}
-    | {"flash_attn"}
+    | {"flash_attn", "xxhash"}
 )
 SERVER = "kvblocks.engine.server"
 SERVER_PACKAGES = ENGINE_PACKAGES | {"starlette", "uvicorn", "httpx2"}  # the engine itself knows nothing of HTTP

@@ -51,10 +51,12 @@ class BuiltTiers:
         block_bytes, ended = BlockBytes(runner.kv_cache), threading.Event()
         carriers: list[Carrier] = []
         for tier in self.tiers:
-            place: Place = HostPlace(block_bytes, tier.num_blocks)
+            place: Place
             if self.disk is not None and tier.name == DISK:
                 place = DiskPlace(block_bytes, self.disk, tier.max_transfer_blocks)
                 manager.tiers.restore(DISK, self.disk.remembered())
+            else:
+                place = HostPlace(block_bytes, tier.num_blocks)
             carriers.append(Carrier(tier.name, place, block_bytes, ended.set))
         return Offload(manager.tiers, carriers, ended)
 
