@@ -139,7 +139,7 @@ class Traffic:
         if not isinstance(job, LoadJob) or job.num_open > 1:
             return []
         for sequence in job.sequences:
-            if sequence.epoch is self.index.epoch and first_uncached(sequence) < min(job.first, len(sequence.blocks)):
+            if self._num_kept(job, sequence) is not None:
                 job.num_good = 0
         num_arrived = job.num_arrived(transfer if ok else None)
         ends = {
@@ -172,9 +172,10 @@ class Traffic:
 
     def give_up(self, sequence: Sequence) -> None:
         """Have a sequence that is loading wait no more, and give back the slots of what it waited for. O(blocks)."""
-        first = self._loading[sequence].first
+        job = self._loading[sequence]
+        kept = self._num_kept(job, sequence)
         self.leave(sequence)
-        self._calls.rewind(sequence, first * self._block_size)
+        self._calls.rewind(sequence, (job.first if kept is None else kept) * self._block_size)
 
     # What the manager tells.
 
@@ -455,8 +456,9 @@ class Traffic:
         num_arrived, size = job.num_arrived(), self._block_size
         for sequence in job.sequences:
             del self._loading[sequence]
-            end = job.end_in(sequence, num_arrived)
-            is_whole = not job.waits(sequence, end)
+            kept = self._num_kept(job, sequence)
+            end = job.end_in(sequence, num_arrived) if kept is None else kept
+            is_whole = kept is None and not job.waits(sequence, end)
             if not is_whole:
                 self._calls.rewind(sequence, end * size)
             if end > job.first and sequence.blocks[end - 1].is_cached:
@@ -466,3 +468,13 @@ class Traffic:
             pool.let_go(prefix)
         self._slots.pool.release_table(job.held)
         return ended
+
+    def _num_kept(self, job: LoadJob, sequence: Sequence) -> int | None:
+        """Return how many blocks are left of the hit before a load, some of which were taken back; None if all are.
+
+        A step that died was to write them, or they turned out to be bad. O(1), and O(blocks) for those taken back.
+        """
+        if sequence.epoch is not self.index.epoch:
+            return None
+        first = first_uncached(sequence)
+        return first if first < min(job.first, len(sequence.blocks)) else None
