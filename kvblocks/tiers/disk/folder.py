@@ -39,7 +39,7 @@ class Folder:
         try:
             self._check_ours()
             self._take_lock()
-            os.fchmod(self._descriptor, 0o700)
+            self._narrow()
         except BaseException:
             self.close()
             raise
@@ -59,6 +59,13 @@ class Folder:
         with os.scandir(self._descriptor) as entries:
             return {entry.name for entry in entries}
 
+    def _narrow(self) -> None:
+        """Take away what rights others were given."""
+        os.fchmod(self._descriptor, 0o700)
+        with os.scandir(self._descriptor) as entries:
+            for name in [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]:
+                os.chmod(name, 0o600, dir_fd=self._descriptor)  # noqa: PTH101  # Path knows no folder's descriptor
+
     def _take_lock(self) -> None:
         self._lock = self.open_file(LOCK)
         try:
@@ -76,7 +83,6 @@ class Folder:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise DiskError(f"{self.path / name}: expected a file, got something else")
-        os.fchmod(descriptor, 0o600)
         return descriptor
 
     def sync(self) -> None:

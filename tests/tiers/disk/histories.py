@@ -57,9 +57,7 @@ class Walker:
 
     def remember(self, changes: dict[int, int | None]) -> None:
         self.claim("remember", list(changes.items()))
-        self.store.remember(
-            {slot: None if number is None else identity_of(number) for slot, number in changes.items()}
-        )
+        self.store.remember({slot: None if number is None else identity_of(number) for slot, number in changes.items()})
 
     def write(self) -> None:
         slots = self.slots(4)
