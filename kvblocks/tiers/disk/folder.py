@@ -64,7 +64,7 @@ class Folder:
         os.fchmod(self._descriptor, 0o700)
         with os.scandir(self._descriptor) as entries:
             for name in [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]:
-                os.chmod(name, 0o600, dir_fd=self._descriptor)  # noqa: PTH101  # Path knows no folder's descriptor
+                os.chmod(name, 0o600, dir_fd=self._descriptor)  # Path knows no folder's descriptor
 
     def _take_lock(self) -> None:
         self._lock = self.open_file(LOCK)

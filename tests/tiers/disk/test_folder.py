@@ -146,7 +146,7 @@ def num_descriptors():
 
 
 def test_an_opening_that_fails_lets_go_of_the_folder(tmp_path, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
     before = num_descriptors()
