@@ -18,7 +18,7 @@ from kvblocks.tiers.disk.errors import DiskError
 
 LOCK, MARKER, ARENA, INDEX = "kvblocks.lock", "kvblocks.json", "kvblocks.arena", "kvblocks.index"
 _PARTIAL = MARKER + ".partial"
-_INDEX_FILES = tuple(INDEX + ending for ending in ("-wal", "-shm", "-journal", ""))  # its log first: see `remove_index`
+_INDEX_FILES = tuple(INDEX + ending for ending in ("-wal", "-shm", "-journal", ""))
 _OURS = frozenset({LOCK, MARKER, _PARTIAL, ARENA, *_INDEX_FILES})
 _MOST_MARKER_BYTES = 65536
 
@@ -123,9 +123,8 @@ class Folder:
         self._remove(ARENA)
 
     def remove_index(self) -> None:
-        """Delete the index, its log first: a log that is left would be taken for that of the next index."""
-        self._remove(*_INDEX_FILES[:-1])
-        self._remove(INDEX)
+        """Delete the index, and what SQLite keeps beside it. Raises OSError."""
+        self._remove(*_INDEX_FILES)
 
     def _remove(self, *names: str) -> None:
         for name in names:

@@ -148,23 +148,19 @@ def test_a_manager_takes_back_what_another_one_stored(tmp_path):
 
 
 def test_what_is_erased_is_nowhere(tmp_path):
+    """Neither its bytes nor what the index and the records said of it, nor what they said of the slot before."""
     with open_store(tmp_path) as store:
-        fill(store, {slot: 100 + slot for slot in range(20)})
-        fill(store, {1: 100, 2: 55})
-        stores.write(store, {3: 77})
-        store.remember({3: identity_of(77), 4: identity_of(1)})
-        store.erase([1, 3])
+        fill(store, {slot: 101 + slot for slot in range(20)})
+        fill(store, {1: 201})  # instead of 102
+        stores.write(store, {2: 77})  # instead of 103, which is still in the index
+        store.remember({2: identity_of(77), 4: identity_of(1)})
+        store.erase([1, 2])
         found = stores.all_bytes(tmp_path)
-        for number in (100, 101, 77):  # the last ones that were there; 103 and 101 were overwritten before
-            if number != 100:
-                assert identity_of(number).tokens not in found
-            assert payload_of(number)[:100] not in found or number == 100
-        assert payload_of(100) in found and payload_of(55) in found  # slot 0 has it, too; the search can find
-        assert (1, 100) not in remembered(store) and (0, 100) in remembered(store)
-        assert not reads(store, 1, 100) and not reads(store, 3, 77) and reads(store, 2, 55)
-        assert not store.needs_sync
-    with open_store(tmp_path) as store:
-        assert {slot for slot, _ in remembered(store)} == set(range(20)) - {1, 3}
+        for number in (201, 102, 77, 103):
+            assert identity_of(number).parent not in found and payload_of(number)[:100] not in found, number
+        assert identity_of(101).parent in found and payload_of(101)[:100] in found  # the search can find
+        assert not reads(store, 1, 201) and not reads(store, 2, 77) and reads(store, 3, 104)
+        assert not store.needs_sync and {slot for slot, _ in remembered(store)} == set(range(20)) - {1, 2}
 
 
 def test_what_is_erased_stays_so_without_a_close(tmp_path):
