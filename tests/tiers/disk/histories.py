@@ -31,7 +31,7 @@ def number_of(identity: BlockIdentity) -> int:
 
 def payload_of(number: int) -> bytes:
     """The bytes of the block with `identity_of(number)`."""
-    return random.Random(-1 - number).randbytes(BLOCK_BYTES)
+    return random.Random(f"payload {number}").randbytes(BLOCK_BYTES)
 
 
 # The process that is killed.

@@ -19,6 +19,7 @@ from tiers.disk.test_kill import ROOT
 
 from kvblocks.tiers.disk import DiskError
 from kvblocks.tiers.disk.complaints import Complaints
+from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.sealing import Sealer
 
 STRIDE = 4096 + 8192
@@ -226,6 +227,17 @@ def test_rows_that_are_no_blocks_are_counted(filled, tmp_path, caplog):
         assert {slot for slot, _ in store.remembered()} == set(NUMBERS) - {1, 21, 22, 23}
         assert store.stats.num_damaged_blocks == 4
     assert "4 rows of the index are no blocks: not used" in caplog.text
+
+
+def test_rows_that_are_damaged_while_open_are_left_out(tmp_path, monkeypatch):
+    with open_store(tmp_path) as store:
+        good = (1, 5, b"p" * 32, b"k", bytes(16))
+        bad = [(store.num_slots, *good[1:]), (-1, *good[1:]), (b"1", *good[1:]), (1, b"5", *good[2:])]
+        bad += [(1, 5, None, b"", bytes(16)), (1, 5, b"p", b"", bytes(16)), (1, 5, b"", 7, bytes(16))]
+        bad += [(1, 5, b"", b"k" * 513, bytes(16)), (1, 5, b"", b"", bytes(15)), (1, 5, b"", b"", 1.5)]
+        monkeypatch.setattr(store._index, "rows", lambda: [good, *bad])  # noqa: SLF001
+        assert store.remembered() == [(1, BlockIdentity(*good[2:]))]
+        assert store.stats.num_damaged_blocks == len(bad) == 10
 
 
 def test_an_index_that_somebody_else_has_open_is_not_thrown_away(filled, tmp_path):
