@@ -2,7 +2,7 @@
 
 Invariants:
 - Nothing is changed in a folder that holds anything but our files: it is refused by the name of what was found.
-- One owner at a time, from opening to `close`: the lock dies with the process.
+- One owner at a time, from opening to `close`: the lock dies with the process, and with what it forked.
 - The marker is written last, so a folder with a marker is whole, and one without is emptied.
 - Files are 0600 in a folder of 0700 of the same user, and none is reached through a link.
 """

@@ -246,6 +246,21 @@ def test_another_size_keeps_what_fits(tmp_path):
         assert all(reads(store, slot, number) for slot, number in remembered(store))
 
 
+def test_a_smaller_size_shrinks_the_index_too(tmp_path):
+    def identity(slot):
+        return BlockIdentity(slot.to_bytes(32, "little"), b"k" * 512, bytes(16))
+
+    with open_store(tmp_path, max_bytes=100_000_000) as store:
+        store.remember({slot: identity(slot) for slot in range(store.num_slots)})
+    assert stores.sizes(tmp_path)["kvblocks.index"] > 3_500_000
+    for _ in range(2):
+        with open_store(tmp_path, max_bytes=3_500_000) as store:
+            assert store.remembered() == [(slot, identity(slot)) for slot in range(store.num_slots)]
+            assert sum(stores.sizes(tmp_path).values()) < 3_500_000
+            store.remember({0: identity(0)})
+            store.remember({slot: identity(slot) for slot in range(1, store.num_slots)})
+
+
 def test_opening_many_entries(tmp_path, capsys):
     """Prints how long it takes; what counts as too long is for whoever reads it."""
     options = OPTIONS | {"block_size": 16, "num_block_bytes": 4096, "max_bytes": 2**31}
