@@ -116,6 +116,7 @@ def test_a_block_with_too_many_keys_is_not_stored(store):
     store.remember({1: most, 2: over})
     store.sync()
     assert store.remembered() == [(0, identity_of(7)), (1, most)]
+    assert store.stats.num_damaged_blocks == 0  # it isn't in the index either
     assert store.read([1], [most], bytearray(BLOCK_BYTES)) == 1
 
 
