@@ -298,6 +298,14 @@ class Traffic:
         for pool in self.pools:
             pool.clear()
 
+    def forget_salt(self, salt: str | None) -> int:
+        """Forget what all tiers have of a salt, after the device did; returns how many slots. O(runs + those slots).
+
+        Loads that have begun go on, as after `clear`, and stores are for nothing.
+        """
+        self.note_forgotten()
+        return sum([pool.forget_salt(salt) for pool in self.pools])
+
     def leave(self, sequence: Sequence) -> None:
         """A sequence waits for its loads no more; what nobody has begun for it alone is cancelled. O(blocks)."""
         job = self._loading.pop(sequence)
