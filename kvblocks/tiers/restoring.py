@@ -5,6 +5,7 @@ from typing import Any, SupportsIndex
 
 from kvblocks.arguments import check_count, is_a, listed, wrong
 from kvblocks.core.block import ROOT, KVCacheBlock, Node
+from kvblocks.core.hashing import decode_extra_keys
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
@@ -22,6 +23,7 @@ def check_slots(pool: TierPool, slots: Iterable[tuple[SupportsIndex, BlockIdenti
         pair: Any = given
         if not is_a(pair, tuple) or len(pair) != 2 or not is_a(pair[1], BlockIdentity):
             raise wrong("tiers.restore", _EXPECTED, pair)
+        decode_extra_keys(pair[1].extra_keys)  # whoever is charged for it reads them, in the midst of a change
         slot = check_count("tiers.restore: slot", pair[0], 0, len(pool.pool.blocks) - 1)
         if slot in seen:
             raise InvalidArgumentError(f"tiers.restore: expected each slot once, got {slot} twice")
