@@ -70,7 +70,10 @@ class TenantQuotas(Accounts):
 
     def account_of(self, extra_keys: bytes | None) -> Tenant | None:
         """Return the tenant whose salt is in a first block's encoded extra keys, None if it has no quota. O(1)."""
-        salt = salt_in(extra_keys)
+        return self.tenant_of(salt_in(extra_keys))
+
+    def tenant_of(self, salt: str | None) -> Tenant | None:
+        """Return the tenant of a salt, None if it has no quota. O(1)."""
         tenant = self._tenants.get(salt)
         if tenant is None and salt is not None and self.default_max_blocks is not None:
             if len(self._tenants) >= self._sweep_at:

@@ -23,14 +23,14 @@ class TierPool:
     """What a tier holds, and is to hold. Counters as `TierStats`.
 
     rate: how fast it loads. wishes: what is to be stored. storing: the device's blocks that stores read now, at most
-    max_storing. quotas: of tenants, None without any. persistent: the same as pool where the tier is, None where it
-    isn't.
+    max_storing, and their salts. quotas: of tenants, None without any. persistent: the same as pool where the tier is,
+    None where it isn't.
     """
 
     def __init__(self, tier: Tier, block_size: int, max_storing: int) -> None:
         self.rate = Rate(tier.bytes_per_second)
         self.wishes = Wishes()
-        self.storing: dict[KVCacheBlock, None] = {}
+        self.storing: dict[KVCacheBlock, str | None] = {}
         self.max_storing = max_storing
         self.name: str = tier.name
         self.num_block_bytes: int = tier.num_block_bytes
@@ -51,6 +51,34 @@ class TierPool:
     def hold(self, blocks: list[KVCacheBlock]) -> None:
         """Own slots, so that they are not reused. O(their number)."""
         self.pool.touch(blocks)
+
+    def take(self, num_blocks: int, salt: str | None) -> list[KVCacheBlock]:
+        """Take free slots to store blocks of a salt: so many, or fewer where quotas say so. O(num_blocks) on average.
+
+        A tenant with all of its quota stored, or on its way, gets slots that hold nothing, and those of tenants beyond
+        their quotas, of which it is one then; never others'. With quotas also O(blocks that are being stored).
+        """
+        tenant = None if self.quotas is None else self.quotas.tenant_of(salt)
+        if tenant is None:
+            return self.pool.take(num_blocks)
+        taken: list[KVCacheBlock] = []
+        num_charged = sum([other == salt for other in self.storing.values()])
+        tenant.add(num_charged)
+        while len(taken) < num_blocks:
+            tenant.add(1)
+            num_charged += 1
+            if tenant.num_excess_blocks > 0 and not self._has_spare():
+                break
+            taken.append(self.pool.take_one())
+        tenant.add(-num_charged)
+        return taken
+
+    def _has_spare(self) -> bool:
+        """Whether the next slot to be taken holds nothing, or somebody beyond a quota has a free one."""
+        first = self.pool.queue.first
+        if first is None or not first.is_cached:
+            return first is not None
+        return self.quotas is not None and self.quotas.next_victim() is not None
 
     def let_go(self, blocks: list[KVCacheBlock]) -> None:
         """Give slots back, in the order of their prefix; what is stored in them stays. O(their number)."""

@@ -400,20 +400,22 @@ class Traffic:
             number = min(len(prefix.blocks) - first, room, pool.pool.num_free_blocks)
             moving = [n for n in range(number) if prefix.blocks[first + n] in pool.storing]
             number = min([number, *moving])
-            if not number:
+            slots = pool.take(number, prefix.salt)
+            if not slots:
                 pool.let_go(parents)
                 pool.num_dropped_blocks += len(prefix.blocks) - first
                 continue
-            self._begin_store(StoreJob(pool, run, prefix, parents, pool.pool.take(number)), transfers)
-            if first + number < len(prefix.blocks):
+            self._begin_store(StoreJob(pool, run, prefix, parents, slots), transfers)
+            if first + len(slots) < len(prefix.blocks):
                 pool.wish((run, num_blocks - 1))
 
     def _begin_store(self, job: StoreJob, transfers: list[Transfer]) -> None:
         self._slots.pool.touch(job.blocks)
         self._jobs[job] = None
         job.pool.note_unstored(job.slots)
+        salt = job.prefix.salt
         for block in job.blocks:
-            job.pool.storing[block] = None
+            job.pool.storing[block] = salt
         for transfer in self._transfers(job.pool, job, range(len(job.blocks)), is_load=False):
             job.add(transfer)
             self._begun[transfer] = job
