@@ -160,9 +160,11 @@ class Tiers:
         last. Whoever remembers that, all of it or none, can give it to `restore`. At most a record a slot is kept for
         the next call. O(tiers).
         """
-        self._manager.check_whole()
+        self._manager.begin_change()
         slots = {pool.name: pool.persistent for pool in self._traffic.pools}
-        return {name: persistent.take_changes() for name, persistent in slots.items() if persistent is not None}
+        changes = {name: persistent.take_changes() for name, persistent in slots.items() if persistent is not None}
+        self._calls.end()
+        return changes
 
     def restore(self, tier: Text, slots: Iterable[tuple[SupportsIndex, BlockIdentity]]) -> int:
         """Take a persistent tier's slots back as they were remembered, the least recently stored first.

@@ -281,6 +281,13 @@ def _drained(world: World) -> None:
         size -= 4
 
 
+def _emptied(world: World) -> None:
+    """Let nothing be in the tiers, nor on its way there."""
+    for transfer in world.transfers:
+        world.manager.tiers.complete(transfer, ok=False)
+    world.manager.reset_prefix_cache()
+
+
 CALLS: dict[str, Callable[[World], Any]] = {
     "allocate_slots with a hit": lambda w: w.manager.allocate_slots(w.new, hit=w.hit),
     "allocate_slots of a part": lambda w: w.manager.allocate_slots(w.new, 2, hit=w.hit, num_lookahead_tokens=3),
@@ -359,6 +366,7 @@ _EVENTS = {"take_events": lambda w: w.manager.take_events()}
 # What is done to the world before a call, by its name.
 _FIRST: dict[str, Callable[[World], Any]] = {
     "take_group_copies": _cow,
+    "restore": _emptied,
     "renew": _reset,
     "cache_blocks": _delayed,
     "allocate_slots evicting": _drained,

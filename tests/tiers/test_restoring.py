@@ -157,6 +157,17 @@ def test_while_it_is_stored_a_slot_holds_nothing_that_is_to_be_found():
     assert list(changes(manager).values()) == chain(200, 204)
 
 
+def test_of_a_store_that_failed_in_part_what_came_before_is_told():
+    manager = make_manager(64, Tier("disk", 32, 100, max_transfer_blocks=2, is_persistent=True))
+    run(manager, tokens=range(24))
+    transfers = manager.tiers.take_transfers()
+    changes(manager)
+    for number, transfer in enumerate(transfers):
+        manager.tiers.complete(transfer, ok=number == 0)
+    assert len(transfers) > 1
+    assert changes(manager) == dict(zip((0, 1), chain(0, 4), strict=True))
+
+
 def test_what_a_load_did_not_bring_is_told():
     manager = make_manager(32, DISK)
     run(manager)
@@ -246,6 +257,15 @@ def test_what_lacks_its_beginning_counts_as_forgotten():
     assert found_in(manager, range(12)) == ([0], 4)
     assert changes(manager) == {1: None}
     assert restored([(3, two), (4, three)]).tiers.take_changes() == {"disk": {3: None, 4: None}}
+
+
+def test_whose_each_block_is_stays():
+    keys = {salt: Sequence("one", range(8), salt=salt, extra_keys=[(5, 6, salt)]).encoded_keys(4) for salt in "ab"}
+    chains = [*chain(0, 4, keys=keys["a"]), *chain(0, 4, keys=keys["b"])]
+    manager = restored(enumerate(chains))
+    assert found_in(manager, range(8), salt="a", extra_keys=[(5, 6, "a")]) == ([0, 1], 8)
+    assert found_in(manager, range(8), salt="b", extra_keys=[(5, 6, "b")]) == ([2, 3], 8)
+    assert found_in(manager, range(8), salt="b", extra_keys=[(5, 6, "a")]) == ([2], 4)
 
 
 def test_blocks_of_another_size_count_as_forgotten():
