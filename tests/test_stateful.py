@@ -85,6 +85,7 @@ def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, blo
         assert history.num_pending > 10
         assert history.num_given_up > 100
         assert history.num_renewed > 0
+        assert history.num_forgotten > 10
         assert {"no miss", "other keys", "never cached"} <= history.causes
         assert history.manager.stats.num_evicted_blocks > 140
     if history.has_history:
@@ -97,7 +98,7 @@ def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, blo
     assert history.num_orphans > 5
     assert history.num_rewound > 50
     assert history.num_second_loads > 1
-    assert history.num_forked_loads > 5
+    assert history.num_forked_loads > 1
     assert history.num_loads_at_reset > 3
     if history.model.enable_caching:
         assert history.num_dropped > 30

@@ -86,6 +86,16 @@ def test_running_sequences_go_on_and_are_not_hit():
     assert manager.num_free_blocks == 64
 
 
+def test_running_sequences_of_others_are_cached_on():
+    manager = make_manager(64)
+    sequence = Sequence("one", range(10), salt="bob")
+    manager.allocate_slots(sequence)
+    manager.forget_salt("ann")
+    manager.forget_salt(None)
+    manager.append_slots(sequence, [7, 7])
+    assert num_hit(manager, "bob", sequence.token_ids()) == 12
+
+
 def test_what_comes_later_is_cached_and_stored_anew():
     manager = make_manager(64)
     run(manager, salt="ann")
