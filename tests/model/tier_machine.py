@@ -239,14 +239,14 @@ class TierMachine:
 
     def do_truncate(self) -> None:
         """Go back to what is written, or is loading."""
-        sequence = self.pick()
+        sequence = self.pick(loading=True) or self.pick()
         if sequence is None:
             return
         end = self.random.randint(min(sequence.num_prompt_tokens, sequence.num_tokens), sequence.num_tokens)
         self.go_back(sequence, lambda: self.manager.truncate(sequence, end), end)
 
     def do_rewind(self) -> None:
-        sequence = self.pick()
+        sequence = self.pick(loading=True) or self.pick()
         if sequence is None:
             return
         end = self.random.randint(0, sequence.num_computed_tokens)
@@ -427,7 +427,7 @@ class TierMachine:
         self.manager.set_quota(self.random.choice([None, *SALTS]), self.random.choice([None, 0, 2, 5]))
 
     def do_quota_below(self) -> None:
-        tier, number = self.random.choice(self.tiers).name, self.random.choice([None, 0, 2, 5, 20])
+        tier, number = self.random.choice(self.tiers).name, self.random.choice([None, None, 0, 3, 20])
         if self.random.random() < 0.3:
             self.manager.tiers.set_default_quota(tier, number)
         else:
