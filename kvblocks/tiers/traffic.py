@@ -303,7 +303,6 @@ class Traffic:
 
         Loads that have begun go on, as after `clear`, and stores are for nothing.
         """
-        self.note_forgotten()
         return sum([pool.forget_salt(salt) for pool in self.pools])
 
     def leave(self, sequence: Sequence) -> None:
