@@ -85,9 +85,8 @@ def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, blo
         assert history.num_pending > 10
         assert history.num_given_up > 100
         assert history.num_renewed > 0
-        assert history.num_forgotten > 10
         assert {"no miss", "other keys", "never cached"} <= history.causes
-        assert history.manager.stats.num_evicted_blocks > 120
+        assert history.manager.stats.num_evicted_blocks > 140
     if history.has_history:
         assert {"evicted", "aborted", "reset"} <= history.causes
     assert (history.num_failed_hashes > 10) == isinstance(history.hash, FragileHash)
@@ -98,7 +97,7 @@ def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, blo
     assert history.num_orphans > 5
     assert history.num_rewound > 50
     assert history.num_second_loads > 1
-    assert history.num_forked_loads > 1
+    assert history.num_forked_loads > 5
     assert history.num_loads_at_reset > 3
     if history.model.enable_caching:
         assert history.num_dropped > 30
@@ -106,3 +105,13 @@ def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, blo
         assert history.memory.num_copied > 10
     if num_blocks in (12, 30):  # where there is room for holds, and tokens behind prompts fill blocks
         assert history.num_held_truncations > 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(10, 2), (24, 2)])
+def test_walks_that_forget_salts_agree_with_the_dumb_model(variant: str, num_blocks: int, block_size: int) -> None:
+    history = History(num_blocks, block_size, **VARIANTS[variant])
+    walk(history, RandomChooser(seed=num_blocks), num_operations=3000, forget_every=50)
+    assert (history.num_forgotten > 10) == history.model.enable_caching
+    if history.model.enable_caching:
+        assert history.num_hits > 10

@@ -859,19 +859,22 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
     (History.unpin, 1),
     (History.expire_pins, 1),
     (History.set_quota, 1),
-    (History.forget_salt, 1),
     (History.let_the_hash_fail, 3),
     (History.use_without_blocks, 1),
     (History.misuse, 2),
 )
-"""Each operation and how often a walk does it. `reset` is left to the caller: it ends all that is interesting."""
+"""Each operation and how often a walk does it. `reset` and `forget_salt` are the caller's: they end what is interesting."""
 
 
-def walk(history: History, chooser: RandomChooser, num_operations: int, reset_every: int = 150) -> None:
-    """Do `num_operations` random operations, checking after each."""
+def walk(
+    history: History, chooser: RandomChooser, num_operations: int, reset_every: int = 150, forget_every: int = 0
+) -> None:
+    """Do `num_operations` random operations, checking after each. forget_every: so many a salt is forgotten; 0: none."""
     operations = [operation for operation, weight in OPERATIONS for _ in range(weight)]
     for number in range(1, num_operations + 1):
         chooser.choose(operations)(history, chooser)
         if number % reset_every == 0:
             history.reset(chooser)
+        if forget_every and number % forget_every == 0:
+            history.forget_salt(chooser)
         history.check()
