@@ -863,13 +863,13 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
     (History.use_without_blocks, 1),
     (History.misuse, 2),
 )
-"""Each operation and how often a walk does it. `reset` and `forget_salt` are the caller's: they end what is interesting."""
+"""Each operation and how often a walk does it. `reset` and `forget_salt` are the caller's: both end a lot."""
 
 
 def walk(
     history: History, chooser: RandomChooser, num_operations: int, reset_every: int = 150, forget_every: int = 0
 ) -> None:
-    """Do `num_operations` random operations, checking after each. forget_every: so many a salt is forgotten; 0: none."""
+    """Do `num_operations` random operations, checking after each. forget_every: as reset_every, of a salt; 0: never."""
     operations = [operation for operation, weight in OPERATIONS for _ in range(weight)]
     for number in range(1, num_operations + 1):
         chooser.choose(operations)(history, chooser)
