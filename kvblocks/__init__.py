@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kvblocks.prefix_cache.pins import PinnedPrefix
     from kvblocks.retention.holds import BlockHold, BlockHolds
     from kvblocks.retention.pins import Pin
-    from kvblocks.stats import CacheStats, GroupUsage, MetricsSnapshot, QuotaUsage, Refusal
+    from kvblocks.stats import CacheStats, GroupUsage, MetricsSnapshot, QuotaUsage, Refusal, TierPart
     from kvblocks.tiers.identity import BlockIdentity
     from kvblocks.tiers.tier import Tier, TierStats
     from kvblocks.tiers.tiers import Tiers
@@ -100,7 +100,7 @@ _HOMES = {
     "tiers.tier": ("Tier", "TierStats"),
     "tiers.tiers": ("Tiers",),
     "tiers.transfer": ("Loaded", "TierHit", "Transfer"),
-    "stats": ("CacheStats", "GroupUsage", "MetricsSnapshot", "QuotaUsage", "Refusal"),
+    "stats": ("CacheStats", "GroupUsage", "MetricsSnapshot", "QuotaUsage", "Refusal", "TierPart"),
     "version": ("__version__",),
 }
 # Modules that can be had as attributes, as if they had been imported.
@@ -153,6 +153,7 @@ __all__ = [
     "StaleHitError",
     "Tier",
     "TierHit",
+    "TierPart",
     "TierStats",
     "Tiers",
     "Transfer",

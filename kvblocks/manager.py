@@ -660,6 +660,30 @@ class KVCacheManager(Changeable):
         self._end()
         return num_before - self._pool.num_cached_blocks
 
+    def forget_salt(self, salt: Text | None) -> int:
+        """Stop caching whatever has a salt (None: has none), here and in all tiers: to delete a tenant's data.
+
+        Its sequences go on with their blocks as after `reset_prefix_cache`: nothing of theirs is cached until they are
+        freed and allocated again, or `renew` says that it may be. Stores of it that are under way come to nothing,
+        loads bring what they promised, to those that wait and to nobody else. Pins stand, as there. Returns how many
+        blocks, with slots of tiers, are cached no more. Raises InvalidArgumentError. O(runs + sequences + blocks that
+        are cached no more).
+        """
+        name = check_name("salt", salt)
+        from kvblocks.retention.salts import ended_epoch, forget_salt
+
+        self.begin_change()
+        number, ended = forget_salt(self._pool, name), ended_epoch(self._index.epoch)
+        for sequence in self._sequences.values():
+            if sequence.salt == name and sequence.epoch is self._index.epoch:
+                sequence.epoch = ended
+        if self._slots.soft_holds is not None:
+            self._slots.soft_holds.drop_uncached()
+        if self._traffic is not None:
+            number += self._traffic.forget_salt(name)
+        self._end()
+        return number
+
     # What stays: pins and quotas.
 
     @property
@@ -781,8 +805,7 @@ class KVCacheManager(Changeable):
 
     def quotas(self) -> list[QuotaUsage]:
         """Return the quotas of salts that were given one or have anything cached, and what is used. O(salts)."""
-        tenants = [] if self._quotas is None else self._quotas.tenants()
-        return [QuotaUsage(t.salt, t.max_cached_blocks, t.num_cached_blocks) for t in tenants]
+        return [] if self._quotas is None else self._quotas.usage()
 
     # What people and engines look at.
 
@@ -825,14 +848,16 @@ class KVCacheManager(Changeable):
         """Say why the longest cached prefix of a sequence ends where it does. Changes nothing.
 
         Needs num_history_blocks to know of evictions, aborts and resets. With several groups it names the one that
-        ended the hit. Raises InvalidArgumentError. For people: O(runs in the cache + tokens + blocks cached for them
-        under any keys).
+        ended the hit. With tiers it says what they have behind the hit. Raises InvalidArgumentError. For people:
+        O(runs in the cache + tokens + blocks cached for them under any keys), and O(slots) for tiers that have some.
         """
         self.check_whole()
         own = as_sequence("explain", sequence)
         from kvblocks.observe.explanation import explain
 
-        return explain(self._index, self._slots, self._history, own)
+        below = [] if self._traffic is None else self._traffic.find(self._find_hit(own, None))
+        parts = tuple([found.part() for found in below])
+        return explain(self._index, self._slots, self._history, own, parts)
 
     def block_hashes(self, sequence: Given[Sequence]) -> list[bytes]:
         """Return the digests of a sequence's full blocks of known tokens, allocated or not, cached or not.
@@ -1242,9 +1267,9 @@ class KVCacheManager(Changeable):
 
     def _use_quotas(self, quotas: TenantQuotas) -> None:
         """Put quotas into force, counting anew, which ends the change; without any, nothing asks for them."""
-        quotas.recount(self._index.count_by_run(), self._pool.free_blocks())
-        self._quotas = None if quotas.is_empty else quotas
-        self._index.charge(self._quotas)
+        from kvblocks.retention.quotas import charge
+
+        self._quotas = charge(self._pool, quotas)
         self._end()
 
     def _end(self) -> None:

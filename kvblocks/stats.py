@@ -52,6 +52,23 @@ class QuotaUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class TierPart:
+    """Tokens first_token to end_token - 1 of a prompt, which a tier has behind what comes before them.
+
+    num_blocks_ahead: slots of the tier that are reused before the first of those that this takes, as things stand.
+    """
+
+    tier: str
+    first_token: int
+    end_token: int
+    num_blocks_ahead: int
+
+    def __str__(self) -> str:
+        until = f"until about {self.num_blocks_ahead} more blocks are stored there"
+        return f"tokens {self.first_token} to {self.end_token - 1} are on {self.tier!r} {until}"
+
+
+@dataclass(frozen=True, slots=True)
 class GroupUsage:
     """What a KV-cache group uses: blocks that sequences hold, each once, and blocks that are cached, free or not."""
 

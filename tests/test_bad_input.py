@@ -14,6 +14,7 @@ from model.odd_values import ODD, Index, Mine, Text
 
 import kvblocks
 from kvblocks import (
+    BlockIdentity,
     CacheMetrics,
     FullAttention,
     InvalidArgumentError,
@@ -61,7 +62,8 @@ class World:
         self.cache = PrefixCache(4, 4)
         self.cache.insert_prefix(range(8), [0, 1], pin=True)
         self.cache.insert_prefix(range(50, 54), [2])
-        self.tiered = KVCacheManager(8, 4, tiers=[Tier("host", 16, 100)])
+        disk = Tier("disk", 8, 100, store="reused", is_persistent=True)
+        self.tiered = KVCacheManager(8, 4, tiers=[Tier("host", 16, 100), disk])
         for name, start in (("stored", 0), ("moving", 50)):
             sequence = Sequence(name, range(start, start + 9))
             assert self.tiered.allocate_slots(sequence) is not None
@@ -97,7 +99,8 @@ class World:
         """All that can be seen of it."""
         manager, cache = self.manager, self.cache
         seen: list[Any] = [self.hit.num_tokens, self.hit.pending_tokens, manager.group_usage(), manager.prefix_rows()]
-        seen += [*self.tiered.tiers, self.tiered.tiers.num_stale_answers]
+        below = self.tiered.tiers
+        seen += [*below, below.num_stale_answers, *map(below.quotas, ("host", "disk"))]
         for each in (manager, self.other, self.sampled, self.tiered):
             seen += [each.stats, each.free_block_ids(), each.quotas(), each.last_refusal]
             seen += [(id(pin), pin.num_held_blocks, pin.expires_at) for pin in each.pins]
@@ -168,6 +171,8 @@ RUNNING = of_world("running")
 BATCH = Parameter(lambda world: [world.running, world.filling, world.growing])
 STEP_TOKENS = constant([1, 2, 3])
 
+IDENTITY = BlockIdentity(b"", b"", bytes(16))
+
 CALLS: dict[str, Call] = dict(
     [
         (
@@ -229,6 +234,7 @@ CALLS: dict[str, Call] = dict(
         of_manager("rewind", sequence=RUNNING, num_tokens=INT),
         of_manager("renew", sequence=of_world("old")),
         of_manager("evict_blocks", block_ids=constant([1], "ints empty")),
+        of_manager("forget_salt", salt=constant("mine", "text none")),
         of_manager("block_hashes", sequence=of_world("waiting", "sequence")),
         of_holds("read", sequence=RUNNING, num_tokens=MAYBE_INT),
         of_holds("write", sequence=RUNNING, num_tokens=MAYBE_INT),
@@ -246,7 +252,14 @@ CALLS: dict[str, Call] = dict(
                     "min_store_tokens": MAYBE_INT,
                     "bytes_per_second": constant(None, "int number none"),
                     "max_transfer_blocks": INT,
+                    "is_persistent": FLAG,
                 },
+            ),
+        ),
+        (
+            "BlockIdentity",
+            Call(
+                lambda _: BlockIdentity, {name: constant(b"", "bytes") for name in ("parent", "extra_keys", "tokens")}
             ),
         ),
         of_tiers("find", hit=of_world("tier_hit")),
@@ -255,6 +268,10 @@ CALLS: dict[str, Call] = dict(
         of_tiers("complete", transfer=of_world("transfer"), ok=FLAG, seconds=constant(None, "int number none")),
         of_tiers("give_up", sequence=of_world("loading")),
         of_tiers("is_loading", sequence=of_world("below", "sequence")),
+        of_tiers("set_quota", tier=constant("host"), salt=TEXT, max_blocks=MAYBE_INT),
+        of_tiers("set_default_quota", tier=constant("disk"), max_blocks=MAYBE_INT),
+        of_tiers("quotas", tier=constant("host")),
+        of_tiers("restore", tier=constant("disk"), slots=constant([(3, IDENTITY)], "empty")),
         ("BlockHold.group_block_ids", Call(lambda world: world.held.group_block_ids, {"group": constant(0, "int")})),
         of_manager(
             "shared_prefixes",

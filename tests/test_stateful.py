@@ -105,3 +105,13 @@ def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, blo
         assert history.memory.num_copied > 10
     if num_blocks in (12, 30):  # where there is room for holds, and tokens behind prompts fill blocks
         assert history.num_held_truncations > 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(10, 2), (24, 2)])
+def test_walks_that_forget_salts_agree_with_the_dumb_model(variant: str, num_blocks: int, block_size: int) -> None:
+    history = History(num_blocks, block_size, **VARIANTS[variant])
+    walk(history, RandomChooser(seed=num_blocks), num_operations=3000, forget_every=50)
+    assert (history.num_forgotten > 10) == history.model.enable_caching
+    if history.model.enable_caching:
+        assert history.num_hits > 10

@@ -18,6 +18,7 @@ from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import SlotAllocator
 from kvblocks.core.tokens import num_equal
 from kvblocks.observe.removal_history import Removal, RemovalHistory
+from kvblocks.stats import TierPart
 
 MissCause = Literal[
     "no miss", "never cached", "evicted", "aborted", "reset", "dropped", "other keys", "partly equal", "group"
@@ -36,7 +37,8 @@ class Explanation:
     group has more, see `num_matched_blocks`, but `group`, with its `window`, lacks the tokens `missing_tokens` (first,
     end), which a longer hit would need; `removal` says how they went, None: that isn't remembered, or they never were.
 
-    Blocks are the primary group's. group: the one that ended the hit; None where there is only one.
+    Blocks are the primary group's. group: the one that ended the hit; None where there is only one. tiers: what is
+    stored of the sequence behind the hit, the nearest part first.
     """
 
     cause: MissCause
@@ -52,8 +54,12 @@ class Explanation:
     window: int | None = None
     num_matched_blocks: int = 0
     missing_tokens: tuple[int, int] | None = None
+    tiers: tuple[TierPart, ...] = ()
 
     def __str__(self) -> str:
+        return "; ".join([self._miss(), *map(str, self.tiers)])
+
+    def _miss(self) -> str:
         found = f"{self.num_cached_blocks} of {self.num_full_blocks} full blocks are cached"
         if self.missing_tokens is None and self.num_matched_blocks > self.num_cached_blocks:
             found = (
@@ -71,7 +77,7 @@ class Explanation:
                 "evicted": f"was evicted{by}",
                 "aborted": "was never computed: its step was aborted",
                 "reset": "went with a reset of the cache",
-                "dropped": "was taken out of the cache by its id",
+                "dropped": "was taken out of the cache on request",
             }
             return f"{missed}{how[self.cause]}, {self.num_blocks_since} blocks ago"
         if self.cause == "other keys":
@@ -91,13 +97,24 @@ class Explanation:
 
 
 def explain(
-    index: PrefixIndex, slots: SlotAllocator, history: RemovalHistory | None, sequence: Sequence
+    index: PrefixIndex,
+    slots: SlotAllocator,
+    history: RemovalHistory | None,
+    sequence: Sequence,
+    tiers: tuple[TierPart, ...] = (),
 ) -> Explanation:
     """Return why the hit of a sequence ends where it does, and which group ended it where there are several.
 
-    history: None: nothing is remembered. Changes nothing visible. O(runs + tokens + blocks cached for these tokens
-    under any keys).
+    history: None: nothing is remembered. tiers: what they have behind the hit. Changes nothing visible. O(runs + tokens
+    + blocks cached for these tokens under any keys).
     """
+    explanation = _explain_hit(index, slots, history, sequence)
+    return replace(explanation, tiers=tiers) if tiers else explanation
+
+
+def _explain_hit(
+    index: PrefixIndex, slots: SlotAllocator, history: RemovalHistory | None, sequence: Sequence
+) -> Explanation:
     matched = find_blocks(index, sequence)
     end, limit = slots.find_limit(matched, sequence.num_tokens)
     num_hit, now = end // index.block_size, slots.num_taken_blocks

@@ -9,12 +9,13 @@ Counting is exact: every cached run knows its tenant, by the salt in its first b
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from struct import unpack_from
 
 from kvblocks.core.block import KVCacheBlock, Run
-from kvblocks.core.hashing import SALT_KIND
 from kvblocks.core.hooks import Accounts
+from kvblocks.core.pool import BlockPool
+from kvblocks.retention.salts import salt_in
 from kvblocks.retention.tenant import OverQuota, Tenant
+from kvblocks.stats import QuotaUsage
 
 
 class TenantQuotas(Accounts):
@@ -50,8 +51,12 @@ class TenantQuotas(Accounts):
         tenants = list(self._tenants.values())  # at once, since another thread may ask for metrics
         return [tenant for tenant in tenants if tenant.salt in self._named or tenant.num_cached_blocks]
 
+    def usage(self) -> list[QuotaUsage]:
+        """Return the quotas of `tenants`, and what of them is used. O(salts)."""
+        return [QuotaUsage(t.salt, t.max_cached_blocks, t.num_cached_blocks) for t in self.tenants()]
+
     def set_quota(self, salt: str | None, max_blocks: int | None) -> None:
-        """Give the sequences of one salt a quota; None takes it away. `recount` must follow. O(1)."""
+        """Give the sequences of one salt a quota; None takes it away. `charge` must follow. O(1)."""
         self._tenants.pop(salt, None)
         self._named.pop(salt, None)
         if max_blocks is not None:
@@ -59,13 +64,16 @@ class TenantQuotas(Accounts):
             self._named[salt] = max_blocks
 
     def set_default(self, max_blocks: int | None) -> None:
-        """Give every other salt one of `max_blocks`; None: none. `recount` must follow. O(salts)."""
+        """Give every other salt one of `max_blocks`; None: none. `charge` must follow. O(salts)."""
         self.default_max_blocks = max_blocks
         self._tenants = {salt: tenant for salt, tenant in self._tenants.items() if salt in self._named}
 
     def account_of(self, extra_keys: bytes | None) -> Tenant | None:
         """Return the tenant whose salt is in a first block's encoded extra keys, None if it has no quota. O(1)."""
-        salt = _salt_in(extra_keys)
+        return self.tenant_of(salt_in(extra_keys))
+
+    def tenant_of(self, salt: str | None) -> Tenant | None:
+        """Return the tenant of a salt, None if it has no quota. O(1)."""
         tenant = self._tenants.get(salt)
         if tenant is None and salt is not None and self.default_max_blocks is not None:
             if len(self._tenants) >= self._sweep_at:
@@ -118,9 +126,9 @@ def _name(tenant: Tenant) -> str:
     return tenant.salt or ""
 
 
-def _salt_in(extra_keys: bytes | None) -> str | None:
-    """Return the salt in encoded extra keys, where it always comes first."""
-    if not extra_keys or extra_keys[0] != SALT_KIND:
-        return None
-    (num_bytes,) = unpack_from("<I", extra_keys, 1)
-    return extra_keys[5 : 5 + num_bytes].decode()
+def charge(pool: BlockPool, quotas: TenantQuotas) -> TenantQuotas | None:
+    """Put changed quotas of a pool into force, counting anew. Returns them, None if there are none. O(pool)."""
+    quotas.recount(pool.index.count_by_run(), pool.free_blocks())
+    in_force = None if quotas.is_empty else quotas
+    pool.index.charge(in_force)
+    return in_force

@@ -4,6 +4,9 @@ A tier that outlives its manager, or that several share, keeps a block's identit
 digests names what comes before it, tokens and keys say what it holds. Whoever reads the bytes compares all of it.
 """
 
+from typing import Any
+
+from kvblocks.arguments import Given, is_a, plain_bytes, wrong
 from kvblocks.core.hashing import make_preimage, sha256_digest
 
 
@@ -12,14 +15,15 @@ class BlockIdentity:
 
     parent: the SHA-256 digest of the block before it, b"" for a first one. extra_keys: encoded as
     `kvblocks.hashing` says, b"" for none. tokens: its token ids as little-endian u32. Read-only, compared by value.
+    Raises InvalidArgumentError for what isn't bytes.
     """
 
     __slots__ = ("extra_keys", "parent", "tokens")
 
-    def __init__(self, parent: bytes, extra_keys: bytes, tokens: bytes) -> None:
-        self.parent = parent
-        self.extra_keys = extra_keys
-        self.tokens = tokens
+    def __init__(self, parent: Given[bytes], extra_keys: Given[bytes], tokens: Given[bytes]) -> None:
+        self.parent = _bytes_of("parent", parent)
+        self.extra_keys = _bytes_of("extra_keys", extra_keys)
+        self.tokens = _bytes_of("tokens", tokens)
 
     def preimage(self) -> bytes:
         """Return all of it, one behind the other, so that no two identities have the same bytes. O(tokens)."""
@@ -40,3 +44,10 @@ class BlockIdentity:
     def __repr__(self) -> str:
         above = self.parent.hex()[:16] or "nothing"
         return f"BlockIdentity(behind {above}, {len(self.tokens) // 4} tokens, keys {self.extra_keys!r})"
+
+
+def _bytes_of(name: str, value: Given[bytes]) -> bytes:
+    given: Any = value
+    if not is_a(given, bytes):
+        raise wrong(f"BlockIdentity: {name}", "bytes", given)
+    return plain_bytes(given)

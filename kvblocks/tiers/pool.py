@@ -10,7 +10,10 @@ from kvblocks.core.block import KVCacheBlock, Node
 from kvblocks.core.hashing import sha256_digest
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
-from kvblocks.tiers.identity import BlockIdentity
+from kvblocks.retention.quotas import TenantQuotas, charge
+from kvblocks.retention.salts import forget_salt
+from kvblocks.retention.tenant import Tenant
+from kvblocks.tiers.changes import PersistentSlots
 from kvblocks.tiers.rates import Rate
 from kvblocks.tiers.tier import Tier, TierStats
 from kvblocks.tiers.wishes import Prefix, Wishes
@@ -20,14 +23,14 @@ class TierPool:
     """What a tier holds, and is to hold. Counters as `TierStats`.
 
     rate: how fast it loads. wishes: what is to be stored. storing: the device's blocks that stores read now, at most
-    max_storing. changes: what became of slots since somebody asked, by id: whose bytes they hold, or None; of a tier
-    that is persistent.
+    max_storing, and their salts. quotas: of tenants, None without any. persistent: the same as pool where the tier is,
+    None where it isn't.
     """
 
     def __init__(self, tier: Tier, block_size: int, max_storing: int) -> None:
         self.rate = Rate(tier.bytes_per_second)
         self.wishes = Wishes()
-        self.storing: dict[KVCacheBlock, None] = {}
+        self.storing: dict[KVCacheBlock, str | None] = {}
         self.max_storing = max_storing
         self.name: str = tier.name
         self.num_block_bytes: int = tier.num_block_bytes
@@ -35,10 +38,10 @@ class TierPool:
         self.stores_computed = tier.store == "computed"
         self.min_store_tokens: int | None = tier.min_store_tokens
         self.max_transfer_blocks: int = tier.max_transfer_blocks
-        self.is_persistent: bool = tier.is_persistent
-        self.changes: dict[int, BlockIdentity | None] = {}
         self.index = PrefixIndex(block_size, sha256_digest)
-        self.pool = BlockPool(tier.num_blocks, self.index)
+        self.persistent = PersistentSlots(tier.num_blocks, self.index) if tier.is_persistent else None
+        self.pool = BlockPool(tier.num_blocks, self.index) if self.persistent is None else self.persistent
+        self.quotas: TenantQuotas | None = None
         self.num_stored_blocks = self.num_loaded_blocks = self.num_failed_blocks = self.num_dropped_blocks = 0
 
     def match(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, max_blocks: int) -> list[KVCacheBlock]:
@@ -49,21 +52,68 @@ class TierPool:
         """Own slots, so that they are not reused. O(their number)."""
         self.pool.touch(blocks)
 
+    def take(self, num_blocks: int, salt: str | None) -> list[KVCacheBlock]:
+        """Take free slots to store blocks of a salt: so many, or fewer where quotas say so. O(num_blocks) on average.
+
+        A tenant with all of its quota stored, or on its way, gets slots that hold nothing, and those of tenants beyond
+        their quotas, of which it is one then; never others'. With quotas also O(blocks that are being stored).
+        """
+        tenant = None if self.quotas is None else self.quotas.tenant_of(salt)
+        if tenant is None:
+            return self.pool.take(num_blocks)
+        taken: list[KVCacheBlock] = []
+        num_charged = sum([other == salt for other in self.storing.values()])
+        tenant.add(num_charged)
+        while len(taken) < num_blocks:
+            tenant.add(1)
+            num_charged += 1
+            if tenant.num_excess_blocks > 0 and not self._has_spare():
+                break
+            taken.append(self.pool.take_one())
+        tenant.add(-num_charged)
+        return taken
+
+    def _has_spare(self) -> bool:
+        """Whether the next slot to be taken holds nothing, or somebody beyond a quota has a free one."""
+        first = self.pool.queue.first
+        if first is None or not first.is_cached:
+            return first is not None
+        return self.quotas is not None and self.quotas.next_victim() is not None
+
     def let_go(self, blocks: list[KVCacheBlock]) -> None:
         """Give slots back, in the order of their prefix; what is stored in them stays. O(their number)."""
         self.pool.release_table(blocks)
 
     def drop(self, blocks: list[KVCacheBlock]) -> None:
         """Forget what slots hold, and all that is chained to it. O(all those)."""
-        for block in blocks:
-            self.index.forget(block, "dropped")
-        self.note_unstored(self.index.detached)
-        self.pool.requeue_detached()
+        self.pool.uncache(blocks)
 
     def drop_prefix(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, num_blocks: int) -> None:
         """Forget a prefix of so many blocks, whoever holds it. A lookup for each slot that does."""
         while len(found := self.match(tokens, extra_keys, num_blocks)) == num_blocks:
             self.drop(found[-1:])
+
+    def forget_salt(self, salt: str | None) -> int:
+        """Forget what is stored of a salt; returns how many slots that were. O(runs + those slots)."""
+        return forget_salt(self.pool, salt)
+
+    def charge(self, quotas: TenantQuotas) -> None:
+        """Put changed quotas into force. O(slots)."""
+        self.quotas = charge(self.pool, quotas)
+
+    def num_ahead(self, blocks: list[KVCacheBlock]) -> int:
+        """Return how many slots are reused before the first of these, which hold one prefix, as things stand. O(slots).
+
+        Where its tenant is beyond its quota, only those that hold nothing or that are the tenant's come before it.
+        """
+        account = blocks[0].run.account if blocks[0].run is not None else None
+        is_over = isinstance(account, Tenant) and account.num_excess_blocks > 0
+        number, meant = 0, set(blocks)
+        for block in self.pool.queue:
+            if block in meant:
+                break
+            number += not is_over or block.run is None or not block.is_cached or block.run.account is account
+        return number
 
     def wish(self, node: Node) -> None:
         """Have the prefix that ends at a node of the device's cache stored. O(1)."""
@@ -76,19 +126,14 @@ class TierPool:
 
     def note_stored(self, slots: list[KVCacheBlock], prefix: Prefix, first: int) -> None:
         """Take note that slots hold the blocks of a prefix from index `first` on. O(blocks)."""
-        if self.is_persistent:
+        if self.persistent is not None:
             identities = prefix.identities(first, first + len(slots), self.index.block_size)
-            self.changes.update(zip([slot.block_id for slot in slots], identities, strict=True))
+            self.persistent.note_stored(slots, identities)
 
     def note_unstored(self, slots: list[KVCacheBlock]) -> None:
         """Take note that slots hold nothing that is to be found. O(slots)."""
-        if self.is_persistent:
-            self.changes.update(dict.fromkeys([slot.block_id for slot in slots]))
-
-    def take_changes(self) -> dict[int, BlockIdentity | None]:
-        """Return what became of slots since the last call, and forget it. O(1)."""
-        changes, self.changes = self.changes, {}
-        return changes
+        if self.persistent is not None:
+            self.persistent.note_unstored(slots)
 
     def stats(self) -> TierStats:
         """Return what it holds, and what was moved. O(1)."""

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
 from kvblocks.arguments import check_count, is_a, listed, wrong
-from kvblocks.core.block import ROOT, KVCacheBlock, Node
+from kvblocks.core.block import ROOT, KVCacheBlock
+from kvblocks.core.hashing import decode_extra_keys
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
@@ -22,6 +23,8 @@ def check_slots(pool: TierPool, slots: Iterable[tuple[SupportsIndex, BlockIdenti
         pair: Any = given
         if not is_a(pair, tuple) or len(pair) != 2 or not is_a(pair[1], BlockIdentity):
             raise wrong("tiers.restore", _EXPECTED, pair)
+        if pair[1].extra_keys:
+            decode_extra_keys(pair[1].extra_keys)  # whoever is charged for it reads them, in the midst of a change
         slot = check_count("tiers.restore: slot", pair[0], 0, len(pool.pool.blocks) - 1)
         if slot in seen:
             raise InvalidArgumentError(f"tiers.restore: expected each slot once, got {slot} twice")
@@ -30,63 +33,55 @@ def check_slots(pool: TierPool, slots: Iterable[tuple[SupportsIndex, BlockIdenti
     return remembered
 
 
-class _Stretch:
-    """Slots that hold blocks one behind the other. newest: the greatest number of a slot in it, or behind it."""
-
-    def __init__(self, above: "_Stretch | None", position: int) -> None:
-        """position: of the block above its first one, in `above`."""
-        self.above = above
-        self.position = position
-        self.blocks: list[KVCacheBlock] = []
-        self.newest = 0
-
-
 def restore_slots(pool: TierPool, remembered: Remembered) -> int:
-    """Cache what slots hold, parents first, and have those reused first that were stored first. O(slots).
+    """Cache what slots hold, parents first, and have those reused first that were stored first. O(slots log slots).
 
-    Returns how many were cached; the others count as forgotten.
+    A block counts as stored when the last one behind it was, so that a prefix's end goes before its beginning. Returns
+    how many were cached; the others count as forgotten.
     """
-    stretches = _find_stretches(pool, remembered)
-    for stretch in reversed(stretches):  # those behind come after what they are behind
-        if stretch.above is not None:
-            stretch.above.newest = max(stretch.above.newest, stretch.newest)
-    order = sorted(range(len(stretches)), key=lambda number: (stretches[number].newest, -number))
-    for number in order:
-        pool.let_go(stretches[number].blocks)
-    number_cached = sum([len(stretch.blocks) for stretch in stretches])
-    if number_cached < len(remembered):
-        blocks = [pool.pool.blocks[slot] for slot, _ in remembered]
-        pool.note_unstored([block for block in blocks if not block.is_cached])
-    return number_cached
+    blocks = [pool.pool.blocks[slot] for slot, _ in remembered]
+    pool.hold(blocks)
+    found, above = _cache(pool, remembered, blocks)
+    newest = list(range(len(remembered)))
+    for number in reversed(found):
+        parent = above[number]
+        if parent >= 0 and newest[parent] < newest[number]:
+            newest[parent] = newest[number]
+    found.sort(key=newest.__getitem__, reverse=True)  # of equal ones those before stay before
+    pool.let_go([blocks[number] for number in found])
+    if len(found) < len(remembered):
+        lost = [block for block in blocks if not block.is_cached]
+        pool.let_go(lost)
+        pool.note_unstored(lost)
+    return len(found)
 
 
-def _find_stretches(pool: TierPool, remembered: Remembered) -> list[_Stretch]:
-    """Cache what can be found, and return it, owned, parents before what is behind them."""
+def _cache(pool: TierPool, remembered: Remembered, blocks: list[KVCacheBlock]) -> tuple[list[int], list[int]]:
+    """Cache what can be found: return its numbers, parents first, and by number that of the one above, -1 for none."""
     size = 4 * pool.index.block_size
     behind: dict[bytes, list[int]] = {}
     for number, (_, identity) in enumerate(remembered):
         if len(identity.tokens) == size:
             behind.setdefault(identity.parent, []).append(number)
-    stretches: list[_Stretch] = []
-    begins: list[tuple[_Stretch | None, int, int]] = [(None, 0, number) for number in behind.pop(b"", [])]
+    found: list[int] = []
+    above = [-1] * len(remembered)
+    begins = [(-1, number) for number in behind.pop(b"", [])]
     while begins:
-        above, position, number = begins.pop()
-        stretch = _Stretch(above, position)
+        top, number = begins.pop()
+        above[number], first = top, len(found)
         tokens, keys = bytearray(), dict[int, bytes]()
         while True:
-            slot, identity = remembered[number]
+            identity = remembered[number][1]
             if identity.extra_keys:
-                keys[len(stretch.blocks)] = identity.extra_keys
+                keys[len(found) - first] = identity.extra_keys
             tokens += identity.tokens
-            stretch.blocks.append(pool.pool.blocks[slot])
-            stretch.newest = max(stretch.newest, number)
+            found.append(number)
             below = behind.pop(identity.digest(), None)
             if below is None:
                 break
-            begins += [(stretch, len(stretch.blocks) - 1, other) for other in below[1:]]
+            begins += [(number, other) for other in below[1:]]
+            above[below[0]] = number
             number = below[0]
-        node: Node = ROOT if above is None else above.blocks[position].node
-        pool.hold(stretch.blocks)
-        pool.index.cache(node, stretch.blocks, memoryview(tokens), keys or None, 0)
-        stretches.append(stretch)
-    return stretches
+        stretch = [blocks[each] for each in found[first:]]
+        pool.index.cache(ROOT if top < 0 else blocks[top].node, stretch, memoryview(tokens), keys or None, 0)
+    return found, above

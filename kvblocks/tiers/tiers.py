@@ -12,11 +12,24 @@ What moves, and when, is `traffic`'s.
 from collections.abc import Iterable, Iterator
 from typing import Any, SupportsFloat, SupportsIndex
 
-from kvblocks.arguments import Flag, Given, Text, check_count, check_flag, check_number, is_a, plain_text, wrong
+from kvblocks.arguments import (
+    Flag,
+    Given,
+    Text,
+    check_count,
+    check_flag,
+    check_name,
+    check_number,
+    is_a,
+    plain_text,
+    wrong,
+)
 from kvblocks.core.change import Changeable
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence, not_a_sequence
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
+from kvblocks.retention.quotas import TenantQuotas
+from kvblocks.stats import QuotaUsage
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.rates import MOST_NUMBER, Rate, num_worth_loading
@@ -151,11 +164,15 @@ class Tiers:
     def take_changes(self) -> dict[str, dict[int, BlockIdentity | None]]:
         """Return what became of the slots of persistent tiers since the last call, by tier.
 
-        By slot, whose bytes it holds from now on, or None: nothing that is to be found. Whoever remembers that, all of
-        it or none, can give it to `restore`. At most a record a slot is kept for the next call. O(tiers).
+        By slot, whose bytes it holds from now on, or None: nothing that is to be found; what was stored last comes
+        last. Whoever remembers that, all of it or none, can give it to `restore`. At most a record a slot is kept for
+        the next call. O(tiers).
         """
-        self._manager.check_whole()
-        return {pool.name: pool.take_changes() for pool in self._traffic.pools if pool.is_persistent}
+        self._manager.begin_change()
+        slots = {pool.name: pool.persistent for pool in self._traffic.pools}
+        changes = {name: persistent.take_changes() for name, persistent in slots.items() if persistent is not None}
+        self._calls.end()
+        return changes
 
     def restore(self, tier: Text, slots: Iterable[tuple[SupportsIndex, BlockIdentity]]) -> int:
         """Take a persistent tier's slots back as they were remembered, the least recently stored first.
@@ -166,7 +183,7 @@ class Tiers:
         O(slots).
         """
         self._manager.check_whole()
-        pool = self._check_persistent(tier)
+        pool = self._check_tier("restore", tier, persistent=True)
         remembered = check_slots(pool, slots)
         if pool.pool.num_cached_blocks or pool.pool.num_free_blocks < len(pool.pool.blocks):
             raise SequenceStateError(f"tiers.restore: expected tier {pool.name!r} to be empty, got {pool.stats()}")
@@ -175,12 +192,48 @@ class Tiers:
         self._calls.end()
         return number
 
-    def _check_persistent(self, tier: Text) -> TierPool:
+    # Quotas.
+
+    def set_quota(self, tier: Text, salt: Text | None, max_blocks: SupportsIndex | None) -> None:
+        """Bound what one salt (None: without any) keeps stored in a tier while others want its slots.
+
+        As the manager's `set_quota`, whose bound is the device's. tier: its name. Slots count once their bytes have
+        arrived. Raises InvalidArgumentError. O(slots of the tier).
+        """
+        pool = self._check_tier("set_quota", tier)
+        name = check_name("salt", salt)
+        number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
+        quotas = TenantQuotas() if pool.quotas is None else pool.quotas
+        self._manager.begin_change()
+        quotas.set_quota(name, number)
+        pool.charge(quotas)
+        self._calls.end()
+
+    def set_default_quota(self, tier: Text, max_blocks: SupportsIndex | None) -> None:
+        """`set_quota` for each salt, other than None, that has none of its own in this tier. O(slots of the tier)."""
+        pool = self._check_tier("set_default_quota", tier)
+        number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
+        quotas = TenantQuotas() if pool.quotas is None else pool.quotas
+        self._manager.begin_change()
+        quotas.set_default(number)
+        pool.charge(quotas)
+        self._calls.end()
+
+    def quotas(self, tier: Text) -> list[QuotaUsage]:
+        """Return a tier's quotas, of salts that were given one or have anything stored there, and what is used.
+
+        Raises InvalidArgumentError. O(salts).
+        """
+        quotas = self._check_tier("quotas", tier).quotas
+        return [] if quotas is None else quotas.usage()
+
+    def _check_tier(self, call: str, tier: Text, *, persistent: bool = False) -> TierPool:
         given: Any = tier
         name = plain_text(given) if is_a(given, str) else None
-        pools = {pool.name: pool for pool in self._traffic.pools if pool.is_persistent}
+        pools = {pool.name: pool for pool in self._traffic.pools if not persistent or pool.persistent is not None}
         if name not in pools:
-            raise wrong("tiers.restore", f"the name of a persistent tier, one of {list(pools)}", tier)
+            kind = "persistent tier" if persistent else "tier"
+            raise wrong(f"tiers.{call}", f"the name of a {kind}, one of {list(pools)}", tier)
         return pools[name]
 
     def _check_transfer(self, transfer: object) -> Transfer:

@@ -304,6 +304,13 @@ class Traffic:
         for pool in self.pools:
             pool.clear()
 
+    def forget_salt(self, salt: str | None) -> int:
+        """Forget what all tiers have of a salt, after the device did; returns how many slots. O(runs + those slots).
+
+        Loads that have begun go on, as after `clear`, and stores are for nothing.
+        """
+        return sum([pool.forget_salt(salt) for pool in self.pools])
+
     def leave(self, sequence: Sequence) -> None:
         """A sequence waits for its loads no more; what nobody has begun for it alone is cancelled. O(blocks)."""
         job = self._loading.pop(sequence)
@@ -398,20 +405,22 @@ class Traffic:
             number = min(len(prefix.blocks) - first, room, pool.pool.num_free_blocks)
             moving = [n for n in range(number) if prefix.blocks[first + n] in pool.storing]
             number = min([number, *moving])
-            if not number:
+            slots = pool.take(number, prefix.salt)
+            if not slots:
                 pool.let_go(parents)
                 pool.num_dropped_blocks += len(prefix.blocks) - first
                 continue
-            self._begin_store(StoreJob(pool, run, prefix, parents, pool.pool.take(number)), transfers)
-            if first + number < len(prefix.blocks):
+            self._begin_store(StoreJob(pool, run, prefix, parents, slots), transfers)
+            if first + len(slots) < len(prefix.blocks):
                 pool.wish((run, num_blocks - 1))
 
     def _begin_store(self, job: StoreJob, transfers: list[Transfer]) -> None:
         self._slots.pool.touch(job.blocks)
         self._jobs[job] = None
         job.pool.note_unstored(job.slots)
+        salt = job.prefix.salt
         for block in job.blocks:
-            job.pool.storing[block] = None
+            job.pool.storing[block] = salt
         for transfer in self._transfers(job.pool, job, range(len(job.blocks)), is_load=False):
             job.add(transfer)
             self._begun[transfer] = job

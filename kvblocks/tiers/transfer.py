@@ -2,6 +2,7 @@
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
+from kvblocks.stats import TierPart
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.wishes import Prefix
@@ -30,6 +31,11 @@ class TierHit:
         self.first_token = first_block * pool.index.block_size
         self.num_tokens = len(prefix) * pool.index.block_size - self.first_token
         self.num_bytes = (len(prefix) - first_block) * pool.num_block_bytes
+
+    def part(self) -> TierPart:
+        """Return the same as a record for people, with how long the tier will have it. O(slots of the tier)."""
+        end = self.first_token + self.num_tokens
+        return TierPart(self.tier, self.first_token, end, self.pool.num_ahead(self.prefix))
 
     def __repr__(self) -> str:
         return f"TierHit({self.tier!r}, {self.num_tokens} tokens from {self.first_token}, {self.num_bytes} bytes)"

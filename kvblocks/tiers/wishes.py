@@ -5,6 +5,7 @@ for what is left of the prefix: so taking a block never waits for a copy.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node, Run
+from kvblocks.retention.salts import salt_in
 from kvblocks.tiers.identity import BlockIdentity
 
 MOST_WISHES = 4096
@@ -19,6 +20,11 @@ class Prefix:
         self.extra_keys = extra_keys
         self.blocks = blocks
         self._digests: list[bytes] = [b""]  # of nothing, of the first block, and so on, as far as somebody asked
+
+    @property
+    def salt(self) -> str | None:
+        """Whose it is. O(its length)."""
+        return salt_in((self.extra_keys or {}).get(0))
 
     def identities(self, first: int, end: int, block_size: int) -> list[BlockIdentity]:
         """Return who blocks first to end - 1 are. O(blocks up to `end` that nobody asked for before, and those)."""

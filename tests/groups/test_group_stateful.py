@@ -114,3 +114,10 @@ def test_walks_meet_what_is_rare() -> None:
     assert sum(history.num_loads_at_reset for history in histories) > 2
     assert sum(history.num_stale_hits for history in histories) > 3
     assert sum(history.num_detached for history in histories) > 5
+
+
+@pytest.mark.parametrize("groups", SETS)
+def test_walks_that_forget_salts_agree_with_the_dumb_model(groups: str) -> None:
+    history = GroupHistory(24, SETS[groups], debug=True)
+    walk(history, RandomChooser(7), num_operations=1500, forget_every=20)
+    assert history.num_forgotten > 10

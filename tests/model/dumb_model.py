@@ -368,6 +368,12 @@ class DumbModel:
         self.over = []
         self.shrink_pins()
 
+    def forget_salt(self, salt: str | None, sequences: list[ModelSequence]) -> None:
+        self.evict([block for block, prefix in self.content.items() if prefix[0] == salt])
+        for sequence in sequences:
+            if sequence.salt == salt:
+                sequence.is_of_this_epoch = False
+
     def renew(self, sequence: ModelSequence) -> None:
         sequence.is_of_this_epoch = True
         self.cache_from(sequence, 0)

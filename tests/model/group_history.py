@@ -373,10 +373,14 @@ GROUP_OPERATIONS = tuple(
 """As `history.OPERATIONS`, without quotas: tests/groups/test_groups.py has those."""
 
 
-def walk(history: GroupHistory, chooser: Any, num_operations: int, reset_every: int = 150) -> None:
+def walk(
+    history: GroupHistory, chooser: Any, num_operations: int, reset_every: int = 150, forget_every: int = 0
+) -> None:
     operations = [operation for operation, weight in GROUP_OPERATIONS for _ in range(weight)]
     for number in range(1, num_operations + 1):
         chooser.choose(operations)(history, chooser)
         if number % reset_every == 0:
             history.reset(chooser)
+        if forget_every and number % forget_every == 0:
+            history.forget_salt(chooser)
         history.check()

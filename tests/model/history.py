@@ -86,7 +86,7 @@ class History(Transfers):
         self.stored: set[bytes | None] = set()
         self.num_made = 0
         self.num_stale_hits = self.num_refused = self.num_hits = self.num_detached = 0
-        self.num_checks = self.num_pending = self.num_given_up = self.num_renewed = 0
+        self.num_checks = self.num_pending = self.num_given_up = self.num_renewed = self.num_forgotten = 0
         self.num_failed_hashes = self.num_late = self.num_commits = 0
         self.causes: set[str] = set()
 
@@ -506,6 +506,17 @@ class History(Transfers):
         self.manager.reset_prefix_cache()
         self.model.reset([model for _, model in self.pairs])
 
+    def forget_salt(self, chooser: Chooser) -> None:
+        salt = chooser.choose([model.salt for _, model in self.pairs] or [None])
+        if chooser.integer(0, 1):  # else it may be renewed
+            self.step()
+            self.memory.forget_salt(salt)
+        before = self.manager.stats.num_cached_blocks
+        num_forgotten = self.manager.forget_salt(salt)
+        self.model.forget_salt(salt, [model for _, model in self.pairs])
+        assert num_forgotten == before - self.manager.stats.num_cached_blocks
+        self.num_forgotten += num_forgotten
+
     def let_the_hash_fail(self, chooser: Chooser) -> None:
         if isinstance(self.hash, FragileHash):
             self.hash.is_about_to_fail = True
@@ -852,14 +863,18 @@ OPERATIONS: tuple[tuple[Callable[[History, Chooser], None], int], ...] = (
     (History.use_without_blocks, 1),
     (History.misuse, 2),
 )
-"""Each operation and how often a walk does it. `reset` is left to the caller: it ends all that is interesting."""
+"""Each operation and how often a walk does it. `reset` and `forget_salt` are the caller's: both end a lot."""
 
 
-def walk(history: History, chooser: RandomChooser, num_operations: int, reset_every: int = 150) -> None:
-    """Do `num_operations` random operations, checking after each."""
+def walk(
+    history: History, chooser: RandomChooser, num_operations: int, reset_every: int = 150, forget_every: int = 0
+) -> None:
+    """Do `num_operations` random operations, checking after each. forget_every: as reset_every, of a salt; 0: never."""
     operations = [operation for operation, weight in OPERATIONS for _ in range(weight)]
     for number in range(1, num_operations + 1):
         chooser.choose(operations)(history, chooser)
         if number % reset_every == 0:
             history.reset(chooser)
+        if forget_every and number % forget_every == 0:
+            history.forget_salt(chooser)
         history.check()

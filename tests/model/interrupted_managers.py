@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 import kvblocks
-from kvblocks import FullAttention, KVCacheManager, Sequence, SlidingWindow, Tier
+from kvblocks import BlockIdentity, FullAttention, KVCacheManager, Sequence, SlidingWindow, Tier
 from model.interruption import Case
 
 PROMPT = list(range(12))
@@ -22,9 +22,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "debug": {"debug": True},
     "grouped": {"groups": [FullAttention(4), SlidingWindow(2, 6)], "enable_events": True},
     "anchors": {"groups": [SlidingWindow(4, 8)]},
-    "tiers": {"tiers": [Tier("host", 32, 100), Tier("disk", 32, 100, store="reused")]},
+    "tiers": {
+        "tiers": [
+            Tier("host", 32, 100),
+            Tier("disk", 32, 100, store="reused", is_persistent=True),
+            Tier("store", 8, 100, store="reused", min_store_tokens=1000, is_persistent=True),
+        ]
+    },
 }
 BELOW = list(range(700, 713))
+_FIRST_KEPT = BlockIdentity(b"", b"", bytes(16))
+RESTORED = [(2, _FIRST_KEPT), (5, BlockIdentity(_FIRST_KEPT.digest(), b"", bytes(16)))]
 
 
 class Odd:
@@ -133,11 +141,13 @@ class World:
             (pool.pool.free_block_ids(), pool.stats(), list(pool.wishes._ends.values()), len(pool.storing))  # noqa: SLF001
             for pool in traffic.pools
         ]
+        quotas = [self.manager.tiers.quotas(pool.name) for pool in traffic.pools]
+        changes = [dict(pool.persistent._changes) for pool in traffic.pools if pool.persistent is not None]  # noqa: SLF001
         jobs = [(type(job).__name__, job.num_open, job.num_good) for job in traffic._jobs]  # noqa: SLF001
         moving = [transfer.generation for transfer in (*traffic._queue, *traffic._begun)]  # noqa: SLF001
         loading = [sequence.sequence_id for sequence in traffic._loading]  # noqa: SLF001
         states = [transfer.state for transfer in self.transfers]
-        return pools, jobs, moving, loading, states, self.manager.tiers.num_stale_answers
+        return pools, quotas, changes, jobs, moving, loading, states, self.manager.tiers.num_stale_answers
 
     def lives(self) -> Any:
         if self.kind != "sampled":
@@ -167,6 +177,7 @@ class World:
             "pending_tokens": lambda: self.hit.pending_tokens,
             "check": manager.check,
             "reset_prefix_cache": manager.reset_prefix_cache,
+            "forget_salt": lambda: manager.forget_salt(TENANT),
             "pin": lambda: manager.pin(OLD),
             "unpin": lambda: manager.unpin(self.pin),
             "expire_pins": lambda: manager.expire_pins(9),
@@ -192,6 +203,10 @@ class World:
             calls["take_transfers"] = manager.tiers.take_transfers
             calls["complete"] = lambda: manager.tiers.complete(self.transfers[0], ok=True)
             calls["give_up"] = lambda: manager.tiers.give_up(self.sequences["loading"])
+            calls["set_quota below"] = lambda: manager.tiers.set_quota("host", TENANT, 1)
+            calls["set_default_quota below"] = lambda: manager.tiers.set_default_quota("host", 1)
+            calls["take_changes"] = manager.tiers.take_changes
+            calls["restore"] = lambda: manager.tiers.restore("store", [])
         for name, sequence in self.sequences.items():
             calls |= self.calls_for(name, sequence)
         return calls
@@ -266,6 +281,13 @@ def _drained(world: World) -> None:
         size -= 4
 
 
+def _emptied(world: World) -> None:
+    """Let nothing be in the tiers, nor on its way there."""
+    for transfer in world.transfers:
+        world.manager.tiers.complete(transfer, ok=False)
+    world.manager.reset_prefix_cache()
+
+
 CALLS: dict[str, Callable[[World], Any]] = {
     "allocate_slots with a hit": lambda w: w.manager.allocate_slots(w.new, hit=w.hit),
     "allocate_slots of a part": lambda w: w.manager.allocate_slots(w.new, 2, hit=w.hit, num_lookahead_tokens=3),
@@ -307,6 +329,7 @@ CALLS: dict[str, Callable[[World], Any]] = {
     "truncate": lambda w: w.manager.truncate(w.sequences["long"], 9),
     "truncate of what isn't written": lambda w: w.manager.truncate(w.sequences["long"], 9, num_computed_tokens=10),
     "reset_prefix_cache": lambda w: w.manager.reset_prefix_cache(),
+    "forget_salt": lambda w: w.manager.forget_salt(None),
     "pin": lambda w: w.manager.pin(PROMPT, priority=100),
     "unpin": lambda w: w.manager.unpin(w.pin),
     "expire_pins": lambda w: w.manager.expire_pins(7),
@@ -332,6 +355,10 @@ _TIERS: dict[str, Callable[[World], Any]] = {
     "free of a queued one": lambda w: w.manager.free(w.sequences["queued"]),
     "fork of a loading one": lambda w: w.manager.fork(w.sequences["loading"], "loading, too"),
     "rewind of a loading one": lambda w: w.manager.rewind(w.sequences["loading"], 5),
+    "set_quota below": lambda w: w.manager.tiers.set_quota("host", TENANT, 1),
+    "set_default_quota below": lambda w: w.manager.tiers.set_default_quota("host", 1),
+    "take_changes": lambda w: w.manager.tiers.take_changes(),
+    "restore": lambda w: w.manager.tiers.restore("store", RESTORED),
     "evict_blocks that are loading": lambda w: w.manager.evict_blocks(w.sequences["loading"].block_ids),
 }
 _SINGLE = {"append_step": lambda w: w.manager.append_step(w.batch, [1, 2, 3, 4, 5])}
@@ -339,6 +366,7 @@ _EVENTS = {"take_events": lambda w: w.manager.take_events()}
 # What is done to the world before a call, by its name.
 _FIRST: dict[str, Callable[[World], Any]] = {
     "take_group_copies": _cow,
+    "restore": _emptied,
     "renew": _reset,
     "cache_blocks": _delayed,
     "allocate_slots evicting": _drained,

@@ -34,8 +34,9 @@ class KVMemory:
         self.now = [[GARBAGE] * size for _ in range(num_blocks)]
         self.then = [[GARBAGE] * size for _ in range(num_blocks)]
         self.weights = 0
+        self.num_forgotten: dict[object, int] = {}  # by salt: how often what it had was forgotten
         self.copies: list[tuple[int, int]] = []
-        self.computed_with: dict[kvblocks.Sequence, list[int]] = {}  # by position: the weights
+        self.computed_with: dict[kvblocks.Sequence, list[object]] = {}  # by position: the weights
         self.unwritten: dict[kvblocks.Sequence, list[int]] = {}  # positions that the next step writes, in order
         self.loading: dict[kvblocks.Sequence, list[int]] = {}  # where its transfers begin, which steps wait for
         self.first_own: dict[kvblocks.Sequence, int] = {}  # the first position that it wrote in its present table
@@ -55,9 +56,9 @@ class KVMemory:
             if len(weights) < sequence.num_computed_tokens:
                 self._schedule(sequence, weights)
 
-    def _schedule(self, sequence: kvblocks.Sequence, weights: list[int]) -> None:
+    def _schedule(self, sequence: kvblocks.Sequence, weights: list[object]) -> None:
         first = len(weights)
-        weights += [self.weights] * (sequence.num_computed_tokens - first)
+        weights += [self.weights_of(sequence.salt)] * (sequence.num_computed_tokens - first)
         numbers = self.numbers(sequence)
         for position in range(max(first, sequence.num_readonly_tokens), sequence.num_computed_tokens):
             self.unwritten.setdefault(sequence, []).append(position)
@@ -195,10 +196,18 @@ class KVMemory:
         self.weights += 1
         self._cached.clear()
 
+    def forget_salt(self, salt: object) -> None:
+        """Nothing that was computed with a salt may be found any more: as if that had other weights from now on."""
+        self.num_forgotten[salt] = self.num_forgotten.get(salt, 0) + 1
+        self._cached.clear()
+
+    def weights_of(self, salt: object) -> object:
+        return self.weights, self.num_forgotten.get(salt, 0)
+
     # Questions.
 
     def is_of_these_weights(self, sequence: kvblocks.Sequence) -> bool:
-        return all(weights == self.weights for weights in self.computed_with[sequence])
+        return all(weights == self.weights_of(sequence.salt) for weights in self.computed_with[sequence])
 
     def start_of_step(self, sequence: kvblocks.Sequence) -> int:
         """How many tokens an engine would say that the sequence had before this step."""
@@ -308,7 +317,7 @@ class KVMemory:
         lora: object,
         tokens: Iterable[int],
         spans: Iterable[tuple[int, int, object]],
-        weights: list[int] | None = None,
+        weights: list[object] | None = None,
     ) -> list[int]:
         starting: dict[int, list[object]] = {}
         for span in sorted(spans, key=repr):
@@ -316,7 +325,7 @@ class KVMemory:
         number = self._number((salt, lora))
         numbers = []
         for position, token in enumerate(tokens):
-            used = self.weights if weights is None else weights[position]
+            used = self.weights_of(salt) if weights is None else weights[position]
             number = self._number((number, token, tuple(starting.get(position, ())), used))
             numbers.append(number)
         return numbers

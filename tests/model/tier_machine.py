@@ -14,6 +14,7 @@ import pytest
 import kvblocks
 from kvblocks import (
     BlockHold,
+    BlockIdentity,
     CacheHit,
     KVCacheManager,
     Loaded,
@@ -25,11 +26,15 @@ from kvblocks import (
     TierHit,
     Transfer,
 )
+from kvblocks.core.hashing import decode_names
+from kvblocks.tiers.pool import TierPool
+from kvblocks.tiers.wishes import prefix_of
 from model.kv_memory import GARBAGE, KVMemory
 
 MAX_TOKENS = 24
 MAX_RUNNING = 4
 MAX_WAITING = 5
+SALTS = ["salt", "other"]
 
 
 @dataclass(eq=False)
@@ -48,6 +53,9 @@ class TierMachine:
         self.manager = KVCacheManager(num_blocks, block_size, tiers=tiers, **options)
         first = self.manager.first_block_id
         self.memory = KVMemory(first + num_blocks, self.manager.groups, block_size)
+        self.tiers = tiers
+        self.remembered: dict[str, dict[int, BlockIdentity]] = {t.name: {} for t in tiers if t.is_persistent}
+        self.salt_of: dict[BlockIdentity, str | None] = {}
         self.below = {tier.name: [[GARBAGE] * block_size for _ in range(tier.num_blocks)] for tier in tiers}
         self.running: list[kvblocks.Sequence] = []
         self.waiting: list[kvblocks.Sequence] = []
@@ -78,7 +86,7 @@ class TierMachine:
     def do_new(self) -> None:
         chosen = random.Random(self.random.randrange(5))  # of few prompts, so that they come again
         tokens = [chosen.randrange(2) for _ in range(self.random.randint(8, 20))]
-        salt = self.random.choice([None] * 7 + ["salt"])
+        salt = self.random.choice([None] * 7 + SALTS)
         spans = []
         if self.random.random() < 0.3:
             start = self.random.randrange(len(tokens))
@@ -231,14 +239,14 @@ class TierMachine:
 
     def do_truncate(self) -> None:
         """Go back to what is written, or is loading."""
-        sequence = self.pick()
+        sequence = self.pick(loading=True) or self.pick()
         if sequence is None:
             return
         end = self.random.randint(min(sequence.num_prompt_tokens, sequence.num_tokens), sequence.num_tokens)
         self.go_back(sequence, lambda: self.manager.truncate(sequence, end), end)
 
     def do_rewind(self) -> None:
-        sequence = self.pick()
+        sequence = self.pick(loading=True) or self.pick()
         if sequence is None:
             return
         end = self.random.randint(0, sequence.num_computed_tokens)
@@ -416,7 +424,74 @@ class TierMachine:
             self.manager.unpin(self.pins.pop(self.random.randrange(len(self.pins))))
 
     def do_quota(self) -> None:
-        self.manager.set_quota(self.random.choice([None, "salt"]), self.random.choice([None, 0, 2, 5]))
+        self.manager.set_quota(self.random.choice([None, *SALTS]), self.random.choice([None, 0, 2, 5]))
+
+    def do_quota_below(self) -> None:
+        tier, number = self.random.choice(self.tiers).name, self.random.choice([None, None, 0, 3, 20])
+        if self.random.random() < 0.3:
+            self.manager.tiers.set_default_quota(tier, number)
+        else:
+            self.manager.tiers.set_quota(tier, self.random.choice([None, *SALTS]), number)
+
+    def do_forget_salt(self) -> None:
+        """Nobody finds any of a tenant's data any more, here, below or after a restart, but who has it already."""
+        if self.random.random() > 0.2:
+            return
+        salt = self.random.choice([None, *SALTS, *SALTS, *SALTS])
+        self.step()
+        self.memory.forget_salt(salt)
+        before = self.num_cached()
+        assert self.manager.forget_salt(salt) == before - self.num_cached()
+        self.count("forgotten", before - self.num_cached())
+        for sequence in self.waiting:
+            if sequence.salt == salt:
+                hit = self.manager.get_computed_blocks(sequence)
+                assert (hit.num_tokens, hit.pending_tokens, self.manager.tiers.find(hit)) == (0, 0, [])
+        self.remember()
+        for name, slots in self.remembered.items():
+            assert all(self.salt_of[identity] != salt for identity in slots.values()), f"{name}: {salt} is remembered"
+
+    def num_cached(self) -> int:
+        below = sum(tier.num_cached_blocks for tier in self.manager.tiers)
+        return self.manager.stats.num_cached_blocks + below
+
+    # What outlives the manager.
+
+    def remember(self) -> None:
+        """Somebody takes note of what became of the slots."""
+        for name, changes in self.manager.tiers.take_changes().items():
+            remembered = self.remembered[name]
+            for slot, identity in changes.items():
+                remembered.pop(slot, None)
+                if identity is not None:
+                    remembered[slot] = identity
+
+    def do_restore(self) -> None:
+        """As if the manager ended now: another one finds by what is remembered all that this one does, and no more."""
+        self.remember()
+        for name, remembered in self.remembered.items():
+            fresh = KVCacheManager(8, self.manager.block_size, tiers=self.tiers, debug=True)
+            number = fresh.tiers.restore(name, remembered.items())
+            self.count("restored", number)
+            forgotten = fresh.tiers.take_changes()[name]
+            assert len(forgotten) == len(remembered) - number and not any(forgotten.values())
+            for other in self.running + self.waiting:
+                sequence = kvblocks.Sequence("new", other.token_ids(), salt=other.salt, extra_keys=other.extra_keys)
+                hit = fresh.get_computed_blocks(sequence)
+                loads = fresh.tiers.find(hit)
+                self.check_below(sequence, hit, loads)
+                self.count("found again", bool(loads))
+            self.check_restored(name, fresh)
+
+    def check_restored(self, name: str, fresh: KVCacheManager) -> None:
+        """What can be found in a tier of this manager can be found in the same one of a fresh one, and is the same."""
+        old, new = (tier_pool(manager, name) for manager in (self.manager, fresh))
+        for run in old.index.runs():
+            prefix = prefix_of(run, len(run.blocks))
+            found = new.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
+            assert len(found) == len(prefix.blocks), f"{name}: {len(found)} of {len(prefix.blocks)} blocks are restored"
+            slots = self.below[name]
+            assert [slots[slot.block_id] for slot in found] == [slots[slot.block_id] for slot in prefix.blocks]
 
     def do_hold(self) -> None:
         self.step()
@@ -441,6 +516,8 @@ class TierMachine:
         self.step()
         taken = self.manager.tiers.take_transfers()
         for transfer in taken:
+            salt, _ = decode_names((transfer.prefix.extra_keys or {}).get(0))
+            self.salt_of.update(dict.fromkeys(transfer.identities(), salt))
             if not transfer.is_load:
                 self.storing.update(
                     {
@@ -530,6 +607,7 @@ class TierMachine:
         self.schedule()
         self.manager.check()
         self.memory.check()
+        self.remember()
         assert set(self.waits_from) == {s for s in self.running if self.manager.tiers.is_loading(s)}
 
     def finish(self) -> None:
@@ -554,6 +632,11 @@ class TierMachine:
         assert not any(tier.num_moving_blocks for tier in self.manager.tiers)
         for transfer in self.ended[-5:]:
             assert self.manager.tiers.complete(transfer, ok=True) == []
+        self.do_restore()
+
+
+def tier_pool(manager: KVCacheManager, name: str) -> TierPool:
+    return next(pool for pool in manager._traffic.pools if pool.name == name)  # noqa: SLF001
 
 
 WEIGHTS = {
@@ -570,4 +653,7 @@ WEIGHTS = {
     "do_reset": 1,
     "do_pin": 1,
     "do_quota": 1,
+    "do_quota_below": 1,
+    "do_forget_salt": 1,
+    "do_restore": 1,
 }
