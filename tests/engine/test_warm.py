@@ -52,10 +52,10 @@ def test_all_full_blocks_are_cached_the_last_one_too(model):
 def test_what_is_there_is_not_computed_again_and_prompts_share(model):
     engine = Engine(model, num_blocks=64)
     shared = random_tokens(model.config, 48, seed=1)
-    first, second = engine.warm([shared + [1, 2], shared + [3, 4]], salt="a")
+    first, second = engine.warm([[*shared, 1, 2], [*shared, 3, 4]], salt="a")
     assert [first.num_computed_tokens, second.num_computed_tokens] == [50, 2]
-    assert engine.warm([shared + [1, 2]], salt="a")[0].num_computed_tokens == 2
-    assert engine.warm([shared + [1, 2]], salt="b")[0].num_computed_tokens == 50
+    assert engine.warm([[*shared, 1, 2]], salt="a")[0].num_computed_tokens == 2
+    assert engine.warm([[*shared, 1, 2]], salt="b")[0].num_computed_tokens == 50
 
 
 def test_in_chunks_beside_answers_and_under_pressure(model):
