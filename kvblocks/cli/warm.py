@@ -48,7 +48,7 @@ def warm_prompts(
                 if error.status != 400:
                     raise
                 num_refused += 1
-                print(f"line {number}: {error}", file=sys.stderr)
+                print(f"line {number}: {str(error).removeprefix('prompts[0]: ')}", file=sys.stderr)
                 continue
             done.append({"line": number, **cost})
             if not json:
