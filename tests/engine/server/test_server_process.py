@@ -166,17 +166,11 @@ def roomy_folder(tiny_folder, tmp_path_factory):
     return folder
 
 
-def test_what_a_killed_server_had_stored_is_found_by_the_next_one(roomy_folder, tmp_path):
+def test_what_a_killed_server_had_stored_is_found_by_the_next_one(roomy_folder, tmp_path, monkeypatch):
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef\n")
-    disk = (
-        "--disk-cache",
-        str(tmp_path / "disk"),
-        "--disk-cache-size",
-        "8MiB",
-        "--disk-cache-secret-file",
-        str(secret),
-    )
+    folder = ("--disk-cache", str(tmp_path / "disk"), "--disk-cache-size", "8MiB")
+    disk = (*folder, "--disk-cache-secret-file", str(secret))
     prompt = [(7 * index) % 250 for index in range(300)]
     with serving(roomy_folder, *disk) as (process, url, lines):
         text, before = ask(url, prompt)
@@ -189,13 +183,15 @@ def test_what_a_killed_server_had_stored_is_found_by_the_next_one(roomy_folder, 
         time.sleep(5)  # "at most the last seconds"
         process.send_signal(signal.SIGKILL)
         assert process.wait(30) == -signal.SIGKILL
-    with serving(roomy_folder, *disk) as (process, url, lines):
+    monkeypatch.setenv("KVBLOCKS_DISK_CACHE_SECRET", "0123456789abcdef")
+    with serving(roomy_folder, *folder) as (process, url, lines):
         assert any(re.fullmatch(r"disk cache: \d+ blocks, 18 of them found in .*disk\n", line) for line in lines)
         again, after = ask(url, prompt)
         assert again == text
         assert (after.cached_tokens, after.cached_tokens_by_tier) == (288, {"device": 0, "disk": 288})
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-    with serving(roomy_folder, *disk[:4]) as (process, url, lines):  # without the secret nothing of it is trusted
+    monkeypatch.delenv("KVBLOCKS_DISK_CACHE_SECRET")
+    with serving(roomy_folder, *folder) as (process, url, lines):  # without the secret nothing of it is trusted
         assert "emptied" in "".join(lines)
         assert ask(url, prompt)[1].cached_tokens == 0
