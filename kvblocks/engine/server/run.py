@@ -1,6 +1,7 @@
 """Runs the server: from settings to a listening socket, and from a signal to a quiet end."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -95,7 +96,8 @@ class KVBlocksServer(uvicorn.Server):
         self._service.begin_stop(grace_s)
         self.should_exit = True
         if self._event_loop is not None:
-            self._event_loop.call_soon_threadsafe(self._event_loop.call_later, grace_s, self._service.fail_all)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be failed
+                self._event_loop.call_soon_threadsafe(self._event_loop.call_later, grace_s, self._service.fail_all)
 
     def _die(self) -> None:
         """The engine's thread has died: stop, and say so by the exit status."""
