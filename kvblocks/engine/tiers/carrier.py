@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvblocks.engine.tiers.block_bytes import BlockBytes
-from kvblocks.tiers.disk import DiskStats
+from kvblocks.tiers.disk import DiskError, DiskStats
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.transfer import Transfer
 
@@ -132,6 +132,8 @@ class Carrier:
         ok = False
         try:
             ok = not self._is_hurried and carry(transfer.slots, transfer.block_ids, identities, after)
+        except DiskError:
+            pass  # the store counts it, and warns of it now and then
         except Exception:
             logger.exception("a %s of %d blocks failed in tier %r", kind, len(transfer.slots), self.name)
         seconds = time.perf_counter() - start
@@ -151,5 +153,7 @@ class Carrier:
     def _try(self, function: Callable[[], None]) -> None:
         try:
             function()
+        except DiskError:
+            pass  # as in `_carry`
         except Exception:
             logger.exception("tier %r could not remember what it holds", self.name)

@@ -1,6 +1,7 @@
 """A server with tiers: what it tells of them, prompts that are warmed, and how it ends."""
 
 import asyncio
+import errno
 import json
 import time
 
@@ -12,6 +13,7 @@ from kvblocks.cli import app as cli
 from kvblocks.engine.server.errors import ApiError
 from kvblocks.engine.server.requests import parse_warm
 from kvblocks.engine.tiers.places import DiskPlace
+from kvblocks.tiers.disk.arena import Arena
 
 PROMPT = [(7 * index) % 250 for index in range(300)]  # long enough for the disk to store it at once
 SYSTEM = "the cat is in the hat. " * 10
@@ -130,6 +132,23 @@ def test_stats_and_metrics_show_tiers(server, kvblocks):
     assert f"tier disk       {disk['num_cached_blocks']} of {disk['num_blocks']} slots used; loaded" in output
     assert f"stored {disk['num_stored_blocks']} (" in output
     assert "0 damaged, 0 writes and 0 syncs failed" in output
+
+
+def test_a_full_disk_costs_no_answer_and_is_told_of_once_in_a_while(server, monkeypatch, caplog):
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(Arena, "write", fail)
+    with server.http() as http:
+        first = complete(http, PROMPT)
+        assert complete(http, PROMPT)["choices"] == first["choices"]
+        fill(server, http)
+        _, disk = http.get("/v1/cache/stats").json()["tiers"]
+    assert (disk["num_cached_blocks"], disk["num_bytes"]["store"]) == (0, 0)
+    assert disk["num_failed_blocks"] > 0
+    assert disk["disk"]["num_failed_writes"] > 1
+    assert len([record for record in caplog.records if "no room" in record.message]) == 1
+    assert not any(record.exc_info for record in caplog.records)
 
 
 # --- warming ---------------------------------------------------------------------------------------------------------
