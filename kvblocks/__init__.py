@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from kvblocks.prefix_cache.pins import PinnedPrefix
     from kvblocks.retention.holds import BlockHold, BlockHolds
     from kvblocks.retention.pins import Pin
-    from kvblocks.stats import CacheStats, GroupUsage, MetricsSnapshot, QuotaUsage, Refusal, TierPart
+    from kvblocks.stats import CacheStats, GroupUsage, MetricsSnapshot, QuotaUsage, Refusal, TierPart, TierStats
     from kvblocks.tiers.identity import BlockIdentity
-    from kvblocks.tiers.tier import Tier, TierStats
+    from kvblocks.tiers.tier import Tier
     from kvblocks.tiers.tiers import Tiers
     from kvblocks.tiers.transfer import Loaded, TierHit, Transfer
     from kvblocks.version import __version__
@@ -97,10 +97,10 @@ _HOMES = {
     "retention.holds": ("BlockHold", "BlockHolds"),
     "retention.pins": ("Pin",),
     "tiers.identity": ("BlockIdentity",),
-    "tiers.tier": ("Tier", "TierStats"),
+    "tiers.tier": ("Tier",),
     "tiers.tiers": ("Tiers",),
     "tiers.transfer": ("Loaded", "TierHit", "Transfer"),
-    "stats": ("CacheStats", "GroupUsage", "MetricsSnapshot", "QuotaUsage", "Refusal", "TierPart"),
+    "stats": ("CacheStats", "GroupUsage", "MetricsSnapshot", "QuotaUsage", "Refusal", "TierPart", "TierStats"),
     "version": ("__version__",),
 }
 # Modules that can be had as attributes, as if they had been imported.

@@ -110,6 +110,27 @@ class PinUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """What a tier holds, and what was moved since the manager was made.
+
+    num_stored_blocks, num_loaded_blocks: whose bytes arrived. num_failed_blocks: of transfers that failed.
+    num_dropped_blocks: that were to be stored, and were not: their KV had left the device or the cache before, or the
+    tier had no room; a wish that was dropped for a newer one counts as one block. num_evicted_blocks: that made room
+    for others. num_moving_blocks: slots that transfers own now, with those of the prefixes that they extend.
+    """
+
+    name: str
+    num_blocks: int
+    num_cached_blocks: int
+    num_stored_blocks: int
+    num_loaded_blocks: int
+    num_failed_blocks: int
+    num_dropped_blocks: int
+    num_evicted_blocks: int
+    num_moving_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class HitCounts:
     """Queries, hits and their tokens, as in `CacheStats`, over some stretch of time."""
 
@@ -169,7 +190,8 @@ class MetricsSnapshot:
     stats: since the manager was made. window: the last requests. quotas: as `manager.quotas()`.
     num_sampled_blocks: blocks whose lives are watched; the rest is about them. lifetimes, idle_times, reuse_gaps: see
     `BlockSampler`. last_idle_time: of the block that was evicted last, None before the first. queue_age: how long the
-    block has been free that was released first of those that still are, None if there is none.
+    block has been free that was released first of those that still are, None if there is none. tiers: as
+    `manager.tiers`, the quickest first.
     """
 
     time: float
@@ -184,11 +206,12 @@ class MetricsSnapshot:
     reuse_gaps: HistogramValues
     last_idle_time: float | None
     queue_age: float | None
+    tiers: tuple[TierStats, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as nested dicts, lists and numbers, with the rates, for JSON. Salts are in it as they are."""
         values = asdict(self)
-        values["quotas"] = list(values["quotas"])
+        values["quotas"], values["tiers"] = list(values["quotas"]), list(values["tiers"])
         for name in ("lifetimes", "idle_times", "reuse_gaps"):
             values[name] |= {key: list(values[name][key]) for key in ("bounds", "counts")}
         values["stats"] |= {"hit_rate": self.stats.hit_rate, "request_hit_rate": self.stats.request_hit_rate}

@@ -72,6 +72,8 @@ def demo(
 ) -> None:
     """Answer questions that share a long prompt, without and with prefix caching, and compare. Takes about a minute.
 
+    Then an engine is killed and started again, and its first answer comes from the disk.
+
     One torch thread is the default: deterministic results are fastest there, and other work on the machine disturbs
     the times least.
     """
@@ -81,11 +83,14 @@ def demo(
     from rich.console import Console
 
     from kvblocks.engine.demo.demo import run_demo
+    from kvblocks.engine.demo.restart import run_restart
 
     torch.set_num_threads(threads)
-    report = run_demo(load_model(model), Console(stderr=json))
+    console = Console(stderr=json)
+    report = run_demo(load_model(model), console)
+    restart = run_restart(model, console)
     if json:
-        print(dumps(report.to_json(model)))
+        print(dumps({**report.to_json(model), "restart": restart.to_json()}))
 
 
 @app.command()

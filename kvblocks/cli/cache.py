@@ -28,7 +28,7 @@ _Salt = Annotated[str | None, typer.Option(help="The cache_salt of the requests 
 
 @cache_commands.command()
 def stats(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -> None:
-    """Entries, hit rate, memory, and the average time of a lookup."""
+    """Entries, hit rate, memory, the average time of a lookup, and what tiers hold and moved."""
     with _client(url, api_key) as client:
         values = _ask(client, "prefix_caching", "GET", "/v1/cache/stats")
     if json:
@@ -47,6 +47,7 @@ def stats(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -
         f" {_mb(memory['cached_bytes'])} cached",
         "average lookup": "none yet" if mean_s is None else f"{mean_s * 1e6:.1f} us, of {lookups['num_lookups']}",
         "pins": f"{pins['num_pins']}, holding {pins['num_pinned_blocks']} of {pins['num_wanted_blocks']} blocks",
+        **{f"tier {tier['name']}": _tier_line(tier) for tier in values["tiers"]},
     }
     for name, value in rows.items():
         print(f"{name:<15} {value}")
@@ -150,10 +151,30 @@ def explain(
         print(f"{entry['num_cached_tokens']} of {entry['num_prompt_tokens']} tokens: {why}")
 
 
-def _client(url: str, api_key: str | None) -> "ServerClient":
+@cache_commands.command()
+def warm(
+    file: Annotated[Path, typer.Argument(help="Prompts, one a line, as JSON; with --raw one plain text.")],
+    raw: Annotated[bool, typer.Option("--raw", help="The file is one prompt as it is.")] = False,
+    salt: Annotated[str | None, typer.Option(help="The cache_salt of prompts that don't name their own.")] = None,
+    url: _Url = _URL,
+    api_key: ApiKeyOption = None,
+    json: _Json = False,
+) -> None:
+    """Have prompts cached before anybody asks: load or compute them, and generate nothing.
+
+    A line is a text ("..."), or an object with one of text, system, messages or token_ids, and perhaps a cache_salt.
+    """
+    from kvblocks.cli.warm import read_prompts, warm_prompts
+
+    prompts = read_prompts(_read(file), raw=raw)
+    with _client(url, api_key, timeout_s=3600.0) as client:
+        warm_prompts(prompts, lambda body: _ask(client, "prompts", "POST", "/v1/cache/warm", body), salt, json=json)
+
+
+def _client(url: str, api_key: str | None, *, timeout_s: float = 60.0) -> "ServerClient":
     from kvblocks.cli.client import ServerClient
 
-    return ServerClient(url, api_key, timeout_s=60.0)
+    return ServerClient(url, api_key, timeout_s=timeout_s)
 
 
 def _ask(client: "ServerClient", field: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -193,6 +214,21 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"expected a readable file of UTF-8 text, got {str(path)!r}: {error}") from error
+
+
+def _tier_line(tier: dict[str, Any]) -> str:
+    moved, disk = tier["num_bytes"], tier["disk"]
+    line = (
+        f"{tier['num_cached_blocks']} of {tier['num_blocks']} slots used;"
+        f" loaded {tier['num_loaded_blocks']} blocks ({_mb(moved['load'])}),"
+        f" stored {tier['num_stored_blocks']} ({_mb(moved['store'])});"
+        f" {tier['num_evicted_blocks']} evicted, {tier['num_dropped_blocks']} dropped,"
+        f" {tier['num_failed_blocks']} failed"
+    )
+    if disk is None:
+        return line
+    failures = f"{disk['num_failed_writes']} writes and {disk['num_failed_syncs']} syncs failed"
+    return f"{line}; {disk['num_damaged_blocks']} damaged, {failures}"
 
 
 def _pin_line(entry: dict[str, Any]) -> str:

@@ -1,7 +1,9 @@
 """`kvblocks serve` and `kvblocks chat`."""
 
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +14,7 @@ ApiKeyOption = Annotated[
     str | None,
     typer.Option(envvar="KVBLOCKS_API_KEY", help="The server's key. The environment hides it from other users' `ps`."),
 ]
-_CACHE, _WORK, _SERVER = "KV cache", "Work", "Server"
+_CACHE, _TIERS, _WORK, _SERVER = "KV cache", "Tiers", "Work", "Server"
 
 server_commands = typer.Typer()
 
@@ -37,6 +39,26 @@ def serve(
             rich_help_panel=_CACHE,
         ),
     ] = 10_000,
+    host_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for blocks that leave the pool: 2GiB, or 0.5 of what is free.", rich_help_panel=_TIERS
+        ),
+    ] = None,
+    disk_cache: Annotated[
+        Path | None, typer.Option(help="A folder for blocks, found again after a restart.", rich_help_panel=_TIERS)
+    ] = None,
+    disk_cache_size: Annotated[
+        str | None, typer.Option(help="What the folder may take in all. Default: 8GiB.", rich_help_panel=_TIERS)
+    ] = None,
+    disk_cache_secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of at least 16 bytes that nobody else knows, so that nobody can plant blocks in the folder."
+            " Or $KVBLOCKS_DISK_CACHE_SECRET.",
+            rich_help_panel=_TIERS,
+        ),
+    ] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a step.", rich_help_panel=_WORK)] = 512,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in a step.", rich_help_panel=_WORK)] = 64,
     schedule: Annotated[
@@ -74,8 +96,9 @@ def serve(
 
     SIGTERM or Ctrl-C lets running requests finish; a second one doesn't.
     """
-    from kvblocks.engine.server.settings import CacheSettings, ServerSettings, parse_memory
+    from kvblocks.engine.server.settings import CacheSettings, ServerSettings, parse_memory, read_secret
 
+    environment = None if disk_cache is None else os.environ.get("KVBLOCKS_DISK_CACHE_SECRET")
     cache = CacheSettings(
         block_size=block_size,
         num_blocks=num_blocks,
@@ -88,6 +111,10 @@ def serve(
         attention=attention,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
+        host_cache=None if host_cache is None else parse_memory(host_cache),
+        disk_cache=disk_cache,
+        disk_cache_size=disk_cache_size,
+        disk_cache_secret=read_secret(disk_cache_secret_file, environment),
     )
     server = ServerSettings(
         host=host,

@@ -14,8 +14,9 @@ class Completion:
     included. num_cached_tokens: tokens of the prompt that needed no computing for it: the cache had them, or another
     sample computed them for all. num_computed_tokens: tokens that went through the model, of the prompt and generated,
     those recomputed after a preemption included; the last one generated never does. ttft_s: seconds from the call to
-    the first token, waiting included. finish_reason: "stop" or "length". num_loaded_tokens: of the cached tokens, those
-    that were loaded from below the device, by tier ("host", "disk").
+    the first token, waiting included; where none was asked for, until the prompt was computed. finish_reason: "stop" or
+    "length". num_loaded_tokens: of the cached tokens, those that were loaded from below the device, by tier ("host",
+    "disk").
     """
 
     text: str

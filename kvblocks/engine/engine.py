@@ -156,12 +156,18 @@ class Engine:
         (text or `stop` without a tokenizer); and what `step` raises, having dropped all of these prompts; the engine
         can be used again.
         """
-        completions = [
-            (piece.prompt_index, piece.sample_index, piece.completion)
-            for piece in self.stream(prompts, **options)
-            if piece.completion is not None
-        ]
-        return [completion for _, _, completion in sorted(completions, key=lambda item: item[:2])]
+        generations = self._read(prompts, GenerationOptions(**options))
+        for _ in self._run(generations):
+            pass
+        return [generation.completion for generation in generations if generation.completion is not None]
+
+    def warm(self, prompts: Sequence[Prompt], *, salt: str | None = None) -> list[Completion]:
+        """Have prompts cached, to be hit later: load or compute them, and generate nothing. Returns what each cost.
+
+        All full blocks of a prompt are cached then, and stored below as any others. At least one token of each is
+        computed. prompts, salt and what is raised: as of `generate`.
+        """
+        return self.generate(prompts, max_tokens=0, salt=salt)
 
     def stream(self, prompts: Sequence[Prompt], **options: Unpack[OptionValues]) -> Iterator[Piece]:
         """Answer all prompts, giving every token as it comes; the last piece of an answer has its completion.
@@ -169,15 +175,7 @@ class Engine:
         As `generate`. Prompts are checked at once, and start with the first piece asked for; closing the iterator drops
         those that are unfinished.
         """
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-            raise InvalidArgumentError(f"prompts: expected a list of prompts, got {type(prompts).__name__}")
-        checked = GenerationOptions(**options)
-        generations = [
-            generation
-            for index, prompt in enumerate(prompts)
-            for generation in self._intake.read(prompt, checked, f"prompts[{index}]", index)
-        ]
-        return self._run(generations)
+        return self._run(self._read(prompts, GenerationOptions(**options)))
 
     def submit(
         self,
@@ -241,6 +239,16 @@ class Engine:
             self.scheduler.note_loaded(loaded)
         if self.scheduler.is_waiting_for_loads:
             offload.wait(_WAIT_S)
+
+    def _read(self, prompts: Sequence[Prompt], options: GenerationOptions) -> list[Generation]:
+        """Check prompts, and return their generations in order. Queues nothing."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise InvalidArgumentError(f"prompts: expected a list of prompts, got {type(prompts).__name__}")
+        return [
+            generation
+            for index, prompt in enumerate(prompts)
+            for generation in self._intake.read(prompt, options, f"prompts[{index}]", index)
+        ]
 
     def _run(self, generations: list[Generation]) -> Iterator[Piece]:
         """Queue the requests, step until they are finished, and give their pieces out."""

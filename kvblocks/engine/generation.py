@@ -59,17 +59,24 @@ class Generation:
         self.text += text
         reason: FinishReason | None = "stop" if self._stops.is_matched else self.request.finish_reason
         if reason is not None:
-            self.completion = Completion(
-                text=self.text,
-                token_ids=self.request.output_token_ids,
-                num_prompt_tokens=self.request.sequence.num_prompt_tokens,
-                num_cached_tokens=self.request.num_cached_tokens,
-                num_computed_tokens=self.request.num_computed_tokens,
-                ttft_s=self._ttft_s,
-                finish_reason=reason,
-                num_loaded_tokens=dict(self.request.num_loaded_tokens),
-            )
+            self.completion = self._complete(reason, self._ttft_s)
         self.pieces.append(Piece(self.prompt_index, token_id, text, self.completion, self.sample_index))
+
+    def end(self, now_s: float) -> None:
+        """Complete a request that was for its prompt alone: there is no piece. O(1)."""
+        self.completion = self._complete("length", now_s - self.start_s)
+
+    def _complete(self, reason: FinishReason, ttft_s: float) -> Completion:
+        return Completion(
+            text=self.text,
+            token_ids=self.request.output_token_ids,
+            num_prompt_tokens=self.request.sequence.num_prompt_tokens,
+            num_cached_tokens=self.request.num_cached_tokens,
+            num_computed_tokens=self.request.num_computed_tokens,
+            ttft_s=ttft_s,
+            finish_reason=reason,
+            num_loaded_tokens=dict(self.request.num_loaded_tokens),
+        )
 
     def _certain_text(self, token_id: int) -> str:
         """The text that the token makes certain; with the last one, all that is left."""

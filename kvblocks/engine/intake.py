@@ -62,7 +62,9 @@ class Intake:
         stop_token_ids = frozenset[int]() if options.ignore_eos else self._model.stop_token_ids
         # A prompt that fills the context gets 1, which `check_fits` refuses. What pins keep counts as taken, though a
         # prompt that begins with it would have a little more room.
-        most = options.max_tokens or max(1, self._scheduler.max_request_tokens - sequence.num_tokens)
+        most = options.max_tokens
+        if most is None:
+            most = max(1, self._scheduler.max_request_tokens - sequence.num_tokens)
         request = Request(sequence, most, stop_token_ids)
         vocab_size = self._model.config.vocab_size
         largest = max(sequence.token_ids())

@@ -26,7 +26,8 @@ class GenerationOptions:
     """How a prompt is to be answered.
 
     n: how many samples; the prompt is computed once for all of them, and its KV is there once.
-    max_tokens: of each sample; None: as many as the model's context and the pool have room for.
+    max_tokens: of each sample; None: as many as the model's context and the pool have room for. 0: the prompt is
+    computed, so that it is cached, and nothing is generated; n is 1 then.
     temperature: 0 is greedy, and all samples are equal.
     top_p: only the most likely tokens are drawn from, as few as have this probability together.
     top_k: at most so many, and None any number; top_k counts first.
@@ -53,7 +54,9 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         check_count("n", self.n, 1)
         if self.max_tokens is not None:
-            check_count("max_tokens", self.max_tokens, 1)
+            check_count("max_tokens", self.max_tokens, 0)
+            if not self.max_tokens and self.n > 1:
+                raise InvalidArgumentError(f"n: expected 1 with max_tokens 0, which generates nothing, got {self.n}")
         stops: Any = self.stop
         is_list = isinstance(stops, str | tuple | list)
         if not is_list or not all(isinstance(text, str) and text for text in self.stops):

@@ -9,13 +9,14 @@ how many are over their quota. A `tenant_label` opts in. Hashing salts would not
 can hash it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvblocks.engine.tiers.offload import Offload
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.observe.metrics import CacheMetrics
 from kvblocks.stats import HistogramValues, MetricsSnapshot, QuotaUsage
@@ -55,6 +56,25 @@ _HISTOGRAMS = (
 _AGES = (
     ("last_idle_time", "last_eviction_idle", "How long the sampled block that was evicted last had been free"),
     ("queue_age", "queue_age", "How long the sampled block has been free that was released first"),
+)
+
+# Of TierStats: attribute, name without prefix and _total, help.
+_TIER_COUNTERS = (
+    ("num_loaded_blocks", "tier_loaded_blocks", "Blocks that hits found in the tier and that were loaded from it."),
+    ("num_stored_blocks", "tier_stored_blocks", "Blocks that were stored in the tier."),
+    ("num_failed_blocks", "tier_failed_blocks", "Blocks of transfers that failed, loads and stores."),
+    ("num_dropped_blocks", "tier_dropped_blocks", "Blocks that were to be stored, and were not."),
+    ("num_evicted_blocks", "tier_evicted_blocks", "Blocks of the tier that made room for others."),
+)
+_TIER_GAUGES = (
+    ("num_blocks", "tier_slots", "Slots of the tier, each for one block."),
+    ("num_cached_blocks", "tier_cached_blocks", "Slots that hold a block."),
+    ("num_moving_blocks", "tier_moving_blocks", "Slots that transfers own."),
+)
+_DISK_COUNTERS = (
+    ("num_damaged_blocks", "tier_damaged_blocks", "Blocks on the disk that were not what they should be."),
+    ("num_failed_writes", "tier_failed_writes", "Writes to the disk that failed."),
+    ("num_failed_syncs", "tier_failed_syncs", "Syncs of the disk that failed."),
 )
 
 TenantLabel = Callable[[str | None], str | None]
@@ -97,6 +117,9 @@ class KVBlocksCollector(Collector):
         yield from _gauges(snapshot.pins, _PIN_GAUGES)
         yield from self._tenants(snapshot.quotas)
         yield from _lives(snapshot)
+        tiers = [(tier.name, tier) for tier in snapshot.tiers]
+        yield from _by_tier(CounterMetricFamily, tiers, _TIER_COUNTERS)
+        yield from _by_tier(GaugeMetricFamily, tiers, _TIER_GAUGES)
 
     def _tenants(self, quotas: tuple[QuotaUsage, ...]) -> Iterator[Metric]:
         num_over = sum(quota.num_cached_blocks > quota.max_cached_blocks for quota in quotas)
@@ -118,6 +141,44 @@ class KVBlocksCollector(Collector):
             allowed.add_metric([label], most)
         yield cached
         yield allowed
+
+
+class OffloadCollector(Collector):
+    """Gives Prometheus what an engine moved between the device and its tiers. registry: as of `KVBlocksCollector`."""
+
+    def __init__(self, offload: Offload, *, registry: CollectorRegistry | None = None) -> None:
+        self._offload = offload
+        if registry is not None:
+            registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families of now."""
+        traffic = self._offload.traffic()
+        labels = ["tier", "direction"]
+        moved = CounterMetricFamily("kvblocks_tier_moved_bytes", "Bytes that transfers moved.", labels=labels)
+        text = "Seconds that these transfers took, waiting not included."
+        seconds = CounterMetricFamily("kvblocks_tier_transfer_seconds", text, labels=labels)
+        for one in traffic:
+            for direction, num_bytes in one.num_bytes.items():
+                moved.add_metric([one.tier, direction], num_bytes)
+                seconds.add_metric([one.tier, direction], one.seconds[direction])
+        yield moved
+        yield seconds
+        disks = [(one.tier, one.disk) for one in traffic if one.disk is not None]
+        yield from _by_tier(CounterMetricFamily, disks, _DISK_COUNTERS)
+
+
+def _by_tier(
+    family: type[CounterMetricFamily | GaugeMetricFamily],
+    records: Sequence[tuple[str, Any]],
+    table: Iterable[tuple[str, str, str]],
+) -> Iterator[Metric]:
+    """A family for each row of the table, with a series for each tier; none without tiers."""
+    for attribute, name, text in table if records else ():
+        metric = family(f"kvblocks_{name}", text, labels=["tier"])
+        for tier, record in records:
+            metric.add_metric([tier], getattr(record, attribute))
+        yield metric
 
 
 def _gauges(record: Any, table: Iterable[tuple[str, str, str]]) -> Iterator[Metric]:

@@ -89,7 +89,10 @@ class Stepper:
         self.scheduler.complete(chunks, [None if isinstance(outcome, Exception) else outcome for outcome in outcomes])
         for generation, outcome in results:
             self._record(generation, outcome)
-        return [generation for generation, _ in results]
+        ended = [self._generations.pop(chunk.request) for chunk in chunks if chunk.is_all]
+        for generation in ended:
+            generation.end(time.perf_counter())
+        return [*(generation for generation, _ in results), *ended]
 
     def _raise_if_streamed(self, results: Outcomes, chunks: list[ScheduledChunk]) -> None:
         """Undo the step and raise if there is no token for a generation whose caller wants to hear of it."""

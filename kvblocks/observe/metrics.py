@@ -55,6 +55,7 @@ class CacheMetrics:
         limits = (BLOCK_BOUNDS if clock is None else SECOND_BOUNDS) if bounds is None else check_bounds(bounds)
         self.time_unit: Literal["blocks", "seconds"] = "blocks" if clock is None else "seconds"
         self._manager = watched
+        self._tiers = watched.tiers  # asked for here, since another thread may take the snapshots
         self._clock = clock
         self._max_queries = max_queries
         # All that was noted, and its window: one tuple, so that another thread finds them to be of one moment.
@@ -84,7 +85,7 @@ class CacheMetrics:
         """Return the values of now. Changes nothing.
 
         Another thread than the manager's may call this while the manager works (under CPython's global lock): values
-        may then be of slightly different moments. O(sample + pinned blocks + salts with a quota).
+        may then be of slightly different moments. O(sample + pinned blocks + salts with a quota + tiers).
         """
         manager, sampler = self._manager, self._sampler
         noted, window = self._noted
@@ -103,6 +104,7 @@ class CacheMetrics:
             reuse_gaps=sampler.reuse_gaps.values(),
             last_idle_time=sampler.last_idle_time,
             queue_age=None if oldest is None else now - oldest,
+            tiers=tuple(self._tiers),
         )
 
     def close(self) -> None:

@@ -1,13 +1,15 @@
-"""`Tier`: what a user says of a place below the device, and the records that come back of it."""
+"""`Tier`: what a user says of a place below the device."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal, SupportsFloat, SupportsIndex, get_args
 
 from kvblocks.arguments import Flag, check_count, check_flag, check_number, check_text, is_a, listed, plain_text, wrong
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.kinds import Group
+from kvblocks.stats import TierStats
 from kvblocks.tiers.rates import MOST_NUMBER
+
+__all__ = ["StoreWhen", "Tier", "TierStats", "check_tiers"]
 
 StoreWhen = Literal["computed", "freed", "reused"]
 """When a block is stored: once it is written, when its sequence ends, or when a second sequence hits it."""
@@ -63,27 +65,6 @@ class Tier:
 
     def __repr__(self) -> str:
         return f"Tier({self.name!r}, {self.num_blocks} blocks)"
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """What a tier holds, and what was moved since the manager was made.
-
-    num_stored_blocks, num_loaded_blocks: whose bytes arrived. num_failed_blocks: of transfers that failed.
-    num_dropped_blocks: that were to be stored, and were not: their KV had left the device or the cache before, or the
-    tier had no room; a wish that was dropped for a newer one counts as one block. num_evicted_blocks: that made room
-    for others. num_moving_blocks: slots that transfers own now, with those of the prefixes that they extend.
-    """
-
-    name: str
-    num_blocks: int
-    num_cached_blocks: int
-    num_stored_blocks: int
-    num_loaded_blocks: int
-    num_failed_blocks: int
-    num_dropped_blocks: int
-    num_evicted_blocks: int
-    num_moving_blocks: int
 
 
 def check_tiers(tiers: Iterable[Tier], groups: tuple[Group, ...] | None, *, enable_caching: bool) -> tuple[Tier, ...]:

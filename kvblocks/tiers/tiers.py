@@ -29,12 +29,11 @@ from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence, not_a_sequence
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.retention.quotas import TenantQuotas
-from kvblocks.stats import QuotaUsage
+from kvblocks.stats import QuotaUsage, TierStats
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.rates import MOST_NUMBER, Rate, num_worth_loading
 from kvblocks.tiers.restoring import check_slots, restore_slots
-from kvblocks.tiers.tier import TierStats
 from kvblocks.tiers.traffic import ManagerCalls, Traffic
 from kvblocks.tiers.transfer import Loaded, TierHit, Transfer
 

@@ -1,6 +1,7 @@
 """The collector: what a scrape says is what the snapshot says."""
 
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvblocks import InvalidArgumentError, KVCacheManager, Sequence
+from kvblocks import InvalidArgumentError, KVCacheManager, Sequence, Tier
 from kvblocks.engine import Engine
-from kvblocks.engine.prometheus import KVBlocksCollector
+from kvblocks.engine.prometheus import KVBlocksCollector, OffloadCollector
+from kvblocks.engine.tiers.offload import TierTraffic
 from kvblocks.observe.metrics import CacheMetrics
 from kvblocks.stats import HitCounts
+from kvblocks.tiers.disk import DiskStats
 
 
 def compute(manager: KVCacheManager, tokens: Any, salt: str | None = None) -> None:
@@ -184,3 +187,65 @@ def test_prometheus_own_server_shows_them(busy):
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def test_tiers_have_series_by_tier():
+    manager = KVCacheManager(64, 4, tiers=[Tier("host", 8, 64), Tier("disk", 4, 64)])
+    metrics = CacheMetrics(manager)
+    for start in (0, 100, 200, 300, 400):
+        compute(manager, range(start, start + 12))
+        while transfers := manager.tiers.take_transfers():
+            for transfer in transfers:
+                manager.tiers.complete(transfer, ok=start != 100)
+    registry = CollectorRegistry()
+    KVBlocksCollector(metrics, registry=registry)
+    samples, (host, disk) = scrape(registry), metrics.snapshot().tiers
+    assert (host, disk) == tuple(manager.tiers)
+    assert min(host.num_stored_blocks, host.num_evicted_blocks, host.num_failed_blocks + disk.num_failed_blocks) > 0
+    expected = {
+        "loaded_blocks_total": "num_loaded_blocks",
+        "stored_blocks_total": "num_stored_blocks",
+        "failed_blocks_total": "num_failed_blocks",
+        "dropped_blocks_total": "num_dropped_blocks",
+        "evicted_blocks_total": "num_evicted_blocks",
+        "slots": "num_blocks",
+        "cached_blocks": "num_cached_blocks",
+        "moving_blocks": "num_moving_blocks",
+    }
+    shown = {key: value for key, value in samples.items() if key[0].startswith("kvblocks_tier")}
+    assert shown == {
+        (f"kvblocks_tier_{name}", (("tier", tier.name),)): getattr(tier, attribute)
+        for name, attribute in expected.items()
+        for tier in (host, disk)
+    }
+
+
+def test_what_an_engine_moved_is_shown_by_tier_and_direction():
+    disk = DiskStats(num_damaged_blocks=1, num_failed_writes=2, num_failed_syncs=3)
+    traffic = [
+        TierTraffic("host", {"load": 10, "store": 20}, {"load": 0.5, "store": 0.25}),
+        TierTraffic("disk", {"load": 30, "store": 40}, {"load": 1.5, "store": 2.5}, disk),
+    ]
+    registry = CollectorRegistry()
+    OffloadCollector(SimpleNamespace(traffic=lambda: traffic), registry=registry)
+    samples = scrape(registry)
+    series = {
+        (f"kvblocks_tier_{name}_total", (("direction", direction), ("tier", one.tier))): values[direction]
+        for one in traffic
+        for name, values in (("moved_bytes", one.num_bytes), ("transfer_seconds", one.seconds))
+        for direction in ("load", "store")
+    }
+    for name, value in (("damaged_blocks", 1), ("failed_writes", 2), ("failed_syncs", 3)):
+        series[f"kvblocks_tier_{name}_total", (("tier", "disk"),)] = value
+    assert samples == series
+
+
+def test_the_page_on_metrics_names_every_series_of_tiers():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    registry = CollectorRegistry()
+    KVBlocksCollector(CacheMetrics(KVCacheManager(16, 4, tiers=[Tier("host", 8, 64)])), registry=registry)
+    traffic = [TierTraffic("disk", {"load": 1, "store": 1}, {"load": 1.0, "store": 1.0}, DiskStats())]
+    OffloadCollector(SimpleNamespace(traffic=lambda: traffic), registry=registry)
+    names = {name for name, _ in scrape(registry) if name.startswith("kvblocks_tier_")}
+    assert len(names) == 13
+    assert {name for name in names if f"`{name}`" not in page} == set()

@@ -484,7 +484,7 @@ def test_an_error_keeps_no_tensors_alive(engine, prompts):
         ("text", {}, ModelError, "prompt: expected token ids, .* no tokenizer.json; got text"),
         ([1], {"stop": "a"}, ModelError, "stop: expected none, .* no tokenizer.json; got strings"),
         ([1], {"n": 0}, InvalidArgumentError, "n: expected an int of at least 1, got 0"),
-        ([1], {"max_tokens": 0}, InvalidArgumentError, "max_tokens: expected an int of at least 1, got 0"),
+        ([1], {"max_tokens": -1}, InvalidArgumentError, "max_tokens: expected an int of at least 0, got -1"),
         ([1], {"max_tokens": 10**6}, InvalidArgumentError, "prompt: expected at most .* the model's context"),
         ([1], {"top_p": 0.0}, InvalidArgumentError, "top_p: "),
         ([1], {"salt": ""}, InvalidArgumentError, "salt: expected a non-empty str or None, got ''"),

@@ -40,11 +40,12 @@ def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, nu
     asked = f"{num_tokens} (a prompt of {sequence.num_prompt_tokens} and max_tokens {request.max_tokens})"
     if num_tokens > max_model_len:
         raise InvalidArgumentError(f"expected at most {max_model_len} tokens, the model's context, got {asked}")
-    num_wanted = count_blocks(manager.groups, num_tokens - 1, num_step_tokens)  # the last token generated needs no slot
+    num_last = min(1, request.max_tokens)  # the last token generated needs no slot
+    num_wanted = count_blocks(manager.groups, num_tokens - num_last, num_step_tokens)
     if num_wanted > manager.num_blocks:
         most = _most_tokens(manager, manager.num_blocks, num_step_tokens, num_tokens)
         raise InvalidArgumentError(
-            f"expected at most {most + 1} tokens, what the pool's {manager.num_blocks} blocks of"
+            f"expected at most {most + num_last} tokens, what the pool's {manager.num_blocks} blocks of"
             f" {manager.block_size} can serve, got {asked}"
         )
     kept = _kept_blocks(manager)
@@ -54,7 +55,7 @@ def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, nu
     if num_wanted > num_left:
         most = _most_tokens(manager, num_left, num_step_tokens, num_tokens)
         raise PoolExhaustedError(
-            f"expected at most {most + 1} tokens while pins keep {len(kept)} of the pool's"
+            f"expected at most {most + num_last} tokens while pins keep {len(kept)} of the pool's"
             f" {manager.num_blocks} blocks, got {asked}: unpin something, or wait for pins to expire"
         )
 

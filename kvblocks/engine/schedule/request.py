@@ -23,6 +23,7 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 class Request:
     """One sequence to continue by at most `max_tokens` tokens; one of `stop_token_ids` ends it earlier.
 
+    max_tokens 0: it ends when its prompt is computed, and has no samples.
     num_cached_tokens: those of the prompt that needed no computing for it: what the cache had when it was first
     admitted, or the whole prompt when it was forked. num_loaded_tokens: of those, by tier, what came from below the
     device. num_computed_tokens: tokens that went through the model for it,
@@ -48,7 +49,7 @@ class Request:
     num_overtakes: int = 0
 
     def __post_init__(self) -> None:
-        check_count("max_tokens", self.max_tokens, 1)
+        check_count("max_tokens", self.max_tokens, 0)
 
     @property
     def num_output_tokens(self) -> int:
@@ -64,8 +65,10 @@ class Request:
         """Return a request for one more sample of the prompt, which comes with this one when that is queued.
 
         sequence_id: another than those of all other requests. Raises SequenceStateError when this one has tokens
-        generated already. O(prompt).
+        generated already, or is to generate none. O(prompt).
         """
+        if not self.max_tokens:
+            raise SequenceStateError("add_sample: expected a request that is to generate tokens, got max_tokens 0")
         if self.num_output_tokens:
             raise SequenceStateError(
                 f"add_sample: expected a request that has generated nothing, got {self.num_output_tokens} tokens"

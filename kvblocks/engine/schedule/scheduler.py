@@ -183,6 +183,9 @@ class Scheduler:
                 self._fork(chunk.request)
             for request in samples:
                 _take_token(request, next(sampled))
+            if chunk.is_all:
+                chunk.request.finish_reason = "length"
+            for request in samples or [chunk.request]:
                 if request.finish_reason is not None:
                     self._remove(request)
 
@@ -324,7 +327,8 @@ class Scheduler:
         """The chunk from `start` to where the request has just been given slots."""
         end = request.sequence.num_computed_tokens
         copies = tuple(self.manager.take_copies())
-        return ScheduledChunk(request, start, end - start, end == request.sequence.num_tokens, copies)
+        samples = end == request.sequence.num_tokens and request.max_tokens > 0
+        return ScheduledChunk(request, start, end - start, samples, copies)
 
     def _fork(self, request: Request) -> None:
         """Make the samples of a computed prompt requests of their own: as many as may run, the others wait in front."""

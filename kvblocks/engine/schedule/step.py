@@ -60,6 +60,11 @@ class ScheduledChunk:
         return self.request.sequence.token_ids(self.start, self.start + self.num_tokens)
 
     @property
+    def is_all(self) -> bool:
+        """Whether it is the last of a request that is for its prompt alone. O(1)."""
+        return not self.request.max_tokens and self.start + self.num_tokens == self.request.sequence.num_tokens
+
+    @property
     def sampled_requests(self) -> list[Request]:
         """The requests that get a token from its logits: none, its own, or all samples of a prompt. O(samples)."""
         return [self.request, *self.request.siblings] if self.samples else []

@@ -15,18 +15,21 @@ from kvblocks.engine.server.requests import AnswerRequest
 from kvblocks.engine.server.service_metrics import Outcome
 from kvblocks.engine.server.wire import Json
 
-_PREFIXES = {"completion": "cmpl-", "chat": "chatcmpl-"}
+_PREFIXES = {"completion": "cmpl-", "chat": "chatcmpl-", "warm": "warm-"}
 
 
 class Answer:
     """The answer to `asked` by a model of this name: one choice for each sample of each prompt.
 
+    tiers: names of those that the engine has below the device; what was cached is told by them.
+
     answer_id: what clients and logs know it by. start_s: when it was made, on `time.monotonic`. has_begun: whether any
     token has come. outcome: None while it goes on. timer: ends it in time.
     """
 
-    def __init__(self, asked: AnswerRequest, model: str) -> None:
+    def __init__(self, asked: AnswerRequest, model: str, tiers: tuple[str, ...] = ()) -> None:
         self.asked = asked
+        self._tiers = tiers
         self.answer_id = _PREFIXES[asked.kind] + uuid.uuid4().hex
         self.start_s = time.monotonic()
         self.has_begun = False
@@ -52,6 +55,10 @@ class Answer:
             self._completions[self._choice(piece)] = piece.completion
         self._news.set()
 
+    def put_warmed(self, prompt_index: int, completion: Completion) -> None:
+        """Note that a prompt was computed of which nothing is to be generated. O(1)."""
+        self._completions[prompt_index] = completion
+
     def end(self, outcome: Outcome, error: ApiError | None = None) -> None:
         """Note that nothing more will come, once. error: why it isn't whole, for the client. O(1)."""
         self.outcome = outcome
@@ -73,6 +80,8 @@ class Answer:
 
     def body(self) -> Json:
         """Return all of it, once it is whole. O(tokens)."""
+        if self.asked.kind == "warm":
+            return {"prompts": [self._warmed_json(completion) for _, completion in sorted(self._completions.items())]}
         choices = []
         for index, completion in sorted(self._completions.items()):
             text: Json = {"text": completion.text}
@@ -126,5 +135,23 @@ class Answer:
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_completion_tokens,
             "total_tokens": num_prompt_tokens + num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+            "prompt_tokens_details": {
+                "cached_tokens": num_cached_tokens,
+                "cached_tokens_by_tier": self._by_tier(first_samples),
+            },
         }
+
+    def _warmed_json(self, completion: Completion) -> Json:
+        return {
+            "num_prompt_tokens": completion.num_prompt_tokens,
+            "num_cached_tokens": completion.num_cached_tokens,
+            "num_cached_tokens_by_tier": self._by_tier([completion]),
+            "num_computed_tokens": completion.num_computed_tokens,
+            "seconds": round(completion.ttft_s, 6),
+        }
+
+    def _by_tier(self, completions: list[Completion]) -> dict[str, int]:
+        """The cached tokens of prompts by where they were found."""
+        loaded = {tier: sum(one.num_loaded_tokens.get(tier, 0) for one in completions) for tier in self._tiers}
+        num_cached_tokens = sum(one.num_cached_tokens for one in completions)
+        return {"device": num_cached_tokens - sum(loaded.values()), **loaded}

@@ -25,7 +25,7 @@ from kvblocks.engine.server.answer import Answer
 from kvblocks.engine.server.cache_api import CacheApi
 from kvblocks.engine.server.errors import ApiError, as_api_error
 from kvblocks.engine.server.fields import show
-from kvblocks.engine.server.requests import AnswerRequest, parse_chat, parse_completion
+from kvblocks.engine.server.requests import AnswerRequest, parse_chat, parse_completion, parse_warm
 from kvblocks.engine.server.service import Service
 from kvblocks.engine.server.service_metrics import Outcome
 from kvblocks.engine.server.wire import (
@@ -67,6 +67,7 @@ def make_app(service: Service, model: str) -> Starlette:
         Route("/v1/cache/pins/{pin_id}", cache.unpin, methods=["DELETE"]),
         Route("/v1/cache/reset", cache.reset, methods=["POST"]),
         Route("/v1/cache/explain", cache.explain, methods=["POST"]),
+        Route("/v1/cache/warm", api.warm, methods=["POST"]),
     ]
     handlers: dict[Any, Callable[[Request, Any], Any]] = {
         KVBlocksError: _show_error,
@@ -84,6 +85,7 @@ class Api:
     def __init__(self, service: Service, model: str) -> None:
         self._service = service
         self._model = model
+        self._tiers = tuple([tier.name for tier in service.engine.manager.tiers])
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
@@ -115,6 +117,10 @@ class Api:
         """Answer a chat."""
         return await self._answer(request, parse_chat)
 
+    async def warm(self, request: Request) -> ASGIApp:
+        """Have prompts cached, and generate nothing. It is bounded and cancelled as what is to be answered."""
+        return await self._answer(request, parse_warm)
+
     async def _answer(self, request: Request, parse: Callable[[Any], AnswerRequest]) -> ASGIApp:
         asked = parse(await read_json(request, self._service.settings.max_body_bytes))
         if asked.model is not None:
@@ -130,7 +136,7 @@ class Api:
             encode = partial(asked.encode, service.engine.model.tokenizer)
             # A long text takes a while; other requests go on meanwhile.
             prompts = await run_in_threadpool(encode) if asked.has_text else encode()
-            answer = Answer(asked, self._model)
+            answer = Answer(asked, self._model, self._tiers)
             service.submit(answer, prompts)
         except BaseException:
             service.close(asked.num_choices)

@@ -1,6 +1,7 @@
 """What is asked about the cache: its numbers, pins, a reset, and why a prompt missed. Behind `kvblocks cache`."""
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -11,14 +12,11 @@ from kvblocks.core.sequence import Sequence
 from kvblocks.engine.server.arrivals import Arrival
 from kvblocks.engine.server.errors import ApiError, as_api_error
 from kvblocks.engine.server.fields import Fields
-from kvblocks.engine.server.requests import Message, encode_prompt, parse_messages, parse_prompts
+from kvblocks.engine.server.requests import Prefix, parse_prefix
 from kvblocks.engine.server.service import Service
 from kvblocks.engine.server.wire import Json, json_response, read_json
-from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import KVBlocksError
 from kvblocks.observe.explanation import Explanation
-
-_KINDS = ("text", "system", "messages", "token_ids")
 
 
 class CacheApi:
@@ -57,18 +55,29 @@ class CacheApi:
             },
             "lookups": {"num_lookups": num_lookups, "mean_s": seconds / num_lookups if num_lookups else None},
             "pins": values["pins"],
+            "tiers": self._tiers_json(values["tiers"]),
             "requests": self._service.metrics.counts(),
         }
+
+    def _tiers_json(self, tiers: list[Json]) -> list[Json]:
+        """What the manager says of each tier, and beside it what was moved: bytes and seconds by direction."""
+        offload = self._engine.offload
+        traffic = {} if offload is None else {moved.tier: asdict(moved) for moved in offload.traffic()}
+        return [
+            {**tier, **{name: traffic[tier["name"]][name] for name in ("num_bytes", "seconds", "disk")}}
+            for tier in tiers
+        ]
 
     async def pin(self, request: Request) -> Response:
         """Pin a prefix."""
         fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
-        tokens = await run_in_threadpool(self._take_tokens, fields, "pin")
+        prefix = parse_prefix(fields, "pin")
         salt, description = fields.text("cache_salt"), fields.text("description") or ""
         ttl_s, priority = fields.number("ttl_s", 0.0), fields.count("priority", 0, 100)
         if ttl_s == 0:
             raise fields.error("ttl_s", "seconds, more than 0")
         fields.refuse_unknown()
+        tokens = await self._encode(prefix)
         book = self._service.thread.pins
         entry = await self._call(
             lambda: book.add(
@@ -112,9 +121,9 @@ class CacheApi:
         if request_id is not None:
             fields.refuse_unknown()
             return json_response(await self._explain_request(request_id))
-        tokens = await run_in_threadpool(self._take_tokens, fields, "explain")
-        salt = fields.text("cache_salt")
+        prefix, salt = parse_prefix(fields, "explain"), fields.text("cache_salt")
         fields.refuse_unknown()
+        tokens = await self._encode(prefix)
         manager = self._engine.manager
 
         def explain() -> Json:
@@ -135,52 +144,15 @@ class CacheApi:
             )
         return {"request_id": request_id, "prompts": [_arrival_json(arrival) for arrival in arrivals]}
 
+    async def _encode(self, prefix: Prefix) -> list[int]:
+        """The tokens of a prefix. A long text takes a while; other requests go on meanwhile."""
+        return await run_in_threadpool(prefix.encode, self._engine.model.tokenizer)
+
     async def _call(self, function: Any) -> Any:
         try:
             return await self._service.call(function)
         except KVBlocksError as error:
             raise as_api_error(error) from error
-
-    def _take_tokens(self, fields: Fields, purpose: str) -> list[int]:
-        """Read the prefix or prompt that a body is about: in one of four forms. Raises ApiError."""
-        given = [kind for kind in _KINDS if kind in fields]
-        if len(given) != 1:
-            raise ApiError(400, f"{purpose}: expected one of {', '.join(_KINDS)}, got {given or 'none'}")
-        kind, tokenizer = given[0], self._engine.model.tokenizer
-        try:
-            if kind == "text":
-                return encode_prompt(fields.text("text") or "", tokenizer)
-            if kind == "token_ids":
-                return _parse_token_ids(fields)
-            if tokenizer is None or not tokenizer.has_chat_template:
-                raise ApiError(400, f"{kind}: expected text, since this model has no chat template", param=kind)
-            if kind == "system":
-                return system_prefix(tokenizer, fields.text("system") or "")
-            return tokenizer.apply_chat_template(list(parse_messages(fields.take("messages"))))
-        except KVBlocksError as error:
-            raise as_api_error(error, param=kind) from error
-
-
-def _parse_token_ids(fields: Fields) -> list[int]:
-    value = fields.take("token_ids")
-    prompts = parse_prompts(value) if isinstance(value, list) else ()
-    if len(prompts) != 1 or isinstance(prompts[0], str):
-        raise fields.error("token_ids", "a list of token ids")
-    return prompts[0]
-
-
-def system_prefix(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens that all chats with this system prompt begin with.
-
-    That is what two chats have in common whose users say different things; so it holds for any template. Raises
-    ModelError and InvalidArgumentError. O(length).
-    """
-    chats: list[list[Message]] = [
-        [{"role": "system", "content": text}, {"role": "user", "content": question}] for question in ("a", "Z")
-    ]
-    one, other = (tokenizer.apply_chat_template(list(chat)) for chat in chats)
-    count = next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
-    return one[:count]
 
 
 def _arrival_json(arrival: Arrival) -> Json:

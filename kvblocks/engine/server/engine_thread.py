@@ -10,12 +10,14 @@ are finished, it failed, or it was cancelled.
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from kvblocks.engine.completion import Piece
+from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.server.answer import Answer
@@ -28,6 +30,9 @@ logger = logging.getLogger("kvblocks.server")
 
 T = TypeVar("T")
 
+_GLANCE_S = 0.1
+"""How often who waits for the thread's end looks whether `close_by` has changed."""
+
 
 class Mark(Enum):
     """CLOSED: the engine has nothing of this answer any more."""
@@ -35,16 +40,25 @@ class Mark(Enum):
     CLOSED = "closed"
 
 
-Item = Piece | ApiError | Mark
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """A prompt of which nothing is to be generated was computed."""
+
+    prompt_index: int
+    completion: Completion
+
+
+Item = Piece | Warmed | ApiError | Mark
 Publish = Callable[[list[tuple[Answer, Item]]], None]
 
 
 class EngineThread:
-    """Owns an engine from `start` to `stop`.
+    """Owns an engine from `start` to `stop`, which closes it.
 
     publish: gets batches of (answer, item), on this thread; it must neither block nor raise. on_death: called
     on this thread when it ends by an error, which is a bug; all answers have been closed by then. arrivals, pins: for
-    functions given to `call`; `arrivals.num_lookups_and_seconds` may be read from anywhere.
+    functions given to `call`; `arrivals.num_lookups_and_seconds` may be read from anywhere. close_by: until when, on
+    `time.monotonic`, the end waits for what tiers have to store; anybody may change it.
     """
 
     def __init__(self, engine: Engine, publish: Publish, *, keep_reasons: bool = True) -> None:
@@ -52,6 +66,7 @@ class EngineThread:
         self.arrivals = Arrivals(engine.scheduler.lookups, keep_reasons=keep_reasons and engine.manager.enable_caching)
         self.pins = PinBook(engine.manager)
         self.on_death: Callable[[], None] = lambda: None
+        self.close_by = 0.0
         self._publish = publish
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unfinished: dict[Answer, dict[Generation, None]] = {}  # of each open answer, in their order
@@ -70,10 +85,18 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Close all answers after the present step, and end. Return whether it has ended in time."""
+        """Close all answers after the present step, close the engine, and end. Return whether it has ended in time.
+
+        timeout_s: beside the time until `close_by`; None: as long as it takes.
+        """
         self._commands.put(self._stop)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        start_s = time.monotonic()
+        while self._thread.is_alive():
+            left = None if timeout_s is None else max(start_s, self.close_by) + timeout_s - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            self._thread.join(_GLANCE_S if left is None else min(left, _GLANCE_S))
+        return True
 
     def submit(self, answer: Answer, prompts: list[list[int]]) -> None:
         """Queue an answer's prompts. Whatever is wrong with them is published."""
@@ -99,6 +122,7 @@ class EngineThread:
         return future
 
     def _run(self) -> None:
+        has_died = False
         try:
             while not self._is_stopping:
                 self._run_commands()
@@ -106,9 +130,11 @@ class EngineThread:
                 self._flush()
         except BaseException:
             logger.exception("the engine's thread has died")
+            has_died = True
             self.on_death()
         self._is_stopping = True
         self._abandon()
+        self._close_engine(waits=not has_died)
 
     def _run_commands(self) -> None:
         """Run the commands that wait; without anything to compute, wait for one, or for a pin to end."""
@@ -141,6 +167,8 @@ class EngineThread:
             logger.error("request %s failed", answer.answer_id, exc_info=error)
             self._fail(answer, step_error(error))
             return
+        if not generation.completion.token_ids:
+            self._put(answer, Warmed(generation.prompt_index, generation.completion))
         if not generation.sample_index:
             self.arrivals.finish(answer.answer_id, generation.prompt_index, generation.completion)
         if not self._unfinished[answer]:
@@ -153,7 +181,7 @@ class EngineThread:
             return
         try:
             for index, prompt in enumerate(prompts):
-                for generation in self.engine.submit(prompt, prompt_index=index, **answer.asked.options):
+                for generation in self.engine.submit(prompt, prompt_index=index, **answer.asked.options_of(index)):
                     unfinished[generation] = None
                     self._answers[generation] = answer
             first_samples = [generation.request for generation in unfinished if not generation.sample_index]
@@ -195,6 +223,18 @@ class EngineThread:
         for answer in self._unfinished:
             self._put(answer, Mark.CLOSED)
         self._flush()
+
+    def _close_engine(self, *, waits: bool) -> None:
+        """Let tiers store what waits for that, and close them."""
+        try:
+            while waits and self.engine.has_work and time.monotonic() < self.close_by:
+                self.engine.step()
+        except Exception:
+            logger.exception("the engine's last stores have failed")
+        try:
+            self.engine.close(0.0)
+        except Exception:
+            logger.exception("the engine could not be closed")
 
     def _put(self, answer: Answer, item: Item) -> None:
         self._outbox.append((answer, item))

@@ -1,4 +1,4 @@
-"""What a body of /v1/completions or /v1/chat/completions asks for, checked; nothing here computes, or knows of HTTP.
+"""What a body asks for that is to be computed, checked; nothing here computes, or knows of HTTP.
 
 Fields that would change an answer and that this engine doesn't have are refused by name, unless their value asks for
 nothing. Fields that change nothing are let pass. The fields are OpenAI's; `cache_salt`, `top_k`,
@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvblocks.engine.options import OptionValues
-from kvblocks.engine.server.errors import ApiError
+from kvblocks.engine.server.errors import ApiError, as_api_error
 from kvblocks.engine.server.fields import Fields, is_unicode, show
 from kvblocks.engine.text.tokenizer import Tokenizer
+from kvblocks.errors import KVBlocksError
 
 MAX_SAMPLES = 128
 MAX_STOPS = 16
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
-Kind = Literal["completion", "chat"]
+Kind = Literal["completion", "chat", "warm"]
 Prompt = str | list[int]
 Message = dict[str, str]
 
+_PREFIX_KINDS = ("text", "system", "messages", "token_ids")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # What clients send along and no answer depends on.
 _WITHOUT_EFFECT = (
@@ -52,8 +54,36 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens that a body is about, in one of four forms; value: what stands there, checked."""
+
+    kind: Literal["text", "system", "messages", "token_ids"]
+    value: Any
+
+    def encode(self, tokenizer: Tokenizer | None) -> list[int]:
+        """Return its tokens; of a system prompt, what all chats with it begin with. Raises ApiError. O(length)."""
+        try:
+            if self.kind == "token_ids":
+                tokens: list[int] = self.value
+                return tokens
+            if self.kind == "text":
+                return encode_prompt(self.value, tokenizer)
+            if tokenizer is None or not tokenizer.has_chat_template:
+                message = f"{self.kind}: expected text, since this model has no chat template"
+                raise ApiError(400, message, param=self.kind)
+            if self.kind == "system":
+                return system_prefix(tokenizer, self.value)
+            return tokenizer.apply_chat_template(list(self.value))
+        except KVBlocksError as error:
+            raise as_api_error(error, param=self.kind) from error
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """One body, checked. Of `prompts` and `messages` one is empty, by `kind`. options: all of them, for each prompt."""
+    """One body, checked. Of `prompts`, `messages` and `prefixes` one isn't empty, by `kind`.
+
+    options: all of them, for each prompt. salts: of prefixes, one for each.
+    """
 
     kind: Kind
     model: str | None
@@ -63,19 +93,28 @@ class AnswerRequest:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    prefixes: tuple[Prefix, ...] = ()
+    salts: tuple[str | None, ...] = ()
 
     @property
     def num_choices(self) -> int:
         """How many answers it is for."""
-        return self.options["n"] * max(1, len(self.prompts))
+        return self.options["n"] * max(1, len(self.prompts), len(self.prefixes))
+
+    def options_of(self, index: int) -> OptionValues:
+        """Return the options of a prompt."""
+        return OptionValues(**{**self.options, "salt": self.salts[index]}) if self.salts else self.options
 
     @property
     def has_text(self) -> bool:
         """Whether `encode` has anything to do. O(prompts)."""
-        return self.kind == "chat" or any(isinstance(prompt, str) for prompt in self.prompts)
+        is_text = [isinstance(prompt, str) for prompt in self.prompts]
+        return self.kind == "chat" or any(is_text) or any(prefix.kind != "token_ids" for prefix in self.prefixes)
 
     def encode(self, tokenizer: Tokenizer | None) -> list[list[int]]:
         """Return its prompts as tokens. Raises ApiError and what the tokenizer raises. O(length)."""
+        if self.kind == "warm":
+            return [prefix.encode(tokenizer) for prefix in self.prefixes]
         if self.kind == "completion":
             return [encode_prompt(prompt, tokenizer) for prompt in self.prompts]
         if tokenizer is None or not tokenizer.has_chat_template:
@@ -116,6 +155,65 @@ def parse_chat(body: Any) -> AnswerRequest:
     if newer is not None and older is not None and newer != older:
         raise fields.error("max_completion_tokens", f"the same as max_tokens ({older}), or only one of them")
     return _finish("chat", fields, (), messages, n, older if newer is None else newer)
+
+
+def parse_warm(body: Any) -> AnswerRequest:
+    """Read a body of /v1/cache/warm: prompts that are to be computed, and not answered. Raises ApiError."""
+    fields = Fields(body)
+    items, salt = fields.take("prompts"), fields.text("cache_salt")
+    fields.refuse_unknown()
+    if not isinstance(items, list) or not items:
+        raise fields.error("prompts", "a list of prompts")
+    prefixes, salts = [], []
+    for index, item in enumerate(items):
+        own = Fields({"text": item} if isinstance(item, str) else item, f"prompts[{index}]")
+        prefixes.append(parse_prefix(own, f"prompts[{index}]"))
+        salts.append(own.text("cache_salt") or salt)
+        own.refuse_unknown()
+    return AnswerRequest(
+        kind="warm",
+        model=None,
+        prompts=(),
+        messages=(),
+        options=OptionValues(n=1, max_tokens=0),
+        stream=False,
+        include_usage=False,
+        return_token_ids=False,
+        prefixes=tuple(prefixes),
+        salts=tuple(salts),
+    )
+
+
+def parse_prefix(fields: Fields, purpose: str) -> Prefix:
+    """Read the prefix or prompt that a body is about: in one of four forms. purpose: for errors. Raises ApiError."""
+    given = [kind for kind in _PREFIX_KINDS if kind in fields]
+    if len(given) != 1:
+        raise ApiError(400, f"{purpose}: expected one of {', '.join(_PREFIX_KINDS)}, got {given or 'none'}")
+    if given == ["text"]:
+        return Prefix("text", fields.text("text"))
+    if given == ["system"]:
+        return Prefix("system", fields.text("system"))
+    if given == ["messages"]:
+        return Prefix("messages", parse_messages(fields.take("messages")))
+    value = fields.take("token_ids")
+    prompts = parse_prompts(value) if isinstance(value, list) else ()
+    if len(prompts) != 1 or isinstance(prompts[0], str):
+        raise fields.error("token_ids", "a list of token ids")
+    return Prefix("token_ids", prompts[0])
+
+
+def system_prefix(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens that all chats with this system prompt begin with.
+
+    That is what two chats have in common whose users say different things; so it holds for any template. Raises
+    ModelError and InvalidArgumentError. O(length).
+    """
+    chats: list[list[Message]] = [
+        [{"role": "system", "content": text}, {"role": "user", "content": question}] for question in ("a", "Z")
+    ]
+    one, other = (tokenizer.apply_chat_template(list(chat)) for chat in chats)
+    count = next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+    return one[:count]
 
 
 def parse_prompts(value: Any) -> tuple[Prompt, ...]:

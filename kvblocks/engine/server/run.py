@@ -1,6 +1,7 @@
 """Runs the server: from settings to a listening socket, and from a signal to a quiet end."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -15,13 +16,14 @@ from kvblocks.engine.run.runner import LoadedModel
 from kvblocks.engine.server.app import make_app
 from kvblocks.engine.server.service import Service
 from kvblocks.engine.server.settings import CacheSettings, ServerSettings
+from kvblocks.engine.tiers.building import DISK
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
 
 logger = logging.getLogger("kvblocks.server")
 
 
 def make_engine(model: LoadedModel, settings: CacheSettings) -> Engine:
-    """Return the engine that the settings describe. Raises InvalidArgumentError."""
+    """Return the engine that the settings describe. Raises InvalidArgumentError and DiskError."""
     engine = Engine(
         model,
         num_blocks=settings.num_blocks,
@@ -32,6 +34,10 @@ def make_engine(model: LoadedModel, settings: CacheSettings) -> Engine:
         attention=settings.attention,
         schedule=settings.schedule,
         num_history_blocks=settings.num_history_blocks if settings.prefix_caching else 0,
+        host_cache=settings.host_cache,
+        disk_cache=settings.disk_cache,
+        disk_cache_size=settings.disk_cache_size,
+        disk_cache_secret=settings.disk_cache_secret,
     )
     engine.limits = settings.limits
     return engine
@@ -45,7 +51,8 @@ def model_name(model: str) -> str:
 class KVBlocksServer(uvicorn.Server):
     """uvicorn's server, which on SIGTERM or Ctrl-C lets running requests finish, for a while, and then fails them.
 
-    on_ready: told the URL when it listens. A second signal fails them at once.
+    What is left of that while is for what tiers have to store. on_ready: told the URL when it listens. A second signal
+    fails requests at once, and drops what isn't being stored yet.
     """
 
     def __init__(self, service: Service, model: str, on_ready: Callable[[str], None] = lambda _: None) -> None:
@@ -86,10 +93,11 @@ class KVBlocksServer(uvicorn.Server):
 
     def stop(self, grace_s: float) -> None:
         """Take no more requests, and in `grace_s` seconds fail what is unfinished then. Any thread may call it."""
-        self._service.is_stopping = True
+        self._service.begin_stop(grace_s)
         self.should_exit = True
         if self._event_loop is not None:
-            self._event_loop.call_soon_threadsafe(self._event_loop.call_later, grace_s, self._service.fail_all)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be failed
+                self._event_loop.call_soon_threadsafe(self._event_loop.call_later, grace_s, self._service.fail_all)
 
     def _die(self) -> None:
         """The engine's thread has died: stop, and say so by the exit status."""
@@ -138,11 +146,15 @@ def serve(
             f"KV cache: {manager.num_blocks} blocks of {manager.block_size} tokens; prompt and answer of a request may"
             f" have {most} tokens together"
         )
-        server = KVBlocksServer(
-            Service(engine, settings, keep_reasons=cache.num_history_blocks > 0),
-            model_name(model),
-            lambda url: say(f"serving {model_name(model)} at {url}/v1"),
-        )
-        server.run(sockets=[listener])
+        for tier in manager.tiers:
+            found = f", {tier.num_cached_blocks} of them found in {cache.disk_cache}" if tier.name == DISK else ""
+            say(f"{tier.name} cache: {tier.num_blocks} blocks{found}")
+        service = Service(engine, settings, keep_reasons=cache.num_history_blocks > 0)
+        server = KVBlocksServer(service, model_name(model), lambda url: say(f"serving {model_name(model)} at {url}/v1"))
+        try:
+            server.run(sockets=[listener])
+        finally:
+            if not service.thread.is_alive:  # which has closed it, if it ever ran
+                engine.close(0.0)
     if server.has_died:
         raise KVBlocksError("the engine's thread has died: see the log above")

@@ -15,7 +15,7 @@ from typing import TypeVar
 from kvblocks.engine.completion import Piece
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.server.answer import Answer
-from kvblocks.engine.server.engine_thread import EngineThread, Item, Mark
+from kvblocks.engine.server.engine_thread import EngineThread, Item, Mark, Warmed
 from kvblocks.engine.server.errors import ApiError, stopping_error
 from kvblocks.engine.server.service_metrics import Outcome, ServiceMetrics
 from kvblocks.engine.server.settings import ServerSettings
@@ -50,8 +50,19 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self.thread.start()
 
+    def begin_stop(self, grace_s: float) -> None:
+        """Take no more requests. Those that run, and then what tiers have to store, get so many seconds from now.
+
+        Any thread may call it, again with fewer seconds too. The caller fails what is unfinished then.
+        """
+        self.is_stopping = True
+        self.thread.close_by = time.monotonic() + grace_s
+
     async def stop(self, timeout_s: float) -> bool:
-        """Fail what is unfinished, and end the engine's thread; return whether it did in time."""
+        """Fail what is unfinished, close the engine, and end its thread; return whether it did in time.
+
+        timeout_s: beside what is left of the grace period.
+        """
         self.is_stopping = True
         self.fail_all()
         return await asyncio.to_thread(self.thread.stop, timeout_s)
@@ -123,6 +134,10 @@ class Service:
                 pass  # it was dropped, or its time was over
             elif isinstance(item, Piece):
                 self._put(answer, item)
+            elif isinstance(item, Warmed):
+                answer.put_warmed(item.prompt_index, item.completion)
+                if answer.is_whole:
+                    self._end(answer, Outcome.FINISHED)
             else:
                 self._end(answer, Outcome.FAILED, item)
 

@@ -6,7 +6,7 @@ from enum import Enum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvblocks.engine.engine import Engine
-from kvblocks.engine.prometheus import KVBlocksCollector
+from kvblocks.engine.prometheus import KVBlocksCollector, OffloadCollector
 
 _PREFIX = "kvblocks_server"
 _TTFT_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -28,6 +28,8 @@ class ServiceMetrics:
     def __init__(self, engine: Engine, num_open: Callable[[], int]) -> None:
         registry = self._registry = CollectorRegistry()
         KVBlocksCollector(engine.metrics, registry=registry)
+        if engine.offload is not None:
+            OffloadCollector(engine.offload, registry=registry)
         self._outcomes = Counter(f"{_PREFIX}_requests", "Requests by how they ended.", ["outcome"], registry=registry)
         for outcome in Outcome:
             self._outcomes.labels(outcome.value)

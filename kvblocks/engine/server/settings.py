@@ -1,7 +1,8 @@
 """What `kvblocks serve` is told, checked together before a model is loaded: a wrong combination says why."""
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -9,12 +10,16 @@ from kvblocks.arguments import check_count, is_number
 from kvblocks.engine.run.memory import read_memory
 from kvblocks.engine.schedule.schedules import SCHEDULES
 from kvblocks.engine.schedule.step import StepLimits
+from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSettings:
-    """The engine's part. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them."""
+    """The engine's part. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them.
+
+    host_cache, disk_cache, disk_cache_size, disk_cache_secret: as `Engine` takes them.
+    """
 
     block_size: int = 16
     num_blocks: int | None = None
@@ -27,6 +32,10 @@ class CacheSettings:
     attention: str = "auto"
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
+    host_cache: float | str | None = None
+    disk_cache: str | Path | None = None
+    disk_cache_size: str | None = None
+    disk_cache_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_count("--block-size", self.block_size, 1)
@@ -47,12 +56,33 @@ class CacheSettings:
                 f"expected --schedule fcfs with --no-prefix-caching, since the other orders go by what is cached, got"
                 f" {self.schedule}"
             )
+        self._check_tiers()
         check_count("--max-num-seqs", self.max_num_seqs, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidArgumentError(
                 f"--max-num-batched-tokens: expected at least --max-num-seqs ({self.max_num_seqs}), since every running"
                 f" sequence needs room for one token in a step, got {self.max_num_batched_tokens}"
             )
+
+    def _check_tiers(self) -> None:
+        if self.disk_cache is None:
+            for flag, value in (("size", self.disk_cache_size), ("secret-file", self.disk_cache_secret)):
+                if value is not None:
+                    raise InvalidArgumentError(
+                        f"--disk-cache-{flag}: expected --disk-cache, the folder, with it; got none"
+                    )
+        if not self.prefix_caching and (self.host_cache, self.disk_cache) != (None, None):
+            got = "--disk-cache" if self.host_cache is None else "--host-cache"
+            raise InvalidArgumentError(
+                f"expected neither --host-cache nor --disk-cache with --no-prefix-caching, since they hold what is"
+                f" cached, got {got}"
+            )
+        TierOptions(
+            host_cache=self.host_cache,
+            disk_cache=self.disk_cache,
+            disk_cache_size=self.disk_cache_size,
+            disk_cache_secret=self.disk_cache_secret,
+        )
 
     @property
     def limits(self) -> StepLimits:
@@ -111,3 +141,18 @@ def parse_memory(text: str) -> float | str:
         return float(text) if "." in text else text
     except ValueError:
         return text
+
+
+def read_secret(file: Path | None, value: str | None) -> bytes | None:
+    """Return the secret that stands in a file, without the line's end, or else in the environment; None: in neither.
+
+    Raises InvalidArgumentError for a file that can't be read.
+    """
+    if file is None:
+        return value.encode("utf-8", "surrogateescape") if value else None
+    try:
+        return file.read_bytes().rstrip(b"\r\n")
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"--disk-cache-secret-file: expected a file that can be read, got {str(file)!r}: {error.strerror}"
+        ) from error

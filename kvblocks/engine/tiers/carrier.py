@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvblocks.engine.tiers.block_bytes import BlockBytes
+from kvblocks.tiers.disk import DiskError, DiskStats
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.transfer import Transfer
 
@@ -41,6 +42,10 @@ class Place(Protocol):
 
     def close(self) -> None:
         """End: no call comes any more."""
+
+    @property
+    def disk_stats(self) -> DiskStats | None:
+        """What a disk counted; None: it is none. Any thread may ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,7 @@ class Carrier:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ended: deque[Ended] = deque()
         self._is_open = True
+        self._is_hurried = False
         self._is_unsettled = False
         self._thread = threading.Thread(target=self._run, name=f"kvblocks-{name}", daemon=True)
         self._thread.start()
@@ -90,8 +96,17 @@ class Carrier:
             found.append(self._ended.popleft())
         return found
 
-    def close(self) -> None:
-        """Carry out what was begun, make it durable, and end. Waits for that. Nothing the second time."""
+    @property
+    def disk_stats(self) -> DiskStats | None:
+        """As `Place`."""
+        return self._place.disk_stats
+
+    def close(self, *, drops: bool = False) -> None:
+        """Make what was stored durable, and end. Waits for that, and does nothing the second time.
+
+        drops: transfers that are begun and not under way yet fail; else they are carried out.
+        """
+        self._is_hurried = self._is_hurried or drops
         if self._thread.is_alive():
             self._commands.put(self._stop)
             self._thread.join()
@@ -116,7 +131,9 @@ class Carrier:
         start = time.perf_counter()
         ok = False
         try:
-            ok = carry(transfer.slots, transfer.block_ids, identities, after)
+            ok = not self._is_hurried and carry(transfer.slots, transfer.block_ids, identities, after)
+        except DiskError:
+            pass  # the store counts it, and warns of it now and then
         except Exception:
             logger.exception("a %s of %d blocks failed in tier %r", kind, len(transfer.slots), self.name)
         seconds = time.perf_counter() - start
@@ -136,5 +153,7 @@ class Carrier:
     def _try(self, function: Callable[[], None]) -> None:
         try:
             function()
+        except DiskError:
+            pass  # as in `_carry`
         except Exception:
             logger.exception("tier %r could not remember what it holds", self.name)

@@ -10,17 +10,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvblocks.engine.tiers.carrier import Carrier
+from kvblocks.tiers.disk import DiskStats
 from kvblocks.tiers.tiers import Tiers
 from kvblocks.tiers.transfer import Loaded
 
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """What was moved between the device and a tier, by direction ("load", "store"): bytes, and the seconds it took."""
+    """What was moved between the device and a tier, by direction ("load", "store"): bytes, and the seconds it took.
+
+    Transfers that failed aren't in it. disk: what a disk counted itself, damage and failures; None: the tier is none.
+    """
 
     tier: str
     num_bytes: Mapping[str, int]
     seconds: Mapping[str, float]
+    disk: DiskStats | None = None
 
 
 class Offload:
@@ -38,7 +43,7 @@ class Offload:
     @property
     def has_work(self) -> bool:
         """Whether anything is on its way, or waits for that. O(tiers)."""
-        return self._tiers.is_busy
+        return not self._is_closed and self._tiers.is_busy
 
     def advance(self) -> list[Loaded]:
         """Tell what has ended, begin what can be begun, and return what became of loads. O(blocks that move)."""
@@ -56,22 +61,30 @@ class Offload:
     def traffic(self) -> list[TierTraffic]:
         """Return what was moved so far, by tier. Any thread may ask."""
         return [
-            TierTraffic(carrier.name, dict(carrier.num_bytes), dict(carrier.seconds))
+            TierTraffic(carrier.name, dict(carrier.num_bytes), dict(carrier.seconds), carrier.disk_stats)
             for carrier in self._carriers.values()
         ]
 
     def close(self, timeout_s: float) -> None:
-        """Store what waits for it, for so many seconds at most, make it durable, and end. Nothing the second time."""
+        """Store what waits for it, for so many seconds at most, make it durable, and end. Nothing the second time.
+
+        What isn't stored by then is dropped, except for transfers under way. Raises what the manager does, and has
+        ended all the same.
+        """
         if self._is_closed:
             return
-        self._is_closed = True
         end_s = time.monotonic() + timeout_s
-        self.advance()
-        while self.has_work and time.monotonic() < end_s:
-            self.wait(max(0.0, min(0.1, end_s - time.monotonic())))
+        is_done = False
+        try:
             self.advance()
-        for carrier in self._carriers.values():
-            carrier.close()
+            while self.has_work and time.monotonic() < end_s:
+                self.wait(max(0.0, min(0.1, end_s - time.monotonic())))
+                self.advance()
+            is_done = not self.has_work
+        finally:
+            self._is_closed = True
+            for carrier in self._carriers.values():
+                carrier.close(drops=not is_done)
 
     def _collect(self) -> list[Loaded]:
         self._something_ended.clear()

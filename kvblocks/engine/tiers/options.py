@@ -8,6 +8,7 @@ import torch
 from kvblocks.arguments import is_a
 from kvblocks.engine.run.memory import read_memory
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.tiers.sealing import LEAST_SECRET_BYTES
 
 DEFAULT_DISK_CACHE_SIZE = "8GiB"
 
@@ -18,7 +19,7 @@ class TierOptions:
 
     disk_cache: a folder for blocks, made if it isn't there; None: none. disk_cache_size: bytes that the folder may take
     in all, or a text such as "8GiB"; None: DEFAULT_DISK_CACHE_SIZE. disk_cache_secret: keys the checksums, so that who
-    can write to the folder can't plant KV. Raises InvalidArgumentError.
+    can write to the folder can't plant KV; at least 16 bytes. Raises InvalidArgumentError.
     """
 
     host_cache: float | str | None = None
@@ -42,8 +43,9 @@ class TierOptions:
             )
         read_memory(self.disk_bytes, torch.device("cpu"), "disk_cache_size")
         secret = self.disk_cache_secret
-        if secret is not None and (not isinstance(secret, bytes) or not secret):
-            raise InvalidArgumentError(f"disk_cache_secret: expected bytes, at least one, got {type(secret).__name__}")
+        if secret is not None and (not isinstance(secret, bytes) or len(secret) < LEAST_SECRET_BYTES):
+            got = len(secret) if isinstance(secret, bytes) else type(secret).__name__
+            raise InvalidArgumentError(f"disk_cache_secret: expected at least {LEAST_SECRET_BYTES} bytes, got {got}")
 
     @property
     def is_empty(self) -> bool:

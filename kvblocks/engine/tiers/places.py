@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvblocks.engine.tiers.block_bytes import BlockBytes, Row
-from kvblocks.tiers.disk import DiskStore
+from kvblocks.tiers.disk import DiskStats, DiskStore
 from kvblocks.tiers.identity import BlockIdentity
 
 
@@ -33,6 +33,11 @@ class HostPlace:
 
     def close(self) -> None:
         """The arena goes with this."""
+
+    @property
+    def disk_stats(self) -> DiskStats | None:
+        """None."""
+        return None
 
 
 class DiskPlace:
@@ -77,3 +82,8 @@ class DiskPlace:
     def close(self) -> None:
         """As `Place`."""
         self._store.close()
+
+    @property
+    def disk_stats(self) -> DiskStats | None:
+        """As `Place`."""
+        return self._store.stats

@@ -81,7 +81,8 @@ def test_the_command_prints_json_as_its_last_line(roomy_folder, capsys):
     assert code == 0
     assert "Without prefix caching" in error
     results = json.loads(output.splitlines()[-1])
-    assert results.keys() == {"model", "block_size", "requests", "ttft_speedup", "identical_output"}
+    assert results.keys() == {"model", "block_size", "requests", "ttft_speedup", "identical_output", "restart"}
+    assert results["restart"]["disk_tokens_after"] == results["restart"]["cached_tokens_after"] > 1000
     assert (results["model"], results["block_size"]) == (str(roomy_folder), 16)
     assert results["identical_output"] is True
     assert len(results["requests"]) == len(SUPPORT_DESK.questions) + 1

@@ -128,7 +128,7 @@ ARRIVALS = st.lists(
         {
             "at": st.integers(0, 15),
             "prompt": PROMPTS,
-            "max_tokens": st.integers(1, 10),
+            "max_tokens": st.integers(0, 10),
             "num_samples": st.sampled_from([1, 1, 1, 2, 4]),
             "lives": st.sampled_from([None, None, 0, 1, 3, 8]),
             "salt": st.sampled_from([None, None, "other"]),
@@ -160,7 +160,10 @@ class History:
         name = len(self.requests)
         deadline = None if lives is None else self.now + lives
         request = Request(Sequence((name, 0), prompt, salt=salt), max_tokens, deadline=deadline)
-        samples = [request, *(request.add_sample((name, number)) for number in range(1, num_samples))]
+        samples = [
+            request,
+            *(request.add_sample((name, number)) for number in range(1, num_samples if max_tokens else 1)),
+        ]
         try:
             self.scheduler.add(request)
         except PoolExhaustedError:
@@ -219,7 +222,8 @@ class History:
             if request.finish_reason == "length":
                 assert request.output_token_ids == expected
             else:
-                assert request.output_token_ids == expected[: request.num_output_tokens] != expected
+                assert request.output_token_ids == expected[: request.num_output_tokens]
+                assert request.num_output_tokens < max(1, request.max_tokens)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -12,7 +12,7 @@ from kvblocks.cli import app as cli
 from kvblocks.cli.client import ServerClient
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.server.arrivals import MAX_KEPT
-from kvblocks.engine.server.cache_api import system_prefix
+from kvblocks.engine.server.requests import system_prefix
 
 SYSTEM = "the cat is in the hat. " * 10
 QUESTION = "and the hen?"

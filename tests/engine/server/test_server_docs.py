@@ -13,7 +13,9 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "server.md").read_text(en
 URL = "http://127.0.0.1:8000"
 
 
-def test_the_guide_to_the_server_runs(tiny_folder, monkeypatch, capsys):
+def test_the_guide_to_the_server_runs(tiny_folder, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('"hello"\n{"system": "You are brief."}\n')
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 4
     commands = re.findall(r"^    kvblocks (cache .*)$", PAGE, re.MULTILINE)
@@ -34,7 +36,7 @@ def test_the_guide_to_the_server_runs(tiny_folder, monkeypatch, capsys):
 
 def test_the_flags_that_the_guide_names_exist(capsys):
     known = set()
-    for command in (["serve"], ["chat"], *(["cache", name] for name in ("stats", "pin", "explain"))):
+    for command in (["serve"], ["chat"], *(["cache", name] for name in ("stats", "pin", "explain", "warm"))):
         with pytest.raises(SystemExit):
             cli.main([*command, "--help"])
         known |= set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))

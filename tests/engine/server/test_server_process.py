@@ -1,8 +1,10 @@
 """The commands as users run them: processes of their own, signals, exit codes."""
 
+import json
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,6 +114,10 @@ def test_chat_in_process_until_the_input_ends(tiny_folder):
         (["--no-prefix-caching", "--schedule", "grouped"], "--schedule fcfs with --no-prefix-caching"),
         (["--kv-cache-memory", "lots"], "kv_cache_memory: expected bytes"),
         (["--kv-cache-memory", "1KB"], "kv_cache_memory: expected at least"),
+        (["--host-cache", "1KB"], "host_cache: expected at least"),
+        (["--disk-cache-size", "1GiB"], "--disk-cache-size: expected --disk-cache, the folder, with it; got none"),
+        (["--disk-cache-secret-file", "/no/such"], "--disk-cache-secret-file: expected a file that can be read"),
+        (["--disk-cache", "/dev/null"], "/dev/null: expected a folder to read and write"),
         (["--model", "nonsense"], "expected a known model (smollm2) or a Hugging Face folder, got 'nonsense'"),
         (["--host", "192.0.2.1", "--api-key", "k"], "expected a free address of this machine, got 192.0.2.1 port"),
     ],
@@ -142,3 +148,50 @@ def test_salt_is_for_servers(tiny_folder):
     with pytest.raises(SystemExit) as raised:
         cli.main(["chat", "--model", str(tiny_folder), "--salt", "a"])
     assert "expected --salt with --url only" in str(raised.value.code)
+
+
+def ask(url, prompt):
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, temperature=0)
+    return answer.choices[0].text, answer.usage.prompt_tokens_details
+
+
+@pytest.fixture(scope="module")
+def roomy_folder(tiny_folder, tmp_path_factory):
+    """The tiny model with room for more than 256 tokens, from which on a prompt is stored at once."""
+    folder = tmp_path_factory.mktemp("roomy") / "tiny"
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    return folder
+
+
+def test_what_a_killed_server_had_stored_is_found_by_the_next_one(roomy_folder, tmp_path, monkeypatch):
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef\n")
+    folder = ("--disk-cache", str(tmp_path / "disk"), "--disk-cache-size", "8MiB")
+    disk = (*folder, "--disk-cache-secret-file", str(secret))
+    prompt = [(7 * index) % 250 for index in range(300)]
+    with serving(roomy_folder, *disk) as (process, url, lines):
+        text, before = ask(url, prompt)
+        assert before.cached_tokens == 0
+        assert any(re.fullmatch(r"disk cache: \d+ blocks, 0 of them found in .*disk\n", line) for line in lines)
+        second = start("serve", "--model", str(roomy_folder), "--port", "0", "--num-blocks", "64", *disk)
+        output, error = second.communicate(timeout=60)
+        assert (second.returncode, output) == (1, "")
+        assert re.fullmatch(r"kvblocks: .*disk: expected a folder that nobody uses, got one of process \d+\n", error)
+        time.sleep(5)  # "at most the last seconds"
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(30) == -signal.SIGKILL
+    monkeypatch.setenv("KVBLOCKS_DISK_CACHE_SECRET", "0123456789abcdef")
+    with serving(roomy_folder, *folder) as (process, url, lines):
+        assert any(re.fullmatch(r"disk cache: \d+ blocks, 18 of them found in .*disk\n", line) for line in lines)
+        again, after = ask(url, prompt)
+        assert again == text
+        assert (after.cached_tokens, after.cached_tokens_by_tier) == (288, {"device": 0, "disk": 288})
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    monkeypatch.delenv("KVBLOCKS_DISK_CACHE_SECRET")
+    with serving(roomy_folder, *folder) as (process, url, lines):  # without the secret nothing of it is trusted
+        assert "emptied" in "".join(lines)
+        assert ask(url, prompt)[1].cached_tokens == 0

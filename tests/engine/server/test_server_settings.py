@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvblocks.engine.server.settings import CacheSettings, ServerSettings, is_loopback, parse_memory
+from kvblocks.engine.server.settings import CacheSettings, ServerSettings, is_loopback, parse_memory, read_secret
 from kvblocks.errors import InvalidArgumentError
 
 
@@ -17,12 +17,23 @@ from kvblocks.errors import InvalidArgumentError
         ({"block_size": 0}, ["--block-size", "got 0"]),
         ({"max_num_seqs": 0}, ["--max-num-seqs", "got 0"]),
         ({"num_history_blocks": -1}, ["--num-history-blocks", "got -1"]),
+        ({"host_cache": "lots"}, ["host_cache", "'lots'"]),
+        ({"host_cache": 1.5}, ["host_cache", "1.5"]),
+        ({"disk_cache": ""}, ["disk_cache", "a folder"]),
+        ({"disk_cache": "d", "disk_cache_size": "lots"}, ["disk_cache_size", "'lots'"]),
+        ({"disk_cache": "d", "disk_cache_size": "0.5"}, ["disk_cache_size", "'0.5'"]),
+        ({"disk_cache_size": "1GiB"}, ["--disk-cache-size", "--disk-cache", "got none"]),
+        ({"disk_cache_secret": bytes(16)}, ["--disk-cache-secret-file", "--disk-cache", "got none"]),
+        ({"disk_cache": "d", "disk_cache_secret": b"hush"}, ["disk_cache_secret", "at least 16 bytes", "got 4"]),
+        ({"disk_cache": "d", "prefix_caching": False}, ["--disk-cache", "--no-prefix-caching"]),
+        ({"host_cache": "1GiB", "prefix_caching": False}, ["--no-prefix-caching", "got --host-cache"]),
     ],
 )
 def test_wrong_settings_of_the_cache_say_why(settings, words):
     with pytest.raises(InvalidArgumentError) as raised:
         CacheSettings(**settings)
     assert all(word in str(raised.value) for word in ["expected", *words])
+    assert "hush" not in str(raised.value)  # a secret
 
 
 @pytest.mark.parametrize(
@@ -65,6 +76,17 @@ def test_loopback(host, expected):
 @pytest.mark.parametrize(("text", "memory"), [("2GiB", "2GiB"), ("0.5", 0.5), ("1.5 GB", "1.5 GB"), ("100", "100")])
 def test_memory_is_a_share_or_a_text(text, memory):
     assert parse_memory(text) == memory
+
+
+def test_a_secret_comes_from_a_file_or_the_environment(tmp_path):
+    file = tmp_path / "secret"
+    file.write_bytes(b"\xff in a file \r\n")
+    assert read_secret(file, None) == read_secret(file, "another") == b"\xff in a file "
+    assert read_secret(None, "schlüssel") == "schlüssel".encode()
+    assert read_secret(None, None) is read_secret(None, "") is None
+    assert "hush" not in repr(CacheSettings(disk_cache="d", disk_cache_secret=b"hush" * 4))
+    with pytest.raises(InvalidArgumentError, match=r"--disk-cache-secret-file: expected a file .* No such file"):
+        read_secret(tmp_path / "none", None)
 
 
 @pytest.mark.parametrize("memory", ["", "M", "-5M", "5X", "0", 0.0, 1.5, "five"])

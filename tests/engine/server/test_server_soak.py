@@ -190,7 +190,7 @@ class Soak:
         return "too long"
 
     async def administer(self):
-        what = self.random.choice(["stats", "pin", "explain", "reset", "list"])
+        what = self.random.choice(["stats", "pin", "explain", "reset", "list", "warm"])
         if what in {"stats", "list"}:
             status, text = await exchange(
                 self.url, b"", method="GET", path=f"/v1/cache/{'pins' if what == 'list' else 'stats'}"
@@ -200,6 +200,10 @@ class Soak:
             pin = {"text": text, "ttl_s": 0.05, "priority": self.random.choice([0, 50, 100])}
             status, text = await self.post(pin, path="/v1/cache/pins")
             status = 200 if status == 409 else status  # over the budget
+        elif what == "warm":
+            status, text = await self.post({"prompts": [self.random.choice(self.prompts)]}, path="/v1/cache/warm")
+            if status != 200:
+                return self.refused(status, text)
         else:
             body = {} if what == "reset" else {"text": self.random.choice(self.prompts)}
             status, text = await self.post(body, path=f"/v1/cache/{what}")
@@ -224,9 +228,13 @@ def fail_now_and_then(engine, chance, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(180 + MIN_SECONDS)
-def test_thousands_of_requests_with_everything_that_can_go_wrong(model, caplog):
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_thousands_of_requests_with_everything_that_can_go_wrong(model, caplog, tmp_path, has_tiers):
     caplog.set_level("CRITICAL", logger="kvblocks.server")  # hundreds of steps fail on purpose
-    cache = {"num_blocks": 40, "deterministic": True, "max_num_batched_tokens": 96, "max_num_seqs": 12}
+    tiers = (
+        {"host_cache": "256KiB", "disk_cache": str(tmp_path / "disk"), "disk_cache_size": "4MiB"} if has_tiers else {}
+    )
+    cache = tiers | {"num_blocks": 40, "deterministic": True, "max_num_batched_tokens": 96, "max_num_seqs": 12}
     limits = {"max_requests": 30, "max_body_bytes": MAX_BODY_BYTES}
     with running_server(model, cache=cache, **limits) as server:
         seen = fail_now_and_then(server.engine, 0.008, SEED)
@@ -256,6 +264,7 @@ def test_thousands_of_requests_with_everything_that_can_go_wrong(model, caplog):
     assert counts["step_failed"] > 0
     assert stats.num_evicted_blocks > 300
     assert stats.num_hit_tokens > 1000
+    assert all(tier.num_loaded_blocks > 0 for tier in manager.tiers)
 
 
 def test_tenants_never_see_each_others_prefixes(model):

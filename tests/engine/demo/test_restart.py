@@ -1,0 +1,88 @@
+"""The demo's last act on a tiny model: real processes, really killed."""
+
+import io
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvblocks.engine.demo import restart
+from kvblocks.engine.demo.restart import FirstAnswer, RestartReport, run_restart
+from kvblocks.engine.demo.script import DemoScript
+from kvblocks.errors import KVBlocksError
+
+SCRIPT = DemoScript("You answer for a shop that sells kettles. " * 12, ("Is it in?",), "And then?")
+ROOT = Path(__file__).resolve().parents[3]
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="a disk tier needs a POSIX system")
+
+
+@pytest.fixture(autouse=True)
+def processes_find_kvblocks(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
+    (tmp_path / "temp").mkdir()
+
+
+@pytest.fixture(scope="module")
+def roomy_folder(tiny_folder, tmp_path_factory):
+    """The tiny model with room for more than 256 tokens, from which on a prompt is stored at once."""
+    folder = tmp_path_factory.mktemp("roomy") / "model"
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    return folder
+
+
+def test_the_first_answer_after_a_kill_comes_from_the_disk(roomy_folder, tmp_path):
+    screen = io.StringIO()
+    report = run_restart(str(roomy_folder), Console(file=screen, width=200), script=SCRIPT)
+    assert report.is_identical
+    assert report.before.num_cached_tokens == report.before.num_disk_tokens == 0
+    assert report.before.num_prompt_tokens > 256
+    assert report.after.num_disk_tokens == report.after.num_cached_tokens
+    assert report.after.num_cached_tokens >= (report.after.num_prompt_tokens - 1) // 16 * 16
+    shown = screen.getvalue()
+    assert shown.count("> Is it in?") == 2
+    assert "[0 of " in shown
+    assert f"[{report.after.num_cached_tokens} of " in shown
+    assert "identical: yes" in shown
+    assert list((tmp_path / "temp").iterdir()) == []
+
+
+def test_an_engine_that_cannot_answer_ends_the_act(tmp_path, capfd):
+    with pytest.raises(KVBlocksError, match="expected an answer from the demo's engine, got its end with status 1"):
+        run_restart("/no/such/folder", Console(file=io.StringIO()), script=SCRIPT)
+    assert "/no/such/folder" in capfd.readouterr().err
+    assert list((tmp_path / "temp").iterdir()) == []
+
+
+def test_an_interrupt_leaves_no_process_and_no_folder(monkeypatch, tmp_path):
+    killed = []
+
+    class Process(restart.subprocess.Popen):
+        def kill(self):
+            super().kill()
+            killed.append(self)
+
+    def interrupt(order):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(restart.subprocess, "Popen", Process)
+    monkeypatch.setattr(restart.json, "dumps", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_restart("smollm2", Console(file=io.StringIO()), script=SCRIPT)
+    (process,) = killed
+    assert process.returncode is not None
+    assert list((tmp_path / "temp").iterdir()) == []
+
+
+def test_a_difference_is_told():
+    one = FirstAnswer("a", [1], 10, 0, 0, 1.0)
+    other = FirstAnswer("a", [2], 10, 8, 8, 0.5)
+    assert not RestartReport(one, other).is_identical
+    assert RestartReport(one, other).to_json()["identical_output"] is False
