@@ -7,9 +7,8 @@ computed only when somebody asks for a block's identity.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node
-from kvblocks.core.hashing import sha256_digest
 from kvblocks.core.pool import BlockPool
-from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
+from kvblocks.core.prefix_index import ExtraKeys
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.rates import Rate
 from kvblocks.tiers.tier import Tier, TierStats
@@ -24,7 +23,8 @@ class TierPool:
     that is persistent.
     """
 
-    def __init__(self, tier: Tier, block_size: int, max_storing: int) -> None:
+    def __init__(self, tier: Tier, pool: BlockPool, max_storing: int) -> None:
+        """pool: its slots, and the map of what they hold."""
         self.rate = Rate(tier.bytes_per_second)
         self.wishes = Wishes()
         self.storing: dict[KVCacheBlock, None] = {}
@@ -34,11 +34,12 @@ class TierPool:
         self.stores_reused = tier.store == "reused"
         self.stores_computed = tier.store == "computed"
         self.min_store_tokens: int | None = tier.min_store_tokens
+        self.window_store_tokens: int | None = tier.window_store_tokens
         self.max_transfer_blocks: int = tier.max_transfer_blocks
         self.is_persistent: bool = tier.is_persistent
         self.changes: dict[int, BlockIdentity | None] = {}
-        self.index = PrefixIndex(block_size, sha256_digest)
-        self.pool = BlockPool(tier.num_blocks, self.index)
+        self.pool = pool
+        self.index = pool.index
         self.num_stored_blocks = self.num_loaded_blocks = self.num_failed_blocks = self.num_dropped_blocks = 0
 
     def match(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, max_blocks: int) -> list[KVCacheBlock]:
