@@ -25,7 +25,9 @@ from kvblocks import (
     TierHit,
     Transfer,
 )
-from model.kv_memory import GARBAGE, KVMemory
+from kvblocks.tiers.grouped.hit import GroupTierHit
+from model.kv_memory import GARBAGE
+from model.tier_memory import TierMemory
 
 MAX_TOKENS = 24
 MAX_RUNNING = 4
@@ -43,12 +45,13 @@ class Moving:
 class TierMachine:
     """Random operations on a manager of tiers. `walk` makes so many, and checks after each."""
 
-    def __init__(self, seed: int, num_blocks: int, block_size: int, tiers: list[Tier], **options: Any) -> None:
+    def __init__(self, seed: int, num_blocks: int, block_size: int | None, tiers: list[Tier], **options: Any) -> None:
         self.random = random.Random(seed)
         self.manager = KVCacheManager(num_blocks, block_size, tiers=tiers, **options)
         first = self.manager.first_block_id
-        self.memory = KVMemory(first + num_blocks, self.manager.groups, block_size)
-        self.below = {tier.name: [[GARBAGE] * block_size for _ in range(tier.num_blocks)] for tier in tiers}
+        self.memory = TierMemory(first + num_blocks, self.manager.groups, self.manager.block_size)
+        self.garbage = [GARBAGE] * max(group.block_size for group in self.manager.groups)
+        self.below = {tier.name: [list(self.garbage) for _ in range(tier.num_blocks)] for tier in tiers}
         self.running: list[kvblocks.Sequence] = []
         self.waiting: list[kvblocks.Sequence] = []
         self.moving: list[Moving] = []
@@ -125,13 +128,39 @@ class TierMachine:
         size, position = self.manager.block_size, len(hit.blocks) * self.manager.block_size
         numbers = self.memory.chain(sequence.salt, sequence.lora, sequence.token_ids(), sequence.extra_keys)
         for load in loads:
-            assert load.first_token == position and load.num_tokens > 0
-            for index, slot in enumerate(load.prefix):
-                expected = numbers[index * size : (index + 1) * size]
-                assert self.below[load.tier][slot.block_id] == expected, f"{load}: wrong KV at {index}"
+            assert load.first_token == position and load.num_tokens > 0 and load.num_bytes > 0
+            if not isinstance(load, GroupTierHit):
+                for index, slot in enumerate(load.prefix):
+                    expected = numbers[index * size : (index + 1) * size]
+                    assert self.below[load.tier][slot.block_id] == expected, f"{load}: wrong KV at {index}"
+            else:
+                self.check_pieces(load, numbers)
             position += load.num_tokens
         assert not loads or position < sequence.num_tokens
         self.count("found below", bool(loads))
+
+    def check_pieces(self, load: GroupTierHit, numbers: list[int]) -> None:
+        """What a load of several groups finds, on the device and below, holds what a start behind it sees."""
+        groups, end = self.manager.groups, load.first_token + load.num_tokens
+        of_table = [side_group.group for side_group in load.layout.side_groups] + [load.layout.primary]
+        found: dict[tuple[int, int], list[int]] = {}
+        for table, index, pool, slot in load.pieces:
+            found[of_table[table], index] = self.below[pool.name][slot.block_id]
+        hit = load.loading_hit(load.hit)
+        assert not load.pieces or sum(pool.num_block_bytes for _, _, pool, _ in load.pieces) == load.num_all_bytes
+        self.count("pieces of windows alone", all(table < len(of_table) - 1 for table, _, _, _ in load.pieces))
+        for index, block in enumerate([*hit.blocks, *hit.more]):
+            found[load.layout.primary, index] = self.memory.then[block.block_id]
+        for side_group, (first, blocks) in zip(load.layout.side_groups, hit.mixed, strict=True):
+            for index, held in enumerate(blocks, first):
+                if held is not None:
+                    found[side_group.group, index] = self.memory.then[held.block_id]
+        for group, spec in enumerate(groups):
+            first_seen = 0 if spec.window is None else max(0, end - spec.window + 1)
+            for index in range(first_seen // spec.block_size, -(-end // spec.block_size)):
+                expected = numbers[index * spec.block_size : (index + 1) * spec.block_size]
+                held = found[group, index][: spec.block_size]
+                assert held == self.memory.in_group(group, expected), f"{load}: wrong KV in group {group} at {index}"
 
     def do_start(self) -> None:
         if not self.waiting or len(self.running) >= MAX_RUNNING:
@@ -164,12 +193,15 @@ class TierMachine:
             return
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        self.schedule()
         if loads:
             self.count("loads")
+            self.count("loads of two tiers", len(loads) > 1)
             first = loads[0].first_token
             self.waits_from[sequence] = first
-            self.memory.begin_load(sequence, first, first + num_loaded)
+            self.memory.wait(sequence, first)
+        self.schedule()
+        if loads:
+            assert sequence.num_computed_tokens >= hit.num_tokens + num_loaded
             assert self.manager.tiers.is_loading(sequence)
 
     def pick(self, *, loading: bool | None = None) -> kvblocks.Sequence | None:
@@ -206,7 +238,7 @@ class TierMachine:
             self.prepare(sequence)
         batch = [s for s in batch if s in self.running]
         if batch:
-            self.manager.append_step(batch, [self.random.randrange(2) for _ in batch])
+            self.manager.append_group_step(batch, [self.random.randrange(2) for _ in batch])
             self.schedule()
 
     def do_cache_blocks(self) -> None:
@@ -250,8 +282,13 @@ class TierMachine:
             return
         if sequence in self.waits_from:
             self.count("back while loading")
-        self.memory.cancel(sequence, end)
-        call()
+        try:
+            call()
+        except SequenceStateError:
+            assert self.memory.has_windows
+            self.count("too far back")
+            return
+        self.memory.cancel(sequence, min(end, sequence.num_computed_tokens))
         self.went_back(sequence)
         self.abort_lost()
 
@@ -331,6 +368,8 @@ class TierMachine:
                 self.do_take_transfers()
                 self.answer(self.random.choice(self.moving))
             self.step()
+        elif self.memory.has_windows and sequence not in self.waits_from and sequence in self.memory.unwritten:
+            self.step()
 
     def do_step(self) -> None:
         self.step()
@@ -366,7 +405,8 @@ class TierMachine:
 
     def do_evict_blocks(self) -> None:
         """Some KV turns out to be bad, on the device and wherever it was stored: nobody finds it any more."""
-        used = {block_id for sequence in self.running for block_id in sequence.block_ids}
+        tables = [table for sequence in self.running for table in self.manager._slots.tables(sequence)]
+        used = {block.block_id for table in tables for block in table}
         used |= {block_id for _, contents in self.holds for block_id in contents}
         bad = [block for block in self.manager.blocks if block.is_cached and block.block_id not in used]
         if not bad:
@@ -376,11 +416,11 @@ class TierMachine:
         content = self.memory.now[block.block_id]
         good = {key for key, block_id in self.storing.items() if block_id != block.block_id}  # of another block
         for name, slots in self.below.items():
-            for slot in [number for number, held in enumerate(slots) if held == content]:
+            for slot in [number for number, held in enumerate(slots) if self.memory.is_same(content, held)]:
                 if (name, slot) not in good:
-                    slots[slot] = [GARBAGE] * self.manager.block_size
+                    slots[slot] = list(self.garbage)
                     self.spoil_loads(name, slot)
-        self.memory.now[block.block_id] = [GARBAGE] * self.manager.block_size
+        self.memory.now[block.block_id] = list(self.garbage)
         self.memory.project()
         self.manager.evict_blocks([block.block_id])
 
@@ -391,7 +431,7 @@ class TierMachine:
             if transfer.is_load and moving.is_done and transfer.tier == tier:
                 for block_id, slot in zip(transfer.block_ids, transfer.slots, strict=True):
                     if slot == bad:
-                        self.memory.now[block_id] = [GARBAGE] * self.manager.block_size
+                        self.memory.now[block_id] = list(self.garbage)
 
     # Who else holds blocks.
 
@@ -425,7 +465,8 @@ class TierMachine:
             self.keep(self.manager.holds.read(sequence))
 
     def keep(self, hold: BlockHold) -> None:
-        self.holds.append((hold, {block_id: list(self.memory.now[block_id]) for block_id in hold.block_ids}))
+        ids = {block.block_id for table in hold.tables for block in table}
+        self.holds.append((hold, {block_id: list(self.memory.now[block_id]) for block_id in ids}))
 
     def do_release(self) -> None:
         if self.holds:
@@ -474,7 +515,9 @@ class TierMachine:
 
     def answer(self, moving: Moving) -> None:
         transfer = moving.transfer
-        is_damaged = transfer.is_load and any(GARBAGE in self.below[transfer.tier][slot] for slot in transfer.slots)
+        is_damaged = transfer.is_load and any(
+            self.memory.is_garbage(self.below[transfer.tier][slot]) for slot in transfer.slots
+        )
         ok = self.random.random() < 0.85 and not is_damaged  # who loads looks at what he loads
         if ok:
             self.move(moving)
@@ -497,9 +540,9 @@ class TierMachine:
         is_damaged = not transfer.is_load or self.random.random() < 0.5
         for block_id, slot in zip(transfer.block_ids, transfer.slots, strict=True):
             if transfer.is_load:
-                self.memory.now[block_id] = [GARBAGE] * self.manager.block_size
+                self.memory.now[block_id] = list(self.garbage)
             if is_damaged:
-                self.below[transfer.tier][slot] = [GARBAGE] * self.manager.block_size
+                self.below[transfer.tier][slot] = list(self.garbage)
         self.memory.project()
 
     def end_load(self, loaded: Loaded) -> None:

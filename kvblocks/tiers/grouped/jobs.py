@@ -32,7 +32,7 @@ def moved_prefix(sequence: Sequence, load: GroupTierHit) -> GroupPrefix:
 class GroupLoadJob(LoadJob):
     """A `LoadJob` of several groups: of its pieces `first` to the end are moved, the primary group's before the others.
 
-    end: token at which it ends. A sequence that goes back before that waits for it no more. relied_on: the device's
+    end_token: at which it ends. A sequence that goes back before that waits for it no more. relied_on: the device's
     cached blocks in the tables, and where they are cached: if one of those is taken back, nothing here is good.
     """
 
@@ -49,7 +49,7 @@ class GroupLoadJob(LoadJob):
             parts += [(pool, chain[0]), (pool, side)]
         super().__init__(sequence, prefix, num_held, [slot for _, _, _, slot in pieces], pools, parts)
         self.start = start
-        self.end = load.first_token + load.num_tokens
+        self.end_token = load.first_token + load.num_tokens
         self._layout = load.layout
         self._epoch = epoch
         sizes = [*[side_group.block_size for side_group in self._layout.side_groups], self._layout.block_size]
@@ -90,7 +90,7 @@ class GroupLoadJob(LoadJob):
         arrived, alignment = self.has_arrived(also), self._layout.alignment
         late = [start for start, has_arrived in zip(self._piece_starts, arrived, strict=True) if not has_arrived]
         if not late:
-            return self.end
+            return self.end_token
         end = min(late) // alignment * alignment
         for side_group, first in zip(self._layout.side_groups, self._first_needed, strict=True):
             if side_group.first_needed(end) < first:
@@ -99,7 +99,7 @@ class GroupLoadJob(LoadJob):
 
     def waits_behind(self, sequence: Sequence, end: int) -> bool:  # noqa: ARG002  # all that wait have all
         """Whether a sequence has a block of this job behind token `end`. O(1)."""
-        return end < self.end
+        return end < self.end_token
 
 
 class GroupStoreJob(StoreJob):

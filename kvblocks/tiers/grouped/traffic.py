@@ -69,7 +69,7 @@ class GroupTraffic(Traffic):
     def note_cut(self, sequence: Sequence) -> None:
         """Take note that a sequence went back: if into what it loads, to where that begins. It waits no more."""
         job = self._loading.get(sequence)
-        if isinstance(job, GroupLoadJob) and sequence.num_computed_tokens < job.end:
+        if isinstance(job, GroupLoadJob) and sequence.num_computed_tokens < job.end_token:
             self.leave(sequence)
 
     def note_bad(self, blocks: list[KVCacheBlock]) -> None:
