@@ -62,6 +62,7 @@ class TierMachine:
         self.pins: list[Pin] = []
         self.holds: list[tuple[BlockHold, dict[int, list[int]]]] = []
         self.num_made = 0
+        self.num_prompts = 5 if len(self.manager.groups) == 1 else 2  # windows are hit where prompts end alike
         self.counts: dict[str, int] = {}
         names = [name for name in dir(self) if name.startswith("do_")]
         self._operations = [name for name in names for _ in range(WEIGHTS.get(name, 2))]
@@ -79,11 +80,11 @@ class TierMachine:
     # Sequences.
 
     def do_new(self) -> None:
-        chosen = random.Random(self.random.randrange(5))  # of few prompts, so that they come again
+        chosen = random.Random(self.random.randrange(self.num_prompts))  # of few, so that they come again
         tokens = [chosen.randrange(2) for _ in range(self.random.randint(8, 20))]
         salt = self.random.choice([None] * 7 + ["salt"])
         spans = []
-        if self.random.random() < 0.3:
+        if self.random.random() < 0.06 * self.num_prompts:
             start = self.random.randrange(len(tokens))
             spans = [(start, self.random.randint(start + 1, len(tokens)), "image")]
         self.add(tokens, salt, spans)
@@ -203,6 +204,17 @@ class TierMachine:
         if loads:
             assert sequence.num_computed_tokens >= hit.num_tokens + num_loaded
             assert self.manager.tiers.is_loading(sequence)
+
+    def do_crowd(self) -> None:
+        """A sequence that comes and is dropped takes what was cached on the device with it."""
+        self.schedule()
+        room = self.manager.num_free_blocks * self.manager.block_size // len(self.manager.groups)
+        num_tokens = self.random.randint(1, max(1, room))
+        self.num_made += 1
+        crowd = kvblocks.Sequence(self.num_made, [7] * num_tokens)
+        if self.manager.allocate_slots(crowd, delay_cache_blocks=True) is not None:
+            self.count("crowds")
+            self.manager.abort(crowd, 0)
 
     def pick(self, *, loading: bool | None = None) -> kvblocks.Sequence | None:
         found = [s for s in self.running if loading is None or (s in self.waits_from) == loading]
@@ -611,6 +623,8 @@ WEIGHTS = {
     "do_move": 8,
     "do_answer": 24,
     "do_reset": 1,
+    "do_crowd": 3,
+    "do_evict_blocks": 1,
     "do_pin": 1,
     "do_quota": 1,
 }

@@ -47,7 +47,7 @@ def make_machine(seed: int, *, debug: bool = False, is_grouped: bool = False) ->
             100,
             store=chosen.choice(kinds),
             min_store_tokens=chosen.choice([None, 8]),
-            window_store_tokens=chosen.choice([None, 3, 8]) if is_grouped else None,
+            window_store_tokens=chosen.choice([None, 1, 2, 8]) if is_grouped else None,
             max_transfer_blocks=chosen.choice([1, 2, 32]),
         )
         tiers.append(tier)
@@ -56,7 +56,7 @@ def make_machine(seed: int, *, debug: bool = False, is_grouped: bool = False) ->
     num_slots = chosen.choice([28, 40, 64])
     if not is_grouped:
         return TierMachine(seed, num_slots // block_size, block_size, tiers, **options)
-    num_blocks = sum(num_slots // group.block_size for group in groups)
+    num_blocks = sum(min(num_slots, 24 + (group.window or 40)) // group.block_size for group in groups)
     return TierMachine(seed, num_blocks, None, tiers, groups=groups, **options)
 
 
