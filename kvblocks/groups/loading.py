@@ -11,7 +11,7 @@ from kvblocks.groups.hit import GroupHit, Tables
 from kvblocks.groups.index import GroupIndex
 
 Mixed = list[tuple[int, list[KVCacheBlock | None]]]
-"""By `layout.side_groups`: the first index of its table that a start needs, and the blocks from there, None: to load."""
+"""By `layout.side_groups`: the first index of its table that a start needs, and the blocks from there; None: loaded."""
 
 
 class LoadingHit(GroupHit):
@@ -26,7 +26,7 @@ class LoadingHit(GroupHit):
     def __init__(
         self, sequence: Sequence, hit: GroupHit | None, source: HitSource, index: GroupIndex, held: list[KVCacheBlock]
     ) -> None:
-        """hit: of the sequence; None: of nothing. held: the primary group's cached blocks up to the end of the loads."""
+        """hit: of the sequence; None: of nothing. held: the primary group's cached blocks up to the loads' end."""
         num_sides = len(index.layout.side_groups)
         if hit is None:
             super().__init__(sequence, [], [(0, []) for _ in range(num_sides)], 0, index, source)

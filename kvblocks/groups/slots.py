@@ -32,7 +32,6 @@ from kvblocks.groups.need import Need, keep_for_last
 from kvblocks.groups.pool import GroupPool
 from kvblocks.groups.tables import GroupTables, tables_of
 
-
 GAP = KVCacheBlock(-1)
 """Stands in a new table for a block that is taken at once."""
 
@@ -90,7 +89,7 @@ class GroupSlots(SlotAllocator):
                 table.begin(first, blocks)
                 touched += blocks
         num_hit = 0 if found is None else len(found.blocks)
-        in_pool = held + [*dict.fromkeys(touched)] if self._group_pool.anchors is None else touched
+        in_pool = [*held, *dict.fromkeys(touched)] if self._group_pool.anchors is None else touched
         sequence.owner = sequence.tail_owner = self._manager  # first: what is left half done is nobody else's
         sequence.side_tables = tables
         sequence.blocks += held

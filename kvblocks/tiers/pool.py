@@ -7,8 +7,9 @@ computed only when somebody asks for a block's identity.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node
+from kvblocks.core.hashing import sha256_digest
 from kvblocks.core.pool import BlockPool
-from kvblocks.core.prefix_index import ExtraKeys
+from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.rates import Rate
 from kvblocks.tiers.tier import Tier, TierStats
@@ -23,8 +24,8 @@ class TierPool:
     that is persistent.
     """
 
-    def __init__(self, tier: Tier, pool: BlockPool, max_storing: int) -> None:
-        """pool: its slots, and the map of what they hold."""
+    def __init__(self, tier: Tier, block_size: int, max_storing: int, pool: BlockPool | None = None) -> None:
+        """pool: its slots, and the map of what they hold; None: those of one group."""
         self.rate = Rate(tier.bytes_per_second)
         self.wishes = Wishes()
         self.storing: dict[KVCacheBlock, None] = {}
@@ -38,8 +39,9 @@ class TierPool:
         self.max_transfer_blocks: int = tier.max_transfer_blocks
         self.is_persistent: bool = tier.is_persistent
         self.changes: dict[int, BlockIdentity | None] = {}
-        self.pool = pool
-        self.index = pool.index
+        made = PrefixIndex(block_size, sha256_digest) if pool is None else pool.index
+        self.index: PrefixIndex = made
+        self.pool: BlockPool = BlockPool(tier.num_blocks, made) if pool is None else pool
         self.num_stored_blocks = self.num_loaded_blocks = self.num_failed_blocks = self.num_dropped_blocks = 0
 
     def match(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, max_blocks: int) -> list[KVCacheBlock]:

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, SupportsFloat, SupportsIndex, get_args
+from typing import Any, Literal, SupportsFloat, SupportsIndex, get_args
 
 from kvblocks.arguments import Flag, check_count, check_flag, check_number, check_text, is_a, listed, plain_text, wrong
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.kinds import Group
 from kvblocks.tiers.rates import MOST_NUMBER
 
 StoreWhen = Literal["computed", "freed", "reused"]
@@ -91,7 +90,7 @@ class TierStats:
     num_moving_blocks: int
 
 
-def check_tiers(tiers: Iterable[Tier], groups: Iterable[Group], *, enable_caching: bool) -> tuple[Tier, ...]:
+def check_tiers(tiers: Iterable[Tier], groups: Iterable[Any], *, enable_caching: bool) -> tuple[Tier, ...]:
     """Return a manager's tiers. groups: of its layers; none: one of full attention. Raises InvalidArgumentError."""
     given = tuple(listed("tiers", "an iterable of Tier", tiers))
     for tier in given:
@@ -109,4 +108,6 @@ def check_tiers(tiers: Iterable[Tier], groups: Iterable[Group], *, enable_cachin
         raise InvalidArgumentError(f"tiers: expected a group of full attention, got {items}")
     if not all(group.is_cached for group in items):
         raise InvalidArgumentError(f"tiers: expected groups that are all cached (is_cached=True), got {items}")
+    if len(items) > 1 and any(tier.is_persistent for tier in given):
+        raise InvalidArgumentError(f"tiers: expected one group for a tier that is persistent, got {items}")
     return given

@@ -14,10 +14,7 @@ from typing import Any
 from kvblocks.arguments import is_a, listed, wrong
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.change import Changeable
-from kvblocks.core.hashing import sha256_digest
 from kvblocks.core.hit import CacheHit
-from kvblocks.core.pool import BlockPool
-from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import Commit, SlotAllocator
 from kvblocks.errors import InvalidArgumentError, SequenceStateError, StaleHitError
@@ -54,7 +51,7 @@ class Traffic:
         self.index = slots.pool.index
         self._block_size = self.index.block_size
         most = max(1, len(slots.pool.blocks) // (STORING_SHARE * max(1, len(tiers))))
-        self.pools = [TierPool(tier, self._make_pool(tier.num_blocks), most) for tier in tiers]
+        self.pools = [self._make_pool(tier, most) for tier in tiers]
         self._queue: dict[Transfer, Job] = {}  # loads that nobody knows of yet
         self._begun: dict[Transfer, Job] = {}
         self._jobs: dict[Job, None] = {}
@@ -118,9 +115,7 @@ class Traffic:
             return []
         job.note_lost(self.index.epoch)
         also = transfer if ok else None
-        ends = {
-            sequence: min(job.end_in(sequence, also), sequence.num_computed_tokens) for sequence in job.sequences
-        }
+        ends = {sequence: min(job.end_in(sequence, also), sequence.num_computed_tokens) for sequence in job.sequences}
         return [
             self._slots.prepare_commit(sequence, end)
             for sequence, end in ends.items()
@@ -313,9 +308,9 @@ class Traffic:
 
     # What these are made of, and several groups do otherwise.
 
-    def _make_pool(self, num_blocks: int) -> BlockPool:
+    def _make_pool(self, tier: Tier, max_storing: int) -> TierPool:
         """Return a tier's slots."""
-        return BlockPool(num_blocks, PrefixIndex(self._block_size, sha256_digest))
+        return TierPool(tier, self._block_size, max_storing)
 
     def _is_stored(self, load: TierHit) -> bool:
         """Whether what a lookup found is stored still. O(1) while nothing left the tier."""

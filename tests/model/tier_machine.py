@@ -15,6 +15,7 @@ import kvblocks
 from kvblocks import (
     BlockHold,
     CacheHit,
+    KVCacheBlock,
     KVCacheManager,
     Loaded,
     Pin,
@@ -25,6 +26,7 @@ from kvblocks import (
     TierHit,
     Transfer,
 )
+from kvblocks.groups.tables import GroupTables
 from kvblocks.tiers.grouped.hit import GroupTierHit
 from model.kv_memory import GARBAGE
 from model.tier_memory import TierMemory
@@ -417,8 +419,7 @@ class TierMachine:
 
     def do_evict_blocks(self) -> None:
         """Some KV turns out to be bad, on the device and wherever it was stored: nobody finds it any more."""
-        tables = [table for sequence in self.running for table in self.manager._slots.tables(sequence)]
-        used = {block.block_id for table in tables for block in table}
+        used = {block.block_id for sequence in self.running for block in self.blocks_of(sequence)}
         used |= {block_id for _, contents in self.holds for block_id in contents}
         bad = [block for block in self.manager.blocks if block.is_cached and block.block_id not in used]
         if not bad:
@@ -435,6 +436,13 @@ class TierMachine:
         self.memory.now[block.block_id] = list(self.garbage)
         self.memory.project()
         self.manager.evict_blocks([block.block_id])
+
+    def blocks_of(self, sequence: kvblocks.Sequence) -> list[KVCacheBlock]:
+        """All that a sequence holds, also in case that its loads fail."""
+        held = [block for group in range(len(self.manager.groups)) for block in sequence.group_blocks(group)]
+        if isinstance(sequence.side_tables, GroupTables) and sequence.side_tables.fallback is not None:
+            held += [block for _, blocks in sequence.side_tables.fallback.tables for block in blocks]
+        return [block for block in held if block is not None]
 
     def spoil_loads(self, tier: str, bad: int) -> None:
         """What was loaded of a bad slot, and not answered yet, is bad as well."""

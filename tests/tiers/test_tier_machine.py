@@ -1,6 +1,7 @@
 """Random walks of the memory machine with tiers: no hit on unwritten or foreign bytes, no leak, no lost hold.
 
-`python tests/tiers/test_tier_machine.py FIRST END STEPS [groups]` walks from other seeds, as many and as long as you like.
+`python tests/tiers/test_tier_machine.py FIRST END STEPS [groups]` walks from other seeds, as many and as long as you
+like; with several groups, if you say so.
 """
 
 import random

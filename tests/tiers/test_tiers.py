@@ -14,9 +14,6 @@ from kvblocks import (
     StaleHitError,
     Tier,
 )
-from kvblocks.core.hashing import sha256_digest
-from kvblocks.core.pool import BlockPool
-from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.tiers.pool import TierPool
 
 PROMPT = range(40)  # ten blocks of four tokens
@@ -146,7 +143,7 @@ def test_what_a_reset_forgot_is_not_stored():
 
 
 def test_a_prefix_is_dropped_whoever_holds_it():
-    pool = TierPool(Tier("host", 4, 100), BlockPool(4, PrefixIndex(4, sha256_digest)), 1)
+    pool = TierPool(Tier("host", 4, 100), 4, 1)
     tokens = array("I", range(4))
     for _ in range(2):
         blocks = pool.pool.take(1)

@@ -3,7 +3,6 @@
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hit import CacheHit
 from kvblocks.groups.hit import GroupHit
-from kvblocks.groups.layout import GroupLayout
 from kvblocks.groups.loading import LoadingHit, Mixed
 from kvblocks.tiers.grouped.places import Found, Place
 from kvblocks.tiers.pool import TierPool
@@ -17,7 +16,8 @@ class GroupTierHit(TierHit):
     """A `TierHit` of several groups.
 
     num_bytes: what a load of this and the parts before it moves, less what one of those alone would; so their sum is
-    what is moved. pieces: all that is moved then, the primary group's blocks first. places: the device's blocks of the
+    what is moved. pieces: all that is moved then, the primary group's blocks first; prefix: its tier's slots of those.
+    places: the device's blocks of the
     primary group that a load relies on, and those of the tiers.
     """
 
@@ -55,15 +55,17 @@ class GroupTierHit(TierHit):
             for index, (place_number, block) in enumerate(found, number):
                 if place_number:
                     self.pieces.append((table, index, pools[place_number - 1], block))
+        self.prefix = [slot for _, _, pool, slot in self.pieces if pool is self.pool]
         self.num_all_bytes = sum([pool.num_block_bytes for _, _, pool, _ in self.pieces])
         self.num_bytes = self.num_all_bytes - (0 if before is None else before.num_all_bytes)
         self.before = before
 
     def seconds(self) -> float:
         """Return how much longer the load is expected to take with this part than without it. O(blocks)."""
-        return self._all_seconds() - (0.0 if self.before is None else self.before._all_seconds())
+        return self.all_seconds() - (0.0 if self.before is None else self.before.all_seconds())
 
-    def _all_seconds(self) -> float:
+    def all_seconds(self) -> float:
+        """Return how long a load of this and the parts before it is expected to take. O(blocks)."""
         return sum([pool.num_block_bytes * pool.rate.seconds_a_unit for _, _, pool, _ in self.pieces])
 
     def is_there(self) -> bool:

@@ -68,8 +68,9 @@ class GroupLoadJob(LoadJob):
     def note_lost(self, epoch: Epoch) -> None:
         """Take note of what was taken back. A sequence that was renewed since goes back: what it relied on is gone."""
         self.note_forgotten()
-        if self._epoch is not epoch and any([sequence.epoch is epoch for sequence in self.sequences]):
-            self.num_good = 0
+        for sequence in self.sequences:
+            if sequence.epoch is epoch is not self._epoch:
+                self.num_good = 0
 
     def note_bad(self, index: int) -> None:
         """Take note that what its tables hold, or will, at `index` of its prefix's blocks is bad: nothing is good."""
@@ -78,7 +79,7 @@ class GroupLoadJob(LoadJob):
 
     def relies_on(self, block: KVCacheBlock) -> bool:
         """Whether a cached block of the device stands in its tables. O(blocks)."""
-        return any([block is other for other, _ in self._relied_on])
+        return block in [other for other, _ in self._relied_on]
 
     def end_in(self, sequence: Sequence, also: Transfer | None = None) -> int:  # noqa: ARG002  # all that wait have all
         """Return up to which token it has arrived for all groups, such that a sequence may go on from there.

@@ -4,13 +4,10 @@ What a hit at the end of a stored prefix needs is stored with it, of each group;
 together, so a load moves only what the device lacks.
 """
 
-from typing import SupportsIndex
-
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.hashing import sha256_digest
 from kvblocks.core.hit import CacheHit
-from kvblocks.core.pool import BlockPool
 from kvblocks.core.sequence import Sequence
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.pool import GroupPool
@@ -21,6 +18,7 @@ from kvblocks.tiers.grouped.places import Found, Place, find_all_needed, find_lo
 from kvblocks.tiers.grouped.prefix import GroupPrefix, Home
 from kvblocks.tiers.jobs import LoadJob, StoreJob
 from kvblocks.tiers.pool import TierPool
+from kvblocks.tiers.tier import Tier
 from kvblocks.tiers.traffic import Traffic
 from kvblocks.tiers.transfer import TierHit
 from kvblocks.tiers.wishes import Prefix, prefix_of
@@ -93,7 +91,8 @@ class GroupTraffic(Traffic):
                 if isinstance(job, GroupLoadJob):
                     number = job.index_of(block, None)
                     if number is None and (
-                        job.relies_on(block) or (prefix is not None and job.prefix.begins_with(prefix, self._block_size))
+                        job.relies_on(block)
+                        or (prefix is not None and job.prefix.begins_with(prefix, self._block_size))
                     ):
                         job.num_good = 0
                     elif number is not None:
@@ -101,8 +100,9 @@ class GroupTraffic(Traffic):
 
     # What `Traffic` does otherwise for one group.
 
-    def _make_pool(self, num_blocks: SupportsIndex) -> BlockPool:
-        return GroupPool(num_blocks, GroupIndex(self._group_index().layout, sha256_digest))
+    def _make_pool(self, tier: Tier, max_storing: int) -> TierPool:
+        slots = GroupPool(tier.num_blocks, GroupIndex(self._group_index().layout, sha256_digest))
+        return TierPool(tier, self._block_size, max_storing, slots)
 
     def _is_stored(self, load: TierHit) -> bool:
         return _last_of([load]).is_there()
@@ -128,7 +128,9 @@ class GroupTraffic(Traffic):
         needed: list[tuple[int, Found]] = find_longest(layout, places, len(prefix.blocks), None)[1]
         tables = [*enumerate(needed)]
         if pool.window_store_tokens is not None:
-            for wanted in range(pool.window_store_tokens, len(prefix.blocks) * layout.block_size, pool.window_store_tokens):
+            for wanted in range(
+                pool.window_store_tokens, len(prefix.blocks) * layout.block_size, pool.window_store_tokens
+            ):
                 end = wanted // layout.alignment * layout.alignment
                 tables += [*enumerate(find_all_needed(layout, places, end, None) or [])] if end else []
         kept: dict[KVCacheBlock, None] = {}
