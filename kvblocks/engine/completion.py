@@ -1,6 +1,7 @@
 """What the engine gives back: a stream of pieces, and a completion at the end."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvblocks.engine.schedule.request import FinishReason
 
@@ -13,7 +14,8 @@ class Completion:
     included. num_cached_tokens: tokens of the prompt that needed no computing for it: the cache had them, or another
     sample computed them for all. num_computed_tokens: tokens that went through the model, of the prompt and generated,
     those recomputed after a preemption included; the last one generated never does. ttft_s: seconds from the call to
-    the first token, waiting included. finish_reason: "stop" or "length".
+    the first token, waiting included. finish_reason: "stop" or "length". num_loaded_tokens: of the cached tokens, those
+    that were loaded from below the device, by tier ("host", "disk").
     """
 
     text: str
@@ -23,6 +25,7 @@ class Completion:
     num_computed_tokens: int
     ttft_s: float
     finish_reason: FinishReason
+    num_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

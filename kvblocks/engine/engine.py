@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Self, Unpack
 
 import torch
 
@@ -31,12 +31,18 @@ from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.schedules import make_order
 from kvblocks.engine.schedule.step import StepLimits
 from kvblocks.engine.stepper import Stepper
+from kvblocks.engine.tiers.building import build_tiers
+from kvblocks.engine.tiers.offload import Offload
+from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 from kvblocks.observe.metrics import CacheMetrics
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
+
+_WAIT_S = 0.005
+"""How long a step without anything to compute waits for a transfer: what else its caller has to do waits as long."""
 
 
 class Engine:
@@ -60,9 +66,14 @@ class Engine:
     schedule: in which order prompts that wait are begun: "fcfs", first come first served; "longest-prefix", those first
     of which most is cached; "grouped", those together that share a prefix. See `engine.order`.
     num_history_blocks: how many evicted blocks `manager.explain` remembers.
+    host_cache: host memory for blocks that don't fit the pool: bytes, a text such as "2GiB", or a share of what is
+    free. disk_cache: a folder for blocks, which the next engine finds again. disk_cache_size: what it may take in all,
+    "8GiB" by default. disk_cache_secret: at least 16 bytes, so that nobody who can write there can plant KV. An engine
+    with tiers is to be closed (`close`, or `with`): what isn't stored by then isn't there for the next one.
 
     Attributes to read: model, plan, manager, metrics, scheduler, runner. `limits` may be replaced.
-    Raises InvalidArgumentError, ModelError and FetchError. Loads the model.
+    Raises InvalidArgumentError, ModelError and FetchError, and DiskError for a disk_cache that can't be used. Loads the
+    model.
     """
 
     def __init__(
@@ -80,7 +91,17 @@ class Engine:
         cuda_graphs: bool = True,
         schedule: str = "fcfs",
         num_history_blocks: int = 0,
+        host_cache: float | str | None = None,
+        disk_cache: str | Path | None = None,
+        disk_cache_size: int | str | None = None,
+        disk_cache_secret: bytes | None = None,
     ) -> None:
+        below = TierOptions(
+            host_cache=host_cache,
+            disk_cache=disk_cache,
+            disk_cache_size=disk_cache_size,
+            disk_cache_secret=disk_cache_secret,
+        )
         order = make_order(schedule)
         chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
         check_count("block_size", block_size, 1)
@@ -90,16 +111,20 @@ class Engine:
         backend = Backend(attention, deterministic, cuda_graphs)
         backend.choose_attention(self.model, block_size)  # before anything large is made
         self.plan = _plan(self.model, num_blocks, kv_cache_memory, block_size)
-        self.manager = KVCacheManager(
-            self.plan.num_blocks,
-            groups=self.plan.groups,
-            enable_caching=enable_prefix_caching,
-            num_history_blocks=num_history_blocks,
-        )
-        self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
-        self.scheduler = Scheduler(self.manager, self.model.config.max_position_embeddings, order=order)
-        locations = [LayerLocation(*location) for location in self.plan.layer_groups]
-        self.runner = backend.make_runner(self.model, self.manager, locations)
+        built = build_tiers(below, self.model, self.plan, backend)
+        with built:  # which closes what it has opened if this fails
+            self.manager = KVCacheManager(
+                self.plan.num_blocks,
+                groups=self.plan.groups,
+                enable_caching=enable_prefix_caching,
+                num_history_blocks=num_history_blocks,
+                tiers=built.tiers,
+            )
+            self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
+            self.scheduler = Scheduler(self.manager, self.model.config.max_position_embeddings, order=order)
+            locations = [LayerLocation(*location) for location in self.plan.layer_groups]
+            self.runner = backend.make_runner(self.model, self.manager, locations)
+            self.offload = built.begin(self.manager, self.runner)
         self._intake = Intake(self.model, self.scheduler)
         self._stepper = Stepper(self.scheduler)
 
@@ -116,8 +141,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is unfinished, so that `step` has something to do. O(1)."""
-        return self.scheduler.has_work
+        """Whether anything is unfinished, storing included, so that `step` has something to do. O(1)."""
+        return self.scheduler.has_work or (self.offload is not None and self.offload.has_work)
 
     def generate(self, prompts: Sequence[Prompt], **options: Unpack[OptionValues]) -> list[Completion]:
         """Answer all prompts, each `n` times, and return the completions in order: all of the first prompt, and so on.
@@ -190,8 +215,32 @@ class Engine:
         step tries again.
         """
         changed = self._stepper.step(self.runner)
+        if self.offload is not None:
+            self._move(self.offload)
         self.metrics.observe()
         return changed
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End an engine that has tiers: store what waits for that, for so many seconds at most, and close the disk.
+
+        Unfinished generations are not waited for. Nothing the second time, and for an engine without tiers. It can't
+        be used afterwards.
+        """
+        if self.offload is not None:
+            self.offload.close(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _move(self, offload: Offload) -> None:
+        """Begin transfers behind the step, and take note of those that have ended."""
+        for loaded in offload.advance():
+            self.scheduler.note_loaded(loaded)
+        if self.scheduler.is_waiting_for_loads:
+            offload.wait(_WAIT_S)
 
     def _run(self, generations: list[Generation]) -> Iterator[Piece]:
         """Queue the requests, step until they are finished, and give their pieces out."""

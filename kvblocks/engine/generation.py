@@ -67,6 +67,7 @@ class Generation:
                 num_computed_tokens=self.request.num_computed_tokens,
                 ttft_s=self._ttft_s,
                 finish_reason=reason,
+                num_loaded_tokens=dict(self.request.num_loaded_tokens),
             )
         self.pieces.append(Piece(self.prompt_index, token_id, text, self.completion, self.sample_index))
 

@@ -70,9 +70,11 @@ class Stepper:
         sampling = [
             [self._generations[request] for request in chunk.sampled_requests] for chunk in chunks if chunk.samples
         ]
+        start_s = time.perf_counter()
         try:
             logits = runner.run(chunks)
             outcomes = sample_step(logits, [[generation.sampler for generation in row] for row in sampling])
+            self.scheduler.note_step(chunks, time.perf_counter() - start_s)
         except BaseException as error:
             self.scheduler.abort(chunks)
             if not isinstance(error, Exception):

@@ -48,6 +48,14 @@ class Tiers:
     def __iter__(self) -> Iterator[TierStats]:
         return iter([pool.stats() for pool in self._traffic.pools])
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a transfer isn't answered, or `take_transfers` may have some. O(tiers).
+
+        What a tier stores as it is computed is found out by `take_transfers` alone.
+        """
+        return self._traffic.is_busy
+
     # Lookups.
 
     def find(self, hit: Given[CacheHit]) -> list[TierHit]:

@@ -61,6 +61,11 @@ class Traffic:
 
     # What `Tiers` asks and says.
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way, or wished for. O(tiers)."""
+        return bool(self._jobs) or any(len(pool.wishes) for pool in self.pools)
+
     def find(self, hit: CacheHit) -> list[TierHit]:
         """Return what the tiers have behind a hit. Changes nothing. A lookup in each tier.
 

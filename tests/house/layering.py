@@ -36,17 +36,19 @@ FLOORS = {
     "kvblocks.integrations.probing": 8,  # what the integrations' probes share
     "kvblocks.integrations": 9,  # inside other engines, which have environments of their own
     "kvblocks.kernels": 8,  # the floor K: beside the engine, reached through a few doors
+    "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
     "kvblocks.engine.errors": 8,
     "kvblocks.engine.schedule": 9,
     "kvblocks.engine.text": 9,
     "kvblocks.engine.model": 9,
     "kvblocks.engine.attention": 10,
     "kvblocks.engine.run": 11,
-    "kvblocks.engine": 12,
-    "kvblocks.engine.demo": 13,
-    "kvblocks.engine.server": 13,
-    "kvblocks.cli": 14,
-    "kvblocks.__main__": 15,
+    "kvblocks.engine.tiers": 12,
+    "kvblocks.engine": 13,
+    "kvblocks.engine.demo": 14,
+    "kvblocks.engine.server": 14,
+    "kvblocks.cli": 15,
+    "kvblocks.__main__": 16,
 }
 TOP_CORE_FLOOR = 7
 
@@ -60,11 +62,12 @@ CORE_PACKAGES = frozenset({"xxhash"})
 KERNEL_PACKAGES = frozenset({"torch", "triton"})
 ENGINE_PACKAGES = frozenset(
     {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "filelock", "rich", "typer", "prometheus_client"}
-    | {"flash_attn"}
+    | {"flash_attn", "xxhash"}
 )
 SERVER = "kvblocks.engine.server"
 SERVER_PACKAGES = ENGINE_PACKAGES | {"starlette", "uvicorn", "httpx2"}  # the engine itself knows nothing of HTTP
 CLI = "kvblocks.cli"
+DISK = "kvblocks.tiers.disk"
 INTEGRATIONS = "kvblocks.integrations"
 INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl", "torch"})
 # What integrations may import of kvblocks: public names, as any engine would.
@@ -200,6 +203,8 @@ def allowed_packages(module: str) -> frozenset[str]:
         return SERVER_PACKAGES
     if is_inside(module, INTEGRATIONS):
         return INTEGRATION_PACKAGES
+    if is_inside(module, DISK):
+        return CORE_PACKAGES
     floor = floor_of(module)
     return CORE_PACKAGES if floor is not None and floor <= TOP_CORE_FLOOR else ENGINE_PACKAGES
 
@@ -230,7 +235,7 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
 def check_outside(module: str, imported: Import) -> str | None:
     """What is wrong with an import from outside kvblocks, or None."""
     package = imported.target.partition(".")[0]
-    pure = not allowed_packages(module) >= ENGINE_PACKAGES
+    pure = not allowed_packages(module) >= ENGINE_PACKAGES and not is_inside(module, DISK)
     if imported.target == "<computed>" and module == "kvblocks":
         return None  # from a table that a test holds against imports under TYPE_CHECKING
     if imported.target == "<computed>":

@@ -31,12 +31,16 @@ if TYPE_CHECKING:
 class KVCache:
     """K and V of every layer: one tensor [num_blocks, block_size, num_kv_heads, head_dim] each.
 
-    Layers of different groups may be the same tensors: a block is one group's at a time. copies_by_kernel: whether
-    blocks are copied by one launch of a Triton kernel for all layers, rather than by torch.
+    Layers of different groups may be the same tensors: a block is one group's at a time. They are parts of `memory`:
+    one tensor [num_blocks, parts of a block, block_size, num_kv_heads, head_dim] on a CPU, where a block lies in one
+    piece and goes elsewhere by one copy; on other devices a tensor [2, num_blocks, ...] for each layer of a block, so
+    that a layer lies in one piece. copies_by_kernel: whether blocks are copied by one launch of a Triton kernel for all
+    layers, rather than by torch.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    memory: tuple[Tensor, ...]
     copies_by_kernel: bool = False
 
     @classmethod
@@ -58,11 +62,19 @@ class KVCache:
             raise InvalidArgumentError(
                 f"expected num_blocks and block_size of at least 1, got {num_blocks} and {block_size}"
             )
-        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        shape = (block_size, config.num_kv_heads, config.head_dim)
         slots = range(config.num_layers) if layer_locations is None else [slot for _, slot in layer_locations]
-        memory = {slot: torch.zeros(2, *shape, dtype=dtype, device=device) for slot in set(slots)}
+        places = {slot: place for place, slot in enumerate(dict.fromkeys(slots))}
+        if torch.device(device).type == "cpu":
+            whole = torch.zeros(num_blocks, 2 * len(places), *shape, dtype=dtype)
+            parts = [(whole[:, 2 * place], whole[:, 2 * place + 1]) for place in places.values()]
+            memory: tuple[Tensor, ...] = (whole,)
+        else:
+            memory = tuple(torch.zeros(2, num_blocks, *shape, dtype=dtype, device=device) for _ in places)
+            parts = [(pair[0], pair[1]) for pair in memory]
         by_kernel = memory[0].is_cuda and find_spec("triton") is not None and config.head_dim % 8 == 0
-        return cls(tuple(memory[slot][0] for slot in slots), tuple(memory[slot][1] for slot in slots), by_kernel)
+        keys, values = zip(*[parts[places[slot]] for slot in slots], strict=True)
+        return cls(keys, values, memory, by_kernel)
 
     @property
     def num_blocks(self) -> int:
@@ -77,7 +89,42 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Memory of all layers, counted once where they share it."""
-        return sum(tensor.nbytes for tensor in self._memory)
+        return sum(tensor.nbytes for tensor in self.memory)
+
+    @property
+    def num_block_bytes(self) -> int:
+        """What a block takes in all layers together."""
+        return self.num_bytes // self.num_blocks
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """What a block is made of, in its order: the tensors of K and V that layers are, each once. O(layers)."""
+        pairs = zip(self.keys, self.values, strict=True)
+        return tuple({tensor.data_ptr(): tensor for tensor in chain.from_iterable(pairs)}.values())
+
+    @property
+    def parts_per_block(self) -> int:
+        """How many blocks of a layer's size follow each other from one block of that layer to the next."""
+        return self.keys[0].stride(0) // self.keys[0][0].numel()
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """K and V of every layer as contiguous tensors, in which block i is at `i * parts_per_block`."""
+        return tuple(
+            (self._rows_of(key), self._rows_of(value)) for key, value in zip(self.keys, self.values, strict=True)
+        )
+
+    def row_slots(self, slot_mapping: Tensor) -> Tensor:
+        """Return the slots in `rows` for slots of blocks, int64 of any shape; -1 stays. O(slots)."""
+        size, step = self.block_size, self.parts_per_block
+        if step == 1:
+            return slot_mapping
+        spread = slot_mapping + slot_mapping.div(size, rounding_mode="floor") * (size * (step - 1))
+        return torch.where(slot_mapping < 0, slot_mapping, spread)
+
+    def _rows_of(self, part: Tensor) -> Tensor:
+        num_parts = (len(part) - 1) * self.parts_per_block + 1
+        return part.as_strided((num_parts, *part.shape[1:]), (part[0].numel(), *part.stride()[1:]))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks in every layer of every group, one (source, destination) pair after the other, or as if so.
@@ -98,19 +145,39 @@ class KVCache:
             with torch.cuda.device_of(self.keys[0]):
                 copy.copy_blocks(self._copy_table, ids.to(self.keys[0].device))
         else:
-            reference.copy_blocks(self._memory, ids)
+            reference.copy_blocks(self.memory if self.parts_per_block > 1 else self.parts, ids)
+
+    def gather_blocks(self, block_ids: Tensor, staging: Tensor) -> None:
+        """Copy blocks of all layers into a buffer on the cache's device, where those of a layer lie in one piece.
+
+        block_ids: int64 [num_ids]; staging: uint8 [num_ids, num_block_bytes], contiguous, a row for each block.
+        """
+        ids = block_ids.to(staging.device)
+        if self.copies_by_kernel:
+            from kvblocks.kernels import copy  # needs triton
+
+            copy.gather_blocks(self._copy_table, ids, staging)
+        else:
+            found = [part.index_select(0, ids).flatten(1).view(torch.uint8) for part in self.parts]
+            torch.cat(found, dim=1, out=staging)
+
+    def scatter_blocks(self, block_ids: Tensor, staging: Tensor) -> None:
+        """Copy what `gather_blocks` copied back, into blocks that may be others. Each id at most once."""
+        ids = block_ids.to(staging.device)
+        if self.copies_by_kernel:
+            from kvblocks.kernels import copy  # needs triton
+
+            copy.scatter_blocks(self._copy_table, ids, staging)
+            return
+        for part, given in zip(self.parts, staging.chunk(len(self.parts), dim=1), strict=True):
+            part.index_copy_(0, ids, given.contiguous().view(part.dtype).view(len(ids), *part.shape[1:]))
 
     @cached_property
     def _copy_table(self) -> "CacheTable":
-        """The caches as the kernel takes them. Waits for the device once."""
+        """The caches as the kernels that copy take them. Waits for the device once."""
         from kvblocks.kernels.copy import CacheTable
 
-        return CacheTable.of(self._memory)
-
-    @property
-    def _memory(self) -> tuple[Tensor, ...]:
-        """The tensors that the layers are, each of them once. O(layers)."""
-        return tuple({tensor.data_ptr(): tensor for tensor in (*self.keys, *self.values)}.values())
+        return CacheTable.of(self.parts)
 
 
 class StepAttention(Protocol):
@@ -148,21 +215,30 @@ class _PlannedStep:
     kv_cache: KVCache
     planner: Planner
     plans: dict[tuple[int, int | None], reference.AttentionPlan] = field(default_factory=dict)
+    slots: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        reference.store(key, value, self.kv_cache.keys[layer], self.kv_cache.values[layer], slot_mapping)
+        reference.store(key, value, *self.kv_cache.rows[layer], self._row_slots(slot_mapping))
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
-        keys, values = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        keys, values = self.kv_cache.rows[layer]
         return reference.attend(self._plan(how), query, keys, values, scale=how.scale, softcap=how.softcap)
 
     def _plan(self, how: LayerAttention) -> reference.AttentionPlan:
         kind = how.group, how.window
         if kind not in self.plans:
             batch = self.batch
-            tables = (batch.block_tables[how.group], batch.query_start, batch.seq_lens)
+            block_tables = batch.block_tables[how.group] * self.kv_cache.parts_per_block
+            tables = (block_tables, batch.query_start, batch.seq_lens)
             self.plans[kind] = self.planner(*tables, self.kv_cache.block_size, how.window)
         return self.plans[kind]
+
+    def _row_slots(self, slot_mapping: Tensor) -> Tensor:
+        """`KVCache.row_slots`, once for all layers that give the same tensor."""
+        known = self.slots.get(id(slot_mapping))
+        if known is None:
+            known = self.slots[id(slot_mapping)] = slot_mapping, self.kv_cache.row_slots(slot_mapping)
+        return known[1]
 
 
 @dataclass(frozen=True)

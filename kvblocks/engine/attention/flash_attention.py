@@ -48,7 +48,7 @@ class _FlashStep:
     key_start: Tensor
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        reference.store(key, value, self.kv_cache.keys[layer], self.kv_cache.values[layer], slot_mapping)
+        reference.store(key, value, *self.kv_cache.rows[layer], self.kv_cache.row_slots(slot_mapping))
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
         keys, values, batch = self.kv_cache.keys[layer], self.kv_cache.values[layer], self.batch

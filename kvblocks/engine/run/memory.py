@@ -13,12 +13,12 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B|)\s*", re.IGNORECASE)
 
 
-def read_memory(budget: float | str, device: torch.device) -> int:
+def read_memory(budget: float | str, device: torch.device, name: str = "kv_cache_memory") -> int:
     """The bytes that `budget` means.
 
     An int: bytes. A text: a number with a unit, B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024). A
     float above 0 and at most 1: that share of the memory that is free on `device` now; for a CPU what Linux calls
-    available, whatever limit a container has.
+    available, whatever limit a container has. name: what errors call it.
 
     Raises InvalidArgumentError for anything else, and for a share where the system doesn't say what is free.
     """
@@ -31,7 +31,7 @@ def read_memory(budget: float | str, device: torch.device) -> int:
         num_bytes = budget if isinstance(budget, int) and not isinstance(budget, bool) else 0
     if num_bytes < 1:
         raise InvalidArgumentError(
-            "kv_cache_memory: expected bytes (an int, or a text such as '2GiB') or a share of what is free (a float"
+            f"{name}: expected bytes (an int, or a text such as '2GiB') or a share of what is free (a float"
             f" above 0, at most 1), got {budget!r}"
         )
     return num_bytes

@@ -24,7 +24,8 @@ class Request:
     """One sequence to continue by at most `max_tokens` tokens; one of `stop_token_ids` ends it earlier.
 
     num_cached_tokens: those of the prompt that needed no computing for it: what the cache had when it was first
-    admitted, or the whole prompt when it was forked. num_computed_tokens: tokens that went through the model for it,
+    admitted, or the whole prompt when it was forked. num_loaded_tokens: of those, by tier, what came from below the
+    device. num_computed_tokens: tokens that went through the model for it,
     recomputed ones included. num_preemptions: how often it lost its blocks to an older one. finish_reason: None while
     it is unfinished; "stop" and "length" say that it has all its tokens, the others that it got no further. deadline:
     when `Scheduler.expire` cancels it, on the caller's clock, and set before it is queued; None: never. siblings: the
@@ -37,6 +38,7 @@ class Request:
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     num_cached_tokens: int = 0
+    num_loaded_tokens: dict[str, int] = field(default_factory=dict)
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None

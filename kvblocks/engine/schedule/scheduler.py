@@ -15,6 +15,9 @@ Invariants:
   request is about to compute, in chunks, waits for that, and lets others pass. Nobody waits for somebody who waits,
   since whoever computes has blocks; and whoever passes doesn't begin with what the other one waits for, so it can't
   prolong the wait. When one is refused, by the pool or the watermark, nobody behind it is admitted in that step.
+- A request whose prefix comes from a tier (`manager.tiers`) has blocks and is among the running ones, but in no step
+  until its loads have ended (`note_loaded`). It may be preempted as any other; a block under a transfer is free only
+  when that is over, so a step may be empty while transfers are under way, and nothing is wrong then.
 - Samples of one prompt are forked when its last chunk was computed, between two steps: whatever they share is written.
   Until then nobody who came later is admitted in their stead; if there aren't enough, the rest wait, in front.
 
@@ -34,6 +37,7 @@ from kvblocks.engine.schedule.step import ScheduledChunk, StepLimits
 from kvblocks.engine.schedule.watermark import Watermark
 from kvblocks.errors import InvalidArgumentError, StaleHitError
 from kvblocks.manager import KVCacheManager
+from kvblocks.tiers.transfer import Loaded
 
 
 class Scheduler:
@@ -61,6 +65,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.lookups = Lookups(manager)
         self._groups = manager.groups
+        self._tiers = manager.tiers if len(manager.tiers) else None
         self._next_deadline = inf  # of all requests, or earlier
 
     @property
@@ -110,21 +115,54 @@ class Scheduler:
         """
         chunks: list[ScheduledChunk] = []
         budget = self.limits.max_num_batched_tokens
-        num_running = len(self.running)
-        while len(chunks) < len(self.running) and budget:
-            chunk = self._continue(self.running[len(chunks)], budget, is_oldest=not chunks)
+        num_running, index = len(self.running), 0
+        while index < len(self.running) and budget:
+            request = self.running[index]
+            if self._is_loading(request):
+                index += 1
+                continue
+            chunk = self._continue(request, budget, is_oldest=not index)
             if chunk is None:
                 self._preempt_youngest()
             else:
                 chunks.append(chunk)
                 budget -= chunk.num_tokens
+                index += 1
         if chunks:
             self.lookups.forget()
         if len(self.running) == num_running or not chunks:  # without any, the oldest one itself starts anew
             refused = self._admit(chunks, budget)
-            if refused is not None and not chunks:
+            if refused is not None and not chunks and not self.is_moving:
                 raise stalled(self.manager, refused)
         return chunks
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether blocks are on their way between the device and tiers, and held for that. O(tiers)."""
+        return self._tiers is not None and self._tiers.is_busy
+
+    @property
+    def is_waiting_for_loads(self) -> bool:
+        """Whether there is nothing to compute before a transfer ends. O(running requests)."""
+        return self.is_moving and all(self._is_loading(request) for request in self.running)
+
+    def note_loaded(self, loaded: Loaded) -> None:
+        """Take note of what became of a request's loads, which goes on with the next step. O(running requests)."""
+        self.lookups.forget()
+        for request in self.running:
+            if request.sequence is loaded.sequence and not request.num_computed_tokens:
+                num_left = loaded.num_tokens - (request.num_cached_tokens - sum(request.num_loaded_tokens.values()))
+                for tier, num_tokens in request.num_loaded_tokens.items():  # nearest first
+                    request.num_loaded_tokens[tier] = num_here = max(0, min(num_tokens, num_left))
+                    request.num_cached_tokens -= num_tokens - num_here
+                    num_left -= num_tokens
+
+    def note_step(self, chunks: Items[ScheduledChunk], seconds: float) -> None:
+        """Take note of how long a step took: whether loading is faster is told by that. O(chunks)."""
+        if self._tiers is not None:
+            num_tokens = sum([chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1])
+            if num_tokens >= self.manager.block_size:
+                self._tiers.note_computed(num_tokens, seconds)
 
     def complete(self, chunks: Items[ScheduledChunk], token_ids: Items[int | None]) -> None:
         """Record a step that was computed. Requests that are finished give their blocks back, cached as they are.
@@ -225,12 +263,13 @@ class Scheduler:
                 num_passed += 1
                 continue
             chunk = self._start(request, watermark, budget)
-            if chunk is None:
+            if chunk is None and not request.sequence.is_allocated:
                 return request
             self._take_turn(request)
             watermark.note(request)
-            chunks.append(chunk)
-            budget -= chunk.num_tokens
+            if chunk is not None:
+                chunks.append(chunk)
+                budget -= chunk.num_tokens
             num_seqs += 1 + len(request.siblings)
         return None
 
@@ -245,22 +284,31 @@ class Scheduler:
         self.order.note_admitted(request)
 
     def _start(self, request: Request, watermark: Watermark, budget: int) -> ScheduledChunk | None:
-        """Make room for the first tokens of a waiting request that aren't in the cache, if the watermark admits it."""
+        """Make room for the first tokens of a waiting request that aren't in the cache, if the watermark admits it.
+
+        If some are to be loaded, for those alone, and there is no chunk before they are here. None also if refused.
+        """
         hit = self.lookups.find(request)
         if not watermark.admits(request, hit):
             return None
+        loads = [] if self._tiers is None else self._tiers.worth_loading(self._tiers.find(hit))
         num_left = request.sequence.num_tokens - hit.num_tokens
         num_tokens = self._fitting_tokens(request, min(self.limits.chunk_tokens(budget), num_left))
         try:
-            if self.manager.allocate_slots(request.sequence, num_tokens, hit=hit) is None:
+            num_new = 0 if loads else num_tokens
+            if self.manager.allocate_slots(request.sequence, num_new, hit=hit, loads=loads) is None:
                 return None
         except StaleHitError:  # somebody else took something from the cache since, by a reset or a quota
             self.lookups.forget()
             return self._start(request, watermark, budget)
         self.lookups.forget()
         if not request.num_computed_tokens:
-            request.num_cached_tokens = hit.num_tokens
-        return self._chunk(request, hit.num_tokens)
+            request.num_loaded_tokens = {load.tier: load.num_tokens for load in loads}
+            request.num_cached_tokens = hit.num_tokens + sum(request.num_loaded_tokens.values())
+        return None if loads else self._chunk(request, hit.num_tokens)
+
+    def _is_loading(self, request: Request) -> bool:
+        return self._tiers is not None and self._tiers.is_loading(request.sequence)
 
     def _fitting_tokens(self, request: Request, num_tokens: int) -> int:
         """`num_tokens`, or fewer where a step of so many would need more than the pool has.
@@ -332,6 +380,7 @@ def _hand_over(request: Request) -> Request:
     heir, *others = request.siblings
     request.siblings, heir.siblings = [], others
     heir.num_cached_tokens, heir.num_computed_tokens = request.num_cached_tokens, request.num_computed_tokens
+    heir.num_loaded_tokens = dict(request.num_loaded_tokens)
     heir.num_preemptions, heir.num_overtakes = request.num_preemptions, request.num_overtakes
     heir.was_admitted = request.was_admitted
     return heir

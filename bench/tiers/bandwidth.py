@@ -1,0 +1,89 @@
+"""Bytes a second between the device's blocks and tiers, by the size of a block, beside a plain copy and plain files."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bench.tiers.first_token import SECRET, folder
+from bench.timing import Case, Spread, measure
+from kvblocks import BlockIdentity
+from kvblocks.engine.attention.attention import KVCache
+from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.tiers.block_bytes import BlockBytes
+from kvblocks.engine.tiers.places import DiskPlace, HostPlace
+from kvblocks.tiers.disk import DiskStore
+
+BATCH = 32  # blocks of a transfer
+NUM_BATCHES = 6
+BLOCK_BYTES = (2**16, 2**18, 2**20)
+_SHAPE = ModelConfig(64, 64, 1, 1, 1, 64, 2, 4096)
+
+
+def time_bandwidth(block_bytes: int, num_rounds: int) -> dict[str, Spread]:
+    """Return the nanoseconds a byte of each way, all of them of batches of blocks at places that change.
+
+    A block of a model with as many layers as fill it: 16 tokens, one head of 64, float32, K and V: 8 KiB a layer.
+    """
+    config = replace(_SHAPE, num_layers=block_bytes // 8192)
+    number = BATCH * NUM_BATCHES
+    cache = KVCache.allocate(config, number, 16)
+    cache.memory[0].copy_(torch.randn(cache.memory[0].shape))
+    block_bytes_of = BlockBytes(cache)
+    host = HostPlace(block_bytes_of, number)
+    order = torch.randperm(number).tolist()
+    whole, copied = torch.randn(BATCH * block_bytes // 4), torch.zeros(BATCH * block_bytes // 4)
+    identities = [BlockIdentity(b"", b"", index.to_bytes(4, "little") * 16) for index in range(number)]
+    turn = iter(range(1 << 60))
+
+    def batch() -> tuple[list[int], list[int], list[BlockIdentity]]:
+        """Slots, block ids and identities; the identities are the slots'."""
+        first = next(turn) % NUM_BATCHES * BATCH
+        slots = order[first : first + BATCH]
+        return slots, slots[::-1], [identities[slot] for slot in slots]
+
+    with folder() as plain, folder() as keyed, folder() as files:
+        sizes = {"num_block_bytes": block_bytes, "block_size": 16, "max_bytes": 2 * number * block_bytes + 2**24}
+        disk = DiskPlace(block_bytes_of, DiskStore(plain, fingerprint=bytes(32), **sizes), BATCH)
+        sealed = DiskPlace(block_bytes_of, DiskStore(keyed, fingerprint=bytes(32), secret=SECRET, **sizes), BATCH)
+        for place in (host, disk, sealed):
+            for _ in range(NUM_BATCHES):
+                place.store(*batch(), None)
+        rows = block_bytes_of.rows_of(range(BATCH))
+        _write_file(files / "file", rows)
+        cases = {
+            "one copy": Case(lambda _: copied.copy_(whole), BATCH * block_bytes),
+            "host, store": Case(lambda at: host.store(*at, None), BATCH * block_bytes, batch),
+            "host, load": Case(lambda at: host.load(*at, None), BATCH * block_bytes, batch),
+            "a file, write": Case(lambda _: _write_file(files / "file", rows), BATCH * block_bytes),
+            "a file, read": Case(lambda _: _read_file(files / "file", rows), BATCH * block_bytes),
+            "disk, store": Case(lambda at: disk.store(*at, None), BATCH * block_bytes, batch),
+            "disk, load": Case(lambda at: _check(disk.load(*at, None)), BATCH * block_bytes, batch),
+            "disk keyed, store": Case(lambda at: sealed.store(*at, None), BATCH * block_bytes, batch),
+            "disk keyed, load": Case(lambda at: _check(sealed.load(*at, None)), BATCH * block_bytes, batch),
+        }
+        found = measure(cases, num_rounds, 2)
+        disk.close()
+        sealed.close()
+    return found
+
+
+def _check(is_right: bool) -> None:  # noqa: FBT001
+    if not is_right:
+        raise ValueError("expected what was stored, got something else")
+
+
+def _write_file(path: Path, rows: list) -> None:
+    """Write rows to a file from its beginning, by a call each, without making it durable."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    for row in rows:
+        os.write(descriptor, row.data)
+    os.close(descriptor)
+
+
+def _read_file(path: Path, rows: list) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    for row in rows:
+        os.preadv(descriptor, [row.data], 0)
+    os.close(descriptor)

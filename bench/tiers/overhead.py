@@ -1,0 +1,46 @@
+"""What tiers cost where nothing repeats: the same prompts, never one twice, with and without."""
+
+import random
+from time import perf_counter, process_time
+
+from bench.tiers.first_token import folder
+from bench.timing import Spread
+from kvblocks.engine.engine import Engine
+from kvblocks.engine.run.runner import LoadedModel
+
+CONTESTANTS = ("without", "host", "host and disk")
+
+
+def time_overhead(
+    model: LoadedModel, num_rounds: int, num_prompts: int = 4, num_tokens: int = 256, max_tokens: int = 16
+) -> dict[str, dict[str, Spread]]:
+    """Return seconds a round, "wall" and "cpu", by contestant. The first round isn't counted.
+
+    A round: prompts of so many tokens, all at once, each answered by so many. The pools hold two rounds.
+    """
+    chooser = random.Random(2)
+    size = {"num_blocks": 2 * num_prompts * (num_tokens + max_tokens) // 16 + 1}
+    samples = {kind: {name: list[float]() for name in CONTESTANTS} for kind in ("wall", "cpu")}
+    with folder() as path:
+        engines = {
+            "without": Engine(model, **size),
+            "host": Engine(model, host_cache="256MiB", **size),
+            "host and disk": Engine(model, host_cache="256MiB", disk_cache=path, disk_cache_size="1GiB", **size),
+        }
+        for number in range(num_rounds + 1):
+            prompts = [
+                [chooser.randrange(2, model.config.vocab_size) for _ in range(num_tokens)] for _ in range(num_prompts)
+            ]
+            names = CONTESTANTS if number % 2 else CONTESTANTS[::-1]
+            for name in names:
+                wall, cpu = perf_counter(), process_time()
+                engines[name].generate(prompts, max_tokens=max_tokens, ignore_eos=True)
+                while engines[name].has_work:
+                    engines[name].step()
+                took = {"wall": perf_counter() - wall, "cpu": process_time() - cpu}
+                for kind, value in took.items():
+                    if number:
+                        samples[kind][name].append(value)
+        for engine in engines.values():
+            engine.close()
+    return {kind: {name: Spread(values) for name, values in rows.items()} for kind, rows in samples.items()}

@@ -1,0 +1,85 @@
+"""`BlockBytes`: the bytes of a KV cache's blocks, and how they get to rows of host memory and back.
+
+A row is a uint8 array of `num_block_bytes`: a block's K and V in all layers, one part behind the other. On a CPU a
+block lies in one piece, so a row of the cache is the block itself. On CUDA blocks are gathered into a buffer on the
+device by one launch of a kernel, and go to rows from there, on a stream of their own.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvblocks.engine.attention.attention import KVCache
+
+Row = NDArray[np.uint8]
+
+
+class BlockBytes:
+    """The blocks of `kv_cache` as rows of bytes. Its calls may come from any thread, and wait for the bytes.
+
+    after: what `mark` returned: bytes are read, or written over, when everything launched before that is done.
+    """
+
+    def __init__(self, kv_cache: KVCache) -> None:
+        self._kv_cache = kv_cache
+        self.num_block_bytes = kv_cache.num_block_bytes
+        self.is_on_host = kv_cache.keys[0].device.type == "cpu"
+        if self.is_on_host:
+            self._rows: Row = kv_cache.memory[0].view(kv_cache.num_blocks, -1).view(torch.uint8).numpy()
+        else:
+            self._stream = torch.cuda.Stream(kv_cache.keys[0].device)
+
+    def mark(self) -> "torch.cuda.Event | None":
+        """Return what stands for all that is launched so far, on the present stream. None on a CPU: it is done."""
+        if self.is_on_host:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._kv_cache.keys[0].device))
+        return event
+
+    def new_rows(self, num_rows: int) -> Row:
+        """Return memory for rows, each of its pages written to already, and pinned where a GPU is to reach it."""
+        memory = torch.zeros(num_rows, self.num_block_bytes, dtype=torch.uint8, pin_memory=not self.is_on_host)
+        rows: Row = memory.numpy()
+        rows[:, ::4096] = 0  # zeros may be pages that don't exist before somebody writes to them
+        return rows
+
+    def read(self, block_ids: Sequence[int], rows: Sequence[Row], after: "torch.cuda.Event | None") -> None:
+        """Copy blocks to rows."""
+        if self.is_on_host:
+            for block_id, row in zip(block_ids, rows, strict=True):
+                row[:] = self._rows[block_id]
+            return
+        with self._staging(len(block_ids), after) as staging:
+            self._kv_cache.gather_blocks(torch.tensor(block_ids), staging)
+            for index, row in enumerate(rows):
+                torch.from_numpy(row).copy_(staging[index], non_blocking=True)
+
+    def write(self, block_ids: Sequence[int], rows: Sequence[Row], after: "torch.cuda.Event | None") -> None:
+        """Copy rows to blocks."""
+        if self.is_on_host:
+            for block_id, row in zip(block_ids, rows, strict=True):
+                self._rows[block_id] = row
+            return
+        with self._staging(len(block_ids), after) as staging:
+            for index, row in enumerate(rows):
+                staging[index].copy_(torch.from_numpy(row), non_blocking=True)
+            self._kv_cache.scatter_blocks(torch.tensor(block_ids), staging)
+
+    def rows_of(self, block_ids: Sequence[int]) -> list[Row]:
+        """Return the rows that the blocks themselves are: on a CPU only. To write to them is to write to the blocks."""
+        return [self._rows[block_id] for block_id in block_ids]
+
+    @contextmanager
+    def _staging(self, num_blocks: int, after: "torch.cuda.Event | None") -> Iterator[Tensor]:
+        """A buffer on the device, for what is launched on the stream meanwhile; waits for that at the end."""
+        device = self._kv_cache.keys[0].device
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            yield torch.empty(num_blocks, self.num_block_bytes, dtype=torch.uint8, device=device)
+            self._stream.synchronize()

@@ -1,0 +1,107 @@
+"""From options to tiers: what the manager is told of them, and who carries their transfers."""
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvblocks.engine.run.backends import Backend
+from kvblocks.engine.run.memory import read_memory
+from kvblocks.engine.run.runner import LoadedModel, ModelRunner
+from kvblocks.engine.tiers.block_bytes import BlockBytes
+from kvblocks.engine.tiers.carrier import Carrier, Place
+from kvblocks.engine.tiers.fingerprint import fingerprint
+from kvblocks.engine.tiers.offload import Offload
+from kvblocks.engine.tiers.options import TierOptions
+from kvblocks.engine.tiers.places import DiskPlace, HostPlace
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.plan import Plan
+from kvblocks.manager import KVCacheManager
+from kvblocks.tiers.disk import DiskStore
+from kvblocks.tiers.tier import Tier
+
+HOST, DISK = "host", "disk"
+
+DISK_MIN_STORE_TOKENS = 256
+"""Prefixes of so many tokens are stored on the disk at once, shorter ones when they are used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltTiers:
+    """The tiers of an engine whose manager isn't made yet. disk: opened, where there is one.
+
+    A context: an error in it closes the disk.
+    """
+
+    tiers: tuple[Tier, ...] = ()
+    disk: DiskStore | None = None
+
+    def __enter__(self) -> None:
+        """Nothing: see the class."""
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None and self.disk is not None:
+            self.disk.close()
+
+    def begin(self, manager: KVCacheManager, runner: ModelRunner) -> Offload | None:
+        """Take back what the disk has, and return who carries transfers; None without tiers. O(slots on the disk)."""
+        if not self.tiers:
+            return None
+        block_bytes, ended = BlockBytes(runner.kv_cache), threading.Event()
+        carriers: list[Carrier] = []
+        for tier in self.tiers:
+            place: Place
+            if self.disk is not None and tier.name == DISK:
+                place = DiskPlace(block_bytes, self.disk, tier.max_transfer_blocks)
+                manager.tiers.restore(DISK, self.disk.remembered())
+            else:
+                place = HostPlace(block_bytes, tier.num_blocks)
+            carriers.append(Carrier(tier.name, place, block_bytes, ended.set))
+        return Offload(manager.tiers, carriers, ended)
+
+
+def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: Backend) -> BuiltTiers:
+    """Open what the options name, the quickest first. Raises InvalidArgumentError and DiskError.
+
+    O(bytes of the weights) for a disk, whose fingerprint covers them.
+    """
+    tiers: list[Tier] = []
+    disk = None
+    if options.host_cache is not None:
+        num_bytes = read_memory(options.host_cache, torch.device("cpu"), "host_cache")
+        if num_bytes < plan.block_bytes:
+            raise InvalidArgumentError(
+                f"host_cache: expected at least {plan.block_bytes} bytes, a block, got {num_bytes}"
+            )
+        tiers.append(Tier(HOST, num_bytes // plan.block_bytes, plan.block_bytes))
+    if options.disk_cache is not None:
+        block_size = plan.groups[0].block_size
+        layout = f"{model.dtype}, blocks of {block_size}, {plan.groups}, layers {plan.layer_groups}"
+        disk = DiskStore(
+            Path(options.disk_cache).expanduser(),
+            fingerprint=fingerprint(model, layout, _bits_mode(model, backend)),
+            num_block_bytes=plan.block_bytes,
+            block_size=block_size,
+            max_bytes=read_memory(options.disk_bytes, torch.device("cpu"), "disk_cache_size"),
+            secret=options.disk_cache_secret,
+        )
+        tiers.append(
+            Tier(
+                DISK,
+                disk.num_slots,
+                plan.block_bytes,
+                store="reused",
+                min_store_tokens=DISK_MIN_STORE_TOKENS,
+                is_persistent=True,
+            )
+        )
+    return BuiltTiers(tuple(tiers), disk)
+
+
+def _bits_mode(model: LoadedModel, backend: Backend) -> str:
+    """What the bits of KV depend on that the weights don't say, as far as an engine promises anything about them."""
+    if not backend.deterministic:
+        return "natural"
+    how = f"deterministic {backend.attention} on {model.device.type}"
+    return f"{how}, torch {torch.__version__}, {torch.get_num_threads()} threads"

@@ -1,0 +1,56 @@
+"""`TierOptions`: what a user says of the tiers below an engine, checked before anything large is made."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvblocks.arguments import is_a
+from kvblocks.engine.run.memory import read_memory
+from kvblocks.errors import InvalidArgumentError
+
+DEFAULT_DISK_CACHE_SIZE = "8GiB"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierOptions:
+    """host_cache: memory for blocks, as `Engine`'s kv_cache_memory; None: none.
+
+    disk_cache: a folder for blocks, made if it isn't there; None: none. disk_cache_size: bytes that the folder may take
+    in all, or a text such as "8GiB"; None: DEFAULT_DISK_CACHE_SIZE. disk_cache_secret: keys the checksums, so that who
+    can write to the folder can't plant KV. Raises InvalidArgumentError.
+    """
+
+    host_cache: float | str | None = None
+    disk_cache: str | Path | None = None
+    disk_cache_size: int | str | None = None
+    disk_cache_secret: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if self.host_cache is not None:
+            read_memory(self.host_cache, torch.device("cpu"), "host_cache")
+        if self.disk_cache is None:
+            for name in ("disk_cache_size", "disk_cache_secret"):
+                if getattr(self, name) is not None:
+                    raise InvalidArgumentError(f"{name}: expected disk_cache, the folder, with it; got none")
+            return
+        if not isinstance(self.disk_cache, str | Path) or not str(self.disk_cache):
+            raise InvalidArgumentError(f"disk_cache: expected a folder, got {self.disk_cache!r}")
+        if is_a(self.disk_cache_size, float):
+            raise InvalidArgumentError(
+                f"disk_cache_size: expected bytes (an int, or a text such as '8GiB'), got {self.disk_cache_size!r}"
+            )
+        read_memory(self.disk_bytes, torch.device("cpu"), "disk_cache_size")
+        secret = self.disk_cache_secret
+        if secret is not None and (not isinstance(secret, bytes) or not secret):
+            raise InvalidArgumentError(f"disk_cache_secret: expected bytes, at least one, got {type(secret).__name__}")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no tiers."""
+        return self.host_cache is None and self.disk_cache is None
+
+    @property
+    def disk_bytes(self) -> int | str:
+        """What the folder may take, as it was given."""
+        return DEFAULT_DISK_CACHE_SIZE if self.disk_cache_size is None else self.disk_cache_size

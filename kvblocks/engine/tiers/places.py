@@ -1,0 +1,79 @@
+"""Where tiers' bytes are: `HostPlace`, an arena in host memory, and `DiskPlace`, a folder."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvblocks.engine.tiers.block_bytes import BlockBytes, Row
+from kvblocks.tiers.disk import DiskStore
+from kvblocks.tiers.identity import BlockIdentity
+
+
+class HostPlace:
+    """One piece of host memory, a row for each slot, all of it written to at the start. Forgotten with the process."""
+
+    def __init__(self, block_bytes: BlockBytes, num_slots: int) -> None:
+        self._block_bytes = block_bytes
+        self._arena = block_bytes.new_rows(num_slots)
+
+    def store(self, slots: list[int], block_ids: list[int], identities: list[BlockIdentity], after: Any) -> bool:  # noqa: ARG002
+        """As `Place`. It can't fail."""
+        self._block_bytes.read(block_ids, [self._arena[slot] for slot in slots], after)
+        return True
+
+    def load(self, slots: list[int], block_ids: list[int], identities: list[BlockIdentity], after: Any) -> bool:  # noqa: ARG002
+        """As `Place`. Nobody else has the arena, so what was stored is there."""
+        self._block_bytes.write(block_ids, [self._arena[slot] for slot in slots], after)
+        return True
+
+    def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
+        """Nothing outlives the process."""
+
+    def settle(self) -> None:
+        """Nothing outlives the process."""
+
+    def close(self) -> None:
+        """The arena goes with this."""
+
+
+class DiskPlace:
+    """A `DiskStore`. What it finds damaged or can't write makes a transfer fail; it counts and logs that."""
+
+    def __init__(self, block_bytes: BlockBytes, store: DiskStore, max_transfer_blocks: int) -> None:
+        self._block_bytes = block_bytes
+        self._store = store
+        self._staging = None if block_bytes.is_on_host else block_bytes.new_rows(max_transfer_blocks)
+
+    def store(self, slots: list[int], block_ids: list[int], identities: list[BlockIdentity], after: Any) -> bool:
+        """As `Place`."""
+        rows = self._rows_for(block_ids)
+        if self._staging is not None:
+            self._block_bytes.read(block_ids, rows, after)
+        for slot, identity, row in zip(slots, identities, rows, strict=True):
+            self._store.write([slot], [identity], row.data)
+        return True
+
+    def load(self, slots: list[int], block_ids: list[int], identities: list[BlockIdentity], after: Any) -> bool:
+        """As `Place`."""
+        rows = self._rows_for(block_ids)
+        for slot, identity, row in zip(slots, identities, rows, strict=True):
+            if not self._store.read([slot], [identity], row.data):
+                return False
+        if self._staging is not None:
+            self._block_bytes.write(block_ids, rows, after)
+        return True
+
+    def _rows_for(self, block_ids: list[int]) -> list[Row]:
+        """Rows of host memory for blocks: on a CPU the blocks themselves."""
+        return self._block_bytes.rows_of(block_ids) if self._staging is None else [*self._staging[: len(block_ids)]]
+
+    def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
+        """As `Place`."""
+        self._store.remember(changes)
+
+    def settle(self) -> None:
+        """As `Place`."""
+        self._store.sync()
+
+    def close(self) -> None:
+        """As `Place`."""
+        self._store.close()

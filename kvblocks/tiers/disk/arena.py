@@ -1,0 +1,69 @@
+"""`Arena`: the file of a store's slots. A slot is a block's record, zeros up to the room's end, and its payload.
+
+A slot is written in place, so what is torn, half on the disk or of another block is found by its record alone.
+"""
+
+import os
+
+from kvblocks.tiers.disk.folder import flush
+from kvblocks.tiers.disk.layout import Layout
+from kvblocks.tiers.identity import BlockIdentity
+from kvblocks.tiers.sealing import Sealer
+
+
+class Arena:
+    """Slots in an open file, which it closes. Every call raises OSError but those that say otherwise.
+
+    Calls for different slots may run at the same time.
+    """
+
+    def __init__(self, descriptor: int, layout: Layout, sealer: Sealer) -> None:
+        self.descriptor = descriptor
+        self._layout = layout
+        self._sealer = sealer
+        if os.fstat(descriptor).st_size > layout.offset(layout.num_slots):
+            os.ftruncate(descriptor, layout.offset(layout.num_slots))
+
+    def write(self, slot: int, identity: BlockIdentity, payload: memoryview) -> None:
+        """Write a block. O(its bytes)."""
+        record = self._sealer.seal(identity, payload).ljust(self._layout.num_room_bytes, b"\0")
+        offset = self._layout.offset(slot)
+        done = os.pwritev(self.descriptor, [record, payload], offset)
+        if done < len(record) + len(payload):  # a full disk, or a signal: go on, or learn which
+            self._write_all(memoryview(record + bytes(payload))[done:], offset + done)
+
+    def _write_all(self, data: memoryview, offset: int) -> None:
+        while data:
+            done = os.pwrite(self.descriptor, data, offset)
+            data, offset = data[done:], offset + done
+
+    def read(self, slot: int, identity: BlockIdentity, out: memoryview) -> bool:
+        """Fill `out` with a block's payload; False if the slot has anything else. O(its bytes)."""
+        record = bytearray(self._layout.num_room_bytes)
+        offset, expected = self._layout.offset(slot), len(record) + len(out)
+        done = os.preadv(self.descriptor, [record, out], offset)
+        while 0 < done < expected:  # reads are whole but for the end of the file, and for signals on some systems
+            more = os.pread(self.descriptor, expected - done, offset + done)
+            if not more:
+                break
+            head = more[: max(0, len(record) - done)]
+            record[done : done + len(head)] = head
+            start = max(0, done - len(record))
+            out[start : start + len(more) - len(head)] = more[len(head) :]
+            done += len(more)
+        return done == expected and self._sealer.opens(record, identity, out)
+
+    def erase(self, slot: int) -> None:
+        """Overwrite a slot with zeros. O(its bytes)."""
+        offset = self._layout.offset(slot)
+        size = min(self._layout.stride, os.fstat(self.descriptor).st_size - offset)
+        if size > 0:
+            self._write_all(memoryview(bytes(size)), offset)
+
+    def flush(self) -> None:
+        """Wait until all that was written is on the disk."""
+        flush(self.descriptor)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.descriptor)

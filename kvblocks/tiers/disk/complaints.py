@@ -1,0 +1,30 @@
+"""`Complaints`: warnings that don't fill a log when a disk dies."""
+
+import logging
+import time
+from collections.abc import Callable
+
+_LOG = logging.getLogger("kvblocks.tiers.disk")
+
+
+class Complaints:
+    """Warnings of a store: the first of a kind at once, then at most one in so many seconds, with how many there were.
+
+    clock: in seconds. Not for two threads at once.
+    """
+
+    def __init__(self, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._last: dict[str, float] = {}
+        self._unsaid: dict[str, int] = {}
+
+    def warn(self, kind: str, message: str) -> None:
+        """Log a warning, or count it for the next of its kind."""
+        now = self._clock()
+        if kind in self._last and now - self._last[kind] < self._seconds:
+            self._unsaid[kind] = self._unsaid.get(kind, 0) + 1
+            return
+        self._last[kind] = now
+        unsaid = self._unsaid.pop(kind, 0)
+        _LOG.warning("%s%s", message, f" (and {unsaid} more like it before)" if unsaid else "")

@@ -1,0 +1,147 @@
+"""`Folder`: a store's folder: whose it is, who owns it now, and what is in it.
+
+Invariants:
+- Nothing is changed in a folder that holds anything but our files: it is refused by the name of what was found.
+- One owner at a time, from opening to `close`: the lock dies with the process.
+- The marker is written last, so a folder with a marker is whole, and one without is emptied.
+- Files are 0600 in a folder of 0700 of the same user, and none is reached through a link.
+"""
+
+import fcntl
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from kvblocks.tiers.disk.errors import DiskError
+
+LOCK, MARKER, ARENA, INDEX = "kvblocks.lock", "kvblocks.json", "kvblocks.arena", "kvblocks.index"
+_PARTIAL = MARKER + ".partial"
+_INDEX_FILES = tuple(INDEX + ending for ending in ("-wal", "-shm", "-journal", ""))  # its log first: see `remove_index`
+_OURS = frozenset({LOCK, MARKER, _PARTIAL, ARENA, *_INDEX_FILES})
+_MOST_MARKER_BYTES = 65536
+
+
+def flush(descriptor: int) -> None:
+    """Wait until a file's bytes are on the disk, and its size. Raises OSError."""
+    getattr(os, "fdatasync", os.fsync)(descriptor)  # macOS has no fdatasync
+
+
+class Folder:
+    """An open folder, locked. Made if it isn't there. Raises DiskError, and OSError."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path = path.resolve()
+        self._lock: int | None = None
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._check_ours()
+            self._take_lock()
+            os.fchmod(self._descriptor, 0o700)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_ours(self) -> None:
+        owner = os.fstat(self._descriptor).st_uid
+        if owner != os.geteuid():
+            raise DiskError(f"{self.path}: expected a folder of user {os.geteuid()}, got one of user {owner}")
+        foreign = sorted(self._names() - _OURS)
+        if foreign:
+            shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+            raise DiskError(
+                f"{self.path}: expected an empty folder, or one that a DiskStore made; got one with {shown}"
+            )
+
+    def _names(self) -> set[str]:
+        with os.scandir(self._descriptor) as entries:
+            return {entry.name for entry in entries}
+
+    def _take_lock(self) -> None:
+        self._lock = self.open_file(LOCK)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._lock, 20, 0).decode("ascii", "replace").strip() or "one that is opening it"
+            raise DiskError(f"{self.path}: expected a folder that nobody uses, got one of process {owner}") from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def open_file(self, name: str) -> int:
+        """Return a descriptor of one of our files, to read and write; made if it isn't there. Raises OSError."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(name, flags, 0o600, dir_fd=self._descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise DiskError(f"{self.path / name}: expected a file, got something else")
+        os.fchmod(descriptor, 0o600)
+        return descriptor
+
+    def sync(self) -> None:
+        """Wait until the names of files are on the disk. Raises OSError."""
+        os.fsync(self._descriptor)
+
+    def read_marker(self) -> dict[str, Any] | None:
+        """Return what the folder was made for; None if nobody can tell."""
+        try:
+            descriptor = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._descriptor)
+        except OSError:
+            return None
+        with os.fdopen(descriptor, "rb") as file:
+            try:
+                marker = json.loads(file.read(_MOST_MARKER_BYTES))
+            except (ValueError, RecursionError, OSError):
+                return None
+        return marker if isinstance(marker, dict) else None
+
+    def write_marker(self, marker: dict[str, Any]) -> None:
+        """Say what the folder is made for, whole or not at all. Raises OSError."""
+        with os.fdopen(self.open_file(_PARTIAL), "r+b") as file:
+            file.truncate()
+            file.write(json.dumps(marker, indent=2).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(_PARTIAL, MARKER, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        self.sync()
+
+    def is_used(self) -> bool:
+        """Whether there is anything in it but the lock. Raises OSError."""
+        return bool(self._names() - {LOCK})
+
+    def empty(self) -> None:
+        """Delete our files but the lock, the marker first. Raises OSError."""
+        self._remove(MARKER, _PARTIAL)
+        self.remove_index()
+        self._remove(ARENA)
+
+    def remove_index(self) -> None:
+        """Delete the index, its log first: a log that is left would be taken for that of the next index."""
+        self._remove(*_INDEX_FILES[:-1])
+        self._remove(INDEX)
+
+    def _remove(self, *names: str) -> None:
+        for name in names:
+            try:
+                os.unlink(name, dir_fd=self._descriptor)
+            except FileNotFoundError:
+                continue
+        self.sync()
+
+    def check_there(self, arena: int) -> None:
+        """Raise DiskError if the arena or the index was taken away: what is written then would be lost. O(1)."""
+        try:
+            found = os.stat(ARENA, dir_fd=self._descriptor, follow_symlinks=False)
+            os.stat(INDEX, dir_fd=self._descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            found = None
+        if found is None or not os.path.samestat(found, os.fstat(arena)):
+            raise DiskError(f"{self.path}: expected the files that were opened, got a folder without them")
+
+    def close(self) -> None:
+        """Give the folder up. Does nothing the second time."""
+        for descriptor in (self._lock, self._descriptor):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+        self._lock, self._descriptor = None, -1

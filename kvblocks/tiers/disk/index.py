@@ -1,0 +1,170 @@
+"""`Index`: which slot holds whose bytes, in a SQLite file: what was committed survives a crash and a loss of power.
+
+Nobody trusts what it says: a slot's own record decides. What SQLite can't read is started anew, with a warning.
+"""
+
+import logging
+import os
+import sqlite3
+from collections.abc import Mapping
+from contextlib import suppress
+
+from kvblocks.tiers.disk.folder import INDEX, Folder
+from kvblocks.tiers.disk.layout import MOST_WAL_BYTES, PAGE, Layout
+from kvblocks.tiers.identity import BlockIdentity
+
+Row = tuple[object, object, object, object, object]
+"""slot, number (the greater, the later stored), parent, keys, tokens: of any types, if somebody damaged it."""
+
+_LOG = logging.getLogger("kvblocks.tiers.disk")
+_TABLE = (
+    "CREATE TABLE slots (slot INTEGER PRIMARY KEY, number INTEGER NOT NULL, parent BLOB NOT NULL, keys BLOB NOT NULL, "
+    "tokens BLOB NOT NULL)"
+)
+_INSERT = "INSERT OR REPLACE INTO slots VALUES (?, ?, ?, ?, ?)"
+
+
+# Errors that say nothing of what the file holds: the disk, the memory, or somebody else who has it open.
+_ELSEWHERE = frozenset(
+    {
+        *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_IOERR),
+        *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_INTERRUPT),
+    }
+)
+
+
+class _StrangeError(sqlite3.DatabaseError):
+    """A database that isn't an index of ours."""
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    if isinstance(error, _StrangeError):
+        return True
+    code = getattr(error, "sqlite_errorcode", None)  # none if sqlite3 itself refuses a call
+    return code is not None and code & 0xFF not in _ELSEWHERE
+
+
+class Index:
+    """The rows of a folder's index. Its calls raise sqlite3.Error, and OSError.
+
+    EXCLUSIVE: nobody else may open it, and SQLite needs no shared memory. WAL with FULL: a commit is one fsync, and on
+    the disk when it returns. secure_delete: what is deleted is overwritten.
+    """
+
+    def __init__(self, folder: Folder, layout: Layout) -> None:
+        self._folder = folder
+        self._layout = layout
+        self._next_number = 0
+        try:
+            self._connection = self._connect()
+        except sqlite3.Error as error:
+            if not _is_damage(error):
+                raise
+            self._connection = self._start_anew(error)
+        if self._pragma("page_count") > layout.most_index_pages:  # it was made for more slots
+            self._shrink()
+
+    def _pragma(self, text: str) -> int:
+        row = self._connection.execute(f"PRAGMA {text}").fetchone()
+        return int(row[0]) if row is not None else 0
+
+    def _connect(self) -> sqlite3.Connection:
+        os.close(self._folder.open_file(INDEX))  # SQLite gives its log the same mode
+        path = str(self._folder.path / INDEX)
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0)
+        try:
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        connection.text_factory = bytes  # whatever is there can be read
+        for setting in (
+            *("locking_mode = EXCLUSIVE", f"page_size = {PAGE}", "mmap_size = 0", "temp_store = MEMORY"),
+            *("trusted_schema = OFF", "cell_size_check = ON", "secure_delete = ON"),
+            *("journal_mode = WAL", "synchronous = FULL", "wal_autocheckpoint = 0"),
+        ):
+            connection.execute(f"PRAGMA {setting}")
+        connection.execute(f"PRAGMA max_page_count = {self._layout.most_index_pages}")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        found = connection.execute("SELECT sql FROM sqlite_master").fetchall()
+        if not found:
+            connection.execute(_TABLE)
+            self._folder.sync()
+        elif found != [(_TABLE.encode(),)]:
+            raise _StrangeError("it has other tables than ours")
+        last = connection.execute("SELECT max(number) FROM slots").fetchone()[0]
+        if last is not None and not isinstance(last, int):
+            raise _StrangeError("its rows have other types than ours")
+        self._next_number = 0 if last is None else min(last, 2**62) + 1
+
+    def _start_anew(self, error: sqlite3.Error) -> sqlite3.Connection:
+        _LOG.warning("%s: starting anew, with nothing in it: SQLite says: %s", self._folder.path / INDEX, error)
+        self._folder.remove_index()
+        return self._connect()
+
+    def _shrink(self) -> None:
+        kept = [row for row in self.rows() if isinstance(row[0], int) and 0 <= row[0] < self._layout.num_slots]
+        self._connection.close()
+        self._folder.remove_index()
+        self._connection = self._connect()
+        self._connection.execute("BEGIN IMMEDIATE")
+        self._connection.executemany(_INSERT, kept)
+        self._connection.execute("COMMIT")
+
+    def rows(self) -> list[Row]:
+        """Return all rows, in the order of their numbers. O(rows log rows)."""
+        try:
+            rows: list[Row] = self._connection.execute("SELECT * FROM slots").fetchall()
+            rows.sort(key=lambda row: row[1] if isinstance(row[1], int) else 0)
+        except sqlite3.Error as error:
+            self._renew(error)
+            return []
+        return rows
+
+    def _renew(self, error: sqlite3.Error) -> None:
+        """Start anew if the file is damaged; else raise what SQLite said."""
+        if not _is_damage(error):
+            raise error
+        with suppress(sqlite3.Error):
+            self._connection.close()
+        self._connection = self._start_anew(error)
+
+    def write(self, changes: Mapping[int, BlockIdentity | None]) -> None:
+        """Commit changes, all or none; they are on the disk when it returns. O(changes log rows)."""
+        try:
+            self._commit(changes)
+        except sqlite3.Error as error:
+            self._renew(error)
+            self._commit(changes)
+        wal = self._folder.path / (INDEX + "-wal")
+        if wal.stat().st_size > MOST_WAL_BYTES:
+            self.checkpoint()
+
+    def _commit(self, changes: Mapping[int, BlockIdentity | None]) -> None:
+        stored = [
+            (slot, number, identity.parent, identity.extra_keys, identity.tokens)
+            for number, (slot, identity) in enumerate(changes.items(), self._next_number)
+            if identity is not None
+        ]
+        forgotten = [(slot,) for slot, identity in changes.items() if identity is None]
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            self._connection.executemany("DELETE FROM slots WHERE slot = ?", forgotten)
+            self._connection.executemany(_INSERT, stored)
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+        self._next_number += len(changes)
+
+    def checkpoint(self) -> None:
+        """Move the log into the index, and leave none of it."""
+        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def close(self) -> None:
+        """Close the file; its log goes."""
+        self._connection.close()

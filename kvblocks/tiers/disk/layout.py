@@ -1,0 +1,69 @@
+"""`Layout`: how large everything in a store's folder may become, and where a slot lies. And `DiskStats`."""
+
+from dataclasses import dataclass
+
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.tiers.sealing import NUM_RECORD_BYTES
+
+PAGE = 4096  # of the index, and what slots are aligned to
+MOST_KEY_BYTES = 512  # of a block's extra keys; one with more is not stored
+MOST_WAL_BYTES = 2**20  # of the index's log between two calls of `sync`
+LEAST_SLOTS = 4
+
+_OTHER_BYTES = 2**21  # the lock, the marker, the log, and the index's first pages
+_ROW_HEAD = 64  # of the index: a row's header, numbers, and its place in a page
+
+
+def _pages_up(number: int) -> int:
+    return -(-number // PAGE) * PAGE
+
+
+@dataclass(frozen=True)
+class DiskStats:
+    """What a store did since it was opened.
+
+    num_damaged_blocks: that were asked for, or remembered, and were not what they should be. num_failed_writes,
+    num_failed_syncs: calls of `write` and `erase`, and of `sync`, that raised. Bytes are those of payloads.
+    """
+
+    num_written_blocks: int = 0
+    num_written_bytes: int = 0
+    num_read_blocks: int = 0
+    num_read_bytes: int = 0
+    num_damaged_blocks: int = 0
+    num_failed_writes: int = 0
+    num_syncs: int = 0
+    num_failed_syncs: int = 0
+
+
+class Layout:
+    """Sizes in bytes. A slot is a record's room, then the payload's; both begin at a page.
+
+    num_slots: how many fit, so that all files together never hold more than max_bytes. most_index_pages: of the index;
+    its log may grow by as many. most_preimage_bytes: what an identity may take in a record.
+
+    The index takes its worst case: the longest identities, in pages of a B-tree that are a third full.
+    """
+
+    def __init__(self, num_block_bytes: int, block_size: int, max_bytes: int) -> None:
+        """Raises InvalidArgumentError if fewer than LEAST_SLOTS slots fit."""
+        self.num_block_bytes = num_block_bytes
+        self.num_token_bytes = 4 * block_size
+        self.most_preimage_bytes = 8 + 32 + MOST_KEY_BYTES + self.num_token_bytes
+        self.num_room_bytes = _pages_up(NUM_RECORD_BYTES + self.most_preimage_bytes)
+        self.stride = self.num_room_bytes + _pages_up(num_block_bytes)
+        row = self.most_preimage_bytes + _ROW_HEAD
+        index_bytes = 3 * row if row < PAGE - _ROW_HEAD else PAGE + _pages_up(row + row // 16)
+        index_bytes += index_bytes // 16  # the pages that lead to others
+        self.num_slots = max(0, max_bytes - _OTHER_BYTES) // (self.stride + 2 * index_bytes + index_bytes // 16)
+        if self.num_slots < LEAST_SLOTS:
+            least = _OTHER_BYTES + LEAST_SLOTS * (self.stride + 2 * index_bytes + index_bytes // 16)
+            raise InvalidArgumentError(
+                f"DiskStore: max_bytes: expected at least {least}, for {LEAST_SLOTS} slots of {self.stride} bytes and "
+                f"what is kept beside them; got {max_bytes}"
+            )
+        self.most_index_pages = 16 + self.num_slots * index_bytes // PAGE
+
+    def offset(self, slot: int) -> int:
+        """Return where a slot begins in the arena. O(1)."""
+        return slot * self.stride

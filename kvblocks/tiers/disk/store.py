@@ -1,0 +1,399 @@
+"""`DiskStore`: the bytes of a persistent tier in a folder, and what its slots hold.
+
+Invariants:
+- `read` counts a block as right only if the slot's own record says that it is this block, and its checksum is right.
+- The index never speaks of bytes that are not on the disk: `sync` flushes the arena, then commits.
+- All files together never hold more than max_bytes.
+
+What is in the folder is a cache: where it can't be used it is emptied, with a warning, and never wrong.
+"""
+
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, SupportsIndex
+
+from kvblocks.arguments import check_count, is_a, listed, wrong
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.tiers.disk.arena import Arena
+from kvblocks.tiers.disk.complaints import Complaints
+from kvblocks.tiers.disk.errors import DiskError
+from kvblocks.tiers.disk.folder import ARENA, Folder
+from kvblocks.tiers.disk.index import Index, Row
+from kvblocks.tiers.disk.layout import MOST_KEY_BYTES, DiskStats, Layout
+from kvblocks.tiers.identity import BlockIdentity
+from kvblocks.tiers.sealing import FORMAT, Payload, Sealer
+
+_LOG = logging.getLogger("kvblocks.tiers.disk")
+_NOTHING = BlockIdentity(b"", b"", b"")
+_MARK = "a disk tier of kvblocks"
+
+
+class DiskStore:
+    """Slots on a disk, for the blocks of one tier.
+
+    folder: of its own; made if it isn't there, refused if it has anything else in it. fingerprint: 32 bytes that name
+    what made the blocks' bytes: model, weights, type and layout of KV. num_block_bytes: of a block. block_size: tokens
+    of a block. max_bytes: all files in the folder together never hold more. secret: at least 16 bytes; then a block
+    that somebody planted without it is a miss. None: only damage is found. A folder that was made with other values
+    (but for max_bytes), or by another format, is emptied with a warning.
+
+    num_slots: how many blocks fit. stats: see `DiskStats`.
+
+    `write` and `read` of different slots may run at the same time, and beside `remember` and `sync`. `close` comes
+    last. Raises InvalidArgumentError; DiskError if the folder can't be used, or another store uses it.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        fingerprint: bytes,
+        num_block_bytes: SupportsIndex,
+        block_size: SupportsIndex,
+        max_bytes: SupportsIndex,
+        secret: bytes | None = None,
+    ) -> None:
+        given: Any = folder
+        path = Path(given) if is_a(given, str) or isinstance(given, os.PathLike) else None
+        if path is None or not str(given):
+            raise wrong("DiskStore: folder", "a path", folder)
+        self._sealer = Sealer(fingerprint, secret)
+        self._block_size = check_count("DiskStore: block_size", block_size, 1)
+        num_bytes = check_count("DiskStore: num_block_bytes", num_block_bytes, 1)
+        most = check_count("DiskStore: max_bytes", max_bytes, 1)
+        self._layout = Layout(num_bytes, self._block_size, most)
+        self.num_slots = self._layout.num_slots
+        self._stats = DiskStats()
+        self._complaints = Complaints()
+        self._lock = threading.Lock()  # of what follows here, and of the counters; held for no I/O
+        self._changes: dict[int, BlockIdentity | None] = {}
+        self._is_unflushed = False
+        self._is_closed = False
+        self._syncing = threading.Lock()  # of the index; taken before the other
+        with _as_disk_error(f"DiskStore: {path}: expected a folder to read and write"):
+            self._open(path)
+
+    @property
+    def stats(self) -> DiskStats:
+        """What was done since it was opened."""
+        with self._lock:
+            return self._stats
+
+    @property
+    def needs_sync(self) -> bool:
+        """Whether there is anything that `sync` would put on the disk."""
+        with self._lock:
+            return self._is_unflushed or bool(self._changes)
+
+    def remembered(self) -> list[tuple[int, BlockIdentity]]:
+        """Return which slots hold whose bytes, as far as that is on the disk, the least recently stored first.
+
+        What `manager.tiers.restore` takes. Bytes are not looked at. Raises DiskError. O(slots log slots).
+        """
+        with self._syncing, _as_disk_error("DiskStore.remembered: expected a disk that can be read"):
+            self._check_open("remembered")
+            rows = self._index.rows()
+        found = [self._read_row(row) for row in rows]
+        good = [pair for pair in found if pair is not None]
+        if len(good) < len(found):
+            self._note_damage(len(found) - len(good), f"{len(found) - len(good)} rows of the index are no blocks")
+        return good
+
+    def write(self, slots: Iterable[SupportsIndex], identities: Iterable[BlockIdentity], payload: Payload) -> None:
+        """Write blocks. They are on the disk after the next `sync`.
+
+        payload: their bytes one behind the other, num_block_bytes each, in any C-contiguous buffer. Raises
+        InvalidArgumentError, and DiskError if not all were written: answer `complete(transfer, ok=False)` then. A
+        block with more than 512 bytes of extra keys isn't stored: DiskError, and nothing was written. O(bytes).
+        """
+        pairs = self._check_blocks("write", slots, identities)
+        if len({slot for slot, _ in pairs}) < len(pairs):
+            raise wrong("DiskStore.write: slots", "each slot once", [slot for slot, _ in pairs])
+        data = self._check_buffer("write: payload", payload, len(pairs))
+        size = self._layout.num_block_bytes
+        with self._counting_failures("num_failed_writes"), _as_disk_error("DiskStore.write: expected room on the disk"):
+            self._check_open("write")
+            for _, identity in pairs:
+                if len(identity.extra_keys) > MOST_KEY_BYTES:
+                    got = len(identity.extra_keys)
+                    raise DiskError(f"DiskStore.write: expected at most {MOST_KEY_BYTES} bytes of keys, got {got}")
+            self._folder.check_there(self._arena.descriptor)
+            try:
+                for number, (slot, identity) in enumerate(pairs):
+                    self._arena.write(slot, identity, data[number * size : (number + 1) * size])
+            finally:
+                with self._lock:
+                    self._is_unflushed = True
+        self._count(num_written_blocks=len(pairs), num_written_bytes=len(data))
+
+    def read(self, slots: Iterable[SupportsIndex], identities: Iterable[BlockIdentity], out: Payload) -> int:
+        """Fill a buffer with blocks, and return how many first ones are right; the buffer's rest means nothing.
+
+        A block that isn't what was asked for ends it: that is counted, and warned of, not raised. out: writable, as
+        `write` takes. Raises InvalidArgumentError, and DiskError after `close`. O(bytes).
+        """
+        pairs = self._check_blocks("read", slots, identities)
+        data = self._check_buffer("read: out", out, len(pairs))
+        if data.readonly:
+            raise wrong("DiskStore.read: out", "a buffer that can be written", type(out))
+        self._check_open("read")
+        size = self._layout.num_block_bytes
+        number = 0
+        for slot, identity in pairs:
+            try:
+                is_right = self._arena.read(slot, identity, data[number * size : (number + 1) * size])
+                reason = "expected the block that was stored there, got other bytes, or none"
+            except OSError as error:
+                is_right, reason = False, str(error)
+            if not is_right:
+                self._note_damage(1, f"slot {slot}: {reason}")
+                break
+            number += 1
+        self._count(num_read_blocks=number, num_read_bytes=number * size)
+        return number
+
+    def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
+        """Take note of what `manager.tiers.take_changes` says of this tier: whose bytes slots hold, None: nobody's.
+
+        On the disk after the next `sync`, all of it or none. Raises InvalidArgumentError. O(changes).
+        """
+        given: Any = changes
+        if not isinstance(given, Mapping):
+            raise wrong("DiskStore.remember", "a dict of slots, and a BlockIdentity or None", changes)
+        checked = [(self._check_slot("remember", slot), identity) for slot, identity in given.items()]
+        for _, identity in checked:
+            if identity is not None:
+                self._check_identity("remember", identity)
+        with self._lock:
+            self._check_open_locked("remember")
+            for slot, identity in checked:
+                is_too_long = identity is not None and len(identity.extra_keys) > MOST_KEY_BYTES
+                self._changes.pop(slot, None)  # so that its place is the last
+                self._changes[slot] = None if is_too_long else identity
+
+    def sync(self) -> None:
+        """Put all that was written and remembered before the call on the disk: the bytes first, then the index.
+
+        Call it every second while `needs_sync`. What was forgotten is forgotten for good when it returns. Raises
+        DiskError; then nothing is lost but what the disk lost, and the next call tries again. O(what is new).
+        """
+        with self._syncing, self._counting_failures("num_failed_syncs"):
+            self._check_open("sync")
+            self._sync()
+
+    def erase(self, slots: Iterable[SupportsIndex]) -> None:
+        """Forget slots and overwrite their bytes, and what the index knew of them; on the disk when it returns.
+
+        For data that must go. Copies that the file system or the device keep by themselves are beyond it. Raises
+        InvalidArgumentError, and DiskError: call it again then. O(bytes).
+        """
+        checked = [self._check_slot("erase", slot) for slot in listed("DiskStore.erase", "slots", slots)]
+        with self._syncing, self._counting_failures("num_failed_writes"):
+            self._check_open("erase")
+            with self._lock:
+                self._changes.update(dict.fromkeys(checked))
+                self._is_unflushed = True
+            with _as_disk_error("DiskStore.erase: expected a disk that can be written"):
+                for slot in checked:
+                    self._arena.erase(slot)
+                self._sync()
+                self._index.checkpoint()
+
+    def close(self) -> None:
+        """`sync`, and give the folder up. Does nothing the second time. Raises DiskError if the sync did."""
+        with self._syncing:
+            if self._is_closed:
+                return
+            try:
+                with self._counting_failures("num_failed_syncs"):
+                    self._sync()
+            finally:
+                with self._lock:
+                    self._is_closed = True
+                self._close_files()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Opening and closing.
+
+    def _open(self, path: Path) -> None:
+        self._folder = Folder(path)
+        try:
+            marker = {
+                "kvblocks": _MARK,
+                "format": FORMAT,
+                "num_block_bytes": self._layout.num_block_bytes,
+                "block_size": self._block_size,
+                "fingerprint": self._sealer.fingerprint.hex(),
+                "secret": self._sealer.seal(_NOTHING, b"").hex(),  # tells one from another, and shows none
+            }
+            found = self._folder.read_marker()
+            if found != marker:
+                if self._folder.is_used():
+                    _LOG.warning("%s: emptied: %s", self._folder.path, _difference(marker, found))
+                self._folder.empty()
+            self._arena = Arena(self._folder.open_file(ARENA), self._layout, self._sealer)
+            self._index = Index(self._folder, self._layout)
+            if found != marker:
+                self._folder.write_marker(marker)
+        except BaseException:
+            self._close_files()
+            raise
+
+    def _close_files(self) -> None:
+        """Close what is open, in the order in which nobody can take the folder before all is closed."""
+        index, arena = getattr(self, "_index", None), getattr(self, "_arena", None)
+        try:
+            if index is not None:
+                index.close()
+        except sqlite3.Error as error:
+            self._complaints.warn("close", f"{self._folder.path}: the index could not be closed: {error}")
+        finally:
+            if arena is not None:
+                arena.close()
+            self._folder.close()
+
+    def _check_open(self, call: str) -> None:
+        with self._lock:
+            self._check_open_locked(call)
+
+    def _check_open_locked(self, call: str) -> None:
+        if self._is_closed:
+            raise DiskError(f"DiskStore.{call}: expected an open store, got one that was closed")
+
+    # Syncing.
+
+    def _sync(self) -> None:
+        """Flush the arena, then commit. The changes are taken before that, so that their bytes are flushed."""
+        with self._lock:
+            changes, self._changes = self._changes, {}
+            is_unflushed, self._is_unflushed = self._is_unflushed, False
+        try:
+            with _as_disk_error("DiskStore.sync: expected a disk that can be written"):
+                self._folder.check_there(self._arena.descriptor)
+                if is_unflushed:
+                    self._flush(changes)
+                    is_unflushed = False
+                if changes:
+                    self._index.write(changes)
+        except BaseException:
+            with self._lock:
+                self._changes = {slot: changes[slot] for slot in changes if slot not in self._changes} | self._changes
+                self._is_unflushed = self._is_unflushed or is_unflushed
+            raise
+        self._count(num_syncs=1)
+
+    def _flush(self, changes: dict[int, BlockIdentity | None]) -> None:
+        try:
+            self._arena.flush()
+        except OSError:
+            changes.update(dict.fromkeys(changes))  # the system may drop what it couldn't write, and say so only once
+            raise
+
+    # Checks of arguments.
+
+    def _check_slot(self, call: str, slot: SupportsIndex) -> int:
+        return check_count(f"DiskStore.{call}: slot", slot, 0, self.num_slots - 1)
+
+    def _check_identity(self, call: str, identity: object) -> BlockIdentity:
+        given: Any = identity
+        if not is_a(given, BlockIdentity):
+            raise wrong(f"DiskStore.{call}", "a BlockIdentity", identity)
+        if not self._is_identity(given.parent, given.extra_keys, given.tokens):
+            expected = f"a BlockIdentity of {self._block_size} tokens behind b'' or a SHA-256 digest"
+            raise wrong(f"DiskStore.{call}", expected, identity)
+        own: BlockIdentity = given
+        return own
+
+    def _is_identity(self, parent: object, keys: object, tokens: object) -> bool:
+        if type(parent) is not bytes or type(keys) is not bytes or type(tokens) is not bytes:
+            return False
+        return len(parent) in (0, 32) and len(tokens) == self._layout.num_token_bytes
+
+    def _check_blocks(
+        self, call: str, slots: Iterable[SupportsIndex], identities: Iterable[BlockIdentity]
+    ) -> list[tuple[int, BlockIdentity]]:
+        places = [self._check_slot(call, slot) for slot in listed(f"DiskStore.{call}: slots", "slots", slots)]
+        given = listed(f"DiskStore.{call}: identities", "BlockIdentity, one a slot", identities)
+        if len(given) != len(places):
+            raise InvalidArgumentError(
+                f"DiskStore.{call}: expected {len(places)} identities, one a slot; got {len(given)}"
+            )
+        return [(slot, self._check_identity(call, one)) for slot, one in zip(places, given, strict=True)]
+
+    def _check_buffer(self, name: str, buffer: Payload, number: int) -> memoryview:
+        expected = f"a C-contiguous buffer of {number} x {self._layout.num_block_bytes} bytes"
+        try:
+            view = memoryview(buffer)
+            if not view.c_contiguous or view.nbytes != number * self._layout.num_block_bytes:
+                got = f"{view.nbytes} bytes" + ("" if view.c_contiguous else ", not contiguous")
+                raise InvalidArgumentError(f"DiskStore.{name}: expected {expected}, got {got}")
+            return view.cast("B")
+        except (TypeError, BufferError):
+            raise wrong(f"DiskStore.{name}", expected, type(buffer)) from None
+
+    def _read_row(self, row: Row) -> tuple[int, BlockIdentity] | None:
+        """Return what a row of the index says; None if no call of `remember` could have written it."""
+        slot, number, parent, keys, tokens = row
+        if not isinstance(slot, int) or not isinstance(number, int) or not 0 <= slot < self.num_slots:
+            return None
+        if not isinstance(parent, bytes) or not isinstance(keys, bytes) or not isinstance(tokens, bytes):
+            return None
+        if len(keys) > MOST_KEY_BYTES or not self._is_identity(parent, keys, tokens):
+            return None
+        return slot, BlockIdentity(parent, keys, tokens)
+
+    # Counters.
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            self._count_locked(more)
+
+    def _count_locked(self, more: Mapping[str, int]) -> None:
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + more[name] for name in more})
+
+    def _note_damage(self, number: int, message: str) -> None:
+        with self._lock:
+            self._count_locked({"num_damaged_blocks": number})
+            self._complaints.warn("damage", f"{self._folder.path}: {message}: not used")
+
+    @contextmanager
+    def _counting_failures(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except DiskError as error:
+            with self._lock:
+                self._count_locked({name: 1})
+                self._complaints.warn(name, str(error))
+            raise
+
+
+@contextmanager
+def _as_disk_error(expected: str) -> Iterator[None]:
+    """Turn what the system and SQLite say into a DiskError."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise DiskError(f"{expected}, got {error}") from error
+
+
+def _difference(marker: Mapping[str, object], found: Mapping[str, object] | None) -> str:
+    """Say how a folder's marker differs from ours."""
+    if found is None:
+        return "expected a marker that says what it was made for, got none"
+    others = [name for name in marker if found.get(name) != marker[name]]
+    values = [f"{name} {marker[name]!r}, got {found.get(name)!r}" for name in others if name != "secret"]
+    return "expected " + ("; ".join(values) or "the secret that it was made with, got another")
