@@ -5,8 +5,7 @@ held beside them until the loads have arrived: where they fail, the sequence goe
 """
 
 from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.hit import HitSource
-from kvblocks.core.sequence import Sequence
+from kvblocks.core.hit import CacheHit
 from kvblocks.groups.hit import GroupHit, Tables
 from kvblocks.groups.index import GroupIndex
 
@@ -23,15 +22,15 @@ class LoadingHit(GroupHit):
 
     __slots__ = ("end", "mixed", "more")
 
-    def __init__(
-        self, sequence: Sequence, hit: GroupHit | None, source: HitSource, index: GroupIndex, held: list[KVCacheBlock]
-    ) -> None:
-        """hit: of the sequence; None: of nothing. held: the primary group's cached blocks up to the loads' end."""
-        num_sides = len(index.layout.side_groups)
+    def __init__(self, found: CacheHit, hit: GroupHit | None, index: GroupIndex, held: list[KVCacheBlock]) -> None:
+        """found: what the loads were looked up behind. hit: what the sequence is to start with, as long; None: nothing.
+        held: the primary group's cached blocks up to the loads' end.
+        """
         if hit is None:
-            super().__init__(sequence, [], [(0, []) for _ in range(num_sides)], 0, index, source)
+            tables: Tables = [(0, []) for _ in index.layout.side_groups]
+            super().__init__(found.sequence, [], tables, 0, index, found.source)
         else:
-            super().__init__(sequence, hit.blocks, hit.tables, hit.num_matched, index, source)
+            super().__init__(hit.sequence, hit.blocks, hit.tables, hit.num_matched, index, hit.source)
             self.version = hit.version
         self.more = held[len(self.blocks) :]
         self.mixed: Mixed = []

@@ -77,6 +77,7 @@ class GroupSlots(SlotAllocator):
         found = hit if isinstance(hit, GroupHit) else None
         loading = hit if isinstance(hit, LoadingHit) else None
         ends = [] if found is None else [found.num_readonly_tokens, found.num_matched_tokens]
+        ends += [] if loading is None else [loading.end]
         tables = GroupTables(self._layout, [*ends, sequence.num_prompt_tokens])
         held: list[KVCacheBlock] = []
         touched: list[KVCacheBlock] = []

@@ -26,6 +26,7 @@ from kvblocks import (
     TierHit,
     Transfer,
 )
+from kvblocks.groups.hit import GroupHit
 from kvblocks.groups.tables import GroupTables
 from kvblocks.tiers.grouped.hit import GroupTierHit
 from model.kv_memory import GARBAGE
@@ -149,6 +150,7 @@ class TierMachine:
         found: dict[tuple[int, int], list[int]] = {}
         for table, index, pool, slot in load.pieces:
             found[of_table[table], index] = self.below[pool.name][slot.block_id]
+        assert isinstance(load.hit, GroupHit)
         hit = load.loading_hit(load.hit)
         assert not load.pieces or sum(pool.num_block_bytes for _, _, pool, _ in load.pieces) == load.num_all_bytes
         self.count("pieces of windows alone", all(table < len(of_table) - 1 for table, _, _, _ in load.pieces))

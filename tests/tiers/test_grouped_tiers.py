@@ -371,6 +371,29 @@ def find_last(manager):
     return pool_of(manager).index.match(memoryview(array("I", PROMPT)), None, 10)[9]
 
 
+def test_loads_and_a_hit_belong_together():
+    manager, other = loading_manager(), loading_manager()
+    sequence, hit, _ = look_up(manager, range(41))
+    evict(manager, attached(pool_of(manager).index, 9))
+    sequence, hit, loads = look_up(manager, range(41))
+    assert loads[0].first_token == 36
+    with pytest.raises(SequenceStateError, match="expected a hit of"):
+        manager.allocate_slots(sequence, 0, hit=look_up(manager, range(41), "three")[1], loads=loads)
+    theirs = other.get_computed_blocks(sequence).cut(36)
+    with pytest.raises(SequenceStateError, match="expected a hit of this manager's cache"):
+        manager.allocate_slots(sequence, 0, hit=theirs, loads=loads)
+    plain = KVCacheManager(64, 4)
+    run(plain)
+    theirs = plain.get_computed_blocks(sequence).cut(36)
+    with pytest.raises(SequenceStateError, match="expected a hit of this manager's cache"):
+        manager.allocate_slots(sequence, 0, hit=theirs, loads=loads)
+    with pytest.raises(InvalidArgumentError, match="loads: expected one from token 0 on"):
+        manager.allocate_slots(sequence, 0, loads=loads)
+    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is not None
+    settle(manager)
+    manager.free(sequence)
+
+
 def test_what_left_and_is_not_needed_changes_nothing():
     manager = loading_manager()
     run(manager, "other", range(100, 140))

@@ -86,11 +86,10 @@ class GroupTierHit(TierHit):
                     return False
         return True
 
-    def loading_hit(self, hit: CacheHit | None) -> LoadingHit:
+    def loading_hit(self, hit: GroupHit | None) -> LoadingHit:
         """Return what a sequence starts with that loads this and the parts before it. hit: its own. O(blocks)."""
         device = self.places[0]
-        own = hit if isinstance(hit, GroupHit) else None
-        loading = LoadingHit(self.sequence, own, self.hit.source, device.index, device.blocks)
+        loading = LoadingHit(self.hit, hit, device.index, device.blocks)
         loading.end = self.first_token + self.num_tokens
         mixed: Mixed = []
         for first, found in self.tables:

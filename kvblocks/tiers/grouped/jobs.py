@@ -44,8 +44,8 @@ class GroupLoadJob(LoadJob):
         parts: list[tuple[TierPool, list[KVCacheBlock]]] = []
         for pool in dict.fromkeys(pools):
             chain = [place.blocks for place in load.places if place.index is pool.index]
-            own = {slot: None for _, _, other, slot in pieces if other is pool}
-            side = [slot for slot in own if slot not in set(chain[0])]
+            num_side = len(load.tables)
+            side = [slot for table, _, other, slot in pieces if other is pool and table < num_side]
             parts += [(pool, chain[0]), (pool, side)]
         super().__init__(sequence, prefix, num_held, [slot for _, _, _, slot in pieces], pools, parts)
         self.start = start

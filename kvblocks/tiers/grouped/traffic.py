@@ -9,6 +9,7 @@ from kvblocks.core.caching import find_blocks
 from kvblocks.core.hashing import sha256_digest
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
+from kvblocks.groups.hit import GroupHit
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.pool import GroupPool
 from kvblocks.groups.slots import GroupSlots
@@ -60,7 +61,9 @@ class GroupTraffic(Traffic):
 
     def with_loads(self, sequence: Sequence, hit: CacheHit | None, loads: list[TierHit]) -> CacheHit | None:  # noqa: ARG002
         """Return the hit with what is to be loaded behind it."""
-        return _last_of(loads).loading_hit(hit) if loads else hit
+        if not loads or (hit is not None and not isinstance(hit, GroupHit)):
+            return hit  # one of another manager, which is told so
+        return _last_of(loads).loading_hit(hit)
 
     # What the manager tells.
 
