@@ -57,6 +57,7 @@ class TierMachine:
         self.below = {tier.name: [list(self.garbage) for _ in range(tier.num_blocks)] for tier in tiers}
         self.running: list[kvblocks.Sequence] = []
         self.waiting: list[kvblocks.Sequence] = []
+        self.past: list[kvblocks.Sequence] = []  # the last that ended
         self.moving: list[Moving] = []
         self.ended: list[Transfer] = []
         self.storing: dict[tuple[str, int], int] = {}  # by slot: the block that is stored there; jobs may be over
@@ -101,6 +102,13 @@ class TierMachine:
             tokens = tokens[:MAX_TOKENS]
             spans = [(start, end, key) for start, end, key in other.extra_keys if end <= len(tokens)]
             self.add(tokens, other.salt, spans)
+
+    def do_new_like_ended(self) -> None:
+        """One that goes on where an ended one did, and finds what was stored at its end."""
+        if self.past:
+            other = self.random.choice(self.past)
+            tokens = other.token_ids() + [self.random.randrange(2) for _ in range(self.random.randint(1, 3))]
+            self.add(tokens[: MAX_TOKENS + 2], other.salt, list(other.extra_keys))
 
     def add(self, tokens: list[int], salt: str | None, spans: list[Any]) -> None:
         self.num_made += 1
@@ -358,6 +366,7 @@ class TierMachine:
         self.running.remove(sequence)
         self.waits_from.pop(sequence, None)
         self.memory.forget(sequence)
+        self.past = [*self.past[-4:], sequence]
         assert not self.manager.tiers.is_loading(sequence)
         if self.random.random() < 0.5:
             self.waiting.append(sequence)
@@ -624,6 +633,7 @@ class TierMachine:
 WEIGHTS = {
     "do_new": 6,
     "do_new_like_another": 5,
+    "do_new_like_ended": 5,
     "do_start": 12,
     "do_grow": 5,
     "do_append": 5,
