@@ -298,7 +298,7 @@ def attached(index, position):
     """What is attached to a block of the prompt."""
     return [
         block
-        for block in index.row(index.match(memoryview(array("I", PROMPT)), None, 10)[position])
+        for block in index.row(index.match(memoryview(array("I", PROMPT)), None, position + 1)[position])
         if block is not None
     ]
 
@@ -392,6 +392,20 @@ def test_loads_and_a_hit_belong_together():
     assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is not None
     settle(manager)
     manager.free(sequence)
+
+
+def test_loads_of_tokens_that_are_gone_are_stale():
+    manager = loading_manager()
+    spill(manager)
+    sequence = Sequence("two", range(20))
+    sequence.append_tokens(range(20, 41))
+    loads = manager.tiers.find(manager.get_computed_blocks(sequence))
+    manager.allocate_slots(sequence)
+    manager.truncate(sequence, 20)
+    manager.abort(sequence, 0)
+    sequence.append_tokens(range(70, 91))
+    with pytest.raises(StaleHitError, match="to be stored still"):
+        manager.allocate_slots(sequence, 0, loads=loads)
 
 
 def test_what_left_and_is_not_needed_changes_nothing():
@@ -537,6 +551,36 @@ def test_what_a_load_relied_on_and_was_taken_back_fails_it():
     assert [loaded.num_tokens for loaded in ended] == [32]
     assert num_stored(manager) == 10, "the tier has forgotten the bad block, and what ended there"
     manager.abort(sequence, 32)
+
+
+def test_a_load_that_relied_on_a_step_that_died_fails():
+    manager = loading_manager()
+    spill(manager)
+    other = Sequence("other", range(36))
+    manager.allocate_slots(other)
+    evict(manager, attached(pool_of(manager).index, 8))
+    sequence, loads = start(manager)
+    assert (loads[0].first_token, loads[0].num_bytes) == (32, 300)
+    manager.abort(other, 32)
+    _, ended = settle(manager)
+    assert [loaded.num_tokens for loaded in ended] == [32]
+    assert manager.get_computed_blocks(Sequence("three", PROMPT)).num_tokens == 32
+    manager.abort(sequence, 32)
+
+
+def test_a_load_that_relied_on_a_window_of_a_step_that_died_fails():
+    manager = loading_manager()
+    other = Sequence("other", range(40))
+    manager.allocate_slots(other)  # its own blocks of all groups, of which the windows' take the older ones' place
+    evict(manager, attached(pool_of(manager).index, 7) + attached(pool_of(manager).index, 9))
+    sequence, loads = start(manager)
+    assert (loads[0].first_token, loads[0].num_tokens, loads[0].num_bytes) == (28, 12, 100)
+    assert sequence.group_blocks(1)[8] is other.group_blocks(1)[8]
+    manager.abort(other, 32)
+    assert find_last(manager).is_cached, "the first one's"
+    _, ended = settle(manager)
+    assert [loaded.num_tokens for loaded in ended] == [28]
+    manager.free(sequence)
 
 
 def test_a_bad_block_that_is_loaded_fails_and_is_dropped():
