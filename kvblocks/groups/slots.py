@@ -90,7 +90,8 @@ class GroupSlots(SlotAllocator):
                 table.begin(first, blocks)
                 touched += blocks
         num_hit = 0 if found is None else len(found.blocks)
-        in_pool = [*held, *dict.fromkeys(touched)] if self._group_pool.anchors is None else touched
+        in_pool = held + touched if self._group_pool.anchors is None else touched
+        in_pool = in_pool if loading is None else [*dict.fromkeys(in_pool)]
         sequence.owner = sequence.tail_owner = self._manager  # first: what is left half done is nobody else's
         sequence.side_tables = tables
         sequence.blocks += held
@@ -292,8 +293,10 @@ class GroupSlots(SlotAllocator):
 
     def _release_tables(self, sequence: Sequence) -> None:
         super()._release_tables(sequence)
-        self.end_loads(sequence)
-        for table in tables_of(sequence).tables:
+        tables = tables_of(sequence)
+        if tables.fallback is not None:
+            self.end_loads(sequence)
+        for table in tables.tables:
             self.pool.release_table(table.blocks)
 
     def _parts_in_block(self, num_tokens: int) -> bool:
