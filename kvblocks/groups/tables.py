@@ -118,7 +118,7 @@ class GroupTables(SideTables):
         """Raise SequenceStateError if a query at `position` sees what has left a window. Changes nothing. O(groups)."""
         fallback, nums_dead = self.fallback, [table.num_dead for table in self.tables]
         if fallback is not None and position < fallback.end:
-            position, nums_dead = min(position, fallback.start), [first for first, _ in fallback.tables]
+            nums_dead = [first for first, _ in fallback.tables]
         for table, num_dead in zip(self.tables, nums_dead, strict=True):
             side_group = table.side_group
             if side_group.first_needed(position) < num_dead:

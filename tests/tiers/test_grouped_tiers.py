@@ -663,6 +663,25 @@ def test_the_hit_that_a_load_may_go_back_to_takes_room():
     manager.free(sequence)
 
 
+def test_what_tables_and_the_way_back_share_takes_room_once():
+    manager = KVCacheManager(28, groups=WINDOW, tiers=[Tier("host", 64, 100)])
+    run(manager)
+    settle(manager)
+    pool = pool_of(manager)
+    evict(manager, [block for index in (*range(7), 9) for block in attached(pool.index, index)])
+    sequence, hit, loads = look_up(manager, range(41))
+    assert (hit.num_tokens, loads[0].num_bytes) == (36, 100)
+    others = pool.take(16)
+    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is None, "twelve that are cached, and one more"
+    pool.release_table(others[:1])
+    assert manager.allocate_slots(sequence, 0, hit=hit, loads=loads) is not None
+    assert manager.num_free_blocks == 0
+    settle(manager)
+    manager.free(sequence)
+    pool.release_table(others[1:])
+    manager.check()
+
+
 def test_new_blocks_are_told_by_group():
     manager = loading_manager()
     spill(manager)

@@ -32,7 +32,7 @@ def moved_prefix(sequence: Sequence, load: GroupTierHit) -> GroupPrefix:
 class GroupLoadJob(LoadJob):
     """A `LoadJob` of several groups: of its pieces `first` to the end are moved, the primary group's before the others.
 
-    end_token: at which it ends. A sequence that goes back before that waits for it no more. relied_on: the device's
+    If one of those is bad, all of them count as bad. end_token: at which it ends. A sequence that goes back before that waits for it no more. relied_on: the device's
     cached blocks in the tables, and where they are cached: if one of those is taken back, nothing here is good.
     """
 
@@ -71,11 +71,6 @@ class GroupLoadJob(LoadJob):
         for sequence in self.sequences:
             if sequence.epoch is epoch is not self._epoch:
                 self.num_good = 0
-
-    def note_bad(self, index: int) -> None:
-        """Take note that what its tables hold, or will, at `index` of its prefix's blocks is bad: nothing is good."""
-        super().note_bad(index)
-        self.num_good = 0
 
     def relies_on(self, block: KVCacheBlock) -> bool:
         """Whether a cached block of the device stands in its tables. O(blocks)."""
