@@ -30,10 +30,10 @@ def moved_prefix(sequence: Sequence, load: GroupTierHit) -> GroupPrefix:
 
 
 class GroupLoadJob(LoadJob):
-    """A `LoadJob` of several groups: of its pieces `first` to the end are moved, the primary group's before the others.
+    """A `LoadJob` of several groups, whose blocks are the primary group's before the others.
 
-    If one of those is bad, all of them count as bad. end_token: at which it ends. A sequence that goes back before that waits for it no more. relied_on: the device's
-    cached blocks in the tables, and where they are cached: if one of those is taken back, nothing here is good.
+    If one of them is bad, all count as bad. So they do if a cached block of the device that stands in the tables, and
+    isn't moved, is taken back. end_token: at which it ends; a sequence that goes back before that waits for it no more.
     """
 
     def __init__(self, sequence: Sequence, prefix: GroupPrefix, load: GroupTierHit, start: int, epoch: Epoch) -> None:
