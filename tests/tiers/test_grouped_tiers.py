@@ -188,6 +188,40 @@ def test_what_is_taken_back_of_a_window_meanwhile_is_not_stored():
     assert num_attached(manager) == 0 and num_stored(manager) == 10
 
 
+def test_what_a_reset_forgot_is_not_stored():
+    manager = make_manager()
+    run(manager)
+    taken = manager.tiers.take_transfers()
+    manager.reset_prefix_cache()
+    for transfer in taken:
+        manager.tiers.complete(transfer, ok=True)
+    assert num_stored(manager) == 0
+
+
+def test_what_lost_its_parents_in_the_tier_meanwhile_is_not_stored():
+    manager = make_manager()
+    run(manager)
+    settle(manager)
+    run(manager, "longer", range(44))
+    taken = manager.tiers.take_transfers()
+    host = pools_of(manager)[0]
+    host.drop(host.match(memoryview(array("I", PROMPT)), None, 10)[4:5])
+    for transfer in taken:
+        manager.tiers.complete(transfer, ok=True)
+    assert num_stored(manager) == 4 and host.pool.num_free_blocks == 256
+    assert look_up(manager, range(40, 44))[2] == []
+
+
+def test_what_was_stored_is_reused_in_order_on_the_device():
+    manager = make_manager()
+    run(manager)
+    hit = manager.get_computed_blocks(Sequence("end", range(41)))
+    settle(manager)
+    order = manager.free_block_ids()
+    first, side = [block.block_id for block in hit.blocks], [block.block_id for block in hit.group_blocks(1)[8:]]
+    assert order[-12:] == first[::-1] + side[::-1], "a prefix's end first, and with it what ends there"
+
+
 def test_a_used_prefix_is_reused_last_with_its_window():
     manager = make_manager(Tier("host", 24, 100))
     run(manager)
@@ -394,6 +428,17 @@ def test_loads_and_a_hit_belong_together():
     manager.free(sequence)
 
 
+def test_a_hit_that_was_evicted_is_stale_with_its_loads():
+    manager = loading_manager()
+    hit = manager.get_computed_blocks(Sequence("two", range(41))).cut(32)
+    sequence = hit.sequence
+    spill(manager)
+    loads = manager.tiers.find(hit)
+    assert loads[0].first_token == 32
+    with pytest.raises(StaleHitError, match="to be cached still"):
+        manager.allocate_slots(sequence, 0, hit=hit, loads=loads)
+
+
 def test_loads_of_tokens_that_are_gone_are_stale():
     manager = loading_manager()
     spill(manager)
@@ -515,6 +560,14 @@ def test_going_back_behind_what_was_loaded_is_up_to_the_window():
     settle(manager)
     with pytest.raises(SequenceStateError, match="begins to be held"):
         manager.rewind(sequence, 36)
+    manager.free(sequence)
+
+
+def test_nobody_else_says_what_is_loading():
+    manager, sequence = behind_hit()
+    assert manager.cache_blocks(sequence, 40) == 32
+    assert manager.get_computed_blocks(Sequence("three", range(41))).num_tokens == 32
+    settle(manager)
     manager.free(sequence)
 
 

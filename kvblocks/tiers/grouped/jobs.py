@@ -134,9 +134,8 @@ class GroupStoreJob(StoreJob):
         if number > num_primary:
             found = self.pool.match(prefix.token_view(), prefix.extra_keys, prefix.num_primary)
             for slot, (position, column) in zip(side[: number - num_primary], prefix.homes, strict=False):
-                if position < len(found):
-                    index.attach(found[position], column, slot)
-                    num_stored += slot.is_cached
+                index.attach(found[position], column, slot)
+                num_stored += slot.is_cached
             self.pool.pool.requeue_detached()
         self._note_stored(number)
         self.pool.let_go([*parents, *primary])
