@@ -428,6 +428,19 @@ def test_loads_and_a_hit_belong_together():
     manager.free(sequence)
 
 
+def test_nothing_is_loaded_behind_a_token_that_is_computed_again():
+    manager = make_manager()
+    run(manager, "long", range(80))
+    settle(manager)
+    spill(manager)
+    run(manager)
+    sequence = Sequence("two", PROMPT)
+    hit = manager.get_computed_blocks(sequence)  # of the whole prompt
+    sequence.append_tokens(range(40, 81))
+    assert hit.num_tokens == 39 and manager.tiers.find(hit) == []
+    assert manager.tiers.find(manager.get_computed_blocks(sequence))[0].first_token == 40
+
+
 def test_a_hit_that_was_evicted_is_stale_with_its_loads():
     manager = loading_manager()
     hit = manager.get_computed_blocks(Sequence("two", range(41))).cut(32)
@@ -445,9 +458,9 @@ def test_loads_of_tokens_that_are_gone_are_stale():
     sequence = Sequence("two", range(20))
     sequence.append_tokens(range(20, 41))
     loads = manager.tiers.find(manager.get_computed_blocks(sequence))
-    manager.allocate_slots(sequence)
+    manager.allocate_slots(sequence, delay_cache_blocks=True)
     manager.truncate(sequence, 20)
-    manager.abort(sequence, 0)
+    manager.free(sequence)
     sequence.append_tokens(range(70, 91))
     with pytest.raises(StaleHitError, match="to be stored still"):
         manager.allocate_slots(sequence, 0, loads=loads)
@@ -644,6 +657,31 @@ def test_a_bad_block_that_is_loaded_fails_and_is_dropped():
     assert [loaded.num_tokens for loaded in ended] == [32]
     assert num_attached(manager) == 1
     manager.abort(sequence, 32)
+
+
+def test_a_load_of_what_turned_out_to_be_bad_fails():
+    manager = loading_manager()
+    spill(manager)
+    sequence, _ = start(manager)
+    taken = manager.tiers.take_transfers()
+    other = Sequence("other", PROMPT)
+    manager.allocate_slots(other)
+    manager.evict_blocks([other.block_ids[3]])
+    ended = [loaded for transfer in taken for loaded in manager.tiers.complete(transfer, ok=True)]
+    assert [loaded.num_tokens for loaded in ended] == [0]
+    assert num_stored(manager) == 3
+    manager.abort(other, 0)
+    manager.abort(sequence, 0)
+
+
+def test_a_load_whose_sequence_has_a_bad_block_fails_after_a_reset_too():
+    manager, sequence = behind_hit()
+    last = find_last(manager)
+    manager.reset_prefix_cache()
+    manager.evict_blocks([last.block_id])
+    _, ended = settle(manager)
+    assert [loaded.num_tokens for loaded in ended] == [32]
+    manager.free(sequence)
 
 
 def test_a_bad_window_block_leaves_the_rest_of_the_tier():

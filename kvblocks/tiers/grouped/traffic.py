@@ -86,7 +86,7 @@ class GroupTraffic(Traffic):
         for block in blocks:
             prefix = None
             run, column = block.run, columns.get(block)
-            if run is not None and block in columns and (column is not None or (run, block.index - 1) not in given):
+            if run is not None and block in columns and (run, block.index - 1) not in given:
                 prefix = prefix_of(run, block.index + 1)
                 for pool in self.pools:
                     _drop_bad(pool, prefix, column)
