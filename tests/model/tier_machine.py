@@ -438,6 +438,8 @@ class TierMachine:
         block = self.random.choice(bad)
         self.step()
         content = self.memory.now[block.block_id]
+        if self.memory.row_size(content) < self.manager.block_size:
+            return  # prefixes that part behind it have blocks of their own that hold the same, and may be good
         good = {key for key, block_id in self.storing.items() if block_id != block.block_id}  # of another block
         for name, slots in self.below.items():
             for slot in [number for number, held in enumerate(slots) if self.memory.is_same(content, held)]:
