@@ -55,27 +55,27 @@ class Rounds:
 
     def _round(self, *, counts: bool) -> None:
         found: dict[str, float] = {}
-        prefix = self._tokens(self._num_prefix_tokens)
+        prefix = self.tokens(self._num_prefix_tokens)
         with folder() as plain, folder() as keyed:
-            engine = self._engine(host_cache=self._num_bytes, disk_cache=plain)
-            found["computed"] = self._ask(engine, prefix, 0, None)
-            found["device"] = self._ask(engine, prefix, self._num_prefix_tokens, None)
+            engine = self.engine(host_cache=self._num_bytes, disk_cache=plain)
+            found["computed"] = self.ask(engine, prefix, 0, None)
+            found["device"] = self.ask(engine, prefix, self._num_prefix_tokens, None)
             self._settle(engine)
             self._forget_device(engine)
-            found["host"] = self._ask(engine, prefix, self._num_prefix_tokens, "host")
+            found["host"] = self.ask(engine, prefix, self._num_prefix_tokens, "host")
             engine.close()
             start = perf_counter()
-            engine = self._engine(disk_cache=plain)
+            engine = self.engine(disk_cache=plain)
             opened = 1e3 * (perf_counter() - start)
-            found["disk"] = self._ask(engine, prefix, self._num_prefix_tokens, "disk")
+            found["disk"] = self.ask(engine, prefix, self._num_prefix_tokens, "disk")
             self.num_loaded_bytes = engine.offload.traffic()[0].num_bytes["load"] if engine.offload else 0
             engine.close()
             found["disk, cold"] = self._ask_cold(plain, prefix)
-            engine = self._engine(disk_cache=keyed, disk_cache_secret=SECRET)
-            self._ask(engine, prefix, 0, None)
+            engine = self.engine(disk_cache=keyed, disk_cache_secret=SECRET)
+            self.ask(engine, prefix, 0, None)
             engine.close()
-            engine = self._engine(disk_cache=keyed, disk_cache_secret=SECRET)
-            found["disk, keyed"] = self._ask(engine, prefix, self._num_prefix_tokens, "disk")
+            engine = self.engine(disk_cache=keyed, disk_cache_secret=SECRET)
+            found["disk, keyed"] = self.ask(engine, prefix, self._num_prefix_tokens, "disk")
             engine.close()
         if counts:
             self.open_ms.append(opened)
@@ -89,8 +89,8 @@ class Rounds:
             descriptor = os.open(file, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
-        engine = self._engine(disk_cache=path)
-        took = self._ask(engine, prefix, self._num_prefix_tokens, "disk")
+        engine = self.engine(disk_cache=path)
+        took = self.ask(engine, prefix, self._num_prefix_tokens, "disk")
         engine.close()
         return took
 
@@ -101,12 +101,13 @@ class Rounds:
         per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self._model.dtype.itemsize
         return 2 * self._num_blocks * self._block_size * per_token
 
-    def _engine(self, **tiers: object) -> Engine:
+    def engine(self, **tiers: object) -> Engine:
+        """Return an engine with room for two prompts, and these tiers."""
         return Engine(self._model, num_blocks=self._num_blocks, block_size=self._block_size, **tiers)  # type: ignore[arg-type]
 
-    def _ask(self, engine: Engine, prefix: list[int], num_cached: int, tier: str | None) -> float:
+    def ask(self, engine: Engine, prefix: list[int], num_cached: int, tier: str | None) -> float:
         """Return the milliseconds to the first token behind a prefix that must come from where it should."""
-        (completion,) = engine.generate([[*prefix, *self._tokens(TAIL)]], max_tokens=1, ignore_eos=True)
+        (completion,) = engine.generate([[*prefix, *self.tokens(TAIL)]], max_tokens=1, ignore_eos=True)
         loaded = {} if tier is None else {tier: num_cached}
         if completion.num_cached_tokens != num_cached or completion.num_loaded_tokens != loaded:
             raise ValueError(f"expected {num_cached} tokens cached, {loaded} loaded, got {completion}")
@@ -118,10 +119,11 @@ class Rounds:
 
     def _forget_device(self, engine: Engine) -> None:
         """Have everything leave the device, as other prompts would, but without computing them."""
-        crowd = Sequence("crowd", self._tokens(self._num_blocks * self._block_size))
+        crowd = Sequence("crowd", self.tokens(self._num_blocks * self._block_size))
         if engine.manager.allocate_slots(crowd) is None:
             raise ValueError("expected all blocks to be free, got too few")
         engine.manager.abort(crowd, 0)
 
-    def _tokens(self, number: int) -> list[int]:
+    def tokens(self, number: int) -> list[int]:
+        """Return tokens that no other call returned, most likely."""
         return [self._random.randrange(2, self._model.config.vocab_size) for _ in range(number)]

@@ -239,8 +239,13 @@ class GroupSlots(SlotAllocator):
             for blocks in dropped:
                 self.pool.release_table(blocks)
         super().rewind(sequence, num_tokens)
-        for table in tables_of(sequence).tables:
-            self.pool.release_table(table.truncate(-(-num_tokens // table.side_group.block_size)))
+        for table in tables.tables:
+            if num_tokens:
+                self.pool.release_table(table.truncate(-(-num_tokens // table.side_group.block_size)))
+            else:
+                dropped_all = table.blocks
+                table.begin(0, [])
+                self.pool.release_table(dropped_all)
 
     def end_loads(self, sequence: Sequence) -> None:
         """Give back what a sequence would have gone back to if its loads had failed. O(blocks)."""

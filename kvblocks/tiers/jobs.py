@@ -114,8 +114,18 @@ class LoadJob(Job):
     def note_lost(self, epoch: Epoch) -> None:
         """Take note of what was taken back of the hit before it: what is behind that may be bad. epoch: the cache's."""
         for sequence in self.sequences:
-            if sequence.epoch is epoch and first_uncached(sequence) < min(self.first, len(sequence.blocks)):
+            if self.start_for(sequence, epoch) < self.start:
                 self.num_good = 0
+
+    def start_for(self, sequence: Sequence, epoch: Epoch) -> int:
+        """Return how many first tokens a sequence has without it: fewer than `start` if some of its hit was taken back.
+
+        A step that died was to write that, or it turned out to be bad. O(1), and O(blocks) for what was taken back.
+        """
+        if sequence.epoch is not epoch:
+            return self.start
+        kept = first_uncached(sequence)
+        return kept * self._block_size if kept < min(self.first, len(sequence.blocks)) else self.start
 
     def index_of(self, block: KVCacheBlock, prefix: Prefix | None) -> int | None:
         """Return where a block stands in its tables, or another one that holds the same prefix; None: nowhere."""

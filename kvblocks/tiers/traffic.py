@@ -147,7 +147,8 @@ class Traffic:
 
     def give_up(self, sequence: Sequence) -> None:
         """Have a sequence that is loading wait no more, and give back the slots of what it waited for. O(blocks)."""
-        start = self._loading[sequence].start
+        job = self._loading[sequence]
+        start = job.start_for(sequence, self.index.epoch)
         self.leave(sequence)
         self._calls.rewind(sequence, start)
 
@@ -463,7 +464,9 @@ class Traffic:
         for sequence in job.sequences:
             del self._loading[sequence]
             end = job.end_in(sequence)
-            is_whole = not job.waits_behind(sequence, end)
+            if end == job.start:
+                end = job.start_for(sequence, self.index.epoch)
+            is_whole = end >= job.start and not job.waits_behind(sequence, end)
             if end > job.start:
                 self._note_started(sequence)
             if not is_whole:

@@ -659,6 +659,51 @@ def test_a_bad_block_that_is_loaded_fails_and_is_dropped():
     manager.abort(sequence, 32)
 
 
+def lose_window(manager):
+    """Start a load behind a hit whose window a step was to write that died; returns the sequence."""
+    other = Sequence("other", range(40))
+    manager.allocate_slots(other)  # its own blocks of all groups, of which the windows' take the older ones' place
+    evict(manager, attached(pool_of(manager).index, 9))
+    sequence, loads = start(manager)
+    assert (loads[0].first_token, loads[0].num_bytes) == (36, 100)
+    window = other.group_blocks(1)[7:9]
+    assert sequence.group_blocks(1)[8] is window[1]
+    manager.abort(other, 28)
+    return sequence
+
+
+def test_where_the_window_of_a_hit_was_taken_back_nothing_is_left_to_go_back_to():
+    manager = loading_manager()
+    sequence = lose_window(manager)
+    _, ended = settle(manager)
+    assert [(loaded.num_tokens, loaded.is_whole) for loaded in ended] == [(0, False)]
+    assert sequence.group_block_ids(1) == [] == sequence.block_ids
+    manager.allocate_slots(sequence)
+    manager.free(sequence)
+
+
+def test_who_gives_up_or_goes_back_then_has_nothing():
+    manager = loading_manager()
+    sequence = lose_window(manager)
+    assert manager.tiers.give_up(sequence) == 0 == sequence.num_computed_tokens
+    manager.allocate_slots(sequence)
+    manager.free(sequence)
+    manager = loading_manager()
+    sequence = lose_window(manager)
+    assert manager.rewind(sequence, 39) == 0
+    manager.allocate_slots(sequence)
+    manager.free(sequence)
+
+
+def test_a_window_of_the_hit_that_is_not_needed_any_more_may_go():
+    manager, sequence = behind_hit()
+    first = manager.get_computed_blocks(Sequence("x", range(33))).group_blocks(1)[6]
+    evict(manager, [first])
+    _, ended = settle(manager)
+    assert ended[0].is_whole
+    manager.free(sequence)
+
+
 def test_a_load_of_what_turned_out_to_be_bad_fails():
     manager = loading_manager()
     spill(manager)

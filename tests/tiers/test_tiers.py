@@ -523,7 +523,8 @@ def test_a_hit_that_was_evicted_as_bad_is_not_cached_again_by_what_is_loaded_beh
     (transfer,) = manager.tiers.take_transfers()
     manager.evict_blocks([sequence.block_ids[1]])
     (loaded,) = manager.tiers.complete(transfer, ok=True)
-    assert (loaded.num_tokens, loaded.is_whole) == (12, False)
+    assert (loaded.num_tokens, loaded.is_whole) == (4, False)
+    assert (sequence.num_computed_tokens, len(sequence.block_ids)) == (4, 1)
     assert manager.get_computed_blocks(Sequence("three", PROMPT)).num_tokens == 4
 
 
@@ -534,12 +535,28 @@ def test_what_an_abort_takes_back_is_not_cached_again_by_what_is_loaded_behind_i
     spill(manager)
     writer = Sequence("writer", [*range(12), 99])
     manager.allocate_slots(writer)
-    start(manager)
+    sequence, _ = start(manager)
     (transfer,) = manager.tiers.take_transfers()
     manager.abort(writer, 4)
     (loaded,) = manager.tiers.complete(transfer, ok=True)
-    assert loaded.num_tokens == 12
+    assert (loaded.num_tokens, loaded.is_whole) == (4, False)
+    assert (sequence.num_computed_tokens, len(sequence.block_ids)) == (4, 1)
     assert manager.get_computed_blocks(Sequence("three", PROMPT)).num_tokens == 4
+
+
+def test_who_gives_up_goes_back_before_what_an_abort_took_back():
+    """A step that died was to write it, so it isn't there."""
+    manager = make_manager(64)
+    run(manager)
+    settle(manager)
+    spill(manager)
+    writer = Sequence("writer", [*range(12), 99])
+    manager.allocate_slots(writer)
+    sequence, _ = start(manager)
+    manager.take_copies()
+    manager.abort(writer, 4)
+    assert manager.tiers.give_up(sequence) == 4
+    assert (sequence.num_computed_tokens, len(sequence.block_ids)) == (4, 1)
 
 
 def test_what_has_arrived_may_turn_out_to_be_bad_before_the_rest_has():

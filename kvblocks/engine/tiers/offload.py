@@ -33,6 +33,7 @@ class Offload:
         self._tiers = tiers
         self._carriers = {carrier.name: carrier for carrier in carriers}
         self._something_ended = something_ended
+        self._is_closed = False
 
     @property
     def has_work(self) -> bool:
@@ -60,7 +61,10 @@ class Offload:
         ]
 
     def close(self, timeout_s: float) -> None:
-        """Store what waits for it, for so many seconds at most, make it durable, and end."""
+        """Store what waits for it, for so many seconds at most, make it durable, and end. Nothing the second time."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         end_s = time.monotonic() + timeout_s
         self.advance()
         while self.has_work and time.monotonic() < end_s:

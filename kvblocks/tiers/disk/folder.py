@@ -2,7 +2,7 @@
 
 Invariants:
 - Nothing is changed in a folder that holds anything but our files: it is refused by the name of what was found.
-- One owner at a time, from opening to `close`: the lock dies with the process.
+- One owner at a time, from opening to `close`: the lock dies with the process, and with what it forked.
 - The marker is written last, so a folder with a marker is whole, and one without is emptied.
 - Files are 0600 in a folder of 0700 of the same user, and none is reached through a link.
 """
@@ -18,7 +18,7 @@ from kvblocks.tiers.disk.errors import DiskError
 
 LOCK, MARKER, ARENA, INDEX = "kvblocks.lock", "kvblocks.json", "kvblocks.arena", "kvblocks.index"
 _PARTIAL = MARKER + ".partial"
-_INDEX_FILES = tuple(INDEX + ending for ending in ("-wal", "-shm", "-journal", ""))  # its log first: see `remove_index`
+_INDEX_FILES = tuple(INDEX + ending for ending in ("-wal", "-shm", "-journal", ""))
 _OURS = frozenset({LOCK, MARKER, _PARTIAL, ARENA, *_INDEX_FILES})
 _MOST_MARKER_BYTES = 65536
 
@@ -39,7 +39,7 @@ class Folder:
         try:
             self._check_ours()
             self._take_lock()
-            os.fchmod(self._descriptor, 0o700)
+            self._narrow()
         except BaseException:
             self.close()
             raise
@@ -59,6 +59,13 @@ class Folder:
         with os.scandir(self._descriptor) as entries:
             return {entry.name for entry in entries}
 
+    def _narrow(self) -> None:
+        """Take away what rights others were given."""
+        os.fchmod(self._descriptor, 0o700)
+        with os.scandir(self._descriptor) as entries:
+            for name in [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]:
+                os.chmod(name, 0o600, dir_fd=self._descriptor)  # Path knows no folder's descriptor
+
     def _take_lock(self) -> None:
         self._lock = self.open_file(LOCK)
         try:
@@ -76,7 +83,6 @@ class Folder:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise DiskError(f"{self.path / name}: expected a file, got something else")
-        os.fchmod(descriptor, 0o600)
         return descriptor
 
     def sync(self) -> None:
@@ -117,9 +123,8 @@ class Folder:
         self._remove(ARENA)
 
     def remove_index(self) -> None:
-        """Delete the index, its log first: a log that is left would be taken for that of the next index."""
-        self._remove(*_INDEX_FILES[:-1])
-        self._remove(INDEX)
+        """Delete the index, and what SQLite keeps beside it. Raises OSError."""
+        self._remove(*_INDEX_FILES)
 
     def _remove(self, *names: str) -> None:
         for name in names:

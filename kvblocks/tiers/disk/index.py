@@ -21,6 +21,7 @@ _TABLE = (
     "CREATE TABLE slots (slot INTEGER PRIMARY KEY, number INTEGER NOT NULL, parent BLOB NOT NULL, keys BLOB NOT NULL, "
     "tokens BLOB NOT NULL)"
 )
+_MOST_NUMBER = 2**62  # of a row: more than any store comes to
 _INSERT = "INSERT OR REPLACE INTO slots VALUES (?, ?, ?, ?, ?)"
 
 
@@ -33,12 +34,16 @@ _ELSEWHERE = frozenset(
 )
 
 
+_FAILURES = sqlite3.Error, UnicodeDecodeError  # the latter where Python can't read SQLite's message about damage
+_Failure = sqlite3.Error | UnicodeDecodeError
+
+
 class _StrangeError(sqlite3.DatabaseError):
     """A database that isn't an index of ours."""
 
 
-def _is_damage(error: sqlite3.Error) -> bool:
-    if isinstance(error, _StrangeError):
+def _is_damage(error: _Failure) -> bool:
+    if isinstance(error, _StrangeError | UnicodeDecodeError):
         return True
     code = getattr(error, "sqlite_errorcode", None)  # none if sqlite3 itself refuses a call
     return code is not None and code & 0xFF not in _ELSEWHERE
@@ -57,7 +62,7 @@ class Index:
         self._next_number = 0
         try:
             self._connection = self._connect()
-        except sqlite3.Error as error:
+        except _FAILURES as error:
             if not _is_damage(error):
                 raise
             self._connection = self._start_anew(error)
@@ -92,21 +97,24 @@ class Index:
         found = connection.execute("SELECT sql FROM sqlite_master").fetchall()
         if not found:
             connection.execute(_TABLE)
-            self._folder.sync()
         elif found != [(_TABLE.encode(),)]:
             raise _StrangeError("it has other tables than ours")
+        beyond = "slot < 0 OR slot >= ?"  # it was made for more slots
+        if connection.execute(f"SELECT 1 FROM slots WHERE {beyond}", [self._layout.num_slots]).fetchone():  # noqa: S608
+            connection.execute(f"DELETE FROM slots WHERE {beyond}", [self._layout.num_slots])  # noqa: S608
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         last = connection.execute("SELECT max(number) FROM slots").fetchone()[0]
-        if last is not None and not isinstance(last, int):
-            raise _StrangeError("its rows have other types than ours")
-        self._next_number = 0 if last is None else min(last, 2**62) + 1
+        if last is not None and (not isinstance(last, int) or last > _MOST_NUMBER):
+            raise _StrangeError("its rows have other values than ours")
+        self._next_number = 0 if last is None else last + 1
 
-    def _start_anew(self, error: sqlite3.Error) -> sqlite3.Connection:
+    def _start_anew(self, error: _Failure) -> sqlite3.Connection:
         _LOG.warning("%s: starting anew, with nothing in it: SQLite says: %s", self._folder.path / INDEX, error)
         self._folder.remove_index()
         return self._connect()
 
     def _shrink(self) -> None:
-        kept = [row for row in self.rows() if isinstance(row[0], int) and 0 <= row[0] < self._layout.num_slots]
+        kept = self.rows()
         self._connection.close()
         self._folder.remove_index()
         self._connection = self._connect()
@@ -119,16 +127,16 @@ class Index:
         try:
             rows: list[Row] = self._connection.execute("SELECT * FROM slots").fetchall()
             rows.sort(key=lambda row: row[1] if isinstance(row[1], int) else 0)
-        except sqlite3.Error as error:
+        except _FAILURES as error:
             self._renew(error)
             return []
         return rows
 
-    def _renew(self, error: sqlite3.Error) -> None:
+    def _renew(self, error: _Failure) -> None:
         """Start anew if the file is damaged; else raise what SQLite said."""
         if not _is_damage(error):
             raise error
-        with suppress(sqlite3.Error):
+        with suppress(*_FAILURES):
             self._connection.close()
         self._connection = self._start_anew(error)
 
@@ -136,7 +144,7 @@ class Index:
         """Commit changes, all or none; they are on the disk when it returns. O(changes log rows)."""
         try:
             self._commit(changes)
-        except sqlite3.Error as error:
+        except _FAILURES as error:
             self._renew(error)
             self._commit(changes)
         wal = self._folder.path / (INDEX + "-wal")

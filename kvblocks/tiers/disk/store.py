@@ -259,7 +259,7 @@ class DiskStore:
         try:
             if index is not None:
                 index.close()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             self._complaints.warn("close", f"{self._folder.path}: the index could not be closed: {error}")
         finally:
             if arena is not None:
@@ -386,7 +386,7 @@ def _as_disk_error(expected: str) -> Iterator[None]:
     """Turn what the system and SQLite say into a DiskError."""
     try:
         yield
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
         raise DiskError(f"{expected}, got {error}") from error
 
 

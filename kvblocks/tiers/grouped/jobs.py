@@ -55,15 +55,25 @@ class GroupLoadJob(LoadJob):
         sizes = [*[side_group.block_size for side_group in self._layout.side_groups], self._layout.block_size]
         self._piece_starts = [index * sizes[number] for number, index, _, _ in pieces]
         self._first_needed = [first for first, _ in load.tables]
+        fallback = tables_of(sequence).fallback
+        assert fallback is not None, f"{sequence}: has nothing to go back to"
+        hit = sequence.blocks[: start // self._layout.block_size]
+        for _, blocks in fallback.tables:
+            hit += blocks
         held = [*load.places[0].blocks]
         held += [block for _, found in load.tables for place, block in found if not place]
+        self._hit: list[tuple[KVCacheBlock, Node]] = [(block, block.node) for block in hit]
+        self._has_hit = True
         self._relied_on: list[tuple[KVCacheBlock, Node]] = [(block, block.node) for block in held]
 
     def note_forgotten(self) -> None:
         """Take note of what the tables rely on being taken back; a reset is no taking back. O(blocks)."""
         for block, (run, index) in self._relied_on:
-            if run is not None and run.epoch.is_current and (block.run is not run or block.index != index):
+            if _is_lost(block, run, index):
                 self.num_good = 0
+        for block, (run, index) in self._hit:
+            if _is_lost(block, run, index):
+                self._has_hit = False
 
     def note_lost(self, epoch: Epoch) -> None:
         """Take note of what was taken back. A sequence that was renewed since goes back: what it relied on is gone."""
@@ -71,6 +81,14 @@ class GroupLoadJob(LoadJob):
         for sequence in self.sequences:
             if sequence.epoch is epoch is not self._epoch:
                 self.num_good = 0
+
+    def start_for(self, sequence: Sequence, epoch: Epoch) -> int:  # noqa: ARG002  # all that wait have the same
+        """Return how many first tokens a sequence has without it: none if anything that its hit needs was taken back.
+
+        Windows have no less to go back to. O(blocks of the hit).
+        """
+        self.note_forgotten()
+        return self.start if self._has_hit else 0
 
     def relies_on(self, block: KVCacheBlock) -> bool:
         """Whether a cached block of the device stands in its tables. O(blocks)."""
@@ -96,6 +114,11 @@ class GroupLoadJob(LoadJob):
     def waits_behind(self, sequence: Sequence, end: int) -> bool:  # noqa: ARG002  # all that wait have all
         """Whether a sequence has a block of this job behind token `end`. O(1)."""
         return end < self.end_token
+
+
+def _is_lost(block: KVCacheBlock, run: Run | None, index: int) -> bool:
+    """Whether a block was taken back where it was cached; after a reset that isn't known, and nothing is."""
+    return run is not None and run.epoch.is_current and (block.run is not run or block.index != index)
 
 
 class GroupStoreJob(StoreJob):

@@ -71,7 +71,10 @@ class GroupTraffic(Traffic):
         """Take note that a sequence went back: if into what it loads, to where that begins. It waits no more."""
         job = self._loading.get(sequence)
         if isinstance(job, GroupLoadJob) and sequence.num_computed_tokens < job.end_token:
+            start = job.start_for(sequence, self.index.epoch)
             self.leave(sequence)
+            if start < min(job.start, sequence.num_computed_tokens):
+                self._calls.rewind(sequence, start)
 
     def note_bad(self, blocks: list[KVCacheBlock]) -> None:
         """Forget what these blocks of the device hold in all tiers, too: it turned out to be bad.

@@ -10,8 +10,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 from engine.small_models import EVEN, converted, random_tokens, random_weights
 
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
+from kvblocks.engine.attention.attention import KVCache
 from kvblocks.engine.attention.cascade import CascadePlanner
 from kvblocks.engine.run.device_runner import DeviceRunner
+from kvblocks.engine.tiers.block_bytes import BlockBytes
 from kvblocks.kernels.table import CascadeThreshold
 
 pytestmark = pytest.mark.skipif(
@@ -135,3 +137,31 @@ def test_blocks_are_copied_by_the_kernel(model):
     cache.copy_blocks([(0, 1), (1, 2)])
     for tensor, block in zip((*cache.keys, *cache.values), expected, strict=True):
         assert torch.equal(tensor[2], block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_go_to_rows_and_back_on_a_stream_of_their_own(dtype):
+    cache = KVCache.allocate(CONFIG, 40, 16, dtype=dtype, device="cuda")
+    for part in cache.parts:
+        part.copy_(torch.randn(part.shape))
+    blocks = BlockBytes(cache)
+    rows = blocks.new_rows(3)
+    blocks.read([7, 0, 39], list(rows), blocks.mark())
+    before = [part.clone() for part in cache.parts]
+    blocks.write([1, 2, 3], list(rows), blocks.mark())
+    for part, old in zip(cache.parts, before, strict=True):
+        assert torch.equal(part[[1, 2, 3]], old[[7, 0, 39]])
+        assert torch.equal(part[4:], old[4:])
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_loaded_prefix_gives_the_tokens_of_a_computed_one(model, tmp_path, tier):
+    prompt = random_tokens(CONFIG, 400, seed=5)
+    below = {"host": {"host_cache": "64MiB"}, "disk": {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB"}}[tier]
+    with Engine(model, num_blocks=60, deterministic=True, **below) as engine:
+        first = engine.generate([prompt], max_tokens=12, ignore_eos=True)[0]
+        for seed in range(3):
+            engine.generate([random_tokens(CONFIG, 600, seed=10 + seed)], max_tokens=1)
+        again = engine.generate([prompt], max_tokens=12, ignore_eos=True)[0]
+    assert again.num_loaded_tokens == {tier: 384}
+    assert again.token_ids == first.token_ids

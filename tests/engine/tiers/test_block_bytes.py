@@ -1,0 +1,108 @@
+"""Blocks as bytes: one piece on a CPU, gathered elsewhere, and the same bytes in the same order."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine.small_models import EVEN, GEMMA3, ODD
+
+from kvblocks.engine.attention.attention import KVCache
+from kvblocks.engine.model.layer_attention import LayerLocation
+from kvblocks.engine.tiers.block_bytes import BlockBytes
+
+LOCATIONS = [LayerLocation(0, 0), LayerLocation(0, 1), LayerLocation(1, 0), LayerLocation(1, 1)]
+CACHES = {
+    "even": lambda: KVCache.allocate(EVEN, 9, 4),
+    "odd": lambda: KVCache.allocate(ODD, 9, 4),
+    "bfloat16": lambda: KVCache.allocate(EVEN, 9, 4, dtype=torch.bfloat16),
+    "groups": lambda: KVCache.allocate(GEMMA3, 9, 4, layer_locations=LOCATIONS),
+    "one block": lambda: KVCache.allocate(ODD, 1, 1),
+}
+
+
+def filled(cache):
+    for number, part in enumerate(cache.parts):
+        part.copy_(torch.arange(part.numel()).view(part.shape) % 251 + number)
+    return cache
+
+
+def split(cache):
+    """The same cache as other devices have it: a tensor for each layer of a block."""
+    pairs = list(zip(cache.parts[::2], cache.parts[1::2], strict=True))
+    memory = tuple(torch.stack(pair) for pair in pairs)
+    places = {key.data_ptr(): number for number, (key, _) in enumerate(pairs)}
+    order = [places[key.data_ptr()] for key in cache.keys]
+    return KVCache(tuple(memory[i][0] for i in order), tuple(memory[i][1] for i in order), memory)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_row_is_what_layers_hold_of_a_block(name):
+    cache = filled(CACHES[name]())
+    blocks = BlockBytes(cache)
+    rows = blocks.new_rows(2)
+    assert rows.shape == (2, cache.num_block_bytes)
+    ids = [cache.num_blocks - 1, 0] if cache.num_blocks > 1 else [0]
+    blocks.read(ids, list(rows[: len(ids)]), blocks.mark())
+    for block_id, row in zip(ids, rows, strict=False):
+        expected = torch.cat([part[block_id].reshape(-1) for part in cache.parts]).view(torch.uint8)
+        assert row.tobytes() == expected.numpy().tobytes()
+        assert blocks.rows_of([block_id])[0].tobytes() == row.tobytes()
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_rows_come_back_to_other_blocks(name):
+    cache, other = filled(CACHES[name]()), CACHES[name]()
+    rows = BlockBytes(cache).new_rows(cache.num_blocks)
+    ids = list(range(cache.num_blocks))
+    BlockBytes(cache).read(ids, list(rows), None)
+    BlockBytes(other).write(ids[::-1], list(rows), None)
+    for part, moved in zip(cache.parts, other.parts, strict=True):
+        assert torch.equal(moved, part.flip(0))
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_layers_apart_are_gathered_to_the_same_bytes_and_scattered_back(name):
+    cache = filled(CACHES[name]())
+    apart = split(cache)
+    assert apart.parts_per_block == 1
+    ids = torch.tensor([cache.num_blocks - 1, 0][: cache.num_blocks])
+    staging = torch.zeros(len(ids), cache.num_block_bytes, dtype=torch.uint8)
+    apart.gather_blocks(ids, staging)
+    rows = BlockBytes(cache).rows_of(ids.tolist())
+    assert [row.tobytes() for row in rows] == [row.numpy().tobytes() for row in staging]
+    for part in apart.parts:
+        part.zero_()
+    apart.scatter_blocks(ids, staging)
+    for part, expected in zip(apart.parts, cache.parts, strict=True):
+        assert torch.equal(part[ids], expected[ids])
+        assert int((part != 0).flatten(1).any(1).sum()) <= len(ids)
+
+
+def test_slots_of_rows_lie_where_the_layer_has_them():
+    cache = filled(KVCache.allocate(EVEN, 9, 4))
+    slots = torch.tensor([0, 3, 4, 35, -1])
+    spread = cache.row_slots(slots)
+    assert spread[-1] == -1
+    for layer, (keys, values) in enumerate(cache.rows):
+        assert keys.is_contiguous() and values.is_contiguous()
+        for part, rows in ((cache.keys[layer], keys), (cache.values[layer], values)):
+            found = rows.flatten(0, 1)[spread[:-1]]
+            assert torch.equal(found, part.flatten(0, 1)[slots[:-1]])
+
+
+def test_blocks_are_copied_whole():
+    cache = filled(KVCache.allocate(EVEN, 9, 4))
+    before = [part.clone() for part in cache.parts]
+    cache.copy_blocks([(2, 5), (5, 7)])
+    for part, old in zip(cache.parts, before, strict=True):
+        expected = old.clone()
+        expected[5] = expected[7] = old[2]
+        assert torch.equal(part, expected)
+    assert cache.num_bytes == 9 * cache.num_block_bytes
+
+
+def test_memory_for_rows_is_there_before_anybody_needs_it():
+    cache = KVCache.allocate(replace(EVEN, num_layers=1), 2, 4)
+    rows = BlockBytes(cache).new_rows(3)
+    assert rows.any() == False  # noqa: E712  # numpy's
+    assert rows.flags.c_contiguous and rows.flags.writeable

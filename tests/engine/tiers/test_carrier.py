@@ -1,0 +1,163 @@
+"""Who carries transfers: in order, on a thread, failing one by one, and settled in time."""
+
+import logging
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from kvblocks import KVCacheManager, Sequence, Tier
+from kvblocks.engine.tiers import carrier as carrier_module
+from kvblocks.engine.tiers.carrier import Carrier
+from kvblocks.engine.tiers.offload import Offload
+
+
+class Place:
+    """Says what it is told; fails where it should. gate: what stores wait for."""
+
+    def __init__(self):
+        self.calls = []
+        self.fails = set()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def store(self, slots, block_ids, identities, after):
+        self.gate.wait(10)
+        return self._call("store", slots, len(identities), after)
+
+    def load(self, slots, block_ids, identities, after):
+        return self._call("load", slots, len(identities), after)
+
+    def remember(self, changes):
+        self._call("remember", sorted(changes))
+
+    def settle(self):
+        self._call("settle")
+
+    def close(self):
+        self._call("close")
+
+    def _call(self, name, *given):
+        self.calls.append((name, *given))
+        if name in self.fails:
+            raise OSError(f"{name} failed")
+        return True
+
+
+@pytest.fixture
+def place():
+    return Place()
+
+
+@pytest.fixture
+def carrier(place):
+    made = Carrier("host", place, SimpleNamespace(mark=lambda: "mark"), lambda: None)
+    yield made
+    place.fails.clear()
+    place.gate.set()
+    made.close()
+
+
+def a_store(num_blocks=2):
+    manager = KVCacheManager(16, 4, tiers=[Tier("host", 16, 10)])
+    sequence = Sequence("a", range(4 * num_blocks))
+    manager.allocate_slots(sequence)
+    manager.free(sequence)
+    (transfer,) = manager.tiers.take_transfers()
+    return manager, transfer
+
+
+def until(holds):
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end, "it never happens"
+        time.sleep(0.001)
+
+
+def test_a_transfer_ends_with_what_it_moved(place, carrier):
+    _, transfer = a_store()
+    carrier.begin(transfer)
+    until(lambda: place.calls)
+    carrier.close()
+    (ended,) = carrier.ended()
+    assert (ended.transfer, ended.ok) == (transfer, True)
+    assert place.calls == [("store", [0, 1], 2, "mark"), ("close",)]
+    assert carrier.num_bytes == {"load": 0, "store": 20}
+    assert carrier.seconds["store"] == ended.seconds
+    assert carrier.ended() == []
+
+
+def test_what_fails_is_told_logged_and_not_counted(place, carrier, caplog):
+    place.fails.add("store")
+    _, transfer = a_store()
+    with caplog.at_level(logging.ERROR, "kvblocks.engine.tiers"):
+        carrier.begin(transfer)
+        carrier.close()
+    (ended,) = carrier.ended()
+    assert not ended.ok
+    assert carrier.num_bytes == {"load": 0, "store": 0}
+    assert "a store of 2 blocks failed in tier 'host'" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["remember", "settle", "close"])
+def test_a_place_that_fails_otherwise_goes_on(place, carrier, caplog, name):
+    place.fails.add(name)
+    with caplog.at_level(logging.ERROR, "kvblocks.engine.tiers"):
+        carrier.remember({1: None})
+        _, transfer = a_store()
+        carrier.begin(transfer)
+        carrier.close()
+    assert "tier 'host' could not remember what it holds" in caplog.text
+    assert [ended.ok for ended in carrier.ended()] == [True]
+    assert [call[0] for call in place.calls] == ["remember", "store", "settle", "close"]
+
+
+def test_what_is_remembered_is_settled_in_time_though_transfers_go_on(place, carrier, monkeypatch):
+    monkeypatch.setattr(carrier_module, "PATIENCE_S", 0.05)
+    carrier.remember({1: None})
+    _, transfer = a_store()
+    end = time.monotonic() + 10
+    while ("settle",) not in place.calls:
+        carrier.begin(transfer)
+        assert time.monotonic() < end, "it is never settled"
+        time.sleep(0.005)
+    carrier.close()
+    assert [call[0] for call in place.calls].count("settle") == 1
+
+
+def test_nothing_is_settled_where_nothing_is_remembered(place, carrier):
+    carrier.remember({})
+    carrier.close()
+    assert place.calls == [("close",)]
+
+
+def test_closing_carries_out_what_was_begun(place, carrier):
+    place.gate.clear()
+    transfers = [a_store()[1] for _ in range(3)]
+    for transfer in transfers:
+        carrier.begin(transfer)
+    threading.Timer(0.05, place.gate.set).start()
+    carrier.close()
+    carrier.close()
+    assert [ended.transfer for ended in carrier.ended()] == transfers
+
+
+def test_offload_says_what_ended_and_waits_for_it(place):
+    manager, transfer = a_store()
+    manager.tiers.complete(transfer, ok=True)
+    other = Sequence("b", range(100, 108))
+    manager.allocate_slots(other)
+    manager.free(other)
+    ended = threading.Event()
+    carrier = Carrier("host", place, SimpleNamespace(mark=lambda: None), ended.set)
+    offload = Offload(manager.tiers, [carrier], ended)
+    offload.advance()
+    assert offload.has_work
+    offload.wait(10)
+    (traffic,) = offload.traffic()
+    assert (traffic.tier, traffic.num_bytes) == ("host", {"load": 0, "store": 20})
+    offload.close(0.0)
+    offload.close(10.0)
+    assert [call[0] for call in place.calls] == ["store", "close"]
+    assert not offload.has_work

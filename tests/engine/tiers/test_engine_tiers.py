@@ -1,0 +1,362 @@
+"""An engine with a host arena and a disk: the same bits, counted by tier, whatever fails, and after a restart."""
+
+import logging
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from engine.small_models import EVEN, GEMMA3, converted, random_tokens, random_weights
+
+from kvblocks import Sequence
+from kvblocks.engine import Engine, LoadedModel, StepLimits
+from kvblocks.engine.tiers.places import DiskPlace, HostPlace
+from kvblocks.errors import InvalidArgumentError, KVBlocksError
+from kvblocks.tiers.disk import DiskError
+
+CONFIG = replace(EVEN, tie_word_embeddings=False)
+NUM_BLOCKS = 24
+NUM_PREFIX_TOKENS = 300  # of prompts that the disk takes at once
+
+
+@pytest.fixture(scope="module")
+def model():
+    return LoadedModel(CONFIG, random_weights(CONFIG))
+
+
+@pytest.fixture
+def make(model):
+    """Engines that are closed in the end."""
+    made = []
+
+    def build(given=model, **options):
+        torch.set_num_threads(1)
+        options = {"num_blocks": NUM_BLOCKS, "deterministic": True, **options}
+        made.append(Engine(given, **options))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()
+
+
+def prompts(number, seed=1):
+    return [random_tokens(CONFIG, NUM_PREFIX_TOKENS, seed=seed + index) for index in range(number)]
+
+
+def ask(engine, prompt, **options):
+    """An answer, and the logits of its first token."""
+    logits = []
+    run = engine.runner.run
+
+    def run_and_record(chunks):
+        found = run(chunks)
+        logits.extend(row.clone() for row in found)
+        return found
+
+    engine.runner.run = run_and_record
+    try:
+        (completion,) = engine.generate([prompt], max_tokens=6, ignore_eos=True, **options)
+    finally:
+        del engine.runner.run
+    engine.manager.check()
+    return completion, logits[0]
+
+
+def settle(engine):
+    while engine.has_work:
+        engine.step()
+
+
+def empty_device(engine):
+    """Have everything leave the device, as other prompts would."""
+    settle(engine)
+    crowd = Sequence("crowd", range(NUM_BLOCKS * engine.manager.block_size))
+    assert engine.manager.allocate_slots(crowd) is not None
+    engine.manager.abort(crowd, 0)
+
+
+def stats(engine, name):
+    return next(tier for tier in engine.manager.tiers if tier.name == name)
+
+
+# --- the same bits ---------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_from_the_host_gives_the_logits_of_a_computed_one(make):
+    (prompt,) = prompts(1)
+    plain, expected = ask(make(), prompt)
+    engine = make(host_cache="4MiB")
+    first, _ = ask(engine, prompt)
+    empty_device(engine)
+    second, logits = ask(engine, prompt)
+    assert first.token_ids == second.token_ids == plain.token_ids
+    assert torch.equal(logits, expected)
+    assert (second.num_cached_tokens, second.num_loaded_tokens) == (288, {"host": 288})
+    assert second.num_computed_tokens == first.num_computed_tokens - 288
+    assert first.num_loaded_tokens == {}
+
+
+@pytest.mark.parametrize("secret", [None, b"a secret of sixteen or more"])
+def test_after_a_restart_the_first_answer_comes_from_the_disk(make, tmp_path, secret):
+    (prompt,) = prompts(1)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB", "disk_cache_secret": secret}
+    with make(**options) as engine:
+        first, expected = ask(engine, prompt)
+    second, logits = ask(make(**options), prompt)
+    assert second.token_ids == first.token_ids
+    assert torch.equal(logits, expected)
+    assert (second.num_cached_tokens, second.num_loaded_tokens) == (288, {"disk": 288})
+
+
+def test_what_the_host_has_is_not_loaded_from_the_disk(make, tmp_path):
+    (prompt,) = prompts(1)
+    engine = make(host_cache="4MiB", disk_cache=tmp_path / "kv", disk_cache_size="64MiB")
+    ask(engine, prompt)
+    empty_device(engine)
+    again, _ = ask(engine, prompt)
+    assert again.num_loaded_tokens == {"host": 288}
+    assert stats(engine, "disk").num_cached_blocks == 19  # with what was generated
+
+
+def test_many_at_once_over_a_small_pool_get_what_they_get_alone(make, tmp_path):
+    """Loads, preemptions and stores at the same time, in an engine that has room for a few of them."""
+    chooser = random.Random(5)
+    shared = prompts(4)
+    asked = [shared[chooser.randrange(4)] + random_tokens(CONFIG, 1 + number % 20, seed=number) for number in range(20)]
+    expected = [
+        make(num_blocks=60, enable_prefix_caching=False).generate([p], max_tokens=8)[0].token_ids for p in asked
+    ]
+    engine = make(num_blocks=50, host_cache=f"{40 * 16384}", disk_cache=tmp_path / "kv", disk_cache_size="64MiB")
+    engine.limits = StepLimits(64, 8)
+    completions = engine.generate(asked, max_tokens=8)
+    assert [completion.token_ids for completion in completions] == expected
+    settle(engine)
+    again = engine.generate(asked[::-1], max_tokens=8)
+    assert [completion.token_ids for completion in again] == expected[::-1]
+    settle(engine)
+    engine.manager.check()
+    assert engine.manager.num_free_blocks == 50
+    assert sum(tier.num_loaded_blocks for tier in engine.manager.tiers) > 50
+    for completion in (*completions, *again):
+        assert sum(completion.num_loaded_tokens.values()) <= completion.num_cached_tokens
+
+
+def test_salts_stay_apart_in_every_tier(make, tmp_path):
+    (prompt,) = prompts(1)
+    options = {"host_cache": "4MiB", "disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB"}
+    with make(**options) as engine:
+        ask(engine, prompt, salt="ann")
+        empty_device(engine)
+        other, _ = ask(engine, prompt, salt="bob")
+        assert other.num_cached_tokens == 0
+    engine = make(**options)
+    assert ask(engine, prompt)[0].num_cached_tokens == 0
+    assert ask(engine, prompt, salt="ann")[0].num_loaded_tokens == {"disk": 288}
+
+
+# --- another model, another engine ------------------------------------------------------------------------------------
+
+OTHERS = {
+    "weights": lambda model: {"given": LoadedModel(CONFIG, random_weights(CONFIG, seed=1))},
+    "one weight": lambda model: {"given": LoadedModel(CONFIG, with_one_changed(model.weights))},
+    "rope": lambda model: {
+        "given": LoadedModel(replace(CONFIG, rope=replace(CONFIG.rope, theta=123.0)), model.weights)
+    },
+    "dtype": lambda model: {"given": LoadedModel(CONFIG, in_bfloat16(model.weights)), "deterministic": False},
+    "block size": lambda model: {"block_size": 32},
+    "not deterministic": lambda model: {"deterministic": False},
+    "secret": lambda model: {"disk_cache_secret": b"a secret of sixteen or more"},
+}
+
+
+def with_one_changed(weights):
+    layers = list(weights.layers)
+    down = layers[1].down.clone()
+    down[3, 5] += 1e-3
+    layers[1] = replace(layers[1], down=down)
+    return replace(weights, layers=tuple(layers))
+
+
+def in_bfloat16(weights):
+    return converted(weights, torch.bfloat16)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_another_engine_stored_is_not_found(make, model, tmp_path, other):
+    (prompt,) = prompts(1)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB"}
+    with make(**options) as engine:
+        ask(engine, prompt)
+    changed = make(**{**options, **OTHERS[other](model)})
+    assert ask(changed, prompt)[0].num_cached_tokens == 0
+    assert stats(changed, "disk").num_loaded_blocks == 0
+
+
+def test_the_same_model_loaded_again_finds_it(make, tmp_path):
+    (prompt,) = prompts(1)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB"}
+    with make(**options) as engine:
+        ask(engine, prompt)
+    again = make(LoadedModel(CONFIG, random_weights(CONFIG)), **options)
+    assert ask(again, prompt)[0].num_loaded_tokens == {"disk": 288}
+
+
+# --- what fails ------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_that_fails_is_computed_and_logged(make, monkeypatch, caplog):
+    (prompt,) = prompts(1)
+    engine = make(host_cache="4MiB")
+    _, expected = ask(engine, prompt)
+    empty_device(engine)
+
+    def fail(self, *given):
+        raise OSError("the arena is gone")
+
+    monkeypatch.setattr(HostPlace, "load", fail)
+    with caplog.at_level(logging.ERROR, "kvblocks.engine.tiers"):
+        second, logits = ask(engine, prompt)
+    assert torch.equal(logits, expected)
+    assert (second.num_cached_tokens, second.num_loaded_tokens) == (0, {"host": 0})
+    assert "a load of 18 blocks failed in tier 'host'" in caplog.text
+    assert stats(engine, "host").num_failed_blocks == 18
+
+
+def test_a_store_that_fails_costs_a_hit_and_nothing_else(make, tmp_path, monkeypatch):
+    (prompt,) = prompts(1)
+
+    def fail(self, *given):
+        raise DiskError("expected room on the disk, got none")
+
+    monkeypatch.setattr(DiskPlace, "store", fail)
+    engine = make(disk_cache=tmp_path / "kv", disk_cache_size="64MiB")
+    _, expected = ask(engine, prompt)
+    settle(engine)
+    assert stats(engine, "disk").num_failed_blocks == 3  # a share of the pool; the rest isn't tried
+    assert stats(engine, "disk").num_cached_blocks == 0
+    second, logits = ask(engine, prompt)
+    assert torch.equal(logits, expected)
+    assert (second.num_cached_tokens, second.num_loaded_tokens) == (288, {})
+
+
+def test_damaged_files_are_misses(make, tmp_path):
+    asked = prompts(2)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB"}
+    with make(**options) as engine:
+        expected = [ask(engine, prompt) for prompt in asked]
+    arena = max((tmp_path / "kv").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(arena.read_bytes())
+    chooser = random.Random(1)
+    for _ in range(30):
+        content[chooser.randrange(len(content))] ^= 1 << chooser.randrange(8)
+    arena.write_bytes(content)
+    engine = make(**options)
+    for prompt, (first, logits) in zip(asked, expected, strict=True):
+        again, found = ask(engine, prompt)
+        assert torch.equal(found, logits)
+        assert again.token_ids == first.token_ids
+
+
+def test_a_reset_reaches_the_disk(make, tmp_path):
+    (prompt,) = prompts(1)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB"}
+    with make(**options) as engine:
+        ask(engine, prompt)
+        settle(engine)
+        engine.manager.reset_prefix_cache()
+    assert ask(make(**options), prompt)[0].num_cached_tokens == 0
+
+
+def test_a_step_that_dies_leaves_nothing_of_it_on_the_disk(make, tmp_path, monkeypatch):
+    (prompt,) = prompts(1)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB"}
+    _, expected = ask(make(), prompt)
+    engine = make(**options)
+    engine.limits = StepLimits(160, 8)
+    run, calls = engine.runner.run, []
+
+    def die_in_the_second(chunks):
+        calls.append(chunks)
+        if len(calls) == 2:
+            for tensor in engine.runner.kv_cache.memory:
+                tensor[chunks[0].request.sequence.block_ids[-1]] = torch.nan
+            raise RuntimeError("the step died")
+        return run(chunks)
+
+    engine.runner.run = die_in_the_second
+    with pytest.raises(RuntimeError, match="the step died"):
+        engine.generate([prompt], max_tokens=2)
+    engine.close()
+    again, logits = ask(make(**options), prompt)
+    assert torch.equal(logits, expected)
+    assert again.num_cached_tokens <= 160
+
+
+# --- the life of an engine -------------------------------------------------------------------------------------------
+
+
+def test_closing_stores_what_waits_for_it(make, tmp_path):
+    asked = prompts(3)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB", "num_blocks": 80}
+    engine = make(**options)
+    engine.generate(asked, max_tokens=1)
+    engine.close()
+    engine.close()
+    assert stats(make(**options), "disk").num_cached_blocks == 3 * 18
+
+
+def test_closing_without_time_keeps_what_is_there(make, tmp_path):
+    asked = prompts(3)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB", "num_blocks": 80}
+    engine = make(**options)
+    engine.generate(asked, max_tokens=1)
+    engine.close(0.0)
+    restarted = make(**options)
+    for prompt in asked:
+        assert ask(restarted, prompt)[0].num_cached_tokens in range(0, 289, 16)
+
+
+def test_an_engine_that_cannot_be_made_gives_the_folder_back(make, model, tmp_path):
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB"}
+    with pytest.raises(KVBlocksError, match="enable_caching"):
+        make(enable_prefix_caching=False, **options)
+    make(**options)
+
+
+def test_a_disk_of_somebody_else_is_refused(make, tmp_path):
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB"}
+    make(**options)
+    with pytest.raises(DiskError, match="expected"):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host_cache": 0}, "host_cache: expected bytes"),
+        ({"host_cache": "2 potatoes"}, "host_cache: expected bytes"),
+        ({"host_cache": 100}, r"host_cache: expected at least \d+ bytes, a block, got 100"),
+        ({"disk_cache": ""}, "disk_cache: expected a folder, got ''"),
+        ({"disk_cache": 7}, "disk_cache: expected a folder, got 7"),
+        ({"disk_cache_size": "1GiB"}, "disk_cache_size: expected disk_cache, the folder, with it; got none"),
+        ({"disk_cache_secret": b"x" * 16}, "disk_cache_secret: expected disk_cache, the folder, with it; got none"),
+        ({"disk_cache": "kv", "disk_cache_size": 0.5}, "disk_cache_size: expected bytes"),
+        ({"disk_cache": "kv", "disk_cache_size": "much"}, "disk_cache_size: expected bytes"),
+        ({"disk_cache": "kv", "disk_cache_secret": "text"}, "disk_cache_secret: expected bytes"),
+        ({"disk_cache": "kv", "disk_cache_secret": b""}, "disk_cache_secret: expected bytes"),
+        ({"disk_cache": "kv", "disk_cache_secret": b"short"}, "expected at least 16 bytes"),
+        ({"disk_cache": "kv", "disk_cache_size": 1000}, "expected at least"),
+    ],
+)
+def test_what_is_wrong_with_options_is_said(make, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=message):
+        make(**options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_with_windows_is_refused_by_name(tmp_path):
+    model = LoadedModel(GEMMA3, random_weights(GEMMA3))
+    with pytest.raises(InvalidArgumentError, match="tiers: expected one group of full attention"):
+        Engine(model, num_blocks=40, host_cache="4MiB")
