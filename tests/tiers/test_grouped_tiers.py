@@ -719,6 +719,35 @@ def test_a_load_of_what_turned_out_to_be_bad_fails():
     manager.abort(sequence, 0)
 
 
+def test_a_load_beside_a_window_that_turns_out_to_be_bad_fails_after_a_reset_too():
+    manager = loading_manager()
+    evict(manager, attached(pool_of(manager).index, 9))
+    sequence, loads = start(manager)
+    assert loads[0].first_token == 36
+    manager.reset_prefix_cache()
+    manager.evict_blocks([sequence.group_block_ids(1)[8]])
+    _, ended = settle(manager)
+    assert [loaded.num_tokens for loaded in ended] == [36]
+    manager.free(sequence)
+
+
+def test_where_loads_ended_the_window_is_kept_as_where_hits_end():
+    manager = loading_manager()
+    spill(manager)
+    run(manager, "other", range(100, 140))
+    sequence, _ = start(manager, range(61))
+    settle(manager)
+    window = sequence.group_block_ids(1)[8:10]
+    manager.allocate_slots(sequence)
+    for token in range(3):
+        manager.append_slots(sequence, [token])
+    assert sequence.first_live_block(1) > 10
+    order = manager.free_block_ids()
+    other = manager.get_computed_blocks(Sequence("more", range(100, 141))).blocks[0].block_id
+    assert all(order.index(block_id) > order.index(other) for block_id in window)
+    manager.free(sequence)
+
+
 def test_a_load_whose_sequence_has_a_bad_block_fails_after_a_reset_too():
     manager, sequence = behind_hit()
     last = find_last(manager)

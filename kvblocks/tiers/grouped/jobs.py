@@ -76,8 +76,7 @@ class GroupLoadJob(LoadJob):
                 self._has_hit = False
 
     def note_lost(self, epoch: Epoch) -> None:
-        """Take note of what was taken back. A sequence that was renewed since goes back: what it relied on is gone."""
-        self.note_forgotten()
+        """Take note of a sequence that was renewed since: it goes back, since what it relied on is cached no more."""
         for sequence in self.sequences:
             if sequence.epoch is epoch is not self._epoch:
                 self.num_good = 0
@@ -85,9 +84,8 @@ class GroupLoadJob(LoadJob):
     def start_for(self, sequence: Sequence, epoch: Epoch) -> int:  # noqa: ARG002  # all that wait have the same
         """Return how many first tokens a sequence has without it: none if anything that its hit needs was taken back.
 
-        Windows have no less to go back to. O(blocks of the hit).
+        Windows have no less to go back to. O(1).
         """
-        self.note_forgotten()
         return self.start if self._has_hit else 0
 
     def relies_on(self, block: KVCacheBlock) -> bool:
