@@ -67,9 +67,10 @@ if TYPE_CHECKING:  # what only some managers need is imported by those
     from kvblocks.retention.holds import BlockHolds
     from kvblocks.retention.pins import Pin, Pins, Priority
     from kvblocks.retention.quotas import TenantQuotas
+    from kvblocks.tiers.calls import ManagerCalls
     from kvblocks.tiers.tier import Tier
     from kvblocks.tiers.tiers import Tiers
-    from kvblocks.tiers.traffic import ManagerCalls, Traffic
+    from kvblocks.tiers.traffic import Traffic
     from kvblocks.tiers.transfer import TierHit
 
 _NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
@@ -298,7 +299,7 @@ class KVCacheManager(Changeable):
         delayed = delay_cache_blocks is not False and check_flag("delay_cache_blocks", delay_cache_blocks)
         found_below: list[TierHit] | None = None
         if loads is not _NO_TIERS:
-            found_below, num_external = self._check_loads(own, found, loads, num_external)
+            found, found_below, num_external = self._check_loads(own, found, loads, num_external)
         is_start = own.owner is None
         if is_start:
             start = 0 if found is None else check_hit(self._index, own, found)
@@ -601,7 +602,7 @@ class KVCacheManager(Changeable):
         if self._traffic is not None:
             self._traffic.note_cut(own)
         self._end()
-        return end
+        return own.num_computed_tokens
 
     def renew(self, sequence: Given[Sequence]) -> None:
         """Say that the KV of a sequence from before a reset of the cache is valid after it, so that it is cached again.
@@ -1146,24 +1147,28 @@ class KVCacheManager(Changeable):
         from kvblocks.tiers.tier import check_tiers
         from kvblocks.tiers.traffic import Traffic as Made
 
-        given = check_tiers(tiers, self._slots.groups, enable_caching=self.enable_caching)
+        given = check_tiers(tiers, self._slots.groups or (), enable_caching=self.enable_caching)
+        if given and self._slots.has_side_groups:
+            from kvblocks.tiers.grouped.traffic import GroupTraffic
+
+            return GroupTraffic(given, self, self._slots, self._sequences, self._calls())
         return Made(given, self, self._slots, self._sequences, self._calls())
 
     def _calls(self) -> ManagerCalls:
         """Return what tiers need of the manager."""
-        from kvblocks.tiers.traffic import ManagerCalls as Made
+        from kvblocks.tiers.calls import ManagerCalls as Made
 
         return Made(self._check_owned, self._commit, self._go_back, self._end)
 
     def _check_loads(
         self, sequence: Sequence, hit: CacheHit | None, loads: Iterable[TierHit], num_external: int
-    ) -> tuple[list[TierHit], int]:
-        """Return loads as a list, and how many external tokens there are with them."""
+    ) -> tuple[CacheHit | None, list[TierHit], int]:
+        """Return what a sequence starts with, loads as a list, and how many external tokens there are with them."""
         traffic = self._make_traffic(()) if self._traffic is None else self._traffic
         given, num_loaded = traffic.check_loads(sequence, hit, loads)
         if given and num_external:
             raise InvalidArgumentError("allocate_slots: expected loads or num_external_computed_tokens, got both")
-        return given, num_loaded or num_external
+        return traffic.with_loads(sequence, hit, given), given, num_loaded or num_external
 
     def _claim(self, sequence: Sequence, call: str) -> None:
         """Begin a change by entering a sequence under its id, which is hashed and compared before anything changes.

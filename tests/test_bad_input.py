@@ -250,6 +250,7 @@ CALLS: dict[str, Call] = dict(
                     "num_block_bytes": INT,
                     "store": constant("reused"),
                     "min_store_tokens": MAYBE_INT,
+                    "window_store_tokens": MAYBE_INT,
                     "bytes_per_second": constant(None, "int number none"),
                     "max_transfer_blocks": INT,
                     "is_persistent": FLAG,

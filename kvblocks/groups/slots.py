@@ -27,9 +27,13 @@ from kvblocks.groups.caching import attach_anew, attach_full_blocks
 from kvblocks.groups.hit import GroupHit, find_limit, longest_hit
 from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.layout import GroupLayout
+from kvblocks.groups.loading import Fallback, LoadingHit
 from kvblocks.groups.need import Need, keep_for_last
 from kvblocks.groups.pool import GroupPool
 from kvblocks.groups.tables import GroupTables, tables_of
+
+GAP = KVCacheBlock(-1)
+"""Stands in a new table for a block that is taken at once."""
 
 
 class GroupSlots(SlotAllocator):
@@ -71,22 +75,30 @@ class GroupSlots(SlotAllocator):
     ) -> list[KVCacheBlock] | None:
         """Give a sequence without blocks those of `hit` and what its first `end` tokens need beyond them, as ever."""
         found = hit if isinstance(hit, GroupHit) else None
+        loading = hit if isinstance(hit, LoadingHit) else None
         ends = [] if found is None else [found.num_readonly_tokens, found.num_matched_tokens]
+        ends += [] if loading is None else [loading.end]
         tables = GroupTables(self._layout, [*ends, sequence.num_prompt_tokens])
         held: list[KVCacheBlock] = []
         touched: list[KVCacheBlock] = []
-        if found is not None:
+        num_gaps = 0
+        if loading is not None:
+            held, touched, num_gaps = _begin_loading(tables, loading)
+        elif found is not None:
             held = found.blocks
             for table, (first, blocks) in zip(tables.tables, found.tables, strict=True):
                 table.begin(first, blocks)
                 touched += blocks
+        num_hit = 0 if found is None else len(found.blocks)
         in_pool = held + touched if self._group_pool.anchors is None else touched
+        in_pool = in_pool if loading is None else [*dict.fromkeys(in_pool)]
         sequence.owner = sequence.tail_owner = self._manager  # first: what is left half done is nobody else's
         sequence.side_tables = tables
         sequence.blocks += held
         try:
-            need = Need(sequence, tables, len(held) * self._block_size, num_slots, self._block_size)
+            need = Need(sequence, tables, num_hit * self._block_size, num_slots, self._block_size)
             num_taken = need.num_blocks(self.num_groups)  # tables with blocks of the pool; one of anchors is the last
+            num_taken += num_gaps
             if num_taken + len(in_pool) > self.pool.queue.num_free_blocks and self._note_refusal(num_taken, in_pool):
                 sequence.reset_blocks()
                 return None
@@ -99,13 +111,14 @@ class GroupSlots(SlotAllocator):
         if found is not None:
             self.pool.touch(held)
             self.pool.touch(touched)
-            sequence.num_readonly_tokens = found.num_readonly_tokens
+            sequence.num_readonly_tokens = len(held) * self._block_size
             self.num_limited_tokens += found.num_matched_tokens - found.num_readonly_tokens
         sequence.epoch = epoch
-        sequence.num_cached_blocks = len(held)
-        if delayed and len(held) * self._block_size < end:
-            sequence.delayed_from = len(held) * self._block_size
-        return self._finish(need, end, digests)
+        sequence.num_cached_blocks = num_hit
+        if delayed and num_hit * self._block_size < end:
+            sequence.delayed_from = num_hit * self._block_size
+        blocks = self._finish(need, end, digests)
+        return self._fill_gaps(sequence, tables) + blocks if num_gaps else blocks
 
     def grow(
         self, sequence: Sequence, end: int, num_slots: int, num_in_flight: int = 0, *, delayed: bool
@@ -205,12 +218,39 @@ class GroupSlots(SlotAllocator):
             num_kept = -(-twin.num_computed_tokens // table.side_group.block_size) - table.num_dead
             copied.begin(table.num_dead, table.blocks[: max(0, num_kept)])
             self.pool.touch(copied.blocks)
+        if tables.fallback is not None:
+            copies.fallback = tables.fallback
+            for _, blocks in tables.fallback.tables:
+                self.pool.touch(blocks)
 
     def rewind(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give back the blocks that the first `num_tokens` tokens don't need, and keep the tokens. O(given back)."""
+        """Give back the blocks that the first `num_tokens` tokens don't need, and keep the tokens. O(given back).
+
+        A sequence that goes back into what it loads goes to where that begins.
+        """
+        tables = tables_of(sequence)
+        fallback = tables.fallback
+        if fallback is not None and num_tokens < fallback.end:
+            num_tokens = min(num_tokens, fallback.start)
+            dropped = [table.blocks for table in tables.tables]
+            for table, (first, blocks) in zip(tables.tables, fallback.tables, strict=True):
+                table.begin(first, blocks)
+            tables.fallback = None
+            for blocks in dropped:
+                self.pool.release_table(blocks)
         super().rewind(sequence, num_tokens)
-        for table in tables_of(sequence).tables:
-            self.pool.release_table(table.truncate(-(-num_tokens // table.side_group.block_size)))
+        for table in tables.tables:
+            if num_tokens:
+                self.pool.release_table(table.truncate(-(-num_tokens // table.side_group.block_size)))
+            else:
+                dropped_all = table.blocks
+                table.begin(0, [])
+                self.pool.release_table(dropped_all)
+
+    def end_loads(self, sequence: Sequence) -> None:
+        """Give back what a sequence would have gone back to if its loads had failed. O(blocks)."""
+        for blocks in tables_of(sequence).end_loads():
+            self.pool.release_table(blocks)
 
     def count_missing(self, sequence: Sequence, num_slots: int, hit: CacheHit | None) -> int:
         """Return how many free blocks slots for `num_slots` tokens take, less those that leave windows for them."""
@@ -252,11 +292,16 @@ class GroupSlots(SlotAllocator):
 
     def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
         """Return all that a sequence holds, by table. O(groups)."""
-        return [sequence.blocks, *[table.blocks for table in tables_of(sequence).tables]]
+        tables = tables_of(sequence)
+        held = [sequence.blocks, *[table.blocks for table in tables.tables]]
+        return held if tables.fallback is None else held + [blocks for _, blocks in tables.fallback.tables]
 
     def _release_tables(self, sequence: Sequence) -> None:
         super()._release_tables(sequence)
-        for table in tables_of(sequence).tables:
+        tables = tables_of(sequence)
+        if tables.fallback is not None:
+            self.end_loads(sequence)
+        for table in tables.tables:
             self.pool.release_table(table.blocks)
 
     def _parts_in_block(self, num_tokens: int) -> bool:
@@ -329,6 +374,19 @@ class GroupSlots(SlotAllocator):
         sequence.tail_owner = sequence.owner
         return blocks
 
+    def _fill_gaps(self, sequence: Sequence, tables: GroupTables) -> list[KVCacheBlock]:
+        """Give a sequence the blocks of its side tables that loads bring; returns them, group after group."""
+        filled: list[KVCacheBlock] = []
+        for table in tables.tables:
+            gaps = [index for index, block in enumerate(table.blocks, table.num_dead) if block is GAP]
+            blocks = self._take(len(gaps), sequence)
+            for index, block in zip(gaps, blocks, strict=True):
+                table.replace(index, block)
+            group = table.side_group.group
+            tables.new_blocks[group] = blocks + tables.new_blocks[group]
+            filled += blocks
+        return filled
+
     def _fill_table(self, need: Need, number: int, blocks: list[KVCacheBlock]) -> list[int]:
         """Put blocks into a table, in place of the shared one, if there is one, and at its end; returns the indices."""
         sequence, side_tables, shared = need.sequence, need.tables.tables, need.shared[number]
@@ -374,6 +432,25 @@ class GroupSlots(SlotAllocator):
                     self.soft_holds.extend(
                         sequence
                     )  # what a pin lacks may have left the window when the sequence is freed
+
+
+def _begin_loading(tables: GroupTables, hit: LoadingHit) -> tuple[list[KVCacheBlock], list[KVCacheBlock], int]:
+    """Begin the side tables of a sequence that loads, with gaps for what is loaded, and say what it falls back to.
+
+    Returns the blocks of its primary table, the others that are cached, as often as it is to own them, and the number
+    of gaps. O(blocks).
+    """
+    touched: list[KVCacheBlock] = []
+    num_gaps = 0
+    for table, (first, blocks) in zip(tables.tables, hit.mixed, strict=True):
+        held = [block for block in blocks if block is not None]
+        table.begin(first, [GAP if block is None else block for block in blocks])
+        touched += held
+        num_gaps += len(blocks) - len(held)
+    tables.fallback = Fallback(len(hit.blocks) * tables.layout.block_size, hit.end, hit.tables)
+    for _, held in hit.tables:
+        touched += held
+    return hit.blocks + hit.more, touched, num_gaps
 
 
 def make_slots(

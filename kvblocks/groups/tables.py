@@ -11,6 +11,7 @@ from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence, SideTables
 from kvblocks.errors import SequenceStateError
 from kvblocks.groups.layout import GroupLayout, SideGroup
+from kvblocks.groups.loading import Fallback
 
 DEAD_BLOCK_ID = 0
 """What a list of ids has for a dead entry: an id in range, so that nothing breaks; never to be read."""
@@ -38,10 +39,10 @@ class GroupTable:
         self.block_ids[index] = block.block_id
 
     def begin(self, num_dead: int, blocks: list[KVCacheBlock]) -> None:
-        """Begin an empty table with dead entries and a hit's blocks. O(entries)."""
+        """Begin a table, in place of what it was, with dead entries and a hit's blocks. O(entries)."""
         self.num_dead = num_dead
         self.blocks = list(blocks)
-        self.block_ids = [DEAD_BLOCK_ID] * num_dead + [block.block_id for block in blocks]
+        self.block_ids[:] = [DEAD_BLOCK_ID] * num_dead + [block.block_id for block in blocks]
 
     def num_passed(self, position: int) -> int:
         """Return how many of its first live blocks no query at `position` or later sees. O(1)."""
@@ -74,10 +75,11 @@ class GroupTables(SideTables):
     """All tables of a sequence but the primary one.
 
     tables: by `layout.side_groups`. landmarks: numbers of tokens at which a later sequence's hit probably ends; what a
-    hit there needs is kept longer than other blocks that leave a window.
+    hit there needs is kept longer than other blocks that leave a window. fallback: what the sequence goes back to if
+    its loads fail; None: it loads nothing.
     """
 
-    __slots__ = ("landmarks", "layout", "tables")
+    __slots__ = ("fallback", "landmarks", "layout", "tables")
 
     def __init__(self, layout: GroupLayout, ends: Iterable[int]) -> None:
         """ends: where hits may end; the landmarks are the last multiples of the alignment before them."""
@@ -87,6 +89,12 @@ class GroupTables(SideTables):
         self.landmarks = tuple(sorted({end // layout.alignment * layout.alignment for end in ends} - {0}))
         self.tables = [GroupTable(side_group) for side_group in layout.side_groups]
         self.new_blocks = [[] for _ in layout.groups]
+        self.fallback: Fallback | None = None
+
+    def end_loads(self) -> list[list[KVCacheBlock]]:
+        """Give up the fallback; returns the blocks that the sequence owned for it, by table. O(groups)."""
+        fallback, self.fallback = self.fallback, None
+        return [] if fallback is None else [blocks for _, blocks in fallback.tables]
 
     def block_ids(self, group: int) -> list[int] | None:
         """Return the ids of a group's table, the list itself; None for the primary one. O(1)."""
@@ -108,10 +116,13 @@ class GroupTables(SideTables):
 
     def check_back(self, position: int, sequence_id: Hashable, call: str) -> None:
         """Raise SequenceStateError if a query at `position` sees what has left a window. Changes nothing. O(groups)."""
-        for table in self.tables:
+        fallback, nums_dead = self.fallback, [table.num_dead for table in self.tables]
+        if fallback is not None and position < fallback.end:
+            nums_dead = [first for first, _ in fallback.tables]
+        for table, num_dead in zip(self.tables, nums_dead, strict=True):
             side_group = table.side_group
-            if side_group.first_needed(position) < table.num_dead:
-                first = table.num_dead * side_group.block_size
+            if side_group.first_needed(position) < num_dead:
+                first = num_dead * side_group.block_size
                 raise SequenceStateError(
                     f"{call}: expected to keep so much that the next token sees nothing before {first}, where group"
                     f" {side_group.group}, with a window of {side_group.window}, begins to be held;"

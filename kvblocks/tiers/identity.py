@@ -4,9 +4,10 @@ A tier that outlives its manager, or that several share, keeps a block's identit
 digests names what comes before it, tokens and keys say what it holds. Whoever reads the bytes compares all of it.
 """
 
-from typing import Any
+from struct import pack
+from typing import Any, SupportsIndex
 
-from kvblocks.arguments import Given, is_a, plain_bytes, wrong
+from kvblocks.arguments import Given, check_count, is_a, plain_bytes, wrong
 from kvblocks.core.hashing import make_preimage, sha256_digest
 
 
@@ -14,19 +15,27 @@ class BlockIdentity:
     """What a stored block holds.
 
     parent: the SHA-256 digest of the block before it, b"" for a first one. extra_keys: encoded as
-    `kvblocks.hashing` says, b"" for none. tokens: its token ids as little-endian u32. Read-only, compared by value.
-    Raises InvalidArgumentError for what isn't bytes.
+    `kvblocks.hashing` says, b"" for none. tokens: its token ids as little-endian u32. column: 0 for a block of the only
+    group, or of the first one with full attention. Those of other groups are numbered from 1 on by their column among
+    all blocks that end in one of that group's (`groups.index`): `parent` is then the digest of that very block, which
+    says it all, and they have no keys and no tokens of their own. Read-only, compared by value.
+    Raises InvalidArgumentError for what isn't bytes, or a count.
     """
 
-    __slots__ = ("extra_keys", "parent", "tokens")
+    __slots__ = ("column", "extra_keys", "parent", "tokens")
 
-    def __init__(self, parent: Given[bytes], extra_keys: Given[bytes], tokens: Given[bytes]) -> None:
+    def __init__(
+        self, parent: Given[bytes], extra_keys: Given[bytes], tokens: Given[bytes], column: SupportsIndex = 0
+    ) -> None:
         self.parent = _bytes_of("parent", parent)
         self.extra_keys = _bytes_of("extra_keys", extra_keys)
         self.tokens = _bytes_of("tokens", tokens)
+        self.column = check_count("BlockIdentity: column", column, 0)
 
     def preimage(self) -> bytes:
         """Return all of it, one behind the other, so that no two identities have the same bytes. O(tokens)."""
+        if self.column:  # no block has keys of one byte
+            return make_preimage(self.parent, b"\0", pack("<I", self.column))
         return make_preimage(self.parent, self.extra_keys, self.tokens)
 
     def digest(self) -> bytes:
@@ -43,6 +52,8 @@ class BlockIdentity:
 
     def __repr__(self) -> str:
         above = self.parent.hex()[:16] or "nothing"
+        if self.column:
+            return f"BlockIdentity(in {above}, column {self.column})"
         return f"BlockIdentity(behind {above}, {len(self.tokens) // 4} tokens, keys {self.extra_keys!r})"
 
 

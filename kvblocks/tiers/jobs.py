@@ -4,7 +4,8 @@ A job owns the blocks on both sides from its beginning to the end of its last tr
 meanwhile. So a transfer's bytes never go to, nor come from, a block that means something else by then.
 """
 
-from kvblocks.core.block import KVCacheBlock, Node, Run
+from kvblocks.core.block import Epoch, KVCacheBlock, Node, Run
+from kvblocks.core.caching import first_uncached
 from kvblocks.core.sequence import Sequence
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.transfer import ENDED, QUEUED, Transfer
@@ -41,18 +42,26 @@ class Job:
         if ok:
             self._note_arrived(self._has_arrived, transfer)
 
+    def note_forgotten(self) -> None:
+        """Take note that something was taken back from the device's cache. O(blocks)."""
+
     def cancel_queued(self) -> None:
         """End the transfers that nobody knows of yet."""
         for transfer in self.transfers:
             if transfer.state == QUEUED:
                 self.end(transfer, ok=False)
 
-    def num_arrived(self, also: Transfer | None = None) -> int:
-        """Return how many first blocks have arrived. also: a transfer that counts as if it had."""
+    def has_arrived(self, also: Transfer | None = None) -> list[bool]:
+        """Return which blocks have arrived. also: a transfer that counts as if it had. O(blocks)."""
         arrived = self._has_arrived
         if also is not None:
             arrived = arrived.copy()
             self._note_arrived(arrived, also)
+        return arrived
+
+    def num_arrived(self, also: Transfer | None = None) -> int:
+        """Return how many first blocks have arrived, and are good. also: as `has_arrived`."""
+        arrived = self.has_arrived(also)
         return min(arrived.index(False) if False in arrived else len(arrived), self.num_good)
 
     def _note_arrived(self, arrived: list[bool], transfer: Transfer) -> None:
@@ -64,31 +73,59 @@ class LoadJob(Job):
     """Loads of the blocks that stand in its sequences' tables from index `first` on.
 
     sequences: who waits for it: the one that it was begun for, and those that were forked from it since. prefix: what
-    the tables hold up to its end. parts: by tier, the slots of the prefix that it has, which are owned. held: the
-    device's blocks that are owned, the prefix's until nobody waits any more.
+    the tables hold up to its end. start: how many first tokens are there without it. pools: the tier of each slot.
+    parts: by tier, the slots of the prefix that it has, which are owned. held: the device's blocks that are owned, the
+    prefix's until nobody waits any more.
     """
 
     def __init__(
         self,
         sequence: Sequence,
+        prefix: Prefix,
         first: int,
         slots: list[KVCacheBlock],
+        pools: list[TierPool],
         parts: list[tuple[TierPool, list[KVCacheBlock]]],
     ) -> None:
+        super().__init__(prefix, first, slots)
         self._block_size = size = parts[0][0].index.block_size
-        self.held = sequence.blocks[: first + len(slots)]
-        tokens = bytearray(sequence.packed_tokens()[: 4 * size * len(self.held)])
-        super().__init__(Prefix(tokens, sequence.encoded_keys(size), [*self.held]), first, slots)
+        self.start = first * size
+        self.held = [*prefix.blocks]
         self.sequences: dict[Sequence, None] = {sequence: None}
+        self.pools = pools
         self.parts = parts
+
+    def stretches(self) -> list[tuple[TierPool, range]]:
+        """Return which numbers of its slots are one behind the other of one tier, with that. O(slots)."""
+        found: list[tuple[TierPool, range]] = []
+        start = 0
+        for number in range(1, len(self.pools) + 1):
+            if number == len(self.pools) or self.pools[number] is not self.pools[start]:
+                found.append((self.pools[start], range(start, number)))
+                start = number
+        return found
 
     def note_bad(self, index: int) -> None:
         """Take note that what its tables hold, or will, at `index` is bad: nothing from there on has arrived."""
         self.num_good = min(self.num_good, max(0, index - self.first))
         if index >= self.first:
-            for pool, slots in self.parts:
-                if index < len(slots) and slots[index] is self.slots[index - self.first]:
-                    pool.drop([slots[index]])
+            self.pools[index - self.first].drop([self.slots[index - self.first]])
+
+    def note_lost(self, epoch: Epoch) -> None:
+        """Take note of what was taken back of the hit before it: what is behind that may be bad. epoch: the cache's."""
+        for sequence in self.sequences:
+            if self.start_for(sequence, epoch) < self.start:
+                self.num_good = 0
+
+    def start_for(self, sequence: Sequence, epoch: Epoch) -> int:
+        """Return how many first tokens a sequence has without it: fewer than `start` if some of its hit was taken back.
+
+        A step that died was to write that, or it turned out to be bad. O(1), and O(blocks) for what was taken back.
+        """
+        if sequence.epoch is not epoch:
+            return self.start
+        kept = first_uncached(sequence)
+        return kept * self._block_size if kept < min(self.first, len(sequence.blocks)) else self.start
 
     def index_of(self, block: KVCacheBlock, prefix: Prefix | None) -> int | None:
         """Return where a block stands in its tables, or another one that holds the same prefix; None: nowhere."""
@@ -98,17 +135,21 @@ class LoadJob(Job):
             return None
         return len(prefix.blocks) - 1
 
-    def end_in(self, sequence: Sequence, num_arrived: int) -> int:
-        """Return the index in a sequence's table behind what arrived of this job and stands there still."""
+    def end_in(self, sequence: Sequence, also: Transfer | None = None) -> int:
+        """Return up to which token of a sequence this job's blocks have arrived, and stand in its tables still.
+
+        also: as `has_arrived`. O(blocks).
+        """
         table, index = sequence.blocks, self.first
-        for block in self.blocks[:num_arrived]:
+        for block in self.blocks[: self.num_arrived(also)]:
             if index >= len(table) or table[index] is not block:
                 break
             index += 1
-        return index
+        return index * self._block_size
 
-    def waits(self, sequence: Sequence, index: int) -> bool:
-        """Whether a sequence has a block of this job at `index` of its table."""
+    def waits_behind(self, sequence: Sequence, end: int) -> bool:
+        """Whether a sequence has a block of this job behind token `end`, a multiple of the block size. O(1)."""
+        index = end // self._block_size
         number = index - self.first
         return (
             number < len(self.blocks) and index < len(sequence.blocks) and sequence.blocks[index] is self.blocks[number]
@@ -118,24 +159,28 @@ class LoadJob(Job):
 class StoreJob(Job):
     """The store of a prefix's blocks behind those that are stored.
 
-    run: whose wish it was. parents: the slots that hold what comes before, and slots: new ones, both owned.
+    run: whose wish it was. above: slots of the prefix that the tier has, first what comes before. slots: new ones.
+    All of them are owned.
     """
 
     def __init__(
-        self, pool: TierPool, run: Run, prefix: Prefix, parents: list[KVCacheBlock], slots: list[KVCacheBlock]
+        self, pool: TierPool, run: Run, prefix: Prefix, above: list[list[KVCacheBlock]], slots: list[KVCacheBlock]
     ) -> None:
-        super().__init__(prefix, len(parents), slots)
+        super().__init__(prefix, len(above[0]), slots)
         self.pool = pool
         self.run = run
-        self.parents = parents
+        self.above = above
         self._nodes: list[Node] = [block.node for block in self.blocks]
 
-    def good_prefix(self) -> list[KVCacheBlock]:
-        """Return the blocks of the prefix that is cached still, from its beginning to what was good of this. O(it)."""
+    def good_tables(self) -> list[list[KVCacheBlock]]:
+        """Return the device's blocks that are cached still, in the order in which they are to be given back.
+
+        Of the prefix, from its beginning to what was good of this. O(prefix).
+        """
         if not self.num_good:
             return []
         run, index = self._nodes[self.num_good - 1]
-        return [] if run is None else prefix_of(run, index + 1).blocks
+        return [] if run is None else [prefix_of(run, index + 1).blocks]
 
     def note_forgotten(self) -> None:
         """Take note of which blocks are cached no more where they were: what they hold may be what nobody wrote.
@@ -151,7 +196,7 @@ class StoreJob(Job):
     def finish(self) -> int:
         """Cache in the tier what is right, give all slots back, and return how many blocks were stored."""
         self.note_forgotten()
-        number, parents = self.num_arrived(), self.parents
+        number, parents = self.num_arrived(), self.above[0]
         if parents and not parents[-1].is_cached:
             number = 0
         if number:

@@ -27,7 +27,8 @@ class TierPool:
     None where it isn't.
     """
 
-    def __init__(self, tier: Tier, block_size: int, max_storing: int) -> None:
+    def __init__(self, tier: Tier, block_size: int, max_storing: int, pool: BlockPool | None = None) -> None:
+        """pool: its slots, and the map of what they hold; None: those of one group."""
         self.rate = Rate(tier.bytes_per_second)
         self.wishes = Wishes()
         self.storing: dict[KVCacheBlock, str | None] = {}
@@ -37,10 +38,13 @@ class TierPool:
         self.stores_reused = tier.store == "reused"
         self.stores_computed = tier.store == "computed"
         self.min_store_tokens: int | None = tier.min_store_tokens
+        self.window_store_tokens: int | None = tier.window_store_tokens
         self.max_transfer_blocks: int = tier.max_transfer_blocks
-        self.index = PrefixIndex(block_size, sha256_digest)
-        self.persistent = PersistentSlots(tier.num_blocks, self.index) if tier.is_persistent else None
-        self.pool = BlockPool(tier.num_blocks, self.index) if self.persistent is None else self.persistent
+        made = PrefixIndex(block_size, sha256_digest) if pool is None else pool.index
+        self.index: PrefixIndex = made
+        self.persistent = PersistentSlots(tier.num_blocks, made) if tier.is_persistent else None
+        plain = BlockPool(tier.num_blocks, made) if self.persistent is None else self.persistent
+        self.pool: BlockPool = plain if pool is None else pool
         self.quotas: TenantQuotas | None = None
         self.num_stored_blocks = self.num_loaded_blocks = self.num_failed_blocks = self.num_dropped_blocks = 0
 

@@ -1,11 +1,10 @@
 """`Tier`: what a user says of a place below the device."""
 
 from collections.abc import Iterable
-from typing import Literal, SupportsFloat, SupportsIndex, get_args
+from typing import Any, Literal, SupportsFloat, SupportsIndex, get_args
 
 from kvblocks.arguments import Flag, check_count, check_flag, check_number, check_text, is_a, listed, plain_text, wrong
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.groups.kinds import Group
 from kvblocks.stats import TierStats
 from kvblocks.tiers.rates import MOST_NUMBER
 
@@ -18,10 +17,12 @@ StoreWhen = Literal["computed", "freed", "reused"]
 class Tier:
     """A place that holds copies of cached blocks, in slots 0 to num_blocks - 1.
 
-    name: of your choice. num_blocks: slots, each for one block's keys and values in all layers. num_block_bytes: of a
-    slot; what a load costs is counted in them. store: when blocks are stored, see `StoreWhen`; "freed" writes each
-    once, "reused" spares a disk. min_store_tokens: prefixes of at least so many tokens are stored when they are freed,
-    whatever `store` says; None: there is no such length. bytes_per_second: how fast a load is expected to be, until
+    name: of your choice. num_blocks: slots, each for one block's keys and values in all layers of its group.
+    num_block_bytes: of a slot; what a load costs is counted in them. store: when blocks are stored, see `StoreWhen`;
+    "freed" writes each once, "reused" spares a disk. min_store_tokens: prefixes of at least so many tokens are stored
+    when they are freed, whatever `store` says; None: there is no such length. window_store_tokens: of a window's blocks
+    those are stored that a hit at the end of what is stored needs, and a hit at every so many tokens; None: the first
+    only. bytes_per_second: how fast a load is expected to be, until
     that is learned; None: not known. max_transfer_blocks: of one transfer; what fails, fails by so many. is_persistent:
     whether it outlives the manager; `tiers.take_changes` then says what to remember, and `tiers.restore` takes it back.
     Raises InvalidArgumentError.
@@ -37,6 +38,7 @@ class Tier:
         *,
         store: StoreWhen = "freed",
         min_store_tokens: SupportsIndex | None = None,
+        window_store_tokens: SupportsIndex | None = None,
         bytes_per_second: SupportsFloat | None = None,
         max_transfer_blocks: SupportsIndex = 32,
         is_persistent: Flag = False,
@@ -54,6 +56,8 @@ class Tier:
         self.store: StoreWhen = kinds[when]
         least = None if min_store_tokens is None else check_count("Tier: min_store_tokens", min_store_tokens, 0)
         self.min_store_tokens = least
+        every = window_store_tokens
+        self.window_store_tokens = None if every is None else check_count("Tier: window_store_tokens", every, 1)
         self.bytes_per_second: float | None = None
         if bytes_per_second is not None:
             rate = check_number("Tier: bytes_per_second", bytes_per_second)
@@ -67,8 +71,8 @@ class Tier:
         return f"Tier({self.name!r}, {self.num_blocks} blocks)"
 
 
-def check_tiers(tiers: Iterable[Tier], groups: tuple[Group, ...] | None, *, enable_caching: bool) -> tuple[Tier, ...]:
-    """Return a manager's tiers. groups: as it was made with; None: full attention. Raises InvalidArgumentError."""
+def check_tiers(tiers: Iterable[Tier], groups: Iterable[Any], *, enable_caching: bool) -> tuple[Tier, ...]:
+    """Return a manager's tiers. groups: of its layers; none: one of full attention. Raises InvalidArgumentError."""
     given = tuple(listed("tiers", "an iterable of Tier", tiers))
     for tier in given:
         if not is_a(tier, Tier):
@@ -80,6 +84,11 @@ def check_tiers(tiers: Iterable[Tier], groups: tuple[Group, ...] | None, *, enab
         raise InvalidArgumentError(f"tiers: expected different names, got {names}")
     if not enable_caching:
         raise InvalidArgumentError("tiers: expected enable_caching=True, since they hold what is cached; got False")
-    if groups is not None and [group.window for group in groups] != [None]:
-        raise InvalidArgumentError(f"tiers: expected one group of full attention, got {groups}")
+    items = tuple(groups)
+    if items and all(group.window is not None for group in items):
+        raise InvalidArgumentError(f"tiers: expected a group of full attention, got {items}")
+    if not all(group.is_cached for group in items):
+        raise InvalidArgumentError(f"tiers: expected groups that are all cached (is_cached=True), got {items}")
+    if len(items) > 1 and any(tier.is_persistent for tier in given):
+        raise InvalidArgumentError(f"tiers: expected one group for a tier that is persistent, got {items}")
     return given

@@ -30,11 +30,12 @@ from kvblocks.core.sequence import Sequence, not_a_sequence
 from kvblocks.errors import InvalidArgumentError, SequenceStateError
 from kvblocks.retention.quotas import TenantQuotas
 from kvblocks.stats import QuotaUsage, TierStats
+from kvblocks.tiers.calls import ManagerCalls
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.rates import MOST_NUMBER, Rate, num_worth_loading
 from kvblocks.tiers.restoring import check_slots, restore_slots
-from kvblocks.tiers.traffic import ManagerCalls, Traffic
+from kvblocks.tiers.traffic import Traffic
 from kvblocks.tiers.transfer import Loaded, TierHit, Transfer
 
 
@@ -91,7 +92,7 @@ class Tiers:
         `note_computed`); what isn't known counts as fast for a tier, and as slow for the model.
         """
         given = self._traffic.listed(loads)
-        costs = [(hit.num_tokens, hit.num_bytes * hit.pool.rate.seconds_a_unit) for hit in given]
+        costs = [(hit.num_tokens, hit.seconds()) for hit in given]
         return given[: num_worth_loading(costs, self._compute_rate.seconds_a_unit)]
 
     def note_computed(self, num_tokens: SupportsIndex, seconds: SupportsFloat) -> None:

@@ -8,45 +8,25 @@ The shape, pools of ids below each other that one policy fills and somebody else
 hierarchy; holding a block while it moves, and finding loading blocks as pending, are vLLM's KV connectors'.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from kvblocks.arguments import is_a, listed, wrong
-from kvblocks.core.block import KVCacheBlock
-from kvblocks.core.caching import first_uncached
+from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.change import Changeable
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.slots import Commit, SlotAllocator
 from kvblocks.errors import InvalidArgumentError, SequenceStateError, StaleHitError
+from kvblocks.tiers.calls import ManagerCalls
 from kvblocks.tiers.jobs import Job, LoadJob, StoreJob
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.tier import Tier
 from kvblocks.tiers.transfer import BEGUN, QUEUED, Loaded, TierHit, Transfer
-from kvblocks.tiers.wishes import prefix_of
+from kvblocks.tiers.wishes import Prefix, prefix_of
 
 STORING_SHARE = 8
 """Stores of all tiers hold at most an eighth of the device's blocks, each tier an equal part, at least one."""
-
-
-class ManagerCalls:
-    """What `Tiers` needs of its manager.
-
-    check_owned: as the manager's. commit: caches what `prepare_commit` returned. rewind: gives slots back, in a
-    change that is under way. end: ends a change, and checks all, if that is wanted.
-    """
-
-    def __init__(
-        self,
-        check_owned: Callable[[Any, str], Sequence],
-        commit: Callable[[Commit], None],
-        rewind: Callable[[Sequence, int], None],
-        end: Callable[[], None],
-    ) -> None:
-        self.check_owned = check_owned
-        self.commit = commit
-        self.rewind = rewind
-        self.end = end
 
 
 class Traffic:
@@ -71,7 +51,7 @@ class Traffic:
         self.index = slots.pool.index
         self._block_size = self.index.block_size
         most = max(1, len(slots.pool.blocks) // (STORING_SHARE * max(1, len(tiers))))
-        self.pools = [TierPool(tier, self._block_size, most) for tier in tiers]
+        self.pools = [self._make_pool(tier, most) for tier in tiers]
         self._queue: dict[Transfer, Job] = {}  # loads that nobody knows of yet
         self._begun: dict[Transfer, Job] = {}
         self._jobs: dict[Job, None] = {}
@@ -99,7 +79,7 @@ class Traffic:
         for pool in self.pools:
             blocks = pool.match(memoryview(sequence.tokens), sequence.encoded_keys(size), end)
             if len(blocks) > position:
-                found.append(TierHit(sequence, pool, blocks, position))
+                found.append(TierHit(sequence, pool, blocks, position, len(blocks)))
                 position = len(blocks)
         return found
 
@@ -138,14 +118,9 @@ class Traffic:
         """
         if not isinstance(job, LoadJob) or job.num_open > 1:
             return []
-        for sequence in job.sequences:
-            if self._num_kept(job, sequence) is not None:
-                job.num_good = 0
-        num_arrived = job.num_arrived(transfer if ok else None)
-        ends = {
-            sequence: min(job.end_in(sequence, num_arrived) * self._block_size, sequence.num_computed_tokens)
-            for sequence in job.sequences
-        }
+        job.note_lost(self.index.epoch)
+        also = transfer if ok else None
+        ends = {sequence: min(job.end_in(sequence, also), sequence.num_computed_tokens) for sequence in job.sequences}
         return [
             self._slots.prepare_commit(sequence, end)
             for sequence, end in ends.items()
@@ -173,9 +148,9 @@ class Traffic:
     def give_up(self, sequence: Sequence) -> None:
         """Have a sequence that is loading wait no more, and give back the slots of what it waited for. O(blocks)."""
         job = self._loading[sequence]
-        kept = self._num_kept(job, sequence)
+        start = job.start_for(sequence, self.index.epoch)
         self.leave(sequence)
-        self._calls.rewind(sequence, (job.first if kept is None else kept) * self._block_size)
+        self._calls.rewind(sequence, start)
 
     # What the manager tells.
 
@@ -193,33 +168,28 @@ class Traffic:
             if load.first_token != start:
                 raise InvalidArgumentError(f"allocate_slots: loads: expected one from token {start} on, got {load}")
             start += load.num_tokens
-            if load.version != load.pool.index.version or sequence.was_truncated:
-                tokens, keys = memoryview(sequence.tokens), sequence.encoded_keys(self._block_size)
-                if load.pool.match(tokens, keys, len(load.prefix)) != load.prefix:
-                    raise StaleHitError(
-                        f"allocate_slots: expected {load} to be stored still; it isn't: look it up again"
-                    )
+            if not self._is_stored(load):
+                raise StaleHitError(f"allocate_slots: expected {load} to be stored still; it isn't: look it up again")
         if given and start >= sequence.num_tokens:
             raise StaleHitError(f"allocate_slots: expected loads of fewer tokens than {sequence} has, got {given}")
         return given, sum([load.num_tokens for load in given])
 
+    def with_loads(self, sequence: Sequence, hit: CacheHit | None, loads: list[TierHit]) -> CacheHit | None:  # noqa: ARG002  # several groups need them
+        """Return what a sequence with these loads is to start with. Changes nothing."""
+        return hit
+
     def begin_loads(self, sequence: Sequence, loads: list[TierHit]) -> None:
         """Begin the loads of a sequence that was just given slots for them. O(blocks)."""
-        size, first = self._block_size, loads[0].first_token // self._block_size
-        parts = [(load.pool, load.prefix) for load in loads]
-        slots = [slot for load in loads for slot in load.prefix[load.first_token // size :]]
-        job = LoadJob(sequence, first, slots, parts)
+        job = self._make_load(sequence, loads)
         self._slots.pool.touch(job.held)
         self._jobs[job] = None
         self._loading[sequence] = job
-        number = 0
-        for load in loads:
-            load.pool.hold(load.prefix)
-            part = range(number, number + load.num_tokens // size)
-            for transfer in self._transfers(load.pool, job, part, is_load=True):
+        for pool, slots in job.parts:
+            pool.hold(slots)
+        for pool, numbers in job.stretches():
+            for transfer in self._transfers(pool, job, numbers, is_load=True):
                 job.add(transfer)
                 self._queue[transfer] = job
-            number = part.stop
 
     def note_use(self, hit: CacheHit) -> None:
         """Take note that a sequence starts with a hit: a second use. O(tiers)."""
@@ -244,7 +214,7 @@ class Traffic:
     def note_fork(self, sequence: Sequence, twin: Sequence) -> None:
         """Take note that a sequence was forked: the twin waits for the same loads. O(1)."""
         job = self._loading.get(sequence)
-        if job is not None and twin.num_computed_tokens > job.first * self._block_size:
+        if job is not None and twin.num_computed_tokens > job.start:
             job.sequences[twin] = None
             self._loading[twin] = job
 
@@ -256,24 +226,23 @@ class Traffic:
         job = self._loading.get(sequence)
         if job is None:
             return
-        num_left, first = sequence.num_computed_tokens, job.first * self._block_size
-        if num_left <= first:
+        num_left = sequence.num_computed_tokens
+        if num_left <= job.start:
             self.leave(sequence)
-        elif num_left < first + len(job.blocks) * self._block_size and num_left % self._block_size:
+        elif num_left < job.start + len(job.blocks) * self._block_size and num_left % self._block_size:
             self._calls.rewind(sequence, num_left // self._block_size * self._block_size)
-            if sequence.num_computed_tokens == first:
+            if sequence.num_computed_tokens == job.start:
                 self.leave(sequence)
 
     def num_writable(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many of the first tokens anybody else may say that they are written: not what is loading. O(1)."""
         job = self._loading.get(sequence)
-        return num_tokens if job is None else min(num_tokens, job.first * self._block_size)
+        return num_tokens if job is None else min(num_tokens, job.start)
 
     def note_forgotten(self) -> None:
-        """Take note that something was taken back from the device's cache. O(blocks that are being stored)."""
+        """Take note that something was taken back from the device's cache. O(blocks that move)."""
         for job in self._jobs:
-            if isinstance(job, StoreJob):
-                job.note_forgotten()
+            job.note_forgotten()
 
     def note_bad(self, blocks: list[KVCacheBlock]) -> None:
         """Forget what these blocks of the device hold in all tiers, too: it turned out to be bad.
@@ -336,7 +305,7 @@ class Traffic:
             tables: list[list[KVCacheBlock]] = []
             for job in self._jobs:
                 if isinstance(job, StoreJob) and job.pool is pool:
-                    tables += [job.parents, job.slots]
+                    tables += [*job.above, job.slots]
                 if isinstance(job, LoadJob):
                     tables += [prefix for other, prefix in job.parts if other is pool]
             pool.pool.check(tables)
@@ -349,6 +318,47 @@ class Traffic:
             storing = [job.blocks for job in self._jobs if isinstance(job, StoreJob) and job.pool is pool]
             assert len(pool.storing) == sum(map(len, storing)), f"{pool.name}: blocks that are being stored"
             assert len(pool.storing) <= pool.max_storing, f"{pool.name}: more blocks are held than may be"
+
+    # What these are made of, and several groups do otherwise.
+
+    def _make_pool(self, tier: Tier, max_storing: int) -> TierPool:
+        """Return a tier's slots."""
+        return TierPool(tier, self._block_size, max_storing)
+
+    def _is_stored(self, load: TierHit) -> bool:
+        """Whether what a lookup found is stored still. O(1) while nothing left the tier."""
+        sequence = load.sequence
+        if load.version == load.pool.index.version and not sequence.was_truncated:
+            return True
+        tokens, keys = memoryview(sequence.tokens), sequence.encoded_keys(self._block_size)
+        return load.pool.match(tokens, keys, len(load.prefix)) == load.prefix
+
+    def _make_load(self, sequence: Sequence, loads: list[TierHit]) -> LoadJob:
+        """Return the job of a sequence's loads, whose blocks stand in its tables."""
+        size, first = self._block_size, loads[0].first_token // self._block_size
+        slots = [slot for load in loads for slot in load.prefix[load.first_token // size :]]
+        pools = [load.pool for load in loads for _ in range(load.num_tokens // size)]
+        blocks = sequence.blocks[: first + len(slots)]
+        tokens = bytearray(sequence.packed_tokens()[: 4 * size * len(blocks)])
+        prefix = Prefix(tokens, sequence.encoded_keys(size), blocks)
+        return LoadJob(sequence, prefix, first, slots, pools, [(load.pool, load.prefix) for load in loads])
+
+    def _note_started(self, sequence: Sequence) -> None:
+        """Take note that some of a sequence's loads arrived, and that it goes on behind them."""
+
+    def _find_store(self, pool: TierPool, run: Run, num_blocks: int) -> tuple[Prefix, list[list[KVCacheBlock]]]:
+        """Return what is to be stored with a prefix that ends in `run`, and what the tier has of it.
+
+        The second are lists of slots, of which the first has what comes before that.
+        """
+        prefix = prefix_of(run, num_blocks)
+        return prefix, [pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))]
+
+    def _make_store(
+        self, pool: TierPool, run: Run, prefix: Prefix, above: list[list[KVCacheBlock]], slots: list[KVCacheBlock]
+    ) -> StoreJob:
+        """Return the job of a store behind what `_find_store` found."""
+        return StoreJob(pool, run, prefix, above, slots)
 
     # What these are made of.
 
@@ -391,26 +401,23 @@ class Traffic:
             pool.num_dropped_blocks += end - num_blocks
             if not num_blocks or not run.epoch.is_current:
                 continue
-            prefix = prefix_of(run, num_blocks)
-            parents = pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
-            first = len(parents)
-            if first == len(prefix.blocks):
-                pool.hold(parents)
-                pool.let_go(parents)  # used: reused last
-                continue
-            if prefix.blocks[first] in pool.storing:
+            prefix, above = self._find_store(pool, run, num_blocks)
+            first = len(above[0])
+            if first < len(prefix.blocks) and prefix.blocks[first] in pool.storing:
                 pool.wishes.put_aside(run, num_blocks)
                 continue
-            pool.hold(parents)
+            for slots in above:
+                pool.hold(slots)
             number = min(len(prefix.blocks) - first, room, pool.pool.num_free_blocks)
             moving = [n for n in range(number) if prefix.blocks[first + n] in pool.storing]
             number = min([number, *moving])
             slots = pool.take(number, prefix.salt)
             if not slots:
-                pool.let_go(parents)
+                for held in above:
+                    pool.let_go(held)  # used: reused last
                 pool.num_dropped_blocks += len(prefix.blocks) - first
                 continue
-            self._begin_store(StoreJob(pool, run, prefix, parents, slots), transfers)
+            self._begin_store(self._make_store(pool, run, prefix, above, slots), transfers)
             if first + len(slots) < len(prefix.blocks):
                 pool.wish((run, num_blocks - 1))
 
@@ -454,36 +461,30 @@ class Traffic:
         if num_arrived < len(job.blocks):
             pool.wishes.drop(job.run)  # not tried again before it is wished for again
         pool.wishes.resume()
-        above = job.good_prefix()
-        self._slots.pool.touch(above)
-        self._slots.pool.release_table(job.blocks)
-        self._slots.pool.release_table(above)  # in order: a prefix's end is reused before its beginning
+        tables = job.good_tables()
+        for table in tables:
+            self._slots.pool.touch(table)
+        for table in [job.blocks, *tables]:  # in order: a prefix's end is reused before its beginning
+            self._slots.pool.release_table(table)
         return []
 
     def _finish_load(self, job: LoadJob) -> list[Loaded]:
         ended: list[Loaded] = []
-        num_arrived, size = job.num_arrived(), self._block_size
         for sequence in job.sequences:
             del self._loading[sequence]
-            kept = self._num_kept(job, sequence)
-            end = job.end_in(sequence, num_arrived) if kept is None else kept
-            is_whole = kept is None and not job.waits(sequence, end)
+            end = job.end_in(sequence)
+            if end == job.start:
+                end = job.start_for(sequence, self.index.epoch)
+            is_whole = end >= job.start and not job.waits_behind(sequence, end)
+            if end > job.start:
+                self._note_started(sequence)
             if not is_whole:
-                self._calls.rewind(sequence, end * size)
-            if end > job.first and sequence.blocks[end - 1].is_cached:
-                self._wish_for_used(sequence.blocks[end - 1])
-            ended.append(Loaded(sequence, min(end * size, sequence.num_computed_tokens), is_whole=is_whole))
-        for pool, prefix in job.parts:
-            pool.let_go(prefix)
+                self._calls.rewind(sequence, end)
+            last = end // self._block_size - 1
+            if end > job.start and sequence.blocks[last].is_cached:
+                self._wish_for_used(sequence.blocks[last])
+            ended.append(Loaded(sequence, min(end, sequence.num_computed_tokens), is_whole=is_whole))
+        for pool, slots in job.parts:
+            pool.let_go(slots)
         self._slots.pool.release_table(job.held)
         return ended
-
-    def _num_kept(self, job: LoadJob, sequence: Sequence) -> int | None:
-        """Return how many blocks are left of the hit before a load, some of which were taken back; None if all are.
-
-        A step that died was to write them, or they turned out to be bad. O(1), and O(blocks) for those taken back.
-        """
-        if sequence.epoch is not self.index.epoch:
-            return None
-        first = first_uncached(sequence)
-        return first if first < min(job.first, len(sequence.blocks)) else None

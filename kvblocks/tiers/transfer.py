@@ -21,16 +21,22 @@ class TierHit:
 
     __slots__ = ("first_token", "num_bytes", "num_tokens", "pool", "prefix", "sequence", "tier", "version")
 
-    def __init__(self, sequence: Sequence, pool: TierPool, prefix: list[KVCacheBlock], first_block: int) -> None:
-        """prefix: the tier's slots from the sequence's first block on, of which those from first_block on are meant."""
+    def __init__(
+        self, sequence: Sequence, pool: TierPool, prefix: list[KVCacheBlock], first_block: int, end_block: int
+    ) -> None:
+        """prefix: the tier's slots from the sequence's first block on. first_block, end_block: what is meant."""
         self.sequence = sequence
         self.pool = pool
         self.prefix = prefix
         self.version = pool.index.version
         self.tier = pool.name
         self.first_token = first_block * pool.index.block_size
-        self.num_tokens = len(prefix) * pool.index.block_size - self.first_token
-        self.num_bytes = (len(prefix) - first_block) * pool.num_block_bytes
+        self.num_tokens = end_block * pool.index.block_size - self.first_token
+        self.num_bytes = (end_block - first_block) * pool.num_block_bytes
+
+    def seconds(self) -> float:
+        """Return how long the load is expected to take; 0.0 while the tier's speed isn't known. O(1)."""
+        return self.num_bytes * self.pool.rate.seconds_a_unit
 
     def part(self) -> TierPart:
         """Return the same as a record for people, with how long the tier will have it. O(slots of the tier)."""

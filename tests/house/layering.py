@@ -27,7 +27,8 @@ FLOORS = {
     "kvblocks.groups": 3,
     "kvblocks.prefix_cache": 3,
     "kvblocks.observe": 4,
-    "kvblocks.tiers": 4,
+    "kvblocks.tiers": 3,
+    "kvblocks.tiers.grouped": 4,
     "kvblocks.manager": 5,
     "kvblocks.observe.metrics": 6,  # watches a manager, and nothing that a manager imports
     "kvblocks.metrics": 7,  # the path by which people import it

@@ -16,6 +16,7 @@ from kvblocks import (
     BlockHold,
     BlockIdentity,
     CacheHit,
+    KVCacheBlock,
     KVCacheManager,
     Loaded,
     Pin,
@@ -27,9 +28,13 @@ from kvblocks import (
     Transfer,
 )
 from kvblocks.core.hashing import decode_names
+from kvblocks.groups.hit import GroupHit
+from kvblocks.groups.tables import GroupTables
+from kvblocks.tiers.grouped.hit import GroupTierHit
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.wishes import prefix_of
-from model.kv_memory import GARBAGE, KVMemory
+from model.kv_memory import GARBAGE
+from model.tier_memory import TierMemory
 
 MAX_TOKENS = 24
 MAX_RUNNING = 4
@@ -48,17 +53,19 @@ class Moving:
 class TierMachine:
     """Random operations on a manager of tiers. `walk` makes so many, and checks after each."""
 
-    def __init__(self, seed: int, num_blocks: int, block_size: int, tiers: list[Tier], **options: Any) -> None:
+    def __init__(self, seed: int, num_blocks: int, block_size: int | None, tiers: list[Tier], **options: Any) -> None:
         self.random = random.Random(seed)
         self.manager = KVCacheManager(num_blocks, block_size, tiers=tiers, **options)
         first = self.manager.first_block_id
-        self.memory = KVMemory(first + num_blocks, self.manager.groups, block_size)
+        self.memory = TierMemory(first + num_blocks, self.manager.groups, self.manager.block_size)
         self.tiers = tiers
         self.remembered: dict[str, dict[int, BlockIdentity]] = {t.name: {} for t in tiers if t.is_persistent}
         self.salt_of: dict[BlockIdentity, str | None] = {}
-        self.below = {tier.name: [[GARBAGE] * block_size for _ in range(tier.num_blocks)] for tier in tiers}
+        self.garbage = [GARBAGE] * max(group.block_size for group in self.manager.groups)
+        self.below = {tier.name: [list(self.garbage) for _ in range(tier.num_blocks)] for tier in tiers}
         self.running: list[kvblocks.Sequence] = []
         self.waiting: list[kvblocks.Sequence] = []
+        self.past: list[kvblocks.Sequence] = []  # the last that ended
         self.moving: list[Moving] = []
         self.ended: list[Transfer] = []
         self.storing: dict[tuple[str, int], int] = {}  # by slot: the block that is stored there; jobs may be over
@@ -67,6 +74,7 @@ class TierMachine:
         self.pins: list[Pin] = []
         self.holds: list[tuple[BlockHold, dict[int, list[int]]]] = []
         self.num_made = 0
+        self.num_prompts = 5 if len(self.manager.groups) == 1 else 2  # windows are hit where prompts end alike
         self.counts: dict[str, int] = {}
         names = [name for name in dir(self) if name.startswith("do_")]
         self._operations = [name for name in names for _ in range(WEIGHTS.get(name, 2))]
@@ -84,11 +92,11 @@ class TierMachine:
     # Sequences.
 
     def do_new(self) -> None:
-        chosen = random.Random(self.random.randrange(5))  # of few prompts, so that they come again
+        chosen = random.Random(self.random.randrange(self.num_prompts))  # of few, so that they come again
         tokens = [chosen.randrange(2) for _ in range(self.random.randint(8, 20))]
         salt = self.random.choice([None] * 7 + SALTS)
         spans = []
-        if self.random.random() < 0.3:
+        if self.random.random() < 0.06 * self.num_prompts:
             start = self.random.randrange(len(tokens))
             spans = [(start, self.random.randint(start + 1, len(tokens)), "image")]
         self.add(tokens, salt, spans)
@@ -102,6 +110,13 @@ class TierMachine:
             tokens = tokens[:MAX_TOKENS]
             spans = [(start, end, key) for start, end, key in other.extra_keys if end <= len(tokens)]
             self.add(tokens, other.salt, spans)
+
+    def do_new_like_ended(self) -> None:
+        """One that goes on where an ended one did, and finds what was stored at its end."""
+        if self.past:
+            other = self.random.choice(self.past)
+            tokens = other.token_ids() + [self.random.randrange(2) for _ in range(self.random.randint(1, 3))]
+            self.add(tokens[: MAX_TOKENS + 2], other.salt, list(other.extra_keys))
 
     def add(self, tokens: list[int], salt: str | None, spans: list[Any]) -> None:
         self.num_made += 1
@@ -133,13 +148,40 @@ class TierMachine:
         size, position = self.manager.block_size, len(hit.blocks) * self.manager.block_size
         numbers = self.memory.chain(sequence.salt, sequence.lora, sequence.token_ids(), sequence.extra_keys)
         for load in loads:
-            assert load.first_token == position and load.num_tokens > 0
-            for index, slot in enumerate(load.prefix):
-                expected = numbers[index * size : (index + 1) * size]
-                assert self.below[load.tier][slot.block_id] == expected, f"{load}: wrong KV at {index}"
+            assert load.first_token == position and load.num_tokens > 0 and load.num_bytes > 0
+            if not isinstance(load, GroupTierHit):
+                for index, slot in enumerate(load.prefix):
+                    expected = numbers[index * size : (index + 1) * size]
+                    assert self.below[load.tier][slot.block_id] == expected, f"{load}: wrong KV at {index}"
+            else:
+                self.check_pieces(load, numbers)
             position += load.num_tokens
         assert not loads or position < sequence.num_tokens
         self.count("found below", bool(loads))
+
+    def check_pieces(self, load: GroupTierHit, numbers: list[int]) -> None:
+        """What a load of several groups finds, on the device and below, holds what a start behind it sees."""
+        groups, end = self.manager.groups, load.first_token + load.num_tokens
+        of_table = [side_group.group for side_group in load.layout.side_groups] + [load.layout.primary]
+        found: dict[tuple[int, int], list[int]] = {}
+        for table, index, pool, slot in load.pieces:
+            found[of_table[table], index] = self.below[pool.name][slot.block_id]
+        assert isinstance(load.hit, GroupHit)
+        hit = load.loading_hit(load.hit)
+        assert not load.pieces or sum(pool.num_block_bytes for _, _, pool, _ in load.pieces) == load.num_all_bytes
+        self.count("pieces of windows alone", all(table < len(of_table) - 1 for table, _, _, _ in load.pieces))
+        for index, block in enumerate([*hit.blocks, *hit.more]):
+            found[load.layout.primary, index] = self.memory.then[block.block_id]
+        for side_group, (first, blocks) in zip(load.layout.side_groups, hit.mixed, strict=True):
+            for index, held in enumerate(blocks, first):
+                if held is not None:
+                    found[side_group.group, index] = self.memory.then[held.block_id]
+        for group, spec in enumerate(groups):
+            first_seen = 0 if spec.window is None else max(0, end - spec.window + 1)
+            for index in range(first_seen // spec.block_size, -(-end // spec.block_size)):
+                expected = numbers[index * spec.block_size : (index + 1) * spec.block_size]
+                held = found[group, index][: spec.block_size]
+                assert held == self.memory.in_group(group, expected), f"{load}: wrong KV in group {group} at {index}"
 
     def do_start(self) -> None:
         if not self.waiting or len(self.running) >= MAX_RUNNING:
@@ -172,13 +214,27 @@ class TierMachine:
             return
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        self.schedule()
         if loads:
             self.count("loads")
+            self.count("loads of two tiers", len(loads) > 1)
             first = loads[0].first_token
             self.waits_from[sequence] = first
-            self.memory.begin_load(sequence, first, first + num_loaded)
+            self.memory.wait(sequence, first)
+        self.schedule()
+        if loads:
+            assert sequence.num_computed_tokens >= hit.num_tokens + num_loaded
             assert self.manager.tiers.is_loading(sequence)
+
+    def do_crowd(self) -> None:
+        """A sequence that comes and is dropped takes what was cached on the device with it."""
+        self.schedule()
+        room = self.manager.num_free_blocks * self.manager.block_size // len(self.manager.groups)
+        num_tokens = self.random.randint(1, max(1, room))
+        self.num_made += 1
+        crowd = kvblocks.Sequence(self.num_made, [7] * num_tokens)
+        if self.manager.allocate_slots(crowd, delay_cache_blocks=True) is not None:
+            self.count("crowds")
+            self.manager.abort(crowd, 0)
 
     def pick(self, *, loading: bool | None = None) -> kvblocks.Sequence | None:
         found = [s for s in self.running if loading is None or (s in self.waits_from) == loading]
@@ -214,7 +270,7 @@ class TierMachine:
             self.prepare(sequence)
         batch = [s for s in batch if s in self.running]
         if batch:
-            self.manager.append_step(batch, [self.random.randrange(2) for _ in batch])
+            self.manager.append_group_step(batch, [self.random.randrange(2) for _ in batch])
             self.schedule()
 
     def do_cache_blocks(self) -> None:
@@ -258,8 +314,13 @@ class TierMachine:
             return
         if sequence in self.waits_from:
             self.count("back while loading")
-        self.memory.cancel(sequence, end)
-        call()
+        try:
+            call()
+        except SequenceStateError:
+            assert self.memory.has_windows
+            self.count("too far back")
+            return
+        self.memory.cancel(sequence, min(end, sequence.num_computed_tokens))
         self.went_back(sequence)
         self.abort_lost()
 
@@ -279,7 +340,8 @@ class TierMachine:
             return
         self.count("given up")
         first = self.waits_from[sequence]
-        assert self.manager.tiers.give_up(sequence) == first == sequence.num_computed_tokens
+        assert self.manager.tiers.give_up(sequence) == sequence.num_computed_tokens
+        assert sequence.num_computed_tokens in (0, first)  # none where a window that the hit needs was taken back
         self.went_back(sequence)
 
     def do_free(self) -> None:
@@ -313,6 +375,7 @@ class TierMachine:
         self.running.remove(sequence)
         self.waits_from.pop(sequence, None)
         self.memory.forget(sequence)
+        self.past = [*self.past[-4:], sequence]
         assert not self.manager.tiers.is_loading(sequence)
         if self.random.random() < 0.5:
             self.waiting.append(sequence)
@@ -338,6 +401,8 @@ class TierMachine:
             while self.waits_from:
                 self.do_take_transfers()
                 self.answer(self.random.choice(self.moving))
+            self.step()
+        elif self.memory.has_windows and sequence not in self.waits_from and sequence in self.memory.unwritten:
             self.step()
 
     def do_step(self) -> None:
@@ -374,7 +439,7 @@ class TierMachine:
 
     def do_evict_blocks(self) -> None:
         """Some KV turns out to be bad, on the device and wherever it was stored: nobody finds it any more."""
-        used = {block_id for sequence in self.running for block_id in sequence.block_ids}
+        used = {block.block_id for sequence in self.running for block in self.blocks_of(sequence)}
         used |= {block_id for _, contents in self.holds for block_id in contents}
         bad = [block for block in self.manager.blocks if block.is_cached and block.block_id not in used]
         if not bad:
@@ -382,15 +447,24 @@ class TierMachine:
         block = self.random.choice(bad)
         self.step()
         content = self.memory.now[block.block_id]
+        if self.memory.row_size(content) < self.manager.block_size:
+            return  # prefixes that part behind it have blocks of their own that hold the same, and may be good
         good = {key for key, block_id in self.storing.items() if block_id != block.block_id}  # of another block
         for name, slots in self.below.items():
-            for slot in [number for number, held in enumerate(slots) if held == content]:
+            for slot in [number for number, held in enumerate(slots) if self.memory.is_same(content, held)]:
                 if (name, slot) not in good:
-                    slots[slot] = [GARBAGE] * self.manager.block_size
+                    slots[slot] = list(self.garbage)
                     self.spoil_loads(name, slot)
-        self.memory.now[block.block_id] = [GARBAGE] * self.manager.block_size
+        self.memory.now[block.block_id] = list(self.garbage)
         self.memory.project()
         self.manager.evict_blocks([block.block_id])
+
+    def blocks_of(self, sequence: kvblocks.Sequence) -> list[KVCacheBlock]:
+        """All that a sequence holds, also in case that its loads fail."""
+        held = [block for group in range(len(self.manager.groups)) for block in sequence.group_blocks(group)]
+        if isinstance(sequence.side_tables, GroupTables) and sequence.side_tables.fallback is not None:
+            held += [block for _, blocks in sequence.side_tables.fallback.tables for block in blocks]
+        return [block for block in held if block is not None]
 
     def spoil_loads(self, tier: str, bad: int) -> None:
         """What was loaded of a bad slot, and not answered yet, is bad as well."""
@@ -399,7 +473,7 @@ class TierMachine:
             if transfer.is_load and moving.is_done and transfer.tier == tier:
                 for block_id, slot in zip(transfer.block_ids, transfer.slots, strict=True):
                     if slot == bad:
-                        self.memory.now[block_id] = [GARBAGE] * self.manager.block_size
+                        self.memory.now[block_id] = list(self.garbage)
 
     # Who else holds blocks.
 
@@ -500,7 +574,8 @@ class TierMachine:
             self.keep(self.manager.holds.read(sequence))
 
     def keep(self, hold: BlockHold) -> None:
-        self.holds.append((hold, {block_id: list(self.memory.now[block_id]) for block_id in hold.block_ids}))
+        ids = {block.block_id for table in hold.tables for block in table}
+        self.holds.append((hold, {block_id: list(self.memory.now[block_id]) for block_id in ids}))
 
     def do_release(self) -> None:
         if self.holds:
@@ -551,7 +626,9 @@ class TierMachine:
 
     def answer(self, moving: Moving) -> None:
         transfer = moving.transfer
-        is_damaged = transfer.is_load and any(GARBAGE in self.below[transfer.tier][slot] for slot in transfer.slots)
+        is_damaged = transfer.is_load and any(
+            self.memory.is_garbage(self.below[transfer.tier][slot]) for slot in transfer.slots
+        )
         ok = self.random.random() < 0.85 and not is_damaged  # who loads looks at what he loads
         if ok:
             self.move(moving)
@@ -574,16 +651,18 @@ class TierMachine:
         is_damaged = not transfer.is_load or self.random.random() < 0.5
         for block_id, slot in zip(transfer.block_ids, transfer.slots, strict=True):
             if transfer.is_load:
-                self.memory.now[block_id] = [GARBAGE] * self.manager.block_size
+                self.memory.now[block_id] = list(self.garbage)
             if is_damaged:
-                self.below[transfer.tier][slot] = [GARBAGE] * self.manager.block_size
+                self.below[transfer.tier][slot] = list(self.garbage)
         self.memory.project()
 
     def end_load(self, loaded: Loaded) -> None:
         sequence = loaded.sequence
         first = self.waits_from.pop(sequence)
         self.count("loaded in part" if not loaded.is_whole else "loaded")
-        assert sequence.num_written_tokens >= loaded.num_tokens >= first
+        assert sequence.num_written_tokens >= loaded.num_tokens and (
+            loaded.num_tokens >= first or not loaded.num_tokens
+        )
         assert loaded.is_whole or sequence.num_computed_tokens == loaded.num_tokens
         arrived = [
             (position, slot, self.memory.now[slot[0]][slot[1]])
@@ -642,6 +721,7 @@ def tier_pool(manager: KVCacheManager, name: str) -> TierPool:
 WEIGHTS = {
     "do_new": 6,
     "do_new_like_another": 5,
+    "do_new_like_ended": 5,
     "do_start": 12,
     "do_grow": 5,
     "do_append": 5,
@@ -651,6 +731,8 @@ WEIGHTS = {
     "do_move": 8,
     "do_answer": 24,
     "do_reset": 1,
+    "do_crowd": 3,
+    "do_evict_blocks": 1,
     "do_pin": 1,
     "do_quota": 1,
     "do_quota_below": 1,

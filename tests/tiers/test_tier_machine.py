@@ -1,6 +1,7 @@
 """Random walks of the memory machine with tiers: no hit on unwritten or foreign bytes, no leak, no lost hold.
 
-`python tests/tiers/test_tier_machine.py FIRST END STEPS` walks from other seeds, as many and as long as you like.
+`python tests/tiers/test_tier_machine.py FIRST END STEPS [groups]` walks from other seeds, as many and as long as you
+like; with several groups, if you say so.
 """
 
 import random
@@ -14,15 +15,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model.tier_machine import TierMachine
 
-from kvblocks import Tier
+from kvblocks import FullAttention, SlidingWindow, Tier
 
 NUM_STEPS = 400
 
+GROUPS = (
+    lambda: [FullAttention(2), SlidingWindow(2, 4)],
+    lambda: [FullAttention(2), SlidingWindow(2, 5, keeps_passed=True)],
+    lambda: [SlidingWindow(1, 3), FullAttention(1)],
+    lambda: [FullAttention(2), FullAttention(2)],
+    lambda: [FullAttention(2), FullAttention(4), SlidingWindow(2, 6)],
+    lambda: [FullAttention(4), SlidingWindow(2, 4), SlidingWindow(1, 1)],
+    lambda: [FullAttention(1), SlidingWindow(2, 3), SlidingWindow(4, 9)],
+    lambda: [SlidingWindow(2, 7), FullAttention(2), SlidingWindow(2, 2), FullAttention(1)],
+)
 
-def make_machine(seed: int, *, debug: bool = False) -> TierMachine:
-    """A machine of one or two tiers, whose sizes and rules the seed decides."""
+
+def make_machine(seed: int, *, debug: bool = False, is_grouped: bool = False) -> TierMachine:
+    """A machine of one or two tiers, whose sizes and rules the seed decides. is_grouped: with several groups."""
     chosen = random.Random(seed)
     block_size = chosen.choice([1, 2, 4])
+    groups = chosen.choice(GROUPS)() if is_grouped else []
+    scale = len(groups) or 1
     tiers = []
     for name, sizes, kinds in (
         ("host", [4, 16, 60], ["freed", "freed", "computed", "reused"]),
@@ -30,40 +44,47 @@ def make_machine(seed: int, *, debug: bool = False) -> TierMachine:
     )[: chosen.choice([1, 2, 2])]:
         tier = Tier(
             name,
-            chosen.choice(sizes),
+            chosen.choice(sizes) * scale,
             100,
             store=chosen.choice(kinds),
             min_store_tokens=chosen.choice([None, 8]),
+            window_store_tokens=chosen.choice([None, 1, 2, 8]) if is_grouped else None,
             max_transfer_blocks=chosen.choice([1, 2, 32]),
-            is_persistent=chosen.random() < 0.6,
+            is_persistent=chosen.random() < 0.6 and not is_grouped,
         )
         tiers.append(tier)
     hash_algorithm = chosen.choice(["xxh3_128", lambda preimage: bytes([sum(preimage) % 8])])
     options = {"hash_algorithm": hash_algorithm, "enable_events": chosen.random() < 0.3, "debug": debug}
-    return TierMachine(seed, chosen.choice([28, 40, 64]) // block_size, block_size, tiers, **options)
+    num_slots = chosen.choice([28, 40, 64])
+    if not is_grouped:
+        return TierMachine(seed, num_slots // block_size, block_size, tiers, **options)
+    num_blocks = sum(min(num_slots, 24 + (group.window or 40)) // group.block_size for group in groups)
+    return TierMachine(seed, num_blocks, None, tiers, groups=groups, **options)
 
 
+@pytest.mark.parametrize("is_grouped", [False, True], ids=["one group", "several groups"])
 @pytest.mark.parametrize("first", range(0, 240, 80))
-def test_no_order_of_answers_shows_wrong_bytes(first: int) -> None:
+def test_no_order_of_answers_shows_wrong_bytes(first: int, *, is_grouped: bool) -> None:
     counts: dict[str, int] = {}
     for seed in range(first, first + 80):
-        machine = make_machine(seed, debug=seed == first)
+        machine = make_machine(seed, debug=seed == first, is_grouped=is_grouped)
         machine.walk(NUM_STEPS)
         machine.finish()
         for what, number in machine.counts.items():
             counts[what] = counts.get(what, 0) + number
     # Walks that never met these would prove little.
     met = ("stores", "found below", "loads", "loaded", "failed", "freed while loading", "back while loading")
-    met += ("forgotten", "restored", "found again")
+    met += ("forgotten",) if is_grouped else ("forgotten", "restored", "found again")
     assert all(counts.get(what, 0) > 0 for what in met), counts
     assert counts["stores"] > 100 and counts["found below"] > 10
 
 
 if __name__ == "__main__":
-    begin, end, steps = (int(argument) for argument in sys.argv[1:])
+    begin, end, steps = (int(argument) for argument in sys.argv[1:4])
+    has_groups = sys.argv[4:] == ["groups"]
     start, totals = time.monotonic(), dict[str, int]()
     for number in range(begin, end):
-        walker = make_machine(number)
+        walker = make_machine(number, is_grouped=has_groups)
         try:
             walker.walk(steps)
             walker.finish()

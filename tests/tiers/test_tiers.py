@@ -6,12 +6,10 @@ import pytest
 from model.tiered import PROMPT, make_manager, run, settle, spill, start, stats
 
 from kvblocks import (
-    FullAttention,
     InvalidArgumentError,
     KVCacheManager,
     Sequence,
     SequenceStateError,
-    SlidingWindow,
     StaleHitError,
     Tier,
 )
@@ -630,12 +628,6 @@ def test_nothing_is_loaded_behind_a_token_that_is_computed_again():
     assert loads[0].first_token == 40
     with pytest.raises(StaleHitError, match="whose last token is computed again"):
         manager.allocate_slots(sequence, 0, hit=hit, loads=loads)
-
-
-@pytest.mark.parametrize("groups", [[FullAttention(4), SlidingWindow(4, 8)], [SlidingWindow(4, 8)]])
-def test_windows_are_refused(groups):
-    with pytest.raises(InvalidArgumentError, match=r"tiers: expected one group of full attention, got .*window=8"):
-        KVCacheManager(8, groups=groups, tiers=[Tier("host", 8, 100)])
 
 
 def test_tiers_of_one_name_are_refused():

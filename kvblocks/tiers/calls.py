@@ -1,0 +1,27 @@
+"""`ManagerCalls`: what tiers need of their manager."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvblocks.core.sequence import Sequence
+from kvblocks.core.slots import Commit
+
+
+class ManagerCalls:
+    """What `Tiers` needs of its manager.
+
+    check_owned: as the manager's. commit: caches what `prepare_commit` returned. rewind: gives slots back, in a
+    change that is under way. end: ends a change, and checks all, if that is wanted.
+    """
+
+    def __init__(
+        self,
+        check_owned: Callable[[Any, str], Sequence],
+        commit: Callable[[Commit], None],
+        rewind: Callable[[Sequence, int], None],
+        end: Callable[[], None],
+    ) -> None:
+        self.check_owned = check_owned
+        self.commit = commit
+        self.rewind = rewind
+        self.end = end

@@ -1,0 +1,98 @@
+"""`GroupTierHit`: what a load moves, of all groups, and what the device has of it already."""
+
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.hit import CacheHit
+from kvblocks.groups.hit import GroupHit
+from kvblocks.groups.loading import LoadingHit, Mixed
+from kvblocks.tiers.grouped.places import Found, Place
+from kvblocks.tiers.pool import TierPool
+from kvblocks.tiers.transfer import TierHit
+
+Piece = tuple[int, int, TierPool, KVCacheBlock]
+"""What is loaded: the number of the table (`layout.table_numbers`), the index in it, the tier and its slot."""
+
+
+class GroupTierHit(TierHit):
+    """A `TierHit` of several groups.
+
+    num_bytes: what a load of this and the parts before it moves, less what one of those alone would; so their sum is
+    what is moved. pieces: all that is moved then, the primary group's blocks first; prefix: its tier's slots of those.
+    places: the device's blocks of the
+    primary group that a load relies on, and those of the tiers.
+    """
+
+    __slots__ = ("before", "hit", "layout", "num_all_bytes", "pieces", "places", "tables", "versions")
+
+    def __init__(
+        self,
+        hit: CacheHit,
+        end: int,
+        pools: list[TierPool],
+        places: list[Place],
+        tables: list[tuple[int, Found]],
+        before: "GroupTierHit | None",
+    ) -> None:
+        """hit: what the lookup was behind. end: token at which a load ends. pools: the tiers, behind the device, which
+        is the first of the places. tables: what a sequence that starts at `end` needs of side groups. before: the part
+        before this one.
+        """
+        layout = places[0].index.layout
+        num_blocks = end // layout.block_size
+        first = len(hit.blocks) if before is None else (before.first_token + before.num_tokens) // layout.block_size
+        super().__init__(hit.sequence, pools[-1], [], first, num_blocks)
+        self.hit = hit
+        self.layout = layout
+        self.places = [Place(place.index, place.blocks[:num_blocks]) for place in places]
+        self.versions = [place.index.version for place in places]
+        self.tables = tables
+        self.pieces: list[Piece] = []
+        for index in range(len(self.places[0].blocks), num_blocks):
+            for pool, place in zip(pools, self.places[1:], strict=True):
+                if index < len(place.blocks):
+                    self.pieces.append((len(tables), index, pool, place.blocks[index]))
+                    break
+        for table, (number, found) in enumerate(tables):
+            for index, (place_number, block) in enumerate(found, number):
+                if place_number:
+                    self.pieces.append((table, index, pools[place_number - 1], block))
+        self.prefix = [slot for _, _, pool, slot in self.pieces if pool is self.pool]
+        self.num_all_bytes = sum([pool.num_block_bytes for _, _, pool, _ in self.pieces])
+        self.num_bytes = self.num_all_bytes - (0 if before is None else before.num_all_bytes)
+        self.before = before
+
+    def seconds(self) -> float:
+        """Return how much longer the load is expected to take with this part than without it. O(blocks)."""
+        return self.all_seconds() - (0.0 if self.before is None else self.before.all_seconds())
+
+    def all_seconds(self) -> float:
+        """Return how long a load of this and the parts before it is expected to take. O(blocks)."""
+        return sum([pool.num_block_bytes * pool.rate.seconds_a_unit for _, _, pool, _ in self.pieces])
+
+    def is_there(self) -> bool:
+        """Whether all of it is where it was found. O(1) while nothing left the device or the tiers, else O(blocks)."""
+        sequence = self.sequence
+        if not sequence.was_truncated and self.versions == [place.index.version for place in self.places]:
+            return True
+        tokens, keys = memoryview(sequence.tokens), sequence.encoded_keys(self.layout.block_size)
+        used = {place_number for _, found in self.tables for place_number, _ in found}
+        pools = {pool.index for _, _, pool, _ in self.pieces}
+        for number, place in enumerate(self.places):
+            is_used = not number or number in used or place.index in pools
+            if is_used and place.index.match(tokens, keys, len(place.blocks)) != place.blocks:
+                return False
+        for side_group, (first, found) in zip(self.layout.side_groups, self.tables, strict=True):
+            for number, (place_number, block) in enumerate(found, first):
+                if self.places[place_number].attached(side_group, number) is not block:
+                    return False
+        return True
+
+    def loading_hit(self, hit: GroupHit | None) -> LoadingHit:
+        """Return what a sequence starts with that loads this and the parts before it. hit: its own. O(blocks)."""
+        device = self.places[0]
+        loading = LoadingHit(self.hit, hit, device.index, device.blocks)
+        loading.end = self.first_token + self.num_tokens
+        mixed: Mixed = []
+        for first, found in self.tables:
+            mixed.append((first, [None if place else block for place, block in found]))
+        loading.mixed = mixed
+        return loading

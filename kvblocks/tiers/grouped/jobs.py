@@ -1,0 +1,171 @@
+"""Loads and stores of several groups: the jobs of `tiers.jobs`, whose blocks are a `GroupPrefix`'s."""
+
+from kvblocks.core.block import Epoch, KVCacheBlock, Node, Run
+from kvblocks.core.sequence import Sequence
+from kvblocks.groups.index import GroupIndex
+from kvblocks.groups.tables import tables_of
+from kvblocks.tiers.grouped.hit import GroupTierHit
+from kvblocks.tiers.grouped.prefix import GroupPrefix, Home
+from kvblocks.tiers.jobs import LoadJob, StoreJob
+from kvblocks.tiers.pool import TierPool
+from kvblocks.tiers.transfer import Transfer
+from kvblocks.tiers.wishes import Prefix, prefix_of
+
+
+def moved_prefix(sequence: Sequence, load: GroupTierHit) -> GroupPrefix:
+    """Return what a load brings of a sequence that was given slots for it, behind the primary blocks before. O(it)."""
+    size, tables = load.layout.block_size, tables_of(sequence).tables
+    num_blocks = (load.first_token + load.num_tokens) // size
+    side_blocks: list[KVCacheBlock] = []
+    homes: list[Home] = []
+    for number, index, _, _ in load.pieces:
+        if number < len(tables):
+            block = tables[number].live_block(index)
+            assert block is not None, f"{sequence}: no block for what is loaded"
+            side_blocks.append(block)
+            homes.append(load.layout.side_groups[number].home(index))
+    tokens = bytearray(sequence.packed_tokens()[: 4 * size * num_blocks])
+    prefix = Prefix(tokens, sequence.encoded_keys(size), sequence.blocks[:num_blocks])
+    return GroupPrefix(prefix, side_blocks, homes)
+
+
+class GroupLoadJob(LoadJob):
+    """A `LoadJob` of several groups, whose blocks are the primary group's before the others.
+
+    If one of them is bad, all count as bad. So they do if a cached block of the device that stands in the tables, and
+    isn't moved, is taken back. end_token: at which it ends; a sequence that goes back before that waits for it no more.
+    """
+
+    def __init__(self, sequence: Sequence, prefix: GroupPrefix, load: GroupTierHit, start: int, epoch: Epoch) -> None:
+        """prefix: as `moved_prefix` returns. start: how many tokens the sequence's hit has. epoch: the cache's."""
+        pieces = load.pieces
+        num_held = len(load.places[0].blocks)
+        pools = [pool for _, _, pool, _ in pieces]
+        parts: list[tuple[TierPool, list[KVCacheBlock]]] = []
+        for pool in dict.fromkeys(pools):
+            chain = [place.blocks for place in load.places if place.index is pool.index]
+            num_side = len(load.tables)
+            side = [slot for table, _, other, slot in pieces if other is pool and table < num_side]
+            parts += [(pool, chain[0]), (pool, side)]
+        super().__init__(sequence, prefix, num_held, [slot for _, _, _, slot in pieces], pools, parts)
+        self.start = start
+        self.end_token = load.first_token + load.num_tokens
+        self._layout = load.layout
+        self._epoch = epoch
+        sizes = [*[side_group.block_size for side_group in self._layout.side_groups], self._layout.block_size]
+        self._piece_starts = [index * sizes[number] for number, index, _, _ in pieces]
+        self._first_needed = [first for first, _ in load.tables]
+        fallback = tables_of(sequence).fallback
+        assert fallback is not None, f"{sequence}: has nothing to go back to"
+        hit = sequence.blocks[: start // self._layout.block_size]
+        for _, blocks in fallback.tables:
+            hit += blocks
+        held = [*load.places[0].blocks]
+        held += [block for _, found in load.tables for place, block in found if not place]
+        self._hit: list[tuple[KVCacheBlock, Node]] = [(block, block.node) for block in hit]
+        self._has_hit = True
+        self._relied_on: list[tuple[KVCacheBlock, Node]] = [(block, block.node) for block in held]
+
+    def note_forgotten(self) -> None:
+        """Take note of what the tables rely on being taken back; a reset is no taking back. O(blocks)."""
+        for block, (run, index) in self._relied_on:
+            if _is_lost(block, run, index):
+                self.num_good = 0
+        for block, (run, index) in self._hit:
+            if _is_lost(block, run, index):
+                self._has_hit = False
+
+    def note_lost(self, epoch: Epoch) -> None:
+        """Take note of a sequence that was renewed since: it goes back, since what it relied on is cached no more."""
+        for sequence in self.sequences:
+            if sequence.epoch is epoch is not self._epoch:
+                self.num_good = 0
+
+    def start_for(self, sequence: Sequence, epoch: Epoch) -> int:  # noqa: ARG002  # all that wait have the same
+        """Return how many first tokens a sequence has without it: none if anything that its hit needs was taken back.
+
+        Windows have no less to go back to. O(1).
+        """
+        return self.start if self._has_hit else 0
+
+    def relies_on(self, block: KVCacheBlock) -> bool:
+        """Whether a cached block of the device stands in its tables. O(blocks)."""
+        return block in [other for other, _ in self._relied_on]
+
+    def end_in(self, sequence: Sequence, also: Transfer | None = None) -> int:  # noqa: ARG002  # all that wait have all
+        """Return up to which token it has arrived for all groups, such that a sequence may go on from there.
+
+        Where a window lacks what that token sees, where the hit before it ended.
+        """
+        if self.num_good < len(self.blocks):
+            return self.start
+        arrived, alignment = self.has_arrived(also), self._layout.alignment
+        late = [start for start, has_arrived in zip(self._piece_starts, arrived, strict=True) if not has_arrived]
+        if not late:
+            return self.end_token
+        end = min(late) // alignment * alignment
+        for side_group, first in zip(self._layout.side_groups, self._first_needed, strict=True):
+            if side_group.first_needed(end) < first:
+                return self.start
+        return max(end, self.start)
+
+    def waits_behind(self, sequence: Sequence, end: int) -> bool:  # noqa: ARG002  # all that wait have all
+        """Whether a sequence has a block of this job behind token `end`. O(1)."""
+        return end < self.end_token
+
+
+def _is_lost(block: KVCacheBlock, run: Run | None, index: int) -> bool:
+    """Whether a block was taken back where it was cached; after a reset that isn't known, and nothing is."""
+    return run is not None and run.epoch.is_current and (block.run is not run or block.index != index)
+
+
+class GroupStoreJob(StoreJob):
+    """A `StoreJob` of several groups. above: the primary group's slots before it, and others that hits need with it."""
+
+    def __init__(
+        self, pool: TierPool, run: Run, prefix: GroupPrefix, above: list[list[KVCacheBlock]], slots: list[KVCacheBlock]
+    ) -> None:
+        super().__init__(pool, run, prefix, above, slots)
+        self._group_prefix = prefix
+
+    def good_tables(self) -> list[list[KVCacheBlock]]:
+        """Return the device's blocks that are cached still, the primary group's before what is attached to them."""
+        num_primary = max(0, self._group_prefix.num_primary - self.first)
+        side = [block for block in self.blocks[num_primary : self.num_good] if block.is_cached]
+        if not self.num_good:
+            return []
+        run, index = self._nodes[self.num_good - 1]
+        return [] if run is None else [prefix_of(run, index + 1).blocks, side]
+
+    def finish(self) -> int:
+        """Cache in the tier what is right, give all slots back, and return how many blocks were stored."""
+        self.note_forgotten()
+        prefix, parents, index = self._group_prefix, self.above[0], self.pool.index
+        assert isinstance(index, GroupIndex), f"{self.pool.name}: not a tier of several groups"
+        number = self.num_arrived()
+        num_primary = max(0, prefix.num_primary - self.first)
+        primary, side = self.slots[:num_primary], self.slots[num_primary:]
+        if parents and not parents[-1].is_cached:
+            number = 0
+        if primary[:number]:
+            node: Node = parents[-1].node if parents else (None, 0)
+            tokens = memoryview(prefix.tokens)
+            index.cache(node, primary[:number], tokens, prefix.extra_keys, len(parents))
+        num_stored = min(number, num_primary)
+        if number > num_primary:
+            found = self.pool.match(prefix.token_view(), prefix.extra_keys, prefix.num_primary)
+            for slot, (position, column) in zip(side[: number - num_primary], prefix.homes, strict=False):
+                index.attach(found[position], column, slot)
+                num_stored += slot.is_cached
+            self.pool.pool.requeue_detached()
+        self._note_stored(number)
+        self.pool.let_go([*parents, *primary])
+        for slots in [*self.above[1:], side]:
+            self.pool.let_go(slots)
+        return num_stored
+
+    def _note_stored(self, number: int) -> None:
+        """Take note of which of the first slots are stored, for a tier that is persistent."""
+        for i, slot in enumerate(self.slots[:number]):
+            if slot.is_cached:
+                self.pool.note_stored([slot], self.prefix, self.first + i)

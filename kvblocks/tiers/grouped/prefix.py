@@ -1,0 +1,30 @@
+"""`GroupPrefix`: a cached prefix of several groups, as one list of blocks, so that jobs count them as of one group."""
+
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.tiers.identity import BlockIdentity
+from kvblocks.tiers.wishes import Prefix
+
+Home = tuple[int, int]
+"""Where a side group's block is attached: the index of the primary block, and the column there."""
+
+
+class GroupPrefix(Prefix):
+    """A `Prefix` whose blocks are the primary group's, num_primary of them, and behind those some of other groups.
+
+    homes: where the others are attached, in their order.
+    """
+
+    def __init__(self, prefix: Prefix, side_blocks: list[KVCacheBlock], homes: list[Home]) -> None:
+        """prefix: of the primary group."""
+        super().__init__(prefix.tokens, prefix.extra_keys, prefix.blocks + side_blocks)
+        self.num_primary = len(prefix.blocks)
+        self.homes = homes
+
+    def identities(self, first: int, end: int, block_size: int) -> list[BlockIdentity]:
+        """Return who blocks first to end - 1 are. As `Prefix.identities`."""
+        number = self.num_primary
+        found = super().identities(first, min(end, number), block_size) if first < number else []
+        for position, column in self.homes[max(0, first - number) : max(0, end - number)]:
+            above = super().identities(position, position + 1, block_size)[0]
+            found.append(BlockIdentity(above.digest(), b"", b"", column + 1))
+        return found

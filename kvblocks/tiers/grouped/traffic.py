@@ -1,0 +1,193 @@
+"""`GroupTraffic`: `Traffic` of a manager with several groups.
+
+What a hit at the end of a stored prefix needs is stored with it, of each group; lookups ask the device and the tiers
+together, so a load moves only what the device lacks.
+"""
+
+from kvblocks.core.block import KVCacheBlock, Run
+from kvblocks.core.caching import find_blocks
+from kvblocks.core.hashing import sha256_digest
+from kvblocks.core.hit import CacheHit
+from kvblocks.core.sequence import Sequence
+from kvblocks.groups.hit import GroupHit
+from kvblocks.groups.index import GroupIndex
+from kvblocks.groups.pool import GroupPool
+from kvblocks.groups.slots import GroupSlots
+from kvblocks.tiers.grouped.hit import GroupTierHit
+from kvblocks.tiers.grouped.jobs import GroupLoadJob, GroupStoreJob, moved_prefix
+from kvblocks.tiers.grouped.places import Found, Place, find_all_needed, find_longest
+from kvblocks.tiers.grouped.prefix import GroupPrefix, Home
+from kvblocks.tiers.jobs import LoadJob, StoreJob
+from kvblocks.tiers.pool import TierPool
+from kvblocks.tiers.tier import Tier
+from kvblocks.tiers.traffic import Traffic
+from kvblocks.tiers.transfer import TierHit
+from kvblocks.tiers.wishes import Prefix, prefix_of
+
+
+class GroupTraffic(Traffic):
+    """`Traffic` for several groups, one of them with full attention at least."""
+
+    # What `Tiers` asks.
+
+    def find(self, hit: CacheHit) -> list[TierHit]:
+        """Return what the tiers have behind a hit, with the device. Changes nothing. A lookup in each tier, and here.
+
+        Each part ends where all groups have what the next token sees. A part that moves more than a longer one does is
+        left out.
+        """
+        size, sequence, position = self._block_size, hit.sequence, len(hit.blocks)
+        if hit.num_tokens < position * size:
+            return []
+        index, keys = self._group_index(), sequence.encoded_keys(size)
+        most = (sequence.num_tokens - 1) // size
+        places = [Place(index, find_blocks(index, sequence, most * size))]
+        end, _ = find_longest(index.layout, places, len(places[0].blocks), sequence.num_tokens)
+        end = max(end, position * size)
+        found: list[GroupTierHit] = []
+        for number, pool in enumerate(self.pools, 1):
+            places.append(Place(_index_of(pool), pool.match(memoryview(sequence.tokens), keys, most)))
+            num_blocks = max([len(place.blocks) for place in places])
+            longest, tables = find_longest(index.layout, places, num_blocks, sequence.num_tokens)
+            if longest <= end:
+                continue
+            end, pools = longest, self.pools[:number]
+            part = GroupTierHit(hit, end, pools, places, tables, found[-1] if found else None)
+            while found and part.num_bytes <= 0:
+                found.pop()
+                part = GroupTierHit(hit, end, pools, places, tables, found[-1] if found else None)
+            found.append(part)
+        return [*found]
+
+    def with_loads(self, sequence: Sequence, hit: CacheHit | None, loads: list[TierHit]) -> CacheHit | None:  # noqa: ARG002
+        """Return the hit with what is to be loaded behind it."""
+        if not loads or (hit is not None and not isinstance(hit, GroupHit)):
+            return hit  # one of another manager, which is told so
+        return _last_of(loads).loading_hit(hit)
+
+    # What the manager tells.
+
+    def note_cut(self, sequence: Sequence) -> None:
+        """Take note that a sequence went back: if into what it loads, to where that begins. It waits no more."""
+        job = self._loading.get(sequence)
+        if isinstance(job, GroupLoadJob) and sequence.num_computed_tokens < job.end_token:
+            start = job.start_for(sequence, self.index.epoch)
+            self.leave(sequence)
+            if start < min(job.start, sequence.num_computed_tokens):
+                self._calls.rewind(sequence, start)
+
+    def note_bad(self, blocks: list[KVCacheBlock]) -> None:
+        """Forget what these blocks of the device hold in all tiers, too: it turned out to be bad.
+
+        With a block of the primary group goes all that is behind it, with another only that. Loads that rely on it, or
+        bring it, have failed. O(their prefixes x loads); of primary blocks that are cached one behind the other only
+        the first counts.
+        """
+        index = self._group_index()
+        columns = {block: _column_of(index, block) for block in blocks if block.is_cached}
+        given = {block.node for block, column in columns.items() if column is None}
+        for block in blocks:
+            prefix = None
+            run, column = block.run, columns.get(block)
+            if run is not None and block in columns and (run, block.index - 1) not in given:
+                prefix = prefix_of(run, block.index + 1)
+                for pool in self.pools:
+                    _drop_bad(pool, prefix, column)
+            for job in self._jobs:
+                if isinstance(job, GroupLoadJob):
+                    number = job.index_of(block, None)
+                    if number is None and (
+                        job.relies_on(block)
+                        or (prefix is not None and job.prefix.begins_with(prefix, self._block_size))
+                    ):
+                        job.num_good = 0
+                    elif number is not None:
+                        job.note_bad(number)
+
+    # What `Traffic` does otherwise for one group.
+
+    def _make_pool(self, tier: Tier, max_storing: int) -> TierPool:
+        slots = GroupPool(tier.num_blocks, GroupIndex(self._group_index().layout, sha256_digest))
+        return TierPool(tier, self._block_size, max_storing, slots)
+
+    def _is_stored(self, load: TierHit) -> bool:
+        return _last_of([load]).is_there()
+
+    def _make_load(self, sequence: Sequence, loads: list[TierHit]) -> LoadJob:
+        load = _last_of(loads)
+        prefix = moved_prefix(sequence, load)
+        return GroupLoadJob(sequence, prefix, load, loads[0].first_token, self.index.epoch)
+
+    def _note_started(self, sequence: Sequence) -> None:
+        slots = self._slots
+        assert isinstance(slots, GroupSlots), f"{slots}: not of several groups"
+        slots.end_loads(sequence)
+
+    def _find_store(self, pool: TierPool, run: Run, num_blocks: int) -> tuple[Prefix, list[list[KVCacheBlock]]]:
+        """Return what is to be stored with a prefix, and what the tier has of it.
+
+        The ends of hits are the last one that the device and the tier can serve together, and every n-th token.
+        """
+        prefix, layout = prefix_of(run, num_blocks), self._group_index().layout
+        parents = pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
+        places = [Place(_index_of(pool), parents), Place(self._group_index(), prefix.blocks)]
+        needed: list[tuple[int, Found]] = find_longest(layout, places, len(prefix.blocks), None)[1]
+        tables = [*enumerate(needed)]
+        if pool.window_store_tokens is not None:
+            for wanted in range(
+                pool.window_store_tokens, len(prefix.blocks) * layout.block_size, pool.window_store_tokens
+            ):
+                end = wanted // layout.alignment * layout.alignment
+                tables += [*enumerate(find_all_needed(layout, places, end, None) or [])] if end else []
+        kept: dict[KVCacheBlock, None] = {}
+        side: dict[KVCacheBlock, Home] = {}
+        for number, (first, found) in tables:
+            for index, (place, block) in enumerate(found, first):
+                if place:
+                    side[block] = layout.side_groups[number].home(index)
+                else:
+                    kept[block] = None
+        return GroupPrefix(prefix, [*side], [*side.values()]), [parents, [*kept]]
+
+    def _make_store(
+        self, pool: TierPool, run: Run, prefix: Prefix, above: list[list[KVCacheBlock]], slots: list[KVCacheBlock]
+    ) -> StoreJob:
+        assert isinstance(prefix, GroupPrefix), "not what `_find_store` found"
+        return GroupStoreJob(pool, run, prefix, above, slots)
+
+    def _group_index(self) -> GroupIndex:
+        index = self._slots.pool.index
+        assert isinstance(index, GroupIndex), f"{index}: not of several groups"
+        return index
+
+
+def _index_of(pool: TierPool) -> GroupIndex:
+    index = pool.index
+    assert isinstance(index, GroupIndex), f"{pool.name}: not a tier of several groups"
+    return index
+
+
+def _last_of(loads: list[TierHit]) -> GroupTierHit:
+    """Return the last of a sequence's loads, which says what is moved for all of them."""
+    load = loads[-1]
+    assert isinstance(load, GroupTierHit), f"{load}: not of several groups"
+    return load
+
+
+def _column_of(index: GroupIndex, block: KVCacheBlock) -> int | None:
+    """Return the column in which a cached block is attached, None for one of the primary group. O(columns)."""
+    for column, other in enumerate(index.row(block) or []):
+        if other is block:
+            return column
+    return None
+
+
+def _drop_bad(pool: TierPool, prefix: Prefix, column: int | None) -> None:
+    """Forget what a tier has of the last block of a prefix, or of what is attached there in a column."""
+    if column is None:
+        pool.drop_prefix(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
+        return
+    found = pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
+    slot = _index_of(pool).attached(found[-1], column) if len(found) == len(prefix.blocks) else None
+    if slot is not None:
+        pool.drop([slot])

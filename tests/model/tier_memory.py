@@ -1,0 +1,41 @@
+"""The memory of an engine with tiers: windows may lack what comes before a load's end while it is on its way."""
+
+import kvblocks
+from model.kv_memory import GARBAGE, KVMemory, Slot
+
+
+class TierMemory(KVMemory):
+    """`KVMemory` whose loads are begun before their slots are looked at."""
+
+    def wait(self, sequence: kvblocks.Sequence, first: int) -> None:
+        """A sequence that is about to be scheduled waits for a transfer from position `first` on."""
+        self.loading.setdefault(sequence, []).append(first)
+
+    def slots(self, sequence: kvblocks.Sequence, position: int) -> list[tuple[int, Slot]]:
+        """As ever; of what is loading those that there are."""
+        if position < self.first_loading(sequence):
+            return super().slots(sequence, position)
+        return [
+            (group, (sequence.group_block_ids(group)[position // spec.block_size], position % spec.block_size))
+            for group, spec in enumerate(self.groups)
+            if position // spec.block_size >= sequence.first_live_block(group)
+        ]
+
+    def _check_visible(self, sequence: kvblocks.Sequence, position: int) -> None:
+        if sequence not in self.loading:
+            super()._check_visible(sequence, position)
+
+    def row_size(self, row: list[int]) -> int:
+        """How many numbers of a block mean anything: its group's tokens."""
+        return len(row) if row[0] == GARBAGE else self.groups[row[0] % len(self.groups)].block_size
+
+    def is_garbage(self, row: list[int]) -> bool:
+        return GARBAGE in row[: self.row_size(row)]
+
+    def is_same(self, one: list[int], other: list[int]) -> bool:
+        """Whether two blocks hold the same."""
+        size = self.row_size(one)
+        return one[:size] == other[:size]
+
+    def in_group(self, group: int, numbers: list[int]) -> list[int]:
+        return [self._in_group(group, number) for number in numbers]
