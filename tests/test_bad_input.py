@@ -260,7 +260,8 @@ CALLS: dict[str, Call] = dict(
         (
             "BlockIdentity",
             Call(
-                lambda _: BlockIdentity, {name: constant(b"", "bytes") for name in ("parent", "extra_keys", "tokens")}
+                lambda _: BlockIdentity,
+                {**{name: constant(b"", "bytes") for name in ("parent", "extra_keys", "tokens")}, "column": INT},
             ),
         ),
         of_tiers("find", hit=of_world("tier_hit")),

@@ -16,6 +16,8 @@ from kvblocks.engine.tiers.offload import Offload
 class Place:
     """Says what it is told; fails where it should. gate: what stores wait for."""
 
+    disk_stats = None
+
     def __init__(self):
         self.calls = []
         self.fails = set()
