@@ -156,6 +156,7 @@ class Scheduler:
                     request.num_loaded_tokens[tier] = num_here = max(0, min(num_tokens, num_left))
                     request.num_cached_tokens -= num_tokens - num_here
                     num_left -= num_tokens
+                request.num_cached_tokens = min(request.num_cached_tokens, loaded.num_tokens)  # a hit may be lost, too
 
     def note_step(self, chunks: Items[ScheduledChunk], seconds: float) -> None:
         """Take note of how long a step took: whether loading is faster is told by that. O(chunks)."""

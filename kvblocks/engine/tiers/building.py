@@ -68,8 +68,6 @@ def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: B
     """
     tiers: list[Tier] = []
     disk = None
-    if options.host_cache is not None or options.disk_cache is not None:
-        _check_groups(plan)
     if options.host_cache is not None:
         num_bytes = read_memory(options.host_cache, torch.device("cpu"), "host_cache")
         if num_bytes < plan.block_bytes:
@@ -99,12 +97,6 @@ def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: B
             )
         )
     return BuiltTiers(tuple(tiers), disk)
-
-
-def _check_groups(plan: Plan) -> None:
-    """Raise InvalidArgumentError unless all layers attend to everything: the engine has been tried with no others."""
-    if [group.window for group in plan.groups] != [None]:
-        raise InvalidArgumentError(f"tiers: expected one group of full attention, got {plan.groups}")
 
 
 def _bits_mode(model: LoadedModel, backend: Backend) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine.small_models import EVEN, GEMMA3, converted, random_tokens, random_weights
+from engine.small_models import EVEN, GEMMA3, QWEN3, converted, random_tokens, random_weights
 
 from kvblocks import Sequence
 from kvblocks.engine import Engine, LoadedModel, StepLimits
@@ -356,7 +356,52 @@ def test_what_is_wrong_with_options_is_said(make, tmp_path, monkeypatch, options
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_with_windows_is_refused_by_name(tmp_path):
-    model = LoadedModel(GEMMA3, random_weights(GEMMA3))
-    with pytest.raises(InvalidArgumentError, match="tiers: expected one group of full attention"):
-        Engine(model, num_blocks=40, host_cache="4MiB")
+# --- models with windows ---------------------------------------------------------------------------------------------
+
+WINDOWED = {"gemma3": replace(GEMMA3, tie_word_embeddings=False), "qwen3": QWEN3}
+
+
+@pytest.fixture(scope="module", params=WINDOWED)
+def windowed(request):
+    return LoadedModel(WINDOWED[request.param], random_weights(WINDOWED[request.param]))
+
+
+def test_windows_come_from_the_host_too(make, windowed):
+    prompt = random_tokens(windowed.config, 200, seed=5)
+    engine = make(windowed, num_blocks=70, host_cache="4MiB")
+    first, expected = ask(engine, prompt)
+    settle(engine)
+    for seed in range(6):
+        engine.generate([random_tokens(windowed.config, 230, seed=10 + seed)], max_tokens=1)
+    settle(engine)
+    second, logits = ask(engine, prompt)
+    assert torch.equal(logits, expected)
+    assert second.token_ids == first.token_ids
+    assert (second.num_cached_tokens, second.num_loaded_tokens) == (192, {"host": 192})
+
+
+def test_many_prompts_over_windows_and_a_host_get_what_they_get_alone(make, windowed):
+    chooser = random.Random(6)
+    shared = [random_tokens(windowed.config, 100, seed=seed) for seed in range(4)]
+    asked = [
+        shared[chooser.randrange(4)][: chooser.choice([50, 97, 100])]
+        + random_tokens(windowed.config, number, seed=number)
+        for number in range(1, 17)
+    ]
+    plain = make(windowed, num_blocks=150, enable_prefix_caching=False)
+    expected = [plain.generate([prompt], max_tokens=6)[0].token_ids for prompt in asked]
+    num_blocks = 15 * len(plain.manager.groups)
+    engine = make(windowed, num_blocks=num_blocks, host_cache="4MiB")
+    engine.limits = StepLimits(48, 6)
+    for _ in range(3):
+        completions = engine.generate(asked, max_tokens=6)
+        assert [completion.token_ids for completion in completions] == expected
+        settle(engine)
+        engine.manager.check()
+    assert engine.manager.num_free_blocks == num_blocks
+    assert stats(engine, "host").num_loaded_blocks > 20
+
+
+def test_a_disk_below_windows_is_refused_by_name(make, windowed, tmp_path):
+    with pytest.raises(InvalidArgumentError, match="expected one group for a tier that is persistent"):
+        make(windowed, num_blocks=70, disk_cache=tmp_path / "kv", disk_cache_size="64MiB")
