@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"  {name:24}{rates[0]:9.2f}{rates[1]:9.2f}{rates[2]:9.2f}  {share:6.2f} of one copy", flush=True)
             row = dict(zip(("min", "median", "max"), rates, strict=True))
             results.append({"item": f"GB/s at {block_bytes}", "contestant": name, **row, "ratio": share})
-    for kind, spreads in time_overhead(model, num_rounds).items():
+    for kind, spreads in time_overhead(model, 2 * num_rounds).items():
         print(f"\nNothing shared, seconds a round ({kind})")
         results += _show(f"nothing shared, {kind} s", spreads, "without", 1.0)
     keep(given.json, facts, results)

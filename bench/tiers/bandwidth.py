@@ -33,11 +33,19 @@ def time_bandwidth(block_bytes: int, num_rounds: int) -> dict[str, Spread]:
     block_bytes_of = BlockBytes(cache)
     host = HostPlace(block_bytes_of, number)
     order = torch.randperm(number).tolist()
-    whole, copied = torch.randn(BATCH * block_bytes // 4), torch.zeros(BATCH * block_bytes // 4)
+    whole, copied = (
+        torch.randn(NUM_BATCHES, BATCH * block_bytes // 4),
+        torch.zeros(NUM_BATCHES, BATCH * block_bytes // 4),
+    )
     identities = [BlockIdentity(b"", b"", index.to_bytes(4, "little") * 16) for index in range(number)]
     turn = iter(range(1 << 60))
 
-    def batch() -> tuple[list[int], list[int], list[BlockIdentity]]:
+    def places() -> tuple[int, int]:
+        """Where one copy of a batch's bytes comes from and goes to; no two in turn are the same."""
+        number = next(turn) % NUM_BATCHES
+        return number, NUM_BATCHES - 1 - number
+
+    def batch() -> "Batch":
         """Slots, block ids and identities; the identities are the slots'."""
         first = next(turn) % NUM_BATCHES * BATCH
         slots = order[first : first + BATCH]
@@ -50,14 +58,16 @@ def time_bandwidth(block_bytes: int, num_rounds: int) -> dict[str, Spread]:
         for place in (host, disk, sealed):
             for _ in range(NUM_BATCHES):
                 place.store(*batch(), None)
-        rows = block_bytes_of.rows_of(range(BATCH))
-        _write_file(files / "file", rows)
+        for _ in range(NUM_BATCHES):
+            _write_file(files / "file", block_bytes_of, batch())
         cases = {
-            "one copy": Case(lambda _: copied.copy_(whole), BATCH * block_bytes),
+            "one copy": Case(lambda at: copied[at[0]].copy_(whole[at[1]]), BATCH * block_bytes, places),
             "host, store": Case(lambda at: host.store(*at, None), BATCH * block_bytes, batch),
             "host, load": Case(lambda at: host.load(*at, None), BATCH * block_bytes, batch),
-            "a file, write": Case(lambda _: _write_file(files / "file", rows), BATCH * block_bytes),
-            "a file, read": Case(lambda _: _read_file(files / "file", rows), BATCH * block_bytes),
+            "a file, write": Case(
+                lambda at: _write_file(files / "file", block_bytes_of, at), BATCH * block_bytes, batch
+            ),
+            "a file, read": Case(lambda at: _read_file(files / "file", block_bytes_of, at), BATCH * block_bytes, batch),
             "disk, store": Case(lambda at: disk.store(*at, None), BATCH * block_bytes, batch),
             "disk, load": Case(lambda at: _check(disk.load(*at, None)), BATCH * block_bytes, batch),
             "disk keyed, store": Case(lambda at: sealed.store(*at, None), BATCH * block_bytes, batch),
@@ -74,16 +84,19 @@ def _check(is_right: bool) -> None:  # noqa: FBT001
         raise ValueError("expected what was stored, got something else")
 
 
-def _write_file(path: Path, rows: list) -> None:
-    """Write rows to a file from its beginning, by a call each, without making it durable."""
+Batch = tuple[list[int], list[int], list[BlockIdentity]]
+
+
+def _write_file(path: Path, blocks: BlockBytes, at: Batch) -> None:
+    """Write blocks to their places in a file, by a call each, without making it durable."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    for row in rows:
-        os.write(descriptor, row.data)
+    for slot, row in zip(at[0], blocks.rows_of(at[1]), strict=True):
+        os.pwrite(descriptor, row.data, slot * blocks.num_block_bytes)
     os.close(descriptor)
 
 
-def _read_file(path: Path, rows: list) -> None:
+def _read_file(path: Path, blocks: BlockBytes, at: Batch) -> None:
     descriptor = os.open(path, os.O_RDONLY)
-    for row in rows:
-        os.preadv(descriptor, [row.data], 0)
+    for slot, row in zip(at[0], blocks.rows_of(at[1]), strict=True):
+        os.preadv(descriptor, [row.data], slot * blocks.num_block_bytes)
     os.close(descriptor)
