@@ -113,6 +113,19 @@ def reset(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -
 
 
 @cache_commands.command()
+def forget(
+    salt: Annotated[str, typer.Option(help="The cache_salt of the requests whose prompts are to be deleted.")],
+    url: _Url = _URL,
+    api_key: ApiKeyOption = None,
+    json: _Json = False,
+) -> None:
+    """Delete what is cached of a salt, on the device and in all tiers. A disk's bytes are overwritten."""
+    with _client(url, api_key) as client:
+        values = _ask(client, "num_removed_entries", "POST", "/v1/cache/forget", {"cache_salt": salt})
+    print(json_module.dumps(values) if json else f"removed {values['num_removed_entries']} entries")
+
+
+@cache_commands.command()
 def explain(
     text: _Text = None,
     file: _File = None,

@@ -41,6 +41,9 @@ from kvblocks.observe.metrics import CacheMetrics
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 
+_PATIENCE_S = 5.0
+"""How long `forget_salt` waits for transfers under way, whose bytes are then to be overwritten, too."""
+
 _WAIT_S = 0.005
 """How long a step without anything to compute waits for a transfer: what else its caller has to do waits as long."""
 
@@ -217,6 +220,22 @@ class Engine:
             self._move(self.offload)
         self.metrics.observe()
         return changed
+
+    def forget_salt(self, salt: str | None) -> int:
+        """Delete what is cached of a salt (None: of prompts without one), on the device and in all tiers.
+
+        As `manager.forget_salt`, whose running requests go on; and what a disk has of it is overwritten, within
+        moments. Waits, some seconds at most, for transfers under way. Call it between two steps. Returns how many
+        blocks that were. Raises InvalidArgumentError.
+        """
+        end_s = time.monotonic() + _PATIENCE_S
+        while self.offload is not None and self.offload.has_work and time.monotonic() < end_s:
+            self._move(self.offload)
+            self.offload.wait(_WAIT_S)
+        number = self.manager.forget_salt(salt)
+        if self.offload is not None:
+            self.offload.erase_forgotten()
+        return number
 
     def close(self, timeout_s: float = 30.0) -> None:
         """End an engine that has tiers: store what waits for that, for so many seconds at most, and close the disk.

@@ -114,6 +114,15 @@ class CacheApi:
 
         return json_response({"num_removed_entries": await self._call(reset)})
 
+    async def forget(self, request: Request) -> Response:
+        """Delete what is cached of a salt, in all tiers."""
+        fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
+        salt = fields.text("cache_salt")
+        fields.refuse_unknown()
+        if salt is None:
+            raise fields.error("cache_salt", "the salt whose prompts are to be forgotten")
+        return json_response({"num_removed_entries": await self._call(lambda: self._engine.forget_salt(salt))})
+
     async def explain(self, request: Request) -> Response:
         """Why a prompt would miss now, or what a request hit and missed when it came."""
         fields = Fields(await read_json(request, self._service.settings.max_body_bytes))

@@ -40,6 +40,9 @@ class Place(Protocol):
     def settle(self) -> None:
         """Make what is to be remembered durable."""
 
+    def erase(self, slots: list[int]) -> None:
+        """Overwrite what slots hold, durably: it is to be deleted."""
+
     def close(self) -> None:
         """End: no call comes any more."""
 
@@ -71,7 +74,7 @@ class Carrier:
         self._place = place
         self._block_bytes = block_bytes
         self._on_end = on_end
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._ended: deque[Ended] = deque()
         self._is_open = True
         self._is_hurried = False
@@ -88,6 +91,11 @@ class Carrier:
         """Have it remembered what slots hold, after what was begun so far, and made durable soon."""
         if changes:
             self._commands.put(lambda: self._remember(changes))
+
+    def erase(self, slots: list[int]) -> None:
+        """Have the bytes of slots overwritten, after what was begun so far and before what begins later."""
+        if slots:
+            self._commands.put(lambda: self._try(lambda: self._place.erase(slots)))
 
     def ended(self) -> list[Ended]:
         """Return the transfers that are over since the last call."""
@@ -121,8 +129,8 @@ class Carrier:
             if self._is_unsettled and not was_unsettled:
                 settle_at = time.monotonic() + PATIENCE_S
             if self._is_unsettled and (time.monotonic() >= settle_at or not self._is_open):
-                self._is_unsettled = False
-                self._try(self._place.settle)
+                self._is_unsettled = not self._try(self._place.settle)  # tried again, if it failed
+                settle_at = time.monotonic() + PATIENCE_S
         self._try(self._place.close)
 
     def _carry(self, transfer: Transfer, identities: list[BlockIdentity], after: Any) -> None:
@@ -150,10 +158,13 @@ class Carrier:
     def _stop(self) -> None:
         self._is_open = False
 
-    def _try(self, function: Callable[[], None]) -> None:
+    def _try(self, function: Callable[[], None]) -> bool:
+        """Call a function of the place, and return whether it raised nothing."""
         try:
             function()
         except DiskError:
-            pass  # as in `_carry`
+            return False  # logged as in `_carry`
         except Exception:
             logger.exception("tier %r could not remember what it holds", self.name)
+            return False
+        return True

@@ -54,6 +54,12 @@ class Offload:
             self._carriers[tier].remember(changes)
         return loaded
 
+    def erase_forgotten(self) -> None:
+        """Have overwritten what persistent tiers hold of what was forgotten since the last `advance`. O(its slots)."""
+        for tier, changes in self._tiers.take_changes().items():
+            self._carriers[tier].remember(changes)
+            self._carriers[tier].erase([slot for slot, identity in changes.items() if identity is None])
+
     def wait(self, seconds: float) -> None:
         """Return when a transfer has ended since the last `advance`, or after so long."""
         self._something_ended.wait(seconds)

@@ -31,6 +31,10 @@ class HostPlace:
     def settle(self) -> None:
         """Nothing outlives the process."""
 
+    def erase(self, slots: list[int]) -> None:
+        """As `Place`."""
+        self._arena[slots] = 0
+
     def close(self) -> None:
         """The arena goes with this."""
 
@@ -78,6 +82,10 @@ class DiskPlace:
     def settle(self) -> None:
         """As `Place`."""
         self._store.sync()
+
+    def erase(self, slots: list[int]) -> None:
+        """As `Place`."""
+        self._store.erase(slots)
 
     def close(self) -> None:
         """As `Place`."""

@@ -264,6 +264,7 @@ def test_without_a_server_the_command_says_so(capsys):
         (["unpin", "a"], "id"),
         (["list-pinned"], "pins"),
         (["reset"], "num_removed_entries"),
+        (["forget", "--salt", "a"], "num_removed_entries"),
         (["explain", "a"], "prompts"),
     ],
 )
@@ -294,6 +295,23 @@ def test_a_reset_forgets_all(kvblocks, http):
     num_entries = cached_tokens([ask(http), ask(http)][1]) // 16
     assert kvblocks("reset")[1] == f"removed {num_entries} entries\n"
     assert cached_tokens(ask(http)) == 0
+
+
+def test_a_salt_is_forgotten_and_others_are_not(kvblocks, http):
+    for salt in ("ann", "bob"):
+        ask(http, salt=salt)
+    num_entries = cached_tokens(ask(http, salt="ann")) // 16
+    assert num_entries
+    assert kvblocks("forget", "--salt", "ann")[1] == f"removed {num_entries} entries\n"
+    assert cached_tokens(ask(http, salt="ann")) == 0
+    assert cached_tokens(ask(http, salt="bob")) == 16 * num_entries
+
+
+@pytest.mark.parametrize("body", [{}, {"cache_salt": 7}, {"cache_salt": "a", "more": 1}])
+def test_what_is_to_be_forgotten_is_named(http, body):
+    response = http.post("/v1/cache/forget", json=body)
+    assert response.status_code == 400
+    assert "expected" in response.json()["error"]["message"]
 
 
 def explain(http, **body):

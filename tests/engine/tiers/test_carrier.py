@@ -37,6 +37,9 @@ class Place:
     def settle(self):
         self._call("settle")
 
+    def erase(self, slots):
+        self._call("erase", slots)
+
     def close(self):
         self._call("close")
 
@@ -126,6 +129,28 @@ def test_what_is_remembered_is_settled_in_time_though_transfers_go_on(place, car
         time.sleep(0.005)
     carrier.close()
     assert [call[0] for call in place.calls].count("settle") == 1
+
+
+def test_what_could_not_be_settled_is_tried_again(place, carrier, monkeypatch):
+    monkeypatch.setattr(carrier_module, "PATIENCE_S", 0.01)
+    place.fails.add("settle")
+    carrier.remember({1: None})
+    until(lambda: place.calls.count(("settle",)) > 2)
+    place.fails.clear()
+    number = place.calls.count(("settle",))
+    until(lambda: place.calls.count(("settle",)) > number)
+    time.sleep(0.05)
+    assert place.calls.count(("settle",)) <= number + 2
+
+
+def test_slots_are_erased_between_what_came_before_and_after(place, carrier):
+    transfers = [a_store()[1] for _ in range(2)]
+    carrier.begin(transfers[0])
+    carrier.erase([3, 5])
+    carrier.erase([])
+    carrier.begin(transfers[1])
+    carrier.close()
+    assert [call[:2] for call in place.calls] == [("store", [0, 1]), ("erase", [3, 5]), ("store", [0, 1]), ("close",)]
 
 
 def test_nothing_is_settled_where_nothing_is_remembered(place, carrier):

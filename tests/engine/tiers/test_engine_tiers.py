@@ -4,12 +4,14 @@ import logging
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from engine.small_models import EVEN, GEMMA3, QWEN3, converted, random_tokens, random_weights
 
 from kvblocks import Sequence
 from kvblocks.engine import Engine, LoadedModel, StepLimits
+from kvblocks.engine.tiers.block_bytes import BlockBytes
 from kvblocks.engine.tiers.places import DiskPlace, HostPlace
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.tiers.disk import DiskError
@@ -266,6 +268,39 @@ def test_a_reset_reaches_the_disk(make, tmp_path):
         settle(engine)
         engine.manager.reset_prefix_cache()
     assert ask(make(**options), prompt)[0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("settles", [True, False], ids=["stored", "being stored"])
+def test_a_tenants_data_is_deleted_from_the_disk_too(make, tmp_path, settles):
+    ann, bob = prompts(2)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB", "num_blocks": 60}
+    engine = make(**options)
+    ask(engine, bob, salt="bob")
+    engine.generate([ann], max_tokens=1, salt="ann")
+    if settles:
+        settle(engine)
+    rows = BlockBytes(engine.runner.kv_cache)
+    probe = engine.manager.get_computed_blocks(Sequence("probe", ann, salt="ann"))
+    held = [rows.rows_of([block.block_id])[0].tobytes() for block in probe.blocks]
+    assert len(held) == 18
+    assert engine.forget_salt("ann") > 18
+    assert ask(engine, ann, salt="ann")[0].num_cached_tokens == 0
+    engine.forget_salt("ann")
+    engine.close()
+    content = b"".join(path.read_bytes() for path in (tmp_path / "kv").iterdir())
+    assert not any(block in content for block in held)
+    assert not any(np.array(ann[at : at + 16], "<u4").tobytes() in content for at in range(0, 288, 16))
+    again = make(**options)
+    assert ask(again, ann, salt="ann")[0].num_cached_tokens == 0
+    assert ask(again, bob, salt="bob")[0].num_loaded_tokens == {"disk": 288}
+
+
+def test_a_salt_is_forgotten_without_tiers_as_well(make):
+    (prompt,) = prompts(1)
+    engine = make()
+    ask(engine, prompt, salt="ann")
+    assert engine.forget_salt("ann") == 19
+    assert ask(engine, prompt, salt="ann")[0].num_cached_tokens == 0
 
 
 def test_a_step_that_dies_leaves_nothing_of_it_on_the_disk(make, tmp_path, monkeypatch):
