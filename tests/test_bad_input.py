@@ -273,6 +273,7 @@ CALLS: dict[str, Call] = dict(
         of_tiers("set_quota", tier=constant("host"), salt=TEXT, max_blocks=MAYBE_INT),
         of_tiers("set_default_quota", tier=constant("disk"), max_blocks=MAYBE_INT),
         of_tiers("quotas", tier=constant("host")),
+        of_tiers("empty_slots", tier=constant("disk")),
         of_tiers("restore", tier=constant("disk"), slots=constant([(3, IDENTITY)], "empty")),
         ("BlockHold.group_block_ids", Call(lambda world: world.held.group_block_ids, {"group": constant(0, "int")})),
         of_manager(

@@ -34,7 +34,7 @@ from kvblocks.engine.stepper import Stepper
 from kvblocks.engine.tiers.building import build_tiers
 from kvblocks.engine.tiers.offload import Offload
 from kvblocks.engine.tiers.options import TierOptions
-from kvblocks.errors import InvalidArgumentError
+from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 from kvblocks.observe.metrics import CacheMetrics
@@ -43,6 +43,9 @@ DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 
 _PATIENCE_S = 5.0
 """How long `forget_salt` waits for transfers under way, whose bytes are then to be overwritten, too."""
+
+_ERASE_S = 60.0
+"""How long it waits for the disk."""
 
 _WAIT_S = 0.005
 """How long a step without anything to compute waits for a transfer: what else its caller has to do waits as long."""
@@ -215,6 +218,7 @@ class Engine:
         PoolExhaustedError if pins keep so much of the pool that nothing can go on; nothing is lost then, and the next
         step tries again.
         """
+        self._check_open()
         changed = self._stepper.step(self.runner)
         if self.offload is not None:
             self._move(self.offload)
@@ -224,17 +228,21 @@ class Engine:
     def forget_salt(self, salt: str | None) -> int:
         """Delete what is cached of a salt (None: of prompts without one), on the device and in all tiers.
 
-        As `manager.forget_salt`, whose running requests go on; and what a disk has of it is overwritten, within
-        moments. Waits, some seconds at most, for transfers under way. Call it between two steps. Returns how many
-        blocks that were. Raises InvalidArgumentError.
+        As `manager.forget_salt`, whose running requests go on; and what a disk has of it is overwritten when this
+        returns. Waits, some seconds at most, for transfers under way; what of it a transfer still holds then stays
+        until the next call. Call it between two steps. Returns how many blocks that were.
+
+        Raises InvalidArgumentError, and DiskError if the disk couldn't be overwritten: nothing of it is found any more,
+        and the next call tries again.
         """
+        self._check_open()
         end_s = time.monotonic() + _PATIENCE_S
         while self.offload is not None and self.offload.has_work and time.monotonic() < end_s:
             self._move(self.offload)
             self.offload.wait(_WAIT_S)
         number = self.manager.forget_salt(salt)
         if self.offload is not None:
-            self.offload.erase_forgotten()
+            self.offload.erase_forgotten(_ERASE_S)
         return number
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -251,6 +259,11 @@ class Engine:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        """Raise KVBlocksError if the engine was closed: nobody would carry out its loads."""
+        if self.offload is not None and self.offload.is_closed:
+            raise KVBlocksError("expected an engine that is open, got one that was closed: make another one")
 
     def _move(self, offload: Offload) -> None:
         """Begin transfers behind the step, and take note of those that have ended."""

@@ -59,11 +59,17 @@ class Stepper:
         Exception.
         """
         expired = [self._generations.pop(request) for request in self.scheduler.expire(time.perf_counter())]
+        written = self.scheduler.written_tokens()
+        chunks: list[ScheduledChunk] | None = None
         try:
             chunks = self.scheduler.schedule()
+            return [*expired, *self._compute(chunks, runner)] if chunks else expired
         except StalledError as error:
             return [*expired, *self._fail([error.request], error)]
-        return [*expired, *self._compute(chunks, runner)] if chunks else expired
+        except BaseException as error:
+            if chunks is None or not isinstance(error, Exception):  # others are undone where they come from
+                self.scheduler.undo(written)
+            raise
 
     def _compute(self, chunks: list[ScheduledChunk], runner: ModelRunner) -> list[Generation]:
         """Run a step that was scheduled."""

@@ -23,6 +23,11 @@ class PersistentSlots(BlockPool):
         self.note_unstored(self.index.detached)
         super().requeue_detached()
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` has anything to say. O(1)."""
+        return bool(self._changes)
+
     def note_stored(self, slots: list[KVCacheBlock], identities: list[BlockIdentity]) -> None:
         """Take note of what slots hold. O(slots)."""
         for slot, identity in zip(slots, identities, strict=True):

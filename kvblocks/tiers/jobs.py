@@ -92,6 +92,7 @@ class LoadJob(Job):
         self.start = first * size
         self.held = [*prefix.blocks]
         self.sequences: dict[Sequence, None] = {sequence: None}
+        self._starts: dict[Sequence, int] = {}  # of those that lost some of their hit
         self.pools = pools
         self.parts = parts
 
@@ -104,6 +105,18 @@ class LoadJob(Job):
                 found.append((self.pools[start], range(start, number)))
                 start = number
         return found
+
+    def join(self, twin: Sequence, sequence: Sequence) -> None:
+        """Have a fork of a sequence that waits wait as well. O(1)."""
+        self.sequences[twin] = None
+        if sequence in self._starts:
+            self._starts[twin] = self._starts[sequence]
+
+    def note_forgotten(self) -> None:
+        """Take note of what was taken back of hits, before a reset hides it. O(sequences)."""
+        for sequence in self.sequences:
+            if sequence.epoch is not None:
+                self._starts[sequence] = self.start_for(sequence, sequence.epoch)
 
     def note_bad(self, index: int) -> None:
         """Take note that what its tables hold, or will, at `index` is bad: nothing from there on has arrived."""
@@ -122,10 +135,11 @@ class LoadJob(Job):
 
         A step that died was to write that, or it turned out to be bad. O(1), and O(blocks) for what was taken back.
         """
-        if sequence.epoch is not epoch:
-            return self.start
+        start = self._starts.get(sequence, self.start)
+        if sequence.epoch is not epoch or not epoch.is_current:
+            return start
         kept = first_uncached(sequence)
-        return kept * self._block_size if kept < min(self.first, len(sequence.blocks)) else self.start
+        return min(start, kept * self._block_size) if kept < min(self.first, len(sequence.blocks)) else start
 
     def index_of(self, block: KVCacheBlock, prefix: Prefix | None) -> int | None:
         """Return where a block stands in its tables, or another one that holds the same prefix; None: nowhere."""

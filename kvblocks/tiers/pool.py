@@ -119,6 +119,15 @@ class TierPool:
             number += not is_over or block.run is None or not block.is_cached or block.run.account is account
         return number
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is to be stored, or to be remembered by who keeps it. O(1)."""
+        return len(self.wishes) > 0 or (self.persistent is not None and self.persistent.has_changes)
+
+    def empty_slots(self) -> list[int]:
+        """Return the slots that hold nothing that can be found, and that no transfer has. O(slots)."""
+        return [slot.block_id for slot in self.pool.blocks if not slot.ref_cnt and not slot.is_cached]
+
     def wish(self, node: Node) -> None:
         """Have the prefix that ends at a node of the device's cache stored. O(1)."""
         self.num_dropped_blocks += self.wishes.add(node)

@@ -34,6 +34,10 @@ class Rate:
         self._seconds_a_unit = found
         self._is_measured = True
 
+    def doubt(self) -> None:
+        """Take what was learned for a little too slow: who no longer uses something learns nothing of it."""
+        self._seconds_a_unit *= 1.0 - SMOOTHING
+
 
 def num_worth_loading(loads: Items[tuple[int, float]], seconds_a_token: float) -> int:
     """Return how many first `loads` to take, so that most time is saved: 0 if computing is faster than any of them.

@@ -23,8 +23,6 @@ def check_slots(pool: TierPool, slots: Iterable[tuple[SupportsIndex, BlockIdenti
         pair: Any = given
         if not is_a(pair, tuple) or len(pair) != 2 or not is_a(pair[1], BlockIdentity):
             raise wrong("tiers.restore", _EXPECTED, pair)
-        if pair[1].extra_keys:
-            decode_extra_keys(pair[1].extra_keys)  # whoever is charged for it reads them, in the midst of a change
         slot = check_count("tiers.restore: slot", pair[0], 0, len(pool.pool.blocks) - 1)
         if slot in seen:
             raise InvalidArgumentError(f"tiers.restore: expected each slot once, got {slot} twice")
@@ -56,12 +54,22 @@ def restore_slots(pool: TierPool, remembered: Remembered) -> int:
     return len(found)
 
 
+def _has_keys(identity: BlockIdentity) -> bool:
+    """Whether a block's keys can be read: who remembered them may have lost some. Quotas are charged by them."""
+    if identity.extra_keys:
+        try:
+            decode_extra_keys(identity.extra_keys)
+        except InvalidArgumentError:
+            return False
+    return True
+
+
 def _cache(pool: TierPool, remembered: Remembered, blocks: list[KVCacheBlock]) -> tuple[list[int], list[int]]:
     """Cache what can be found: return its numbers, parents first, and by number that of the one above, -1 for none."""
     size = 4 * pool.index.block_size
     behind: dict[bytes, list[int]] = {}
     for number, (_, identity) in enumerate(remembered):
-        if len(identity.tokens) == size:
+        if len(identity.tokens) == size and _has_keys(identity):
             behind.setdefault(identity.parent, []).append(number)
     found: list[int] = []
     above = [-1] * len(remembered)

@@ -62,7 +62,7 @@ class Tiers:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer isn't answered, or `take_transfers` may have some. O(tiers).
+        """Whether a transfer isn't answered, or `take_transfers` or `take_changes` may have something. O(tiers).
 
         What a tier stores as it is computed is found out by `take_transfers` alone.
         """
@@ -93,7 +93,10 @@ class Tiers:
         """
         given = self._traffic.listed(loads)
         costs = [(hit.num_tokens, hit.seconds()) for hit in given]
-        return given[: num_worth_loading(costs, self._compute_rate.seconds_a_unit)]
+        number = num_worth_loading(costs, self._compute_rate.seconds_a_unit)
+        for declined in given[number:]:
+            declined.pool.rate.doubt()  # so that one slow load doesn't end them for good
+        return given[:number]
 
     def note_computed(self, num_tokens: SupportsIndex, seconds: SupportsFloat) -> None:
         """Learn that a step computed so many tokens of prompts in so many seconds. Raises InvalidArgumentError."""
@@ -174,12 +177,21 @@ class Tiers:
         self._calls.end()
         return changes
 
+    def empty_slots(self, tier: Text) -> list[int]:
+        """Return the slots of a persistent tier that hold nothing to be found, and that no transfer has.
+
+        Their bytes may be there still: whoever deletes data erases these. Raises InvalidArgumentError. O(slots).
+        """
+        self._manager.check_whole()
+        return self._check_tier("empty_slots", tier, persistent=True).empty_slots()
+
     def restore(self, tier: Text, slots: Iterable[tuple[SupportsIndex, BlockIdentity]]) -> int:
         """Take a persistent tier's slots back as they were remembered, the least recently stored first.
 
         tier: its name; it must be empty, as it is in a new manager. slots: ids, and whose bytes they hold. Those whose
-        prefix isn't among them can't be found, and count as forgotten (`take_changes`). Returns how many can. Bytes are
-        for whoever loads them to check. Raises InvalidArgumentError, and SequenceStateError when the tier isn't empty.
+        prefix isn't among them, or whose keys can't be read, can't be found, and count as forgotten (`take_changes`).
+        Returns how many can. Bytes are for whoever loads them to check. Raises InvalidArgumentError, and
+        SequenceStateError when the tier isn't empty.
         O(slots).
         """
         self._manager.check_whole()

@@ -63,8 +63,8 @@ class Traffic:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is on its way, or wished for. O(tiers)."""
-        return bool(self._jobs) or any(len(pool.wishes) for pool in self.pools)
+        """Whether anything is on its way, wished for, or to be remembered. O(tiers)."""
+        return bool(self._jobs) or any(pool.is_busy for pool in self.pools)
 
     def find(self, hit: CacheHit) -> list[TierHit]:
         """Return what the tiers have behind a hit. Changes nothing. A lookup in each tier.
@@ -215,7 +215,7 @@ class Traffic:
         """Take note that a sequence was forked: the twin waits for the same loads. O(1)."""
         job = self._loading.get(sequence)
         if job is not None and twin.num_computed_tokens > job.start:
-            job.sequences[twin] = None
+            job.join(twin, sequence)
             self._loading[twin] = job
 
     def note_cut(self, sequence: Sequence) -> None:

@@ -2,6 +2,7 @@ import random
 
 import pytest
 
+from kvblocks import KVCacheManager, Sequence, Tier
 from kvblocks.tiers.rates import Rate, num_worth_loading
 
 
@@ -45,3 +46,34 @@ def test_nothing_is_learned_from_nothing(units, seconds):
     rate = Rate(4.0)
     rate.note(units, seconds)
     assert rate.seconds_a_unit == 0.25
+
+
+def test_one_slow_load_does_not_end_loading_for_good():
+    rate = Rate()
+    rate.note(1000, 1.0)
+    asked = 0
+    while num_worth_loading([(16, 1000 * rate.seconds_a_unit)], 0.001) == 0:
+        rate.doubt()
+        asked += 1
+    assert 5 < asked < 40
+
+
+def test_who_declines_loads_doubts_how_slow_they_are():
+    manager = KVCacheManager(16, 4, tiers=[Tier("host", 16, 1000)])
+    sequence = Sequence("a", range(16))
+    manager.allocate_slots(sequence)
+    manager.free(sequence)
+    for transfer in [*manager.tiers.take_transfers(), *manager.tiers.take_transfers()]:
+        manager.tiers.complete(transfer, ok=True)
+    crowd = Sequence("crowd", range(100, 164))
+    manager.allocate_slots(crowd)
+    manager.abort(crowd, 0)
+    manager.tiers.note_computed(1000, 0.001)
+    hit = manager.get_computed_blocks(Sequence("b", range(16)))
+    found = manager.tiers.find(hit)
+    found[0].pool.rate.note(1000, 1.0)
+    assert manager.tiers.worth_loading(found) == []
+    asked = 1
+    while not manager.tiers.worth_loading(found):
+        asked += 1
+    assert 10 < asked < 80

@@ -502,6 +502,29 @@ def test_what_an_abort_takes_back_is_not_cached_again_by_what_is_loaded_behind_i
     assert manager.get_computed_blocks(Sequence("three", PROMPT)).num_tokens == 4
 
 
+@pytest.mark.parametrize("forget", ["reset", "salt"])
+def test_a_reset_does_not_hide_what_an_abort_took_back(forget):
+    """Nobody wrote it, whatever is cached since."""
+    manager = make_manager(64)
+    run(manager)
+    settle(manager)
+    spill(manager)
+    writer = Sequence("writer", [*range(12), 99])
+    manager.allocate_slots(writer)
+    sequence, _ = start(manager)
+    (transfer,) = manager.tiers.take_transfers()
+    manager.abort(writer, 4)
+    twin = manager.fork(sequence, "twin")
+    if forget == "reset":
+        manager.reset_prefix_cache()
+    else:
+        manager.forget_salt(None)
+    ended = {loaded.sequence: loaded for loaded in manager.tiers.complete(transfer, ok=True)}
+    for waited in (sequence, twin):
+        assert (ended[waited].num_tokens, ended[waited].is_whole) == (4, False)
+        assert (waited.num_computed_tokens, len(waited.block_ids)) == (4, 1)
+
+
 def test_who_gives_up_goes_back_before_what_an_abort_took_back():
     """A step that died was to write it, so it isn't there."""
     manager = make_manager(64)

@@ -140,7 +140,8 @@ class GraphCapture:
         if not self._graphs:  # torch refuses a pool whose last graph has gone while anything of it is left
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Threads that move blocks may allocate meanwhile: only what this one does may not disturb the capture.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = step.compute()
         self._graphs.add(graph)
 

@@ -25,7 +25,9 @@ The order of work, and recomputing as the only kind of preemption, are those of 
 """
 
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from itertools import islice
 from math import inf
 
@@ -35,7 +37,7 @@ from kvblocks.engine.schedule.order import FirstCome, Order
 from kvblocks.engine.schedule.request import FinishReason, Request
 from kvblocks.engine.schedule.step import ScheduledChunk, StepLimits
 from kvblocks.engine.schedule.watermark import Watermark
-from kvblocks.errors import InvalidArgumentError, StaleHitError
+from kvblocks.errors import CorruptStateError, InvalidArgumentError, StaleHitError
 from kvblocks.manager import KVCacheManager
 from kvblocks.tiers.transfer import Loaded
 
@@ -200,6 +202,28 @@ class Scheduler:
             self.manager.abort(chunk.request.sequence, chunk.start)
             self.running.remove(chunk.request)
             self.waiting.appendleft(chunk.request)
+
+    def written_tokens(self) -> dict[Request, int]:
+        """Return how many tokens of each running request are written, or on their way, between two steps.
+
+        For `undo`. O(running requests).
+        """
+        return {request: request.sequence.num_computed_tokens for request in self.running}
+
+    def undo(self, written: Mapping[Request, int]) -> None:
+        """Undo a step that was interrupted anywhere, while it was scheduled even: all requests wait again, in front.
+
+        written: what `written_tokens` said before the step; nothing beyond that stays cached. Where the manager was
+        interrupted in the midst of a call, it refuses everything, and nothing of it is hit any more. O(blocks held).
+        """
+        self.lookups.forget()
+        held = [request for request in (*self.running, *self.waiting) if request.sequence.is_allocated]
+        for request in reversed(held):
+            with suppress(CorruptStateError):
+                self.manager.abort(request.sequence, written.get(request, 0))
+            if request in self.running:
+                self.running.remove(request)
+                self.waiting.appendleft(request)
 
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
         """End an unfinished request, between two steps; what is cached of it stays, and so do its siblings.

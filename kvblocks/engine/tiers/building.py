@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from kvblocks.engine.run.backends import Backend
-from kvblocks.engine.run.memory import read_memory
+from kvblocks.engine.run.memory import free_memory, read_memory
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.engine.tiers.block_bytes import BlockBytes
 from kvblocks.engine.tiers.carrier import Carrier, Place
@@ -69,13 +69,11 @@ def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: B
     tiers: list[Tier] = []
     disk = None
     if options.host_cache is not None:
-        num_bytes = read_memory(options.host_cache, torch.device("cpu"), "host_cache")
-        if num_bytes < plan.block_bytes:
-            raise InvalidArgumentError(
-                f"host_cache: expected at least {plan.block_bytes} bytes, a block, got {num_bytes}"
-            )
+        num_bytes = _host_bytes(options.host_cache, plan, model.device)
         tiers.append(Tier(HOST, num_bytes // plan.block_bytes, plan.block_bytes))
     if options.disk_cache is not None:
+        if len(plan.groups) > 1:  # said before the folder is opened, which may be another model's
+            raise InvalidArgumentError(f"disk_cache: expected a model with one group of layers, got {plan.groups}")
         block_size = plan.groups[0].block_size
         layout = f"{model.dtype}, blocks of {block_size}, {plan.groups}, layers {plan.layer_groups}"
         disk = DiskStore(
@@ -99,9 +97,26 @@ def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: B
     return BuiltTiers(tuple(tiers), disk)
 
 
+def _host_bytes(host_cache: float | str, plan: Plan, device: torch.device) -> int:
+    """The bytes of the arena; a share is of what the device's pool leaves. Raises InvalidArgumentError."""
+    cpu = torch.device("cpu")
+    free = free_memory(cpu) - (plan.num_bytes if device.type == "cpu" else 0)
+    num_bytes = read_memory(host_cache, cpu, "host_cache")
+    if isinstance(host_cache, float):
+        num_bytes = int(host_cache * free)
+    if not plan.block_bytes <= num_bytes <= free:
+        raise InvalidArgumentError(
+            f"host_cache: expected at least {plan.block_bytes} bytes, a block, and at most {free}, which are free, got"
+            f" {num_bytes}"
+        )
+    return num_bytes
+
+
 def _bits_mode(model: LoadedModel, backend: Backend) -> str:
     """What the bits of KV depend on that the weights don't say, as far as an engine promises anything about them."""
     if not backend.deterministic:
         return "natural"
-    how = f"deterministic {backend.attention} on {model.device.type}"
+    cpu = torch.backends.cpu.get_cpu_capability()
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else cpu
+    how = f"deterministic {backend.attention} on {device}"
     return f"{how}, torch {torch.__version__}, {torch.get_num_threads()} threads"

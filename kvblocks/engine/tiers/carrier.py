@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -92,10 +93,22 @@ class Carrier:
         if changes:
             self._commands.put(lambda: self._remember(changes))
 
-    def erase(self, slots: list[int]) -> None:
-        """Have the bytes of slots overwritten, after what was begun so far and before what begins later."""
-        if slots:
-            self._commands.put(lambda: self._try(lambda: self._place.erase(slots)))
+    def erase(self, slots: list[int]) -> "Future[None]":
+        """Have the bytes of slots overwritten, after what was begun so far and before what begins later.
+
+        Returns a future that is done when they are, durably, or that has the place's error.
+        """
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                self._place.erase(slots)
+                future.set_result(None)
+            except Exception as error:  # noqa: BLE001  # the caller's to handle
+                future.set_exception(error)
+
+        self._commands.put(run)
+        return future
 
     def ended(self) -> list[Ended]:
         """Return the transfers that are over since the last call."""

@@ -7,10 +7,12 @@ waits for what was launched (`BlockBytes.mark`).
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvblocks.engine.tiers.carrier import Carrier
-from kvblocks.tiers.disk import DiskStats
+from kvblocks.tiers.disk import DiskError, DiskStats
 from kvblocks.tiers.tiers import Tiers
 from kvblocks.tiers.transfer import Loaded
 
@@ -31,19 +33,19 @@ class TierTraffic:
 class Offload:
     """The tiers of a manager, and who carries each one's transfers. One thread calls it, the engine's.
 
-    carriers: of all tiers. something_ended: what their `on_end` sets.
+    carriers: of all tiers. something_ended: what their `on_end` sets. is_closed: whether `close` was called.
     """
 
     def __init__(self, tiers: Tiers, carriers: list[Carrier], something_ended: threading.Event) -> None:
         self._tiers = tiers
         self._carriers = {carrier.name: carrier for carrier in carriers}
         self._something_ended = something_ended
-        self._is_closed = False
+        self.is_closed = False
 
     @property
     def has_work(self) -> bool:
         """Whether anything is on its way, or waits for that. O(tiers)."""
-        return not self._is_closed and self._tiers.is_busy
+        return not self.is_closed and self._tiers.is_busy
 
     def advance(self) -> list[Loaded]:
         """Tell what has ended, begin what can be begun, and return what became of loads. O(blocks that move)."""
@@ -54,11 +56,20 @@ class Offload:
             self._carriers[tier].remember(changes)
         return loaded
 
-    def erase_forgotten(self) -> None:
-        """Have overwritten what persistent tiers hold of what was forgotten since the last `advance`. O(its slots)."""
+    def erase_forgotten(self, timeout_s: float) -> None:
+        """Overwrite what persistent tiers have in slots that hold nothing to be found, and wait until that is durable.
+
+        Raises DiskError if it can't be done, or not in time; it may be asked for again. O(such slots).
+        """
+        waiting: list[Future[None]] = []
         for tier, changes in self._tiers.take_changes().items():
             self._carriers[tier].remember(changes)
-            self._carriers[tier].erase([slot for slot, identity in changes.items() if identity is None])
+            waiting.append(self._carriers[tier].erase(self._tiers.empty_slots(tier)))
+        for future in waiting:
+            try:
+                future.result(timeout_s)
+            except TimeoutError:
+                raise DiskError(f"expected what is deleted to be overwritten in {timeout_s:g} s, it isn't") from None
 
     def wait(self, seconds: float) -> None:
         """Return when a transfer has ended since the last `advance`, or after so long."""
@@ -77,7 +88,7 @@ class Offload:
         What isn't stored by then is dropped, except for transfers under way. Raises what the manager does, and has
         ended all the same.
         """
-        if self._is_closed:
+        if self.is_closed:
             return
         end_s = time.monotonic() + timeout_s
         is_done = False
@@ -88,9 +99,10 @@ class Offload:
                 self.advance()
             is_done = not self.has_work
         finally:
-            self._is_closed = True
-            for carrier in self._carriers.values():
-                carrier.close(drops=not is_done)
+            self.is_closed = True
+            with ExitStack() as ending:  # all of them, whatever happens to one
+                for carrier in self._carriers.values():
+                    ending.callback(carrier.close, drops=not is_done)
 
     def _collect(self) -> list[Loaded]:
         self._something_ended.clear()

@@ -54,11 +54,12 @@ class Arena:
         return done == expected and self._sealer.opens(record, identity, out)
 
     def erase(self, slot: int) -> None:
-        """Overwrite a slot with zeros. O(its bytes)."""
-        offset = self._layout.offset(slot)
+        """Overwrite a slot with zeros, its record last: where there is none, there is nothing. O(its bytes)."""
+        offset, room = self._layout.offset(slot), self._layout.num_room_bytes
         size = min(self._layout.stride, os.fstat(self.descriptor).st_size - offset)
-        if size > 0:
-            self._write_all(memoryview(bytes(size)), offset)
+        if size > 0 and any(os.pread(self.descriptor, room, offset)):
+            self._write_all(memoryview(bytes(max(0, size - room))), offset + room)
+            self._write_all(memoryview(bytes(min(size, room))), offset)
 
     def flush(self) -> None:
         """Wait until all that was written is on the disk."""

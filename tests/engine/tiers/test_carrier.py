@@ -146,11 +146,16 @@ def test_what_could_not_be_settled_is_tried_again(place, carrier, monkeypatch):
 def test_slots_are_erased_between_what_came_before_and_after(place, carrier):
     transfers = [a_store()[1] for _ in range(2)]
     carrier.begin(transfers[0])
-    carrier.erase([3, 5])
-    carrier.erase([])
+    carrier.erase([3, 5]).result(10)
     carrier.begin(transfers[1])
     carrier.close()
     assert [call[:2] for call in place.calls] == [("store", [0, 1]), ("erase", [3, 5]), ("store", [0, 1]), ("close",)]
+
+
+def test_who_erases_hears_of_what_fails(place, carrier):
+    place.fails.add("erase")
+    with pytest.raises(OSError, match="erase failed"):
+        carrier.erase([3]).result(10)
 
 
 def test_nothing_is_settled_where_nothing_is_remembered(place, carrier):

@@ -295,6 +295,107 @@ def test_a_tenants_data_is_deleted_from_the_disk_too(make, tmp_path, settles):
     assert ask(again, bob, salt="bob")[0].num_loaded_tokens == {"disk": 288}
 
 
+@pytest.mark.parametrize("how", ["reset", "a failed store"])
+def test_what_was_forgotten_otherwise_is_overwritten_as_well(make, tmp_path, monkeypatch, how):
+    (ann,) = prompts(1)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB", "num_blocks": 60}
+    engine = make(**options)
+    if how == "a failed store":
+        store = DiskPlace.store
+        monkeypatch.setattr(DiskPlace, "store", lambda *given: store(*given) and False)
+    ask(engine, ann, salt="ann")
+    settle(engine)
+    if how == "reset":
+        engine.manager.reset_prefix_cache()
+    engine.forget_salt("ann")
+    content = b"".join(path.read_bytes() for path in (tmp_path / "kv").iterdir())
+    assert not any(np.array(ann[at : at + 16], "<u4").tobytes() in content for at in range(0, 288, 16))
+
+
+def test_a_disk_that_cannot_be_overwritten_is_told_of(make, tmp_path, monkeypatch):
+    (ann,) = prompts(1)
+    engine = make(disk_cache=tmp_path / "kv", disk_cache_size="64MiB", num_blocks=60)
+    ask(engine, ann, salt="ann")
+    settle(engine)
+
+    def fail(self, slots):
+        raise DiskError("expected a disk that can be written, got none")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskPlace, "erase", fail)
+        with pytest.raises(DiskError, match="expected a disk that can be written"):
+            engine.forget_salt("ann")
+    assert engine.forget_salt("ann") == 0
+    content = b"".join(path.read_bytes() for path in (tmp_path / "kv").iterdir())
+    assert not any(np.array(ann[at : at + 16], "<u4").tobytes() in content for at in range(0, 288, 16))
+
+
+def test_what_a_manager_forgets_leaves_an_idle_engines_disk(make, tmp_path):
+    (ann,) = prompts(1)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB", "num_blocks": 60}
+    engine = make(**options)
+    ask(engine, ann, salt="ann")
+    settle(engine)
+    engine.manager.forget_salt("ann")
+    assert engine.has_work
+    settle(engine)
+    assert not engine.has_work
+    engine.close()
+    assert ask(make(**options), ann, salt="ann")[0].num_cached_tokens == 0
+
+
+def test_a_closed_engine_says_so(make):
+    (prompt,) = prompts(1)
+    engine = make(host_cache="4MiB")
+    ask(engine, prompt)
+    engine.close()
+    for call in (lambda: engine.generate([prompt]), engine.step, lambda: engine.forget_salt("a")):
+        with pytest.raises(KVBlocksError, match="expected an engine that is open"):
+            call()
+
+
+@pytest.mark.parametrize("place", ["in schedule", "after schedule"])
+def test_an_interrupt_while_a_step_is_scheduled_leaves_nothing_unwritten(make, tmp_path, monkeypatch, place):
+    (prompt,) = prompts(1)
+    _, expected = ask(make(), prompt)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB"}
+    with make(**options) as engine:
+        schedule = engine.scheduler.schedule
+
+        def interrupted():
+            chunks = schedule()
+            assert chunks
+            if place == "in schedule":
+                raise KeyboardInterrupt
+            monkeypatch.setattr(engine.runner, "run", interrupt)
+            return chunks
+
+        def interrupt(chunks):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine.scheduler, "schedule", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([prompt], max_tokens=2)
+        monkeypatch.undo()
+        assert engine.manager.get_computed_blocks(Sequence("probe", prompt)).num_tokens == 0
+        assert engine.manager.num_free_blocks == NUM_BLOCKS
+        settle(engine)
+    again, logits = ask(make(**options), prompt)
+    assert (again.num_cached_tokens, again.num_loaded_tokens) == (0, {})
+    assert torch.equal(logits, expected)
+
+
+def test_a_refused_engine_leaves_another_models_folder_alone(make, tmp_path):
+    (prompt,) = prompts(1)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB"}
+    with make(**options) as engine:
+        ask(engine, prompt)
+    windows = replace(GEMMA3, tie_word_embeddings=False)
+    with pytest.raises(InvalidArgumentError, match="one group of layers"):
+        make(LoadedModel(windows, random_weights(windows)), **options)
+    assert ask(make(**options), prompt)[0].num_loaded_tokens == {"disk": 288}
+
+
 def test_a_salt_is_forgotten_without_tiers_as_well(make):
     (prompt,) = prompts(1)
     engine = make()
@@ -371,7 +472,11 @@ def test_a_disk_of_somebody_else_is_refused(make, tmp_path):
     [
         ({"host_cache": 0}, "host_cache: expected bytes"),
         ({"host_cache": "2 potatoes"}, "host_cache: expected bytes"),
-        ({"host_cache": 100}, r"host_cache: expected at least \d+ bytes, a block, got 100"),
+        ({"host_cache": 100}, r"host_cache: expected at least \d+ bytes, a block, and at most \d+, .* got 100"),
+        (
+            {"host_cache": "9999TB"},
+            r"host_cache: expected at least \d+ bytes, a block, and at most \d+, which are free",
+        ),
         ({"disk_cache": ""}, "disk_cache: expected a folder, got ''"),
         ({"disk_cache": 7}, "disk_cache: expected a folder, got 7"),
         ({"disk_cache_size": "1GiB"}, "disk_cache_size: expected disk_cache, the folder, with it; got none"),
@@ -438,5 +543,5 @@ def test_many_prompts_over_windows_and_a_host_get_what_they_get_alone(make, wind
 
 
 def test_a_disk_below_windows_is_refused_by_name(make, windowed, tmp_path):
-    with pytest.raises(InvalidArgumentError, match="expected one group for a tier that is persistent"):
+    with pytest.raises(InvalidArgumentError, match="disk_cache: expected a model with one group of layers"):
         make(windowed, num_blocks=70, disk_cache=tmp_path / "kv", disk_cache_size="64MiB")

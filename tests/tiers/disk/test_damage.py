@@ -17,6 +17,7 @@ from tiers.disk.histories import BLOCK_BYTES, OPTIONS, identity_of, payload_of
 from tiers.disk.stores import SECRET, fill, open_store, reads, remembered
 from tiers.disk.test_kill import ROOT
 
+from kvblocks import KVCacheManager, Tier
 from kvblocks.tiers.disk import DiskError
 from kvblocks.tiers.disk.complaints import Complaints
 from kvblocks.tiers.identity import BlockIdentity
@@ -193,6 +194,7 @@ PLANTS = [
     "UPDATE slots SET parent = x'00' WHERE slot = 1",
     "UPDATE slots SET keys = zeroblob(513) WHERE slot = 1",
     "UPDATE slots SET keys = 'text' WHERE slot = 1",
+    "UPDATE slots SET keys = x'ff0102' WHERE slot = 1",
     "UPDATE slots SET tokens = zeroblob(17) WHERE slot = 1",
     "UPDATE slots SET number = 'text' WHERE slot = 1",
     "UPDATE slots SET number = 9223372036854775807 WHERE slot = 1",
@@ -214,6 +216,8 @@ def test_planted_rows_are_misses(filled, tmp_path, statements):
     with open_store(tmp_path / "store") as store:
         pairs = store.remembered()
         assert all(0 <= slot < store.num_slots for slot, _ in pairs)
+        tier = Tier("disk", store.num_slots, BLOCK_BYTES, is_persistent=True)
+        assert KVCacheManager(4, 4, tiers=[tier]).tiers.restore("disk", pairs) <= len(pairs)
         assert all(store.read([slot], [identity], bytearray(BLOCK_BYTES)) in (0, 1) for slot, identity in pairs)
     assert check_copy(tmp_path / "store") == sorted({*NUMBERS, 3})
 
