@@ -167,6 +167,16 @@ def test_steps_are_captured_anew_when_the_tables_move():
     check(case, [2], [3])
 
 
+def capture_into(pools):
+    """A stand-in for `torch.cuda.graph`: threads that move blocks may not disturb a capture."""
+
+    def graph(graph, *, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        return nullcontext(pools.append(pool))
+
+    return graph
+
+
 def test_a_pool_without_graphs_is_not_captured_into_again(monkeypatch):
     """By stand-ins for torch's functions: what torch refuses on a GPU."""
     pools, numbers = [], iter(range(100))
@@ -175,7 +185,7 @@ def test_a_pool_without_graphs_is_not_captured_into_again(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=lambda other: None))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", type("CUDAGraph", (), {"replay": lambda self: None}))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, *, pool, stream: nullcontext(pools.append(pool)))
+    monkeypatch.setattr(torch.cuda, "graph", capture_into(pools))
     capture, step = GraphCapture(), SimpleNamespace(compute=lambda: torch.zeros(1))
     kept = [capture(step), capture(step)]
     assert pools[0] == pools[1]
