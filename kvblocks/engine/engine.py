@@ -239,7 +239,7 @@ class Engine:
         end_s = time.monotonic() + _PATIENCE_S
         while self.offload is not None and self.offload.has_work and time.monotonic() < end_s:
             self._move(self.offload)
-            self.offload.wait(_WAIT_S)
+            self.offload.wait(_WAIT_S)  # others than loads aren't waited for there
         number = self.manager.forget_salt(salt)
         if self.offload is not None:
             self.offload.erase_forgotten(_ERASE_S)

@@ -486,7 +486,8 @@ def test_a_hit_that_was_evicted_as_bad_is_not_cached_again_by_what_is_loaded_beh
     assert manager.get_computed_blocks(Sequence("three", PROMPT)).num_tokens == 4
 
 
-def test_what_an_abort_takes_back_is_not_cached_again_by_what_is_loaded_behind_it():
+def loading_behind_a_writer():
+    """A manager, a sequence whose step is to write three blocks, and one that hit them and loads what comes behind."""
     manager = make_manager(64)
     run(manager)
     settle(manager)
@@ -494,6 +495,11 @@ def test_what_an_abort_takes_back_is_not_cached_again_by_what_is_loaded_behind_i
     writer = Sequence("writer", [*range(12), 99])
     manager.allocate_slots(writer)
     sequence, _ = start(manager)
+    return manager, writer, sequence
+
+
+def test_what_an_abort_takes_back_is_not_cached_again_by_what_is_loaded_behind_it():
+    manager, writer, sequence = loading_behind_a_writer()
     (transfer,) = manager.tiers.take_transfers()
     manager.abort(writer, 4)
     (loaded,) = manager.tiers.complete(transfer, ok=True)
@@ -505,13 +511,7 @@ def test_what_an_abort_takes_back_is_not_cached_again_by_what_is_loaded_behind_i
 @pytest.mark.parametrize("forget", ["reset", "salt"])
 def test_a_reset_does_not_hide_what_an_abort_took_back(forget):
     """Nobody wrote it, whatever is cached since."""
-    manager = make_manager(64)
-    run(manager)
-    settle(manager)
-    spill(manager)
-    writer = Sequence("writer", [*range(12), 99])
-    manager.allocate_slots(writer)
-    sequence, _ = start(manager)
+    manager, writer, sequence = loading_behind_a_writer()
     (transfer,) = manager.tiers.take_transfers()
     manager.abort(writer, 4)
     twin = manager.fork(sequence, "twin")
@@ -527,13 +527,7 @@ def test_a_reset_does_not_hide_what_an_abort_took_back(forget):
 
 def test_who_gives_up_goes_back_before_what_an_abort_took_back():
     """A step that died was to write it, so it isn't there."""
-    manager = make_manager(64)
-    run(manager)
-    settle(manager)
-    spill(manager)
-    writer = Sequence("writer", [*range(12), 99])
-    manager.allocate_slots(writer)
-    sequence, _ = start(manager)
+    manager, writer, sequence = loading_behind_a_writer()
     manager.take_copies()
     manager.abort(writer, 4)
     assert manager.tiers.give_up(sequence) == 4

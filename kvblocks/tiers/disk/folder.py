@@ -7,7 +7,6 @@ Invariants:
 - Files are 0600 in a folder of 0700 of the same user, and none is reached through a link.
 """
 
-import fcntl
 import json
 import os
 import stat
@@ -32,6 +31,8 @@ class Folder:
     """An open folder, locked. Made if it isn't there. Raises DiskError, and OSError."""
 
     def __init__(self, path: Path) -> None:
+        if not _has_locks():
+            raise DiskError(f"{path}: expected a POSIX system, whose locks a disk tier needs, got {os.name}")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = path.resolve()
         self._lock: int | None = None
@@ -67,6 +68,8 @@ class Folder:
                 os.chmod(name, 0o600, dir_fd=self._descriptor)  # Path knows no folder's descriptor
 
     def _take_lock(self) -> None:
+        import fcntl  # POSIX's; whoever has no disk tier does without
+
         self._lock = self.open_file(LOCK)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,3 +153,12 @@ class Folder:
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
         self._lock, self._descriptor = None, -1
+
+
+def _has_locks() -> bool:
+    """Whether the system has POSIX's locks."""
+    try:
+        import fcntl  # noqa: F401
+    except ImportError:
+        return False
+    return True

@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,8 @@ def test_blocks_that_were_moved_or_are_of_another_model_are_misses(tmp_path, sec
         assert not reads(store, 0, 0) and reads(store, 0, 1) and reads(store, 1, 1)
         assert not reads(store, 2, 2) and reads(store, 3, 3)
 
+
+NOBODY = 65534
 
 PLANTS = [
     "UPDATE slots SET slot = 1000000 WHERE slot = 1",
@@ -447,17 +450,45 @@ def test_a_folder_that_vanishes(tmp_path, what):
         assert not any(found)  # nothing came back
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
-def test_a_folder_without_permission(tmp_path):
-    with open_store(tmp_path / "a" / "store") as store:
+@pytest.fixture
+def forbidding_folder():
+    """A folder of a user to whom something can be forbidden: for this test we are not root."""
+    user = os.geteuid()
+    folder = Path(tempfile.mkdtemp())
+    if user == 0:
+        os.chown(folder, NOBODY, -1)
+        os.seteuid(NOBODY)
+    yield folder
+    os.seteuid(user)
+    shutil.rmtree(folder)
+
+
+def test_a_folder_without_permission(forbidding_folder):
+    with open_store(forbidding_folder / "a" / "store") as store:
         fill(store, {0: 0})
-        (tmp_path / "a").chmod(0)
+        (forbidding_folder / "a").chmod(0)
         try:
             assert reads(store, 0, 0)
             with pytest.raises(DiskError, match="Permission denied"):
-                open_store(tmp_path / "a" / "store")
+                open_store(forbidding_folder / "a" / "store")
         finally:
-            (tmp_path / "a").chmod(0o700)
+            (forbidding_folder / "a").chmod(0o700)
+
+
+def test_a_system_without_locks_is_refused_by_name_and_nobody_else_notices(tmp_path):
+    code = """
+import sys
+sys.modules["fcntl"] = None
+import kvblocks.tiers.disk as disk
+try:
+    disk.DiskStore(sys.argv[1], fingerprint=bytes(32), num_block_bytes=64, block_size=4, max_bytes=2**24)
+except disk.DiskError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "expected a POSIX system, whose locks a disk tier needs" in done.stdout
+    assert not list(tmp_path.iterdir())
 
 
 # Warnings.
