@@ -15,7 +15,6 @@ What it does not show: time. Every load is taken, every transfer succeeds at onc
 """
 
 import argparse
-import gzip
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.conditions import conditions, keep, print_conditions
-from bench.replay.hybrid import generate_trace
+from bench.replay.hybrid import generate_trace, read_lines
 from kvblocks import KVCacheManager, Sequence, Tier
 from kvblocks.tiers.tier import StoreWhen
 
@@ -140,9 +139,7 @@ def main() -> None:
     if given.trace is None:
         lines: list[str] = list(generate_trace(given.requests))
     else:
-        opened = gzip.open if given.trace.suffix == ".gz" else open
-        with opened(given.trace, "rt", encoding="utf-8") as file:
-            lines = list(file)
+        lines = read_lines(given.trace)
     block_tokens, requests = read_requests(lines)
     requests = [ids for ids in requests if ids][: given.requests]
     num_different = len({block for ids in requests for block in ids})

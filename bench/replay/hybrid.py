@@ -70,6 +70,13 @@ class Outcome:
     num_preemptions: int
 
 
+def read_lines(trace: Path, number: int | None = None) -> list[str]:
+    """Return the first so many lines of a file, or all; its name may end in .gz."""
+    opened = gzip.open if trace.suffix == ".gz" else open
+    with opened(trace, "rt", encoding="utf-8") as file:
+        return list(islice(file, number))
+
+
 def read_trace(lines: Iterable[str]) -> Iterator[Request]:
     """Yield the requests of a trace."""
     for line in lines:
@@ -184,9 +191,7 @@ def main() -> None:
     if given.trace is None:
         lines: list[str] = list(generate_trace(given.requests or 400))
     else:
-        opened = gzip.open if given.trace.suffix == ".gz" else open
-        with opened(given.trace, "rt", encoding="utf-8") as file:
-            lines = list(islice(file, given.requests))
+        lines = read_lines(given.trace, given.requests)
     name = "generated" if given.trace is None else given.trace.name
     facts = conditions(trace=name, num_requests=len(lines), window=WINDOW * SCALE, block_size=BLOCK_SIZE * SCALE)
     facts = {key: value for key, value in facts.items() if key not in ("num_blocks", "collector")}

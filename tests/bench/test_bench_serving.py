@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,6 @@ def bench(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.chdir(ROOT)  # its servers are `python -m kvblocks`
     return importlib.import_module("bench.serving.serving")
-
-
-@pytest.fixture
-def roomy_folder(tiny_folder, tmp_path):
-    """The tiny model, said to read more than it could make sense of."""
-    folder = tmp_path / "tiny"
-    shutil.copytree(tiny_folder, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-    return folder
 
 
 def test_it_measures_three_workloads_and_draws_them(bench, roomy_folder, tmp_path, capsys):

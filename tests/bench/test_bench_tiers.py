@@ -3,7 +3,6 @@
 import gzip
 import importlib
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,6 @@ def load(monkeypatch):
     """A module in bench/, which isn't installed."""
     monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module
-
-
-@pytest.fixture
-def roomy_folder(tiny_folder, tmp_path):
-    """The tiny model, said to read more than it could make sense of."""
-    folder = tmp_path / "tiny"
-    shutil.copytree(tiny_folder, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-    return folder
 
 
 def test_every_place_is_asked_and_everything_is_compared(load, roomy_folder, tmp_path, capsys):

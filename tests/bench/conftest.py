@@ -1,0 +1,16 @@
+"""What several benches' tests need."""
+
+import json
+import shutil
+
+import pytest
+
+
+@pytest.fixture
+def roomy_folder(tiny_folder, tmp_path):
+    """The tiny model, said to read more than it could make sense of."""
+    folder = tmp_path / "tiny"
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    return folder
