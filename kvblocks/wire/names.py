@@ -15,10 +15,10 @@ Ours give them so. A sequence's `lora` is the name, or "name\0path"; what stands
 version say. A str position key is an image's identifier; a bytes key is of embeddings, and its first 32 bytes are the
 digest. A prefix whose first block has a bytes key is taken for a prompt of embeddings.
 
-Where this equals vLLM's: images are in the order of their first tokens, which vLLM takes for granted, and where
-several overlap, a block says those up to the first one that goes on behind it, as vLLM's does. Pickle writes a str that
-comes twice as a reference to the first where both are one object; vLLM's requests, which a decoder made, have no such
-strings, ours neither. So over pickle names are equal unless one object was given twice, as an adapter's name and path.
+Where this equals vLLM's: for images that don't overlap, which vLLM takes for granted. (Where they do, what it says of a
+block depends on images that come behind it.) Pickle writes a str that comes twice as a reference to the first where
+both are one object; vLLM's requests, which a decoder made, have no such strings, and ours have none either. So over
+pickle names are equal unless one object was given twice, as an adapter's name and path.
 
 Chaining, and keys beside the tokens, are vLLM's; Dynamo's and llm-d's functions follow their sources.
 """
@@ -36,7 +36,7 @@ from typing import Any, Final, SupportsIndex
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvblocks.arguments import Text, check_count, check_name, check_text, is_a, plain_text, wrong
-from kvblocks.core.hashing import ExtraKey, Names, decode_extra_keys, decode_names, sha256_digest
+from kvblocks.core.hashing import Names, decode_extra_keys, decode_names, sha256_digest
 from kvblocks.core.tokens import TokenIds, pack_tokens
 from kvblocks.errors import InvalidArgumentError
 
@@ -88,12 +88,12 @@ class VllmNames(Names):
         """Return vLLM's hashes of those blocks; as `Names.chain`."""
         keys, packed = extra_keys or {}, bytearray()
         of_all, has_embeddings = _keys_of_all(first_keys)
-        words, size = Struct(f"<{block_bytes // 4}I"), block_bytes // 4
+        words = Struct(f"<{block_bytes // 4}I")
         previous = parent_digest or self.none_hash
         for block in blocks:
             of_block = of_all
             if has_embeddings or block in keys:
-                of_block = of_all + _keys_of_block(keys.get(block, b""), size, has_embeddings=has_embeddings)
+                of_block = of_all + _keys_of_block(keys.get(block, b""), has_embeddings=has_embeddings)
             content = (previous, words.unpack_from(tokens, block * block_bytes), of_block or None)
             previous = self.hash_function(self._encode(content))
             packed += previous
@@ -109,25 +109,14 @@ def _keys_of_all(first_keys: bytes | None) -> tuple[tuple[Any, ...], bool]:
     return () if lora is None else (("lora", *split_lora(lora)),), has_embeddings
 
 
-def _keys_of_block(encoded: bytes, block_size: int, *, has_embeddings: bool) -> tuple[Any, ...]:
+def _keys_of_block(encoded: bytes, *, has_embeddings: bool) -> tuple[Any, ...]:
     """Return a block's own keys, in vLLM's order."""
     decoded = decode_extra_keys(encoded)
-    found: list[Any] = [("mm", identifier, start) for identifier, start in block_images(decoded, block_size)]
+    found: list[Any] = [("mm", key, span[0]) for _, span, key in decoded if span is not None and isinstance(key, str)]
     found += [("cache_salt", key) for kind, _, key in decoded if kind == "salt"]
     digests = [key[:NUM_EMBEDDING_BYTES] for _, _, key in decoded if isinstance(key, bytes)]
     found += [("prompt_embeds", digest) for digest in digests or [NO_EMBEDDINGS] * has_embeddings]
     return tuple(found)
-
-
-def block_images(keys: Items[ExtraKey], block_size: int) -> list[tuple[str, int]]:
-    """Return the identifier and start of each image that vLLM counts among a block's keys, in its order."""
-    images: list[tuple[str, int]] = []
-    for _, span, key in keys:
-        if span is not None and isinstance(key, str):
-            images.append((key, span[0]))
-            if span[0] + span[1] > block_size:
-                break
-    return images
 
 
 def split_lora(lora: str) -> tuple[str, str]:
