@@ -22,13 +22,16 @@ FLOORS = {
     "kvblocks.events": 0,
     "kvblocks.stats": 0,
     "kvblocks.core": 1,
-    "kvblocks.hashing": 2,  # the path by which people import what is in the core
+    "kvblocks.wire.names": 2,
+    "kvblocks.hashing": 3,  # the path by which people import what is in the core, and the schemes by name
     "kvblocks.retention": 2,
     "kvblocks.groups": 3,
     "kvblocks.prefix_cache": 3,
     "kvblocks.observe": 4,
     "kvblocks.tiers": 3,
     "kvblocks.tiers.grouped": 4,
+    "kvblocks.wire.shared_names": 4,
+    "kvblocks.wire": 8,
     "kvblocks.manager": 5,
     "kvblocks.observe.metrics": 6,  # watches a manager, and nothing that a manager imports
     "kvblocks.metrics": 7,  # the path by which people import it
@@ -68,6 +71,8 @@ SERVER = "kvblocks.engine.server"
 SERVER_PACKAGES = ENGINE_PACKAGES | {"starlette", "uvicorn", "httpx2"}  # the engine itself knows nothing of HTTP
 CLI = "kvblocks.cli"
 DISK = "kvblocks.tiers.disk"
+WIRE = "kvblocks.wire"
+WIRE_PACKAGES = CORE_PACKAGES | {"cbor2", "msgspec", "zmq"}
 INTEGRATIONS = "kvblocks.integrations"
 INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl", "torch"})
 # What integrations may import of kvblocks: public names, as any engine would.
@@ -205,6 +210,8 @@ def allowed_packages(module: str) -> frozenset[str]:
         return INTEGRATION_PACKAGES
     if is_inside(module, DISK):
         return CORE_PACKAGES
+    if is_inside(module, WIRE):
+        return WIRE_PACKAGES
     floor = floor_of(module)
     return CORE_PACKAGES if floor is not None and floor <= TOP_CORE_FLOOR else ENGINE_PACKAGES
 
@@ -235,7 +242,8 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
 def check_outside(module: str, imported: Import) -> str | None:
     """What is wrong with an import from outside kvblocks, or None."""
     package = imported.target.partition(".")[0]
-    pure = not allowed_packages(module) >= ENGINE_PACKAGES and not is_inside(module, DISK)
+    does_io = is_inside(module, DISK) or is_inside(module, WIRE)
+    pure = not allowed_packages(module) >= ENGINE_PACKAGES and not does_io
     if imported.target == "<computed>" and module == "kvblocks":
         return None  # from a table that a test holds against imports under TYPE_CHECKING
     if imported.target == "<computed>":

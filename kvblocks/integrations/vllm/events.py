@@ -1,7 +1,6 @@
 """kvblocks' records of what is cached, as vLLM's own events, for `--kv-events-config`.
 
-The block hashes are kvblocks' digests: sha256 over the exact preimage of a prefix. They name blocks as vLLM's do, but
-have other values.
+The block hashes are those that vLLM would compute (`kvblocks.wire.names`), by its `--prefix-caching-hash-algo`.
 """
 
 from collections.abc import Iterable
