@@ -11,9 +11,8 @@ tuple of ints; a tuple of keys or None. H is SHA-256 or XXH3 (128 bits) over pic
     ("cache_salt", salt)          in the first block only
     ("prompt_embeds", digest)     in every block of a prompt of embeddings; SHA-256 of the block's, of none behind them
 
-Ours give them so. A sequence's `lora` is the name, or "name\0path"; what stands behind another "\0" is left out, a
-version say. A str position key is an image's identifier; a bytes key is of embeddings, and its first 32 bytes are the
-digest. A prefix whose first block has a bytes key is taken for a prompt of embeddings.
+How ours give them says `kvblocks.wire.extra_keys`. A prefix whose first block has a bytes key is taken for a prompt of
+embeddings.
 
 Where this equals vLLM's: for images that don't overlap, which vLLM takes for granted. (Where they do, what it says of a
 block depends on images that come behind it.) Pickle writes a str that comes twice as a reference to the first where
@@ -28,7 +27,6 @@ import pickle
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
-from hashlib import sha256
 from importlib import import_module
 from struct import Struct, pack
 from typing import Any, Final, SupportsIndex
@@ -39,12 +37,10 @@ from kvblocks.arguments import Text, check_count, check_name, check_text, is_a, 
 from kvblocks.core.hashing import Names, decode_extra_keys, decode_names, sha256_digest
 from kvblocks.core.tokens import TokenIds, pack_tokens
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.wire.extra_keys import split_lora, tagged_keys
 
 DEFAULT_SEED: Final = "vllm-none-hash"
 """vLLM's seed where PYTHONHASHSEED isn't set and the hash is cryptographic."""
-
-NO_EMBEDDINGS: Final = sha256().digest()
-NUM_EMBEDDING_BYTES: Final = 32
 
 _ALGORITHMS: Final = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 _DYNAMO_SEED: Final = 1337
@@ -93,7 +89,7 @@ class VllmNames(Names):
         for block in blocks:
             of_block = of_all
             if has_embeddings or block in keys:
-                of_block = of_all + _keys_of_block(keys.get(block, b""), has_embeddings=has_embeddings)
+                of_block = of_all + tagged_keys(keys.get(block, b""), has_embeddings=has_embeddings)
             content = (previous, words.unpack_from(tokens, block * block_bytes), of_block or None)
             previous = self.hash_function(self._encode(content))
             packed += previous
@@ -107,22 +103,6 @@ def _keys_of_all(first_keys: bytes | None) -> tuple[tuple[Any, ...], bool]:
     _, lora = decode_names(first_keys)
     has_embeddings = any(isinstance(key, bytes) for _, _, key in decode_extra_keys(first_keys))
     return () if lora is None else (("lora", *split_lora(lora)),), has_embeddings
-
-
-def _keys_of_block(encoded: bytes, *, has_embeddings: bool) -> tuple[Any, ...]:
-    """Return a block's own keys, in vLLM's order."""
-    decoded = decode_extra_keys(encoded)
-    found: list[Any] = [("mm", key, span[0]) for _, span, key in decoded if span is not None and isinstance(key, str)]
-    found += [("cache_salt", key) for kind, _, key in decoded if kind == "salt"]
-    digests = [key[:NUM_EMBEDDING_BYTES] for _, _, key in decoded if isinstance(key, bytes)]
-    found += [("prompt_embeds", digest) for digest in digests or [NO_EMBEDDINGS] * has_embeddings]
-    return tuple(found)
-
-
-def split_lora(lora: str) -> tuple[str, str]:
-    """Return the adapter's name and path in a sequence's `lora`; "" for no path."""
-    name, path, *_ = [*lora.split("\0"), ""]
-    return name, path
 
 
 def _check_seed(seed: Text | None, *, is_cryptographic: bool) -> str:

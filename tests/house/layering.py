@@ -22,6 +22,7 @@ FLOORS = {
     "kvblocks.events": 0,
     "kvblocks.stats": 0,
     "kvblocks.core": 1,
+    "kvblocks.wire.extra_keys": 2,
     "kvblocks.wire.names": 2,
     "kvblocks.hashing": 3,  # the path by which people import what is in the core, and the schemes by name
     "kvblocks.retention": 2,
@@ -31,7 +32,6 @@ FLOORS = {
     "kvblocks.tiers": 3,
     "kvblocks.tiers.grouped": 4,
     "kvblocks.wire.shared_names": 4,
-    "kvblocks.wire": 8,
     "kvblocks.manager": 5,
     "kvblocks.observe.metrics": 6,  # watches a manager, and nothing that a manager imports
     "kvblocks.metrics": 7,  # the path by which people import it
@@ -39,6 +39,7 @@ FLOORS = {
     "kvblocks.integrations.probing": 8,  # what the integrations' probes share
     "kvblocks.integrations": 9,  # inside other engines, which have environments of their own
     "kvblocks.kernels": 8,  # the floor K: beside the engine, reached through a few doors
+    "kvblocks.wire": 8,  # beside the engine: others' formats, and their transport
     "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
     "kvblocks.engine.errors": 8,
     "kvblocks.engine.schedule": 9,
@@ -72,11 +73,13 @@ SERVER_PACKAGES = ENGINE_PACKAGES | {"starlette", "uvicorn", "httpx2"}  # the en
 CLI = "kvblocks.cli"
 DISK = "kvblocks.tiers.disk"
 WIRE = "kvblocks.wire"
-WIRE_PACKAGES = CORE_PACKAGES | {"cbor2", "msgspec", "zmq"}
+WIRE_PACKAGES = CORE_PACKAGES | {"msgspec", "cbor2"}
+# The modules of the wire that have sockets, threads or settings; the others do no input or output, like the core.
+WIRE_DOORS = frozenset(f"kvblocks.wire.{name}" for name in ("publisher", "client", "names", "tail", "__main__"))
 INTEGRATIONS = "kvblocks.integrations"
 INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl", "torch"})
 # What integrations may import of kvblocks: public names, as any engine would.
-FACADE = frozenset({"kvblocks", "kvblocks.hashing"})
+FACADE = frozenset({"kvblocks", "kvblocks.hashing", "kvblocks.wire.extra_keys"})
 
 # The core and the kernels do no input or output, and take time, seeds and settings as arguments.
 FORBIDDEN_STDLIB = frozenset(
@@ -106,6 +109,7 @@ FORBIDDEN_STDLIB = frozenset(
 # "module" -> a package of the forbidden ones that it may import all the same, and why.
 PERMITTED_STDLIB = {
     "kvblocks": "importlib",  # its names are imported when they are first asked for
+    "kvblocks.wire": "importlib",  # likewise
     "kvblocks.prefix_cache.cache": "threading",  # a lock is what makes it safe to share; it starts no thread
 }
 
@@ -211,7 +215,7 @@ def allowed_packages(module: str) -> frozenset[str]:
     if is_inside(module, DISK):
         return CORE_PACKAGES
     if is_inside(module, WIRE):
-        return WIRE_PACKAGES
+        return WIRE_PACKAGES | {"zmq"} if module in WIRE_DOORS else WIRE_PACKAGES
     floor = floor_of(module)
     return CORE_PACKAGES if floor is not None and floor <= TOP_CORE_FLOOR else ENGINE_PACKAGES
 
@@ -242,9 +246,8 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
 def check_outside(module: str, imported: Import) -> str | None:
     """What is wrong with an import from outside kvblocks, or None."""
     package = imported.target.partition(".")[0]
-    does_io = is_inside(module, DISK) or is_inside(module, WIRE)
-    pure = not allowed_packages(module) >= ENGINE_PACKAGES and not does_io
-    if imported.target == "<computed>" and module == "kvblocks":
+    pure = not allowed_packages(module) >= ENGINE_PACKAGES and not is_inside(module, DISK) and module not in WIRE_DOORS
+    if imported.target == "<computed>" and module in ("kvblocks", WIRE):
         return None  # from a table that a test holds against imports under TYPE_CHECKING
     if imported.target == "<computed>":
         return "imports a computed name: expected a constant, so that this test can follow it"

@@ -13,7 +13,8 @@ import pytest
 from model.vllm_reference import HASHES, block_keys, block_names
 
 from kvblocks import FullAttention, InvalidArgumentError, InvalidTokensError, KVCacheManager, Sequence, SlidingWindow
-from kvblocks.wire.names import VllmNames, dynamo_block_hashes, llm_d_block_hashes, split_lora
+from kvblocks.wire.extra_keys import split_lora
+from kvblocks.wire.names import VllmNames, dynamo_block_hashes, llm_d_block_hashes
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_names.json").read_text())
 

@@ -22,7 +22,8 @@ from kvblocks import (
     Sequence,
     SlidingWindow,
 )
-from kvblocks.wire.names import VllmNames, split_lora
+from kvblocks.wire.extra_keys import split_lora
+from kvblocks.wire.names import VllmNames
 
 ONE, TWO = "ad\0/path\0one", "ad\0/path\0two"
 LORAS = [ONE, TWO, ONE, TWO, "ad\0/other", None]
