@@ -64,14 +64,19 @@ class Converter:
         """
         return [self._one(event) for event in events]
 
+    def check_group(self, event: BlockStored | BlockRemoved) -> int:
+        """Return the number of an event's group. Raises InvalidArgumentError for one that wasn't named."""
+        group = event.group_idx or 0
+        if group >= len(self._groups):
+            raise wrong("group_idx", f"one of the {len(self._groups)} groups named", group)
+        return group
+
     def _one(self, event: CacheEvent) -> WireEvent:
         if isinstance(event, AllBlocksCleared):
             return records.AllBlocksCleared()
         if not isinstance(event, BlockStored | BlockRemoved):
             raise wrong("event", "BlockStored, BlockRemoved or AllBlocksCleared", event)
-        group, medium = event.group_idx or 0, medium_of(event)
-        if group >= len(self._groups):
-            raise wrong("group_idx", f"one of the {len(self._groups)} groups named", group)
+        group, medium = self.check_group(event), medium_of(event)
         hashes = list(map(self._hash, event.block_hashes))
         if isinstance(event, BlockRemoved):
             return records.BlockRemoved(

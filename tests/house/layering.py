@@ -136,6 +136,7 @@ MORE_PARAMETERS: dict[str, str] = {
     "kvblocks.manager:KVCacheManager.__init__": "an option each, by keyword, with a default that costs nothing",
     "kvblocks.manager:KVCacheManager.allocate_slots": "the one call that makes room for all that an engine schedules",
     "kvblocks.tiers.tier:Tier.__init__": "an option each, by keyword, with a default",
+    "kvblocks.wire.publisher:EventPublisher.__init__": "an option each, by keyword, with a default",
     "kvblocks.integrations.vllm.cache_manager:KVBlocksCacheManager.__init__": _VLLM,
     "kvblocks.integrations.vllm.cache_manager:KVBlocksCacheManager.allocate_slots": _VLLM,
     "kvblocks.kernels.reference.attention:paged_attention": _PAGED_BATCH,
