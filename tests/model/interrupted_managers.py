@@ -142,7 +142,7 @@ class World:
             for pool in traffic.pools
         ]
         quotas = [self.manager.tiers.quotas(pool.name) for pool in traffic.pools]
-        changes = [dict(pool.persistent._changes) for pool in traffic.pools if pool.persistent is not None]  # noqa: SLF001
+        changes = [pool.changes.look() for pool in traffic.pools if pool.changes is not None]
         jobs = [(type(job).__name__, job.num_open, job.num_good) for job in traffic._jobs]  # noqa: SLF001
         moving = [transfer.generation for transfer in (*traffic._queue, *traffic._begun)]  # noqa: SLF001
         loading = [sequence.sequence_id for sequence in traffic._loading]  # noqa: SLF001

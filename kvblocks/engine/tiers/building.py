@@ -19,7 +19,7 @@ from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 from kvblocks.tiers.disk import DiskStore
-from kvblocks.tiers.tier import Tier
+from kvblocks.tiers.tier import Tier, check_layers
 
 HOST, DISK = "host", "disk"
 
@@ -72,8 +72,7 @@ def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: B
         num_bytes = _host_bytes(options.host_cache, plan, model.device)
         tiers.append(Tier(HOST, num_bytes // plan.block_bytes, plan.block_bytes))
     if options.disk_cache is not None:
-        if len(plan.groups) > 1:  # said before the folder is opened, which may be another model's
-            raise InvalidArgumentError(f"disk_cache: expected a model with one group of layers, got {plan.groups}")
+        check_layers(plan.groups)  # before the folder is opened, which may be another model's
         block_size = plan.groups[0].block_size
         layout = f"{model.dtype}, blocks of {block_size}, {plan.groups}, layers {plan.layer_groups}"
         disk = DiskStore(

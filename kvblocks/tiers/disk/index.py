@@ -14,7 +14,7 @@ from kvblocks.tiers.disk.layout import MOST_WAL_BYTES, PAGE, Layout
 from kvblocks.tiers.identity import BlockIdentity
 
 Row = tuple[object, object, object, object, object]
-"""slot, number (the greater, the later stored), parent, keys, tokens: of any types, if somebody damaged it."""
+"""slot, number (the greater, the later stored), an identity's parts: of any types, if somebody damaged it."""
 
 _LOG = logging.getLogger("kvblocks.tiers.disk")
 _TABLE = (
@@ -153,7 +153,7 @@ class Index:
 
     def _commit(self, changes: Mapping[int, BlockIdentity | None]) -> None:
         stored = [
-            (slot, number, identity.parent, identity.extra_keys, identity.tokens)
+            (slot, number, *identity.parts())
             for number, (slot, identity) in enumerate(changes.items(), self._next_number)
             if identity is not None
         ]

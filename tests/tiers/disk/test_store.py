@@ -325,7 +325,11 @@ BYTES = payload_of(1)
         ("write", ([1], [], BYTES), "expected 1 identities, one a slot; got 0"),
         ("write", ([1], [b"x"], BYTES), "expected a BlockIdentity, got b'x'"),
         ("write", ([1], [BlockIdentity(b"", b"", b"1234")], BYTES), "expected a BlockIdentity of 4 tokens"),
-        ("write", ([1], [BlockIdentity(b"short", b"", bytes(16))], BYTES), "behind b'' or a SHA-256 digest, got"),
+        (
+            "write",
+            ([1], [BlockIdentity(b"short", b"", bytes(16))], BYTES),
+            "behind b'' or a SHA-256 digest, or in a column, got",
+        ),
         ("write", ([1, 1], ONE * 2, BYTES * 2), "expected each slot once, got [1, 1]"),
         ("write", ([1], ONE, BYTES[1:]), "payload: expected a C-contiguous buffer of 1 x 6000 bytes, got 5999 bytes"),
         ("write", ([1], ONE, "x" * 6000), "expected a C-contiguous buffer of 1 x 6000 bytes, got <class 'str'>"),
