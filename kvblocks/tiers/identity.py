@@ -32,9 +32,10 @@ class BlockIdentity:
     def __init__(
         self, parent: Given[bytes], extra_keys: Given[bytes], tokens: Given[bytes], column: SupportsIndex = 0
     ) -> None:
-        self.parent = _bytes_of("parent", parent)
-        self.extra_keys = _bytes_of("extra_keys", extra_keys)
-        self.tokens = _bytes_of("tokens", tokens)
+        # As they mostly are, without a call each: a disk may have millions.
+        self.parent = parent if type(parent) is bytes else _bytes_of("parent", parent)
+        self.extra_keys = extra_keys if type(extra_keys) is bytes else _bytes_of("extra_keys", extra_keys)
+        self.tokens = tokens if type(tokens) is bytes else _bytes_of("tokens", tokens)
         self.column = check_count("BlockIdentity: column", column, 0, _MOST_COLUMN)
 
     def preimage(self) -> bytes:
@@ -78,8 +79,6 @@ class BlockIdentity:
 
 def _bytes_of(name: str, value: Given[bytes]) -> bytes:
     given: Any = value
-    if type(given) is bytes:  # as ever: millions of rows are read from a disk
-        return given
     if not is_a(given, bytes):
         raise wrong(f"BlockIdentity: {name}", "bytes", given)
     return plain_bytes(given)

@@ -152,6 +152,10 @@ class TierPool:
         """
         return False
 
+    def is_used_with_prefix(self, column: int) -> bool:  # noqa: ARG002  # several groups do
+        """Whether who uses a longer prefix uses what is attached in a column, too. O(groups)."""
+        return False
+
     def stats(self) -> TierStats:
         """Return what it holds, and what was moved. O(1)."""
         return TierStats(

@@ -132,7 +132,8 @@ class _Restoring:
         stretch = [self._blocks[each] for each in self._found[first:]]
         node = ROOT if top < 0 else self._blocks[top].node
         self._pool.index.cache(node, stretch, memoryview(tokens), keys, 0)
-        self._attach(beside)
+        if beside:
+            self._attach(beside)
         return others
 
     def _attach(self, numbers: list[int]) -> None:
@@ -147,9 +148,9 @@ class _Restoring:
 
         What is attached was given back behind its prefix, and what was stored of it in one go at once. O(n log n).
         """
-        newest = list(range(len(self._blocks)))
+        identities, newest = self._identities, list(range(len(self._blocks)))
         for number in range(len(newest) - 2, -1, -1):
-            if self._identities[number].column and self._identities[number + 1].column:
+            if identities[number].column and identities[number + 1].column:
                 newest[number] = newest[number + 1]
         self._attached.sort()
         for numbers in (self._attached, self._found):
@@ -157,6 +158,9 @@ class _Restoring:
                 parent = self._above[number]
                 if parent >= 0 and newest[parent] < newest[number]:
                     newest[parent] = newest[number]
+        for number in self._attached:
+            if self._pool.is_used_with_prefix(identities[number].column):
+                newest[number] = newest[self._above[number]]
         return sorted(self._attached + self._found, key=newest.__getitem__, reverse=True)  # equal ones stay in order
 
 

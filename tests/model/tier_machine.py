@@ -586,7 +586,8 @@ class TierMachine:
             return
         self.count("restarted")
         for moving in self.moving:
-            self.random.choice([self.move, lambda moving: self.spoil(moving.transfer), lambda _: None])(moving)
+            if not moving.transfer.is_load and self.random.random() < 0.7:
+                self.random.choice([self.move, lambda moving: self.spoil(moving.transfer)])(moving)
         for name in self.below.keys() - self.remembered.keys():
             self.below[name] = [list(self.garbage) for _ in self.below[name]]
         self.waiting = [

@@ -99,8 +99,7 @@ class DiskStore:
         """
         with self._syncing, _as_disk_error("DiskStore.remembered: expected a disk that can be read"):
             self._check_open("remembered")
-            rows = self._index.rows()
-        found = [self._read_row(row) for row in rows]
+            found = self._index.rows(self._read_row)
         good = [pair for pair in found if pair is not None]
         if len(good) < len(found):
             self._note_damage(len(found) - len(good), f"{len(found) - len(good)} rows of the index are no blocks")

@@ -39,3 +39,12 @@ class GroupTierPool(TierPool):
     def attach(self, primary: KVCacheBlock, column: int, slot: KVCacheBlock) -> bool:
         """As `TierPool`, if the layout has such a column, and nothing is in it."""
         return column <= self.group_index.layout.row_size and self.group_index.attach(primary, column - 1, slot)
+
+    def is_used_with_prefix(self, column: int) -> bool:
+        """As `TierPool`: what hits at a later end need, or at every so many tokens; not the window of a former end."""
+        if self.window_store_tokens is not None:
+            return True
+        for side_group in self.group_index.layout.side_groups:
+            if side_group.first_column < column <= side_group.first_column + side_group.num_columns:
+                return side_group.window is None
+        return False
