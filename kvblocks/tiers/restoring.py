@@ -75,10 +75,12 @@ class _Restoring:
     def cache(self) -> None:
         """Cache what can be found. O(slots)."""
         self._sort()
-        begins, above = self._chain(self._behind.pop(b"", -1)), self._above
+        begins, above = self._hang(self._behind.pop(b"", -1), -1), self._above
         while begins:
             number = begins.pop()
-            begins += self._cache_run(above[number], number)
+            others = self._cache_run(above[number], number)
+            if others:
+                begins += others
 
     def _sort(self) -> None:
         """Find what is behind each digest, and beside it. Backwards, so that of each the oldest comes first."""
@@ -94,44 +96,42 @@ class _Restoring:
                 next_number[number] = behind.get(identity.parent, -1)
                 behind[identity.parent] = number
 
-    def _chain(self, number: int) -> list[int]:
-        """Return what stands one after the other from a number on."""
+    def _hang(self, number: int, top: int) -> list[int]:
+        """Return what stands one after the other from a number on, all of which `top` is now above."""
         chain: list[int] = []
         while number >= 0:
+            self._above[number] = top
             chain.append(number)
             number = self._next[number]
         return chain
 
     def _cache_run(self, top: int, number: int) -> list[int]:
         """Cache a stretch of blocks, one behind the other, below the block `top`. Returns what is behind it as well."""
-        identities, above, first, others = self._identities, self._above, len(self._found), list[int]()
+        identities, blocks, above = self._identities, self._blocks, self._above
+        stretch: list[KVCacheBlock] = []
         tokens = bytearray()
         keys: dict[int, bytes] | None = None
+        others: list[int] = []
         beside: list[int] = []
-        while True:
+        while number >= 0:
             identity = identities[number]
             if identity.extra_keys:
                 keys = keys or {}
-                keys[len(self._found) - first] = identity.extra_keys
+                keys[len(stretch)] = identity.extra_keys
             tokens += identity.tokens
+            stretch.append(blocks[number])
             self._found.append(number)
             if not self._behind and not self._beside:
                 break  # no digest is asked for any more
             digest = identity.digest()
-            for other in self._chain(self._beside.pop(digest, -1)):
-                above[other] = number
-                beside.append(other)
+            if self._beside:
+                beside += self._hang(self._beside.pop(digest, -1), number)
             below = self._behind.pop(digest, -1)
-            if below < 0:
-                break
-            above[below] = number
-            for other in self._chain(self._next[below]):
-                above[other] = number
-                others.append(other)
+            if below >= 0:
+                above[below] = number
+                others += self._hang(self._next[below], number)
             number = below
-        stretch = [self._blocks[each] for each in self._found[first:]]
-        node = ROOT if top < 0 else self._blocks[top].node
-        self._pool.index.cache(node, stretch, memoryview(tokens), keys, 0)
+        self._pool.index.cache(ROOT if top < 0 else blocks[top].node, stretch, memoryview(tokens), keys, 0)
         if beside:
             self._attach(beside)
         return others
@@ -146,11 +146,13 @@ class _Restoring:
     def in_order(self) -> list[int]:
         """Return the numbers of what is cached as they would be given back had they stayed: what is used last first.
 
-        What is attached was given back behind its prefix, and what was stored of it in one go at once. O(n log n).
+        What is attached was given back behind its prefix, and what was stored of one prefix in a row at once.
+        O(n log n).
         """
-        identities, newest = self._identities, list(range(len(self._blocks)))
+        identities, blocks, newest = self._identities, self._blocks, list(range(len(self._blocks)))
         for number in range(len(newest) - 2, -1, -1):
-            if identities[number].column and identities[number + 1].column:
+            is_attached = identities[number].column and identities[number + 1].column
+            if is_attached and blocks[number].run is blocks[number + 1].run:
                 newest[number] = newest[number + 1]
         self._attached.sort()
         for numbers in (self._attached, self._found):

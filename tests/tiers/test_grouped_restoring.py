@@ -17,9 +17,9 @@ GROUPS = {
 }
 
 
-def make_manager(num_slots=64, *, groups=WINDOW, num_blocks=256, **options):
+def make_manager(num_slots=64, *, groups=WINDOW, num_blocks=256, debug=True, **options):
     tier = Tier("disk", num_slots, 100, is_persistent=True, **options)
-    return KVCacheManager(num_blocks, groups=groups, tiers=[tier], debug=True)
+    return KVCacheManager(num_blocks, groups=groups, tiers=[tier], debug=debug)
 
 
 def run(manager, tokens=PROMPT, name="one", **more):
@@ -214,6 +214,51 @@ def test_of_two_in_one_column_the_older_is_told():
     pool.let_go([newer])
     assert changes(manager) == {older: None}
     assert next(iter(slots_of(manager).pool.queue)).block_id == older, "it is reused next"
+
+
+def windows_on_their_way():
+    """A manager whose tier has a prefix and then another one; of the first, what windows need is being stored."""
+    manager = make_manager(max_transfer_blocks=10, debug=False)  # tests own slots that no job has
+    run(manager)
+    for transfer in manager.tiers.take_transfers():
+        manager.tiers.complete(transfer, ok=transfer.identities()[0].column == 0)
+    stored_first = {slot: one for slot, one in changes(manager).items() if one is not None}
+    assert columns(stored_first) == [0] * 10
+    others = stored(manager, range(100, 116), name="other")
+    run(manager, name="again")
+    (transfer,) = manager.tiers.take_transfers()
+    assert [one.column for one in transfer.identities()] == [1, 1]
+    return manager, transfer, stored_first | others
+
+
+def test_a_prefix_is_as_new_as_the_windows_that_were_stored_later():
+    manager, transfer, told = windows_on_their_way()
+    manager.tiers.complete(transfer, ok=True)
+    fresh, _ = restored([*told.items(), *changes(manager).items()])
+    orders = [[slot.block_id for slot in slots_of(one).pool.queue if slot.is_cached] for one in (manager, fresh)]
+    assert orders[0] == orders[1]
+    assert orders[0][-2:] == transfer.slots[::-1]
+
+
+@pytest.mark.parametrize("is_owned", [False, True])
+def test_a_window_that_is_there_by_then_goes_unless_somebody_holds_it(is_owned):
+    manager, transfer, told = windows_on_their_way()
+    pool = slots_of(manager)
+    primary = pool.pool.blocks[list(told)[9]]
+    (there,) = pool.take(1, None)
+    assert pool.attach(primary, 1, there)
+    if not is_owned:
+        pool.let_go([there])
+    manager.tiers.complete(transfer, ok=True)
+    (_, ours), theirs = transfer.slots, there.block_id
+    identities = transfer.identities()
+    assert identities[1] == beside(told[list(told)[9]])
+    noted = changes(manager)
+    assert noted.pop(transfer.slots[0]) == identities[0]
+    assert noted == ({ours: None} if is_owned else {ours: identities[1], theirs: None})
+    if is_owned:
+        pool.let_go([there])
+    manager.check()
 
 
 # Taking back.
