@@ -110,9 +110,10 @@ class EventMirror:
         return list(self._workers)
 
     def add(self, worker: str, *, can_ask: bool = True) -> None:
-        """Add a worker. can_ask: whether it can be asked for replays and snapshots. A known one stays as it is."""
+        """Add a worker, and ask it what it has. can_ask: whether it can be asked at all. A known one stays as it is."""
         if worker not in self._workers:
             self._workers[worker] = _Worker(worker, can_ask=can_ask)
+            self._ask(self._workers[worker])
 
     def remove(self, worker: str) -> None:
         """Forget a worker and all that it had cached. Raises InvalidArgumentError for one that isn't there."""
@@ -140,6 +141,10 @@ class EventMirror:
     def places(self, worker: str) -> dict[Place, frozenset[int]]:
         """Return a worker's blocks by rank, group and medium, by the low 64 bits of their hashes. O(blocks)."""
         return self._get(worker).holdings.places()
+
+    def num_held(self, worker: str) -> int:
+        """Return how many batches of a worker are held, since others before them are missing."""
+        return len(self._get(worker).held)
 
     def find(
         self, worker: str, hashes: Iterable[Hash], *, rank: int = 0, group: int = 0, medium: str | None = None

@@ -44,10 +44,10 @@ class EventPublisher:
 
     endpoint: where consumers subscribe, "tcp://127.0.0.1:5557"; port 0 takes a free one. replay_endpoint: where they
     ask for batches again and for snapshots; None: nowhere. topic: in front of each batch. converter: the encoding;
-    None: vLLM's, one group. data_parallel_rank: what batches say. heartbeat: seconds without events after which an empty
-    batch is sent; None: never. allow_remote: whether it may bind what other machines can reach: token ids are private,
-    and nothing here asks who listens. epoch: the first batch's number; None: made of the time and chance. 0 is what
-    vLLM does, and then a consumer may take the batches behind a restart for the next ones of before.
+    None: vLLM's, one group. data_parallel_rank: what batches say. heartbeat: seconds without events after which an
+    empty batch is sent; None: never. allow_remote: whether it may bind what other machines can reach: token ids are
+    private, and nothing here asks who listens. epoch: the first batch's number; None: made of the time and chance. 0 is
+    what vLLM does, and then a consumer may take the batches behind a restart for the next ones of before.
 
     Make it before the first event is taken: it starts by saying that nothing is cached. Raises InvalidArgumentError,
     and zmq.ZMQError if it cannot bind. Safe to share between threads.
@@ -66,9 +66,9 @@ class EventPublisher:
         limits: Limits | None = None,
         epoch: int | None = None,
     ) -> None:
-        for given in (endpoint, replay_endpoint):
-            if given is not None:
-                check_endpoint(given, allow_remote=allow_remote)
+        check_endpoint(endpoint, allow_remote=allow_remote)
+        if replay_endpoint is not None:
+            check_endpoint(replay_endpoint, allow_remote=allow_remote)
         if not isinstance(topic, str) or topic.startswith("\0"):
             raise wrong("topic", "a str that begins with no NUL", topic)
         first = new_epoch() if epoch is None else check_count("epoch", epoch, 0, MAX_NUMBER >> 1)
@@ -144,7 +144,7 @@ class EventPublisher:
         self.close()
 
     def _bind(self, endpoint: str, replay_endpoint: str | None) -> None:
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._pub: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self._router: zmq.Socket[bytes] | None = None
         try:

@@ -36,8 +36,7 @@ def play(seed: int, num_rounds: int, badness: float, limits: Limits, codec: str 
             for worker in workers:
                 assert network.is_quiet(worker), (number, worker.name)
                 assert mirror.places(worker.name) == worker.cached(), (number, worker.name)
-                state = mirror._workers[worker.name]
-                assert not state.held and not state.held_size and not state.chunks and len(state.recent) <= 1024
+                assert mirror.num_held(worker.name) == 0
     return sum(worker.num_events for worker in workers), network
 
 
@@ -267,8 +266,7 @@ def test_what_is_held_is_bounded():
     mirror = joined()
     for number in range(100):
         mirror.receive("w", EPOCH + 20 + number, payload(stored(*range(4))))
-    state = mirror._workers["w"]
-    assert len(state.held) == 10 and state.held_size == 50 and mirror.stats.num_unheld == 90
+    assert mirror.num_held("w") == 10 and mirror.stats.num_unheld == 90
 
 
 def other(*, can_ask: bool = True) -> EventMirror:
