@@ -99,6 +99,11 @@ class EventPublisher:
         return self._ledger.epoch
 
     @property
+    def number(self) -> int:
+        """The number of the last batch, sent, waiting or dropped."""
+        return self._ledger.next_number - 1
+
+    @property
     def num_dropped(self) -> int:
         """How many batches were not sent, since too much waited already."""
         return self._ledger.num_dropped
@@ -144,7 +149,11 @@ class EventPublisher:
         self.close()
 
     def _bind(self, endpoint: str, replay_endpoint: str | None) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        # A context of its own is ended when it closes, and only then are the endpoints free again. Those inside of this
+        # process are found through the common one.
+        is_inside = endpoint.startswith("inproc:") or (replay_endpoint or "").startswith("inproc:")
+        self._own_context: zmq.Context[zmq.Socket[bytes]] | None = None if is_inside else zmq.Context()
+        context = self._own_context or zmq.Context.instance()
         self._pub: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self._router: zmq.Socket[bytes] | None = None
         try:
@@ -156,10 +165,15 @@ class EventPublisher:
                 num_replayed = 2 * (self._limits.num_kept_batches + 1)
                 self.replay_endpoint = _bound(self._router, replay_endpoint, num_replayed)
         except BaseException:
-            self._pub.close(0)
-            if self._router is not None:
-                self._router.close(0)
+            self._close_sockets(0)
             raise
+
+    def _close_sockets(self, linger_ms: int) -> None:
+        for open_socket in (self._pub, self._router):
+            if open_socket is not None:
+                open_socket.close(linger_ms)
+        if self._own_context is not None:
+            self._own_context.term()
 
     def _wake(self) -> None:
         with suppress(BlockingIOError, OSError):  # full: it will wake; closed: it is over
@@ -193,9 +207,7 @@ class EventPublisher:
         finally:
             with self._lock:
                 self._is_closing = True
-            for open_socket in (self._pub, self._router):
-                if open_socket is not None:
-                    open_socket.close(_LINGER_MS)
+            self._close_sockets(_LINGER_MS)
             self._wakes.close()
             self._woken.close()
 
