@@ -74,7 +74,6 @@ class _Worker:
         self.can_ask = can_ask
         self.holdings = Holdings()
         self.next: int | None = None
-        self.last = -1  # the highest number ever applied
         self.epoch: int | None = None
         self.floor = 0  # numbers below it are of before the epoch, or of before all was cleared
         self.is_complete = False
@@ -186,7 +185,7 @@ class EventMirror:
         elif state.next == number:
             self._apply(state, number, changes, hash(payload))
             self._go_on(state)
-        elif number > state.last and _is_start(number, changes):
+        elif _is_start(number, changes):
             self._start(state, number, changes, hash(payload), is_complete=True)
         elif not state.can_ask:
             self._start(state, number, changes, hash(payload), is_complete=False)
@@ -249,7 +248,7 @@ class EventMirror:
             return
         state.num_tries += 1
         wanted_snapshot, state.ask = state.ask.number is None, None
-        numbers = max(state.last, *state.held, 0)
+        numbers = max(state.next or 0, *state.held, 0)
         if wanted_snapshot and state.num_tries >= _NUM_TRIES and not state.has_snapshots and numbers < _MAX_COUNTER:
             state.has_snapshots, state.num_tries = False, 0
         elif not wanted_snapshot and state.num_tries >= _NUM_TRIES:
@@ -298,7 +297,7 @@ class EventMirror:
 
     def _apply(self, state: _Worker, number: int, changes: list[Change], mark: int) -> None:
         state.holdings.apply(changes)
-        state.next, state.last = number + 1, number
+        state.next = number + 1
         state.has_applied = True
         state.num_suspicious = 0
         if _is_start(number, changes):
@@ -323,7 +322,7 @@ class EventMirror:
         state.holdings.clear()
         state.held.clear()
         state.recent.clear()
-        state.held_size, state.last, state.floor = 0, -1, 0
+        state.held_size, state.floor = 0, 0
         state.next, state.is_complete, state.ask, state.epoch = None, False, None, None
 
     def _hold(self, state: _Worker, number: int, changes: list[Change], mark: int) -> None:
@@ -375,7 +374,7 @@ class EventMirror:
         state.holdings.clear()
         for index in range(head.total):
             state.holdings.apply(chunks[index])
-        state.next, state.last, state.epoch = head.number + 1, head.number, head.epoch
+        state.next, state.epoch = head.number + 1, head.epoch
         state.floor, state.is_complete, state.num_suspicious = head.epoch, True, 0
         state.recent.clear()
         self._go_on(state)
