@@ -178,6 +178,9 @@ class EventMirror:
         """Take a live batch. O(blocks), and nothing that it can hold raises an error."""
         state = self._get(worker)
         changes = self._read(payload)
+        if number >= _MAX_COUNTER and state.has_snapshots is False:
+            # It is one of ours, which wasn't there or wasn't heard when it was asked.
+            state.has_snapshots, state.ask = None, None
         if state.next is not None and number < state.next:
             self._take_late(state, number, payload, changes)
         elif changes is None:
@@ -345,8 +348,9 @@ class EventMirror:
             due = state.next
             state.held = {number: held for number, held in state.held.items() if number > due}
             state.held_size = sum(held.size for held in state.held.values())
-        if state.next is None or state.held or (wants_snapshot and state.has_snapshots):
-            self._ask(state, wants_snapshot=wants_snapshot)
+        lacks = not state.is_complete and state.has_snapshots is not False
+        if state.next is None or state.held or lacks or (wants_snapshot and state.has_snapshots):
+            self._ask(state, wants_snapshot=wants_snapshot or lacks)
         elif state.ask is not None and state.ask.number is not None:
             state.ask = None  # nothing is missing any more
 

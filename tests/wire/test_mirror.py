@@ -239,6 +239,32 @@ def test_a_snapshot_that_is_older_than_what_has_come_since_is_dropped():
     assert mirror.places("w") == {GPU: frozenset({1, 7, 8, 10})} and mirror.is_complete("w")
 
 
+def test_a_publisher_of_ours_that_was_not_heard_at_first_is_known_by_its_numbers():
+    mirror = EventMirror()
+    mirror.add("w")
+    for _ in range(3):
+        mirror.give_up("w")
+    assert mirror.take_asks()[-1].number == 0
+    mirror.end_replay("w")
+    mirror.receive("w", EPOCH + 7, payload(stored(7)))
+    (ask,) = mirror.take_asks()
+    assert ask.number is None
+    mirror.receive_chunk("w", chunk(ask.request, EPOCH + 7, AllBlocksCleared(), stored(7), epoch=EPOCH))
+    assert mirror.is_complete("w")
+
+
+def test_a_snapshot_takes_the_place_of_all_that_was_known():
+    mirror = mirror_of(stored(1))
+    mirror.receive("w", 9, payload(stored(9)))
+    mirror.give_up("w")
+    mirror.give_up("w")
+    mirror.give_up("w")
+    ask = mirror.take_asks()[-1]
+    assert ask.number is None
+    mirror.receive_chunk("w", chunk(ask.request, 8, stored(5)))
+    assert mirror.places("w") == {GPU: frozenset({5, 9})}
+
+
 def test_chunks_of_two_snapshots_never_mix():
     mirror = joined()
     mirror.receive("w", EPOCH + 10, payload())
