@@ -37,6 +37,7 @@ FLOORS = {
     "kvblocks.integrations": 9,  # inside other engines, which have environments of their own
     "kvblocks.kernels": 8,  # the floor K: beside the engine, reached through a few doors
     "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
+    "kvblocks.wire": 8,
     "kvblocks.engine.errors": 8,
     "kvblocks.engine.schedule": 9,
     "kvblocks.engine.text": 9,

@@ -1,0 +1,1 @@
+"""The ecosystem's formats: names of blocks, events, snapshots and hints."""
