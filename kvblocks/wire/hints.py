@@ -143,6 +143,20 @@ class HintExecutor:
         later, self._later = [*self._later], deque(maxlen=self._later.maxlen)
         return _by_envelope(later)
 
+    def forget(self, tenant: Text | None) -> None:
+        """End and forget all that a tenant has sent, the answers too, to delete its data; see `manager.forget_salt`.
+
+        Nothing is answered any more. Raises InvalidArgumentError. O(what stands).
+        """
+        self._check_open("forget")
+        book = self._books.pop(check_name("tenant", tenant), None)
+        if book is None:
+            return
+        for standing in (*book.pins, *book.prefetches):
+            standing.is_deferred = False
+            self._end(book, standing)
+        self._later = deque([later for later in self._later if later[0] is not book], self._later.maxlen)
+
     def close(self) -> None:
         """End all pins and loads of hints. Nothing is carried out after it. Nothing the second time."""
         if self._is_closed:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
-from kvblocks.groups.kinds import FullAttention
 from kvblocks.manager import KVCacheManager
 from kvblocks.tiers.transfer import TierHit
 from kvblocks.wire.hints_limits import HintLimits
@@ -130,14 +129,15 @@ class Prefetches:
         )
 
     def _num_new_blocks(self, start: int, end: int) -> int:
-        """Return how many blocks it takes at most to load tokens start to end - 1.
+        """Return how many blocks it takes at most to load tokens start to end - 1. Never less for a later end.
 
-        In windows it takes fewer, since only the end's are loaded; which those are is not known before.
+        Of a window, what the next token sees, which may begin before `start`, where the device lacks it.
         """
         number = 0
         for group in self._manager.groups:
-            first = start if isinstance(group, FullAttention) else 0
-            number += -(-end // group.block_size) - first // group.block_size
+            size, window = group.block_size, group.window
+            more = -(-end // size) - start // size
+            number += more if window is None or end == start else min(-(-end // size), -(-window // size) + 1)
         return number
 
     def _num_free(self, hit: CacheHit) -> int:
