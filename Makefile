@@ -23,12 +23,13 @@ CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers te
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help demo test test-compiled test-vllm gpu-test check format clean distclean
+.PHONY: help demo test test-all test-compiled test-vllm gpu-test check format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    answer questions that share a long prompt, without and with prefix caching, and compare'
 	@echo 'make test    run the tests'
+	@echo 'make test-all  those too that take minutes and have a short form, the compiled core and vLLM: 45 minutes or more'
 	@echo 'make test-compiled  the same for the core, compiled with mypyc (needs a C compiler)'
 	@echo 'make test-vllm  the integration into vLLM, under a real vLLM (3.5 GB in .venv-vllm, the first time)'
 	@echo 'make gpu-test  the kernels and the engine on a GPU, and what they reach there'
@@ -49,6 +50,9 @@ demo: $(ENGINE_STAMP)
 	$(BIN)/kvblocks demo
 
 test: $(DEV_STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not exhaustive' $(PYTEST_ARGS)
+
+test-all: $(DEV_STAMP) test-compiled test-vllm
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 # The compiled build goes to a folder of its own, in front of the sources on the path. Not `python -m pytest`, which would
@@ -57,7 +61,7 @@ test-compiled: $(DEV_STAMP)
 	@echo 'Compiling the core with mypyc'
 	rm -rf build
 	KVBLOCKS_COMPILE=1 PIP_CONSTRAINT=constraints.txt $(PIP) --quiet --no-deps --target build/compiled .
-	KVBLOCKS_EXPECT_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest $(PARALLEL) $(PYTEST_ARGS) $(CORE_TESTS)
+	KVBLOCKS_EXPECT_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest $(PARALLEL) -m 'not exhaustive' $(PYTEST_ARGS) $(CORE_TESTS)
 
 # A vLLM that runs on a CPU, in an environment of its own, and the sources of the same version, which have vLLM's tests.
 # PyPI's torchvision, torchaudio and torchcodec are for CUDA and don't import without it; vLLM does without them.

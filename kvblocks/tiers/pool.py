@@ -7,7 +7,7 @@ computed only when somebody asks for a block's identity.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node
-from kvblocks.core.hashing import sha256_digest
+from kvblocks.core.hashing import Names, sha256_digest
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
 from kvblocks.retention.quotas import TenantQuotas, charge
@@ -40,7 +40,7 @@ class TierPool:
         self.min_store_tokens: int | None = tier.min_store_tokens
         self.window_store_tokens: int | None = tier.window_store_tokens
         self.max_transfer_blocks: int = tier.max_transfer_blocks
-        made = PrefixIndex(block_size, sha256_digest) if pool is None else pool.index
+        made = PrefixIndex(block_size, Names(sha256_digest, 32)) if pool is None else pool.index
         self.index: PrefixIndex = made
         self.persistent = PersistentSlots(tier.num_blocks, made) if tier.is_persistent else None
         plain = BlockPool(tier.num_blocks, made) if self.persistent is None else self.persistent

@@ -1,1 +1,63 @@
-"""The ecosystem's formats: names of blocks, events, snapshots and hints."""
+"""The formats in which routers and engines talk about cached blocks: events, their transport, and who has which blocks.
+
+    publisher = EventPublisher("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")
+    publisher.publish(manager.take_events())           # in the engine, each step
+
+    with MirrorClient({"worker-0": Source("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")}) as client:
+        client.receive(1.0)                            # in the router
+        client.mirror.find("worker-0", block_hashes)
+
+The records of the wire and their encodings are `kvblocks.wire.records` and `kvblocks.wire.codecs`, without input or
+output; so are the bookkeeping of a publisher (`kvblocks.wire.ledger`) and of a consumer (`kvblocks.wire.mirror`). ZMQ
+is in `kvblocks.wire.publisher` and `kvblocks.wire.client` alone. docs/wire.md takes a frame apart.
+
+Needs `pip install 'kvblocks[wire]'`. The names below are imported when they are first asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvblocks.wire.client import MirrorClient, Source
+    from kvblocks.wire.codecs import CODECS, Codec, decode
+    from kvblocks.wire.convert import Converter
+    from kvblocks.wire.errors import MalformedFrameError, PublisherClosedError
+    from kvblocks.wire.mirror import EventMirror
+    from kvblocks.wire.publisher import EventPublisher
+    from kvblocks.wire.records import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, UnknownEvent
+
+_HOMES = {
+    "client": ("MirrorClient", "Source"),
+    "codecs": ("CODECS", "Codec", "decode"),
+    "convert": ("Converter",),
+    "errors": ("MalformedFrameError", "PublisherClosedError"),
+    "mirror": ("EventMirror",),
+    "publisher": ("EventPublisher",),
+    "records": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "EventBatch", "UnknownEvent"),
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "CODECS",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "Codec",
+    "Converter",
+    "EventBatch",
+    "EventMirror",
+    "EventPublisher",
+    "MalformedFrameError",
+    "MirrorClient",
+    "PublisherClosedError",
+    "Source",
+    "UnknownEvent",
+    "decode",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for. Raises AttributeError for a name that there isn't."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'kvblocks.wire' has no attribute {name!r}")
+    return vars(import_module(f"kvblocks.wire.{_MODULES[name]}"))[name]

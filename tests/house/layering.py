@@ -22,13 +22,16 @@ FLOORS = {
     "kvblocks.events": 0,
     "kvblocks.stats": 0,
     "kvblocks.core": 1,
-    "kvblocks.hashing": 2,  # the path by which people import what is in the core
+    "kvblocks.wire.extra_keys": 2,
+    "kvblocks.wire.names": 2,
+    "kvblocks.hashing": 3,  # the path by which people import what is in the core, and the schemes by name
     "kvblocks.retention": 2,
     "kvblocks.groups": 3,
     "kvblocks.prefix_cache": 3,
     "kvblocks.observe": 4,
     "kvblocks.tiers": 3,
     "kvblocks.tiers.grouped": 4,
+    "kvblocks.wire.shared_names": 4,
     "kvblocks.manager": 5,
     "kvblocks.observe.metrics": 6,  # watches a manager, and nothing that a manager imports
     "kvblocks.metrics": 7,  # the path by which people import it
@@ -36,8 +39,8 @@ FLOORS = {
     "kvblocks.integrations.probing": 8,  # what the integrations' probes share
     "kvblocks.integrations": 9,  # inside other engines, which have environments of their own
     "kvblocks.kernels": 8,  # the floor K: beside the engine, reached through a few doors
+    "kvblocks.wire": 8,  # beside the engine: others' formats, and their transport
     "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
-    "kvblocks.wire": 8,
     "kvblocks.engine.errors": 8,
     "kvblocks.engine.schedule": 9,
     "kvblocks.engine.text": 9,
@@ -69,10 +72,14 @@ SERVER = "kvblocks.engine.server"
 SERVER_PACKAGES = ENGINE_PACKAGES | {"starlette", "uvicorn", "httpx2"}  # the engine itself knows nothing of HTTP
 CLI = "kvblocks.cli"
 DISK = "kvblocks.tiers.disk"
+WIRE = "kvblocks.wire"
+WIRE_PACKAGES = CORE_PACKAGES | {"msgspec", "cbor2"}
+# The modules of the wire that have sockets, threads or settings; the others do no input or output, like the core.
+WIRE_DOORS = frozenset(f"kvblocks.wire.{name}" for name in ("publisher", "client", "names", "tail", "__main__"))
 INTEGRATIONS = "kvblocks.integrations"
 INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl", "torch"})
 # What integrations may import of kvblocks: public names, as any engine would.
-FACADE = frozenset({"kvblocks", "kvblocks.hashing"})
+FACADE = frozenset({"kvblocks", "kvblocks.hashing", "kvblocks.wire.extra_keys"})
 
 # The core and the kernels do no input or output, and take time, seeds and settings as arguments.
 FORBIDDEN_STDLIB = frozenset(
@@ -102,6 +109,7 @@ FORBIDDEN_STDLIB = frozenset(
 # "module" -> a package of the forbidden ones that it may import all the same, and why.
 PERMITTED_STDLIB = {
     "kvblocks": "importlib",  # its names are imported when they are first asked for
+    "kvblocks.wire": "importlib",  # likewise
     "kvblocks.prefix_cache.cache": "threading",  # a lock is what makes it safe to share; it starts no thread
 }
 
@@ -128,6 +136,7 @@ MORE_PARAMETERS: dict[str, str] = {
     "kvblocks.manager:KVCacheManager.__init__": "an option each, by keyword, with a default that costs nothing",
     "kvblocks.manager:KVCacheManager.allocate_slots": "the one call that makes room for all that an engine schedules",
     "kvblocks.tiers.tier:Tier.__init__": "an option each, by keyword, with a default",
+    "kvblocks.wire.publisher:EventPublisher.__init__": "an option each, by keyword, with a default",
     "kvblocks.integrations.vllm.cache_manager:KVBlocksCacheManager.__init__": _VLLM,
     "kvblocks.integrations.vllm.cache_manager:KVBlocksCacheManager.allocate_slots": _VLLM,
     "kvblocks.kernels.reference.attention:paged_attention": _PAGED_BATCH,
@@ -206,6 +215,8 @@ def allowed_packages(module: str) -> frozenset[str]:
         return INTEGRATION_PACKAGES
     if is_inside(module, DISK):
         return CORE_PACKAGES
+    if is_inside(module, WIRE):
+        return WIRE_PACKAGES | {"zmq"} if module in WIRE_DOORS else WIRE_PACKAGES
     floor = floor_of(module)
     return CORE_PACKAGES if floor is not None and floor <= TOP_CORE_FLOOR else ENGINE_PACKAGES
 
@@ -236,8 +247,8 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
 def check_outside(module: str, imported: Import) -> str | None:
     """What is wrong with an import from outside kvblocks, or None."""
     package = imported.target.partition(".")[0]
-    pure = not allowed_packages(module) >= ENGINE_PACKAGES and not is_inside(module, DISK)
-    if imported.target == "<computed>" and module == "kvblocks":
+    pure = not allowed_packages(module) >= ENGINE_PACKAGES and not is_inside(module, DISK) and module not in WIRE_DOORS
+    if imported.target == "<computed>" and module in ("kvblocks", WIRE):
         return None  # from a table that a test holds against imports under TYPE_CHECKING
     if imported.target == "<computed>":
         return "imports a computed name: expected a constant, so that this test can follow it"

@@ -1,16 +1,11 @@
 """Envelopes, and what is answered to them, for tests."""
 
-import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model.tiered import make_manager, run, settle, spill
 
 from kvblocks import KVCacheManager, Sequence
-from kvblocks.wire.hints import HintExecutor
-from kvblocks.wire.hints_limits import HintLimits
+from kvblocks.wire.hints import HintExecutor, HintLimits
 
 PROMPT = list(range(40))  # ten blocks of four tokens
 

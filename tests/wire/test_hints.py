@@ -1,20 +1,14 @@
 """Hints carried out: what each action does, what it is answered, within which bounds, and once."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from hints_help import PROMPT, action, envelope, holds, make, make_manager, run, say, spill
+from wire.hints_help import PROMPT, action, envelope, holds, make, make_manager, run, say, spill
 
 from kvblocks import InvalidArgumentError, KVBlocksError, KVCacheManager, Sequence
-from kvblocks.wire.hints import HintExecutor
-from kvblocks.wire.hints_limits import HintLimits, HintStats
+from kvblocks.wire.hints import HintExecutor, HintLimits, HintStats
 
 KEYS: dict[str, Any] = {"lora": "ad", "extra_keys": [(2, 11, "image"), (30, 43, b"\x01\xff")]}
 KEYED = {"lora_name": "ad", "extra_keys": [[2, 11, "image"], [30, 43, b"\x01\xff"]]}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvblocks import InvalidArgumentError
-from kvblocks.wire.hints_envelope import HintAction, HintAnswer, HintAnswers, HintsEnvelope, parse_envelope
+from kvblocks.wire.hints.envelope import HintAction, HintAnswer, HintAnswers, HintsEnvelope, parse_envelope
 
 # As msgspec.json.encode gives vLLM 0.33's KvHintsEnvelope of tests/v1/test_request.py.
 VLLM_JSON = (

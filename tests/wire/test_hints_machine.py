@@ -18,10 +18,9 @@ from model.tier_machine import MAX_TOKENS, SALTS, TierMachine
 import kvblocks
 from kvblocks import FullAttention, Loaded, SlidingWindow, Tier
 from kvblocks.retention.salts import salt_in
-from kvblocks.wire.hints import HintExecutor
-from kvblocks.wire.hints_envelope import HintAnswers
-from kvblocks.wire.hints_limits import HintLimits
-from kvblocks.wire.hints_prefetch import LoadId
+from kvblocks.wire.hints import HintExecutor, HintLimits
+from kvblocks.wire.hints.envelope import HintAnswers
+from kvblocks.wire.hints.prefetch import LoadId
 
 TENANTS = [None, *SALTS]
 BUDGETS = {None: 6, "salt": 4, "other": 3}

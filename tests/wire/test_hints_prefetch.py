@@ -1,14 +1,9 @@
 """Prefetches: what a tier has comes to the device ahead of a request, and is in nobody's way."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from hints_help import PROMPT, action, envelope, holds, make, make_manager, run, say, settle, spill
+from wire.hints_help import PROMPT, action, envelope, holds, make, make_manager, run, say, settle, spill
 
 from kvblocks import FullAttention, KVCacheManager, Sequence, SlidingWindow, Tier
 from kvblocks.wire.hints import HintExecutor

@@ -25,8 +25,7 @@ from kvblocks.engine.server.arrivals import Arrivals
 from kvblocks.engine.server.errors import ApiError, as_api_error, step_error, stopping_error
 from kvblocks.engine.server.pin_book import PinBook
 from kvblocks.errors import KVBlocksError
-from kvblocks.wire.hints import HintExecutor
-from kvblocks.wire.hints_limits import HintLimits
+from kvblocks.wire.hints import HintExecutor, HintLimits
 
 logger = logging.getLogger("kvblocks.server")
 

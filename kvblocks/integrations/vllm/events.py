@@ -1,21 +1,16 @@
 """kvblocks' records of what is cached, as vLLM's own events, for `--kv-events-config`.
 
-The block hashes are kvblocks' digests: sha256 over the exact preimage of a prefix. They name blocks as vLLM's do, but
-have other values.
+The block hashes are those that vLLM would compute (`kvblocks.wire.names`), by its `--prefix-caching-hash-algo`.
 """
 
 from collections.abc import Iterable
-from hashlib import sha256
 from typing import Any
 
 from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvblocks import AllBlocksCleared, BlockStored, CacheEvent, CacheHit
-from kvblocks.hashing import decode_extra_keys
-from kvblocks.integrations.vllm.sequences import NUM_DIGEST_BYTES, lora_name
-
-NO_EMBEDDINGS = sha256().digest()  # what vLLM says of blocks behind a prompt of embeddings
+from kvblocks.wire.extra_keys import block_extra_keys, split_lora
 
 
 class EventMaker:
@@ -46,8 +41,9 @@ class EventMaker:
         hashes = [maybe_convert_block_hash(digest) for digest in event.block_hashes]
         if not isinstance(event, BlockStored):
             return kv_events.BlockRemoved(block_hashes=hashes, medium=kv_events.MEDIUM_GPU, group_idx=group)
-        parent, name = event.parent_block_hash, lora_name(event.lora)
+        parent, name = event.parent_block_hash, None if event.lora is None else split_lora(event.lora)[0]
         kind, window = self._kinds[group]
+        has_embeddings = request is not None and request.prompt_embeds is not None
         lora = None if request is None else request.lora_request
         return kv_events.BlockStored(
             block_hashes=hashes,
@@ -57,7 +53,7 @@ class EventMaker:
             lora_id=None if lora is None else lora.lora_int_id,
             medium=kv_events.MEDIUM_GPU,
             lora_name=name,
-            extra_keys=_extra_keys(event, name, request is not None and request.prompt_embeds is not None),
+            extra_keys=block_extra_keys(event, has_embeddings=has_embeddings),
             group_idx=group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
@@ -74,17 +70,3 @@ def _as_stored(hit: CacheHit, num_groups: int) -> Iterable[BlockStored]:
     tokens = bytes(hit.sequence.packed_tokens()[: 4 * hit.num_tokens])
     for group in range(num_groups):
         yield BlockStored(hashes, None, tokens, size, keys, group, (), hit.sequence.salt, hit.sequence.lora)
-
-
-def _extra_keys(event: BlockStored, name: str | None, has_embeddings: bool) -> list[tuple[Any, ...] | None] | None:
-    """Return the keys by block, as vLLM publishes them: the adapter's name, (image, offset), salt, embeddings."""
-    keys: list[tuple[Any, ...] | None] = []
-    given = dict(event.extra_keys)
-    for position in range(len(event.block_hashes)):
-        found: list[Any] = [] if name is None else [name]
-        decoded = decode_extra_keys(given.get(position, b""))
-        found += [(key, span[0]) for _, span, key in decoded if span is not None and isinstance(key, str)]
-        found += [key for kind, _, key in decoded if kind == "salt"]
-        digests = [key[:NUM_DIGEST_BYTES] for _, span, key in decoded if span is not None and isinstance(key, bytes)]
-        keys.append(tuple(found + (digests or [NO_EMBEDDINGS] * has_embeddings)) or None)
-    return keys or None

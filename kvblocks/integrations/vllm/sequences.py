@@ -7,7 +7,6 @@ from typing import Any
 from kvblocks import Sequence
 
 _SEPARATOR = "\0"
-NUM_DIGEST_BYTES = 32  # of an embedding's key, what events say of it
 
 
 class LoraVersions:
@@ -55,11 +54,6 @@ class LoraVersions:
 LORA_VERSIONS = LoraVersions()
 
 
-def lora_name(key: str | None) -> str | None:
-    """Return the adapter's name in a key of `LoraVersions`."""
-    return None if key is None else key.split(_SEPARATOR, 1)[0]
-
-
 def make_sequence(request: Any, block_size: int) -> Sequence:
     """Return a sequence with all known tokens of a request, and what else its KV depends on."""
     keys = image_keys(request.mm_features)
@@ -86,7 +80,8 @@ def image_keys(features: Items[Any]) -> list[tuple[int, int, str | bytes]]:
 def embedding_keys(request: Any, block_size: int) -> list[tuple[int, int, bytes]]:
     """Return a key for each block that prompt embeddings reach into: the digest of what they are there, and their type.
 
-    The digest is vLLM's, and events say it (see `NUM_DIGEST_BYTES`). It takes equal bytes of other types for the same.
+    The digest is vLLM's, and events say it (see `kvblocks.wire.extra_keys`). It takes equal bytes of other types for
+    the same.
     """
     import torch  # vLLM has it; only prompts of embeddings need it here
 

@@ -6,7 +6,7 @@ together, so a load moves only what the device lacks.
 
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.caching import find_blocks
-from kvblocks.core.hashing import sha256_digest
+from kvblocks.core.hashing import Names, sha256_digest
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
 from kvblocks.groups.hit import GroupHit
@@ -107,7 +107,7 @@ class GroupTraffic(Traffic):
     # What `Traffic` does otherwise for one group.
 
     def _make_pool(self, tier: Tier, max_storing: int) -> TierPool:
-        slots = GroupPool(tier.num_blocks, GroupIndex(self._group_index().layout, sha256_digest))
+        slots = GroupPool(tier.num_blocks, GroupIndex(self._group_index().layout, Names(sha256_digest, 32)))
         return TierPool(tier, self._block_size, max_storing, slots)
 
     def _is_stored(self, load: TierHit) -> bool:

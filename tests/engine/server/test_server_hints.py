@@ -11,7 +11,7 @@ from engine.server.server_harness import MODEL, Gate, running_server, tiny_loade
 from kvblocks import Sequence
 from kvblocks.cli import app as cli
 from kvblocks.cli.client import ServerClient
-from kvblocks.wire.hints_envelope import parse_envelope
+from kvblocks.wire.hints.envelope import parse_envelope
 
 PROMPT = [(7 * index) % 250 for index in range(300)]  # eighteen full blocks of sixteen
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.retention.pins import Pin
-from kvblocks.wire.hints_envelope import HintAction, HintAnswer
-from kvblocks.wire.hints_prefetch import Load
-from kvblocks.wire.hints_prefix import NamedPrefix
+from kvblocks.wire.hints.envelope import HintAction, HintAnswer
+from kvblocks.wire.hints.prefetch import Load
+from kvblocks.wire.hints.prefix import NamedPrefix
 
 
 class Standing:

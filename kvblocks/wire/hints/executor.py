@@ -1,6 +1,6 @@
 """KV hints: what an orchestrator says of prefixes, carried out on a manager's pins and tiers, each action answered.
 
-The envelope is that of vLLM and Dynamo (`hints_envelope`); the payloads of `pin`, `release`, `expire`, `prefetch` and
+The envelope is that of vLLM and Dynamo (`envelope`); the payloads of `pin`, `release`, `expire`, `prefetch` and
 `retain` are this project's, since none is agreed on. docs/wire-hints.md shows them.
 
 A hint is a wish, and no request ever waits for one: pins of hints give up blocks before a call is refused, since their
@@ -22,11 +22,11 @@ from kvblocks.arguments import Text, check_count, check_name, check_number, is_a
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, PinBudgetError
 from kvblocks.manager import KVCacheManager
 from kvblocks.retention.pins import Pin
-from kvblocks.wire.hints_book import Book, Standing, StandingPin, StandingPrefetch, fingerprint, without_payload
-from kvblocks.wire.hints_envelope import ACTION_VERSION, HintAction, HintAnswer, HintAnswers, Outcome, parse_envelope
-from kvblocks.wire.hints_limits import HintLimits, HintStats
-from kvblocks.wire.hints_prefetch import Begun, Prefetches
-from kvblocks.wire.hints_prefix import NAMING_FIELDS, NamedPrefix, PrefixNames, UnknownPrefixError
+from kvblocks.wire.hints.book import Book, Standing, StandingPin, StandingPrefetch, fingerprint, without_payload
+from kvblocks.wire.hints.envelope import ACTION_VERSION, HintAction, HintAnswer, HintAnswers, Outcome, parse_envelope
+from kvblocks.wire.hints.limits import HintLimits, HintStats
+from kvblocks.wire.hints.prefetch import Begun, Prefetches
+from kvblocks.wire.hints.prefix import NAMING_FIELDS, NamedPrefix, PrefixNames, UnknownPrefixError
 
 PIN_PRIORITY = 50
 """Of a pin that says nothing else."""
@@ -95,7 +95,7 @@ class HintExecutor:
     def carry_out(self, envelope: object, tenant: Text | None, now: SupportsFloat) -> HintAnswers:
         """Carry out the actions of an envelope in their order, and return an answer to each.
 
-        envelope: plain values, see `hints_envelope`. tenant: the salt (None: none) that the caller acts for. now: the
+        envelope: plain values, see `envelope`. tenant: the salt (None: none) that the caller acts for. now: the
         time on the caller's clock. An action that came before, by its message_id and action_id, is answered as before
         and not carried out again, while its answer is kept; with another content it is rejected.
 

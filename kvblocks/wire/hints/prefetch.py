@@ -13,8 +13,8 @@ from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
 from kvblocks.manager import KVCacheManager
 from kvblocks.tiers.transfer import TierHit
-from kvblocks.wire.hints_limits import HintLimits
-from kvblocks.wire.hints_prefix import NamedPrefix
+from kvblocks.wire.hints.limits import HintLimits
+from kvblocks.wire.hints.prefix import NamedPrefix
 
 
 class LoadId:

@@ -1,0 +1,192 @@
+"""A mirror that is fed over ZMQ: it listens to publishers, and asks them for what was lost."""
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final, Self
+
+from kvblocks.arguments import check_number, wrong
+from kvblocks.wire.errors import MalformedFrameError, missing
+from kvblocks.wire.frames import ReplayEnd, SnapshotChunk, read_batch, read_reply, replay_request, snapshot_request
+from kvblocks.wire.mirror import EventMirror
+
+try:
+    import zmq
+except ImportError as _error:
+    raise missing("pyzmq", _error) from _error
+
+_NUM_AT_ONCE: Final = 1000  # messages read from one socket before the others are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a worker publishes.
+
+    replay_endpoint: where it can be asked; None: nowhere. topic: what the topics of its batches begin with.
+    """
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+@dataclass(slots=True)
+class _Line:
+    """A worker's sockets. asks: None if it can't be asked. heard_at: of the last live message or answer."""
+
+    source: Source
+    live: "zmq.Socket[bytes]"
+    asks: "zmq.Socket[bytes] | None"
+    asked_at: float | None = None
+    heard_at: float = field(default_factory=time.monotonic)
+
+
+class MirrorClient:
+    """Feeds a mirror from the publishers of workers. Not safe to share between threads: one thread calls `receive`.
+
+    sources: by worker's name, where it publishes. patience: seconds without an answer after which is asked again.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, Source], *, mirror: EventMirror | None = None, patience: float = 1.0
+    ) -> None:
+        if not check_number("patience", patience) > 0:
+            raise wrong("patience", "seconds above 0", patience)
+        self.mirror = mirror or EventMirror()
+        self.num_malformed = 0
+        self._patience = patience
+        self._context = zmq.Context.instance()
+        self._poller = zmq.Poller()
+        self._lines: dict[str, _Line] = {}
+        try:
+            for worker, source in sources.items():
+                self.add(worker, source)
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, worker: str, source: Source) -> None:
+        """Listen to a worker. Raises InvalidArgumentError for one that is there, zmq.ZMQError for a bad endpoint."""
+        if worker in self._lines:
+            raise wrong("worker", "a name that is not in use", worker)
+        live = self._connect(zmq.SUB, source.endpoint, source.topic)
+        asks = None
+        if source.replay_endpoint is not None:
+            try:
+                asks = self._connect(zmq.DEALER, source.replay_endpoint)
+            except BaseException:
+                live.close(0)
+                raise
+            self._poller.register(asks, zmq.POLLIN)
+        self._poller.register(live, zmq.POLLIN)
+        self._lines[worker] = _Line(source, live, asks)
+        self.mirror.add(worker, can_ask=asks is not None)
+
+    def remove(self, worker: str) -> None:
+        """Listen to a worker no more, and forget what it had. Raises InvalidArgumentError for one that isn't there."""
+        self.mirror.remove(worker)
+        line = self._lines.pop(worker)
+        for one in (line.live, line.asks):
+            if one is not None:
+                self._poller.unregister(one)
+                one.close(0)
+
+    def silence(self, worker: str) -> float:
+        """Return for how many seconds nothing has come from a worker: longer than its heartbeat, it may be gone."""
+        if worker not in self._lines:
+            raise wrong("worker", f"one of {list(self._lines)[:20]}", worker)
+        return time.monotonic() - self._lines[worker].heard_at
+
+    def receive(self, timeout: float = 0.0) -> int:
+        """Take what has come, and ask for what is missing. Return the number of messages taken.
+
+        timeout: seconds to wait for the first one. Call it again and again: it is also what notices that an answer
+        doesn't come.
+        """
+        ready = dict(self._poller.poll(int(1000 * min(timeout, self._patience))))
+        num_taken = 0
+        for worker, line in self._lines.items():
+            if line.asks is not None and line.asks in ready:
+                num_taken += self._take(worker, line, line.asks)
+            if line.live in ready:
+                num_taken += self._take(worker, line, line.live)
+        self._lose_patience()
+        for ask in self.mirror.take_asks():
+            self._send(
+                self._lines[ask.worker],
+                replay_request(ask.number) if ask.number is not None else snapshot_request(ask.request),
+            )
+        return num_taken
+
+    def close(self) -> None:
+        """Close the sockets. The mirror stays as it is."""
+        for line in self._lines.values():
+            line.live.close(0)
+            if line.asks is not None:
+                line.asks.close(0)
+        self._lines.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _connect(self, kind: int, endpoint: str, topic: str = "") -> "zmq.Socket[bytes]":
+        made = self._context.socket(kind)
+        try:
+            made.setsockopt(zmq.LINGER, 0)
+            made.setsockopt(zmq.RCVHWM, 100_000)
+            if "[" in endpoint:
+                made.setsockopt(zmq.IPV6, 1)
+            if kind == zmq.SUB:
+                made.subscribe(topic.encode())
+            made.connect(endpoint)
+        except BaseException:
+            made.close(0)
+            raise
+        return made
+
+    def _take(self, worker: str, line: _Line, source: "zmq.Socket[bytes]") -> int:
+        for number in range(_NUM_AT_ONCE):
+            try:
+                parts = source.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return number
+            line.heard_at = time.monotonic()
+            try:
+                if source is line.live:
+                    _, at, payload = read_batch(parts)
+                    self.mirror.receive(worker, at, payload)
+                else:
+                    self._take_reply(worker, line, parts)
+            except MalformedFrameError:
+                self.num_malformed += 1
+        return _NUM_AT_ONCE
+
+    def _take_reply(self, worker: str, line: _Line, parts: list[bytes]) -> None:
+        reply = read_reply(parts)
+        line.asked_at = time.monotonic()  # it answers, so it may take its time
+        if isinstance(reply, SnapshotChunk):
+            self.mirror.receive_chunk(worker, reply)
+        elif isinstance(reply, ReplayEnd):
+            self.mirror.end_replay(worker)
+        else:
+            self.mirror.receive_replayed(worker, reply.number, reply.payload)
+
+    def _lose_patience(self) -> None:
+        now = time.monotonic()
+        for worker, line in self._lines.items():
+            if line.asked_at is not None and now - line.asked_at > self._patience:
+                line.asked_at = None
+                self.mirror.give_up(worker)
+
+    def _send(self, line: _Line, parts: list[bytes]) -> None:
+        assert line.asks is not None
+        line.asked_at = time.monotonic()
+        with suppress(zmq.Again):  # nobody is there: asked again when patience is lost
+            line.asks.send_multipart(parts, zmq.NOBLOCK)

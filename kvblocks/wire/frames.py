@@ -1,0 +1,133 @@
+"""The messages of the wire, part by part, without input or output.
+
+Live (PUB): [topic, number, payload]; a batch's number is a big-endian u64. The replay socket (ROUTER) is asked for all
+batches from a number on: ["", number]; it answers each as ["", topic, number, payload], and then the end as
+["", "", -1, ""]. That much is vLLM's; before 2026 its answers had no topic.
+
+Ours is the snapshot, on the same socket: ["", SNAPSHOT, request] is answered by as many chunks as it takes,
+["", SNAPSHOT, head, payload]. A vLLM that is asked for one says in its log that it doesn't know the request, and
+answers nothing.
+"""
+
+from typing import Final, NamedTuple
+
+from kvblocks.wire.errors import MalformedFrameError, missing
+
+try:
+    import msgspec
+except ImportError as _error:
+    raise missing("msgspec", _error) from _error
+
+VERSION: Final = 1
+"""Of the snapshot's messages."""
+
+SNAPSHOT: Final = b"\0kvblocks.snapshot"
+"""Stands where a replay's answer has its topic. No topic of ours begins with a NUL."""
+
+MAX_NUMBER: Final = 2**63 - 1
+END: Final = b"\xff" * 8
+_NUM_PARTS: Final = 3
+_NUM_BYTES: Final = 8
+
+
+class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What comes before a snapshot's chunk. Later versions may say more behind it.
+
+    request: as it was asked with. epoch: the number of the first batch that this publisher ever made. number: that of
+    the last batch that the snapshot includes. index, total: of this chunk; a total of 0 is a refusal: ask again later.
+    """
+
+    version: int
+    request: int
+    epoch: int
+    number: int
+    index: int
+    total: int
+
+
+class SnapshotRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a snapshot is asked with. request: any number, to know the answer by."""
+
+    version: int
+    request: int
+
+
+class Batch(NamedTuple):
+    """A batch's number and payload, live or replayed."""
+
+    topic: bytes
+    number: int
+    payload: bytes
+
+
+class ReplayEnd(NamedTuple):
+    """All that is kept has been replayed."""
+
+
+class SnapshotChunk(NamedTuple):
+    """A part of a snapshot."""
+
+    head: SnapshotHead
+    payload: bytes
+
+
+_head_decoder: Final = msgspec.msgpack.Decoder(SnapshotHead)
+_request_decoder: Final = msgspec.msgpack.Decoder(SnapshotRequest)
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+def pack_number(number: int) -> bytes:
+    """Return a batch's number as it is sent."""
+    return number.to_bytes(_NUM_BYTES, "big")
+
+
+def read_batch(parts: list[bytes]) -> Batch:
+    """Return the batch in a live message. Raises MalformedFrameError."""
+    if len(parts) != _NUM_PARTS or len(parts[1]) != _NUM_BYTES:
+        raise MalformedFrameError(f"frame: expected [topic, 8 bytes, payload], got {_shown(parts)}")
+    return Batch(parts[0], int.from_bytes(parts[1], "big"), parts[2])
+
+
+def replay_request(number: int) -> list[bytes]:
+    """Return the message that asks for all batches from `number` on."""
+    return [b"", pack_number(number)]
+
+
+def snapshot_request(request: int) -> list[bytes]:
+    """Return the message that asks for a snapshot."""
+    return [b"", SNAPSHOT, _encoder.encode(SnapshotRequest(VERSION, request))]
+
+
+def snapshot_reply(head: SnapshotHead, payload: bytes) -> list[bytes]:
+    """Return the message with a chunk."""
+    return [b"", SNAPSHOT, _encoder.encode(head), payload]
+
+
+def read_request(parts: list[bytes]) -> int | SnapshotRequest:
+    """Return what a message asks for: the number to replay from, or a snapshot. Raises MalformedFrameError."""
+    if len(parts) == 2 and not parts[0] and len(parts[1]) == _NUM_BYTES:
+        return int.from_bytes(parts[1], "big")
+    if len(parts) == _NUM_PARTS and not parts[0] and parts[1] == SNAPSHOT:
+        try:
+            return _request_decoder.decode(parts[2])
+        except msgspec.MsgspecError as error:
+            raise MalformedFrameError(f"snapshot request: {error}") from error
+    raise MalformedFrameError(f"request: expected a replay's or a snapshot's, got {_shown(parts)}")
+
+
+def read_reply(parts: list[bytes]) -> Batch | ReplayEnd | SnapshotChunk:
+    """Return what an answer says. Raises MalformedFrameError."""
+    if len(parts) == _NUM_PARTS and not parts[0]:
+        parts = [b"", b"", *parts[1:]]  # vLLM's before 2026
+    if len(parts) != 4 or parts[0]:
+        raise MalformedFrameError(f"reply: expected a batch or a chunk, got {_shown(parts)}")
+    if parts[1] == SNAPSHOT:
+        try:
+            return SnapshotChunk(_head_decoder.decode(parts[2]), parts[3])
+        except msgspec.MsgspecError as error:
+            raise MalformedFrameError(f"snapshot: {error}") from error
+    return ReplayEnd() if parts[2] == END else read_batch(parts[1:])
+
+
+def _shown(parts: list[bytes]) -> str:
+    return repr([part[:20] for part in parts[:6]])

@@ -1,0 +1,98 @@
+"""What a worker has cached, as its events say: sets of hashes, by rank, group and medium."""
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple, TypeAlias
+
+from kvblocks.wire.convert import to_u64
+from kvblocks.wire.records import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Hash
+
+CLEARED: Final = 0
+STORED: Final = 1
+REMOVED: Final = 2
+
+
+class Place(NamedTuple):
+    """Where blocks are cached. rank: data-parallel; medium: None if the events don't say."""
+
+    rank: int
+    group: int
+    medium: str | None
+
+
+Change: TypeAlias = tuple[int, Place, list[int]]
+"""CLEARED, STORED or REMOVED; where; which hashes."""
+
+
+def changes_of(batch: EventBatch) -> list[Change]:
+    """Return what a batch changes, without tokens. Unknown events change nothing. O(blocks)."""
+    rank = batch.data_parallel_rank or 0
+    changes: list[Change] = []
+    for event in batch.events:
+        if isinstance(event, AllBlocksCleared):
+            changes.append((CLEARED, Place(rank, 0, None), []))
+        elif isinstance(event, BlockStored | BlockRemoved):
+            kind = STORED if isinstance(event, BlockStored) else REMOVED
+            changes.append(
+                (kind, Place(rank, event.group_idx or 0, event.medium), list(map(to_u64, event.block_hashes)))
+            )
+    return changes
+
+
+class Holdings:
+    """The cached blocks of one worker. Hashes are kept by their low 64 bits, unsigned, whichever form they come in."""
+
+    __slots__ = ("_sets",)
+
+    def __init__(self) -> None:
+        self._sets: dict[Place, set[int]] = {}
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        """Carry out changes, in order. O(blocks)."""
+        for kind, place, hashes in changes:
+            if kind == CLEARED:
+                self._sets = {other: held for other, held in self._sets.items() if other.rank != place.rank}
+            elif kind == STORED:
+                self._sets.setdefault(place, set()).update(hashes)
+            elif place in self._sets:
+                held = self._sets[place]
+                held.difference_update(hashes)
+                if not held:
+                    del self._sets[place]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._sets = {}
+
+    def count(self) -> int:
+        """Return the number of blocks, each once for each place that it is cached in. O(places)."""
+        return sum(map(len, self._sets.values()))
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that have blocks."""
+        return sorted({place.rank for place in self._sets})
+
+    def places(self) -> dict[Place, frozenset[int]]:
+        """Return a copy of the sets. O(blocks)."""
+        return {place: frozenset(held) for place, held in self._sets.items()}
+
+    def find(self, hashes: Iterable[Hash], rank: int, group: int, medium: str | None) -> int:
+        """Return how many of the first of `hashes` are cached; medium None: on any. O(blocks found x media)."""
+        held = [
+            found
+            for place, found in self._sets.items()
+            if place.rank == rank and place.group == group and medium in (None, place.medium)
+        ]
+        count = 0
+        if len(held) == 1:
+            (only,) = held
+            for name in hashes:
+                if to_u64(name) not in only:
+                    break
+                count += 1
+        elif held:
+            for name in hashes:
+                key = to_u64(name)
+                if not any(key in one for one in held):
+                    break
+                count += 1
+        return count

@@ -1,0 +1,231 @@
+"""A publisher's bookkeeping, without input or output: numbers, what waits to be sent, what can be had again.
+
+Batches are numbered from the epoch on: the number of the first one, which says that nothing is cached. A publisher that
+starts again has a higher epoch, so no two batches of a worker ever have the same number, and a later one has a higher
+number. What doesn't fit into the queue is not sent; its number stays unused, which every consumer sees as a gap.
+
+The cached blocks are followed here too, dropped batches included, so that a snapshot is the cache's contents after all
+batches up to one number. The engine is not asked for it.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count, islice, repeat
+from typing import Final, NamedTuple
+
+from kvblocks.arguments import wrong
+from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from kvblocks.wire.convert import Converter, medium_of
+from kvblocks.wire.frames import VERSION, SnapshotHead
+from kvblocks.wire.records import EventBatch
+
+PIECE_BLOCKS: Final = 32
+"""An event stays in memory while one of its blocks is cached, so long ones are followed in pieces of as many blocks."""
+
+CHUNK_BLOCKS: Final = 1024
+"""Blocks in a chunk of a snapshot."""
+
+_BYTES_A_BLOCK: Final = 100  # of a queued event, beside its tokens: its digest and bookkeeping
+_BYTES_AN_EVENT: Final = 400
+
+BlockKey = tuple[int | None, str, bytes]
+_Place = tuple[BlockStored, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a publisher holds at most.
+
+    max_queued_batches, max_queued_bytes: waiting to be sent; what is more is dropped. num_kept_batches, max_kept_bytes:
+    for replays. num_sending: batches on their way to one slow consumer; what is more is lost to that one.
+    num_snapshots: sent at the same time; more are refused.
+    """
+
+    max_queued_batches: int = 10_000
+    max_queued_bytes: int = 1 << 26
+    num_kept_batches: int = 10_000
+    max_kept_bytes: int = 1 << 28
+    num_sending: int = 10_000
+    num_snapshots: int = 16
+
+
+class Queued(NamedTuple):
+    """A batch that waits to be sent. num_bytes: about what it takes in memory."""
+
+    number: int
+    ts: float
+    events: list[CacheEvent]
+    num_bytes: int
+
+
+class Snapshot(NamedTuple):
+    """The cached blocks after all batches up to `number`, in the order in which they were cached."""
+
+    number: int
+    places: list[_Place]
+
+
+class Ledger:
+    """The books of one publisher. Not safe to share between threads: the publisher has a lock.
+
+    rank: the data-parallel rank that batches say. ts: the time of the first batch, which is in the queue at once.
+    """
+
+    def __init__(self, converter: Converter, limits: Limits, epoch: int, rank: int, ts: float) -> None:
+        self.epoch = epoch
+        self.num_dropped = 0
+        self._converter = converter
+        self._limits = limits
+        self._rank = rank
+        self._next = epoch
+        self._queue: deque[Queued] = deque()
+        self._queued_bytes = 0
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._cached: dict[BlockKey, _Place] = {}
+        self._number(ts, [AllBlocksCleared()], 0)
+
+    @property
+    def next_number(self) -> int:
+        """The number that the next batch will have."""
+        return self._next
+
+    @property
+    def num_queued(self) -> int:
+        """How many batches wait to be sent."""
+        return len(self._queue)
+
+    @property
+    def num_cached(self) -> int:
+        """How many blocks are cached after all batches so far, dropped ones included."""
+        return len(self._cached)
+
+    def add(self, events: Iterable[CacheEvent], ts: float) -> bool:
+        """Number a batch of events and queue it. Return False if it was dropped. O(blocks), tokens are not looked at.
+
+        No events make no batch. Raises InvalidArgumentError for what is no record of kvblocks'; then nothing changes.
+        """
+        batch = list(events)
+        num_bytes = sum(map(self._weigh, batch))
+        if not batch:
+            return True
+        for event in batch:
+            self._follow(event)
+        limits = self._limits
+        fits = len(self._queue) < limits.max_queued_batches
+        if not fits or self._queued_bytes + num_bytes > limits.max_queued_bytes:
+            self._next += 1
+            self.num_dropped += 1
+            return False
+        self._number(ts, batch, num_bytes)
+        return True
+
+    def add_heartbeat(self, ts: float) -> None:
+        """Queue a batch of nothing, if nothing waits: by its number consumers see whether they missed something."""
+        if not self._queue:
+            self._number(ts, [], 0)
+
+    def take(self) -> Queued | None:
+        """Remove the next batch from the queue and return it; None if nothing waits."""
+        if not self._queue:
+            return None
+        batch = self._queue.popleft()
+        self._queued_bytes -= batch.num_bytes
+        return batch
+
+    def encode(self, batch: Queued) -> bytes:
+        """Return a batch's payload. O(blocks + tokens). Changes nothing."""
+        said = EventBatch(batch.ts, self._converter.convert(batch.events), self._rank)
+        return self._converter.codec.encode(said)
+
+    def keep(self, number: int, payload: bytes) -> None:
+        """Keep what was sent, for replays; forget the oldest that is too much."""
+        self._kept.append((number, payload))
+        self._kept_bytes += len(payload)
+        while self._kept and (
+            len(self._kept) > self._limits.num_kept_batches or self._kept_bytes > self._limits.max_kept_bytes
+        ):
+            self._kept_bytes -= len(self._kept.popleft()[1])
+
+    def replay(self, number: int) -> list[tuple[int, bytes]]:
+        """Return the kept batches from `number` on: their numbers and payloads, in order. O(kept)."""
+        return [batch for batch in self._kept if batch[0] >= number]
+
+    def snapshot(self) -> Snapshot:
+        """Return what is cached after all batches so far. O(blocks), copying a pointer each."""
+        return Snapshot(self._next - 1, list(self._cached.values()))
+
+    def head(self, snapshot: Snapshot, request: int, index: int) -> SnapshotHead:
+        """Return what is said before a chunk."""
+        total = max(1, -(-len(snapshot.places) // CHUNK_BLOCKS))
+        return SnapshotHead(VERSION, request, self.epoch, snapshot.number, index, total)
+
+    def refusal(self, request: int) -> SnapshotHead:
+        """Return what is said instead of a snapshot."""
+        return SnapshotHead(VERSION, request, self.epoch, self._next - 1, 0, 0)
+
+    def chunk(self, snapshot: Snapshot, index: int, ts: float) -> bytes:
+        """Return a chunk's payload: a batch whose events, applied one chunk after the other, make the snapshot."""
+        first: list[CacheEvent] = [] if index else [AllBlocksCleared()]
+        places = islice(snapshot.places, index * CHUNK_BLOCKS, (index + 1) * CHUNK_BLOCKS)
+        said = self._converter.convert([*first, *_joined(places)])
+        return self._converter.codec.encode(EventBatch(ts, said, self._rank))
+
+    def _number(self, ts: float, events: list[CacheEvent], num_bytes: int) -> None:
+        self._queue.append(Queued(self._next, ts, events, num_bytes))
+        self._queued_bytes += num_bytes
+        self._next += 1
+
+    def _weigh(self, event: CacheEvent) -> int:
+        """Return about how many bytes an event takes. Raises InvalidArgumentError for what is none of ours."""
+        if isinstance(event, AllBlocksCleared):
+            return _BYTES_AN_EVENT
+        if not isinstance(event, BlockStored | BlockRemoved):
+            raise wrong("events", "BlockStored, BlockRemoved or AllBlocksCleared", event)
+        self._converter.check_group(event)
+        size = _BYTES_AN_EVENT + _BYTES_A_BLOCK * len(event.block_hashes)
+        return size + len(event.tokens) if isinstance(event, BlockStored) else size
+
+    def _follow(self, event: CacheEvent) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self._cached.clear()
+        elif isinstance(event, BlockRemoved):
+            group, medium = event.group_idx, medium_of(event)
+            for digest in event.block_hashes:
+                self._cached.pop((group, medium, digest), None)
+        else:
+            num_blocks = len(event.block_hashes)
+            for start in range(0, num_blocks, PIECE_BLOCKS):
+                piece = _cut(event, start, start + PIECE_BLOCKS) if num_blocks > PIECE_BLOCKS else event
+                keys = zip(repeat(event.group_idx), repeat(medium_of(event)), piece.block_hashes, strict=False)
+                self._cached.update(zip(keys, zip(repeat(piece), count(), strict=False), strict=False))
+
+
+def _joined(places: Iterable[_Place]) -> Iterator[BlockStored]:
+    """Yield events that store the blocks at `places`, consecutive blocks of one event together."""
+    event, first, last = None, 0, -1
+    for found, position in places:
+        if found is event and position == last + 1:
+            last = position
+            continue
+        if event is not None:
+            yield _cut(event, first, last + 1)
+        event, first, last = found, position, position
+    if event is not None:
+        yield _cut(event, first, last + 1)
+
+
+def _cut(event: BlockStored, first: int, end: int) -> BlockStored:
+    """Return the record of the blocks from `first` to `end` (exclusive; at most all)."""
+    if first == 0 and end >= len(event.block_hashes):
+        return event
+    num_bytes = 4 * event.block_size
+    return replace(
+        event,
+        block_hashes=event.block_hashes[first:end],
+        parent_block_hash=event.block_hashes[first - 1] if first else event.parent_block_hash,
+        tokens=event.tokens[first * num_bytes : end * num_bytes],
+        extra_keys=tuple((place - first, key) for place, key in event.extra_keys if first <= place < end),
+        block_ids=event.block_ids[first:end],
+    )

@@ -1,0 +1,386 @@
+"""A consumer's picture of what many workers have cached, kept exact through loss, doubles, reordering and restarts.
+
+It does no input or output: it is given what arrives and says what to ask for. A worker's batches are numbered. The next
+number is applied. A lower one is late or a double, and is dropped. A higher one is held while what lies between is
+asked for again; if that can't be had, a snapshot is asked for. Batches of two epochs never mix, since a later epoch's
+numbers are all higher (see `kvblocks.wire.ledger`), and its first batch says that nothing is cached.
+
+Other publishers have no snapshots, and number from 0 again when they restart. Then a lower number that is no double is
+a restart, and what a replay lacks is forgotten: `is_complete` says so.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from kvblocks.arguments import wrong
+from kvblocks.wire.codecs import decode
+from kvblocks.wire.errors import MalformedFrameError
+from kvblocks.wire.frames import VERSION, SnapshotChunk, SnapshotHead
+from kvblocks.wire.holdings import CLEARED, Change, Holdings, Place, changes_of
+from kvblocks.wire.records import Hash
+
+MAX_CHUNKS: Final = 1 << 16
+"""Chunks in a snapshot; as many hold 67 million blocks."""
+
+_NUM_RECENT: Final = 1024  # numbers by which a double of another publisher is known
+_NUM_TRIES: Final = 3  # asked in vain as often, a publisher has no snapshots
+_MAX_COUNTER: Final = 1 << 32  # other publishers number from 0; ours from their epoch, which is higher
+_NUM_SUSPICIOUS: Final = 3  # batches in a row from before the epoch: the publisher's clock went back
+
+
+class Ask(NamedTuple):
+    """What to ask a worker for: all batches from `number` on, or a snapshot, if `number` is None, by `request`."""
+
+    worker: str
+    number: int | None
+    request: int
+
+
+class Holder(NamedTuple):
+    """A cache of its own: a worker's data-parallel rank."""
+
+    worker: str
+    rank: int
+
+
+@dataclass(slots=True)
+class MirrorStats:
+    """How often things happened. num_late: doubles and latecomers, dropped; num_unheld: came too early to be held."""
+
+    num_applied: int = 0
+    num_late: int = 0
+    num_unheld: int = 0
+    num_malformed: int = 0
+    num_unknown_events: int = 0
+    num_snapshots: int = 0
+    num_restarts: int = 0
+
+
+class _Held(NamedTuple):
+    """A batch that came early. mark: by which a double of it is known; size: how much of `max_held` it takes."""
+
+    changes: list[Change]
+    mark: int
+    size: int
+
+
+class _Worker:
+    """What is known of one publisher. next: the number that is due, None while what is cached isn't known at all."""
+
+    def __init__(self, name: str, *, can_ask: bool) -> None:
+        self.name = name
+        self.can_ask = can_ask
+        self.holdings = Holdings()
+        self.next: int | None = None
+        self.last = -1  # the highest number ever applied
+        self.epoch: int | None = None
+        self.floor = 0  # numbers below it are of before the epoch, or of before all was cleared
+        self.is_complete = False
+        self.held: dict[int, _Held] = {}
+        self.held_size = 0
+        self.ask: Ask | None = None
+        self.has_applied = False  # anything since the ask
+        self.num_tries = 0
+        self.has_snapshots: bool | None = None
+        self.num_suspicious = 0
+        self.head: SnapshotHead | None = None
+        self.chunks: dict[int, list[Change]] = {}
+        self.recent: OrderedDict[int, int] = OrderedDict()
+
+
+class EventMirror:
+    """Holds the cached blocks of workers, each under a name of its publisher's. Not safe to share between threads.
+
+    max_held: batches and their blocks, together, that are held for a worker while others are missing. Memory: a few
+    dozen bytes for each block that a worker caches, and what is held.
+    """
+
+    def __init__(self, *, max_held: int = 1 << 18) -> None:
+        self.stats = MirrorStats()
+        self._workers: dict[str, _Worker] = {}
+        self._asks: deque[Ask] = deque()
+        self._max_held = max_held
+        self._num_requests = 0
+
+    @property
+    def workers(self) -> list[str]:
+        """The names of all workers."""
+        return list(self._workers)
+
+    def add(self, worker: str, *, can_ask: bool = True) -> None:
+        """Add a worker. can_ask: whether it can be asked for replays and snapshots. A known one stays as it is."""
+        if worker not in self._workers:
+            self._workers[worker] = _Worker(worker, can_ask=can_ask)
+
+    def remove(self, worker: str) -> None:
+        """Forget a worker and all that it had cached. Raises InvalidArgumentError for one that isn't there."""
+        self._get(worker)
+        del self._workers[worker]
+
+    def is_complete(self, worker: str) -> bool:
+        """Whether all that the worker had cached, after the last batch applied, is known, and no batch is missing."""
+        state = self._get(worker)
+        return state.is_complete and state.next is not None and not state.held
+
+    def number(self, worker: str) -> int | None:
+        """Return the number of the last batch that is in the picture; None if there is no picture."""
+        due = self._get(worker).next
+        return None if due is None else due - 1
+
+    def epoch(self, worker: str) -> int | None:
+        """Return the worker's epoch, if it has said so in a snapshot."""
+        return self._get(worker).epoch
+
+    def count(self, worker: str) -> int:
+        """Return how many blocks a worker has cached, each once for each group and medium. O(groups x media)."""
+        return self._get(worker).holdings.count()
+
+    def places(self, worker: str) -> dict[Place, frozenset[int]]:
+        """Return a worker's blocks by rank, group and medium, by the low 64 bits of their hashes. O(blocks)."""
+        return self._get(worker).holdings.places()
+
+    def find(
+        self, worker: str, hashes: Iterable[Hash], *, rank: int = 0, group: int = 0, medium: str | None = None
+    ) -> int:
+        """Return how many of the first blocks of a prefix a worker has cached. O(blocks found).
+
+        hashes: of the prefix's blocks, in any form: signed, unsigned, or digests. medium: where; None: anywhere.
+        """
+        return self._get(worker).holdings.find(hashes, rank, group, medium)
+
+    def overlaps(self, hashes: Sequence[Hash], *, group: int = 0, medium: str | None = None) -> dict[Holder, int]:
+        """Return for each rank of each worker how many of the first blocks it has cached. O(ranks x blocks found)."""
+        return {
+            Holder(name, rank): state.holdings.find(hashes, rank, group, medium)
+            for name, state in self._workers.items()
+            for rank in state.holdings.ranks() or [0]
+        }
+
+    def best(self, hashes: Sequence[Hash], *, group: int = 0) -> tuple[Holder, int] | None:
+        """Return who has the most of the first blocks cached, and how many; None if nobody has any."""
+        found = self.overlaps(hashes, group=group)
+        holder = max(found, key=lambda one: found[one], default=None)
+        return None if holder is None or not found[holder] else (holder, found[holder])
+
+    def take_asks(self) -> list[Ask]:
+        """Return what to ask workers for, since the last call. An ask that a later one has replaced is left out."""
+        asks = [ask for ask in self._asks if ask.worker in self._workers and self._workers[ask.worker].ask == ask]
+        self._asks.clear()
+        return asks
+
+    def receive(self, worker: str, number: int, payload: bytes) -> None:
+        """Take a live batch. O(blocks), and nothing that it can hold raises an error."""
+        state = self._get(worker)
+        changes = self._read(payload)
+        if state.next is not None and number < state.next:
+            self._take_late(state, number, payload, changes)
+        elif changes is None:
+            self._take_malformed(state, number)
+        elif state.next == number:
+            self._apply(state, number, changes, hash(payload))
+            self._go_on(state)
+        elif number > state.last and _is_start(number, changes):
+            self._start(state, number, changes, hash(payload), is_complete=True)
+        elif not state.can_ask:
+            self._start(state, number, changes, hash(payload), is_complete=False)
+        else:
+            self._hold(state, number, changes, hash(payload))
+            self._ask(state)
+
+    def receive_replayed(self, worker: str, number: int, payload: bytes) -> None:
+        """Take a batch that was asked for again."""
+        state = self._get(worker)
+        is_wanted = state.ask is not None and state.ask.number is not None
+        if is_wanted and state.has_snapshots is False and (state.next is None or number > state.next):
+            changes = self._read(payload)
+            if changes is not None and not state.has_applied:
+                # All that is kept by a publisher without snapshots. What came before it can't be known.
+                self._start(state, number, changes, hash(payload), is_complete=_is_start(number, changes))
+                return
+        if state.next is not None and number < state.next:
+            self.stats.num_late += 1
+        else:
+            self.receive(worker, number, payload)
+
+    def end_replay(self, worker: str) -> None:
+        """Take note that a replay has ended."""
+        state = self._get(worker)
+        if state.ask is None or state.ask.number is None:
+            return
+        made_progress, state.ask = state.has_applied, None
+        state.num_tries = 0
+        if made_progress or state.has_snapshots is not False or not state.held:
+            self._go_on(state, wants_snapshot=not made_progress)
+            return
+        number = min(state.held)
+        held = state.held[number]
+        self._start(state, number, held.changes, held.mark, is_complete=False)
+
+    def receive_chunk(self, worker: str, chunk: SnapshotChunk) -> None:
+        """Take a chunk of a snapshot. One that wasn't asked for, or not as the last, is dropped."""
+        state, head = self._get(worker), chunk.head
+        if head.version == VERSION:
+            state.has_snapshots, state.num_tries = True, 0
+        if state.ask is None or state.ask.number is not None or state.ask.request != head.request:
+            self.stats.num_late += 1
+            return
+        if head.version != VERSION or head.total == 0:
+            return  # not understood, or refused: asked for again when it has taken too long
+        changes = self._read(chunk.payload) if 0 <= head.index < head.total <= MAX_CHUNKS else None
+        if changes is None:
+            return
+        if state.head is None or _whole(state.head) != _whole(head):
+            state.head, state.chunks = head, {}
+        state.chunks[head.index] = changes
+        if len(state.chunks) == head.total:
+            self._take_snapshot(state, head)
+
+    def give_up(self, worker: str) -> None:
+        """Take note that what was asked for has not come: ask again, or for something else. Without an ask: nothing."""
+        state = self._get(worker)
+        if state.ask is None:
+            return
+        state.num_tries += 1
+        wanted_snapshot, state.ask = state.ask.number is None, None
+        numbers = max(state.last, *state.held, 0)
+        if wanted_snapshot and state.num_tries >= _NUM_TRIES and not state.has_snapshots and numbers < _MAX_COUNTER:
+            state.has_snapshots, state.num_tries = False, 0
+        elif not wanted_snapshot and state.num_tries >= _NUM_TRIES:
+            wanted_snapshot, state.num_tries = True, 0
+        self._go_on(state, wants_snapshot=wanted_snapshot)
+
+    def _get(self, worker: str) -> _Worker:
+        if worker not in self._workers:
+            raise wrong("worker", f"one of {list(self._workers)[:20]}", worker)
+        return self._workers[worker]
+
+    def _read(self, payload: bytes) -> list[Change] | None:
+        """Return what a payload changes, None if it is malformed."""
+        try:
+            batch = decode(payload)
+        except MalformedFrameError:
+            self.stats.num_malformed += 1
+            return None
+        self.stats.num_unknown_events += batch.num_unknown
+        return changes_of(batch)
+
+    def _take_late(self, state: _Worker, number: int, payload: bytes, changes: list[Change] | None) -> None:
+        self.stats.num_late += 1
+        if state.has_snapshots:
+            state.num_suspicious += number < state.floor
+            if state.num_suspicious >= _NUM_SUSPICIOUS:
+                self._ask(state, wants_snapshot=True)
+        elif number in state.recent and state.recent[number] == hash(payload):
+            pass
+        elif state.has_snapshots is None and state.can_ask and number > 0:
+            self._ask(state, wants_snapshot=True)  # whether it is a latecomer or a restart depends on who sent it
+        elif changes is not None:
+            self.stats.num_restarts += 1
+            self._forget(state)
+            self.receive(state.name, number, payload)
+
+    def _take_malformed(self, state: _Worker, number: int) -> None:
+        """A batch that can't be read is lost for good: only a snapshot says what it said."""
+        if state.next != number:
+            return  # missed when its turn comes
+        if state.has_snapshots is False or not state.can_ask:
+            state.next, state.is_complete = number + 1, False
+            self._go_on(state)
+        else:
+            self._ask(state, wants_snapshot=True)
+
+    def _apply(self, state: _Worker, number: int, changes: list[Change], mark: int) -> None:
+        state.holdings.apply(changes)
+        state.next, state.last = number + 1, number
+        state.has_applied = True
+        state.num_suspicious = 0
+        if _is_start(number, changes):
+            state.is_complete, state.floor = True, number
+        if not state.has_snapshots:
+            state.recent[number] = mark
+            if len(state.recent) > _NUM_RECENT:
+                state.recent.popitem(last=False)
+        self.stats.num_applied += 1
+
+    def _start(self, state: _Worker, number: int, changes: list[Change], mark: int, *, is_complete: bool) -> None:
+        """Begin a picture with a batch before which nothing was cached, or is known."""
+        state.holdings.clear()
+        state.is_complete = is_complete
+        state.epoch = None
+        if is_complete:
+            state.ask = None
+        self._apply(state, number, changes, mark)
+        self._go_on(state)
+
+    def _forget(self, state: _Worker) -> None:
+        state.holdings.clear()
+        state.held.clear()
+        state.recent.clear()
+        state.held_size, state.last, state.floor = 0, -1, 0
+        state.next, state.is_complete, state.ask, state.epoch = None, False, None, None
+
+    def _hold(self, state: _Worker, number: int, changes: list[Change], mark: int) -> None:
+        size = 1 + sum(len(hashes) for _, _, hashes in changes)
+        if number in state.held:
+            self.stats.num_late += 1
+        elif state.held_size + size > self._max_held:
+            self.stats.num_unheld += 1
+        else:
+            state.held[number] = _Held(changes, mark, size)
+            state.held_size += size
+
+    def _go_on(self, state: _Worker, *, wants_snapshot: bool = False) -> None:
+        """Apply what was held for now, and ask for what is missing."""
+        while state.next is not None and state.next in state.held:
+            held = state.held.pop(state.next)
+            state.held_size -= held.size
+            self._apply(state, state.next, held.changes, held.mark)
+        if state.next is not None and state.held and min(state.held) < state.next:
+            due = state.next
+            state.held = {number: held for number, held in state.held.items() if number > due}
+            state.held_size = sum(held.size for held in state.held.values())
+        if state.next is None or state.held or (wants_snapshot and state.has_snapshots):
+            self._ask(state, wants_snapshot=wants_snapshot)
+        elif state.ask is not None and state.ask.number is not None:
+            state.ask = None  # nothing is missing any more
+
+    def _ask(self, state: _Worker, *, wants_snapshot: bool = False) -> None:
+        """Ask for a snapshot or a replay, unless something is asked for already."""
+        if not state.can_ask or (state.ask is not None and not (wants_snapshot and state.ask.number is not None)):
+            return
+        number: int | None = None
+        if state.has_snapshots is False:
+            number = state.next or 0
+        elif state.next is not None and not wants_snapshot:
+            number = state.next
+        self._num_requests += 1
+        state.ask = Ask(state.name, number, self._num_requests)
+        state.has_applied = False
+        state.head, state.chunks = None, {}
+        self._asks.append(state.ask)
+
+    def _take_snapshot(self, state: _Worker, head: SnapshotHead) -> None:
+        chunks, state.chunks, state.head, state.ask = state.chunks, {}, None, None
+        if state.next is not None and head.number + 1 < state.next and state.has_applied:
+            self._go_on(state)  # batches have come since, so it is of an epoch that is over, or of earlier in this one
+            return
+        self.stats.num_snapshots += 1
+        state.holdings.clear()
+        for index in range(head.total):
+            state.holdings.apply(chunks[index])
+        state.next, state.last, state.epoch = head.number + 1, head.number, head.epoch
+        state.floor, state.is_complete, state.num_suspicious = head.epoch, True, 0
+        state.recent.clear()
+        self._go_on(state)
+
+
+def _whole(head: SnapshotHead) -> tuple[int, ...]:
+    """Return what all chunks of one snapshot have in common."""
+    return head.request, head.epoch, head.number, head.total
+
+
+def _is_start(number: int, changes: list[Change]) -> bool:
+    """Whether a batch says all that is cached: the very first one, or one that begins by clearing everything."""
+    return number == 0 or (bool(changes) and changes[0][0] == CLEARED)

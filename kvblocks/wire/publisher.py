@@ -1,0 +1,310 @@
+"""Events out of an engine, over ZMQ: live to whoever listens, again or as a snapshot to whoever asks."""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from ipaddress import ip_address
+from random import SystemRandom
+from types import TracebackType
+from typing import Final, Self
+
+from kvblocks.arguments import check_count, check_number, wrong
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.events import CacheEvent
+from kvblocks.wire.convert import Converter
+from kvblocks.wire.errors import MalformedFrameError, PublisherClosedError, missing
+from kvblocks.wire.frames import (
+    END,
+    MAX_NUMBER,
+    VERSION,
+    SnapshotRequest,
+    pack_number,
+    read_request,
+    snapshot_reply,
+)
+from kvblocks.wire.ledger import Ledger, Limits, Snapshot
+
+try:
+    import zmq
+except ImportError as _error:
+    raise missing("pyzmq", _error) from _error
+
+_log = logging.getLogger(__name__)
+
+_NUM_AT_ONCE: Final = 64  # batches sent, and requests read, before the other is looked at
+_LINGER_MS: Final = 500
+_RANDOM_BITS: Final = 20
+
+
+class EventPublisher:
+    """Publishes what `take_events` returns, from a thread of its own.
+
+    endpoint: where consumers subscribe, "tcp://127.0.0.1:5557"; port 0 takes a free one. replay_endpoint: where they
+    ask for batches again and for snapshots; None: nowhere. topic: in front of each batch. converter: the encoding;
+    None: vLLM's, one group. data_parallel_rank: what batches say. heartbeat: seconds without events after which an empty
+    batch is sent; None: never. allow_remote: whether it may bind what other machines can reach: token ids are private,
+    and nothing here asks who listens. epoch: the first batch's number; None: made of the time and chance. 0 is what
+    vLLM does, and then a consumer may take the batches behind a restart for the next ones of before.
+
+    Make it before the first event is taken: it starts by saying that nothing is cached. Raises InvalidArgumentError,
+    and zmq.ZMQError if it cannot bind. Safe to share between threads.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        converter: Converter | None = None,
+        data_parallel_rank: int = 0,
+        heartbeat: float | None = 5.0,
+        allow_remote: bool = False,
+        limits: Limits | None = None,
+        epoch: int | None = None,
+    ) -> None:
+        for given in (endpoint, replay_endpoint):
+            if given is not None:
+                check_endpoint(given, allow_remote=allow_remote)
+        if not isinstance(topic, str) or topic.startswith("\0"):
+            raise wrong("topic", "a str that begins with no NUL", topic)
+        first = new_epoch() if epoch is None else check_count("epoch", epoch, 0, MAX_NUMBER >> 1)
+        rank = check_count("data_parallel_rank", data_parallel_rank, 0)
+        if heartbeat is not None and not check_number("heartbeat", heartbeat) > 0:
+            raise wrong("heartbeat", "seconds above 0, or None", heartbeat)
+        self._topic = topic.encode()
+        self._heartbeat = heartbeat
+        self._limits = limits or Limits()
+        self._ledger = Ledger(converter or Converter(), self._limits, first, rank, time.time())
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self._deadline = 0.0
+        self._snapshots: list[tuple[bytes, int, Snapshot, int]] = []
+        self.num_sent = 0
+        self.num_errors = 0
+        self.num_requests = 0
+        self._bind(endpoint, replay_endpoint)
+        self._wakes, self._woken = socket.socketpair()
+        self._wakes.settimeout(0)
+        self._woken.settimeout(0)
+        self._thread = threading.Thread(target=self._run, name="kvblocks-events", daemon=True)
+        self._thread.start()
+
+    @property
+    def epoch(self) -> int:
+        """The number of the first batch."""
+        return self._ledger.epoch
+
+    @property
+    def num_dropped(self) -> int:
+        """How many batches were not sent, since too much waited already."""
+        return self._ledger.num_dropped
+
+    @property
+    def num_queued(self) -> int:
+        """How many batches wait to be sent."""
+        return self._ledger.num_queued
+
+    def publish(self, events: Iterable[CacheEvent]) -> bool:
+        """Have events sent, as one batch. Return False if they were dropped, which consumers see as a gap.
+
+        It doesn't wait for consumers or sockets: O(blocks) for the snapshot's books, and the lock of those, which is
+        held for as long as it takes to copy a pointer for each cached block when a snapshot is asked for. No events:
+        nothing is sent. Raises PublisherClosedError, and InvalidArgumentError for what is no record of kvblocks'; then
+        nothing has changed.
+        """
+        now = time.time()
+        with self._lock:
+            if self._is_closing:
+                raise PublisherClosedError("publish: expected an open publisher, got a closed one")
+            is_first_waiting = not self._ledger.num_queued
+            fits = self._ledger.add(events, now)
+        if is_first_waiting:
+            self._wake()
+        return fits
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Send what waits, for at most `timeout` seconds, and stop. A second call does nothing."""
+        with self._lock:
+            if not self._is_closing:
+                self._deadline = time.monotonic() + timeout
+            self._is_closing = True
+        self._wake()
+        self._thread.join(timeout + 2 * _LINGER_MS / 1000)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _bind(self, endpoint: str, replay_endpoint: str | None) -> None:
+        context = zmq.Context.instance()
+        self._pub: zmq.Socket[bytes] = context.socket(zmq.PUB)
+        self._router: zmq.Socket[bytes] | None = None
+        try:
+            self.endpoint = _bound(self._pub, endpoint, self._limits.num_sending)
+            self.replay_endpoint = None
+            if replay_endpoint is not None:
+                self._router = context.socket(zmq.ROUTER)
+                # libzmq learns of what was read in steps of half of this, so twice a whole replay always fits.
+                num_replayed = 2 * (self._limits.num_kept_batches + 1)
+                self.replay_endpoint = _bound(self._router, replay_endpoint, num_replayed)
+        except BaseException:
+            self._pub.close(0)
+            if self._router is not None:
+                self._router.close(0)
+            raise
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError, OSError):  # full: it will wake; closed: it is over
+            self._wakes.send(b"\0")
+
+    def _run(self) -> None:
+        """Send and answer until closed. The only user of the sockets from here on."""
+        poller = zmq.Poller()
+        poller.register(self._woken, zmq.POLLIN)
+        if self._router is not None:
+            poller.register(self._router, zmq.POLLIN)
+        sent_at = time.monotonic()
+        try:
+            while not self._is_over():
+                poller.poll(self._wait_ms(sent_at))
+                with suppress(BlockingIOError):
+                    self._woken.recv(4096)
+                try:
+                    self._answer()
+                    if self._send_some():
+                        sent_at = time.monotonic()
+                    elif self._heartbeat is not None and time.monotonic() - sent_at >= self._heartbeat:
+                        with self._lock:
+                            self._ledger.add_heartbeat(time.time())
+                    self._send_chunks()
+                except zmq.ContextTerminated:
+                    return
+                except Exception:  # noqa: BLE001  # one bad batch or peer must not end the stream
+                    self.num_errors += 1
+                    _log.exception("kvblocks.wire: a batch or an answer was not sent")
+        finally:
+            with self._lock:
+                self._is_closing = True
+            for open_socket in (self._pub, self._router):
+                if open_socket is not None:
+                    open_socket.close(_LINGER_MS)
+            self._wakes.close()
+            self._woken.close()
+
+    def _is_over(self) -> bool:
+        with self._lock:
+            return self._is_closing and (not self._ledger.num_queued or time.monotonic() > self._deadline)
+
+    def _wait_ms(self, sent_at: float) -> int | None:
+        if self._ledger.num_queued or self._snapshots:
+            return 0
+        if self._heartbeat is None:
+            return None
+        return max(0, int(1000 * (sent_at + self._heartbeat - time.monotonic())) + 1)
+
+    def _send_some(self) -> bool:
+        for number in range(_NUM_AT_ONCE):
+            with self._lock:
+                batch = self._ledger.take()
+            if batch is None:
+                return number > 0
+            payload = self._ledger.encode(batch)
+            self._pub.send_multipart((self._topic, pack_number(batch.number), payload))
+            self._ledger.keep(batch.number, payload)
+            self.num_sent += 1
+        return True
+
+    def _answer(self) -> None:
+        for _ in range(_NUM_AT_ONCE):
+            if self._router is None:
+                return
+            try:
+                client, *parts = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                asked = read_request(parts)
+            except MalformedFrameError as error:
+                self.num_errors += 1
+                _log.warning("kvblocks.wire: %s", error)
+                continue
+            self.num_requests += 1
+            if isinstance(asked, SnapshotRequest):
+                self._start_snapshot(client, asked)
+            else:
+                self._replay(client, asked)
+
+    def _replay(self, client: bytes, number: int) -> None:
+        assert self._router is not None
+        for kept, payload in self._ledger.replay(number):
+            self._router.send_multipart((client, b"", self._topic, pack_number(kept), payload))
+        self._router.send_multipart((client, b"", b"", END, b""))
+
+    def _start_snapshot(self, client: bytes, asked: SnapshotRequest) -> None:
+        assert self._router is not None
+        # Whoever asks again waits for the first answer no more.
+        self._snapshots = [snapshot for snapshot in self._snapshots if snapshot[0] != client]
+        if asked.version != VERSION or len(self._snapshots) >= self._limits.num_snapshots:
+            refusal = snapshot_reply(self._ledger.refusal(asked.request), b"")
+            self._router.send_multipart((client, *refusal))
+            return
+        with self._lock:
+            snapshot = self._ledger.snapshot()
+        self._snapshots.append((client, asked.request, snapshot, 0))
+
+    def _send_chunks(self) -> None:
+        """Send the next chunk of each snapshot, so that live batches wait for no more than that."""
+        assert self._router is not None or not self._snapshots
+        running, self._snapshots = self._snapshots, []
+        for client, request, snapshot, index in running:
+            head = self._ledger.head(snapshot, request, index)
+            parts = snapshot_reply(head, self._ledger.chunk(snapshot, index, time.time()))
+            if self._router is not None:
+                self._router.send_multipart((client, *parts))
+            if index + 1 < head.total:
+                self._snapshots.append((client, request, snapshot, index + 1))
+
+
+def new_epoch() -> int:
+    """Return an epoch: the milliseconds since 1970, and 20 bits of chance. A later one is higher, and below 2**63.
+
+    A publisher would have to send a million batches a millisecond to reach the epoch of one that starts after it.
+    """
+    return time.time_ns() // 1_000_000 << _RANDOM_BITS | SystemRandom().getrandbits(_RANDOM_BITS)
+
+
+def check_endpoint(endpoint: str, *, allow_remote: bool) -> None:
+    """Raise InvalidArgumentError unless `endpoint` can be bound, and reached by this machine alone or allow_remote."""
+    if not isinstance(endpoint, str) or not endpoint.startswith(("tcp://", "ipc://", "inproc://")):
+        raise wrong("endpoint", "'tcp://HOST:PORT', 'ipc://PATH' or 'inproc://NAME'", endpoint)
+    if not endpoint.startswith("tcp://"):
+        return
+    host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not colon or not (port == "*" or (port.isdecimal() and int(port) < 1 << 16)):
+        raise wrong("endpoint", "'tcp://HOST:PORT'", endpoint)
+    try:
+        is_local = host == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        is_local = False
+    if not is_local and not allow_remote:
+        raise InvalidArgumentError(
+            f"endpoint: expected one of this machine alone, such as 'tcp://127.0.0.1:{port}', got {endpoint!r}: events "
+            "hold prompts' token ids, and whoever connects reads them. allow_remote=True binds it all the same"
+        )
+
+
+def _bound(unbound: "zmq.Socket[bytes]", endpoint: str, hwm: int) -> str:
+    """Bind a socket and return where."""
+    unbound.setsockopt(zmq.SNDHWM, hwm)
+    if "[" in endpoint:
+        unbound.setsockopt(zmq.IPV6, 1)
+    unbound.bind(endpoint)
+    return unbound.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")

@@ -1,0 +1,99 @@
+"""Payloads against the installed vLLM's own classes: what they write we read, and what we write is what they write."""
+
+from random import Random
+from typing import Any
+
+import msgspec
+from vllm.distributed import kv_events
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from integrations.vllm.test_events import make_requests, make_stand, random_run
+from kvblocks.wire import CODECS, BlockRemoved, BlockStored, EventBatch, decode
+from kvblocks.wire.convert import to_u64
+
+THEIRS = msgspec.msgpack.Decoder(KVEventBatch)
+NEW = {"lookahead_token_ids"}  # of vLLM 0.33
+
+
+def random_batch(random: Random) -> KVEventBatch:
+    """Return a batch of vLLM's own, with all that its fields can hold."""
+
+    def maybe(value: Any) -> Any:
+        return random.choice([None, value])
+
+    def name() -> Any:
+        return random.choice([random.randbytes(32), random.getrandbits(64), random.randrange(9)])
+
+    def stored() -> Any:
+        num_blocks = random.randrange(4)
+        fields = {
+            "block_hashes": [name() for _ in range(num_blocks)],
+            "parent_block_hash": maybe(name()),
+            "token_ids": [random.randrange(2**20) for _ in range(2 * num_blocks)],
+            "block_size": 2,
+            "lora_id": maybe(3),
+            "medium": maybe("GPU"),
+            "lora_name": maybe("a"),
+            "extra_keys": maybe([maybe(("a", ("image", -4), "salt", b"e" * 32)) for _ in range(num_blocks)]),
+            "group_idx": maybe(1),
+            "kv_cache_spec_kind": maybe("full_attention"),
+            "kv_cache_spec_sliding_window": maybe(64),
+            "locality": maybe("LOCAL"),
+            "ownership": maybe("tier"),
+            "session_id": maybe("one"),
+        }
+        return kv_events.BlockStored(**fields)
+
+    def removed() -> Any:
+        names = [name() for _ in range(random.randrange(4))]
+        return kv_events.BlockRemoved(names, maybe("CPU"), maybe(2), maybe("REMOTE"), maybe("tier"))
+
+    kinds = [stored, stored, removed, kv_events.AllBlocksCleared]
+    return KVEventBatch(random.random(), [random.choice(kinds)() for _ in range(random.randrange(5))], maybe(3))
+
+
+def test_bytes_are_those_of_vllms_own_classes():
+    random = Random(1)
+    for _ in range(1000):
+        theirs = random_batch(random)
+        payload = msgspec.msgpack.encode(theirs)
+        batch = decode(payload)
+        assert not batch.num_unknown and not any(event.unknown for event in batch.events)
+        assert CODECS["vllm"].encode(batch) == payload
+        assert [type(event).__name__ for event in batch.events] == [type(event).__name__ for event in theirs.events]
+
+
+def test_we_know_their_fields_in_their_order():
+    for ours, kind in ((BlockStored, kv_events.BlockStored), (BlockRemoved, kv_events.BlockRemoved)):
+        known = [name for name in ours.__struct_fields__ if name in kind.__struct_fields__]
+        assert known == list(kind.__struct_fields__)
+        assert {*ours.__struct_fields__} - {*known} <= NEW | {"cache_salt", "unknown"}
+
+
+def test_they_read_what_newer_ones_write():
+    stored = BlockStored(
+        block_hashes=[1], token_ids=[5, 6], block_size=2, lookahead_token_ids=[[7]], cache_salt="s", unknown={"x": [1]}
+    )
+    batch = EventBatch(1.0, [stored], 4, ("more",))
+    (theirs,) = THEIRS.decode(CODECS["vllm"].encode(batch)).events
+    assert (theirs.block_hashes, theirs.token_ids) == ([1], [5, 6])
+
+
+def test_what_the_adapter_sends_is_read_and_written_alike():
+    stand, events = make_stand()
+    for made in make_requests():
+        made.kv_cache_report_mode = "full"
+        stand.cached(made)
+    random_run(stand, Random(3))
+    assert len(events) > 20
+    payload = msgspec.msgpack.encode(KVEventBatch(1.0, events, 0))
+    batch = decode(payload)
+    assert CODECS["vllm"].encode(batch) == payload
+    assert any(event.extra_keys for event in batch.events if isinstance(event, BlockStored))
+
+
+def test_low_bits_are_those_that_vllm_takes(monkeypatch):
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
+    digest: Any = Random(1).randbytes(32)
+    assert to_u64(digest) == maybe_convert_block_hash(digest)
