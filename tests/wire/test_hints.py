@@ -481,3 +481,29 @@ def test_any_payload_is_answered(data: st.DataObject) -> None:
     executor.close()
     assert manager.num_free_blocks == 16
     spill(manager)
+
+
+def test_without_a_cache_pins_are_rejected() -> None:
+    executor = make(KVCacheManager(16, 4, enable_caching=False))
+    answer = say(executor, "pin", token_ids=PROMPT)
+    assert answer["outcome"] == "rejected" and "enable_caching=True" in answer["reason"]
+    assert say(executor, "prefetch", token_ids=PROMPT)["outcome"] == "missing"
+
+
+def test_what_the_callers_own_hash_function_raises_comes_out_and_what_was_done_is_not_done_again() -> None:
+    def sometimes(preimage: bytes) -> bytes:
+        if is_broken:
+            raise RuntimeError("mine")
+        return bytes(8)
+
+    is_broken = False
+    manager = KVCacheManager(64, 4, hash_algorithm=sometimes, debug=True)
+    run(manager)
+    executor = make(manager)
+    sent = envelope(action("pin", {"token_ids": PROMPT[:8]}), action("pin", {"block_hashes": ["00" * 8]}, "b"))
+    is_broken = True
+    with pytest.raises(RuntimeError, match="mine"):
+        executor.carry_out(sent, None, 0.0)
+    is_broken = False
+    assert [one.outcome for one in executor.carry_out(sent, None, 0.0).answers] == ["accepted", "rejected"]
+    assert len(manager.pins) == 1

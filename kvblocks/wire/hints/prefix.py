@@ -91,6 +91,7 @@ class PrefixNames:
         self._by_digest: dict[bytes, Node] = {}
         self._ambiguous: set[bytes] = set()
         self._by_number: dict[int, list[bytes]] | None = None  # made when first asked for
+        self._has_looked = False
 
     def find(self, payload: Mapping[str, Any]) -> NamedPrefix:
         """Return the prefix that a payload names. O(tokens), and O(pool) once if hashes are named.
@@ -161,7 +162,8 @@ class PrefixNames:
     def _digest_of(self, name: object) -> bytes | None:
         """Return the digest of a cached block that a hash names, None if there is none."""
         given: Any = name
-        by_number = self._look() if self._by_number is None else self._by_number
+        if not self._has_looked:
+            self._look()
         if is_a(given, bytes):
             digests = [bytes(given)]
         elif is_a(given, str):
@@ -170,7 +172,7 @@ class PrefixNames:
             except ValueError:
                 raise wrong("block_hashes", "hexadecimal digits", given) from None
         elif type(given) is int and -(2**63) <= given < 2**64:
-            digests = by_number.get(given % 2**64, [])
+            digests = self._numbers().get(given % 2**64, [])
         else:
             raise wrong("block_hashes", "an integer of 64 bits, hexadecimal text or bytes", given)
         found = [digest for digest in digests if digest in self._by_digest]
@@ -178,22 +180,24 @@ class PrefixNames:
             raise InvalidArgumentError("block_hashes: expected hashes of one prefix each, got one that two have")
         return found[0] if found else None
 
-    def _look(self) -> dict[int, list[bytes]]:
+    def _look(self) -> None:
         """Name all cached blocks of the tenant's. O(pool), and O(blocks whose digest nobody asked for before)."""
-        by_number = self._by_number = dict[int, list[bytes]]()
-        is_own: dict[bytes | None, bool] = {}
-        for block in self._manager.blocks:
-            if block.run is None or not block.is_cached:
+        self._has_looked = True
+        for run in {block.run for block in self._manager.blocks if block.run is not None}:
+            if not run.epoch.is_current or salt_in(run.first_keys) != self._tenant:
                 continue
-            first_keys = block.run.first_keys
-            if first_keys not in is_own:
-                is_own[first_keys] = salt_in(first_keys) == self._tenant
-            digest = block.block_hash if is_own[first_keys] else None
-            if digest is None:
-                continue
-            if digest not in self._by_digest:
-                self._by_digest[digest] = block.node
-                by_number.setdefault(int.from_bytes(digest[-8:], "big"), []).append(digest)
-            elif self._by_digest[digest] != block.node:
-                self._ambiguous.add(digest)
-        return by_number
+            run.digest(len(run.blocks) - 1)  # and with it those before
+            digests, size = bytes(run.digests), run.epoch.num_digest_bytes
+            for position in range(len(run.blocks)):
+                digest = digests[position * size : (position + 1) * size]
+                if digest in self._by_digest:
+                    self._ambiguous.add(digest)
+                self._by_digest[digest] = run, position
+
+    def _numbers(self) -> dict[int, list[bytes]]:
+        """Return the digests by their low 64 bits. O(the tenant's cached blocks) once."""
+        if self._by_number is None:
+            self._by_number = {}
+            for digest in self._by_digest:
+                self._by_number.setdefault(int.from_bytes(digest[-8:], "big"), []).append(digest)
+        return self._by_number
