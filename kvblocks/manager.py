@@ -698,6 +698,11 @@ class KVCacheManager(Changeable):
         return [] if self._pins is None else list(self._pins.pins)
 
     @property
+    def max_pinned_blocks(self) -> int:
+        """How many blocks all pins together may be for: `pin_budget` of the pool. O(1)."""
+        return self._max_pinned_blocks
+
+    @property
     def holds(self) -> BlockHolds:
         """Who else has blocks, for transfers, and by which calls. O(1)."""
         if self._holds is None:
@@ -948,6 +953,19 @@ class KVCacheManager(Changeable):
         if self._sampler is sampler and self._sampler is not None:
             self._index.unwatch(self._sampler)
             self._sampler = None
+
+    def count_empty_blocks(self, max_blocks: SupportsIndex) -> int:
+        """Return how many of the next `max_blocks` blocks to be taken hold nothing: taking those evicts nothing.
+
+        Raises InvalidArgumentError. Changes nothing. O(max_blocks).
+        """
+        self.check_whole()
+        most, number = check_count("max_blocks", max_blocks, 0), 0
+        for block in self._pool.queue:
+            if number == most or block.is_cached:
+                break
+            number += 1
+        return number
 
     def free_block_ids(self) -> list[int]:
         """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
