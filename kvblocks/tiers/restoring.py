@@ -54,7 +54,7 @@ def restore_slots(pool: TierPool, remembered: Remembered) -> int:
     return len(found)
 
 
-def _has_keys(identity: BlockIdentity) -> bool:
+def has_keys(identity: BlockIdentity) -> bool:
     """Whether a block's keys can be read: who remembered them may have lost some. Quotas are charged by them."""
     if identity.extra_keys:
         try:
@@ -69,7 +69,7 @@ def _cache(pool: TierPool, remembered: Remembered, blocks: list[KVCacheBlock]) -
     size = 4 * pool.index.block_size
     behind: dict[bytes, list[int]] = {}
     for number, (_, identity) in enumerate(remembered):
-        if len(identity.tokens) == size and _has_keys(identity):
+        if len(identity.tokens) == size and has_keys(identity):
             behind.setdefault(identity.parent, []).append(number)
     found: list[int] = []
     above = [-1] * len(remembered)

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 import kvblocks
-from kvblocks import BlockIdentity, FullAttention, KVCacheManager, Sequence, SlidingWindow, Tier
+from kvblocks import BlockIdentity, EventOptions, FullAttention, KVCacheManager, Sequence, SlidingWindow, Tier
 from model.interruption import Case
 
 PROMPT = list(range(12))
@@ -26,8 +26,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "tiers": [
             Tier("host", 32, 100),
             Tier("disk", 32, 100, store="reused", is_persistent=True),
-            Tier("store", 8, 100, store="reused", min_store_tokens=1000, is_persistent=True),
-        ]
+            Tier("store", 8, 100, store="reused", min_store_tokens=1000, is_persistent=True, medium="SHARED"),
+        ],
+        "enable_events": EventOptions(hits=True, tiers=True),
     },
 }
 BELOW = list(range(700, 713))

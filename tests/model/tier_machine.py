@@ -35,6 +35,7 @@ from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.wishes import prefix_of
 from model.kv_memory import GARBAGE
 from model.tier_memory import TierMemory
+from model.told import Told, cached
 
 MAX_TOKENS = 24
 MAX_RUNNING = 4
@@ -59,6 +60,8 @@ class TierMachine:
         first = self.manager.first_block_id
         self.memory = TierMemory(first + num_blocks, self.manager.groups, self.manager.block_size)
         self.tiers = tiers
+        self.event_options = options.get("enable_events", False)
+        self.told = Told()
         self.remembered: dict[str, dict[int, BlockIdentity]] = {t.name: {} for t in tiers if t.is_persistent}
         self.salt_of: dict[BlockIdentity, str | None] = {}
         self.garbage = [GARBAGE] * max(group.block_size for group in self.manager.groups)
@@ -544,8 +547,13 @@ class TierMachine:
         """As if the manager ended now: another one finds by what is remembered all that this one does, and no more."""
         self.remember()
         for name, remembered in self.remembered.items():
-            fresh = KVCacheManager(8, self.manager.block_size, tiers=self.tiers, debug=True)
+            options = {"enable_events": self.event_options, "tiers": self.tiers, "debug": True}
+            fresh = KVCacheManager(8, self.manager.block_size, **options)
             number = fresh.tiers.restore(name, remembered.items())
+            if self.event_options:
+                told = Told()
+                told.replay(fresh.take_events())
+                assert told.blocks == cached(fresh) and len(told.blocks) == number
             self.count("restored", number)
             forgotten = fresh.tiers.take_changes()[name]
             assert len(forgotten) == len(remembered) - number and not any(forgotten.values())
@@ -687,6 +695,11 @@ class TierMachine:
         self.manager.check()
         self.memory.check()
         self.remember()
+        if self.event_options:
+            self.told.replay(self.manager.take_events())
+            assert self.told.blocks == cached(self.manager)
+            self.count("told below", sum(medium != "GPU" for medium, _, _ in self.told.blocks))
+            self.counts["hits told"], self.counts["removals told"] = self.told.num_hits, self.told.num_removed_below
         assert set(self.waits_from) == {s for s in self.running if self.manager.tiers.is_loading(s)}
 
     def finish(self) -> None:
