@@ -154,7 +154,7 @@ class PrefixIndex:
         """
         run, position = node
         parent_digest = b"" if run is None else run.digest(position)
-        first_keys = run.first_keys if run is not None else None if extra_keys is None else extra_keys.get(0)
+        first_keys = None if extra_keys is None else extra_keys.get(0)
         return self.epoch.names.chain(
             parent_digest, tokens, extra_keys, first_keys, self._block_bytes, range(first, end)
         )
