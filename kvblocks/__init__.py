@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         StaleHitError,
         UnsupportedEngineError,
     )
-    from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+    from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent, EventOptions
     from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
     from kvblocks.groups.plan import KVLayer, Plan, plan
     from kvblocks.manager import KVCacheManager
@@ -83,7 +83,7 @@ _HOMES = {
         "StaleHitError",
         "UnsupportedEngineError",
     ),
-    "events": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "CacheEvent"),
+    "events": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "BlocksHit", "CacheEvent", "EventOptions"),
     "groups.kinds": ("FullAttention", "Group", "SlidingWindow"),
     "groups.plan": ("KVLayer", "Plan", "plan"),
     "manager": ("KVCacheManager",),
@@ -117,11 +117,13 @@ __all__ = [
     "BlockRemoved",
     "BlockStateError",
     "BlockStored",
+    "BlocksHit",
     "CacheEvent",
     "CacheHit",
     "CacheMetrics",
     "CacheStats",
     "CorruptStateError",
+    "EventOptions",
     "Explanation",
     "FreeBlockQueue",
     "FullAttention",

@@ -53,7 +53,7 @@ from kvblocks.core.sequence import Sequence, as_sequence, not_a_sequence
 from kvblocks.core.slots import Commit, SlotAllocator
 from kvblocks.core.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, SequenceStateError
-from kvblocks.events import CacheEvent
+from kvblocks.events import CacheEvent, EventOptions, check_event_options
 from kvblocks.hashing import get_names
 from kvblocks.stats import CacheStats, GroupUsage, QuotaUsage, Refusal
 
@@ -61,9 +61,11 @@ if TYPE_CHECKING:  # what only some managers need is imported by those
     from kvblocks.groups.kinds import Group
     from kvblocks.observe.block_callbacks import BlockCallback, BlockCallbacks
     from kvblocks.observe.block_sampler import BlockSampler
+    from kvblocks.observe.event_log import Records
     from kvblocks.observe.explanation import Explanation
     from kvblocks.observe.picture import PrefixRow
     from kvblocks.observe.removal_history import RemovalHistory
+    from kvblocks.observe.shared_names import SharedNames
     from kvblocks.observe.shared_prefixes import SharedPrefix
     from kvblocks.retention.holds import BlockHolds
     from kvblocks.retention.pins import Pin, Pins, Priority
@@ -73,7 +75,6 @@ if TYPE_CHECKING:  # what only some managers need is imported by those
     from kvblocks.tiers.tiers import Tiers
     from kvblocks.tiers.traffic import Traffic
     from kvblocks.tiers.transfer import TierHit
-    from kvblocks.wire.shared_names import SharedNames
 
 _NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
 """What adding a token the short way raises where the long way may still take it, or knows what is wrong with it."""
@@ -96,12 +97,12 @@ class KVCacheManager(Changeable):
     groups: the groups of the model's layers, see `groups`; None: all layers attend to everything before a token.
     hash_algorithm: "xxh3_128", "sha256" or a callable bytes -> bytes; or "vllm:sha256_cbor" and the like, or a
     `VllmNames`, for vLLM's names, see `wire.names`; names blocks to the outside, never decides a hit. enable_caching:
-    whether prefixes are reused. enable_events: whether changes of the cached set are recorded for `take_events`; then
-    take them regularly, since they are kept until taken. num_history_blocks: how many prefixes that are cached no more
-    `explain` remembers; 0 costs nothing, otherwise each block is hashed when it is cached, and each remembered one
-    takes about 250 bytes. pin_budget: share of the pool that pins may hold together, 0.0 to 1.0. tiers: where copies of
-    cached blocks are kept below the device, the quickest first, see `tiers`. debug: run `check()` after every change.
-    Raises InvalidArgumentError. O(num_blocks).
+    whether prefixes are reused. enable_events: whether changes of the cached set are recorded for `take_events`, or
+    `EventOptions`, for more than the device's; then take them regularly, since they are kept until taken.
+    num_history_blocks: how many prefixes that are cached no more `explain` remembers; 0 costs nothing, otherwise each
+    block is hashed when it is cached, and each remembered one takes about 250 bytes. pin_budget: share of the pool that
+    pins may hold together, 0.0 to 1.0. tiers: where copies of cached blocks are kept below the device, the quickest
+    first, see `tiers`. debug: run `check()` after every change. Raises InvalidArgumentError. O(num_blocks).
     """
 
     def __init__(
@@ -113,13 +114,13 @@ class KVCacheManager(Changeable):
         groups: Iterable[Group] | None = None,
         hash_algorithm: Text | HashFunction | Names = "xxh3_128",
         enable_caching: Flag = True,
-        enable_events: Flag = False,
+        enable_events: Flag | EventOptions = False,
         num_history_blocks: SupportsIndex = 0,
         pin_budget: SupportsFloat = 0.5,
         tiers: Iterable[Tier] = _NO_TIERS,
         debug: Flag = False,
     ) -> None:
-        caches, named = check_flag("enable_caching", enable_caching), check_flag("enable_events", enable_events)
+        caches, options = check_flag("enable_caching", enable_caching), check_event_options(enable_events)
         debugs = check_flag("debug", debug)
         size = None if block_size is None else check_count("block_size", block_size, 1)
         num_remembered = check_count("num_history_blocks", num_history_blocks, 0)
@@ -128,14 +129,14 @@ class KVCacheManager(Changeable):
         super().__init__("manager", debug=debugs)
         names = get_names(hash_algorithm)
         if groups is None:
-            index = PrefixIndex(size or 16, names, enable_events=named)
+            index = PrefixIndex(size or 16, names)
             self._slots = SlotAllocator(BlockPool(num_blocks, index, first_block_id), self)
         else:
             from kvblocks.groups.layout import make_layout
             from kvblocks.groups.slots import make_slots
 
             layout = make_layout(size, groups)
-            self._slots = make_slots(num_blocks, layout, names, self, first_block_id, enable_events=named)
+            self._slots = make_slots(num_blocks, layout, names, self, first_block_id)
         self._pool = self._slots.pool
         self._index = self._pool.index
         self.block_size = self._index.block_size
@@ -147,7 +148,7 @@ class KVCacheManager(Changeable):
 
             self._history = History(num_remembered)
             self._index.watch(self._history)
-        self._shared_names = None if not named or names.are_unique else self._make_shared_names()
+        self._events, self._shared_names = self._record_events(options, names)
         self._traffic: Traffic | None = None
         self._tiers: Tiers | None = None
         self._sampler: BlockSampler | None = None
@@ -889,9 +890,11 @@ class KVCacheManager(Changeable):
         With vLLM's names, which several prefixes may share, the set is of names, and that costs O(blocks in them).
         Raises InvalidArgumentError unless the manager was made with enable_events=True.
         """
-        self._index.check_events()
+        log = self._events
+        if log is None:
+            raise InvalidArgumentError("take_events: expected enable_events=True when the manager was made, got False")
         self.begin_change()
-        events = self._index.take_events()
+        events = log.take()
         if self._shared_names is not None:
             events = self._shared_names.told(events)
         self._end()
@@ -1014,6 +1017,8 @@ class KVCacheManager(Changeable):
         if hit is not None and hit.blocks:
             self._num_hits += 1
             self._num_hit_tokens += hit.num_tokens
+            if self._events is not None and self._events.options.hits:
+                self._events.note_hit(hit)
             if self._traffic is not None:
                 self._traffic.note_use(hit)
         return blocks
@@ -1169,10 +1174,23 @@ class KVCacheManager(Changeable):
         self._slots.commit(prepared)
         self._in_flight.note(prepared[0])
 
-    def _make_shared_names(self) -> SharedNames:
-        from kvblocks.wire.shared_names import SharedNames as Made
+    def _record_events(self, options: EventOptions | None, names: Names) -> tuple[Records | None, SharedNames | None]:
+        """Have what is cached and removed recorded from now on; returns where, and the counts of names if shared."""
+        if options is None:
+            return None, None
+        from kvblocks.observe.event_log import Records as Log
 
-        return Made()
+        log = Log(options)
+        if self._slots.has_side_groups:
+            from kvblocks.observe.group_log import make_group_log
+
+            log = make_group_log(options, self._index)
+        self._index.record(log, names)
+        if names.are_unique:
+            return log, None
+        from kvblocks.observe.shared_names import SharedNames as Counts
+
+        return log, Counts()
 
     def _make_traffic(self, tiers: Iterable[Tier]) -> Traffic:
         from kvblocks.tiers.tier import check_tiers

@@ -498,8 +498,8 @@ class TestEventsAndStats:
         assert two is not None
         assert three is not None
         stored, extended = manager.take_events()
-        keys = ((0, b"\x01\x01\x00\x00\x00s"),)
-        assert stored == BlockStored((one, two), None, stored.tokens, 2, keys, block_ids=(0, 1), salt="s")  # type: ignore[union-attr]
+        keys, told = ((0, b"\x01\x01\x00\x00\x00s"),), {"kind": "full_attention", "sequence_id": "a"}
+        assert stored == BlockStored((one, two), None, stored.tokens, 2, keys, block_ids=(0, 1), salt="s", **told)  # type: ignore[union-attr]
         assert stored.token_ids == [1, 2, 3, 4]  # type: ignore[union-attr]
         assert isinstance(extended, BlockStored)
         assert (extended.block_hashes, extended.parent_block_hash, extended.token_ids) == ((three,), two, [5, 6])

@@ -13,8 +13,7 @@ fields are those of vLLM v1's KVCacheBlock.
 
 from collections.abc import Collection
 
-from kvblocks.core.hashing import Names, decode_names
-from kvblocks.events import BlockStored
+from kvblocks.core.hashing import Names
 
 RunKey = tuple["Run | None", int, bytes, bytes | None]
 """A run's first block by its preimage: the parent's run (None: no parent) and position there, tokens, extra keys.
@@ -227,24 +226,6 @@ class Run:
             del self.digests[position * self.epoch.num_digest_bytes :]
             if self.extra_keys is not None:
                 self.extra_keys = {i: key for i, key in self.extra_keys.items() if i < position} or None
-
-    def stored_since(self, base: int) -> BlockStored:
-        """Return the record of the run having grown from `base` blocks to what it has now. O(blocks added)."""
-        parent, position, _, _ = self.key
-        above = (self, base - 1) if base else (parent, position)
-        keys = self.extra_keys or {}
-        added = range(base, len(self.blocks))
-        salt, lora = decode_names(self.first_keys)
-        return BlockStored(
-            block_hashes=tuple([self.digest(index) for index in added]),
-            parent_block_hash=None if above[0] is None else above[0].digest(above[1]),
-            tokens=bytes(self.tokens[base * self.epoch.block_bytes :]),
-            block_size=self.epoch.block_bytes // 4,
-            extra_keys=tuple([(index - base, keys[index]) for index in added if index in keys]),
-            block_ids=tuple([self.blocks[index].block_id for index in added]),
-            salt=salt,
-            lora=lora,
-        )
 
     def check(self) -> int:
         """Raise AssertionError unless all here agrees; return how many blocks it holds, with duplicates. O(blocks)."""

@@ -55,6 +55,8 @@ def cache_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytearray
             return
         node = last.run, last.index
     keys = None if sequence.keys is None else sequence.encoded_keys(index.block_size)
+    if digests is not None and index.events is not None:
+        index.events.storing = sequence.sequence_id
     index.cache(node, sequence.blocks[first:end], memoryview(sequence.tokens).cast("B"), keys, first, digests)
     sequence.num_cached_blocks = end
     sequence.run = sequence.blocks[end - 1].run
@@ -107,6 +109,8 @@ def cache_from(index: PrefixIndex, sequence: Sequence, first: int, end: int, dig
     Some may be cached already, by sequences that share them, and stay as they are.
     """
     blocks, size = sequence.blocks, index.epoch.num_digest_bytes
+    if index.events is not None:
+        index.events.storing = sequence.sequence_id
     tokens, keys = sequence.packed_tokens(), sequence.encoded_keys(index.block_size)
     node, start = blocks[first - 1].node if first else ROOT, first
     while start < end:

@@ -5,6 +5,7 @@ the core does:
 
 - `PrefixIndex.watcher`: told what happens to blocks and to cached prefixes (history, metrics, quotas);
 - `PrefixIndex.accounts`: who is charged for cached blocks, and whose are evicted first (quotas);
+- `PrefixIndex.events`: where changes of the cached set are recorded;
 - `SlotAllocator.soft_holds`: owners of blocks that aren't sequences, and that may give way to them (pins).
 
 Two more stand beside what they belong to: `Account` in `block`, and `SideTables` in `sequence`. They are native
@@ -18,6 +19,7 @@ from typing import Literal
 
 from kvblocks.core.block import Account, KVCacheBlock, Run
 from kvblocks.core.sequence import Sequence
+from kvblocks.events import CacheEvent
 from kvblocks.stats import Refusal
 
 RemovalCause = Literal["evicted", "aborted", "reset", "dropped"]
@@ -89,6 +91,37 @@ class Watchers(Watcher):
         """Tell all."""
         for watcher in self._watchers:
             watcher.note_clearing(runs)
+
+
+class EventLog:
+    """Where it is recorded what gets cached in one place, and what is removed.
+
+    medium: the place. storing: the id of the sequence whose blocks are getting cached, None: nobody's.
+    """
+
+    def __init__(self, medium: str) -> None:
+        self.medium = medium
+        self.storing: Hashable | None = None
+
+    @abstractmethod
+    def of_tier(self, medium: str) -> "EventLog | None":
+        """Return the log of a tier, None: what happens there isn't recorded."""
+
+    @abstractmethod
+    def append(self, record: CacheEvent) -> None:
+        """Add a record of a group beside the primary one."""
+
+    @abstractmethod
+    def note_stored(self, run: Run, base: int) -> None:
+        """`run` has grown from `base` blocks to what it has now."""
+
+    @abstractmethod
+    def note_removed(self, names: Items[bytes]) -> None:
+        """Prefixes are cached no more, a child before its parent."""
+
+    @abstractmethod
+    def note_cleared(self) -> None:
+        """Nothing is cached any more."""
 
 
 class Accounts(Watcher):

@@ -25,9 +25,7 @@ from collections import OrderedDict
 
 from kvblocks.core.block import Epoch, KVCacheBlock, Node, Run, RunKey
 from kvblocks.core.hashing import Names
-from kvblocks.core.hooks import Accounts, RemovalCause, Watcher, Watchers
-from kvblocks.errors import InvalidArgumentError
-from kvblocks.events import AllBlocksCleared, BlockRemoved, CacheEvent
+from kvblocks.core.hooks import Accounts, EventLog, RemovalCause, Watcher, Watchers
 
 ExtraKeys = dict[int, bytes] | None
 
@@ -53,12 +51,12 @@ class PrefixIndex:
 
     version: goes up whenever a block stops being cached; while it stays the same, every earlier match holds.
     num_cached_blocks: blocks that hold a cached prefix, duplicates included. detached: blocks that stopped being cached
-    though nobody took them and nothing was reset, for the pool to requeue. events: since last taken; None: not
-    recorded. needs_digests: whether what is cached or removed is named to anybody, so that digests are computed as
+    though nobody took them and nothing was reset, for the pool to requeue. events: where changes are recorded; None:
+    nowhere. needs_digests: whether what is cached or removed is named to anybody, so that digests are computed as
     blocks are cached. watcher: told what happens; None: nobody is. accounts: who is charged; None: nobody is.
     """
 
-    def __init__(self, block_size: int, names: Names, *, enable_events: bool = False) -> None:
+    def __init__(self, block_size: int, names: Names) -> None:
         self.block_size = block_size
         self._block_bytes = 4 * block_size
         self._runs: dict[MapKey, Run] = {}
@@ -66,11 +64,16 @@ class PrefixIndex:
         self.version = 0
         self.num_cached_blocks = 0
         self.detached: list[KVCacheBlock] = []
-        self.events: list[CacheEvent] | None = [] if enable_events else None
-        self.needs_digests = enable_events
+        self.events: EventLog | None = None
+        self.needs_digests = False
         self._watchers: list[Watcher] = []
         self.watcher: Watcher | None = None
         self.accounts: Accounts | None = None
+
+    def record(self, events: EventLog, names: Names) -> None:
+        """Record what is cached and removed from now on, by these names. Nothing may be cached yet."""
+        self.events, self.needs_digests = events, True
+        self.epoch = Epoch(names, self._block_bytes)
 
     def watch(self, watcher: Watcher) -> None:
         """Tell `watcher` what happens from now on. If it needs digests, nothing may be cached yet."""
@@ -212,7 +215,7 @@ class PrefixIndex:
         if digests is not None:
             target.digests += digests[num_done * self.epoch.num_digest_bytes :]
             if self.events is not None:
-                self.events.append(target.stored_since(base))
+                self.events.note_stored(target, base)
 
     def evict(self, blocks: list[KVCacheBlock]) -> int:
         """Forget those of `blocks` that are cached, in order; they are about to be reused. Returns how many were.
@@ -272,18 +275,7 @@ class PrefixIndex:
         self.version += 1
         self.num_cached_blocks = 0
         if self.events is not None:
-            self.events.append(AllBlocksCleared())
-
-    def check_events(self) -> None:
-        """Raise InvalidArgumentError unless changes are recorded."""
-        if self.events is None:
-            raise InvalidArgumentError("take_events: expected enable_events=True when the manager was made, got False")
-
-    def take_events(self) -> list[CacheEvent]:
-        """Return the records since the last call, oldest first, and forget them."""
-        assert self.events is not None
-        events, self.events = self.events, []
-        return events
+            self.events.note_cleared()
 
     def check(self) -> None:
         """Raise AssertionError unless the module's invariants hold. O(cached blocks)."""
@@ -457,6 +449,6 @@ class PrefixIndex:
 
     def _note_removal(self, removed: list[bytes], cause: RemovalCause) -> None:
         if removed and self.events is not None:
-            self.events.append(BlockRemoved(tuple(removed)))
+            self.events.note_removed(removed)
         if removed and self.watcher is not None:
             self.watcher.note_removed(removed, cause)

@@ -26,6 +26,7 @@ def attach_full_blocks(index: GroupIndex, sequence: Sequence, first: int) -> Non
                 continue
             position, column = side_group.home(number)
             if index.attach(sequence.blocks[position], column, block) and index.events is not None:
+                index.events.storing = sequence.sequence_id
                 tokens = bytes(sequence.packed_tokens()[number * 4 * size : (number + 1) * 4 * size])
                 index.note_attached(side_group, sequence.blocks, number, tokens)
 

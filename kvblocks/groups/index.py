@@ -18,7 +18,7 @@ from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.hashing import Names, decode_names
 from kvblocks.core.hooks import RemovalCause
 from kvblocks.core.prefix_index import PrefixIndex
-from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from kvblocks.events import BlockRemoved, BlockStored
 from kvblocks.groups.layout import GroupLayout, SideGroup
 
 Row = list[KVCacheBlock | None]
@@ -27,8 +27,8 @@ Row = list[KVCacheBlock | None]
 class GroupIndex(PrefixIndex):
     """The prefix index of the primary group, with what is attached to it."""
 
-    def __init__(self, layout: GroupLayout, names: Names, *, enable_events: bool = False) -> None:
-        super().__init__(layout.block_size, names, enable_events=enable_events)
+    def __init__(self, layout: GroupLayout, names: Names) -> None:
+        super().__init__(layout.block_size, names)
         self.layout = layout
         self.num_attached_blocks = 0
         self._rows: dict[Run, dict[int, Row]] = {}
@@ -39,6 +39,10 @@ class GroupIndex(PrefixIndex):
         """Return what is attached to a cached primary block, by column; None: nothing. Not to be changed. O(1)."""
         rows = None if block.run is None else self._rows.get(block.run)
         return None if rows is None else rows.get(block.index)
+
+    def rows_of(self, run: Run) -> dict[int, Row]:
+        """Return the rows of a run, by position. Not to be changed. O(1)."""
+        return self._rows.get(run, {})
 
     def attached(self, primary: KVCacheBlock, column: int) -> KVCacheBlock | None:
         """Return the block in a column of the row of a cached primary block, None if there is none. O(1)."""
@@ -82,10 +86,11 @@ class GroupIndex(PrefixIndex):
 
     def note_attached(self, side_group: SideGroup, chain: list[KVCacheBlock], number: int, tokens: bytes) -> None:
         """Record that a group's block `number` became cached. chain: the sequence's primary blocks, all cached."""
-        if self.events is None:
+        log = self.events
+        if log is None:
             return
-        name = self._name_in_chain(side_group, chain, number)
-        parent = self._name_in_chain(side_group, chain, number - 1) if number else None
+        name = self.name_in_chain(side_group, chain, number)
+        parent = self.name_in_chain(side_group, chain, number - 1) if number else None
         keys: tuple[tuple[int, bytes], ...] = ()
         primary = chain[side_group.home(number)[0]]
         if side_group.block_size == self.block_size and primary.run is not None and primary.run.extra_keys:
@@ -95,7 +100,13 @@ class GroupIndex(PrefixIndex):
         ids = () if block is None else (block.block_id,)
         salt, lora = decode_names(None if primary.run is None else primary.run.first_keys)
         size, group = side_group.block_size, side_group.group
-        self.events.append(BlockStored((name,), parent, tokens, size, keys, group, ids, salt, lora))
+        kind = "full_attention" if side_group.window is None else "sliding_window"
+        log.append(
+            BlockStored(
+                *((name,), parent, tokens, size, keys, group, ids, salt, lora),
+                *(kind, side_group.window, log.medium, log.storing),
+            )
+        )
 
     def name(self, primary: KVCacheBlock, side_group: SideGroup, column: int) -> bytes:
         """Return how an attached block is named to the outside: the digest of the primary block that it ends in.
@@ -136,17 +147,6 @@ class GroupIndex(PrefixIndex):
         super().clear()
         self._rows = {}
         self.num_attached_blocks = 0
-
-    def take_events(self) -> list[CacheEvent]:
-        """Return the records since the last call; those of the primary group say so, those of anchors are left out."""
-        primary, events = self.layout.primary, super().take_events()
-        shown: list[CacheEvent] = []
-        for event in events:
-            if isinstance(event, AllBlocksCleared) or event.group_idx is not None:
-                shown.append(event)
-            elif primary is not None:
-                shown.append(event.of_group(primary))
-        return shown
 
     def count_by_run(self) -> list[tuple[Run, int]]:
         """Return the runs, parents before children, with how many blocks are cached in each, attached ones included."""
@@ -230,7 +230,7 @@ class GroupIndex(PrefixIndex):
             if side_group.first_column <= column < side_group.first_column + side_group.num_columns:
                 name = self.name(block, side_group, column)
                 if self.events is not None:
-                    self.events.append(BlockRemoved((name,), group_idx=side_group.group))
+                    self.events.append(BlockRemoved((name,), side_group.group, self.events.medium))
                 self._gone.append(removal_key(side_group.group, name))
 
     def _note_removal(self, removed: list[bytes], cause: RemovalCause) -> None:
@@ -245,7 +245,8 @@ class GroupIndex(PrefixIndex):
         if self.needs_digests:
             self._note_removal([], cause)
 
-    def _name_in_chain(self, side_group: SideGroup, chain: list[KVCacheBlock], number: int) -> bytes:
+    def name_in_chain(self, side_group: SideGroup, chain: list[KVCacheBlock], number: int) -> bytes:
+        """Return `name` of a group's block `number` that is attached to a chain of cached primary blocks. O(1)."""
         position, column = side_group.home(number)
         return self.name(chain[position], side_group, column)
 

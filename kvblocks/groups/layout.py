@@ -47,6 +47,12 @@ class SideGroup:
             return position, self.first_column
         return position, self.first_column + (end - position * self.primary_size) // self.block_size - 1
 
+    def number_at(self, position: int, column: int) -> int:
+        """Return which of its blocks has this home. O(1)."""
+        if self.num_columns == 1:
+            return (position + 1) * self.primary_size // self.block_size - 1
+        return position * self.primary_size // self.block_size + column - self.first_column
+
     def first_needed(self, position: int) -> int:
         """Return the first of its blocks that has a token which a query at `position` sees. O(1).
 

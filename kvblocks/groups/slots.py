@@ -459,8 +459,6 @@ def make_slots(
     names: Names,
     manager: Changeable,
     first_block_id: SupportsIndex,
-    *,
-    enable_events: bool,
 ) -> SlotAllocator:
     """Return the slots of a manager with these groups, with a pool and an index of their own: those that they need.
 
@@ -468,10 +466,10 @@ def make_slots(
     """
     slots: SlotAllocator
     if layout.is_single:
-        index = PrefixIndex(layout.block_size, names, enable_events=enable_events)
+        index = PrefixIndex(layout.block_size, names)
         slots = SlotAllocator(BlockPool(num_blocks, index, first_block_id), manager)
     else:
-        group_index = GroupIndex(layout, names, enable_events=enable_events)
+        group_index = GroupIndex(layout, names)
         slots = GroupSlots(GroupPool(num_blocks, group_index, first_block_id), manager)
     slots.groups = layout.groups
     return slots

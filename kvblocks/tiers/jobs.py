@@ -8,6 +8,7 @@ from kvblocks.core.block import Epoch, KVCacheBlock, Node, Run
 from kvblocks.core.caching import first_uncached
 from kvblocks.core.sequence import Sequence
 from kvblocks.tiers.pool import TierPool
+from kvblocks.tiers.telling import names_of
 from kvblocks.tiers.transfer import ENDED, QUEUED, Transfer
 from kvblocks.tiers.wishes import Prefix, prefix_of
 
@@ -185,6 +186,7 @@ class StoreJob(Job):
         self.run = run
         self.above = above
         self._nodes: list[Node] = [block.node for block in self.blocks]
+        self._names = names_of(pool, self.blocks)
 
     def good_tables(self) -> list[list[KVCacheBlock]]:
         """Return the device's blocks that are cached still, in the order in which they are to be given back.
@@ -207,6 +209,10 @@ class StoreJob(Job):
                 self.num_good = number
                 break
 
+    def names(self, number: int) -> bytearray | None:
+        """Return what events call the first blocks, None where nobody asks. O(number)."""
+        return None if self._names is None else self._names[: number * self.pool.index.epoch.num_digest_bytes]
+
     def finish(self) -> int:
         """Cache in the tier what is right, give all slots back, and return how many blocks were stored."""
         self.note_forgotten()
@@ -216,7 +222,8 @@ class StoreJob(Job):
         if number:
             node: Node = parents[-1].node if parents else (None, 0)
             tokens = memoryview(self.prefix.tokens)
-            self.pool.index.cache(node, self.slots[:number], tokens, self.prefix.extra_keys, len(parents))
+            slots, keys = self.slots[:number], self.prefix.extra_keys
+            self.pool.index.cache(node, slots, tokens, keys, len(parents), self.names(number))
             self.pool.note_stored(self.slots[:number], self.prefix, len(parents))
         self.pool.let_go([*parents, *self.slots])
         return number

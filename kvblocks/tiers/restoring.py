@@ -92,7 +92,7 @@ class _Restoring:
             if identity.column:
                 next_number[number] = beside.get(identity.parent, -1)
                 beside[identity.parent] = number
-            elif len(identity.tokens) == size and (not identity.extra_keys or _has_keys(identity)):
+            elif len(identity.tokens) == size and (not identity.extra_keys or has_keys(identity)):
                 next_number[number] = behind.get(identity.parent, -1)
                 behind[identity.parent] = number
 
@@ -166,7 +166,7 @@ class _Restoring:
         return sorted(self._attached + self._found, key=newest.__getitem__, reverse=True)  # equal ones stay in order
 
 
-def _has_keys(identity: BlockIdentity) -> bool:
+def has_keys(identity: BlockIdentity) -> bool:
     """Whether a block's keys can be read: who remembered them may have lost some. Quotas are charged by them."""
     try:
         decode_extra_keys(identity.extra_keys)

@@ -3,7 +3,19 @@
 from collections.abc import Iterable
 from typing import Any, Literal, SupportsFloat, SupportsIndex, get_args
 
-from kvblocks.arguments import Flag, check_count, check_flag, check_number, check_text, is_a, listed, plain_text, wrong
+from kvblocks.arguments import (
+    Flag,
+    Text,
+    check_count,
+    check_flag,
+    check_name,
+    check_number,
+    check_text,
+    is_a,
+    listed,
+    plain_text,
+    wrong,
+)
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.stats import TierStats
 from kvblocks.tiers.rates import MOST_NUMBER
@@ -25,6 +37,7 @@ class Tier:
     only. bytes_per_second: how fast a load is expected to be, until
     that is learned; None: not known. max_transfer_blocks: of one transfer; what fails, fails by so many. is_persistent:
     whether it outlives the manager; `tiers.take_changes` then says what to remember, and `tiers.restore` takes it back.
+    medium: what events call it; None: "STORAGE" if it is persistent, else "CPU", which are vLLM's words.
     Raises InvalidArgumentError.
 
     The order of a manager's tiers is that of preference, the quickest first.
@@ -42,6 +55,7 @@ class Tier:
         bytes_per_second: SupportsFloat | None = None,
         max_transfer_blocks: SupportsIndex = 32,
         is_persistent: Flag = False,
+        medium: Text | None = None,
     ) -> None:
         given = plain_text(name) if is_a(name, str) else ""
         if not given:
@@ -66,6 +80,8 @@ class Tier:
             self.bytes_per_second = float(rate)
         self.max_transfer_blocks = check_count("Tier: max_transfer_blocks", max_transfer_blocks, 1)
         self.is_persistent = check_flag("Tier: is_persistent", is_persistent)
+        place = check_name("Tier: medium", medium)
+        self.medium = place or ("STORAGE" if self.is_persistent else "CPU")
 
     def __repr__(self) -> str:
         return f"Tier({self.name!r}, {self.num_blocks} blocks)"

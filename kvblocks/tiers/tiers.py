@@ -35,6 +35,7 @@ from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.rates import MOST_NUMBER, Rate, num_worth_loading
 from kvblocks.tiers.restoring import check_slots, restore_slots
+from kvblocks.tiers.telling import try_names
 from kvblocks.tiers.traffic import Traffic
 from kvblocks.tiers.transfer import Loaded, TierHit, Transfer
 
@@ -199,8 +200,10 @@ class Tiers:
         remembered = check_slots(pool, slots)
         if pool.pool.num_cached_blocks or pool.pool.num_free_blocks < len(pool.pool.blocks):
             raise SequenceStateError(f"tiers.restore: expected tier {pool.name!r} to be empty, got {pool.stats()}")
+        try_names(pool, remembered[1])
         self._manager.begin_change()
         number = restore_slots(pool, remembered)
+        self._traffic.note_restored(pool)
         self._calls.end()
         return number
 

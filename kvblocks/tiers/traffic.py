@@ -21,6 +21,7 @@ from kvblocks.errors import InvalidArgumentError, SequenceStateError, StaleHitEr
 from kvblocks.tiers.calls import ManagerCalls
 from kvblocks.tiers.jobs import Job, LoadJob, StoreJob
 from kvblocks.tiers.pool import TierPool, make_pool
+from kvblocks.tiers.telling import note_restored, record_tiers
 from kvblocks.tiers.tier import Tier
 from kvblocks.tiers.transfer import BEGUN, QUEUED, Loaded, TierHit, Transfer
 from kvblocks.tiers.wishes import Prefix, prefix_of
@@ -52,6 +53,7 @@ class Traffic:
         self._block_size = self.index.block_size
         most = max(1, len(slots.pool.blocks) // (STORING_SHARE * max(1, len(tiers))))
         self.pools = [self._make_pool(tier, most) for tier in tiers]
+        record_tiers(tiers, self.pools, self.index.events, self.index.epoch.names)
         self._queue: dict[Transfer, Job] = {}  # loads that nobody knows of yet
         self._begun: dict[Transfer, Job] = {}
         self._jobs: dict[Job, None] = {}
@@ -279,6 +281,10 @@ class Traffic:
         Loads that have begun go on, as after `clear`, and stores are for nothing.
         """
         return sum([pool.forget_salt(salt) for pool in self.pools])
+
+    def note_restored(self, pool: TierPool) -> None:
+        """Take note that a tier's slots were taken back. O(slots)."""
+        note_restored(pool)
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence waits for its loads no more; what nobody has begun for it alone is cancelled. O(blocks)."""

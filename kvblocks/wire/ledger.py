@@ -10,12 +10,12 @@ batches up to one number. The engine is not asked for it.
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, islice, repeat
 from typing import Final, NamedTuple
 
 from kvblocks.arguments import wrong
-from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent
 from kvblocks.wire.convert import Converter, medium_of
 from kvblocks.wire.frames import VERSION, SnapshotHead
 from kvblocks.wire.records import EventBatch
@@ -106,7 +106,7 @@ class Ledger:
 
         No events make no batch. Raises InvalidArgumentError for what is no record of kvblocks'; then nothing changes.
         """
-        batch = list(events)
+        batch: list[CacheEvent] = [event for event in events if not isinstance(event, BlocksHit)]  # they change nothing
         num_bytes = sum(map(self._weigh, batch))
         if not batch:
             return True
@@ -194,10 +194,10 @@ class Ledger:
             group, medium = event.group_idx, medium_of(event)
             for digest in event.block_hashes:
                 self._cached.pop((group, medium, digest), None)
-        else:
+        elif isinstance(event, BlockStored):
             num_blocks = len(event.block_hashes)
             for start in range(0, num_blocks, PIECE_BLOCKS):
-                piece = _cut(event, start, start + PIECE_BLOCKS) if num_blocks > PIECE_BLOCKS else event
+                piece = event.part(start, start + PIECE_BLOCKS) if num_blocks > PIECE_BLOCKS else event
                 keys = zip(repeat(event.group_idx), repeat(medium_of(event)), piece.block_hashes, strict=False)
                 self._cached.update(zip(keys, zip(repeat(piece), count(), strict=False), strict=False))
 
@@ -210,22 +210,7 @@ def _joined(places: Iterable[_Place]) -> Iterator[BlockStored]:
             last = position
             continue
         if event is not None:
-            yield _cut(event, first, last + 1)
+            yield event.part(first, last + 1)
         event, first, last = found, position, position
     if event is not None:
-        yield _cut(event, first, last + 1)
-
-
-def _cut(event: BlockStored, first: int, end: int) -> BlockStored:
-    """Return the record of the blocks from `first` to `end` (exclusive; at most all)."""
-    if first == 0 and end >= len(event.block_hashes):
-        return event
-    num_bytes = 4 * event.block_size
-    return replace(
-        event,
-        block_hashes=event.block_hashes[first:end],
-        parent_block_hash=event.block_hashes[first - 1] if first else event.parent_block_hash,
-        tokens=event.tokens[first * num_bytes : end * num_bytes],
-        extra_keys=tuple((place - first, key) for place, key in event.extra_keys if first <= place < end),
-        block_ids=event.block_ids[first:end],
-    )
+        yield event.part(first, last + 1)

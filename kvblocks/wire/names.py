@@ -1,7 +1,7 @@
 r"""What others call our blocks: vLLM's hashes as a manager's digests, and Dynamo's and llm-d's as functions.
 
 A name decides no hit, here as anywhere: it is for the outside. Where our identity of a prefix is finer than a name,
-several prefixes share one; `kvblocks.wire.shared_names` has events speak of each name once.
+several prefixes share one; `kvblocks.observe.shared_names` has events speak of each name once.
 
 vLLM's, as of 0.32. The hash of a block is H((parent, tokens, keys)): the parent's hash, or H(seed) for a first block; a
 tuple of ints; a tuple of keys or None. H is SHA-256 or XXH3 (128 bits) over pickle or canonical CBOR. The keys:

@@ -31,7 +31,6 @@ FLOORS = {
     "kvblocks.observe": 4,
     "kvblocks.tiers": 3,
     "kvblocks.tiers.grouped": 4,
-    "kvblocks.wire.shared_names": 4,
     "kvblocks.manager": 5,
     "kvblocks.observe.metrics": 6,  # watches a manager, and nothing that a manager imports
     "kvblocks.metrics": 7,  # the path by which people import it

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 import kvblocks
-from kvblocks import BlockIdentity, FullAttention, KVCacheManager, Sequence, SlidingWindow, Tier
+from kvblocks import BlockIdentity, EventOptions, FullAttention, KVCacheManager, Sequence, SlidingWindow, Tier
 from model.interruption import Case
 
 PROMPT = list(range(12))
@@ -17,7 +17,7 @@ TENANT = "tenant"
 _TIERS_BELOW = [
     Tier("host", 32, 100),
     Tier("disk", 32, 100, store="reused", is_persistent=True),
-    Tier("store", 8, 100, store="reused", min_store_tokens=1000, is_persistent=True),
+    Tier("store", 8, 100, store="reused", min_store_tokens=1000, is_persistent=True, medium="SHARED"),
 ]
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -28,8 +28,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "debug": {"debug": True},
     "grouped": {"groups": [FullAttention(4), SlidingWindow(2, 6)], "enable_events": True},
     "anchors": {"groups": [SlidingWindow(4, 8)]},
-    "tiers": {"tiers": _TIERS_BELOW},
-    "grouped tiers": {"tiers": _TIERS_BELOW, "groups": [FullAttention(4), SlidingWindow(4, 6)]},
+    "tiers": {"tiers": _TIERS_BELOW, "enable_events": EventOptions(hits=True, tiers=True)},
+    "grouped tiers": {
+        "tiers": _TIERS_BELOW,
+        "groups": [FullAttention(4), SlidingWindow(4, 6)],
+        "enable_events": EventOptions(hits=True, tiers=True),
+    },
 }
 BELOW = list(range(700, 713))
 _FIRST_KEPT = BlockIdentity(b"", b"", bytes(16))
@@ -125,7 +129,7 @@ class World:
             "usage": manager.group_usage(),
             "holds": [(hold.is_released, hold.num_blocks) for hold in manager.holds],
             "copies": list(manager._slots.copies),  # noqa: SLF001  # `take_copies` would forget them
-            "events": list(manager._index.events or ()),  # noqa: SLF001
+            "events": [] if manager._events is None else [*manager._events.records],  # noqa: SLF001
             "sampler": self.lives(),
             "runs": [(bytes(run.tokens), [b.block_id for b in run.blocks]) for run in manager._index.runs()],  # noqa: SLF001
         }

@@ -37,6 +37,7 @@ from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.wishes import prefix_of
 from model.kv_memory import GARBAGE
 from model.tier_memory import TierMemory
+from model.told import Told, cached
 
 MAX_TOKENS = 24
 MAX_RUNNING = 4
@@ -55,6 +56,8 @@ class Moving:
 class TierMachine:
     """Random operations on a manager of tiers. `walk` makes so many, and checks after each."""
 
+    are_names_shared = False  # otherwise what a record says beside a name is of the first prefix that had it
+
     def __init__(self, seed: int, num_blocks: int, block_size: int | None, tiers: list[Tier], **options: Any) -> None:
         self.random = random.Random(seed)
         self.make_manager = partial(KVCacheManager, num_blocks, block_size, tiers=tiers, **options)
@@ -62,6 +65,8 @@ class TierMachine:
         first = self.manager.first_block_id
         self.memory = TierMemory(first + num_blocks, self.manager.groups, self.manager.block_size)
         self.tiers = tiers
+        self.event_options = options.get("enable_events", False)
+        self.told = Told()
         self.remembered: dict[str, dict[int, BlockIdentity]] = {t.name: {} for t in tiers if t.is_persistent}
         self.salt_of: dict[BlockIdentity, str | None] = {}
         self.garbage = [GARBAGE] * max(group.block_size for group in self.manager.groups)
@@ -551,6 +556,12 @@ class TierMachine:
             assert fresh.tiers.restore(name, remembered.items()) == len(remembered), "all of it can be found"
             self.count("restored", len(remembered))
             assert not fresh.tiers.take_changes()[name]
+            if self.event_options:
+                told = Told()
+                told.replay(fresh.take_events())
+                expected = cached(fresh)
+                assert told.blocks.keys() == expected.keys()
+                assert self.are_names_shared or told.blocks == expected
             fresh.check()
             for other in self.running + self.waiting:
                 sequence = kvblocks.Sequence("new", other.token_ids(), salt=other.salt, extra_keys=other.extra_keys)
@@ -608,15 +619,15 @@ class TierMachine:
         ):
             left.clear()
         self.memory.restart()
-        self.manager = self.make_manager()
+        self.manager, self.told = self.make_manager(), Told()
         for name, remembered in self.remembered.items():
             if self.random.random() < 0.3:
                 for slot in self.random.sample(sorted(remembered), self.random.randint(0, len(remembered) // 4)):
                     del remembered[slot]
             number = self.manager.tiers.restore(name, remembered.items())
-            told = self.manager.tiers.take_changes()[name]
-            assert len(told) == len(remembered) - number and not any(told.values())
-            for slot in told:
+            forgotten = self.manager.tiers.take_changes()[name]
+            assert len(forgotten) == len(remembered) - number and not any(forgotten.values())
+            for slot in forgotten:
                 del remembered[slot]
         self.count("found after a restart", sum(bool(self.look_up(sequence)[1]) for sequence in self.waiting))
 
@@ -740,6 +751,13 @@ class TierMachine:
         self.manager.check()
         self.memory.check()
         self.remember()
+        if self.event_options:
+            self.told.replay(self.manager.take_events())
+            expected = cached(self.manager)
+            assert self.told.blocks.keys() == expected.keys()
+            assert self.are_names_shared or self.told.blocks == expected
+            self.count("told below", sum(medium != "GPU" for medium, _, _ in self.told.blocks))
+            self.counts["hits told"], self.counts["removals told"] = self.told.num_hits, self.told.num_removed_below
         assert set(self.waits_from) == {s for s in self.running if self.manager.tiers.is_loading(s)}
 
     def finish(self) -> None:

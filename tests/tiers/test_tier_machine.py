@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from model.tier_machine import TierMachine
 
-from kvblocks import FullAttention, SlidingWindow, Tier
+from kvblocks import EventOptions, FullAttention, SlidingWindow, Tier
 
 NUM_STEPS = 400
 
@@ -51,10 +52,13 @@ def make_machine(seed: int, *, debug: bool = False, is_grouped: bool = False) ->
             window_store_tokens=chosen.choice([None, 1, 2, 8]) if is_grouped else None,
             max_transfer_blocks=chosen.choice([1, 2, 32]),
             is_persistent=chosen.random() < 0.6,
+            medium=f"{name} memory",
         )
         tiers.append(tier)
     hash_algorithm = chosen.choice(["xxh3_128", lambda preimage: bytes([sum(preimage) % 8])])
-    options = {"hash_algorithm": hash_algorithm, "enable_events": chosen.random() < 0.3, "debug": debug}
+    options: dict[str, Any] = {"hash_algorithm": hash_algorithm, "debug": debug}
+    if chosen.random() < 0.3:  # by names that say which of several prefixes is meant
+        options |= {"enable_events": EventOptions(hits=True, tiers=True), "hash_algorithm": "xxh3_128"}
     num_slots = chosen.choice([28, 40, 64])
     if not is_grouped:
         return TierMachine(seed, num_slots // block_size, block_size, tiers, **options)
@@ -75,6 +79,7 @@ def test_no_order_of_answers_shows_wrong_bytes(first: int, *, is_grouped: bool) 
     # Walks that never met these would prove little.
     met = ("stores", "found below", "loads", "loaded", "failed", "freed while loading", "back while loading")
     met += ("forgotten", "restored", "found again", "restarted", "found after a restart")
+    met += ("told below", "hits told", "removals told")
     assert all(counts.get(what, 0) > 0 for what in met), counts
     assert counts["stores"] > 100 and counts["found below"] > 10
 

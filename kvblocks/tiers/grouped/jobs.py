@@ -6,6 +6,7 @@ from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.tables import tables_of
 from kvblocks.tiers.grouped.hit import GroupTierHit
 from kvblocks.tiers.grouped.prefix import GroupPrefix, Home
+from kvblocks.tiers.grouped.telling import note_attached
 from kvblocks.tiers.jobs import LoadJob, StoreJob
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.transfer import Transfer
@@ -150,12 +151,14 @@ class GroupStoreJob(StoreJob):
         if primary[:number]:
             node: Node = parents[-1].node if parents else (None, 0)
             tokens = memoryview(prefix.tokens)
-            index.cache(node, primary[:number], tokens, prefix.extra_keys, len(parents))
+            stored = primary[:number]
+            index.cache(node, stored, tokens, prefix.extra_keys, len(parents), self.names(len(stored)))
         num_stored = min(number, num_primary)
         if number > num_primary:
             found = self.pool.match(prefix.token_view(), prefix.extra_keys, prefix.num_primary)
             for slot, (position, column) in zip(side[: number - num_primary], prefix.homes, strict=False):
-                index.attach(found[position], column, slot)
+                if index.attach(found[position], column, slot):
+                    note_attached(index, found[: position + 1], prefix.tokens, column)
                 num_stored += slot.is_cached
             self.pool.pool.requeue_detached()
         self._note_stored(number)

@@ -16,6 +16,7 @@ from kvblocks.tiers.grouped.jobs import GroupLoadJob, GroupStoreJob, moved_prefi
 from kvblocks.tiers.grouped.places import Found, Place, find_all_needed, find_longest
 from kvblocks.tiers.grouped.pool import GroupTierPool
 from kvblocks.tiers.grouped.prefix import GroupPrefix, Home
+from kvblocks.tiers.grouped.telling import note_restored_rows
 from kvblocks.tiers.jobs import LoadJob, StoreJob
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.tier import Tier
@@ -102,6 +103,12 @@ class GroupTraffic(Traffic):
                         job.num_good = 0
                     elif number is not None:
                         job.note_bad(number)
+
+    def note_restored(self, pool: TierPool) -> None:
+        """Take note that a tier's slots were taken back. O(slots)."""
+        super().note_restored(pool)
+        if pool.index.events is not None:
+            note_restored_rows(_index_of(pool))
 
     # What `Traffic` does otherwise for one group.
 

@@ -10,17 +10,20 @@ import pytest
 from model.group_history import GroupHistory
 from model.group_history import walk as walk_groups
 from model.history import MAX_TOKENS, Chooser, History, RandomChooser, walk
+from model.tier_machine import TierMachine
 from model.vllm_reference import block_keys, block_names
 
 from kvblocks import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    EventOptions,
     FullAttention,
     Group,
     KVCacheManager,
     Sequence,
     SlidingWindow,
+    Tier,
 )
 from kvblocks.wire.extra_keys import split_lora
 from kvblocks.wire.names import VllmNames
@@ -124,6 +127,37 @@ def test_replayed_names_are_those_of_each_group(groups: list[Group]):
     history = NamedGroupHistory(14 * len(groups), groups, enable_events=True, hash_algorithm=names)
     walk_groups(history, RandomChooser(3), num_operations=2500, reset_every=300, forget_every=500)
     assert history.num_shared > 100 and history.manager.stats.num_evicted_blocks > 50
+
+
+class SharingMachine(TierMachine):
+    are_names_shared = True
+
+    def add(self, tokens: list[int], salt: str | None, spans: list[Any]) -> None:
+        """With one image at the beginning, that ends anywhere."""
+        super().add(tokens, salt, [(0, self.random.randint(1, len(tokens)), "image")])
+
+
+@pytest.mark.parametrize("groups", [None, [FullAttention(2), SlidingWindow(2, 4)]])
+def test_replayed_names_are_those_of_each_tier(groups):
+    """Images that begin alike and end elsewhere share names, on the device and below."""
+    names, num_shared = VllmNames("sha256_cbor", seed="seed"), 0
+    tiers = [Tier("host", 40, 100, store="computed", medium="CPU"), Tier("disk", 90, 100, medium="DISK")]
+    for seed in range(6):
+        machine = SharingMachine(
+            seed,
+            40,
+            None if groups else 2,
+            tiers,
+            groups=groups,
+            hash_algorithm=names,
+            enable_events=EventOptions(tiers=True, hits=True),
+        )
+        for _ in range(30):
+            machine.walk(10)
+            prefixes = sum(pool.pool.num_cached_blocks for pool in machine.manager._traffic.pools)  # noqa: SLF001
+            num_shared += prefixes > sum(medium != "GPU" for medium, _, _ in machine.told.blocks)
+        machine.finish()
+    assert num_shared > 5
 
 
 def run(manager: KVCacheManager, name: str, tokens: Any, **keys: Any) -> Sequence:

@@ -1,0 +1,61 @@
+"""What events say of tiers: the same as of the device, by the names that it has there, with the tier's medium.
+
+A tier's blocks come from the device's cache, where they are named already; so nothing is hashed for a store. Nothing of
+this costs anything where nobody asked for it (`EventOptions`).
+"""
+
+from collections.abc import Iterable
+
+from kvblocks.arguments import wrong
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.core.hashing import Names
+from kvblocks.core.hooks import EventLog
+from kvblocks.tiers.identity import BlockIdentity
+from kvblocks.tiers.pool import TierPool
+from kvblocks.tiers.restoring import has_keys
+from kvblocks.tiers.tier import Tier
+
+
+def record_tiers(tiers: Iterable[Tier], pools: list[TierPool], device: EventLog | None, names: Names) -> None:
+    """Have recorded what tiers store and remove, if the device's log takes it. Raises InvalidArgumentError."""
+    media: list[str] = [] if device is None else [device.medium]
+    for tier, pool in zip(tiers, pools, strict=True):
+        log = None if device is None else device.of_tier(tier.medium)
+        if log is not None:
+            if tier.medium in media:
+                raise wrong("tiers", f"media of their own for their events, other than {media}", tier.medium)
+            media.append(tier.medium)
+            pool.index.record(log, names)
+
+
+def names_of(pool: TierPool, blocks: list[KVCacheBlock]) -> bytearray | None:
+    """Return the names of cached blocks of the device that a tier will hold; None where nobody asks. O(blocks)."""
+    if pool.index.events is None:
+        return None
+    return bytearray(b"".join([block.block_hash or b"" for block in blocks]))
+
+
+def try_names(pool: TierPool, identities: list[BlockIdentity]) -> None:
+    """Name what may be restored, so that a hash function that raises does so before anything is changed. O(tokens)."""
+    index = pool.index
+    if index.events is None:
+        return
+    size, behind = 4 * index.block_size, dict[bytes, list[BlockIdentity]]()
+    for identity in identities:
+        if len(identity.tokens) == size and has_keys(identity):
+            behind.setdefault(identity.parent, []).append(identity)
+    ends: list[tuple[bytes, bytes, bytes | None]] = [(b"", b"", None)]
+    while ends:
+        digest, name, first_keys = ends.pop()
+        for identity in behind.pop(digest, []):
+            keys = {0: identity.extra_keys} if identity.extra_keys else None
+            root = first_keys if digest else identity.extra_keys or None
+            named = index.epoch.names.chain(name, bytearray(identity.tokens), keys, root, size, range(1))
+            ends.append((identity.digest(), bytes(named), root))
+
+
+def note_restored(pool: TierPool) -> None:
+    """Record all that a tier holds, parents first, as stored just now. O(its blocks)."""
+    if pool.index.events is not None:
+        for run in pool.index.runs():
+            pool.index.events.note_stored(run, 0)
