@@ -266,6 +266,13 @@ CALLS: dict[str, Call] = dict(
                 {**{name: constant(b"", "bytes") for name in ("parent", "extra_keys", "tokens")}, "column": INT},
             ),
         ),
+        (
+            "BlockIdentity.of_parts",
+            Call(
+                lambda _: BlockIdentity.of_parts,
+                {name: constant(b"", "bytes") for name in ("parent", "extra_keys", "tokens")},
+            ),
+        ),
         of_tiers("find", hit=of_world("tier_hit")),
         of_tiers("worth_loading", loads=of_world("loads", "empty")),
         of_tiers("note_computed", num_tokens=INT, seconds=constant(1.5, "int number")),

@@ -57,11 +57,12 @@ class BlockIdentity:
         return self.parent, self.extra_keys, self.tokens
 
     @staticmethod
-    def of_parts(parent: bytes, extra_keys: bytes, tokens: bytes) -> "BlockIdentity":
+    def of_parts(parent: Given[bytes], extra_keys: Given[bytes], tokens: Given[bytes]) -> "BlockIdentity":
         """Return the identity whose `parts` these are. Raises InvalidArgumentError for what isn't bytes. O(1)."""
-        if extra_keys == _COLUMN_KEYS and len(tokens) == _NUM_COLUMN_BYTES:
-            return BlockIdentity(parent, b"", b"", unpack("<I", tokens)[0])
-        return BlockIdentity(parent, extra_keys, tokens)
+        found = BlockIdentity(parent, extra_keys, tokens)
+        if found.extra_keys != _COLUMN_KEYS or len(found.tokens) != _NUM_COLUMN_BYTES:
+            return found
+        return BlockIdentity(found.parent, b"", b"", unpack("<I", found.tokens)[0])
 
     def digest(self) -> bytes:
         """Return the SHA-256 of `preimage`: the `parent` of the blocks behind it. O(tokens)."""

@@ -39,10 +39,10 @@ class DiskStore:
     """Slots on a disk, for the blocks of one tier.
 
     folder: of its own; made if it isn't there, refused if it has anything else in it. fingerprint: 32 bytes that name
-    what made the blocks' bytes: model, weights, type and layout of KV. num_block_bytes: of a block. block_size: tokens
-    of a block. max_bytes: all files in the folder together never hold more. secret: at least 16 bytes; then a block
-    that somebody planted without it is a miss. None: only damage is found. A folder that was made with other values
-    (but for max_bytes), or by another format, is emptied with a warning.
+    what made the blocks' bytes: model, weights, type, groups and layout of KV. num_block_bytes: of a block. block_size:
+    tokens of a block of the primary group. max_bytes: all files in the folder together never hold more. secret: at
+    least 16 bytes; then a block that somebody planted without it is a miss. None: only damage is found. A folder that
+    was made with other values (but for max_bytes), or by another format, is emptied with a warning.
 
     num_slots: how many blocks fit. stats: see `DiskStats`.
 

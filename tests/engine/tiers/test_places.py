@@ -1,0 +1,49 @@
+"""Where tiers' bytes are, apart from an engine."""
+
+import numpy as np
+import pytest
+
+from kvblocks.engine.tiers.places import DiskPlace
+from kvblocks.tiers.disk import DiskStore
+from kvblocks.tiers.identity import BlockIdentity
+
+NUM_BYTES = 4096
+FULL = BlockIdentity(b"", b"", bytes(16))
+WINDOW = BlockIdentity(FULL.digest(), b"", b"", 1)
+
+
+class Blocks:
+    """`BlockBytes` of blocks on the host, or as if they were elsewhere."""
+
+    def __init__(self, *, is_on_host):
+        self.is_on_host = is_on_host
+        self.blocks = np.full((4, NUM_BYTES), 7, np.uint8)
+
+    def new_rows(self, num_rows):
+        return np.full((num_rows, NUM_BYTES), 9, np.uint8)
+
+    def read(self, block_ids, rows, after):
+        for block_id, row in zip(block_ids, rows, strict=True):
+            row[:] = self.blocks[block_id]
+
+    def write(self, block_ids, rows, after):
+        for block_id, row in zip(block_ids, rows, strict=True):
+            self.blocks[block_id] = row
+
+    def rows_of(self, block_ids):
+        assert self.is_on_host
+        return [self.blocks[block_id] for block_id in block_ids]
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_what_a_group_does_not_use_of_a_block_is_zeros_on_the_disk(tmp_path, is_on_host):
+    blocks = Blocks(is_on_host=is_on_host)
+    options = {"fingerprint": bytes(32), "num_block_bytes": NUM_BYTES, "block_size": 4, "max_bytes": 2**23}
+    with DiskStore(tmp_path, **options) as store:
+        place = DiskPlace(blocks, store, 2, (NUM_BYTES, 3072))
+        assert place.store([0, 1], [2, 3], [FULL, WINDOW], None)
+        blocks.blocks[:] = 1
+        assert place.load([1, 0], [0, 1], [WINDOW, FULL], None)
+        assert not place.load([1], [2], [FULL], None), "another block is there"
+    assert (blocks.blocks[1] == 7).all()
+    assert (blocks.blocks[0, :3072] == 7).all() and not blocks.blocks[0, 3072:].any()
