@@ -23,12 +23,13 @@ CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers te
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help demo test test-compiled test-vllm test-wire gpu-test check format clean distclean
+.PHONY: help demo test test-all test-compiled test-vllm test-wire gpu-test check format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    answer questions that share a long prompt, without and with prefix caching, and compare'
 	@echo 'make test    run the tests'
+	@echo 'make test-all  those too that take minutes and have a short form, and all that are named below: 45 minutes or more'
 	@echo 'make test-compiled  the same for the core, compiled with mypyc (needs a C compiler)'
 	@echo 'make test-vllm  the integration into vLLM, under a real vLLM (3.5 GB in .venv-vllm, the first time)'
 	@echo 'make test-wire  Dynamo'"'"'s own indexer, which reads our events (130 MB in .venv-wire, the first time)'
@@ -50,6 +51,9 @@ demo: $(ENGINE_STAMP)
 	$(BIN)/kvblocks demo
 
 test: $(DEV_STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not exhaustive' $(PYTEST_ARGS)
+
+test-all: $(DEV_STAMP) test-compiled test-vllm test-wire
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 # The compiled build goes to a folder of its own, in front of the sources on the path. Not `python -m pytest`, which would
@@ -58,7 +62,7 @@ test-compiled: $(DEV_STAMP)
 	@echo 'Compiling the core with mypyc'
 	rm -rf build
 	KVBLOCKS_COMPILE=1 PIP_CONSTRAINT=constraints.txt $(PIP) --quiet --no-deps --target build/compiled .
-	KVBLOCKS_EXPECT_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest $(PARALLEL) $(PYTEST_ARGS) $(CORE_TESTS)
+	KVBLOCKS_EXPECT_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest $(PARALLEL) -m 'not exhaustive' $(PYTEST_ARGS) $(CORE_TESTS)
 
 # A vLLM that runs on a CPU, in an environment of its own, and the sources of the same version, which have vLLM's tests.
 # PyPI's torchvision, torchaudio and torchcodec are for CUDA and don't import without it; vLLM does without them.
@@ -80,7 +84,7 @@ WIRE_STAMP := $(WIRE_VENV)/.installed-$(DYNAMO_VERSION)
 WIRE_PIP = $(WIRE_VENV)/bin/python -m pip --disable-pip-version-check $$(test -t 1 || echo --quiet)
 
 test-wire: $(WIRE_STAMP)
-	$(WIRE_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/wire/test_dynamo.py
+	$(WIRE_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/wire/test_dynamo.py tests/wire/test_names.py
 
 # Without torch's caching of memory, so that every tensor has bounds that the sanitizer knows.
 SANITIZED := $(addprefix tests/kernels/test_,store.py decode.py extend.py prefix_decode.py copy.py merge.py)

@@ -1,5 +1,54 @@
 """How a block is named to the outside, by the path that people import: see `kvblocks.core.hashing`."""
 
-from kvblocks.core.hashing import ExtraKey, HashFunction, PositionKey, decode_extra_keys
+from typing import Any
 
-__all__ = ["ExtraKey", "HashFunction", "PositionKey", "decode_extra_keys"]
+from xxhash import xxh3_128_digest
+
+from kvblocks.arguments import Text, is_a, plain_text, wrong
+from kvblocks.core.hashing import (
+    ExtraKey,
+    HashFunction,
+    Names,
+    PositionKey,
+    check_digest,
+    decode_extra_keys,
+    sha256_digest,
+)
+from kvblocks.errors import InvalidArgumentError
+
+__all__ = ["ExtraKey", "HashFunction", "Names", "PositionKey", "decode_extra_keys", "get_names"]
+
+HASH_FUNCTIONS: dict[str, HashFunction] = {"xxh3_128": xxh3_128_digest, "sha256": sha256_digest}
+
+VLLM = "vllm:"
+"""What begins the name of a scheme of vLLM's; its own name of the algorithm follows."""
+
+
+def get_names(algorithm: Text | HashFunction | Names) -> Names:
+    """Return the scheme that `algorithm` names, or the one over preimages that a callable bytes -> bytes makes.
+
+    A name is one of ours, or "vllm:" and one of `kvblocks.wire.names.VllmNames`; an object of that class is taken as it
+    is. Raises InvalidArgumentError for an unknown name, and for a callable that doesn't take bytes or doesn't return at
+    least one byte.
+    """
+    given: Any = algorithm
+    if is_a(given, Names):
+        names: Names = given
+        return names
+    if is_a(given, str):
+        name = plain_text(given)
+        if name.startswith(VLLM):
+            from kvblocks.wire.names import VllmNames
+
+            return VllmNames(name.removeprefix(VLLM))
+        if name not in HASH_FUNCTIONS:
+            known = ", ".join(repr(name) for name in HASH_FUNCTIONS)
+            raise wrong("hash_algorithm", f"{known}, 'vllm:…' or a callable", name)
+        given = HASH_FUNCTIONS[name]
+    if not callable(given):
+        raise InvalidArgumentError(f"hash_algorithm: expected a name or a callable, got {type(given).__name__}")
+    try:
+        digest = given(b"")
+    except TypeError as error:
+        raise wrong("hash_algorithm", f"a callable bytes -> bytes; it says {error}", given) from error
+    return Names(given, len(check_digest(digest, None)))

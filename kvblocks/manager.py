@@ -44,7 +44,7 @@ from kvblocks.arguments import (
 from kvblocks.core.block import ROOT, KVCacheBlock
 from kvblocks.core.caching import find_blocks, forget_unwritten
 from kvblocks.core.change import CHANGING, DEBUGGING, IDLE, Changeable
-from kvblocks.core.hashing import HashFunction, PositionKey, get_hash_function
+from kvblocks.core.hashing import HashFunction, Names, PositionKey
 from kvblocks.core.hit import CacheHit, check_hit, check_start, ends_in_block
 from kvblocks.core.in_flight import InFlight
 from kvblocks.core.pool import BlockPool
@@ -54,6 +54,7 @@ from kvblocks.core.slots import Commit, SlotAllocator
 from kvblocks.core.tokens import MAX_TOKEN_ID, TokenIds, pack_tokens
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, SequenceStateError
 from kvblocks.events import CacheEvent
+from kvblocks.hashing import get_names
 from kvblocks.stats import CacheStats, GroupUsage, QuotaUsage, Refusal
 
 if TYPE_CHECKING:  # what only some managers need is imported by those
@@ -72,6 +73,7 @@ if TYPE_CHECKING:  # what only some managers need is imported by those
     from kvblocks.tiers.tiers import Tiers
     from kvblocks.tiers.traffic import Traffic
     from kvblocks.tiers.transfer import TierHit
+    from kvblocks.wire.shared_names import SharedNames
 
 _NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
 """What adding a token the short way raises where the long way may still take it, or knows what is wrong with it."""
@@ -92,13 +94,14 @@ class KVCacheManager(Changeable):
     first_block_id: the blocks' ids are first_block_id to first_block_id + num_blocks - 1; more than 0 for engines that
     keep the first ones for something else.
     groups: the groups of the model's layers, see `groups`; None: all layers attend to everything before a token.
-    hash_algorithm: "xxh3_128", "sha256" or a callable bytes -> bytes; names blocks to the outside, never decides a
-    hit. enable_caching: whether prefixes are reused. enable_events: whether changes of the cached set are recorded
-    for `take_events`; then take them regularly, since they are kept until taken. num_history_blocks: how many
-    prefixes that are cached no more `explain` remembers; 0 costs nothing, otherwise each block is hashed when it is
-    cached, and each remembered one takes about 250 bytes. pin_budget: share of the pool that pins may hold together,
-    0.0 to 1.0. tiers: where copies of cached blocks are kept below the device, the quickest first, see `tiers`. debug:
-    run `check()` after every change. Raises InvalidArgumentError. O(num_blocks).
+    hash_algorithm: "xxh3_128", "sha256" or a callable bytes -> bytes; or "vllm:sha256_cbor" and the like, or a
+    `VllmNames`, for vLLM's names, see `wire.names`; names blocks to the outside, never decides a hit. enable_caching:
+    whether prefixes are reused. enable_events: whether changes of the cached set are recorded for `take_events`; then
+    take them regularly, since they are kept until taken. num_history_blocks: how many prefixes that are cached no more
+    `explain` remembers; 0 costs nothing, otherwise each block is hashed when it is cached, and each remembered one
+    takes about 250 bytes. pin_budget: share of the pool that pins may hold together, 0.0 to 1.0. tiers: where copies of
+    cached blocks are kept below the device, the quickest first, see `tiers`. debug: run `check()` after every change.
+    Raises InvalidArgumentError. O(num_blocks).
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class KVCacheManager(Changeable):
         *,
         first_block_id: SupportsIndex = 0,
         groups: Iterable[Group] | None = None,
-        hash_algorithm: Text | HashFunction = "xxh3_128",
+        hash_algorithm: Text | HashFunction | Names = "xxh3_128",
         enable_caching: Flag = True,
         enable_events: Flag = False,
         num_history_blocks: SupportsIndex = 0,
@@ -123,15 +126,16 @@ class KVCacheManager(Changeable):
         share = check_share("pin_budget", pin_budget, "a share of the pool from 0.0 to 1.0")
         max_pinned = int(share * check_count("num_blocks", num_blocks, 1) + 1e-6)  # 0.29 of 100 is 29
         super().__init__("manager", debug=debugs)
+        names = get_names(hash_algorithm)
         if groups is None:
-            index = PrefixIndex(size or 16, get_hash_function(hash_algorithm), enable_events=named)
+            index = PrefixIndex(size or 16, names, enable_events=named)
             self._slots = SlotAllocator(BlockPool(num_blocks, index, first_block_id), self)
         else:
             from kvblocks.groups.layout import make_layout
             from kvblocks.groups.slots import make_slots
 
-            layout, hash_function = make_layout(size, groups), get_hash_function(hash_algorithm)
-            self._slots = make_slots(num_blocks, layout, hash_function, self, first_block_id, enable_events=named)
+            layout = make_layout(size, groups)
+            self._slots = make_slots(num_blocks, layout, names, self, first_block_id, enable_events=named)
         self._pool = self._slots.pool
         self._index = self._pool.index
         self.block_size = self._index.block_size
@@ -143,6 +147,7 @@ class KVCacheManager(Changeable):
 
             self._history = History(num_remembered)
             self._index.watch(self._history)
+        self._shared_names = None if not named or names.are_unique else self._make_shared_names()
         self._traffic: Traffic | None = None
         self._tiers: Tiers | None = None
         self._sampler: BlockSampler | None = None
@@ -693,6 +698,11 @@ class KVCacheManager(Changeable):
         return [] if self._pins is None else list(self._pins.pins)
 
     @property
+    def max_pinned_blocks(self) -> int:
+        """How many blocks all pins together may be for: `pin_budget` of the pool. O(1)."""
+        return self._max_pinned_blocks
+
+    @property
     def holds(self) -> BlockHolds:
         """Who else has blocks, for transfers, and by which calls. O(1)."""
         if self._holds is None:
@@ -876,11 +886,14 @@ class KVCacheManager(Changeable):
     def take_events(self) -> list[CacheEvent]:
         """Return the changes of the cached set since the last call, oldest first, and forget them. O(1).
 
+        With vLLM's names, which several prefixes may share, the set is of names, and that costs O(blocks in them).
         Raises InvalidArgumentError unless the manager was made with enable_events=True.
         """
         self._index.check_events()
         self.begin_change()
         events = self._index.take_events()
+        if self._shared_names is not None:
+            events = self._shared_names.told(events)
         self._end()
         return events
 
@@ -940,6 +953,19 @@ class KVCacheManager(Changeable):
         if self._sampler is sampler and self._sampler is not None:
             self._index.unwatch(self._sampler)
             self._sampler = None
+
+    def count_empty_blocks(self, max_blocks: SupportsIndex) -> int:
+        """Return how many of the next `max_blocks` blocks to be taken hold nothing: taking those evicts nothing.
+
+        Raises InvalidArgumentError. Changes nothing. O(max_blocks).
+        """
+        self.check_whole()
+        most, number = check_count("max_blocks", max_blocks, 0), 0
+        for block in self._pool.queue:
+            if number == most or block.is_cached:
+                break
+            number += 1
+        return number
 
     def free_block_ids(self) -> list[int]:
         """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
@@ -1142,6 +1168,11 @@ class KVCacheManager(Changeable):
         """Cache what the written tokens of a sequence fill: a change, which the caller ends."""
         self._slots.commit(prepared)
         self._in_flight.note(prepared[0])
+
+    def _make_shared_names(self) -> SharedNames:
+        from kvblocks.wire.shared_names import SharedNames as Made
+
+        return Made()
 
     def _make_traffic(self, tiers: Iterable[Tier]) -> Traffic:
         from kvblocks.tiers.tier import check_tiers

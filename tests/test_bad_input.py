@@ -233,6 +233,7 @@ CALLS: dict[str, Call] = dict(
         ),
         of_manager("rewind", sequence=RUNNING, num_tokens=INT),
         of_manager("renew", sequence=of_world("old")),
+        of_manager("count_empty_blocks", max_blocks=INT),
         of_manager("evict_blocks", block_ids=constant([1], "ints empty")),
         of_manager("forget_salt", salt=constant("mine", "text none")),
         of_manager("block_hashes", sequence=of_world("waiting", "sequence")),

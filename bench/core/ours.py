@@ -28,8 +28,6 @@ from bench.core.workload import (
 from bench.timing import Case
 from kvblocks import BlockPool, KVCacheBlock, KVCacheManager, Sequence
 from kvblocks.core.block import ROOT
-from kvblocks.core.hashing import get_hash_function
-from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.tokens import TokenIds
 
 Blocks = list[KVCacheBlock]
@@ -59,8 +57,9 @@ def start(manager: KVCacheManager, token_ids: TokenIds) -> Sequence:
 
 
 def make_pool(num_blocks: int = POOL_BLOCKS) -> BlockPool:
-    """Return a pool by itself, as the manager makes its own."""
-    return BlockPool(num_blocks, PrefixIndex(BLOCK_SIZE, get_hash_function("xxh3_128")))
+    """Return a pool by itself: a manager's, since other trees make its parts otherwise."""
+    pool: BlockPool = KVCacheManager(num_blocks, BLOCK_SIZE)._pool  # noqa: SLF001
+    return pool
 
 
 def cache_blocks(pool: BlockPool, blocks: Blocks, first_filler: int, num_blocks_each: int = FILLER_BLOCKS) -> None:

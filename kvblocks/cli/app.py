@@ -72,7 +72,8 @@ def demo(
 ) -> None:
     """Answer questions that share a long prompt, without and with prefix caching, and compare. Takes about a minute.
 
-    Then an engine is killed and started again, and its first answer comes from the disk.
+    Then a server is killed and started again, and its first answer comes from the disk; without the packages of
+    `kvblocks[server]` that is left out.
 
     One torch thread is the default: deterministic results are fastest there, and other work on the machine disturbs
     the times least.
@@ -83,14 +84,19 @@ def demo(
     from rich.console import Console
 
     from kvblocks.engine.demo.demo import run_demo
-    from kvblocks.engine.demo.restart import run_restart
 
     torch.set_num_threads(threads)
     console = Console(stderr=json)
     report = run_demo(load_model(model), console)
-    restart = run_restart(model, console)
+    results = report.to_json(model)
+    try:
+        from kvblocks.cli.restart import run_restart
+    except ModuleNotFoundError as error:
+        console.print(f"There is a last act for `pip install 'kvblocks[engine,server]'`: {error}", markup=False)
+    else:
+        results["restart"] = run_restart(model, console).to_json()
     if json:
-        print(dumps({**report.to_json(model), "restart": restart.to_json()}))
+        print(dumps(results))
 
 
 @app.command()

@@ -105,6 +105,33 @@ def list_pinned(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = Fa
 
 
 @cache_commands.command()
+def hints(
+    file: Annotated[Path, typer.Argument(help="An envelope of KV hints, in JSON.")],
+    salt: _Salt = None,
+    url: _Url = _URL,
+    api_key: ApiKeyOption = None,
+    json: _Json = False,
+) -> None:
+    """Carry out KV hints: pin, release, expire or prefetch prefixes of one salt. Prints what became of each action."""
+    try:
+        envelope = json_module.loads(_read(file))
+    except ValueError as error:
+        raise InvalidArgumentError(f"expected a file of JSON, got {str(file)!r}: {error}") from error
+    if not isinstance(envelope, dict):
+        raise InvalidArgumentError(f"expected a JSON object in {str(file)!r}, got another value")
+    with _client(url, api_key) as client:
+        values = _ask(client, "actions", "POST", "/v1/cache/hints", {**envelope, "cache_salt": salt})
+    if json:
+        print(json_module.dumps(values))
+        return
+    for action in values["actions"]:
+        said = action["payload"]
+        numbers = [f"{name} {value}" for name, value in said.items() if name not in ("outcome", "reason")]
+        reason = [] if said["reason"] is None else [said["reason"]]
+        print(f"{action['action_id']} {action['action_type']}: {'; '.join([said['outcome'], *reason, *numbers])}")
+
+
+@cache_commands.command()
 def reset(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -> None:
     """Forget all that is cached. Pins stand."""
     with _client(url, api_key) as client:

@@ -11,10 +11,9 @@ The intrusive links, with an unlinked block pointing at itself, are those of the
 fields are those of vLLM v1's KVCacheBlock.
 """
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
-from kvblocks.core.hashing import HashFunction, check_digest, decode_names, make_preimage
+from kvblocks.core.hashing import Names, decode_names
 from kvblocks.events import BlockStored
 
 RunKey = tuple["Run | None", int, bytes, bytes | None]
@@ -32,35 +31,15 @@ ROOT: Node = (None, 0)
 
 
 class Epoch:
-    """What all runs between two resets of the cache share, the chain of digests included."""
+    """What all runs between two resets of the cache share, how they are named included."""
 
-    __slots__ = ("block_bytes", "hash_function", "is_current", "num_digest_bytes")
+    __slots__ = ("block_bytes", "is_current", "names", "num_digest_bytes")
 
-    def __init__(self, hash_function: HashFunction, block_bytes: int, num_digest_bytes: int) -> None:
-        self.hash_function: Callable[[bytes], Any] = hash_function
+    def __init__(self, names: Names, block_bytes: int) -> None:
+        self.names = names
         self.block_bytes = block_bytes
-        self.num_digest_bytes = num_digest_bytes
+        self.num_digest_bytes = names.num_digest_bytes
         self.is_current = True
-
-    def chain(
-        self,
-        parent_digest: bytes,
-        tokens: bytearray | memoryview,
-        extra_keys: dict[int, bytes] | None,
-        first: int,
-        end: int,
-    ) -> bytearray:
-        """Return the digests of blocks first to end - 1 of `tokens`, one after the other; changes nothing.
-
-        parent_digest: of the block before them, b"" for none. extra_keys: encoded, by block. O(end - first).
-        """
-        keys, size, packed = extra_keys or {}, self.block_bytes, bytearray()
-        previous = parent_digest
-        for block in range(first, end):
-            preimage = make_preimage(previous, keys.get(block, b""), bytes(tokens[block * size : (block + 1) * size]))
-            previous = check_digest(self.hash_function(preimage), self.num_digest_bytes)
-            packed += previous
-        return packed
 
 
 class Account:
@@ -320,4 +299,7 @@ class Run:
             previous = bytes(self.digests[-size:])
         else:
             previous = b"" if parent is None else parent.digest(position)
-        self.digests += epoch.chain(previous, self.tokens, self.extra_keys, first, len(self.blocks))
+        blocks = range(first, len(self.blocks))
+        self.digests += epoch.names.chain(
+            previous, self.tokens, self.extra_keys, self.first_keys, epoch.block_bytes, blocks
+        )

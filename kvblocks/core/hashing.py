@@ -24,9 +24,7 @@ from collections.abc import Callable, Iterable
 from struct import pack, unpack
 from typing import Any
 
-from xxhash import xxh3_128_digest
-
-from kvblocks.arguments import Given, Text, is_a, plain_bytes, plain_text, shown, wrong
+from kvblocks.arguments import Given, is_a, plain_bytes, shown, wrong
 from kvblocks.errors import InvalidArgumentError
 
 HashFunction = Callable[[bytes], bytes]
@@ -52,33 +50,6 @@ def sha256_digest(preimage: bytes) -> bytes:
     return hashlib.sha256(preimage).digest()
 
 
-HASH_FUNCTIONS: dict[str, HashFunction] = {"xxh3_128": xxh3_128_digest, "sha256": sha256_digest}
-
-
-def get_hash_function(algorithm: Text | HashFunction) -> HashFunction:
-    """Return the hash function that `algorithm` names, or `algorithm` itself when it is a callable bytes -> bytes.
-
-    Raises InvalidArgumentError for an unknown name, and for a callable that doesn't take bytes or doesn't return at
-    least one byte.
-    """
-    given: Any = algorithm
-    if is_a(given, str):
-        name = plain_text(given)
-        if name not in HASH_FUNCTIONS:
-            known = ", ".join(repr(name) for name in HASH_FUNCTIONS)
-            raise wrong("hash_algorithm", f"{known} or a callable", name)
-        return HASH_FUNCTIONS[name]
-    if not callable(given):
-        raise InvalidArgumentError(f"hash_algorithm: expected a name or a callable, got {type(given).__name__}")
-    try:
-        digest = given(b"")
-    except TypeError as error:
-        raise wrong("hash_algorithm", f"a callable bytes -> bytes; it says {error}", given) from error
-    check_digest(digest, None)
-    function: HashFunction = given
-    return function
-
-
 def check_digest(digest: Any, num_bytes: int | None) -> bytes:
     """Return `digest` if it is `num_bytes` bytes long (None: any length but 0), else raise InvalidArgumentError."""
     if type(digest) is not bytes or not digest:  # a subclass may say that it is longer than it is
@@ -95,6 +66,41 @@ def make_preimage(parent_digest: bytes, extra_keys: bytes, tokens: bytes) -> byt
     none. tokens: the block's token ids, packed as little-endian u32.
     """
     return b"".join((pack("<I", len(parent_digest)), parent_digest, pack("<I", len(extra_keys)), extra_keys, tokens))
+
+
+class Names:
+    """How prefixes are named to the outside. Here: by a hash function, over preimages in format 1.
+
+    num_digest_bytes: of a name. are_unique: whether no two prefixes share one, but for a hash function that breaks.
+    Wings derive other schemes from it (`kvblocks.wire.names`).
+    """
+
+    def __init__(self, hash_function: HashFunction, num_digest_bytes: int, *, are_unique: bool = True) -> None:
+        self.hash_function: Callable[[bytes], Any] = hash_function
+        self.num_digest_bytes = num_digest_bytes
+        self.are_unique = are_unique
+
+    def chain(
+        self,
+        parent_digest: bytes,
+        tokens: bytearray | memoryview,
+        extra_keys: dict[int, bytes] | None,
+        first_keys: bytes | None,  # noqa: ARG002  # the first block's digest covers them
+        block_bytes: int,
+        blocks: range,
+    ) -> bytearray:
+        """Return the digests of those blocks of `tokens`, of `block_bytes` each, one after the other; changes nothing.
+
+        parent_digest: of the block before them, b"" for none. extra_keys: encoded, by block. first_keys: those of the
+        prefix's very first block, which may come long before them. O(blocks).
+        """
+        keys, size, packed = extra_keys or {}, block_bytes, bytearray()
+        previous = parent_digest
+        for block in blocks:
+            preimage = make_preimage(previous, keys.get(block, b""), bytes(tokens[block * size : (block + 1) * size]))
+            previous = check_digest(self.hash_function(preimage), self.num_digest_bytes)
+            packed += previous
+        return packed
 
 
 def encode_extra_keys(

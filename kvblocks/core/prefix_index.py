@@ -24,7 +24,7 @@ from array import array
 from collections import OrderedDict
 
 from kvblocks.core.block import Epoch, KVCacheBlock, Node, Run, RunKey
-from kvblocks.core.hashing import HashFunction
+from kvblocks.core.hashing import Names
 from kvblocks.core.hooks import Accounts, RemovalCause, Watcher, Watchers
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.events import AllBlocksCleared, BlockRemoved, CacheEvent
@@ -58,11 +58,11 @@ class PrefixIndex:
     blocks are cached. watcher: told what happens; None: nobody is. accounts: who is charged; None: nobody is.
     """
 
-    def __init__(self, block_size: int, hash_function: HashFunction, *, enable_events: bool = False) -> None:
+    def __init__(self, block_size: int, names: Names, *, enable_events: bool = False) -> None:
         self.block_size = block_size
         self._block_bytes = 4 * block_size
         self._runs: dict[MapKey, Run] = {}
-        self.epoch = Epoch(hash_function, self._block_bytes, len(hash_function(b"")))
+        self.epoch = Epoch(names, self._block_bytes)
         self.version = 0
         self.num_cached_blocks = 0
         self.detached: list[KVCacheBlock] = []
@@ -151,7 +151,10 @@ class PrefixIndex:
         """
         run, position = node
         parent_digest = b"" if run is None else run.digest(position)
-        return self.epoch.chain(parent_digest, tokens, extra_keys, first, end)
+        first_keys = None if extra_keys is None else extra_keys.get(0)
+        return self.epoch.names.chain(
+            parent_digest, tokens, extra_keys, first_keys, self._block_bytes, range(first, end)
+        )
 
     def cache_one(
         self, run: Run, parent: KVCacheBlock, block: KVCacheBlock, tokens: "array[int] | memoryview[int]"
@@ -264,7 +267,7 @@ class PrefixIndex:
             self.watcher.note_clearing(self._runs.values())
         ended = self.epoch
         ended.is_current = False
-        self.epoch = Epoch(ended.hash_function, ended.block_bytes, ended.num_digest_bytes)
+        self.epoch = Epoch(ended.names, ended.block_bytes)
         self._runs = {}
         self.version += 1
         self.num_cached_blocks = 0

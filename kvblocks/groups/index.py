@@ -15,7 +15,7 @@ Invariants: every row belongs to a cached position and holds at least one block;
 from struct import pack
 
 from kvblocks.core.block import KVCacheBlock, Run
-from kvblocks.core.hashing import HashFunction, decode_names
+from kvblocks.core.hashing import Names, decode_names
 from kvblocks.core.hooks import RemovalCause
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
@@ -27,8 +27,8 @@ Row = list[KVCacheBlock | None]
 class GroupIndex(PrefixIndex):
     """The prefix index of the primary group, with what is attached to it."""
 
-    def __init__(self, layout: GroupLayout, hash_function: HashFunction, *, enable_events: bool = False) -> None:
-        super().__init__(layout.block_size, hash_function, enable_events=enable_events)
+    def __init__(self, layout: GroupLayout, names: Names, *, enable_events: bool = False) -> None:
+        super().__init__(layout.block_size, names, enable_events=enable_events)
         self.layout = layout
         self.num_attached_blocks = 0
         self._rows: dict[Run, dict[int, Row]] = {}

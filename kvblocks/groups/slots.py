@@ -17,7 +17,7 @@ from typing import Any, SupportsIndex
 from kvblocks.core.block import Epoch, KVCacheBlock
 from kvblocks.core.caching import cache_full_blocks, digests_ahead
 from kvblocks.core.change import CHANGING, Changeable
-from kvblocks.core.hashing import HashFunction
+from kvblocks.core.hashing import Names
 from kvblocks.core.hit import CacheHit, HitLimit, HitSource
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import PrefixIndex
@@ -456,7 +456,7 @@ def _begin_loading(tables: GroupTables, hit: LoadingHit) -> tuple[list[KVCacheBl
 def make_slots(
     num_blocks: SupportsIndex,
     layout: GroupLayout,
-    hash_function: HashFunction,
+    names: Names,
     manager: Changeable,
     first_block_id: SupportsIndex,
     *,
@@ -468,10 +468,10 @@ def make_slots(
     """
     slots: SlotAllocator
     if layout.is_single:
-        index = PrefixIndex(layout.block_size, hash_function, enable_events=enable_events)
+        index = PrefixIndex(layout.block_size, names, enable_events=enable_events)
         slots = SlotAllocator(BlockPool(num_blocks, index, first_block_id), manager)
     else:
-        group_index = GroupIndex(layout, hash_function, enable_events=enable_events)
+        group_index = GroupIndex(layout, names, enable_events=enable_events)
         slots = GroupSlots(GroupPool(num_blocks, group_index, first_block_id), manager)
     slots.groups = layout.groups
     return slots

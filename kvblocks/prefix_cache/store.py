@@ -22,6 +22,7 @@ from xxhash import xxh3_128_digest
 from kvblocks.core.block import ROOT, KVCacheBlock
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.free_queue import FreeBlockQueue
+from kvblocks.core.hashing import Names
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import BlockStateError, InvalidArgumentError
@@ -113,7 +114,7 @@ class PrefixStore:
         self.max_blocks = max_blocks
         self.block_size = block_size
         self.ids: set[int] = set()
-        self.index = PrefixIndex(block_size, xxh3_128_digest)  # nothing here ever asks for a digest
+        self.index = PrefixIndex(block_size, Names(xxh3_128_digest, 16))  # nothing here ever asks for a digest
         self._queue = RecencyQueue(())
         self._stock: list[KVCacheBlock] = []  # ref_cnt 1, as they come off the queue and as they go into it
         self._payloads: dict[KVCacheBlock, tuple[bytes, bytes | None, Any]] = {}

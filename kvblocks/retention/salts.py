@@ -29,6 +29,6 @@ def forget_salt(pool: BlockPool, salt: str | None) -> int:
 
 def ended_epoch(epoch: Epoch) -> Epoch:
     """Return an epoch that is over already, for sequences that are to go on as after a reset."""
-    ended = Epoch(epoch.hash_function, epoch.block_bytes, epoch.num_digest_bytes)
+    ended = Epoch(epoch.names, epoch.block_bytes)
     ended.is_current = False
     return ended

@@ -7,7 +7,7 @@ from kvblocks.arguments import wrong
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from kvblocks.wire import records
 from kvblocks.wire.codecs import get_codec
-from kvblocks.wire.extra_keys import block_extra_keys
+from kvblocks.wire.extra_keys import block_extra_keys, split_lora
 from kvblocks.wire.records import Hash, WireEvent
 
 HASH_FORMS: Final = ("u64", "i64", "bytes")
@@ -89,14 +89,14 @@ class Converter:
             "token_ids": event.token_ids,
             "block_size": event.block_size,
             "medium": medium,
-            "lora_name": event.lora,
+            "lora_name": None if event.lora is None else split_lora(event.lora)[0],
         }
         if self._is_sglang:
             return records.BlockStored(**shared, cache_salt=event.salt)
         kind, window = self._groups[group]
         return records.BlockStored(
             **shared,
-            extra_keys=block_extra_keys(event, event.lora),
+            extra_keys=block_extra_keys(event),
             group_idx=group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,

@@ -1,43 +1,50 @@
-"""A block's extra keys as events say them: untagged, in vLLM's order. Needs nothing but the core."""
+r"""A block's extra keys as vLLM has them: tagged in its hashes, untagged in its events. Needs nothing but the core.
 
-from collections.abc import Iterator
+A sequence's `lora` is an adapter's name, or "name\0path"; what stands behind another "\0" is left out. A str position
+key is an image's identifier; a bytes key is of embeddings, and its first NUM_EMBEDDING_BYTES are the digest.
+"""
+
 from hashlib import sha256
-from typing import Any
+from typing import Any, Final
 
+from kvblocks.core.hashing import decode_extra_keys
 from kvblocks.events import BlockStored
-from kvblocks.hashing import decode_extra_keys
 
-NUM_DIGEST_BYTES = 32
-"""Bytes of a key of embeddings that an event says: their sha256."""
-
-NO_EMBEDDINGS = sha256().digest()
-"""What vLLM says of blocks behind a prompt of embeddings."""
+NO_EMBEDDINGS: Final = sha256().digest()
+"""The digest of blocks behind a prompt of embeddings."""
+NUM_EMBEDDING_BYTES: Final = 32
 
 
-def block_extra_keys(
-    event: BlockStored, lora_name: str | None, *, has_embeddings: bool = False
-) -> list[tuple[Any, ...] | None]:
-    """Return the keys of each block of `event`, None for a block without any. O(blocks + keys).
+def tagged_keys(encoded: bytes, *, has_embeddings: bool) -> tuple[Any, ...]:
+    """Return a block's own keys, each with where it comes from, in vLLM's order: images, salt, embeddings.
 
-    In this order: the adapter's name, (image, offset in tokens from the block's start) of each key that is text, the
-    salt in a prefix's first block, and the first NUM_DIGEST_BYTES of each key that is bytes. lora_name: the adapter's
-    name as the outside knows it. has_embeddings: whether the prompt is one of embeddings; then a block without such a
-    key says NO_EMBEDDINGS.
+    encoded: the block's, b"" for none. has_embeddings: whether the prompt is one of embeddings.
+    """
+    decoded = decode_extra_keys(encoded)
+    found: list[Any] = [("mm", key, span[0]) for _, span, key in decoded if span is not None and isinstance(key, str)]
+    found += [("cache_salt", key) for kind, _, key in decoded if kind == "salt"]
+    digests = [key[:NUM_EMBEDDING_BYTES] for _, _, key in decoded if isinstance(key, bytes)]
+    found += [("prompt_embeds", digest) for digest in digests or [NO_EMBEDDINGS] * has_embeddings]
+    return tuple(found)
+
+
+def block_extra_keys(event: BlockStored, *, has_embeddings: bool = False) -> list[tuple[Any, ...] | None]:
+    """Return the keys of each block of a record as events say them, None for a block without any. O(blocks + keys).
+
+    The adapter's name first, then those of `tagged_keys`: (identifier, offset in tokens) of an image, salt, digests.
     """
     given = dict(event.extra_keys)
-    if not given and lora_name is None and not has_embeddings:
-        return [None] * len(event.block_hashes)
-    return [
-        tuple(_keys(given.get(position, b""), lora_name, has_embeddings=has_embeddings)) or None
-        for position in range(len(event.block_hashes))
-    ]
+    of_all = () if event.lora is None else (split_lora(event.lora)[0],)
+    if not given and not has_embeddings:
+        return [of_all or None] * len(event.block_hashes)
+    keys: list[tuple[Any, ...] | None] = []
+    for position in range(len(event.block_hashes)):
+        own = tagged_keys(given.get(position, b""), has_embeddings=has_embeddings)
+        keys.append((*of_all, *(key[1:] if key[0] == "mm" else key[1] for key in own)) or None)
+    return keys
 
 
-def _keys(encoded: bytes, lora_name: str | None, *, has_embeddings: bool) -> Iterator[Any]:
-    decoded = decode_extra_keys(encoded)
-    if lora_name is not None:
-        yield lora_name
-    yield from ((key, span[0]) for _, span, key in decoded if span is not None and isinstance(key, str))
-    yield from (key for kind, _, key in decoded if kind == "salt")
-    digests = [key[:NUM_DIGEST_BYTES] for _, span, key in decoded if span is not None and isinstance(key, bytes)]
-    yield from digests or [NO_EMBEDDINGS] * has_embeddings
+def split_lora(lora: str) -> tuple[str, str]:
+    """Return the adapter's name and path in a sequence's `lora`; "" for no path."""
+    name, path, *_ = [*lora.split("\0"), ""]
+    return name, path

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 
 from kvblocks import InvalidArgumentError, KVCacheManager, Sequence
-from kvblocks.core.hashing import decode_extra_keys, encode_extra_keys, get_hash_function
+from kvblocks.core.hashing import decode_extra_keys, encode_extra_keys
+from kvblocks.hashing import get_names
 
 GOLDEN = Path(__file__).with_name("golden_digests.json")
 
@@ -182,7 +183,7 @@ def test_keys_that_are_given_twice_are_decoded_twice() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ("md5", "expected 'xxh3_128', 'sha256' or a callable, got 'md5'"),
+        ("md5", "expected 'xxh3_128', 'sha256', 'vllm:…' or a callable, got 'md5'"),
         (7, "expected a name or a callable, got int"),
         (lambda preimage: "text", "expected it to return bytes"),
         (lambda preimage: b"", "at least one"),
@@ -190,7 +191,7 @@ def test_keys_that_are_given_twice_are_decoded_twice() -> None:
 )
 def test_bad_algorithms(algorithm: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        get_hash_function(algorithm)
+        get_names(algorithm)
 
 
 def test_a_digest_of_another_length_is_refused() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from kvblocks import KVCacheManager, Sequence
 from kvblocks.core.change import Changeable
-from kvblocks.core.hashing import xxh3_128_digest
 from kvblocks.core.in_flight import InFlight
 from kvblocks.core.prefix_index import PrefixIndex
+from kvblocks.hashing import get_names
 
 
 def look_up(manager: KVCacheManager, tokens: Any, **keys: Any) -> tuple[int, int, Any]:
@@ -104,7 +104,7 @@ def test_nobody_waits_for_itself() -> None:
 
 def test_it_forgets_who_has_finished() -> None:
     manager = KVCacheManager(64, 4)
-    in_flight = InFlight(PrefixIndex(4, xxh3_128_digest), Changeable("manager"))
+    in_flight = InFlight(PrefixIndex(4, get_names("xxh3_128")), Changeable("manager"))
     one, other = Sequence(1, range(8)), Sequence(2, range(8))
     manager.allocate_slots(one, 3)
     in_flight.note(one)

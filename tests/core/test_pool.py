@@ -14,12 +14,12 @@ from kvblocks import (
     PoolExhaustedError,
 )
 from kvblocks.core.block import ROOT
-from kvblocks.core.hashing import HASH_FUNCTIONS
 from kvblocks.core.prefix_index import PrefixIndex
+from kvblocks.hashing import get_names
 
 
 def make(num_blocks: Any) -> BlockPool:
-    return BlockPool(num_blocks, PrefixIndex(4, HASH_FUNCTIONS["xxh3_128"]))
+    return BlockPool(num_blocks, PrefixIndex(4, get_names("xxh3_128")))
 
 
 def test_a_fresh_pool_hands_out_its_blocks_in_order() -> None:

@@ -8,8 +8,8 @@ from model.bytecodes import count_bytecodes, uncompiled
 
 from kvblocks import KVCacheBlock, KVCacheManager, Sequence
 from kvblocks.core.block import ROOT
-from kvblocks.core.hashing import HASH_FUNCTIONS
 from kvblocks.core.prefix_index import PrefixIndex
+from kvblocks.hashing import get_names
 
 
 def view(tokens: list[int]) -> memoryview:
@@ -21,7 +21,7 @@ def ids(tokens: list[int]) -> "memoryview[int]":
 
 
 def make(block_size: int = 2) -> PrefixIndex:
-    return PrefixIndex(block_size, HASH_FUNCTIONS["xxh3_128"])
+    return PrefixIndex(block_size, get_names("xxh3_128"))
 
 
 def blocks_from(first: int, num_blocks: int) -> list[KVCacheBlock]:

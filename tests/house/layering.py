@@ -22,13 +22,16 @@ FLOORS = {
     "kvblocks.events": 0,
     "kvblocks.stats": 0,
     "kvblocks.core": 1,
-    "kvblocks.hashing": 2,  # the path by which people import what is in the core
+    "kvblocks.wire.extra_keys": 2,
+    "kvblocks.wire.names": 2,
+    "kvblocks.hashing": 3,  # the path by which people import what is in the core, and the schemes by name
     "kvblocks.retention": 2,
     "kvblocks.groups": 3,
     "kvblocks.prefix_cache": 3,
     "kvblocks.observe": 4,
     "kvblocks.tiers": 3,
     "kvblocks.tiers.grouped": 4,
+    "kvblocks.wire.shared_names": 4,
     "kvblocks.manager": 5,
     "kvblocks.observe.metrics": 6,  # watches a manager, and nothing that a manager imports
     "kvblocks.metrics": 7,  # the path by which people import it
@@ -70,9 +73,9 @@ SERVER_PACKAGES = ENGINE_PACKAGES | {"starlette", "uvicorn", "httpx2"}  # the en
 CLI = "kvblocks.cli"
 DISK = "kvblocks.tiers.disk"
 WIRE = "kvblocks.wire"
-WIRE_PACKAGES = frozenset({"msgspec", "cbor2"})
-# The modules of the wire that have sockets and threads; the others do no input or output, like the core.
-WIRE_DOORS = frozenset(f"kvblocks.wire.{name}" for name in ("publisher", "client", "tail", "__main__"))
+WIRE_PACKAGES = CORE_PACKAGES | {"msgspec", "cbor2"}
+# The modules of the wire that have sockets, threads or settings; the others do no input or output, like the core.
+WIRE_DOORS = frozenset(f"kvblocks.wire.{name}" for name in ("publisher", "client", "names", "tail", "__main__"))
 INTEGRATIONS = "kvblocks.integrations"
 INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl", "torch"})
 # What integrations may import of kvblocks: public names, as any engine would.

@@ -31,6 +31,7 @@ from kvblocks import (
 )
 from kvblocks.core.hashing import sha256_digest
 from kvblocks.core.prefix_index import PrefixIndex
+from kvblocks.hashing import get_names
 
 
 def three_bit_hash(preimage: bytes) -> bytes:
@@ -722,7 +723,7 @@ class DataChooser:
 def make_history(max_blocks: int, block_size: int, weak_hash: bool) -> PrefixHistory:
     history = PrefixHistory(max_blocks, block_size)
     if weak_hash:  # there is no parameter for it, because no digest is ever asked for
-        history.cache._store.index = PrefixIndex(block_size, three_bit_hash)  # noqa: SLF001
+        history.cache._store.index = PrefixIndex(block_size, get_names(three_bit_hash))  # noqa: SLF001
     return history
 
 

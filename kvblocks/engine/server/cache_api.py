@@ -101,6 +101,14 @@ class CacheApi:
             raise ApiError(404, f"expected the id of a pin that stands, got {pin_id!a:.80}", code="no_such_pin")
         return json_response(entry.to_json(time.monotonic()))
 
+    async def hints(self, request: Request) -> Response:
+        """Carry out an envelope of hints, for the salt that stands beside it; what was deferred is asked again."""
+        body = await read_json(request, self._service.settings.max_body_bytes)
+        salt = Fields(body).text("cache_salt")
+        executor = self._service.thread.hints
+        answers = await self._call(lambda: executor.carry_out(body, salt, time.monotonic()))
+        return json_response(answers.to_dict())
+
     async def reset(self, request: Request) -> Response:
         """Forget all that is cached. Pins stand, and hold their prefixes when these are computed anew."""
         fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
@@ -115,13 +123,18 @@ class CacheApi:
         return json_response({"num_removed_entries": await self._call(reset)})
 
     async def forget(self, request: Request) -> Response:
-        """Delete what is cached of a salt, in all tiers."""
+        """Delete what is cached of a salt, in all tiers, and end its hints."""
         fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
         salt = fields.text("cache_salt")
         fields.refuse_unknown()
         if salt is None:
             raise fields.error("cache_salt", "the salt whose prompts are to be forgotten")
-        return json_response({"num_removed_entries": await self._call(lambda: self._engine.forget_salt(salt))})
+
+        def forget() -> int:
+            self._service.thread.hints.forget(salt)
+            return self._engine.forget_salt(salt)
+
+        return json_response({"num_removed_entries": await self._call(forget)})
 
     async def explain(self, request: Request) -> Response:
         """Why a prompt would miss now, or what a request hit and missed when it came."""

@@ -25,6 +25,7 @@ from kvblocks.engine.server.arrivals import Arrivals
 from kvblocks.engine.server.errors import ApiError, as_api_error, step_error, stopping_error
 from kvblocks.engine.server.pin_book import PinBook
 from kvblocks.errors import KVBlocksError
+from kvblocks.wire.hints import HintExecutor, HintLimits
 
 logger = logging.getLogger("kvblocks.server")
 
@@ -56,15 +57,18 @@ class EngineThread:
     """Owns an engine from `start` to `stop`, which closes it.
 
     publish: gets batches of (answer, item), on this thread; it must neither block nor raise. on_death: called
-    on this thread when it ends by an error, which is a bug; all answers have been closed by then. arrivals, pins: for
-    functions given to `call`; `arrivals.num_lookups_and_seconds` may be read from anywhere. close_by: until when, on
-    `time.monotonic`, the end waits for what tiers have to store; anybody may change it.
+    on this thread when it ends by an error, which is a bug; all answers have been closed by then. arrivals, pins,
+    hints: for functions given to `call`; `arrivals.num_lookups_and_seconds` may be read from anywhere. close_by: until
+    when, on `time.monotonic`, the end waits for what tiers have to store; anybody may change it.
     """
 
     def __init__(self, engine: Engine, publish: Publish, *, keep_reasons: bool = True) -> None:
         self.engine = engine
         self.arrivals = Arrivals(engine.scheduler.lookups, keep_reasons=keep_reasons and engine.manager.enable_caching)
         self.pins = PinBook(engine.manager)
+        # A quarter of what all pins may have, for each salt; and an operator may push anybody's blocks out.
+        budget = engine.manager.max_pinned_blocks // 4
+        self.hints = HintExecutor(engine.manager, max_pinned_blocks=budget, limits=HintLimits(may_evict=True))
         self.on_death: Callable[[], None] = lambda: None
         self.close_by = 0.0
         self._publish = publish
@@ -137,15 +141,21 @@ class EngineThread:
         self._close_engine(waits=not has_died)
 
     def _run_commands(self) -> None:
-        """Run the commands that wait; without anything to compute, wait for one, or for a pin to end."""
+        """Run the commands that wait; without anything to compute, wait for one, or for a pin or a hint to end."""
         may_wait = not self.engine.has_work
         while True:
             try:
-                command = self._commands.get(may_wait, self.pins.seconds_left() if may_wait else None)
+                command = self._commands.get(may_wait, self._seconds_left() if may_wait else None)
             except queue.Empty:
                 return
             may_wait = False
             command()
+
+    def _seconds_left(self) -> float | None:
+        """Return how long it is until a pin or a hint ends, at most an hour; None if none will."""
+        pin_s, hint_time = self.pins.seconds_left(), self.hints.next_time
+        hint_s = None if hint_time is None else min(3600.0, max(0.0, hint_time - time.monotonic()))
+        return min([seconds for seconds in (pin_s, hint_s) if seconds is not None], default=None)
 
     def _step(self) -> None:
         self.pins.expire()
@@ -153,6 +163,7 @@ class EngineThread:
             answer = self._answers.get(generation)
             if answer is not None:
                 self._take(answer, generation)
+        self.hints.step(time.monotonic())  # who sent what was deferred asks again
 
     def _take(self, answer: Answer, generation: Generation) -> None:
         """Publish what a generation has for its answer."""

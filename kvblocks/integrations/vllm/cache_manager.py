@@ -35,7 +35,8 @@ RUNNING = RequestStatus.RUNNING
 class KVBlocksCacheManager:
     """Stands where vLLM's KVCacheManager stands. manager: the kvblocks one, with all that vLLM lacks.
 
-    The parameters are vLLM's; `debug` is kvblocks'. Raises UnsupportedEngineError for what isn't served.
+    The parameters are vLLM's, but for two. debug: kvblocks'. hash_algorithm: vLLM's `prefix_caching_hash_algo`, by
+    which events name blocks. Raises UnsupportedEngineError for what isn't served.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class KVBlocksCacheManager:
         enable_mamba_shared_prefix_checkpoint: bool = False,  # noqa: ARG002  # recurrent states are refused
         num_hash_lookahead_tokens: int = 0,
         debug: bool = False,
+        hash_algorithm: str = "sha256",
     ) -> None:
         check_calls(type(self))
         groups = find_groups(kv_cache_config, dcp_world_size * pcp_world_size)
         check_options(len(groups), use_eagle, num_prefill_lookahead, num_hash_lookahead_tokens)
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
-        self.enable_caching = enable_caching
-        self.enable_kv_cache_events = enable_kv_cache_events
+        self.enable_caching, self.enable_kv_cache_events = enable_caching, enable_kv_cache_events
         self.use_eagle = use_eagle
         self.log_stats = log_stats
         self.metrics_collector = metrics_collector
@@ -75,7 +76,8 @@ class KVBlocksCacheManager:
         self.mamba_shared_prefix_checkpoint = False
         self.retained_hit_group_ids: tuple[int, ...] = ()
         self.kv_cache_event_metadata = event_kinds(kv_cache_config)
-        self.manager = _make_manager(kv_cache_config, groups, enable_caching, enable_kv_cache_events, debug)
+        named = hash_algorithm if self.enable_kv_cache_events else None
+        self.manager = _make_manager(kv_cache_config, groups, enable_caching, named, debug)
         self._append_slots = self.manager.append_slots  # asked for once a token
         self.block_pool = PoolView(self.manager, kv_cache_config.num_blocks)
         self._groups = groups
@@ -482,17 +484,17 @@ class KVBlocksCacheManager:
 
 
 def _make_manager(
-    config: Any, groups: list[Group], enable_caching: bool, enable_events: bool, debug: bool
+    config: Any, groups: list[Group], enable_caching: bool, named: str | None, debug: bool
 ) -> KVCacheManager:
-    """Return kvblocks' manager of all blocks but vLLM's null block."""
+    """Return kvblocks' manager of all blocks but vLLM's null block. named: the hash of its events; None: no events."""
     is_single = len(groups) == 1 and isinstance(groups[0], FullAttention)
     return KVCacheManager(
         config.num_blocks - 1,
         groups[0].block_size if is_single else None,
         first_block_id=1,
         groups=None if is_single else groups,
-        hash_algorithm="sha256" if enable_events else "xxh3_128",
+        hash_algorithm="xxh3_128" if named is None else f"vllm:{named}",
         enable_caching=enable_caching,
-        enable_events=enable_events,
+        enable_events=named is not None,
         debug=debug,
     )

@@ -1,7 +1,6 @@
 """kvblocks' records of what is cached, as vLLM's own events, for `--kv-events-config`.
 
-The block hashes are kvblocks' digests: sha256 over the exact preimage of a prefix. They name blocks as vLLM's do, but
-have other values.
+The block hashes are those that vLLM would compute (`kvblocks.wire.names`), by its `--prefix-caching-hash-algo`.
 """
 
 from collections.abc import Iterable
@@ -11,8 +10,7 @@ from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvblocks import AllBlocksCleared, BlockStored, CacheEvent, CacheHit
-from kvblocks.integrations.vllm.sequences import lora_name
-from kvblocks.wire.extra_keys import block_extra_keys
+from kvblocks.wire.extra_keys import block_extra_keys, split_lora
 
 
 class EventMaker:
@@ -43,7 +41,7 @@ class EventMaker:
         hashes = [maybe_convert_block_hash(digest) for digest in event.block_hashes]
         if not isinstance(event, BlockStored):
             return kv_events.BlockRemoved(block_hashes=hashes, medium=kv_events.MEDIUM_GPU, group_idx=group)
-        parent, name = event.parent_block_hash, lora_name(event.lora)
+        parent, name = event.parent_block_hash, None if event.lora is None else split_lora(event.lora)[0]
         kind, window = self._kinds[group]
         has_embeddings = request is not None and request.prompt_embeds is not None
         lora = None if request is None else request.lora_request
@@ -55,7 +53,7 @@ class EventMaker:
             lora_id=None if lora is None else lora.lora_int_id,
             medium=kv_events.MEDIUM_GPU,
             lora_name=name,
-            extra_keys=block_extra_keys(event, name, has_embeddings=has_embeddings),
+            extra_keys=block_extra_keys(event, has_embeddings=has_embeddings),
             group_idx=group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,

@@ -43,6 +43,7 @@ class _KVBlocks:
             metrics_collector=scheduler.kv_metrics_collector,
             watermark=scheduler.scheduler_config.watermark,
             num_hash_lookahead_tokens=getattr(scheduler, "num_hash_lookahead_tokens", 0),  # new in 0.33
+            hash_algorithm=scheduler.cache_config.prefix_caching_hash_algo,
         )
         if scheduler.connector is not None:
             scheduler.connector.bind_kv_cache_manager(scheduler.kv_cache_manager)

@@ -54,11 +54,6 @@ class LoraVersions:
 LORA_VERSIONS = LoraVersions()
 
 
-def lora_name(key: str | None) -> str | None:
-    """Return the adapter's name in a key of `LoraVersions`."""
-    return None if key is None else key.split(_SEPARATOR, 1)[0]
-
-
 def make_sequence(request: Any, block_size: int) -> Sequence:
     """Return a sequence with all known tokens of a request, and what else its KV depends on."""
     keys = image_keys(request.mm_features)

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import sys
 
 import pytest
 from rich.console import Console
@@ -90,6 +91,16 @@ def test_the_command_prints_json_as_its_last_line(roomy_folder, capsys):
         assert request["cached_tokens"] > 0.9 * request["prompt_tokens"]
         assert request["ttft_s_cold"] > 0
         assert request["ttft_s_warm"] > 0
+
+
+def test_without_the_servers_packages_the_last_act_is_left_out(roomy_folder, capsys, monkeypatch):
+    for name in ("kvblocks.cli.restart", "kvblocks.cli.client"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+    code, output, error = run(["demo", "--json", "--model", str(roomy_folder)], capsys)
+    assert code == 0
+    assert "kvblocks[engine,server]" in error.replace("\n", " ")
+    assert "restart" not in json.loads(output.splitlines()[-1])
 
 
 def test_generate_prints_the_answer(roomy_folder, capsys):

@@ -16,6 +16,7 @@ URL = "http://127.0.0.1:8000"
 def test_the_guide_to_the_server_runs(tiny_folder, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('"hello"\n{"system": "You are brief."}\n')
+    (tmp_path / "hints.json").write_text('{"protocol_version": "0.1", "message_id": "m", "actions": []}')
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 4
     commands = re.findall(r"^    kvblocks (cache .*)$", PAGE, re.MULTILINE)

@@ -27,7 +27,7 @@ def lines_of(path):
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
-@pytest.mark.parametrize("num_kills", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("num_kills", [20, pytest.param(200, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])])
 def test_what_was_synced_survives_kill_9(tmp_path, num_kills):
     folder, path, dice = tmp_path / "store", tmp_path / "claims", random.Random(num_kills)
     claims, num_read, num_midway = histories.Claims(), 0, 0

@@ -67,7 +67,9 @@ def crash_points(events, dice, number):
     return sorted(points)
 
 
-@pytest.mark.parametrize("num_losses", [200, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    "num_losses", [200, pytest.param(5000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)])]
+)
 def test_what_was_synced_survives_a_loss_of_power(recorder, tmp_path, num_losses):
     folder, num_midway = tmp_path / "after", 0
     for seed in range(num_losses // 100):

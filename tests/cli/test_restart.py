@@ -1,4 +1,4 @@
-"""The demo's last act on a tiny model: real processes, really killed."""
+"""The demo's last act on a tiny model: a real server, really killed."""
 
 import io
 import json
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvblocks.engine.demo import restart
-from kvblocks.engine.demo.restart import FirstAnswer, RestartReport, run_restart
+from kvblocks.cli import restart
+from kvblocks.cli.restart import FirstAnswer, RestartReport, run_restart
 from kvblocks.engine.demo.script import DemoScript
 from kvblocks.errors import KVBlocksError
 
 SCRIPT = DemoScript("You answer for a shop that sells kettles. " * 12, ("Is it in?",), "And then?")
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="a disk tier needs a POSIX system")
 
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="a disk tier needs a 
 @pytest.fixture(autouse=True)
 def processes_find_kvblocks(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("KVBLOCKS_API_KEY", "of another server")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
     (tmp_path / "temp").mkdir()
 
@@ -54,10 +55,16 @@ def test_the_first_answer_after_a_kill_comes_from_the_disk(roomy_folder, tmp_pat
     assert list((tmp_path / "temp").iterdir()) == []
 
 
-def test_an_engine_that_cannot_answer_ends_the_act(tmp_path, capfd):
-    with pytest.raises(KVBlocksError, match="expected an answer from the demo's engine, got its end with status 1"):
+def test_a_server_that_does_not_start_ends_the_act_with_what_it_said(tmp_path):
+    with pytest.raises(KVBlocksError, match=r"its end with status \d+\. It said: .*/no/such/folder"):
         run_restart("/no/such/folder", Console(file=io.StringIO()), script=SCRIPT)
-    assert "/no/such/folder" in capfd.readouterr().err
+    assert list((tmp_path / "temp").iterdir()) == []
+
+
+def test_what_is_not_stored_in_time_is_told(roomy_folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(restart, "_STORED_S", 0.3)
+    with pytest.raises(KVBlocksError, match=r"expected \d+ blocks on the disk within 0.3 s, got {"):
+        run_restart(str(roomy_folder), Console(file=io.StringIO()), script=SCRIPT)
     assert list((tmp_path / "temp").iterdir()) == []
 
 
@@ -69,11 +76,11 @@ def test_an_interrupt_leaves_no_process_and_no_folder(monkeypatch, tmp_path):
             super().kill()
             killed.append(self)
 
-    def interrupt(order):
+    def interrupt(process, log):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(restart.subprocess, "Popen", Process)
-    monkeypatch.setattr(restart.json, "dumps", interrupt)
+    monkeypatch.setattr(restart, "_find_url", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_restart("smollm2", Console(file=io.StringIO()), script=SCRIPT)
     (process,) = killed
@@ -82,7 +89,7 @@ def test_an_interrupt_leaves_no_process_and_no_folder(monkeypatch, tmp_path):
 
 
 def test_a_difference_is_told():
-    one = FirstAnswer("a", [1], 10, 0, 0, 1.0)
-    other = FirstAnswer("a", [2], 10, 8, 8, 0.5)
+    one = FirstAnswer("a", 10, 0, 0, 1.0)
+    other = FirstAnswer("b", 10, 8, 8, 0.5)
     assert not RestartReport(one, other).is_identical
     assert RestartReport(one, other).to_json()["identical_output"] is False

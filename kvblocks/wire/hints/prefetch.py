@@ -1,0 +1,150 @@
+"""Loads that nobody waits for: what a tier has of a prefix comes to the device ahead of the request that wants it.
+
+Each is a sequence of the manager's that holds what it hits and loads, takes part in no step, and is freed when its
+loads have ended. What arrived is cached then, as the most recently used. All of them together hold at most a share of
+the pool, and each leaves a share of it free, so they are neither in the way of what runs for long, nor do pins give up
+anything for them. Unless they may evict, they take only blocks that hold nothing.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from kvblocks.core.hit import CacheHit
+from kvblocks.core.sequence import Sequence
+from kvblocks.manager import KVCacheManager
+from kvblocks.tiers.transfer import TierHit
+from kvblocks.wire.hints.limits import HintLimits
+from kvblocks.wire.hints.prefix import NamedPrefix
+
+
+class LoadId:
+    """The id of a sequence that only loads; equal to nothing else."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "a prefetch"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """A load under way. num_held_blocks: that count towards the bound on all. num_expected_tokens: if all arrives."""
+
+    sequence: Sequence
+    num_held_blocks: int
+    num_cached_tokens: int
+    num_expected_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What was found of a prefix, in blocks: num_cached ones on the device, and num_loading ones that come there.
+
+    num_found: with those for which there was no room. load: None if there is nothing to load.
+    """
+
+    num_cached: int
+    num_loading: int
+    num_found: int
+    load: Load | None = None
+
+
+class Prefetches:
+    """The prefetches of a manager. loads: those under way, oldest first."""
+
+    def __init__(self, manager: KVCacheManager, limits: HintLimits) -> None:
+        self._manager = manager
+        self._may_evict = limits.may_evict
+        self._max_blocks = int(manager.num_blocks * limits.max_prefetch_share)
+        self._num_reserved = int(manager.num_blocks * limits.reserved_share)
+        self._num_held = 0
+        self.loads: dict[Load, None] = {}
+        self.num_loaded_blocks = self.num_failed = 0
+
+    def begin(self, prefix: NamedPrefix) -> Begun | None:
+        """Begin to load what tiers have of a prefix behind what the device has; None: not now.
+
+        That is while somebody else brings or computes it, or where there is no room for any of it. O(blocks + tiers).
+        """
+        hit, loads = self._look(prefix, prefix.num_blocks)
+        if hit.pending_tokens:
+            return None
+        size, start = self._manager.block_size, hit.num_readonly_tokens
+        found = _end(loads, start)
+        if found == start:
+            return Begun(start // size, 0, found // size)
+        end = self._fitting_end(hit, found)
+        if end <= start:
+            return None
+        if end < found:
+            hit, loads = self._look(prefix, end // size)
+            if not start < _end(loads, start) <= end:  # a window is missing there, or it found something else behind it
+                return None
+            end = _end(loads, start)
+        num_held = self._num_free(hit) + self._num_new_blocks(start, end)
+        if self._manager.allocate_slots(hit.sequence, 0, hit=hit, loads=loads) is None:
+            return None
+        load = Load(hit.sequence, num_held, start, end)
+        self.loads[load] = None
+        self._num_held += num_held
+        return Begun(start // size, (end - start) // size, found // size, load)
+
+    def end_finished(self) -> list[Load]:
+        """Free the sequences whose loads have ended, and return those. O(loads)."""
+        is_loading = self._manager.tiers.is_loading
+        finished = [load for load in self.loads if not is_loading(load.sequence)]
+        for load in finished:
+            arrived = load.sequence.num_computed_tokens
+            self.num_loaded_blocks += max(0, arrived - load.num_cached_tokens) // self._manager.block_size
+            self.num_failed += arrived < load.num_expected_tokens
+            self.end(load)
+        return finished
+
+    def end(self, load: Load) -> None:
+        """Free a load's sequence, finished or not. A transfer that has begun holds its blocks until it is answered."""
+        del self.loads[load]
+        self._num_held -= load.num_held_blocks
+        self._manager.free(load.sequence)
+
+    def _look(self, prefix: NamedPrefix, num_blocks: int) -> tuple[CacheHit, list[TierHit]]:
+        """Return what the device and the tiers have of the first blocks of a prefix."""
+        sequence = prefix.sequence(LoadId(), num_blocks)
+        hit = self._manager.get_computed_blocks(sequence, num_blocks * self._manager.block_size)
+        return hit, self._manager.tiers.find(hit)
+
+    def _fitting_end(self, hit: CacheHit, found: int) -> int:
+        """Return up to which token there is room: `found`, or a multiple of the alignment, perhaps the hit's end."""
+        manager, start = self._manager, hit.num_readonly_tokens
+        num_wanted = self._num_new_blocks(start, found)
+        most = min(self._max_blocks - self._num_held, manager.num_free_blocks - self._num_reserved) - self._num_free(
+            hit
+        )
+        if not self._may_evict and most > 0:
+            most = min(most, manager.count_empty_blocks(num_wanted))
+        if num_wanted <= most:
+            return found
+        ends = range(start, found, manager.alignment)
+        return start + manager.alignment * max(
+            0, bisect_right(ends, most, key=lambda end: self._num_new_blocks(start, end)) - 1
+        )
+
+    def _num_new_blocks(self, start: int, end: int) -> int:
+        """Return how many blocks it takes at most to load tokens start to end - 1. Never less for a later end.
+
+        Of a window, what the next token sees, which may begin before `start`, where the device lacks it.
+        """
+        number = 0
+        for group in self._manager.groups:
+            size, window = group.block_size, group.window
+            more = -(-end // size) - start // size
+            number += more if window is None or end == start else min(-(-end // size), -(-window // size) + 1)
+        return number
+
+    def _num_free(self, hit: CacheHit) -> int:
+        """Return how many blocks of a hit are free: whoever starts with it has them all. O(blocks)."""
+        tables = [hit.group_blocks(group) for group in range(len(self._manager.groups))]
+        return sum([block is not None and not block.ref_cnt for table in tables for block in table])
+
+
+def _end(loads: list[TierHit], start: int) -> int:
+    return loads[-1].first_token + loads[-1].num_tokens if loads else start

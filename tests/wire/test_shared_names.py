@@ -1,0 +1,162 @@
+"""Where prefixes share a name, events say it with the first and take it back with the last.
+
+Random histories over the dumb model, whose prefixes are named by an oracle of its own: adapters in two versions, and
+spans that end somewhere else, are finer than vLLM's names.
+"""
+
+from typing import Any
+
+import pytest
+from model.group_history import GroupHistory
+from model.group_history import walk as walk_groups
+from model.history import MAX_TOKENS, Chooser, History, RandomChooser, walk
+from model.vllm_reference import block_keys, block_names
+
+from kvblocks import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    FullAttention,
+    Group,
+    KVCacheManager,
+    Sequence,
+    SlidingWindow,
+)
+from kvblocks.wire.extra_keys import split_lora
+from kvblocks.wire.names import VllmNames
+
+ONE, TWO = "ad\0/path\0one", "ad\0/path\0two"
+LORAS = [ONE, TWO, ONE, TWO, "ad\0/other", None]
+
+
+def name_of(prefix: Any, block_size: int) -> bytes:
+    """Return what vLLM would call the last block of a model's prefix."""
+    salt, lora, tokens, spans = prefix[:4]
+    path = None if lora is None else split_lora(lora)
+    keys = block_keys(salt, path, spans, block_size, len(tokens) // block_size)
+    return block_names("sha256_cbor", "seed", tokens, keys, block_size)[-1]
+
+
+class Named:
+    """What is replayed of events, by name, and the operations that make prefixes share names."""
+
+    num_shared = 0
+
+    def new(self: Any, chooser: Chooser) -> None:
+        num_tokens = chooser.integer(1, 14)
+        tokens = [chooser.integer(0, 1) for _ in range(num_tokens)]
+        start = chooser.integer(0, num_tokens - 1)
+        spans = {(start, chooser.integer(start + 1, num_tokens), "x")} if chooser.integer(0, 1) else set()
+        self.add(tokens, chooser.choose([None, None, "salt"]), chooser.choose(LORAS), spans)
+
+    def new_like_another(self: Any, chooser: Chooser) -> None:
+        """Mostly the same prompt, under another adapter of the same name or with a span that ends elsewhere."""
+        if not self.pairs:
+            return
+        _, other = chooser.choose(self.pairs)
+        tokens = other.tokens[: chooser.integer(len(other.tokens) // 2, len(other.tokens))] or [0]
+        tokens = (tokens + [chooser.integer(0, 1) for _ in range(chooser.integer(0, 4))])[:MAX_TOKENS]
+        spans = {
+            (start, chooser.integer(start + 1, len(tokens)), key) for start, _, key in other.keys if start < len(tokens)
+        }
+        self.add(tokens, other.salt, chooser.choose(LORAS) if chooser.integer(0, 1) else other.lora, spans)
+
+    def replay(self: Any, told: set[Any], contents: list[Any], by_group: bool) -> None:
+        for event in self.manager.take_events():
+            if isinstance(event, AllBlocksCleared):
+                told.clear()
+                continue
+            names = {(event.group_idx, name) for name in event.block_hashes}
+            assert len(names) == len(event.block_hashes)
+            if isinstance(event, BlockStored):
+                assert not told & names
+                assert len(event.tokens) == 4 * event.block_size * len(names) and len(event.block_ids) == len(names)
+                parent = event.parent_block_hash
+                assert by_group or parent is None or (None, parent) in told
+                told |= names
+            else:
+                assert isinstance(event, BlockRemoved) and told >= names
+                told -= names
+        expected = [
+            (content[4] if len(content) == 6 else None if not by_group else self.model.primary, name_of(content, size))
+            for content in contents
+            for size in [self.manager.block_size]
+        ]
+        assert told == set(expected)
+        self.num_shared += len(expected) - len(told)
+
+
+class NamedHistory(Named, History):
+    def replay_events(self) -> None:
+        self.replay(self.stored, list(self.model.cached), by_group=False)
+
+
+class NamedGroupHistory(Named, GroupHistory):
+    def replay_events(self) -> None:
+        contents = [content for content in self.model.cached if len(content) == 6 or not self.model.has_anchors]
+        self.replay(self.group_stored, contents, by_group=True)
+
+
+@pytest.fixture
+def operations(monkeypatch):
+    """Have walks use our two operations, which the tables name by the classes that they come from."""
+    for module in ("model.history.OPERATIONS", "model.group_history.GROUP_OPERATIONS"):
+        path, name = module.rsplit(".", 1)
+        table = getattr(__import__(path, fromlist=[name]), name)
+        ours = {"new": Named.new, "new_like_another": Named.new_like_another}
+        monkeypatch.setattr(module, tuple((ours.get(operation.__name__, operation), n) for operation, n in table))
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(24, 1), (18, 2), (14, 3)])
+@pytest.mark.usefixtures("operations")
+def test_replayed_names_are_those_of_all_cached_prefixes(num_blocks, block_size):
+    names = VllmNames("sha256_cbor", seed="seed")
+    history = NamedHistory(num_blocks, block_size, enable_events=True, hash_algorithm=names)
+    walk(history, RandomChooser(num_blocks), num_operations=2500, reset_every=300, forget_every=500)
+    assert history.num_shared > 100 and history.manager.stats.num_evicted_blocks > 50
+    assert history.num_hits > 30
+
+
+@pytest.mark.parametrize("groups", [[FullAttention(2), SlidingWindow(2, 3)], [SlidingWindow(2, 3)]])
+@pytest.mark.usefixtures("operations")
+def test_replayed_names_are_those_of_each_group(groups: list[Group]):
+    names = VllmNames("sha256_cbor", seed="seed")
+    history = NamedGroupHistory(14 * len(groups), groups, enable_events=True, hash_algorithm=names)
+    walk_groups(history, RandomChooser(3), num_operations=2500, reset_every=300, forget_every=500)
+    assert history.num_shared > 100 and history.manager.stats.num_evicted_blocks > 50
+
+
+def run(manager: KVCacheManager, name: str, tokens: Any, **keys: Any) -> Sequence:
+    sequence = Sequence(name, tokens, **keys)
+    manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence))
+    return sequence
+
+
+def test_a_record_is_cut_where_names_are_told_already():
+    manager = KVCacheManager(32, 2, hash_algorithm="vllm:sha256", enable_events=True)
+    one = run(manager, "one", [1, 2, 3, 4, 5, 6], lora="ad\0p\0one")
+    two = run(manager, "two", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], lora="ad\0p\0two", extra_keys=[(9, 10, "image")])
+    first, second = manager.take_events()
+    assert isinstance(first, BlockStored) and isinstance(second, BlockStored)
+    assert one.blocks[0] is not two.blocks[0] and manager.block_hashes(one) == manager.block_hashes(two)[:3]
+    assert second.block_hashes == tuple(manager.block_hashes(two)[3:]) and second.token_ids == [7, 8, 9, 10]
+    assert second.parent_block_hash == first.block_hashes[-1]
+    assert [index for index, _ in second.extra_keys] == [1]
+    assert second.block_ids == tuple(block.block_id for block in two.blocks[3:])
+    manager.evict_blocks([two.blocks[1].block_id])
+    (removed,) = manager.take_events()
+    assert isinstance(removed, BlockRemoved) and set(removed.block_hashes) == set(second.block_hashes)
+    manager.evict_blocks([one.blocks[1].block_id])
+    (removed,) = manager.take_events()
+    assert removed.block_hashes == tuple(manager.block_hashes(one)[:0:-1])
+    manager.evict_blocks([one.blocks[0].block_id])
+    assert manager.take_events() == []  # the other's first block has the name still
+    manager.reset_prefix_cache()
+    run(manager, "three", [1, 2, 3], lora="ad\0p\0three")
+    cleared, stored = manager.take_events()
+    assert cleared == AllBlocksCleared() and isinstance(stored, BlockStored)
+
+
+def test_names_of_ours_are_not_counted():
+    assert KVCacheManager(8, 2, enable_events=True)._shared_names is None  # noqa: SLF001
+    assert KVCacheManager(8, 2, hash_algorithm="vllm:sha256")._shared_names is None  # noqa: SLF001
