@@ -7,9 +7,9 @@
         client.receive(1.0)                            # in the router
         client.mirror.find("worker-0", block_hashes)
 
-The records of the wire and their encodings are `kvblocks.wire.records` and `kvblocks.wire.codecs`, without input or
-output; so are the bookkeeping of a publisher (`kvblocks.wire.ledger`) and of a consumer (`kvblocks.wire.mirror`). ZMQ
-is in `kvblocks.wire.publisher` and `kvblocks.wire.client` alone. docs/wire.md takes a frame apart.
+The records of the wire and their encodings are in `kvblocks.wire.codecs`, without input or output; so are the
+bookkeeping of a publisher (`kvblocks.wire.ledger`) and of a consumer (`kvblocks.wire.mirror`). Sockets are in
+`kvblocks.wire.publisher`, `client` and `tail` alone. docs/wire.md takes a frame apart.
 
 Needs `pip install 'kvblocks[wire]'`. The names below are imported when they are first asked for.
 """
@@ -19,21 +19,31 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvblocks.wire.client import MirrorClient, Source
-    from kvblocks.wire.codecs import CODECS, Codec, decode
+    from kvblocks.wire.codecs import (
+        CODECS,
+        AllBlocksCleared,
+        BlockRemoved,
+        BlockStored,
+        Codec,
+        EventBatch,
+        UnknownEvent,
+        decode,
+    )
     from kvblocks.wire.convert import Converter
     from kvblocks.wire.errors import MalformedFrameError, PublisherClosedError
     from kvblocks.wire.mirror import EventMirror
     from kvblocks.wire.publisher import EventPublisher
-    from kvblocks.wire.records import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, UnknownEvent
 
 _HOMES = {
     "client": ("MirrorClient", "Source"),
-    "codecs": ("CODECS", "Codec", "decode"),
+    "codecs": (
+        *("CODECS", "Codec", "decode"),
+        *("AllBlocksCleared", "BlockRemoved", "BlockStored", "EventBatch", "UnknownEvent"),
+    ),
     "convert": ("Converter",),
     "errors": ("MalformedFrameError", "PublisherClosedError"),
     "mirror": ("EventMirror",),
     "publisher": ("EventPublisher",),
-    "records": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "EventBatch", "UnknownEvent"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 

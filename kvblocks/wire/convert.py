@@ -5,10 +5,9 @@ from typing import Any, Final
 
 from kvblocks.arguments import wrong
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
-from kvblocks.wire import records
-from kvblocks.wire.codecs import get_codec
+from kvblocks.wire import codecs
+from kvblocks.wire.codecs import Hash, WireEvent, get_codec
 from kvblocks.wire.extra_keys import block_extra_keys, split_lora
-from kvblocks.wire.records import Hash, WireEvent
 
 HASH_FORMS: Final = ("u64", "i64", "bytes")
 FULL_ATTENTION: Final = ("full_attention", None)
@@ -73,15 +72,13 @@ class Converter:
 
     def _one(self, event: CacheEvent) -> WireEvent:
         if isinstance(event, AllBlocksCleared):
-            return records.AllBlocksCleared()
+            return codecs.AllBlocksCleared()
         if not isinstance(event, BlockStored | BlockRemoved):
             raise wrong("event", "BlockStored, BlockRemoved or AllBlocksCleared", event)
         group, medium = self.check_group(event), medium_of(event)
         hashes = list(map(self._hash, event.block_hashes))
         if isinstance(event, BlockRemoved):
-            return records.BlockRemoved(
-                block_hashes=hashes, medium=medium, group_idx=None if self._is_sglang else group
-            )
+            return codecs.BlockRemoved(block_hashes=hashes, medium=medium, group_idx=None if self._is_sglang else group)
         parent = event.parent_block_hash
         shared: dict[str, Any] = {
             "block_hashes": hashes,
@@ -92,9 +89,9 @@ class Converter:
             "lora_name": None if event.lora is None else split_lora(event.lora)[0],
         }
         if self._is_sglang:
-            return records.BlockStored(**shared, cache_salt=event.salt)
+            return codecs.BlockStored(**shared, cache_salt=event.salt)
         kind, window = self._groups[group]
-        return records.BlockStored(
+        return codecs.BlockStored(
             **shared,
             extra_keys=block_extra_keys(event),
             group_idx=group,

@@ -111,7 +111,7 @@ def read_request(parts: list[bytes]) -> int | SnapshotRequest:
         try:
             return _request_decoder.decode(parts[2])
         except msgspec.MsgspecError as error:
-            raise MalformedFrameError(f"snapshot request: {error}") from error
+            raise MalformedFrameError(f"request: expected a snapshot's, got {_shown(parts)}: {error}") from error
     raise MalformedFrameError(f"request: expected a replay's or a snapshot's, got {_shown(parts)}")
 
 
@@ -125,7 +125,7 @@ def read_reply(parts: list[bytes]) -> Batch | ReplayEnd | SnapshotChunk:
         try:
             return SnapshotChunk(_head_decoder.decode(parts[2]), parts[3])
         except msgspec.MsgspecError as error:
-            raise MalformedFrameError(f"snapshot: {error}") from error
+            raise MalformedFrameError(f"reply: expected a chunk, got {_shown(parts)}: {error}") from error
     return ReplayEnd() if parts[2] == END else read_batch(parts[1:])
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Final, NamedTuple, TypeAlias
 
+from kvblocks.wire.codecs import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Hash
 from kvblocks.wire.convert import to_u64
-from kvblocks.wire.records import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Hash
 
 CLEARED: Final = 0
 STORED: Final = 1

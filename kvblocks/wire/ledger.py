@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 
 from kvblocks.arguments import wrong
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent
+from kvblocks.wire.codecs import EventBatch
 from kvblocks.wire.convert import Converter, medium_of
 from kvblocks.wire.frames import VERSION, SnapshotHead
-from kvblocks.wire.records import EventBatch
 
 PIECE_BLOCKS: Final = 32
 """An event stays in memory while one of its blocks is cached, so long ones are followed in pieces of as many blocks."""

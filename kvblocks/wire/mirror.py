@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvblocks.arguments import wrong
-from kvblocks.wire.codecs import decode
+from kvblocks.wire.codecs import Hash, decode
 from kvblocks.wire.errors import MalformedFrameError
 from kvblocks.wire.frames import VERSION, SnapshotChunk, SnapshotHead
 from kvblocks.wire.holdings import CLEARED, Change, Holdings, Place, changes_of
-from kvblocks.wire.records import Hash
 
 MAX_CHUNKS: Final = 1 << 16
 """Chunks in a snapshot; as many hold 67 million blocks."""

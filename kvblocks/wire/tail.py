@@ -9,10 +9,18 @@ from datetime import datetime
 from typing import Any, Final
 
 from kvblocks.wire.client import MirrorClient, Source
-from kvblocks.wire.codecs import decode
+from kvblocks.wire.codecs import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    Hash,
+    UnknownEvent,
+    WireEvent,
+    decode,
+)
 from kvblocks.wire.errors import MalformedFrameError, missing
 from kvblocks.wire.frames import Batch, ReplayEnd, SnapshotChunk, read_batch, read_reply, replay_request
-from kvblocks.wire.records import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Hash, UnknownEvent, WireEvent
 
 try:
     import msgspec
@@ -85,7 +93,7 @@ def batches(live: "zmq.Socket[bytes]", options: argparse.Namespace) -> Iterator[
     """Yield what is kept, if that was asked for, then what comes, without what was there already."""
     last = -1
     if options.replay is not None:
-        for batch in replayed(options.replay):
+        for batch in replayed(options.replay, 0):
             last = batch.number
             yield batch
     waited = 0.0
@@ -101,18 +109,21 @@ def batches(live: "zmq.Socket[bytes]", options: argparse.Namespace) -> Iterator[
         except MalformedFrameError as error:
             print(f"# {error}", file=sys.stderr)
             continue
+        if options.replay is not None and batch.number > last + 1:
+            missed = [kept for kept in replayed(options.replay, last + 1) if kept.number < batch.number]
+            yield from missed
         if batch.number != last:
             last = batch.number
             yield batch
 
 
-def replayed(endpoint: str) -> Iterator[Batch]:
-    """Yield all that a publisher keeps. Raises ConnectionError if it doesn't answer."""
+def replayed(endpoint: str, number: int) -> Iterator[Batch]:
+    """Yield all that a publisher keeps from a number on. Raises ConnectionError if it doesn't answer."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     with context.socket(zmq.DEALER) as asks:
         asks.setsockopt(zmq.LINGER, 0)
         asks.connect(endpoint)
-        asks.send_multipart(replay_request(0))
+        asks.send_multipart(replay_request(number))
         until = time.monotonic() + _PATIENCE
         while asks.poll(int(1000 * max(0.0, until - time.monotonic()))):
             until = time.monotonic() + _PATIENCE

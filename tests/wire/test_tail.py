@@ -12,8 +12,8 @@ import zmq
 
 from kvblocks import AllBlocksCleared, BlockRemoved, BlockStored
 from kvblocks.wire import CODECS, Converter, EventBatch, EventPublisher, UnknownEvent
+from kvblocks.wire.codecs import BlockStored as Said
 from kvblocks.wire.frames import Batch
-from kvblocks.wire.records import BlockStored as Said
 from kvblocks.wire.tail import lines, main
 
 LOCAL = "tcp://127.0.0.1:0"
