@@ -23,19 +23,20 @@ CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers te
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help demo test test-all test-compiled test-vllm gpu-test check format clean distclean
+.PHONY: help demo test test-all test-compiled test-vllm test-wire gpu-test check format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    answer questions that share a long prompt, without and with prefix caching, and compare'
 	@echo 'make test    run the tests'
-	@echo 'make test-all  those too that take minutes and have a short form, the compiled core and vLLM: 45 minutes or more'
+	@echo 'make test-all  those too that take minutes and have a short form, and all that are named below: 45 minutes or more'
 	@echo 'make test-compiled  the same for the core, compiled with mypyc (needs a C compiler)'
 	@echo 'make test-vllm  the integration into vLLM, under a real vLLM (3.5 GB in .venv-vllm, the first time)'
+	@echo 'make test-wire  Dynamo'"'"'s own indexer, which reads our events (130 MB in .venv-wire, the first time)'
 	@echo 'make gpu-test  the kernels and the engine on a GPU, and what they reach there'
 	@echo 'make check   format, lint, types, floors and the contents of the wheel: what CI asks beside the tests'
 	@echo 'make format  rewrite the sources as `make check` wants them'
-	@echo 'make clean   remove caches and build outputs; make distclean: .venv and .venv-vllm too'
+	@echo 'make clean   remove caches and build outputs; make distclean: .venv, .venv-vllm and .venv-wire too'
 	@echo
 	@echo 'Each makes .venv first (python3 >= 3.11; the first time takes a minute or more). Variables:'
 	@echo '  PYTHON=python3.12          another interpreter for .venv'
@@ -52,7 +53,7 @@ demo: $(ENGINE_STAMP)
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not exhaustive' $(PYTEST_ARGS)
 
-test-all: $(DEV_STAMP) test-compiled test-vllm
+test-all: $(DEV_STAMP) test-compiled test-vllm test-wire
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 # The compiled build goes to a folder of its own, in front of the sources on the path. Not `python -m pytest`, which would
@@ -75,6 +76,15 @@ VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check $$(test -t
 test-vllm: $(VLLM_STAMP)
 	VLLM_SEEDS=$(VLLM_SEEDS) $(VLLM_VENV)/bin/python -m pytest $(if $(filter 10,$(VLLM_SEEDS)),,-m 'not slow') \
 		$(PYTEST_ARGS) tests/integrations/vllm
+
+# Dynamo's indexer, in an environment of its own, and the tests that need it.
+DYNAMO_VERSION := 1.6.1
+WIRE_VENV := .venv-wire
+WIRE_STAMP := $(WIRE_VENV)/.installed-$(DYNAMO_VERSION)
+WIRE_PIP = $(WIRE_VENV)/bin/python -m pip --disable-pip-version-check $$(test -t 1 || echo --quiet)
+
+test-wire: $(WIRE_STAMP)
+	$(WIRE_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/wire/test_dynamo.py tests/wire/test_names.py
 
 # Without torch's caching of memory, so that every tensor has bounds that the sanitizer knows.
 SANITIZED := $(addprefix tests/kernels/test_,store.py decode.py extend.py prefix_decode.py copy.py merge.py)
@@ -104,7 +114,7 @@ clean:
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(WIRE_VENV)
 
 # Interpreter and venv in one step; a .venv whose interpreter has gone is made anew.
 define make_venv
@@ -135,6 +145,18 @@ $(DEV_STAMP): $(PINS)
 	@echo '[3/3] installing kvblocks[engine,server,bench,test,dev] and what it needs'
 	@$(PIP) --no-build-isolation -e '.[engine,server,bench,test,dev]'
 	@touch $@ $(ENGINE_STAMP)
+
+$(WIRE_STAMP): $(PINS) Makefile
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo 'kvblocks: expected Python 3.11 or newer; name one: make PYTHON=/path/to/python3 test-wire' >&2; exit 1; }
+	@$(WIRE_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { \
+		echo '[1/2] making $(WIRE_VENV)'; "$(PYTHON)" -m venv --clear $(WIRE_VENV); }
+	@echo '[2/2] installing kvblocks[wire] and Dynamo $(DYNAMO_VERSION)'
+	@grep -E '^(setuptools|pytest|pytest-timeout|hypothesis|pyzmq|msgspec|cbor2|xxhash)==' constraints.txt \
+		> $(WIRE_VENV)/requirements.txt
+	@$(WIRE_PIP) install $(PIP_ARGS) -r $(WIRE_VENV)/requirements.txt ai-dynamo-runtime==$(DYNAMO_VERSION)
+	@$(WIRE_PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
 
 $(VLLM_STAMP): Makefile pyproject.toml tools/fetch_sdist.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -53,8 +53,11 @@ def time_bandwidth(block_bytes: int, num_rounds: int) -> dict[str, Spread]:
 
     with folder() as plain, folder() as keyed, folder() as files:
         sizes = {"num_block_bytes": block_bytes, "block_size": 16, "max_bytes": 2 * number * block_bytes + 2**24}
-        disk = DiskPlace(block_bytes_of, DiskStore(plain, fingerprint=bytes(32), **sizes), BATCH)
-        sealed = DiskPlace(block_bytes_of, DiskStore(keyed, fingerprint=bytes(32), secret=SECRET, **sizes), BATCH)
+        stores = (
+            DiskStore(plain, fingerprint=bytes(32), **sizes),
+            DiskStore(keyed, fingerprint=bytes(32), secret=SECRET, **sizes),
+        )
+        disk, sealed = (DiskPlace(block_bytes_of, store, BATCH, (block_bytes,)) for store in stores)
         for place in (host, disk, sealed):
             for _ in range(NUM_BATCHES):
                 place.store(*batch(), None)

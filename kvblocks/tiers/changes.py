@@ -1,4 +1,4 @@
-"""`PersistentSlots`: the slots of a tier that outlives its manager, and what is to be remembered of them."""
+"""What became of the slots of a tier that outlives its manager, for whoever is to remember it."""
 
 from typing import SupportsIndex
 
@@ -11,21 +11,14 @@ Changes = dict[int, BlockIdentity | None]
 """By a slot's id: whose bytes it holds, or None, nothing that is to be found; what was stored last comes last."""
 
 
-class PersistentSlots(BlockPool):
-    """`BlockPool` that keeps what became of its slots until somebody asks."""
+class SlotChanges:
+    """What became of slots since somebody asked last. Fed by who stores in them, and by their pool."""
 
-    def __init__(self, num_blocks: SupportsIndex, index: PrefixIndex) -> None:
-        super().__init__(num_blocks, index)
+    def __init__(self) -> None:
         self._changes: Changes = {}
 
-    def requeue_detached(self) -> None:
-        """`BlockPool.requeue_detached`; what these slots held is not to be found any more, though it is there still."""
-        self.note_unstored(self.index.detached)
-        super().requeue_detached()
-
-    @property
-    def has_changes(self) -> bool:
-        """Whether `take_changes` has anything to say. O(1)."""
+    def __bool__(self) -> bool:
+        """Whether `take` has anything to say. O(1)."""
         return bool(self._changes)
 
     def note_stored(self, slots: list[KVCacheBlock], identities: list[BlockIdentity]) -> None:
@@ -38,7 +31,24 @@ class PersistentSlots(BlockPool):
         """Take note that slots hold nothing that is to be found. O(slots)."""
         self._changes.update(dict.fromkeys([slot.block_id for slot in slots]))
 
-    def take_changes(self) -> Changes:
+    def look(self) -> Changes:
+        """Return what `take` would. O(changes)."""
+        return dict(self._changes)
+
+    def take(self) -> Changes:
         """Return what became of slots since the last call, and forget it. O(1)."""
         changes, self._changes = self._changes, {}
         return changes
+
+
+class PersistentSlots(BlockPool):
+    """`BlockPool` that says which slots hold nothing any more, though nobody took them."""
+
+    def __init__(self, num_blocks: SupportsIndex, index: PrefixIndex, changes: SlotChanges) -> None:
+        super().__init__(num_blocks, index)
+        self._changes = changes
+
+    def requeue_detached(self) -> None:
+        """`BlockPool.requeue_detached`; what these slots held is not to be found any more, though it is there still."""
+        self._changes.note_unstored(self.index.detached)
+        super().requeue_detached()

@@ -4,11 +4,21 @@ A tier that outlives its manager, or that several share, keeps a block's identit
 digests names what comes before it, tokens and keys say what it holds. Whoever reads the bytes compares all of it.
 """
 
-from struct import pack
-from typing import Any, SupportsIndex
+from struct import pack, unpack
+from typing import Any, Final, SupportsIndex
 
 from kvblocks.arguments import Given, check_count, is_a, plain_bytes, wrong
-from kvblocks.core.hashing import make_preimage, sha256_digest
+from kvblocks.core.hashing import Names, make_preimage, sha256_digest
+
+NUM_DIGEST_BYTES: Final = 32
+_COLUMN_KEYS: Final = b"\0"  # no block has keys of one byte
+_NUM_COLUMN_BYTES: Final = 4
+_MOST_COLUMN: Final = 2 ** (8 * _NUM_COLUMN_BYTES) - 1
+
+
+def identity_names() -> Names:
+    """Return how a tier's index names blocks: as identities do."""
+    return Names(sha256_digest, NUM_DIGEST_BYTES)
 
 
 class BlockIdentity:
@@ -27,16 +37,31 @@ class BlockIdentity:
     def __init__(
         self, parent: Given[bytes], extra_keys: Given[bytes], tokens: Given[bytes], column: SupportsIndex = 0
     ) -> None:
-        self.parent = _bytes_of("parent", parent)
-        self.extra_keys = _bytes_of("extra_keys", extra_keys)
-        self.tokens = _bytes_of("tokens", tokens)
-        self.column = check_count("BlockIdentity: column", column, 0)
+        # As they mostly are, without a call each: a disk may have millions.
+        self.parent = parent if type(parent) is bytes else _bytes_of("parent", parent)
+        self.extra_keys = extra_keys if type(extra_keys) is bytes else _bytes_of("extra_keys", extra_keys)
+        self.tokens = tokens if type(tokens) is bytes else _bytes_of("tokens", tokens)
+        self.column = check_count("BlockIdentity: column", column, 0, _MOST_COLUMN)
 
     def preimage(self) -> bytes:
         """Return all of it, one behind the other, so that no two identities have the same bytes. O(tokens)."""
-        if self.column:  # no block has keys of one byte
-            return make_preimage(self.parent, b"\0", pack("<I", self.column))
-        return make_preimage(self.parent, self.extra_keys, self.tokens)
+        return make_preimage(*self.parts())
+
+    def parts(self) -> tuple[bytes, bytes, bytes]:
+        """Return what the preimage is made of, where a block of the primary group has its parent, keys and tokens.
+
+        `of_parts` is the way back. O(1).
+        """
+        if self.column:
+            return self.parent, _COLUMN_KEYS, pack("<I", self.column)
+        return self.parent, self.extra_keys, self.tokens
+
+    @staticmethod
+    def of_parts(parent: bytes, extra_keys: bytes, tokens: bytes) -> "BlockIdentity":
+        """Return the identity whose `parts` these are. Raises InvalidArgumentError for what isn't bytes. O(1)."""
+        if extra_keys == _COLUMN_KEYS and len(tokens) == _NUM_COLUMN_BYTES:
+            return BlockIdentity(parent, b"", b"", unpack("<I", tokens)[0])
+        return BlockIdentity(parent, extra_keys, tokens)
 
     def digest(self) -> bytes:
         """Return the SHA-256 of `preimage`: the `parent` of the blocks behind it. O(tokens)."""

@@ -7,13 +7,13 @@ computed only when somebody asks for a block's identity.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node
-from kvblocks.core.hashing import Names, sha256_digest
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
 from kvblocks.retention.quotas import TenantQuotas, charge
 from kvblocks.retention.salts import forget_salt
 from kvblocks.retention.tenant import Tenant
-from kvblocks.tiers.changes import PersistentSlots
+from kvblocks.tiers.changes import PersistentSlots, SlotChanges
+from kvblocks.tiers.identity import identity_names
 from kvblocks.tiers.rates import Rate
 from kvblocks.tiers.tier import Tier, TierStats
 from kvblocks.tiers.wishes import Prefix, Wishes
@@ -23,12 +23,12 @@ class TierPool:
     """What a tier holds, and is to hold. Counters as `TierStats`.
 
     rate: how fast it loads. wishes: what is to be stored. storing: the device's blocks that stores read now, at most
-    max_storing, and their salts. quotas: of tenants, None without any. persistent: the same as pool where the tier is,
-    None where it isn't.
+    max_storing, and their salts. quotas: of tenants, None without any. changes: what is to be remembered of a
+    persistent tier, None of another one.
     """
 
-    def __init__(self, tier: Tier, block_size: int, max_storing: int, pool: BlockPool | None = None) -> None:
-        """pool: its slots, and the map of what they hold; None: those of one group."""
+    def __init__(self, tier: Tier, max_storing: int, pool: BlockPool, changes: SlotChanges | None) -> None:
+        """pool: its slots, and the map of what they hold; it feeds the changes, where there are some."""
         self.rate = Rate(tier.bytes_per_second)
         self.wishes = Wishes()
         self.storing: dict[KVCacheBlock, str | None] = {}
@@ -40,11 +40,9 @@ class TierPool:
         self.min_store_tokens: int | None = tier.min_store_tokens
         self.window_store_tokens: int | None = tier.window_store_tokens
         self.max_transfer_blocks: int = tier.max_transfer_blocks
-        made = PrefixIndex(block_size, Names(sha256_digest, 32)) if pool is None else pool.index
-        self.index: PrefixIndex = made
-        self.persistent = PersistentSlots(tier.num_blocks, made) if tier.is_persistent else None
-        plain = BlockPool(tier.num_blocks, made) if self.persistent is None else self.persistent
-        self.pool: BlockPool = plain if pool is None else pool
+        self.pool = pool
+        self.index = pool.index
+        self.changes = changes
         self.quotas: TenantQuotas | None = None
         self.num_stored_blocks = self.num_loaded_blocks = self.num_failed_blocks = self.num_dropped_blocks = 0
 
@@ -122,7 +120,7 @@ class TierPool:
     @property
     def is_busy(self) -> bool:
         """Whether something is to be stored, or to be remembered by who keeps it. O(1)."""
-        return len(self.wishes) > 0 or (self.persistent is not None and self.persistent.has_changes)
+        return len(self.wishes) > 0 or bool(self.changes)
 
     def empty_slots(self) -> list[int]:
         """Return the slots that hold nothing that can be found, and that no transfer has. O(slots)."""
@@ -139,14 +137,24 @@ class TierPool:
 
     def note_stored(self, slots: list[KVCacheBlock], prefix: Prefix, first: int) -> None:
         """Take note that slots hold the blocks of a prefix from index `first` on. O(blocks)."""
-        if self.persistent is not None:
-            identities = prefix.identities(first, first + len(slots), self.index.block_size)
-            self.persistent.note_stored(slots, identities)
+        if self.changes is not None:
+            self.changes.note_stored(slots, prefix.identities(first, first + len(slots), self.index.block_size))
 
     def note_unstored(self, slots: list[KVCacheBlock]) -> None:
         """Take note that slots hold nothing that is to be found. O(slots)."""
-        if self.persistent is not None:
-            self.persistent.note_unstored(slots)
+        if self.changes is not None:
+            self.changes.note_unstored(slots)
+
+    def attach(self, primary: KVCacheBlock, column: int, slot: KVCacheBlock) -> bool:  # noqa: ARG002  # several groups do
+        """Cache a slot where a cached one is, in a column as `BlockIdentity` counts them. Whether it is cached. O(1).
+
+        One group has no columns.
+        """
+        return False
+
+    def is_used_with_prefix(self, column: int) -> bool:  # noqa: ARG002  # several groups do
+        """Whether who uses a longer prefix uses what is attached in a column, too. O(groups)."""
+        return False
 
     def stats(self) -> TierStats:
         """Return what it holds, and what was moved. O(1)."""
@@ -161,3 +169,12 @@ class TierPool:
             num_evicted_blocks=self.pool.num_evicted_blocks,
             num_moving_blocks=len(self.pool.blocks) - self.pool.num_free_blocks,
         )
+
+
+def make_pool(tier: Tier, block_size: int, max_storing: int) -> TierPool:
+    """Return the slots of a tier below one group."""
+    index = PrefixIndex(block_size, identity_names())
+    if not tier.is_persistent:
+        return TierPool(tier, max_storing, BlockPool(tier.num_blocks, index), None)
+    changes = SlotChanges()
+    return TierPool(tier, max_storing, PersistentSlots(tier.num_blocks, index, changes), changes)

@@ -84,11 +84,14 @@ def check_tiers(tiers: Iterable[Tier], groups: Iterable[Any], *, enable_caching:
         raise InvalidArgumentError(f"tiers: expected different names, got {names}")
     if not enable_caching:
         raise InvalidArgumentError("tiers: expected enable_caching=True, since they hold what is cached; got False")
+    check_layers(groups)
+    return given
+
+
+def check_layers(groups: Iterable[Any]) -> None:
+    """Raise InvalidArgumentError unless tiers can serve these groups of layers."""
     items = tuple(groups)
     if items and all(group.window is not None for group in items):
         raise InvalidArgumentError(f"tiers: expected a group of full attention, got {items}")
     if not all(group.is_cached for group in items):
         raise InvalidArgumentError(f"tiers: expected groups that are all cached (is_cached=True), got {items}")
-    if len(items) > 1 and any(tier.is_persistent for tier in given):
-        raise InvalidArgumentError(f"tiers: expected one group for a tier that is persistent, got {items}")
-    return given

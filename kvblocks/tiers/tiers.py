@@ -172,8 +172,8 @@ class Tiers:
         the next call. O(tiers).
         """
         self._manager.begin_change()
-        slots = {pool.name: pool.persistent for pool in self._traffic.pools}
-        changes = {name: persistent.take_changes() for name, persistent in slots.items() if persistent is not None}
+        noted = {pool.name: pool.changes for pool in self._traffic.pools}
+        changes = {name: of_tier.take() for name, of_tier in noted.items() if of_tier is not None}
         self._calls.end()
         return changes
 
@@ -242,7 +242,7 @@ class Tiers:
     def _check_tier(self, call: str, tier: Text, *, persistent: bool = False) -> TierPool:
         given: Any = tier
         name = plain_text(given) if is_a(given, str) else None
-        pools = {pool.name: pool for pool in self._traffic.pools if not persistent or pool.persistent is not None}
+        pools = {pool.name: pool for pool in self._traffic.pools if not persistent or pool.changes is not None}
         if name not in pools:
             kind = "persistent tier" if persistent else "tier"
             raise wrong(f"tiers.{call}", f"the name of a {kind}, one of {list(pools)}", tier)

@@ -20,7 +20,7 @@ from kvblocks.core.slots import Commit, SlotAllocator
 from kvblocks.errors import InvalidArgumentError, SequenceStateError, StaleHitError
 from kvblocks.tiers.calls import ManagerCalls
 from kvblocks.tiers.jobs import Job, LoadJob, StoreJob
-from kvblocks.tiers.pool import TierPool
+from kvblocks.tiers.pool import TierPool, make_pool
 from kvblocks.tiers.tier import Tier
 from kvblocks.tiers.transfer import BEGUN, QUEUED, Loaded, TierHit, Transfer
 from kvblocks.tiers.wishes import Prefix, prefix_of
@@ -323,7 +323,7 @@ class Traffic:
 
     def _make_pool(self, tier: Tier, max_storing: int) -> TierPool:
         """Return a tier's slots."""
-        return TierPool(tier, self._block_size, max_storing)
+        return make_pool(tier, self._block_size, max_storing)
 
     def _is_stored(self, load: TierHit) -> bool:
         """Whether what a lookup found is stored still. O(1) while nothing left the tier."""

@@ -57,7 +57,7 @@ class MirrorClient:
         self.mirror = mirror or EventMirror()
         self.num_malformed = 0
         self._patience = patience
-        self._context = zmq.Context.instance()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._poller = zmq.Poller()
         self._lines: dict[str, _Line] = {}
         try:

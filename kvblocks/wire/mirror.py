@@ -74,7 +74,6 @@ class _Worker:
         self.can_ask = can_ask
         self.holdings = Holdings()
         self.next: int | None = None
-        self.last = -1  # the highest number ever applied
         self.epoch: int | None = None
         self.floor = 0  # numbers below it are of before the epoch, or of before all was cleared
         self.is_complete = False
@@ -110,9 +109,10 @@ class EventMirror:
         return list(self._workers)
 
     def add(self, worker: str, *, can_ask: bool = True) -> None:
-        """Add a worker. can_ask: whether it can be asked for replays and snapshots. A known one stays as it is."""
+        """Add a worker, and ask it what it has. can_ask: whether it can be asked at all. A known one stays as it is."""
         if worker not in self._workers:
             self._workers[worker] = _Worker(worker, can_ask=can_ask)
+            self._ask(self._workers[worker])
 
     def remove(self, worker: str) -> None:
         """Forget a worker and all that it had cached. Raises InvalidArgumentError for one that isn't there."""
@@ -140,6 +140,10 @@ class EventMirror:
     def places(self, worker: str) -> dict[Place, frozenset[int]]:
         """Return a worker's blocks by rank, group and medium, by the low 64 bits of their hashes. O(blocks)."""
         return self._get(worker).holdings.places()
+
+    def num_held(self, worker: str) -> int:
+        """Return how many batches of a worker are held, since others before them are missing."""
+        return len(self._get(worker).held)
 
     def find(
         self, worker: str, hashes: Iterable[Hash], *, rank: int = 0, group: int = 0, medium: str | None = None
@@ -174,6 +178,9 @@ class EventMirror:
         """Take a live batch. O(blocks), and nothing that it can hold raises an error."""
         state = self._get(worker)
         changes = self._read(payload)
+        if number >= _MAX_COUNTER and state.has_snapshots is False:
+            # It is one of ours, which wasn't there or wasn't heard when it was asked.
+            state.has_snapshots, state.ask = None, None
         if state.next is not None and number < state.next:
             self._take_late(state, number, payload, changes)
         elif changes is None:
@@ -181,7 +188,7 @@ class EventMirror:
         elif state.next == number:
             self._apply(state, number, changes, hash(payload))
             self._go_on(state)
-        elif number > state.last and _is_start(number, changes):
+        elif _is_start(number, changes):
             self._start(state, number, changes, hash(payload), is_complete=True)
         elif not state.can_ask:
             self._start(state, number, changes, hash(payload), is_complete=False)
@@ -244,7 +251,7 @@ class EventMirror:
             return
         state.num_tries += 1
         wanted_snapshot, state.ask = state.ask.number is None, None
-        numbers = max(state.last, *state.held, 0)
+        numbers = max(state.next or 0, *state.held, 0)
         if wanted_snapshot and state.num_tries >= _NUM_TRIES and not state.has_snapshots and numbers < _MAX_COUNTER:
             state.has_snapshots, state.num_tries = False, 0
         elif not wanted_snapshot and state.num_tries >= _NUM_TRIES:
@@ -293,7 +300,7 @@ class EventMirror:
 
     def _apply(self, state: _Worker, number: int, changes: list[Change], mark: int) -> None:
         state.holdings.apply(changes)
-        state.next, state.last = number + 1, number
+        state.next = number + 1
         state.has_applied = True
         state.num_suspicious = 0
         if _is_start(number, changes):
@@ -318,7 +325,7 @@ class EventMirror:
         state.holdings.clear()
         state.held.clear()
         state.recent.clear()
-        state.held_size, state.last, state.floor = 0, -1, 0
+        state.held_size, state.floor = 0, 0
         state.next, state.is_complete, state.ask, state.epoch = None, False, None, None
 
     def _hold(self, state: _Worker, number: int, changes: list[Change], mark: int) -> None:
@@ -341,8 +348,9 @@ class EventMirror:
             due = state.next
             state.held = {number: held for number, held in state.held.items() if number > due}
             state.held_size = sum(held.size for held in state.held.values())
-        if state.next is None or state.held or (wants_snapshot and state.has_snapshots):
-            self._ask(state, wants_snapshot=wants_snapshot)
+        lacks = not state.is_complete and state.has_snapshots is not False
+        if state.next is None or state.held or lacks or (wants_snapshot and state.has_snapshots):
+            self._ask(state, wants_snapshot=wants_snapshot or lacks)
         elif state.ask is not None and state.ask.number is not None:
             state.ask = None  # nothing is missing any more
 
@@ -370,7 +378,7 @@ class EventMirror:
         state.holdings.clear()
         for index in range(head.total):
             state.holdings.apply(chunks[index])
-        state.next, state.last, state.epoch = head.number + 1, head.number, head.epoch
+        state.next, state.epoch = head.number + 1, head.epoch
         state.floor, state.is_complete, state.num_suspicious = head.epoch, True, 0
         state.recent.clear()
         self._go_on(state)

@@ -44,10 +44,10 @@ class EventPublisher:
 
     endpoint: where consumers subscribe, "tcp://127.0.0.1:5557"; port 0 takes a free one. replay_endpoint: where they
     ask for batches again and for snapshots; None: nowhere. topic: in front of each batch. converter: the encoding;
-    None: vLLM's, one group. data_parallel_rank: what batches say. heartbeat: seconds without events after which an empty
-    batch is sent; None: never. allow_remote: whether it may bind what other machines can reach: token ids are private,
-    and nothing here asks who listens. epoch: the first batch's number; None: made of the time and chance. 0 is what
-    vLLM does, and then a consumer may take the batches behind a restart for the next ones of before.
+    None: vLLM's, one group. data_parallel_rank: what batches say. heartbeat: seconds without events after which an
+    empty batch is sent; None: never. allow_remote: whether it may bind what other machines can reach: token ids are
+    private, and nothing here asks who listens. epoch: the first batch's number; None: made of the time and chance. 0 is
+    what vLLM does, and then a consumer may take the batches behind a restart for the next ones of before.
 
     Make it before the first event is taken: it starts by saying that nothing is cached. Raises InvalidArgumentError,
     and zmq.ZMQError if it cannot bind. Safe to share between threads.
@@ -66,9 +66,9 @@ class EventPublisher:
         limits: Limits | None = None,
         epoch: int | None = None,
     ) -> None:
-        for given in (endpoint, replay_endpoint):
-            if given is not None:
-                check_endpoint(given, allow_remote=allow_remote)
+        check_endpoint(endpoint, allow_remote=allow_remote)
+        if replay_endpoint is not None:
+            check_endpoint(replay_endpoint, allow_remote=allow_remote)
         if not isinstance(topic, str) or topic.startswith("\0"):
             raise wrong("topic", "a str that begins with no NUL", topic)
         first = new_epoch() if epoch is None else check_count("epoch", epoch, 0, MAX_NUMBER >> 1)
@@ -97,6 +97,11 @@ class EventPublisher:
     def epoch(self) -> int:
         """The number of the first batch."""
         return self._ledger.epoch
+
+    @property
+    def number(self) -> int:
+        """The number of the last batch, sent, waiting or dropped."""
+        return self._ledger.next_number - 1
 
     @property
     def num_dropped(self) -> int:
@@ -144,7 +149,11 @@ class EventPublisher:
         self.close()
 
     def _bind(self, endpoint: str, replay_endpoint: str | None) -> None:
-        context = zmq.Context.instance()
+        # A context of its own is ended when it closes, and only then are the endpoints free again. Those inside of this
+        # process are found through the common one.
+        is_inside = endpoint.startswith("inproc:") or (replay_endpoint or "").startswith("inproc:")
+        self._own_context: zmq.Context[zmq.Socket[bytes]] | None = None if is_inside else zmq.Context()
+        context = self._own_context or zmq.Context.instance()
         self._pub: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self._router: zmq.Socket[bytes] | None = None
         try:
@@ -156,10 +165,15 @@ class EventPublisher:
                 num_replayed = 2 * (self._limits.num_kept_batches + 1)
                 self.replay_endpoint = _bound(self._router, replay_endpoint, num_replayed)
         except BaseException:
-            self._pub.close(0)
-            if self._router is not None:
-                self._router.close(0)
+            self._close_sockets(0)
             raise
+
+    def _close_sockets(self, linger_ms: int) -> None:
+        for open_socket in (self._pub, self._router):
+            if open_socket is not None:
+                open_socket.close(linger_ms)
+        if self._own_context is not None:
+            self._own_context.term()
 
     def _wake(self) -> None:
         with suppress(BlockingIOError, OSError):  # full: it will wake; closed: it is over
@@ -193,9 +207,7 @@ class EventPublisher:
         finally:
             with self._lock:
                 self._is_closing = True
-            for open_socket in (self._pub, self._router):
-                if open_socket is not None:
-                    open_socket.close(_LINGER_MS)
+            self._close_sockets(_LINGER_MS)
             self._wakes.close()
             self._woken.close()
 

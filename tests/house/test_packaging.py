@@ -49,7 +49,7 @@ def build(source: Path, kind: str, destination: Path) -> Path:
 def checkout(tmp_path_factory) -> Path:
     """A copy of the sources: a build leaves folders behind, and would ship what an older one left."""
     destination = tmp_path_factory.mktemp("checkout") / "kvblocks"
-    ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", ".*_cache", ".hypothesis", *UNSHIPPED)
+    ignored = shutil.ignore_patterns(".git", ".venv*", "build", "dist", ".*_cache", ".hypothesis", *UNSHIPPED)
     shutil.copytree(ROOT, destination, ignore=ignored)
     return destination
 

@@ -14,6 +14,12 @@ PROMPT = list(range(12))
 OLD = list(range(100, 116))
 TENANT = "tenant"
 
+_TIERS_BELOW = [
+    Tier("host", 32, 100),
+    Tier("disk", 32, 100, store="reused", is_persistent=True),
+    Tier("store", 8, 100, store="reused", min_store_tokens=1000, is_persistent=True),
+]
+
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "named": {"enable_events": True, "num_history_blocks": 8},
@@ -22,17 +28,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "debug": {"debug": True},
     "grouped": {"groups": [FullAttention(4), SlidingWindow(2, 6)], "enable_events": True},
     "anchors": {"groups": [SlidingWindow(4, 8)]},
-    "tiers": {
-        "tiers": [
-            Tier("host", 32, 100),
-            Tier("disk", 32, 100, store="reused", is_persistent=True),
-            Tier("store", 8, 100, store="reused", min_store_tokens=1000, is_persistent=True),
-        ]
-    },
+    "tiers": {"tiers": _TIERS_BELOW},
+    "grouped tiers": {"tiers": _TIERS_BELOW, "groups": [FullAttention(4), SlidingWindow(4, 6)]},
 }
 BELOW = list(range(700, 713))
 _FIRST_KEPT = BlockIdentity(b"", b"", bytes(16))
-RESTORED = [(2, _FIRST_KEPT), (5, BlockIdentity(_FIRST_KEPT.digest(), b"", bytes(16)))]
+RESTORED = [
+    (2, _FIRST_KEPT),
+    (5, BlockIdentity(_FIRST_KEPT.digest(), b"", bytes(16))),
+    (6, BlockIdentity(_FIRST_KEPT.digest(), b"", b"", 1)),
+]
 
 
 class Odd:
@@ -48,7 +53,7 @@ class World:
     def __init__(self, kind: str) -> None:
         options = KINDS[kind]
         self.kind = kind
-        num_blocks = 23 if options.keys().isdisjoint({"groups", "tiers"}) else 40
+        num_blocks = {0: 23, 1: 40, 2: 80}[len(options.keys() & {"groups", "tiers"})]
         self.manager = KVCacheManager(num_blocks, None if "groups" in options else 4, **options)
         self.num_groups = len(self.manager.groups)
         self.sequences: dict[Any, Sequence] = {}
@@ -58,7 +63,7 @@ class World:
             self.sampler = self.manager.start_sampling(1, lambda: float(next(self.times)), (4.0, 16.0))
         if kind == "quotas":
             self.manager.set_quota(TENANT, 2)
-        if kind == "tiers":
+        if "tiers" in KINDS[kind]:
             self.fill_tiers()
         for name, tokens in (("first", [*PROMPT, 90]), ("old", OLD), ("tenant", list(range(200, 212)))):
             self.start(name, tokens, salt=TENANT if name == "tenant" else None)
@@ -73,7 +78,7 @@ class World:
         self.held = self.manager.holds.write(self.sequences["f"])
         self.new = self.add("new", [*PROMPT, 91, 92, 93, 94])
         self.hit = self.manager.get_computed_blocks(self.new)
-        if kind == "tiers":
+        if "tiers" in KINDS[kind]:
             self.load()
 
     def fill_tiers(self) -> None:
@@ -83,8 +88,9 @@ class World:
         while transfers := self.manager.tiers.take_transfers():
             for transfer in transfers:
                 self.manager.tiers.complete(transfer, ok=True)
-        self.start("spill", list(range(1000, 1160)))
+        self.start("spill", list(range(1000, 1000 + 4 * (self.manager.num_free_blocks // self.num_groups))))
         self.manager.abort(self.sequences["spill"], 0)
+        self.manager._pool.uncache([block for block in self.manager.blocks if block.is_cached])  # noqa: SLF001
 
     def load(self) -> None:
         """Begin a load and a store, and have another load queued."""
@@ -123,7 +129,7 @@ class World:
             "sampler": self.lives(),
             "runs": [(bytes(run.tokens), [b.block_id for b in run.blocks]) for run in manager._index.runs()],  # noqa: SLF001
         }
-        if self.kind == "tiers":
+        if "tiers" in KINDS[self.kind]:
             found["tiers"] = self.look_below()
         if self.num_groups > 1:
             found["copies"] = list(zip(manager._slots.copy_groups(), manager._slots.copies, strict=True))  # noqa: SLF001
@@ -142,7 +148,7 @@ class World:
             for pool in traffic.pools
         ]
         quotas = [self.manager.tiers.quotas(pool.name) for pool in traffic.pools]
-        changes = [dict(pool.persistent._changes) for pool in traffic.pools if pool.persistent is not None]  # noqa: SLF001
+        changes = [pool.changes.look() for pool in traffic.pools if pool.changes is not None]
         jobs = [(type(job).__name__, job.num_open, job.num_good) for job in traffic._jobs]  # noqa: SLF001
         moving = [transfer.generation for transfer in (*traffic._queue, *traffic._begun)]  # noqa: SLF001
         loading = [sequence.sequence_id for sequence in traffic._loading]  # noqa: SLF001
@@ -198,7 +204,7 @@ class World:
             calls["set_default_quota"] = lambda: manager.set_default_quota(1)
         if KINDS[self.kind].get("enable_events"):
             calls["take_events"] = manager.take_events
-        if self.kind == "tiers":
+        if "tiers" in KINDS[self.kind]:
             calls["find"] = lambda: manager.tiers.find(self.hit)
             calls["take_transfers"] = manager.tiers.take_transfers
             calls["complete"] = lambda: manager.tiers.complete(self.transfers[0], ok=True)
@@ -381,11 +387,11 @@ def names_of(kind: str) -> list[str]:
     names = [*CALLS, "renew"]
     if kind != "anchors":
         names += _QUOTAS
-    if kind != "grouped":
+    if kind not in {"grouped", "grouped tiers"}:
         names += _SINGLE
     if KINDS[kind].get("enable_events"):
         names += _EVENTS
-    if kind == "tiers":
+    if "tiers" in KINDS[kind]:
         names += _TIERS
     return names
 

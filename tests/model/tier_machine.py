@@ -7,6 +7,7 @@ manager: each hit, on the device and below, must hold what its sequence needs.
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from kvblocks.core.hashing import decode_names
 from kvblocks.groups.hit import GroupHit
 from kvblocks.groups.tables import GroupTables
 from kvblocks.tiers.grouped.hit import GroupTierHit
+from kvblocks.tiers.grouped.pool import GroupTierPool
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.wishes import prefix_of
 from model.kv_memory import GARBAGE
@@ -55,7 +57,8 @@ class TierMachine:
 
     def __init__(self, seed: int, num_blocks: int, block_size: int | None, tiers: list[Tier], **options: Any) -> None:
         self.random = random.Random(seed)
-        self.manager = KVCacheManager(num_blocks, block_size, tiers=tiers, **options)
+        self.make_manager = partial(KVCacheManager, num_blocks, block_size, tiers=tiers, **options)
+        self.manager = self.make_manager()
         first = self.manager.first_block_id
         self.memory = TierMemory(first + num_blocks, self.manager.groups, self.manager.block_size)
         self.tiers = tiers
@@ -544,11 +547,11 @@ class TierMachine:
         """As if the manager ended now: another one finds by what is remembered all that this one does, and no more."""
         self.remember()
         for name, remembered in self.remembered.items():
-            fresh = KVCacheManager(8, self.manager.block_size, tiers=self.tiers, debug=True)
-            number = fresh.tiers.restore(name, remembered.items())
-            self.count("restored", number)
-            forgotten = fresh.tiers.take_changes()[name]
-            assert len(forgotten) == len(remembered) - number and not any(forgotten.values())
+            fresh = self.make_manager()
+            assert fresh.tiers.restore(name, remembered.items()) == len(remembered), "all of it can be found"
+            self.count("restored", len(remembered))
+            assert not fresh.tiers.take_changes()[name]
+            fresh.check()
             for other in self.running + self.waiting:
                 sequence = kvblocks.Sequence("new", other.token_ids(), salt=other.salt, extra_keys=other.extra_keys)
                 hit = fresh.get_computed_blocks(sequence)
@@ -564,8 +567,58 @@ class TierMachine:
             prefix = prefix_of(run, len(run.blocks))
             found = new.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
             assert len(found) == len(prefix.blocks), f"{name}: {len(found)} of {len(prefix.blocks)} blocks are restored"
+            pairs = list(zip(prefix.blocks, found, strict=True))
+            if isinstance(old, GroupTierPool) and isinstance(new, GroupTierPool):
+                for there, here in list(pairs):
+                    rows = [pool.group_index.rows([slot], 0, 1)[0] for pool, slot in ((old, there), (new, here))]
+                    assert [slot is None for slot in rows[0]] == [slot is None for slot in rows[1]]
+                    pairs += [pair for pair in zip(*rows, strict=True) if pair[0] is not None]
             slots = self.below[name]
-            assert [slots[slot.block_id] for slot in found] == [slots[slot.block_id] for slot in prefix.blocks]
+            assert all(slots[one.block_id] == slots[other.block_id] for one, other in pairs)
+            self.count("attached found again", len(pairs) - len(found))
+
+    def do_restart(self) -> None:
+        """The process dies, and a new one goes on with what was remembered and the bytes of slots that outlive it.
+
+        Whatever was being written is there, in part, or not; and some of what was remembered may be lost.
+        """
+        if not self.remembered or self.random.random() > 0.15:
+            return
+        self.count("restarted")
+        for moving in self.moving:
+            if not moving.transfer.is_load and self.random.random() < 0.7:
+                self.random.choice([self.move, lambda moving: self.spoil(moving.transfer)])(moving)
+        for name in self.below.keys() - self.remembered.keys():
+            self.below[name] = [list(self.garbage) for _ in self.below[name]]
+        self.waiting = [
+            kvblocks.Sequence(
+                (other.sequence_id, "again"), other.token_ids(), salt=other.salt, extra_keys=other.extra_keys
+            )
+            for other in (self.running + self.waiting)[-MAX_WAITING:]
+        ]
+        for left in (
+            self.running,
+            self.moving,
+            self.ended,
+            self.storing,
+            self.waits_from,
+            self.found,
+            self.pins,
+            self.holds,
+        ):
+            left.clear()
+        self.memory.restart()
+        self.manager = self.make_manager()
+        for name, remembered in self.remembered.items():
+            if self.random.random() < 0.3:
+                for slot in self.random.sample(sorted(remembered), self.random.randint(0, len(remembered) // 4)):
+                    del remembered[slot]
+            number = self.manager.tiers.restore(name, remembered.items())
+            told = self.manager.tiers.take_changes()[name]
+            assert len(told) == len(remembered) - number and not any(told.values())
+            for slot in told:
+                del remembered[slot]
+        self.count("found after a restart", sum(bool(self.look_up(sequence)[1]) for sequence in self.waiting))
 
     def do_hold(self) -> None:
         self.step()
@@ -738,4 +791,5 @@ WEIGHTS = {
     "do_quota_below": 1,
     "do_forget_salt": 1,
     "do_restore": 1,
+    "do_restart": 1,
 }

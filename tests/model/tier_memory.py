@@ -11,6 +11,14 @@ class TierMemory(KVMemory):
         """A sequence that is about to be scheduled waits for a transfer from position `first` on."""
         self.loading.setdefault(sequence, []).append(first)
 
+    def restart(self) -> None:
+        """Another process begins, with memory of its own."""
+        for sequence in list(self.computed_with):
+            self.forget(sequence)
+        self.copies = []
+        self.now = [[GARBAGE] * len(row) for row in self.now]
+        self.project()
+
     def slots(self, sequence: kvblocks.Sequence, position: int) -> list[tuple[int, Slot]]:
         """As ever; of what is loading those that there are."""
         if position < self.first_loading(sequence):

@@ -878,16 +878,16 @@ def test_identities_tell_groups_apart():
 
 
 @pytest.mark.parametrize(
-    ("groups", "options", "message"),
+    ("groups", "message"),
     [
-        ([SlidingWindow(4, 8)], {}, r"expected a group of full attention, got .*window=8"),
-        ([FullAttention(4), SlidingWindow(4, 8, is_cached=False)], {}, "expected groups that are all cached"),
-        (WINDOW, {"is_persistent": True}, "expected one group for a tier that is persistent"),
+        ([SlidingWindow(4, 8)], r"expected a group of full attention, got .*window=8"),
+        ([FullAttention(4), SlidingWindow(4, 8, is_cached=False)], "expected groups that are all cached"),
     ],
 )
-def test_what_is_refused(groups, options, message):
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_what_is_refused(groups, message, is_persistent):
     with pytest.raises(InvalidArgumentError, match=f"tiers: {message}"):
-        make_manager(Tier("host", 8, 100, **options), groups=groups)
+        make_manager(Tier("host", 8, 100, is_persistent=is_persistent), groups=groups)
 
 
 def test_one_group_that_is_named_is_one_group():

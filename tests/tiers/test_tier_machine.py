@@ -50,7 +50,7 @@ def make_machine(seed: int, *, debug: bool = False, is_grouped: bool = False) ->
             min_store_tokens=chosen.choice([None, 8]),
             window_store_tokens=chosen.choice([None, 1, 2, 8]) if is_grouped else None,
             max_transfer_blocks=chosen.choice([1, 2, 32]),
-            is_persistent=chosen.random() < 0.6 and not is_grouped,
+            is_persistent=chosen.random() < 0.6,
         )
         tiers.append(tier)
     hash_algorithm = chosen.choice(["xxh3_128", lambda preimage: bytes([sum(preimage) % 8])])
@@ -74,7 +74,7 @@ def test_no_order_of_answers_shows_wrong_bytes(first: int, *, is_grouped: bool) 
             counts[what] = counts.get(what, 0) + number
     # Walks that never met these would prove little.
     met = ("stores", "found below", "loads", "loaded", "failed", "freed while loading", "back while loading")
-    met += ("forgotten",) if is_grouped else ("forgotten", "restored", "found again")
+    met += ("forgotten", "restored", "found again", "restarted", "found after a restart")
     assert all(counts.get(what, 0) > 0 for what in met), counts
     assert counts["stores"] > 100 and counts["found below"] > 10
 

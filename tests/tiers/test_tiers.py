@@ -13,7 +13,7 @@ from kvblocks import (
     StaleHitError,
     Tier,
 )
-from kvblocks.tiers.pool import TierPool
+from kvblocks.tiers.pool import make_pool
 
 
 def loading_manager(*tiers, num_blocks=32):
@@ -99,7 +99,7 @@ def test_what_a_reset_forgot_is_not_stored():
 
 
 def test_a_prefix_is_dropped_whoever_holds_it():
-    pool = TierPool(Tier("host", 4, 100), 4, 1)
+    pool = make_pool(Tier("host", 4, 100), 4, 1)
     tokens = array("I", range(4))
     for _ in range(2):
         blocks = pool.pool.take(1)

@@ -105,9 +105,9 @@ class Network:
 
     def publish(self, worker: Worker, at_most: int = 1 << 30) -> None:
         for number, payload in worker.send(at_most):
-            if self.random.random() < self.badness / 3:
-                payload = self.random.randbytes(self.random.randrange(40))
-            self.carry(worker.name, self.mirror.receive, worker.name, number, payload)
+            is_broken = self.random.random() < self.badness / 3
+            carried = self.random.randbytes(self.random.randrange(40)) if is_broken else payload
+            self.carry(worker.name, self.mirror.receive, worker.name, number, carried)
 
     def ask(self) -> None:
         for ask in self.mirror.take_asks():

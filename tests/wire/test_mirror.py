@@ -36,8 +36,7 @@ def play(seed: int, num_rounds: int, badness: float, limits: Limits, codec: str 
             for worker in workers:
                 assert network.is_quiet(worker), (number, worker.name)
                 assert mirror.places(worker.name) == worker.cached(), (number, worker.name)
-                state = mirror._workers[worker.name]
-                assert not state.held and not state.held_size and not state.chunks and len(state.recent) <= 1024
+                assert mirror.num_held(worker.name) == 0
     return sum(worker.num_events for worker in workers), network
 
 
@@ -240,6 +239,32 @@ def test_a_snapshot_that_is_older_than_what_has_come_since_is_dropped():
     assert mirror.places("w") == {GPU: frozenset({1, 7, 8, 10})} and mirror.is_complete("w")
 
 
+def test_a_publisher_of_ours_that_was_not_heard_at_first_is_known_by_its_numbers():
+    mirror = EventMirror()
+    mirror.add("w")
+    for _ in range(3):
+        mirror.give_up("w")
+    assert mirror.take_asks()[-1].number == 0
+    mirror.end_replay("w")
+    mirror.receive("w", EPOCH + 7, payload(stored(7)))
+    (ask,) = mirror.take_asks()
+    assert ask.number is None
+    mirror.receive_chunk("w", chunk(ask.request, EPOCH + 7, AllBlocksCleared(), stored(7), epoch=EPOCH))
+    assert mirror.is_complete("w")
+
+
+def test_a_snapshot_takes_the_place_of_all_that_was_known():
+    mirror = mirror_of(stored(1))
+    mirror.receive("w", 9, payload(stored(9)))
+    mirror.give_up("w")
+    mirror.give_up("w")
+    mirror.give_up("w")
+    ask = mirror.take_asks()[-1]
+    assert ask.number is None
+    mirror.receive_chunk("w", chunk(ask.request, 8, stored(5)))
+    assert mirror.places("w") == {GPU: frozenset({5, 9})}
+
+
 def test_chunks_of_two_snapshots_never_mix():
     mirror = joined()
     mirror.receive("w", EPOCH + 10, payload())
@@ -267,8 +292,7 @@ def test_what_is_held_is_bounded():
     mirror = joined()
     for number in range(100):
         mirror.receive("w", EPOCH + 20 + number, payload(stored(*range(4))))
-    state = mirror._workers["w"]
-    assert len(state.held) == 10 and state.held_size == 50 and mirror.stats.num_unheld == 90
+    assert mirror.num_held("w") == 10 and mirror.stats.num_unheld == 90
 
 
 def other(*, can_ask: bool = True) -> EventMirror:

@@ -1,6 +1,9 @@
 """From options to tiers: what the manager is told of them, and who carries their transfers."""
 
+import gc
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +19,11 @@ from kvblocks.engine.tiers.offload import Offload
 from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.engine.tiers.places import DiskPlace, HostPlace
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.layout import check_groups
 from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 from kvblocks.tiers.disk import DiskStore
-from kvblocks.tiers.tier import Tier
+from kvblocks.tiers.tier import Tier, check_layers
 
 HOST, DISK = "host", "disk"
 
@@ -31,11 +35,14 @@ DISK_MIN_STORE_TOKENS = 256
 class BuiltTiers:
     """The tiers of an engine whose manager isn't made yet. disk: opened, where there is one.
 
+    used_bytes: by a block's column (`BlockIdentity`), how many of its first bytes its group's layers use.
+
     A context: an error in it closes the disk.
     """
 
     tiers: tuple[Tier, ...] = ()
     disk: DiskStore | None = None
+    used_bytes: tuple[int, ...] = ()
 
     def __enter__(self) -> None:
         """Nothing: see the class."""
@@ -53,8 +60,9 @@ class BuiltTiers:
         for tier in self.tiers:
             place: Place
             if self.disk is not None and tier.name == DISK:
-                place = DiskPlace(block_bytes, self.disk, tier.max_transfer_blocks)
-                manager.tiers.restore(DISK, self.disk.remembered())
+                place = DiskPlace(block_bytes, self.disk, tier.max_transfer_blocks, self.used_bytes)
+                with _collector_paused():
+                    manager.tiers.restore(DISK, self.disk.remembered())
             else:
                 place = HostPlace(block_bytes, tier.num_blocks)
             carriers.append(Carrier(tier.name, place, block_bytes, ended.set))
@@ -72,9 +80,8 @@ def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: B
         num_bytes = _host_bytes(options.host_cache, plan, model.device)
         tiers.append(Tier(HOST, num_bytes // plan.block_bytes, plan.block_bytes))
     if options.disk_cache is not None:
-        if len(plan.groups) > 1:  # said before the folder is opened, which may be another model's
-            raise InvalidArgumentError(f"disk_cache: expected a model with one group of layers, got {plan.groups}")
-        block_size = plan.groups[0].block_size
+        check_layers(plan.groups)  # before the folder is opened, which may be another model's
+        block_size = check_groups(plan.groups).block_size
         layout = f"{model.dtype}, blocks of {block_size}, {plan.groups}, layers {plan.layer_groups}"
         disk = DiskStore(
             Path(options.disk_cache).expanduser(),
@@ -94,7 +101,26 @@ def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: B
                 is_persistent=True,
             )
         )
-    return BuiltTiers(tuple(tiers), disk)
+    return BuiltTiers(tuple(tiers), disk, _used_bytes(plan))
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Have Python look for no garbage meanwhile: of 100,000 slots all that is made stays, and looking takes longer."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _used_bytes(plan: Plan) -> tuple[int, ...]:
+    layout = check_groups(plan.groups)
+    used = [len(layers) * size for layers, size in zip(plan.group_layers, plan.layer_bytes, strict=True)]
+    columns = [used[side_group.group] for side_group in layout.side_groups for _ in range(side_group.num_columns)]
+    return (plan.block_bytes if layout.primary is None else used[layout.primary], *columns)
 
 
 def _host_bytes(host_cache: float | str, plan: Plan, device: torch.device) -> int:

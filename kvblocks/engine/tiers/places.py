@@ -45,10 +45,17 @@ class HostPlace:
 
 
 class DiskPlace:
-    """A `DiskStore`. What it finds damaged or can't write makes a transfer fail; it counts and logs that."""
+    """A `DiskStore`. What it finds damaged or can't write makes a transfer fail; it counts and logs that.
 
-    def __init__(self, block_bytes: BlockBytes, store: DiskStore, max_transfer_blocks: int) -> None:
+    used_bytes: by column of a block's identity, how many of its first bytes its group uses. Behind them is what a block
+    of another group left there, perhaps another tenant's, whose data is to be deleted one day: so zeros go there.
+    """
+
+    def __init__(
+        self, block_bytes: BlockBytes, store: DiskStore, max_transfer_blocks: int, used_bytes: tuple[int, ...]
+    ) -> None:
         self._block_bytes = block_bytes
+        self._used_bytes = used_bytes
         self._store = store
         self._staging = None if block_bytes.is_on_host else block_bytes.new_rows(max_transfer_blocks)
 
@@ -58,6 +65,7 @@ class DiskPlace:
         if self._staging is not None:
             self._block_bytes.read(block_ids, rows, after)
         for slot, identity, row in zip(slots, identities, rows, strict=True):
+            row[self._used_bytes[identity.column] :] = 0  # nobody reads that, on a CPU of the block itself
             self._store.write([slot], [identity], row.data)
         return True
 

@@ -6,15 +6,18 @@ Nobody trusts what it says: a slot's own record decides. What SQLite can't read 
 import logging
 import os
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import TypeVar
 
 from kvblocks.tiers.disk.folder import INDEX, Folder
 from kvblocks.tiers.disk.layout import MOST_WAL_BYTES, PAGE, Layout
 from kvblocks.tiers.identity import BlockIdentity
 
 Row = tuple[object, object, object, object, object]
-"""slot, number (the greater, the later stored), parent, keys, tokens: of any types, if somebody damaged it."""
+"""slot, number (the greater, the later stored), an identity's parts: of any types, if somebody damaged it."""
+
+Read = TypeVar("Read")
 
 _LOG = logging.getLogger("kvblocks.tiers.disk")
 _TABLE = (
@@ -47,6 +50,10 @@ def _is_damage(error: _Failure) -> bool:
         return True
     code = getattr(error, "sqlite_errorcode", None)  # none if sqlite3 itself refuses a call
     return code is not None and code & 0xFF not in _ELSEWHERE
+
+
+def _as_it_is(row: Row) -> Row:
+    return row
 
 
 class Index:
@@ -114,7 +121,7 @@ class Index:
         return self._connect()
 
     def _shrink(self) -> None:
-        kept = self.rows()
+        kept = self.rows(_as_it_is)
         self._connection.close()
         self._folder.remove_index()
         self._connection = self._connect()
@@ -122,15 +129,21 @@ class Index:
         self._connection.executemany(_INSERT, kept)
         self._connection.execute("COMMIT")
 
-    def rows(self) -> list[Row]:
-        """Return all rows, in the order of their numbers. O(rows log rows)."""
+    def rows(self, read: Callable[[Row], Read]) -> list[Read]:
+        """Return what `read` makes of all rows, in the order of their numbers. O(rows log rows).
+
+        Row by row, since Python's collector looks again and again at all that is kept.
+        """
+        found: list[Read] = []
+        numbers: list[int] = []
         try:
-            rows: list[Row] = self._connection.execute("SELECT * FROM slots").fetchall()
-            rows.sort(key=lambda row: row[1] if isinstance(row[1], int) else 0)
+            for row in self._connection.execute("SELECT * FROM slots"):
+                found.append(read(row))
+                numbers.append(row[1] if isinstance(row[1], int) else 0)
         except _FAILURES as error:
             self._renew(error)
             return []
-        return rows
+        return [found[index] for index in sorted(range(len(found)), key=numbers.__getitem__)]
 
     def _renew(self, error: _Failure) -> None:
         """Start anew if the file is damaged; else raise what SQLite said."""
@@ -153,7 +166,7 @@ class Index:
 
     def _commit(self, changes: Mapping[int, BlockIdentity | None]) -> None:
         stored = [
-            (slot, number, identity.parent, identity.extra_keys, identity.tokens)
+            (slot, number, *identity.parts())
             for number, (slot, identity) in enumerate(changes.items(), self._next_number)
             if identity is not None
         ]

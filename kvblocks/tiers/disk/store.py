@@ -27,7 +27,7 @@ from kvblocks.tiers.disk.errors import DiskError
 from kvblocks.tiers.disk.folder import ARENA, Folder
 from kvblocks.tiers.disk.index import Index, Row
 from kvblocks.tiers.disk.layout import MOST_KEY_BYTES, DiskStats, Layout
-from kvblocks.tiers.identity import BlockIdentity
+from kvblocks.tiers.identity import NUM_DIGEST_BYTES, BlockIdentity
 from kvblocks.tiers.sealing import FORMAT, Payload, Sealer
 
 _LOG = logging.getLogger("kvblocks.tiers.disk")
@@ -99,8 +99,7 @@ class DiskStore:
         """
         with self._syncing, _as_disk_error("DiskStore.remembered: expected a disk that can be read"):
             self._check_open("remembered")
-            rows = self._index.rows()
-        found = [self._read_row(row) for row in rows]
+            found = self._index.rows(self._read_row)
         good = [pair for pair in found if pair is not None]
         if len(good) < len(found):
             self._note_damage(len(found) - len(good), f"{len(found) - len(good)} rows of the index are no blocks")
@@ -312,16 +311,17 @@ class DiskStore:
         given: Any = identity
         if not is_a(given, BlockIdentity):
             raise wrong(f"DiskStore.{call}", "a BlockIdentity", identity)
-        if not self._is_identity(given.parent, given.extra_keys, given.tokens):
-            expected = f"a BlockIdentity of {self._block_size} tokens behind b'' or a SHA-256 digest"
-            raise wrong(f"DiskStore.{call}", expected, identity)
         own: BlockIdentity = given
+        if not self._is_identity(own):
+            expected = f"a BlockIdentity of {self._block_size} tokens behind b'' or a SHA-256 digest, or in a column"
+            raise wrong(f"DiskStore.{call}", expected, identity)
         return own
 
-    def _is_identity(self, parent: object, keys: object, tokens: object) -> bool:
-        if type(parent) is not bytes or type(keys) is not bytes or type(tokens) is not bytes:
-            return False
-        return len(parent) in (0, 32) and len(tokens) == self._layout.num_token_bytes
+    def _is_identity(self, identity: BlockIdentity) -> bool:
+        """Whether a block of this size may have this identity."""
+        if identity.column:
+            return len(identity.parent) == NUM_DIGEST_BYTES and not identity.extra_keys and not identity.tokens
+        return len(identity.parent) in (0, NUM_DIGEST_BYTES) and len(identity.tokens) == self._layout.num_token_bytes
 
     def _check_blocks(
         self, call: str, slots: Iterable[SupportsIndex], identities: Iterable[BlockIdentity]
@@ -352,9 +352,10 @@ class DiskStore:
             return None
         if not isinstance(parent, bytes) or not isinstance(keys, bytes) or not isinstance(tokens, bytes):
             return None
-        if len(keys) > MOST_KEY_BYTES or not self._is_identity(parent, keys, tokens):
+        identity = BlockIdentity.of_parts(parent, keys, tokens)
+        if len(keys) > MOST_KEY_BYTES or not self._is_identity(identity):
             return None
-        return slot, BlockIdentity(parent, keys, tokens)
+        return slot, identity
 
     # Counters.
 

@@ -6,16 +6,15 @@ together, so a load moves only what the device lacks.
 
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.caching import find_blocks
-from kvblocks.core.hashing import Names, sha256_digest
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
 from kvblocks.groups.hit import GroupHit
 from kvblocks.groups.index import GroupIndex
-from kvblocks.groups.pool import GroupPool
 from kvblocks.groups.slots import GroupSlots
 from kvblocks.tiers.grouped.hit import GroupTierHit
 from kvblocks.tiers.grouped.jobs import GroupLoadJob, GroupStoreJob, moved_prefix
 from kvblocks.tiers.grouped.places import Found, Place, find_all_needed, find_longest
+from kvblocks.tiers.grouped.pool import GroupTierPool
 from kvblocks.tiers.grouped.prefix import GroupPrefix, Home
 from kvblocks.tiers.jobs import LoadJob, StoreJob
 from kvblocks.tiers.pool import TierPool
@@ -107,8 +106,7 @@ class GroupTraffic(Traffic):
     # What `Traffic` does otherwise for one group.
 
     def _make_pool(self, tier: Tier, max_storing: int) -> TierPool:
-        slots = GroupPool(tier.num_blocks, GroupIndex(self._group_index().layout, Names(sha256_digest, 32)))
-        return TierPool(tier, self._block_size, max_storing, slots)
+        return GroupTierPool(tier, self._group_index().layout, max_storing)
 
     def _is_stored(self, load: TierHit) -> bool:
         return _last_of([load]).is_there()

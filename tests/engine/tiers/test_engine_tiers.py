@@ -1,5 +1,6 @@
 """An engine with a host arena and a disk: the same bits, counted by tier, whatever fails, and after a restart."""
 
+import gc
 import logging
 import random
 from dataclasses import replace
@@ -7,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine.small_models import EVEN, GEMMA3, QWEN3, converted, random_tokens, random_weights
+from engine.small_models import EVEN, GEMMA3, QWEN3, WINDOW, converted, random_tokens, random_weights
 
 from kvblocks import Sequence
 from kvblocks.engine import Engine, LoadedModel, StepLimits
 from kvblocks.engine.tiers.block_bytes import BlockBytes
 from kvblocks.engine.tiers.places import DiskPlace, HostPlace
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
-from kvblocks.tiers.disk import DiskError
+from kvblocks.tiers.disk import DiskError, DiskStore
 
 CONFIG = replace(EVEN, tie_word_embeddings=False)
 NUM_BLOCKS = 24
@@ -390,8 +391,8 @@ def test_a_refused_engine_leaves_another_models_folder_alone(make, tmp_path):
     options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB"}
     with make(**options) as engine:
         ask(engine, prompt)
-    windows = replace(GEMMA3, tie_word_embeddings=False)
-    with pytest.raises(InvalidArgumentError, match="one group of layers"):
+    windows = replace(QWEN3, windows=(WINDOW, WINDOW))
+    with pytest.raises(InvalidArgumentError, match="tiers: expected a group of full attention, got"):
         make(LoadedModel(windows, random_weights(windows)), **options)
     assert ask(make(**options), prompt)[0].num_loaded_tokens == {"disk": 288}
 
@@ -542,6 +543,141 @@ def test_many_prompts_over_windows_and_a_host_get_what_they_get_alone(make, wind
     assert stats(engine, "host").num_loaded_blocks > 20
 
 
-def test_a_disk_below_windows_is_refused_by_name(make, windowed, tmp_path):
-    with pytest.raises(InvalidArgumentError, match="disk_cache: expected a model with one group of layers"):
-        make(windowed, num_blocks=70, disk_cache=tmp_path / "kv", disk_cache_size="64MiB")
+@pytest.mark.parametrize("secret", [None, b"a secret of sixteen or more"])
+def test_windows_come_from_the_disk_after_a_restart(make, windowed, tmp_path, secret):
+    prompt = random_tokens(windowed.config, 290, seed=5)
+    options = {
+        "disk_cache": tmp_path / "kv",
+        "disk_cache_size": "64MiB",
+        "disk_cache_secret": secret,
+        "num_blocks": 100,
+    }
+    plain, expected = ask(make(windowed, num_blocks=100, enable_prefix_caching=False), prompt)
+    with make(windowed, **options) as engine:
+        ask(engine, prompt)
+    again, logits = ask(make(windowed, **options), prompt)
+    assert torch.equal(logits, expected)
+    assert again.token_ids == plain.token_ids
+    assert (again.num_cached_tokens, again.num_loaded_tokens) == (288, {"disk": 288})
+
+
+def test_what_prompts_begin_with_is_there_after_a_restart(make, windowed, tmp_path):
+    """It is stored where two of them part, with the windows that the next one sees there."""
+    shared = random_tokens(windowed.config, 272, seed=5)
+    asked = [shared + random_tokens(windowed.config, 20, seed=seed) for seed in range(3)]
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB", "num_blocks": 200}
+    expected = [ask(make(windowed, num_blocks=200, enable_prefix_caching=False), prompt) for prompt in asked]
+    with make(windowed, **options) as engine:
+        for prompt in asked[:2]:
+            ask(engine, prompt)
+    again, logits = ask(make(windowed, **options), asked[2])
+    assert torch.equal(logits, expected[2][1])
+    assert again.token_ids == expected[2][0].token_ids
+    assert again.num_loaded_tokens == {"disk": 272}
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_many_prompts_over_windows_and_restarts_get_what_they_get_alone(make, windowed, tmp_path, is_damaged):
+    chooser = random.Random(7)
+    shared = [random_tokens(windowed.config, 290, seed=seed) for seed in range(3)]
+    asked = [
+        shared[chooser.randrange(3)][: chooser.choice([128, 289, 290])] + random_tokens(windowed.config, n, seed=n)
+        for n in range(1, 9)
+    ]
+    plain = make(windowed, num_blocks=300, enable_prefix_caching=False)
+    expected = [plain.generate([prompt], max_tokens=4)[0].token_ids for prompt in asked]
+    num_blocks = 40 * len(plain.manager.groups)
+    options = {
+        "host_cache": "300KiB",
+        "disk_cache": tmp_path / "kv",
+        "disk_cache_size": "4MiB",
+        "num_blocks": num_blocks,
+    }
+    num_loaded = 0
+    for _ in range(3):
+        with make(windowed, **options) as engine:
+            engine.limits = StepLimits(96, 6)
+            completions = engine.generate(asked, max_tokens=4)
+            assert [completion.token_ids for completion in completions] == expected
+            settle(engine)
+            engine.manager.check()
+            assert engine.manager.num_free_blocks == num_blocks
+            num_loaded += stats(engine, "disk").num_loaded_blocks
+        if is_damaged:
+            arena = max((tmp_path / "kv").iterdir(), key=lambda path: path.stat().st_size)
+            content = bytearray(arena.read_bytes())
+            for _ in range(10):
+                content[chooser.randrange(len(content))] ^= 1 << chooser.randrange(8)
+            arena.write_bytes(content)
+    assert num_loaded > 20
+
+
+def test_another_window_is_another_model(make, tmp_path, caplog):
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB", "num_blocks": 100}
+    prompt = random_tokens(QWEN3, 290, seed=5)
+    weights = random_weights(QWEN3)
+    with make(LoadedModel(QWEN3, weights), **options) as engine:
+        ask(engine, prompt)
+    with caplog.at_level(logging.WARNING, "kvblocks.tiers.disk"):
+        other = make(LoadedModel(replace(QWEN3, windows=(None, WINDOW + 1)), weights), **options)
+    assert "emptied: expected fingerprint" in caplog.text
+    assert ask(other, prompt)[0].num_cached_tokens == 0
+
+
+# Six layers see a window, five see everything: of a block of theirs a part is nobody's.
+PADDED = replace(GEMMA3, num_layers=11, windows=((WINDOW, None) * 6)[:11], tie_word_embeddings=False)
+
+
+def test_no_tenants_data_stays_on_the_disk_beside_another_ones(make, tmp_path):
+    model = LoadedModel(PADDED, random_weights(PADDED))
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB", "num_blocks": 42}
+    engine = make(model, **options)
+    assert [len(layers) for layers in engine.plan.group_layers] == [6, 5]
+    ann, bob = (random_tokens(PADDED, 290, seed=seed) for seed in (1, 2))
+    _, expected = ask(engine, bob, salt="bob")
+    engine.generate([ann], max_tokens=6, ignore_eos=True, salt="ann")
+    settle(engine)
+    rows = BlockBytes(engine.runner.kv_cache)
+    probe = engine.manager.get_computed_blocks(Sequence("probe", ann, salt="ann"))
+    held = [block.block_id for group in range(2) for block in probe.group_blocks(group) if block is not None]
+    parts = {part.tobytes() for row in rows.rows_of(held) for part in row.reshape(12, -1) if part.any()}
+    assert len(parts) > 200
+    for seed in range(3, 6):
+        engine.generate([random_tokens(PADDED, 290, seed=seed)], max_tokens=6, ignore_eos=True, salt="bob")
+        settle(engine)
+    engine.forget_salt("ann")
+    engine.close()
+    content = b"".join(path.read_bytes() for path in (tmp_path / "kv").iterdir())
+    assert not any(part in content for part in parts)
+    again, logits = ask(make(model, **options), bob, salt="bob")
+    assert again.num_loaded_tokens == {"disk": 288}
+    assert torch.equal(logits, expected)
+
+
+# --- Python's collector ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("was_enabled", [False, True])
+def test_the_collector_is_left_as_it_was(make, tmp_path, monkeypatch, was_enabled, fails):
+    seen = []
+
+    def remembered(self):
+        seen.append(gc.isenabled())
+        if fails:
+            raise DiskError("expected a disk that can be read, got none")
+        return []
+
+    monkeypatch.setattr(DiskStore, "remembered", remembered)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB"}
+    if not was_enabled:
+        gc.disable()
+    try:
+        if fails:
+            with pytest.raises(DiskError, match="expected a disk that can be read"):
+                make(**options)
+        else:
+            make(**options)
+        assert (seen, gc.isenabled()) == ([False], was_enabled)
+    finally:
+        gc.enable()

@@ -1,15 +1,28 @@
 """Payloads against the installed vLLM's own classes: what they write we read, and what we write is what they write."""
 
+import time
 from random import Random
 from typing import Any
 
 import msgspec
+import pytest
+import zmq
 from vllm.distributed import kv_events
-from vllm.distributed.kv_events import KVEventBatch
+from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+import kvblocks
 from integrations.vllm.test_events import make_requests, make_stand, random_run
-from kvblocks.wire import CODECS, BlockRemoved, BlockStored, EventBatch, decode
+from kvblocks.wire import (
+    CODECS,
+    BlockRemoved,
+    BlockStored,
+    Converter,
+    EventBatch,
+    MirrorClient,
+    Source,
+    decode,
+)
 from kvblocks.wire.convert import to_u64
 
 THEIRS = msgspec.msgpack.Decoder(KVEventBatch)
@@ -97,3 +110,49 @@ def test_low_bits_are_those_that_vllm_takes(monkeypatch):
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
     digest: Any = Random(1).randbytes(32)
     assert to_u64(digest) == maybe_convert_block_hash(digest)
+
+
+def test_a_mirror_follows_vllms_own_publisher(unused_ends):
+    """It has no snapshots. Asked for one it answers nothing, and is followed by its replays."""
+    publisher = ZmqEventPublisher(2, *unused_ends)
+    stored = [kv_events.BlockStored([n], None, [n], 1, None, "GPU", None) for n in range(5)]
+    for event in stored[:3]:
+        publisher.publish(KVEventBatch(1.0, [event]))
+    config = publisher.get_publisher_config()
+    ends = [str(end).replace("*", "127.0.0.1") for end in (config.endpoint, config.replay_endpoint)]
+    with MirrorClient({"w": Source(*ends)}, patience=0.2) as client:
+        mirror, until = client.mirror, time.monotonic() + 60
+        try:
+            while mirror.number("w") != 2:
+                assert client.receive(0.1) >= 0 and time.monotonic() < until
+            publisher.publish(KVEventBatch(2.0, [*stored[3:], kv_events.BlockRemoved([0], "GPU")]))
+            while mirror.number("w") != 3:
+                assert client.receive(0.1) >= 0 and time.monotonic() < until
+        finally:
+            publisher.shutdown()
+        assert mirror.is_complete("w") and mirror.places("w") == {(2, 0, "GPU"): {1, 2, 3, 4}}
+        assert mirror.epoch("w") is None and mirror.find("w", [3, 4, 5], rank=2) == 2
+
+
+def test_vllm_reads_what_our_publisher_says():
+    events = [kvblocks.BlockStored((b"a" * 32,), None, bytes(16), 4), kvblocks.BlockRemoved((b"a" * 32,))]
+    for codec in ("vllm", "sglang"):
+        batch = EventBatch(1.0, Converter(codec).convert([*events, kvblocks.AllBlocksCleared()]), 4)
+        if codec == "vllm":
+            theirs = THEIRS.decode(CODECS[codec].encode(batch))
+            assert theirs.data_parallel_rank == 4
+            assert msgspec.msgpack.encode(theirs) == CODECS[codec].encode(batch)
+        else:  # SGLang leaves out what vLLM's class has no default for
+            with pytest.raises(msgspec.ValidationError, match="missing required field"):
+                THEIRS.decode(CODECS[codec].encode(batch))
+
+
+@pytest.fixture
+def unused_ends():
+    """Two endpoints that vLLM adds the rank, 2, to."""
+    context: Any = zmq.Context.instance()
+    ends = []
+    for _ in range(2):
+        with context.socket(zmq.PUB) as taken:
+            ends.append(f"tcp://*:{taken.bind_to_random_port('tcp://127.0.0.1') - 2}")
+    return ends

@@ -19,14 +19,16 @@ OPTIONS = {"fingerprint": b"a" * 32, "num_block_bytes": BLOCK_BYTES, "block_size
 
 
 def identity_of(number: int) -> BlockIdentity:
-    """One of any number of identities: first blocks and later ones, with keys and without."""
+    """One of any number of identities: first blocks and later ones, with keys and without, and other groups'."""
     seed = random.Random(number)
+    if number % 5 == 4:
+        return BlockIdentity(seed.randbytes(32), b"", b"", number)
     parent = seed.randbytes(32) if number % 4 else b""
     return BlockIdentity(parent, seed.randbytes(number % 3 * 100), number.to_bytes(16, "little"))
 
 
 def number_of(identity: BlockIdentity) -> int:
-    return int.from_bytes(identity.tokens, "little")
+    return identity.column or int.from_bytes(identity.tokens, "little")
 
 
 def payload_of(number: int) -> bytes:

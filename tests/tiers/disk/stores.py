@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tiers.disk.histories import BLOCK_BYTES, OPTIONS, identity_of, payload_of
+from tiers.disk.histories import BLOCK_BYTES, OPTIONS, identity_of, number_of, payload_of
 
 from kvblocks.tiers.disk import DiskStore
 
@@ -36,7 +36,7 @@ def reads(store, slot, number):
 
 def remembered(store):
     """What a store remembers, as slots and numbers, in its order."""
-    return [(slot, int.from_bytes(identity.tokens, "little")) for slot, identity in store.remembered()]
+    return [(slot, number_of(identity)) for slot, identity in store.remembered()]
 
 
 def sizes(folder):

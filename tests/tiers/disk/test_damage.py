@@ -242,9 +242,12 @@ def test_rows_that_are_damaged_while_open_are_left_out(tmp_path, monkeypatch):
         bad = [(store.num_slots, *good[1:]), (-1, *good[1:]), (b"1", *good[1:]), (1, b"5", *good[2:])]
         bad += [(1, 5, None, b"", bytes(16)), (1, 5, b"p", b"", bytes(16)), (1, 5, b"", 7, bytes(16))]
         bad += [(1, 5, b"", b"k" * 513, bytes(16)), (1, 5, b"", b"", bytes(15)), (1, 5, b"", b"", 1.5)]
-        monkeypatch.setattr(store._index, "rows", lambda: [good, *bad])  # noqa: SLF001
-        assert store.remembered() == [(1, BlockIdentity(*good[2:]))]
-        assert store.stats.num_damaged_blocks == len(bad) == 10
+        column = (2, 6, b"p" * 32, b"\0", b"\1\0\0\0")
+        bad += [(*column[:2], b"p" * 31, *column[3:]), (*column[:2], b"", *column[3:]), (*column[:4], bytes(4))]
+        bad += [(*column[:4], bytes(5)), (*column[:4], b""), (*column[:3], b"\0\0", column[4])]
+        monkeypatch.setattr(store._index, "rows", lambda read: [read(row) for row in (good, column, *bad)])  # noqa: SLF001
+        assert store.remembered() == [(1, BlockIdentity(*good[2:])), (2, BlockIdentity(b"p" * 32, b"", b"", 1))]
+        assert store.stats.num_damaged_blocks == len(bad) == 16
 
 
 def test_an_index_that_somebody_else_has_open_is_not_thrown_away(filled, tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import sqlite3
 import threading
 import time
 
@@ -10,7 +11,7 @@ from tiers.disk import stores
 from tiers.disk.histories import BLOCK_BYTES, OPTIONS, identity_of, payload_of
 from tiers.disk.stores import fill, open_store, reads, remembered
 
-from kvblocks import InvalidArgumentError, KVCacheManager, Sequence, Tier
+from kvblocks import FullAttention, InvalidArgumentError, KVCacheManager, Sequence, SlidingWindow, Tier
 from kvblocks.tiers.disk import DiskError, DiskStats, DiskStore
 from kvblocks.tiers.identity import BlockIdentity
 
@@ -120,10 +121,36 @@ def test_a_block_with_too_many_keys_is_not_stored(store):
     assert store.read([1], [most], bytearray(BLOCK_BYTES)) == 1
 
 
-def test_a_manager_takes_back_what_another_one_stored(tmp_path):
+def test_a_row_holds_an_identitys_parts(tmp_path):
+    """What folders of before hold is read as it is, for ever."""
+    beside = BlockIdentity(b"p" * 32, b"", b"", 258)
+    with open_store(tmp_path) as store:
+        store.remember({3: BlockIdentity(b"", b"keys", bytes(16)), 1: beside})
+    connection = sqlite3.connect(tmp_path / "kvblocks.index")
+    (table,) = connection.execute("SELECT sql FROM sqlite_master").fetchone()
+    rows = connection.execute("SELECT * FROM slots ORDER BY number").fetchall()
+    connection.close()
+    columns = "slot INTEGER PRIMARY KEY, number INTEGER NOT NULL, parent BLOB NOT NULL, keys BLOB NOT NULL"
+    assert table == f"CREATE TABLE slots ({columns}, tokens BLOB NOT NULL)"
+    assert rows == [(3, 0, b"", b"keys", bytes(16)), (1, 1, b"p" * 32, b"\0", b"\2\1\0\0")]
+    with open_store(tmp_path) as store:
+        assert store.remembered() == [(3, BlockIdentity(b"", b"keys", bytes(16))), (1, beside)]
+        assert store.stats.num_damaged_blocks == 0
+
+
+def test_blocks_of_columns_are_told_apart(store):
+    beside = [BlockIdentity(b"p" * 32, b"", b"", column) for column in (1, 2)]
+    store.write([0, 1], beside, payload_of(1) + payload_of(2))
+    out = bytearray(BLOCK_BYTES)
+    assert [store.read([slot], [one], out) for slot in range(2) for one in beside] == [1, 0, 0, 1]
+    assert out == payload_of(2)
+
+
+@pytest.mark.parametrize("groups", [[FullAttention(4)], [FullAttention(4), SlidingWindow(4, 8)]])
+def test_a_manager_takes_back_what_another_one_stored(tmp_path, groups):
     def make(store):
         tiers = [Tier("disk", store.num_slots, BLOCK_BYTES, is_persistent=True)]
-        return KVCacheManager(16, 4, tiers=tiers, debug=True)
+        return KVCacheManager(32, groups=groups, tiers=tiers, debug=True)
 
     with open_store(tmp_path) as store:
         manager = make(store)
@@ -139,10 +166,10 @@ def test_a_manager_takes_back_what_another_one_stored(tmp_path):
         store.remember(changes)
     with open_store(tmp_path) as store:
         manager = make(store)
-        assert manager.tiers.restore("disk", store.remembered()) == len(changes) == 5
-        (found,) = manager.tiers.find(manager.get_computed_blocks(Sequence("b", range(20), salt="ours")))
-        assert found.num_tokens == 16 and not manager.tiers.find(manager.get_computed_blocks(Sequence("c", range(20))))
-        assert store.read(*zip(*store.remembered(), strict=True), bytearray(len(payload))) == 5
+        assert manager.tiers.restore("disk", store.remembered()) == len(changes) == (5 if len(groups) == 1 else 7)
+        (found,) = manager.tiers.find(manager.get_computed_blocks(Sequence("b", range(21), salt="ours")))
+        assert found.num_tokens == 20 and not manager.tiers.find(manager.get_computed_blocks(Sequence("c", range(21))))
+        assert store.read(*zip(*store.remembered(), strict=True), bytearray(len(payload))) == len(changes)
 
 
 # Erasing.
@@ -325,7 +352,11 @@ BYTES = payload_of(1)
         ("write", ([1], [], BYTES), "expected 1 identities, one a slot; got 0"),
         ("write", ([1], [b"x"], BYTES), "expected a BlockIdentity, got b'x'"),
         ("write", ([1], [BlockIdentity(b"", b"", b"1234")], BYTES), "expected a BlockIdentity of 4 tokens"),
-        ("write", ([1], [BlockIdentity(b"short", b"", bytes(16))], BYTES), "behind b'' or a SHA-256 digest, got"),
+        (
+            "write",
+            ([1], [BlockIdentity(b"short", b"", bytes(16))], BYTES),
+            "behind b'' or a SHA-256 digest, or in a column, got",
+        ),
         ("write", ([1, 1], ONE * 2, BYTES * 2), "expected each slot once, got [1, 1]"),
         ("write", ([1], ONE, BYTES[1:]), "payload: expected a C-contiguous buffer of 1 x 6000 bytes, got 5999 bytes"),
         ("write", ([1], ONE, "x" * 6000), "expected a C-contiguous buffer of 1 x 6000 bytes, got <class 'str'>"),
@@ -337,6 +368,9 @@ BYTES = payload_of(1)
         ("remember", ({0: None, -1: None},), "remember: slot: expected an int from 0 to"),
         ("remember", ({0: None, 1: b"x"},), "expected a BlockIdentity, got b'x'"),
         ("remember", ({0: None, 1: BlockIdentity(b"", b"", b"")},), "expected a BlockIdentity of 4 tokens"),
+        ("remember", ({0: None, 1: BlockIdentity(b"", b"", b"", 1)},), "expected a BlockIdentity of 4 tokens"),
+        ("remember", ({0: None, 1: BlockIdentity(b"p" * 32, b"k", b"", 1)},), "expected a BlockIdentity of 4 tokens"),
+        ("remember", ({0: None, 1: BlockIdentity(b"p" * 32, b"", bytes(16), 1)},), "expected a BlockIdentity of 4 tok"),
         ("erase", ([0, 10**6],), "erase: slot: expected an int from 0 to"),
         ("erase", (0,), "erase: expected slots, got 0"),
     ],

@@ -1,0 +1,50 @@
+"""`GroupTierPool`: the slots of a tier below several groups."""
+
+from typing import SupportsIndex
+
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.groups.index import GroupIndex
+from kvblocks.groups.layout import GroupLayout
+from kvblocks.groups.pool import GroupPool
+from kvblocks.tiers.changes import SlotChanges
+from kvblocks.tiers.identity import identity_names
+from kvblocks.tiers.pool import TierPool
+from kvblocks.tiers.tier import Tier
+
+
+class PersistentGroupSlots(GroupPool):
+    """`GroupPool` that says which slots hold nothing any more, though nobody took them. As `PersistentSlots`."""
+
+    def __init__(self, num_blocks: SupportsIndex, index: GroupIndex, changes: SlotChanges) -> None:
+        super().__init__(num_blocks, index)
+        self._changes = changes
+
+    def requeue_detached(self) -> None:
+        """`GroupPool.requeue_detached`; what these slots held is not to be found any more, though it is there still."""
+        self._changes.note_unstored(self.index.detached)
+        super().requeue_detached()
+
+
+class GroupTierPool(TierPool):
+    """`TierPool` whose slots hold any group's blocks. group_index: what they hold."""
+
+    def __init__(self, tier: Tier, layout: GroupLayout, max_storing: int) -> None:
+        """layout: of the manager's groups."""
+        self.group_index = index = GroupIndex(layout, identity_names())
+        changes = SlotChanges() if tier.is_persistent else None
+        number = tier.num_blocks
+        slots = GroupPool(number, index) if changes is None else PersistentGroupSlots(number, index, changes)
+        super().__init__(tier, max_storing, slots, changes)
+
+    def attach(self, primary: KVCacheBlock, column: int, slot: KVCacheBlock) -> bool:
+        """As `TierPool`, if the layout has such a column, and nothing is in it."""
+        return column <= self.group_index.layout.row_size and self.group_index.attach(primary, column - 1, slot)
+
+    def is_used_with_prefix(self, column: int) -> bool:
+        """As `TierPool`: what hits at a later end need, or at every so many tokens; not the window of a former end."""
+        if self.window_store_tokens is not None:
+            return True
+        for side_group in self.group_index.layout.side_groups:
+            if side_group.first_column < column <= side_group.first_column + side_group.num_columns:
+                return side_group.window is None
+        return False

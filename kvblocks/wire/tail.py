@@ -1,0 +1,206 @@
+"""`python -m kvblocks.wire tail tcp://…`: what a publisher says, a line an event, as it happens."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+from kvblocks.wire.client import MirrorClient, Source
+from kvblocks.wire.codecs import decode
+from kvblocks.wire.errors import MalformedFrameError, missing
+from kvblocks.wire.frames import Batch, ReplayEnd, SnapshotChunk, read_batch, read_reply, replay_request
+from kvblocks.wire.records import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Hash, UnknownEvent, WireEvent
+
+try:
+    import msgspec
+    import zmq
+except ImportError as _error:
+    raise missing(_error.name or "pyzmq", _error) from _error
+
+_NUM_SHOWN: Final = 4  # hashes of an event
+_SILENCE: Final = 10.0  # seconds after which a person is told that nothing comes
+_PATIENCE: Final = 3.0  # seconds for a replay to begin
+_WORKER: Final = "publisher"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. arguments: None: the process's own. Return its exit status."""
+    options = make_parser().parse_args(arguments)
+    try:
+        tail(options, print)
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read the lines has gone; Python would complain of it once more
+        return 0
+    except (zmq.ZMQError, ConnectionError) as error:
+        print(f"kvblocks.wire: {options.endpoint}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m kvblocks.wire", description="Looks at the events of a KV cache.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("tail", help="show what a publisher says, a line an event, as it happens")
+    command.add_argument("endpoint", help="where it publishes: tcp://HOST:PORT")
+    command.add_argument("--replay", metavar="ENDPOINT", help="where it can be asked: first show all that it keeps")
+    command.add_argument("--topic", default="", help="only what is published under topics that begin so")
+    command.add_argument("--json", action="store_true", help="a JSON object an event, with all that it says")
+    command.add_argument("--mirror", action="store_true", help="after each batch, a line on what is cached now")
+    command.add_argument("--count", type=int, metavar="N", help="stop after N batches")
+    return parser
+
+
+def tail(options: argparse.Namespace, out: Callable[[str], None]) -> None:
+    """Give each line to `out`, until `--count` batches have come. Raises zmq.ZMQError for a bad endpoint."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    sources = {_WORKER: Source(options.endpoint, options.replay, options.topic)} if options.mirror else {}
+    num_batches, last = 0, None
+    with context.socket(zmq.SUB) as live, MirrorClient(sources) as client:
+        live.setsockopt(zmq.LINGER, 0)
+        live.subscribe(options.topic.encode())
+        live.connect(options.endpoint)
+        for batch in batches(live, options):
+            if last is not None and batch.number > last + 1 and not options.json:
+                out(f"! {batch.number - last - 1} batches before the next one did not come, or it was started again")
+            if last is not None and batch.number <= last and not options.json:
+                out(f"! number {batch.number} after {last}: it was started again")
+            last = batch.number
+            for line in lines(batch, as_json=options.json):
+                out(line)
+            if options.mirror:
+                client.receive(0.2)
+                out(summary(client, as_json=options.json))
+            num_batches += 1
+            if options.count is not None and num_batches >= options.count:
+                return
+
+
+def batches(live: "zmq.Socket[bytes]", options: argparse.Namespace) -> Iterator[Batch]:
+    """Yield what is kept, if that was asked for, then what comes, without what was there already."""
+    last = -1
+    if options.replay is not None:
+        for batch in replayed(options.replay):
+            last = batch.number
+            yield batch
+    waited = 0.0
+    while True:
+        if not live.poll(1000):
+            waited += 1.0
+            if waited == _SILENCE:
+                print(f"# nothing has come from {options.endpoint} for {_SILENCE:.0f} s", file=sys.stderr)
+            continue
+        waited = 0.0
+        try:
+            batch = read_batch(live.recv_multipart())
+        except MalformedFrameError as error:
+            print(f"# {error}", file=sys.stderr)
+            continue
+        if batch.number != last:
+            last = batch.number
+            yield batch
+
+
+def replayed(endpoint: str) -> Iterator[Batch]:
+    """Yield all that a publisher keeps. Raises ConnectionError if it doesn't answer."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    with context.socket(zmq.DEALER) as asks:
+        asks.setsockopt(zmq.LINGER, 0)
+        asks.connect(endpoint)
+        asks.send_multipart(replay_request(0))
+        until = time.monotonic() + _PATIENCE
+        while asks.poll(int(1000 * max(0.0, until - time.monotonic()))):
+            until = time.monotonic() + _PATIENCE
+            reply = read_reply(asks.recv_multipart())
+            if isinstance(reply, ReplayEnd):
+                return
+            if not isinstance(reply, SnapshotChunk):
+                yield reply
+    raise ConnectionError(f"expected a replay from {endpoint} within {_PATIENCE:.0f} s, got none")
+
+
+def lines(batch: Batch, *, as_json: bool) -> Iterator[str]:
+    """Yield a line for each event of a batch; one for a batch of none, and for one that can't be read."""
+    topic = batch.topic.decode(errors="replace")
+    try:
+        said = decode(batch.payload)
+    except MalformedFrameError as error:
+        yield as_text({"number": batch.number, "topic": topic, "malformed": str(error)}) if as_json else f"! {error}"
+        return
+    if as_json:
+        events: list[WireEvent | None] = [*said.events] or [None]
+        for event in events:
+            yield as_text(_row(batch, topic, said, event))
+        return
+    when = datetime.fromtimestamp(said.ts).astimezone().strftime("%H:%M:%S.%f")[:-3] if 0 <= said.ts < 1e11 else "?"
+    head = f"{when} {batch.number}" + (f" {topic}" if topic else "")
+    head += f" rank {said.data_parallel_rank}" if said.data_parallel_rank else ""
+    for event in said.events:
+        yield f"{head}  {describe(event)}"
+    if not said.events:
+        yield f"{head}  heartbeat"
+
+
+def describe(event: WireEvent) -> str:
+    """Return what an event says, in a few words. Tokens are private: of these, only how many there are."""
+    if isinstance(event, AllBlocksCleared):
+        return "cleared    all blocks"
+    if isinstance(event, UnknownEvent):
+        return f"unknown    {event.type!r}"
+    if isinstance(event, BlockRemoved):
+        return f"removed    {_blocks(event)}"
+    notes = [f"{len(event.token_ids)} tokens"]
+    if event.parent_block_hash is not None:
+        notes.append(f"behind {_name(event.parent_block_hash)}")
+    named: dict[str, Any] = {"lora": event.lora_name, "window": event.kv_cache_spec_sliding_window}
+    named |= {"session": event.session_id, "locality": event.locality}
+    notes += [f"{name} {value}" for name, value in named.items() if value is not None]
+    if any(event.extra_keys or ()):
+        notes.append("extra keys")
+    return f"stored     {_blocks(event)}, {', '.join(notes)}"
+
+
+def summary(client: MirrorClient, *, as_json: bool) -> str:
+    """Return what the mirror has by now."""
+    mirror = client.mirror
+    held = {f"rank {p.rank} group {p.group} {p.medium}": len(names) for p, names in mirror.places(_WORKER).items()}
+    counts = msgspec.to_builtins(mirror.stats)
+    state = {"number": mirror.number(_WORKER), "is_complete": mirror.is_complete(_WORKER), "blocks": held} | counts
+    if as_json:
+        return as_text({"mirror": state})
+    blocks = ", ".join(f"{number} in {place}" for place, number in held.items()) or "nothing"
+    known = "complete" if state["is_complete"] else "not complete"
+    notes = "".join(f", {number} {name.removeprefix('num_')}" for name, number in counts.items() if number)
+    return f"= cached: {blocks}; {known}{notes}"
+
+
+def as_text(row: Any) -> str:
+    """Return a row as JSON; bytes as hexadecimal digits."""
+    return json.dumps(row, default=lambda value: value.hex() if isinstance(value, bytes) else repr(value))
+
+
+def _row(batch: Batch, topic: str, said: EventBatch, event: WireEvent | None) -> dict[str, Any]:
+    row = {"ts": said.ts, "number": batch.number, "topic": topic, "rank": said.data_parallel_rank}
+    if event is None:
+        return row | {"event": None}
+    if isinstance(event, UnknownEvent):
+        return row | {"event": event.type, "content": event.content}
+    fields = {name: value for name in event.__struct_fields__ if (value := getattr(event, name)) is not None}
+    return row | {"event": type(event).__name__} | fields
+
+
+def _blocks(event: BlockStored | BlockRemoved) -> str:
+    names = event.block_hashes
+    more = " …" if len(names) > _NUM_SHOWN else ""
+    place = f"{event.medium or '?'}" + (f" group {event.group_idx}" if event.group_idx else "")
+    count = "1 block" if len(names) == 1 else f"{len(names)} blocks"
+    return f"{count} in {place}: {' '.join(map(_name, names[:_NUM_SHOWN]))}{more}"
+
+
+def _name(name: Hash) -> str:
+    return (name.hex() if isinstance(name, bytes) else f"{name & 2**64 - 1:016x}")[-12:]

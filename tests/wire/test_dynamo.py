@@ -1,0 +1,155 @@
+"""Dynamo's own indexer, fed by our publisher, answers as the engine's cache does. `make test-wire` runs this."""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from random import Random
+from socket import socket
+from typing import Any
+
+import pytest
+
+pytest.importorskip("dynamo._core", reason="needs ai-dynamo-runtime: make test-wire")
+
+from kvblocks import KVCacheManager, Sequence
+from kvblocks.wire import Converter, EventPublisher, MirrorClient, Source
+from kvblocks.wire.convert import to_u64
+
+BLOCK = 4
+LOCAL = "tcp://127.0.0.1:0"
+SECONDS = 30
+
+
+class Indexer:
+    """`python -m dynamo.indexer`, asked over HTTP."""
+
+    def __init__(self) -> None:
+        with socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [sys.executable, "-m", "dynamo.indexer", "--port", str(self.port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for(self.is_up)
+
+    def is_up(self) -> bool:
+        assert self.process.poll() is None
+        try:
+            self.ask("/health")
+        except urllib.error.HTTPError:
+            return True
+        except (urllib.error.URLError, ConnectionError):
+            return False
+        return True
+
+    def ask(self, path: str, **body: Any) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            json.dumps(body).encode() if body else None,
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            text = answer.read()
+        return json.loads(text) if text.startswith((b"{", b"[")) else text
+
+    def listen(self, worker: int, model: str, publisher: EventPublisher) -> None:
+        where = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+        self.ask("/register", instance_id=worker, model_name=model, block_size=BLOCK, **where)
+
+    def find(self, worker: int, model: str, tokens: list[int]) -> int:
+        """How many blocks of a prompt a worker has cached, says Dynamo."""
+        scores = self.ask("/query", token_ids=tokens, model_name=model)["scores"]
+        return scores.get(str(worker), {}).get("0", 0) // BLOCK
+
+
+def wait_for(condition) -> None:
+    until = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def indexer():
+    running = Indexer()
+    yield running
+    running.process.kill()
+    running.process.wait()
+
+
+class Engine:
+    """A manager, its publisher, and what its prompts were."""
+
+    def __init__(self, seed: int, codec: str, **options: Any) -> None:
+        self.random = Random(seed)
+        self.prompts: list[list[int]] = []
+        self.options = {"heartbeat": 0.05, "converter": Converter(codec)} | options
+        self.start(LOCAL, LOCAL)
+
+    def start(self, *ends: str) -> None:
+        self.publisher = EventPublisher(*ends, **self.options)
+        self.manager = KVCacheManager(64, BLOCK, enable_events=True, hash_algorithm="sha256")
+
+    def restart(self) -> None:
+        ends = self.publisher.endpoint, self.publisher.replay_endpoint
+        self.publisher.close()
+        self.start(*ends)
+
+    def run(self, num_steps: int) -> None:
+        random = self.random
+        for _ in range(num_steps):
+            prompt = [random.randrange(3) for _ in range(random.randrange(BLOCK, 12 * BLOCK))]
+            self.prompts.append(prompt)
+            sequence = Sequence(len(self.prompts), prompt)
+            if self.manager.allocate_slots(sequence, hit=self.manager.get_computed_blocks(sequence)) is not None:
+                self.manager.free(sequence)
+            self.publisher.publish(self.manager.take_events())
+
+    def expected(self, prompt: list[int]) -> tuple[int, list[int]]:
+        """How many blocks of a prompt are cached, and their names, asked of the manager."""
+        probe = self.manager.get_computed_blocks(Sequence("probe", [*prompt, 0]))
+        blocks = [] if probe is None else probe.blocks
+        return len(blocks), [to_u64(block.block_hash or b"") for block in blocks]
+
+
+@pytest.mark.parametrize(("worker", "codec"), [*enumerate(["vllm", "vllm:array", "sglang"])])
+def test_dynamo_answers_as_the_cache_does(indexer, worker, codec):
+    engine, model = Engine(7, codec), codec.replace(":", "-")
+    with MirrorClient({"w": Source(engine.publisher.endpoint, engine.publisher.replay_endpoint)}) as client:
+        indexer.listen(worker, model, engine.publisher)
+        engine.run(150)
+        check_all(indexer, worker, model, engine, client)
+        engine.manager.reset_prefix_cache()
+        engine.run(40)
+        check_all(indexer, worker, model, engine, client)
+    engine.publisher.close()
+
+
+def test_dynamo_follows_a_restart(indexer):
+    """Since numbers go on upwards and the first batch clears. Numbers from 0 again would be taken for old ones."""
+    engine = Engine(8, "vllm")
+    with MirrorClient({"w": Source(engine.publisher.endpoint, engine.publisher.replay_endpoint)}) as client:
+        indexer.listen(9, "restarted", engine.publisher)
+        engine.run(100)
+        check_all(indexer, 9, "restarted", engine, client)
+        engine.restart()
+        engine.run(30)
+        check_all(indexer, 9, "restarted", engine, client)
+    engine.publisher.close()
+
+
+def check_all(indexer: Indexer, worker: int, model: str, engine: Engine, client: MirrorClient) -> None:
+    """Compare every prompt so far, once what was said has arrived."""
+    newest, last = engine.prompts[-1], engine.publisher.number
+    wait_for(lambda: client.receive(0.01) >= 0 and (client.mirror.number("w") or 0) >= last)
+    assert client.mirror.is_complete("w")
+    wait_for(lambda: indexer.find(worker, model, newest) == engine.expected(newest)[0])
+    time.sleep(0.2)  # the indexer says of no batch that it has it
+    found = [indexer.find(worker, model, prompt) for prompt in engine.prompts]
+    expected = [engine.expected(prompt) for prompt in engine.prompts]
+    assert found == [number for number, _ in expected]
+    assert sum(found) > 50 and 0 in found
+    for _, names in expected:
+        assert client.mirror.find("w", names) == len(names)
