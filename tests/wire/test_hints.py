@@ -171,6 +171,14 @@ def test_hashes_are_of_one_prefix_and_of_one_block_each() -> None:
     assert answer["outcome"] == "rejected" and "one prefix" in answer["reason"]
 
 
+def test_what_was_cached_before_a_reset_has_no_name() -> None:
+    manager = make_manager(64)
+    run(manager)
+    digests = manager.block_hashes(Sequence("x", PROMPT))
+    manager.reset_prefix_cache()
+    assert say(make(manager), "pin", block_hashes=digests)["outcome"] == "missing"
+
+
 def test_nothing_of_another_tenant_is_known() -> None:
     manager = make_manager(64)
     run(manager, salt="ann")
@@ -413,8 +421,10 @@ def test_what_a_tenant_sent_is_forgotten() -> None:
     assert [one.outcome for one in executor.carry_out(sent, "t", 0.0).answers] == ["accepted", "deferred"]
     say(executor, "pin", token_ids=[8] * 8, tenant="t", ttl_s=5)
     executor.carry_out(envelope(message_id="later"), "t", 5.0)  # that one is over, and its answer waits
+    told = executor.stats.num_answers
     executor.forget("t")
     executor.forget("nobody")
+    assert executor.stats.num_answers == told
     assert [pin.sequence.salt for pin in manager.pins] == ["u"]
     assert executor.step(9999.0)[0].tenant == "u"
     executor.carry_out(sent, "t", 9999.0)

@@ -10,7 +10,8 @@ there is not. So no order of hints locks the pool, or touches what another tenan
 
 Sans-IO: no clock, no thread. Times are the caller's, and what waits goes on in `step`. Invariants: what a tenant has
 pinned is for at most its budget; of each tenant at most max_pins pins, max_deferred prefetches and max_remembered
-answers are kept; an action that is deferred is answered again, once, unless the executor is closed before.
+answers are kept; an action that is deferred is answered again, once, unless the executor is closed before. A call that
+an interrupt ends (KeyboardInterrupt) may leave a pin, or a sequence that loads, which only the manager knows of.
 """
 
 from collections import Counter, OrderedDict, deque
