@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from kvblocks.arguments import wrong
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent
 from kvblocks.wire.codecs import EventBatch
-from kvblocks.wire.convert import Converter, medium_of
+from kvblocks.wire.convert import Converter
 from kvblocks.wire.frames import VERSION, SnapshotHead
 
 PIECE_BLOCKS: Final = 32
@@ -183,7 +183,7 @@ class Ledger:
             return _BYTES_AN_EVENT
         if not isinstance(event, BlockStored | BlockRemoved):
             raise wrong("events", "BlockStored, BlockRemoved or AllBlocksCleared", event)
-        self._converter.check_group(event)
+        self._converter.check(event)
         size = _BYTES_AN_EVENT + _BYTES_A_BLOCK * len(event.block_hashes)
         return size + len(event.tokens) if isinstance(event, BlockStored) else size
 
@@ -191,14 +191,14 @@ class Ledger:
         if isinstance(event, AllBlocksCleared):
             self._cached.clear()
         elif isinstance(event, BlockRemoved):
-            group, medium = event.group_idx, medium_of(event)
+            group, medium = event.group_idx, event.medium
             for digest in event.block_hashes:
                 self._cached.pop((group, medium, digest), None)
         elif isinstance(event, BlockStored):
             num_blocks = len(event.block_hashes)
             for start in range(0, num_blocks, PIECE_BLOCKS):
                 piece = event.part(start, start + PIECE_BLOCKS) if num_blocks > PIECE_BLOCKS else event
-                keys = zip(repeat(event.group_idx), repeat(medium_of(event)), piece.block_hashes, strict=False)
+                keys = zip(repeat(event.group_idx), repeat(event.medium), piece.block_hashes, strict=False)
                 self._cached.update(zip(keys, zip(repeat(piece), count(), strict=False), strict=False))
 
 

@@ -3,7 +3,16 @@
 import pytest
 
 import kvblocks
-from kvblocks import FullAttention, InvalidArgumentError, KVCacheManager, Sequence, SlidingWindow
+from kvblocks import (
+    BlocksHit,
+    EventOptions,
+    FullAttention,
+    InvalidArgumentError,
+    KVCacheManager,
+    Sequence,
+    SlidingWindow,
+    Tier,
+)
 from kvblocks.wire import CODECS, AllBlocksCleared, BlockRemoved, BlockStored, Converter, EventBatch, decode
 
 IMAGE = [(3, 9, "cat"), (4, 6, b"e" * 40)]
@@ -79,12 +88,28 @@ def test_sglangs_records_have_sglangs_fields():
 
 def test_groups_are_said_with_their_kinds():
     events = some_events([FullAttention(4), SlidingWindow(4, 6)])
-    kinds = [("full_attention", None), ("sliding_window", 6)]
-    said = [event for event in Converter(groups=kinds).convert(events) if isinstance(event, BlockStored)]
+    said = [event for event in Converter().convert(events) if isinstance(event, BlockStored)]
     found = {(event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) for event in said}
     assert found == {(0, "full_attention", None), (1, "sliding_window", 6)}
-    with pytest.raises(InvalidArgumentError, match="one of the 1 groups named, got 1"):
-        Converter().convert(events)
+    with pytest.raises(InvalidArgumentError, match="group_idx: expected None, since SGLang's events have no groups"):
+        Converter("sglang").convert(events)
+
+
+@pytest.mark.parametrize(("codec", "host", "disk"), [("vllm", "CPU", "STORAGE"), ("sglang", "CPU_PINNED", "DISK")])
+def test_tiers_are_said_by_the_formats_words(codec, host, disk):
+    below = [Tier("host", 8, 100), Tier("disk", 8, 100, is_persistent=True), Tier("far", 8, 100, medium="FAR")]
+    manager = KVCacheManager(8, 4, tiers=below, enable_events=EventOptions(tiers=True, hits=True))
+    for name in ("a", "b"):
+        sequence = Sequence(name, range(9))
+        manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence))
+        manager.free(sequence)
+        while transfers := manager.tiers.take_transfers():
+            for transfer in transfers:
+                manager.tiers.complete(transfer, ok=True)
+    events = manager.take_events()
+    assert any(isinstance(event, BlocksHit) for event in events)
+    said = Converter(codec).convert(events)
+    assert [event.medium for event in said] == ["GPU", host, disk, "FAR"]
 
 
 @pytest.mark.parametrize(
