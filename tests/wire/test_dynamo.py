@@ -32,7 +32,12 @@ class Indexer:
             self.port = free.getsockname()[1]
         command = [sys.executable, "-m", "dynamo.indexer", "--port", str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_for(self.is_up)
+        try:
+            wait_for(self.is_up)
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
 
     def is_up(self) -> bool:
         assert self.process.poll() is None
