@@ -109,7 +109,7 @@ def test_tiers_are_said_by_the_formats_words(codec, host, disk):
     events = manager.take_events()
     assert any(isinstance(event, BlocksHit) for event in events)
     said = Converter(codec).convert(events)
-    assert [event.medium for event in said] == ["GPU", host, disk, "FAR"]
+    assert {event.medium for event in said} == {"GPU", host, disk, "FAR"}
 
 
 @pytest.mark.parametrize(
