@@ -114,6 +114,8 @@ def test_chat_in_process_until_the_input_ends(tiny_folder):
         (["--no-prefix-caching", "--schedule", "grouped"], "--schedule fcfs with --no-prefix-caching"),
         (["--kv-cache-memory", "lots"], "kv_cache_memory: expected bytes"),
         (["--kv-cache-memory", "1KB"], "kv_cache_memory: expected at least"),
+        (["--kv-cache-memory", "900TB"], "kv_cache_memory: expected a KV cache within the"),
+        (["--num-blocks", "1000000000000"], "num_blocks: expected a KV cache within the"),
         (["--host-cache", "1KB"], "host_cache: expected at least"),
         (["--disk-cache-size", "1GiB"], "--disk-cache-size: expected --disk-cache, the folder, with it; got none"),
         (["--disk-cache-secret-file", "/no/such"], "--disk-cache-secret-file: expected a file that can be read"),
