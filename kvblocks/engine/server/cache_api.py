@@ -1,10 +1,11 @@
 """What is asked about the cache: its numbers, pins, a reset, and why a prompt missed. Behind `kvblocks cache`."""
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,7 +15,7 @@ from kvblocks.engine.server.errors import ApiError, as_api_error
 from kvblocks.engine.server.fields import Fields
 from kvblocks.engine.server.requests import Prefix, parse_prefix
 from kvblocks.engine.server.service import Service
-from kvblocks.engine.server.wire import Json, json_response, read_json
+from kvblocks.engine.server.wire import Json, json_response
 from kvblocks.errors import KVBlocksError
 from kvblocks.observe.explanation import Explanation
 
@@ -70,20 +71,18 @@ class CacheApi:
 
     async def pin(self, request: Request) -> Response:
         """Pin a prefix."""
-        fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
+        fields = Fields(await self._service.bodies.read(request))
         prefix = parse_prefix(fields, "pin")
         salt, description = fields.text("cache_salt"), fields.text("description") or ""
         ttl_s, priority = fields.number("ttl_s", 0.0), fields.count("priority", 0, 100)
         if ttl_s == 0:
             raise fields.error("ttl_s", "seconds, more than 0")
         fields.refuse_unknown()
-        tokens = await self._encode(prefix)
-        book = self._service.thread.pins
-        entry = await self._call(
-            lambda: book.add(
-                tokens, salt=salt, description=description, ttl_s=ttl_s, priority=50 if priority is None else priority
+        book, chosen = self._service.thread.pins, 50 if priority is None else priority
+        async with self._encoded(prefix) as tokens:
+            entry = await self._call(
+                lambda: book.add(tokens, salt=salt, description=description, ttl_s=ttl_s, priority=chosen)
             )
-        )
         return json_response(entry.to_json(time.monotonic()))
 
     async def list_pins(self, request: Request) -> Response:
@@ -103,7 +102,7 @@ class CacheApi:
 
     async def reset(self, request: Request) -> Response:
         """Forget all that is cached. Pins stand, and hold their prefixes when these are computed anew."""
-        fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
+        fields = Fields(await self._service.bodies.read(request))
         fields.refuse_unknown()
         manager = self._engine.manager
 
@@ -116,7 +115,7 @@ class CacheApi:
 
     async def forget(self, request: Request) -> Response:
         """Delete what is cached of a salt, in all tiers."""
-        fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
+        fields = Fields(await self._service.bodies.read(request))
         salt = fields.text("cache_salt")
         fields.refuse_unknown()
         if salt is None:
@@ -125,22 +124,22 @@ class CacheApi:
 
     async def explain(self, request: Request) -> Response:
         """Why a prompt would miss now, or what a request hit and missed when it came."""
-        fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
+        fields = Fields(await self._service.bodies.read(request))
         request_id = fields.text("request_id")
         if request_id is not None:
             fields.refuse_unknown()
             return json_response(await self._explain_request(request_id))
         prefix, salt = parse_prefix(fields, "explain"), fields.text("cache_salt")
         fields.refuse_unknown()
-        tokens = await self._encode(prefix)
         manager = self._engine.manager
 
-        def explain() -> Json:
+        def explain(tokens: list[int]) -> Json:
             sequence = Sequence("explained", tokens, salt=salt)
             hit = manager.get_computed_blocks(sequence)
             return _arrival_json(Arrival(len(tokens), hit.num_tokens, manager.explain(sequence)))
 
-        return json_response({"prompts": [await self._call(explain)]})
+        async with self._encoded(prefix) as tokens:
+            return json_response({"prompts": [await self._call(lambda: explain(tokens))]})
 
     async def _explain_request(self, request_id: str) -> Json:
         arrivals = await self._call(lambda: self._service.thread.arrivals.find(request_id))
@@ -153,9 +152,17 @@ class CacheApi:
             )
         return {"request_id": request_id, "prompts": [_arrival_json(arrival) for arrival in arrivals]}
 
-    async def _encode(self, prefix: Prefix) -> list[int]:
-        """The tokens of a prefix. A long text takes a while; other requests go on meanwhile."""
-        return await run_in_threadpool(prefix.encode, self._engine.model.tokenizer)
+    @asynccontextmanager
+    async def _encoded(self, prefix: Prefix) -> AsyncIterator[list[int]]:
+        """The tokens of a prefix, which takes a slot meanwhile, as an answer does."""
+        service = self._service
+        (tokens,) = await service.encode(
+            lambda tokenizer: [prefix.encode(tokenizer)], [prefix.num_chars], 1, service.bodies.nothing()
+        )
+        try:
+            yield tokens
+        finally:
+            service.close(1)
 
     async def _call(self, function: Any) -> Any:
         try:

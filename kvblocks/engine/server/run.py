@@ -137,6 +137,8 @@ def serve(
     load: gives the model; it is called when the address is known to be free. say: gets lines for people. Raises what
     loading and the engine raise, and KVBlocksError when the engine's thread died.
     """
+    # Else all texts would share a pool of threads as many as there are cores, and short ones would wait for long ones.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     listener = bind(settings)
     with listener:
         engine = make_engine(load(), cache)

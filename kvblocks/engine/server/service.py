@@ -1,7 +1,8 @@
 """The event loop's side of the server: which answers are open, how many may be, and how long each may take.
 
 Invariants: an answer counts until the engine has nothing of it any more, so clients that come and go can't pile up work
-beyond `max_requests`; each answer that the engine was given ends in exactly one outcome.
+beyond `max_requests`; so do texts that are being encoded, until their thread is done; each answer that the engine was
+given ends in exactly one outcome.
 """
 
 import asyncio
@@ -9,16 +10,20 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import TypeVar
 
 from kvblocks.engine.completion import Piece
 from kvblocks.engine.engine import Engine
+from kvblocks.engine.server.access.bodies import Bodies, Load
+from kvblocks.engine.server.access.encoding import Encoders
 from kvblocks.engine.server.answer import Answer
 from kvblocks.engine.server.engine_thread import EngineThread, Item, Mark, Warmed
-from kvblocks.engine.server.errors import ApiError, stopping_error
+from kvblocks.engine.server.errors import ApiError, busy_error, late_error, length_error, stopping_error
 from kvblocks.engine.server.service_metrics import Outcome, ServiceMetrics
 from kvblocks.engine.server.settings import ServerSettings
+from kvblocks.engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -33,6 +38,9 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.thread = EngineThread(engine, self._publish, keep_reasons=keep_reasons)
+        self.bodies = Bodies(settings.max_body_bytes)
+        self._encoders = Encoders()
+        self._max_tokens = engine.scheduler.max_request_tokens  # before there are pins
         self.metrics = ServiceMetrics(engine, lambda: self.num_open)
         self.is_stopping = False
         self.num_open = 0
@@ -65,6 +73,7 @@ class Service:
         """
         self.is_stopping = True
         self.fail_all()
+        self._encoders.stop()
         return await asyncio.to_thread(self.thread.stop, timeout_s)
 
     def open(self, num_choices: int) -> None:
@@ -82,28 +91,76 @@ class Service:
             message = (
                 f"expected at most {most} unfinished answers, got {self.num_open} and {num_choices} more: try later"
             )
-            headers = {"Retry-After": str(self._retry_after_s())}
-            raise ApiError(429, message, code="queue_full", headers=headers)
+            raise busy_error(message, "queue_full", self._retry_after_s())
         self.num_open += num_choices
 
     def close(self, num_choices: int) -> None:
         """Give slots back that no answer has any more. O(1)."""
         self.num_open -= num_choices
 
+    async def encode(
+        self,
+        encode: Callable[[Tokenizer | None], list[list[int]]],
+        num_chars: Collection[int],
+        num_choices: int,
+        load: Load,
+    ) -> list[list[int]]:
+        """Return prompts as tokens: what `encode` makes of texts of so many characters each, 0: of token ids.
+
+        It takes slots for `num_choices` choices, as `open` does, which are still taken then, and releases `load`. If
+        this raises or is cancelled both are given back, but not before nothing is being encoded any more. Raises what
+        `encode` and `open` do, and ApiError for prompts that the context has no room for: before they are encoded,
+        where their characters say so.
+        """
+        tokenizer = self.engine.model.tokenizer
+        give_back = partial(self._give_back, num_choices, load)
+        try:
+            self._check_num_chars(max(num_chars), tokenizer)
+            self.open(num_choices)
+        except ApiError:
+            load.release()
+            raise
+        if any(num_chars):
+            prompts = await self._encoders.run(partial(encode, tokenizer), sum(num_chars), give_back)
+        else:
+            prompts = encode(tokenizer)
+        longest = max(map(len, prompts))
+        if longest > self._max_tokens:
+            give_back()
+            raise length_error(f"{self._expected_length()}, got one of {longest}", None)
+        load.release()
+        return prompts
+
+    def _check_num_chars(self, num_chars: int, tokenizer: Tokenizer | None) -> None:
+        most = self._max_tokens * (1 if tokenizer is None else tokenizer.longest_token)
+        if num_chars > most:
+            got = f"and so of at most {most} characters, got one of {num_chars}"
+            raise length_error(f"{self._expected_length()}, {got}", None)
+
+    def _expected_length(self) -> str:
+        return f"expected prompts of at most {self._max_tokens} tokens, what the context and the pool have room for"
+
+    def _give_back(self, num_choices: int, load: Load) -> None:
+        self.close(num_choices)
+        load.release()
+
     def submit(self, answer: Answer, prompts: list[list[int]]) -> None:
         """Queue the prompts of an answer; its slots are given back when the engine has nothing of it any more.
 
-        Raises ApiError, with nothing queued, when the service has stopped.
+        Raises ApiError, with nothing queued and its slots given back, when the service has stopped.
         """
         if not self.is_healthy:
+            self.close(answer.asked.num_choices)
             raise stopping_error()
         self._unfinished[answer] = None
-        answer.timer = asyncio.get_running_loop().call_later(self.settings.request_timeout_s, self._time_out, answer)
+        left_s = answer.start_s + self.settings.request_timeout_s - time.monotonic()
+        answer.timer = asyncio.get_running_loop().call_later(left_s, self._time_out, answer)
         self.thread.submit(answer, prompts)
 
     def drop(self, answer: Answer) -> None:
-        """Cancel an answer that nobody waits for any more. Nothing if it has ended."""
-        self._end(answer, Outcome.CANCELLED)
+        """Cancel an answer that nobody waits for any more. Nothing if it has ended, or was never begun."""
+        if answer in self._unfinished:
+            self._end(answer, Outcome.CANCELLED)
 
     def fail_all(self) -> None:
         """Fail all answers that are unfinished, since the server stops."""
@@ -161,11 +218,7 @@ class Service:
         self._ends.append(time.monotonic())
 
     def _time_out(self, answer: Answer) -> None:
-        seconds = self.settings.request_timeout_s
-        # Clients of OpenAI's retry by themselves, and would spend as much again.
-        headers = {"x-should-retry": "false"}
-        error = ApiError(504, f"expected an answer within {seconds:g} s, got none: the time is over", headers=headers)
-        self._end(answer, Outcome.TIMED_OUT, error)
+        self._end(answer, Outcome.TIMED_OUT, late_error(self.settings.request_timeout_s))
 
     def _retry_after_s(self) -> int:
         """Seconds until a slot should be free, by how often answers ended lately."""
