@@ -85,6 +85,7 @@ def serve(
         int, typer.Option(help="Unfinished answers, running and waiting; more get 429.", rich_help_panel=_SERVER)
     ] = 256,
     max_body_bytes: Annotated[int, typer.Option(help="Larger bodies get 413.", rich_help_panel=_SERVER)] = 4 * 2**20,
+    max_connections: Annotated[int, typer.Option(help="More are closed with 503.", rich_help_panel=_SERVER)] = 512,
     request_timeout: Annotated[
         float, typer.Option(help="Seconds for a request, waiting included.", rich_help_panel=_SERVER)
     ] = 600.0,
@@ -123,6 +124,7 @@ def serve(
         allow_anyone=allow_anyone,
         max_requests=max_requests,
         max_body_bytes=max_body_bytes,
+        max_connections=max_connections,
         request_timeout_s=request_timeout,
         grace_s=grace_period,
     )

@@ -47,6 +47,7 @@ FLOORS = {
     "kvblocks.engine": 13,
     "kvblocks.engine.demo": 14,
     "kvblocks.engine.server.errors": 14,
+    "kvblocks.engine.server.wire": 14,
     "kvblocks.engine.server.access": 15,
     "kvblocks.engine.server": 16,
     "kvblocks.cli": 17,

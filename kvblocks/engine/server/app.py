@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvblocks.engine.server.access.bodies import Load
+from kvblocks.engine.server.access.gate import Gate
 from kvblocks.engine.server.answer import Answer
 from kvblocks.engine.server.cache_api import CacheApi
 from kvblocks.engine.server.errors import ApiError, as_api_error, late_error
@@ -75,7 +76,7 @@ def make_app(service: Service, model: str) -> Starlette:
         ClientDisconnect: _show_nothing,
         Exception: _show_bug,
     }
-    middleware = [Middleware(KeyCheck, key=service.settings.api_key)]
+    middleware = [Middleware(Gate), Middleware(KeyCheck, key=service.settings.api_key)]
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
 
 

@@ -103,6 +103,7 @@ class ServerSettings:
     allow_anyone: bool = False
     max_requests: int = 256
     max_body_bytes: int = 4 * 2**20
+    max_connections: int = 512
     request_timeout_s: float = 600.0
     grace_s: float = 30.0
 
@@ -110,6 +111,7 @@ class ServerSettings:
         check_count("--port", self.port, 0, 65535)
         check_count("--max-requests", self.max_requests, 1)
         check_count("--max-body-bytes", self.max_body_bytes, 1)
+        check_count("--max-connections", self.max_connections, 1)
         for name, value in (("--request-timeout", self.request_timeout_s), ("--grace-period", self.grace_s)):
             if not is_number(value) or not 0 <= value < float("inf"):
                 raise InvalidArgumentError(f"{name}: expected seconds, at least 0, got {value!r}")

@@ -5,8 +5,17 @@ import json
 import httpx2
 import openai
 import pytest
-from engine.server.server_harness import MODEL, running_server, tiny_loaded, wait_for
-from engine.server.test_server_limits import connect, in_background, outcomes, raw_request, slow_encoder
+from engine.server.server_harness import (
+    MODEL,
+    connect,
+    in_background,
+    outcomes,
+    raw_request,
+    running_server,
+    slow_encoder,
+    tiny_loaded,
+    wait_for,
+)
 
 from kvblocks.engine.server.access import encoding
 from kvblocks.engine.server.requests import MAX_ITEMS
