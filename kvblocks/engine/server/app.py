@@ -5,7 +5,6 @@ goes away its answer is dropped at once, whatever it was waiting for.
 """
 
 import asyncio
-import hmac
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvblocks.engine.server.access.bodies import Load
-from kvblocks.engine.server.access.gate import Gate
+from kvblocks.engine.server.access.gate import Gate, caller_of
 from kvblocks.engine.server.answer import Answer
 from kvblocks.engine.server.cache_api import CacheApi
 from kvblocks.engine.server.errors import ApiError, as_api_error, late_error
@@ -76,7 +75,8 @@ def make_app(service: Service, model: str) -> Starlette:
         ClientDisconnect: _show_nothing,
         Exception: _show_bug,
     }
-    middleware = [Middleware(Gate), Middleware(KeyCheck, key=service.settings.api_key)]
+    settings = service.settings
+    middleware = [Middleware(Gate, callers=settings.callers, hosts=settings.hosts)]
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
 
 
@@ -152,13 +152,13 @@ class Api:
         Nothing is taken then, once the encoding has ended, and `gone` is cancelled.
         """
         service = self._service
-        encoding = asyncio.create_task(service.encode(asked.encode, asked.num_chars, asked.num_choices, load))
+        encoding = asyncio.create_task(service.encode(asked.encode, asked.num_chars, asked.slots, load))
         try:
             await asyncio.wait({encoding, gone}, return_when=asyncio.FIRST_COMPLETED)
             return _result(encoding)
         except BaseException as error:
             if not encoding.cancel() and encoding.exception() is None:
-                service.close(asked.num_choices)  # it has ended well, but nobody waits for it any more
+                service.close(asked.slots)  # it has ended well, but nobody waits for it any more
             gone.cancel()
             if isinstance(error, ClientDisconnect):
                 service.metrics.count(Outcome.CANCELLED)
@@ -168,7 +168,7 @@ class Api:
         """Return what a body asks for, and its bytes, which count until they are released. Raises ApiError."""
         body, load = await self._service.bodies.take(request)
         try:
-            asked = parse(body)
+            asked = parse(body).asked_by(caller_of(request.scope))
             if asked.model is not None:
                 self._check_model(asked.model)
         except BaseException:
@@ -190,28 +190,6 @@ class Api:
             "owned_by": "kvblocks",
             "max_model_len": context,
         }
-
-
-class KeyCheck:
-    """Lets requests to /v1 pass that bring the key, and all others: /health and /metrics tell counts only."""
-
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app = app
-        self._expected = None if key is None else f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
-        expected = self._expected
-        if scope["type"] == "http" and expected is not None and scope["path"].startswith("/v1"):
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not hmac.compare_digest(given, expected):
-                got = "another one" if given else "none"
-                message = f"expected 'Authorization: Bearer KEY' with the key of this server, got {got}"
-                headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
-                error = ApiError(401, message, code="invalid_api_key", headers=headers)
-                await send_json(send, error.to_json(), error.status, error.headers)
-                return
-        await self._app(scope, receive, send)
 
 
 def _result(encoding: "asyncio.Task[list[list[int]]]") -> list[list[int]]:

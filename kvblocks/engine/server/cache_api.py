@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvblocks.core.sequence import Sequence
+from kvblocks.engine.server.access.callers import Caller, Slots
+from kvblocks.engine.server.access.gate import caller_of
 from kvblocks.engine.server.arrivals import Arrival
 from kvblocks.engine.server.errors import ApiError, as_api_error
 from kvblocks.engine.server.fields import Fields
@@ -73,13 +75,14 @@ class CacheApi:
         """Pin a prefix."""
         fields = Fields(await self._service.bodies.read(request))
         prefix = parse_prefix(fields, "pin")
-        salt, description = fields.text("cache_salt"), fields.text("description") or ""
+        caller = caller_of(request.scope)
+        salt, description = caller.salt_for(fields.text("cache_salt")), fields.text("description") or ""
         ttl_s, priority = fields.number("ttl_s", 0.0), fields.count("priority", 0, 100)
         if ttl_s == 0:
             raise fields.error("ttl_s", "seconds, more than 0")
         fields.refuse_unknown()
         book, chosen = self._service.thread.pins, 50 if priority is None else priority
-        async with self._encoded(prefix) as tokens:
+        async with self._encoded(prefix, caller) as tokens:
             entry = await self._call(
                 lambda: book.add(tokens, salt=salt, description=description, ttl_s=ttl_s, priority=chosen)
             )
@@ -116,7 +119,7 @@ class CacheApi:
     async def forget(self, request: Request) -> Response:
         """Delete what is cached of a salt, in all tiers."""
         fields = Fields(await self._service.bodies.read(request))
-        salt = fields.text("cache_salt")
+        salt = caller_of(request.scope).salt_for(fields.text("cache_salt"))
         fields.refuse_unknown()
         if salt is None:
             raise fields.error("cache_salt", "the salt whose prompts are to be forgotten")
@@ -125,24 +128,24 @@ class CacheApi:
     async def explain(self, request: Request) -> Response:
         """Why a prompt would miss now, or what a request hit and missed when it came."""
         fields = Fields(await self._service.bodies.read(request))
-        request_id = fields.text("request_id")
+        caller, request_id = caller_of(request.scope), fields.text("request_id")
         if request_id is not None:
             fields.refuse_unknown()
-            return json_response(await self._explain_request(request_id))
-        prefix, salt = parse_prefix(fields, "explain"), fields.text("cache_salt")
+            return json_response(await self._explain_request(request_id, caller))
+        prefix, salt = parse_prefix(fields, "explain"), caller.salt_for(fields.text("cache_salt"))
         fields.refuse_unknown()
         manager = self._engine.manager
 
         def explain(tokens: list[int]) -> Json:
             sequence = Sequence("explained", tokens, salt=salt)
             hit = manager.get_computed_blocks(sequence)
-            return _arrival_json(Arrival(len(tokens), hit.num_tokens, manager.explain(sequence)))
+            return _arrival_json(Arrival(len(tokens), hit.num_tokens, manager.explain(sequence)), caller)
 
-        async with self._encoded(prefix) as tokens:
+        async with self._encoded(prefix, caller) as tokens:
             return json_response({"prompts": [await self._call(lambda: explain(tokens))]})
 
-    async def _explain_request(self, request_id: str) -> Json:
-        arrivals = await self._call(lambda: self._service.thread.arrivals.find(request_id))
+    async def _explain_request(self, request_id: str, caller: Caller) -> Json:
+        arrivals = await self._call(lambda: self._service.thread.arrivals.find(request_id, caller))
         if arrivals is None:
             raise ApiError(
                 404,
@@ -150,19 +153,19 @@ class CacheApi:
                 param="request_id",
                 code="no_such_request",
             )
-        return {"request_id": request_id, "prompts": [_arrival_json(arrival) for arrival in arrivals]}
+        return {"request_id": request_id, "prompts": [_arrival_json(arrival, caller) for arrival in arrivals]}
 
     @asynccontextmanager
-    async def _encoded(self, prefix: Prefix) -> AsyncIterator[list[int]]:
+    async def _encoded(self, prefix: Prefix, caller: Caller) -> AsyncIterator[list[int]]:
         """The tokens of a prefix, which takes a slot meanwhile, as an answer does."""
-        service = self._service
+        service, slots = self._service, Slots(caller, 1)
         (tokens,) = await service.encode(
-            lambda tokenizer: [prefix.encode(tokenizer)], [prefix.num_chars], 1, service.bodies.nothing()
+            lambda tokenizer: [prefix.encode(tokenizer)], [prefix.num_chars], slots, service.bodies.nothing()
         )
         try:
             yield tokens
         finally:
-            service.close(1)
+            service.close(slots)
 
     async def _call(self, function: Any) -> Any:
         try:
@@ -171,22 +174,36 @@ class CacheApi:
             raise as_api_error(error) from error
 
 
-def _arrival_json(arrival: Arrival) -> Json:
+def _arrival_json(arrival: Arrival, caller: Caller) -> Json:
     explanation, completion = arrival.explanation, arrival.completion
     values: Json = {
         "num_prompt_tokens": arrival.num_prompt_tokens,
         "num_cached_tokens": arrival.num_cached_tokens,
-        "cause": None if explanation is None else explanation.cause,
-        "text": None if explanation is None else _explain(explanation),
+        "cause": None if explanation is None else _cause(explanation, caller),
+        "text": None if explanation is None else _explain(explanation, caller),
     }
     if completion is not None:
         values["num_cached_tokens_when_admitted"] = completion.num_cached_tokens
     return values
 
 
-def _explain(explanation: Explanation) -> str:
-    """Return an explanation as any client may read it: a salt may be a secret, so none but the client's own is said."""
-    if explanation.cause != "other keys":
+# Which of these it is depends on what others have cached; told apart, they would say it.
+_NOT_CACHED = frozenset({"other keys", "partly equal", "never cached"})
+
+
+def _cause(explanation: Explanation, caller: Caller) -> str:
+    """Return the cause of a miss as the caller may know it."""
+    return explanation.cause if caller.sees_others or explanation.cause not in _NOT_CACHED else "never cached"
+
+
+def _explain(explanation: Explanation, caller: Caller) -> str:
+    """Return an explanation as the caller may read it: a salt may be a secret, so only the caller's own is said."""
+    cause, number = _cause(explanation, caller), explanation.num_cached_blocks
+    found = f"{number} of {explanation.num_full_blocks} full blocks are cached"
+    if cause == "other keys":
+        return f"{found}; block {number} is cached with other keys, such as another cache_salt"
+    if caller.sees_others:
         return str(explanation)
-    found = f"{explanation.num_cached_blocks} of {explanation.num_full_blocks} full blocks are cached"
-    return f"{found}; block {explanation.num_cached_blocks} is cached with other keys, such as another cache_salt"
+    stored = [f"tokens {part.first_token} to {part.end_token - 1} are on {part.tier!r}" for part in explanation.tiers]
+    why = "was never cached, as far as is remembered" if cause == "never cached" else f"isn't cached: {cause}"
+    return "; ".join([found if cause == "no miss" else f"{found}; block {number} {why}", *stored])

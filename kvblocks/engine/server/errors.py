@@ -7,6 +7,7 @@ from kvblocks.errors import InvalidArgumentError, KVBlocksError, PinBudgetError,
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     408: "timeout_error",
     429: "rate_limit_error",
     500: "server_error",

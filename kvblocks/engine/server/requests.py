@@ -6,10 +6,11 @@ nothing. Fields that change nothing are let pass. The fields are OpenAI's; `cach
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 from kvblocks.engine.options import OptionValues
+from kvblocks.engine.server.access.callers import ANYONE, Caller, Slots
 from kvblocks.engine.server.errors import ApiError, as_api_error
 from kvblocks.engine.server.fields import Fields, is_unicode, show
 from kvblocks.engine.text.tokenizer import Tokenizer
@@ -91,7 +92,7 @@ class Prefix:
 class AnswerRequest:
     """One body, checked. Of `prompts`, `messages` and `prefixes` one isn't empty, by `kind`.
 
-    options: all of them, for each prompt. salts: of prefixes, one for each.
+    options: all of them, for each prompt. salts: of prefixes, one for each. caller: who asks.
     """
 
     kind: Kind
@@ -104,6 +105,17 @@ class AnswerRequest:
     return_token_ids: bool
     prefixes: tuple[Prefix, ...] = ()
     salts: tuple[str | None, ...] = ()
+    caller: Caller = ANYONE
+
+    def asked_by(self, caller: Caller) -> Self:
+        """Return it as this caller may ask it, with its salts. Raises ApiError for a salt that it may not choose."""
+        options = OptionValues(**{**self.options, "salt": caller.salt_for(self.options.get("salt"))})
+        return replace(self, caller=caller, options=options, salts=tuple(map(caller.salt_for, self.salts)))
+
+    @property
+    def slots(self) -> Slots:
+        """What it takes of those answers that may be unfinished."""
+        return Slots(self.caller, self.num_choices)
 
     @property
     def num_choices(self) -> int:

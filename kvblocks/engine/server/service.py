@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import TypeVar
@@ -17,6 +17,7 @@ from typing import TypeVar
 from kvblocks.engine.completion import Piece
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.server.access.bodies import Bodies, Load
+from kvblocks.engine.server.access.callers import Caller, Slots, set_quotas
 from kvblocks.engine.server.access.encoding import Encoders
 from kvblocks.engine.server.answer import Answer
 from kvblocks.engine.server.engine_thread import EngineThread, Item, Mark, Warmed
@@ -31,19 +32,24 @@ T = TypeVar("T")
 class Service:
     """Answers of an event loop by one engine, which it owns. Make it, `start` it in the loop, and `stop` it there.
 
-    num_open: choices of all open answers. keep_reasons: see `Arrivals`.
+    num_open: choices of all open answers. keep_reasons: see `Arrivals`. Raises InvalidArgumentError for quotas of tiers
+    that the engine doesn't have.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings, *, keep_reasons: bool = True) -> None:
+        set_quotas(engine.manager, settings.keys)
         self.engine = engine
         self.settings = settings
         self.thread = EngineThread(engine, self._publish, keep_reasons=keep_reasons)
         self.bodies = Bodies(settings.max_body_bytes)
         self._encoders = Encoders()
-        self._max_tokens = engine.scheduler.max_request_tokens  # before there are pins
+        most = engine.scheduler.max_request_tokens  # before there are pins
+        # The last token that is generated needs room in the context, and none in the pool.
+        self._max_prompt_tokens = most if most == engine.model.config.max_position_embeddings else most - 1
         self.metrics = ServiceMetrics(engine, lambda: self.num_open)
         self.is_stopping = False
         self.num_open = 0
+        self._open_by: Counter[Caller] = Counter()
         self._unfinished: dict[Answer, None] = {}  # those that the engine was given, in their order
         self._ends: deque[float] = deque(maxlen=16)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -76,47 +82,52 @@ class Service:
         self._encoders.stop()
         return await asyncio.to_thread(self.thread.stop, timeout_s)
 
-    def open(self, num_choices: int) -> None:
-        """Take slots for so many choices; `submit` passes them on, and `close` gives them back. O(1).
+    def open(self, slots: Slots) -> None:
+        """Take slots; `submit` passes them on, and `close` gives them back. O(1).
 
-        Raises ApiError, with none taken, if they can't be begun now; for want of slots it counts as refused.
+        Raises ApiError, with none taken, if they can't be had now; for want of them it counts as refused.
         """
-        most = self.settings.max_requests
         if not self.is_healthy:
             raise stopping_error()
-        if num_choices > most:
-            raise ApiError(400, f"n: expected at most {most} answers at once, got {num_choices}", param="n")
-        if self.num_open + num_choices > most:
-            self.metrics.count(Outcome.REFUSED)
-            message = (
-                f"expected at most {most} unfinished answers, got {self.num_open} and {num_choices} more: try later"
-            )
-            raise busy_error(message, "queue_full", self._retry_after_s())
-        self.num_open += num_choices
+        limits = [(self.settings.max_requests, self.num_open, "")]
+        if slots.caller.max_requests is not None:
+            limits.append((slots.caller.max_requests, self._open_by[slots.caller], " of this key"))
+        for most, num_open, whose in limits:
+            if slots.number > most:
+                message = f"n: expected at most {most} answers{whose} at once, got {slots.number}"
+                raise ApiError(400, message, param="n")
+            if num_open + slots.number > most:
+                self.metrics.count(Outcome.REFUSED)
+                got = f"got {num_open} and {slots.number} more: try later"
+                message = f"expected at most {most} unfinished answers{whose}, {got}"
+                raise busy_error(message, "queue_full", self._retry_after_s())
+        self.num_open += slots.number
+        self._open_by[slots.caller] += slots.number
 
-    def close(self, num_choices: int) -> None:
+    def close(self, slots: Slots) -> None:
         """Give slots back that no answer has any more. O(1)."""
-        self.num_open -= num_choices
+        self.num_open -= slots.number
+        self._open_by[slots.caller] -= slots.number
 
     async def encode(
         self,
         encode: Callable[[Tokenizer | None], list[list[int]]],
         num_chars: Collection[int],
-        num_choices: int,
+        slots: Slots,
         load: Load,
     ) -> list[list[int]]:
         """Return prompts as tokens: what `encode` makes of texts of so many characters each, 0: of token ids.
 
-        It takes slots for `num_choices` choices, as `open` does, which are still taken then, and releases `load`. If
+        It takes slots, as `open` does, which are still taken then, and releases `load`. If
         this raises or is cancelled both are given back, but not before nothing is being encoded any more. Raises what
         `encode` and `open` do, and ApiError for prompts that the context has no room for: before they are encoded,
         where their characters say so.
         """
         tokenizer = self.engine.model.tokenizer
-        give_back = partial(self._give_back, num_choices, load)
+        give_back = partial(self._give_back, slots, load)
         try:
             self._check_num_chars(max(num_chars), tokenizer)
-            self.open(num_choices)
+            self.open(slots)
         except ApiError:
             load.release()
             raise
@@ -125,23 +136,24 @@ class Service:
         else:
             prompts = encode(tokenizer)
         longest = max(map(len, prompts))
-        if longest > self._max_tokens:
+        if longest > self._max_prompt_tokens:
             give_back()
-            raise length_error(f"{self._expected_length()}, got one of {longest}", None)
+            raise length_error(f"{self._expected_length()}, got {longest}", None)
         load.release()
         return prompts
 
     def _check_num_chars(self, num_chars: int, tokenizer: Tokenizer | None) -> None:
-        most = self._max_tokens * (1 if tokenizer is None else tokenizer.longest_token)
+        most = self._max_prompt_tokens * (1 if tokenizer is None else tokenizer.longest_token)
         if num_chars > most:
-            got = f"and so of at most {most} characters, got one of {num_chars}"
+            got = f"and so of at most {most} characters, got {num_chars}"
             raise length_error(f"{self._expected_length()}, {got}", None)
 
     def _expected_length(self) -> str:
-        return f"expected prompts of at most {self._max_tokens} tokens, what the context and the pool have room for"
+        most = self._max_prompt_tokens
+        return f"prompt: expected at most {most} tokens, what the model's context and the pool have room for"
 
-    def _give_back(self, num_choices: int, load: Load) -> None:
-        self.close(num_choices)
+    def _give_back(self, slots: Slots, load: Load) -> None:
+        self.close(slots)
         load.release()
 
     def submit(self, answer: Answer, prompts: list[list[int]]) -> None:
@@ -150,7 +162,7 @@ class Service:
         Raises ApiError, with nothing queued and its slots given back, when the service has stopped.
         """
         if not self.is_healthy:
-            self.close(answer.asked.num_choices)
+            self.close(answer.asked.slots)
             raise stopping_error()
         self._unfinished[answer] = None
         left_s = answer.start_s + self.settings.request_timeout_s - time.monotonic()
@@ -186,7 +198,7 @@ class Service:
     def _deliver(self, batch: list[tuple[Answer, Item]]) -> None:
         for answer, item in batch:
             if isinstance(item, Mark):
-                self.close(answer.asked.num_choices)
+                self.close(answer.asked.slots)
             elif answer.outcome is not None:
                 pass  # it was dropped, or its time was over
             elif isinstance(item, Piece):

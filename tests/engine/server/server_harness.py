@@ -184,7 +184,9 @@ def in_background(function):
 
 
 def raw_request(body, path="/v1/completions", close=False):
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    )
     return (head + ("Connection: close\r\n" if close else "") + "\r\n").encode() + body
 
 
