@@ -166,7 +166,12 @@ class Api:
 
     async def _read(self, parse: Callable[[Any], AnswerRequest], request: Request) -> tuple[AnswerRequest, Load]:
         """Return what a body asks for, and its bytes, which count until they are released. Raises ApiError."""
-        body, load = await self._service.bodies.take(request)
+        try:
+            body, load = await self._service.bodies.take(request)
+        except ApiError as error:
+            if error.status == 429:
+                self._service.metrics.count(Outcome.REFUSED)
+            raise
         try:
             asked = parse(body).asked_by(caller_of(request.scope))
             if asked.model is not None:

@@ -1,5 +1,6 @@
 """What is asked about the cache: its numbers, pins, a reset, and why a prompt missed. Behind `kvblocks cache`."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from kvblocks.core.sequence import Sequence
 from kvblocks.engine.server.access.callers import Caller, Slots
 from kvblocks.engine.server.access.gate import caller_of
 from kvblocks.engine.server.arrivals import Arrival
-from kvblocks.engine.server.errors import ApiError, as_api_error
+from kvblocks.engine.server.errors import ApiError, as_api_error, late_error
 from kvblocks.engine.server.fields import Fields
 from kvblocks.engine.server.requests import Prefix, parse_prefix
 from kvblocks.engine.server.service import Service
@@ -159,9 +160,14 @@ class CacheApi:
     async def _encoded(self, prefix: Prefix, caller: Caller) -> AsyncIterator[list[int]]:
         """The tokens of a prefix, which takes a slot meanwhile, as an answer does."""
         service, slots = self._service, Slots(caller, 1)
-        (tokens,) = await service.encode(
-            lambda tokenizer: [prefix.encode(tokenizer)], [prefix.num_chars], slots, service.bodies.nothing()
-        )
+        seconds, nothing = service.settings.request_timeout_s, service.bodies.nothing()
+        try:
+            async with asyncio.timeout(seconds):
+                (tokens,) = await service.encode(
+                    lambda tokenizer: [prefix.encode(tokenizer)], [prefix.num_chars], slots, nothing
+                )
+        except TimeoutError:
+            raise late_error(seconds) from None
         try:
             yield tokens
         finally:

@@ -181,18 +181,18 @@ def test_a_client_that_goes_while_its_text_waits_leaves_the_queue(server, monkey
     assert len(begun) == 1
 
 
-def test_the_time_for_a_request_covers_encoding(model, monkeypatch):
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/cache/explain", "/v1/cache/pins"])
+def test_the_time_for_a_request_covers_encoding(model, monkeypatch, path):
+    body = {"prompt": "hello"} if path == "/v1/completions" else {"text": "hello"}
     with running_server(model, request_timeout_s=0.3) as server, server.http() as http:
         with slow_encoder(server, monkeypatch):
-            response = http.post("/v1/completions", json={"prompt": "hello"})
+            response = http.post(path, json=body)
             assert response.status_code == 504
             assert "an answer within 0.3 s" in response.json()["error"]["message"]
             assert response.headers["x-should-retry"] == "false"
-            assert outcomes(server)["timed_out"] == 1
+            assert outcomes(server)["timed_out"] == (path == "/v1/completions")
             assert server.service.num_open == 1  # its thread goes on
         wait_for(lambda: server.service.num_open == 0)
-        response = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 1})
-        assert response.status_code == 200
 
 
 def test_large_bodies_that_are_on_their_way_are_bounded_together(server):
@@ -219,7 +219,7 @@ def test_large_bodies_that_are_on_their_way_are_bounded_together(server):
 
 def test_a_client_without_patience_sees_why_its_large_body_is_refused(server):
     """The answer comes when the body was read, and thrown away: an early one would be lost with the connection."""
-    bodies = server.service.bodies
+    bodies, before = server.service.bodies, outcomes(server)["refused"]
     server.on_thread(lambda: setattr(bodies, "num_bytes", bodies.max_bytes_together))
     try:
         with httpx2.Client(base_url=server.url, trust_env=False, timeout=60) as http:
@@ -227,5 +227,6 @@ def test_a_client_without_patience_sees_why_its_large_body_is_refused(server):
                 response = http.post("/v1/completions", json={"prompt": "a" * 190_000})
                 assert response.status_code == 429
                 assert "Retry-After" in response.headers
+            assert outcomes(server)["refused"] == before + 3
     finally:
         bodies.num_bytes = 0

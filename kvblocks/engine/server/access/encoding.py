@@ -38,7 +38,7 @@ class Encoders:
         try:
             return await asyncio.wrap_future(future)
         except BaseException:
-            future.cancel()
+            # Who cancels the wait cancels what hasn't begun.
             if future.done():
                 give_back()
             else:

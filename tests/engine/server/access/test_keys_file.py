@@ -2,6 +2,8 @@
 
 import logging
 import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +78,14 @@ def test_what_is_wrong_is_said_without_the_key(text, words):
     for secret in (KEY, OTHER, "sk-short", KEY[:8]):
         assert secret not in message
     assert raised.value.__cause__ is None  # what a traceback would show
+
+
+def test_the_example_of_the_guide():
+    guide = Path(__file__).resolve().parents[4] / "docs" / "server.md"
+    (example,) = re.findall(r"^```toml\n(.*?)^```$", guide.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    first, second = parse_keys(example.encode(), "keys")
+    assert (first.caller.tenant, first.max_cached_blocks, first.tier_blocks) == ("tern-home", 2000, {"disk": 9000})
+    assert second.caller.may_choose_salt
 
 
 def test_a_file_that_is_no_text():
