@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvblocks.cli.server import ApiKeyOption
 from kvblocks.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -18,6 +17,14 @@ cache_commands = typer.Typer(
 
 _Url = Annotated[str, typer.Option(envvar="KVBLOCKS_URL", help="The server.")]
 _URL = "http://127.0.0.1:8000"
+_Key = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        envvar=["KVBLOCKS_ADMIN_KEY", "KVBLOCKS_API_KEY"],
+        help="The operator's key, or the server's. The environment hides it from other users' `ps`.",
+    ),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print the server's JSON.")]
 _Text = Annotated[str | None, typer.Argument(help="The text; or --file, or --tokens.")]
 _File = Annotated[Path | None, typer.Option(help="Read the text from a file (UTF-8).")]
@@ -27,7 +34,7 @@ _Salt = Annotated[str | None, typer.Option(help="The cache_salt of the requests 
 
 
 @cache_commands.command()
-def stats(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -> None:
+def stats(url: _Url = _URL, api_key: _Key = None, json: _Json = False) -> None:
     """Entries, hit rate, memory, the average time of a lookup, and what tiers hold and moved."""
     with _client(url, api_key) as client:
         values = _ask(client, "prefix_caching", "GET", "/v1/cache/stats")
@@ -64,7 +71,7 @@ def pin(
     priority: Annotated[int, typer.Option(min=0, max=100, help="Who gives way first; 100 never does.")] = 50,
     salt: _Salt = None,
     url: _Url = _URL,
-    api_key: ApiKeyOption = None,
+    api_key: _Key = None,
     json: _Json = False,
 ) -> None:
     """Keep a prefix cached: a system prompt by default, or with --raw any text. Prints the pin's id."""
@@ -79,7 +86,7 @@ def pin(
 def unpin(
     pin_id: Annotated[str, typer.Argument(help="As list-pinned shows it.")],
     url: _Url = _URL,
-    api_key: ApiKeyOption = None,
+    api_key: _Key = None,
     json: _Json = False,
 ) -> None:
     """End a pin; its prefix stays cached as any other does."""
@@ -91,7 +98,7 @@ def unpin(
 
 
 @cache_commands.command("list-pinned")
-def list_pinned(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -> None:
+def list_pinned(url: _Url = _URL, api_key: _Key = None, json: _Json = False) -> None:
     """The pins that stand, oldest first."""
     with _client(url, api_key) as client:
         values = _ask(client, "pins", "GET", "/v1/cache/pins")
@@ -109,7 +116,7 @@ def hints(
     file: Annotated[Path, typer.Argument(help="An envelope of KV hints, in JSON.")],
     salt: _Salt = None,
     url: _Url = _URL,
-    api_key: ApiKeyOption = None,
+    api_key: _Key = None,
     json: _Json = False,
 ) -> None:
     """Carry out KV hints: pin, release, expire or prefetch prefixes of one salt. Prints what became of each action."""
@@ -132,7 +139,7 @@ def hints(
 
 
 @cache_commands.command()
-def reset(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -> None:
+def reset(url: _Url = _URL, api_key: _Key = None, json: _Json = False) -> None:
     """Forget all that is cached. Pins stand."""
     with _client(url, api_key) as client:
         values = _ask(client, "num_removed_entries", "POST", "/v1/cache/reset", {})
@@ -143,7 +150,7 @@ def reset(url: _Url = _URL, api_key: ApiKeyOption = None, json: _Json = False) -
 def forget(
     salt: Annotated[str, typer.Option(help="The cache_salt of the requests whose prompts are to be deleted.")],
     url: _Url = _URL,
-    api_key: ApiKeyOption = None,
+    api_key: _Key = None,
     json: _Json = False,
 ) -> None:
     """Delete what is cached of a salt, on the device and in all tiers. A disk's bytes are overwritten."""
@@ -162,7 +169,7 @@ def explain(
     system: Annotated[str | None, typer.Option(help="The chat's system prompt.")] = None,
     salt: _Salt = None,
     url: _Url = _URL,
-    api_key: ApiKeyOption = None,
+    api_key: _Key = None,
     json: _Json = False,
 ) -> None:
     """Why a prompt would miss the cache now, or why an earlier request did when it came.
@@ -197,7 +204,7 @@ def warm(
     raw: Annotated[bool, typer.Option("--raw", help="The file is one prompt as it is.")] = False,
     salt: Annotated[str | None, typer.Option(help="The cache_salt of prompts that don't name their own.")] = None,
     url: _Url = _URL,
-    api_key: ApiKeyOption = None,
+    api_key: _Key = None,
     json: _Json = False,
 ) -> None:
     """Have prompts cached before anybody asks: load or compute them, and generate nothing.

@@ -6,8 +6,8 @@ from typing import Any, Self
 
 import httpx2
 
+from kvblocks.engine.server.access.hosts import is_loopback
 from kvblocks.engine.server.errors import ApiError
-from kvblocks.engine.server.settings import is_loopback
 from kvblocks.errors import InvalidArgumentError
 
 Json = dict[str, Any]

@@ -78,6 +78,28 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen at.", rich_help_panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0: any free one.", rich_help_panel=_SERVER)] = 8000,
     api_key: ApiKeyOption = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="Instead: a file of keys, one for each tenant; see docs/server.md.", rich_help_panel=_SERVER),
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVBLOCKS_ADMIN_KEY",
+            help="The operator's key: what is about the cache needs it then.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="A file with the operator's key, instead.", rich_help_panel=_SERVER)
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name that requests may ask by, beside localhost; may be given several times.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     allow_anyone: Annotated[
         bool, typer.Option("--allow-anyone", help="Serve other machines without a key.", rich_help_panel=_SERVER)
     ] = False,
@@ -85,6 +107,7 @@ def serve(
         int, typer.Option(help="Unfinished answers, running and waiting; more get 429.", rich_help_panel=_SERVER)
     ] = 256,
     max_body_bytes: Annotated[int, typer.Option(help="Larger bodies get 413.", rich_help_panel=_SERVER)] = 4 * 2**20,
+    max_connections: Annotated[int, typer.Option(help="More are closed with 503.", rich_help_panel=_SERVER)] = 512,
     request_timeout: Annotated[
         float, typer.Option(help="Seconds for a request, waiting included.", rich_help_panel=_SERVER)
     ] = 600.0,
@@ -96,7 +119,8 @@ def serve(
 
     SIGTERM or Ctrl-C lets running requests finish; a second one doesn't.
     """
-    from kvblocks.engine.server.settings import CacheSettings, ServerSettings, parse_memory, read_secret
+    from kvblocks.engine.server.access.keys_file import read_keys
+    from kvblocks.engine.server.settings import CacheSettings, ServerSettings, parse_memory, read_key, read_secret
 
     environment = None if disk_cache is None else os.environ.get("KVBLOCKS_DISK_CACHE_SECRET")
     cache = CacheSettings(
@@ -114,15 +138,19 @@ def serve(
         host_cache=None if host_cache is None else parse_memory(host_cache),
         disk_cache=disk_cache,
         disk_cache_size=disk_cache_size,
-        disk_cache_secret=read_secret(disk_cache_secret_file, environment),
+        disk_cache_secret=read_secret(disk_cache_secret_file, environment, "--disk-cache-secret-file"),
     )
     server = ServerSettings(
         host=host,
         port=port,
         api_key=api_key,
+        admin_key=read_key(admin_key_file, admin_key, "--admin-key-file"),
+        keys=() if keys is None else read_keys(keys),
+        allowed_hosts=tuple(allowed_host or ()),
         allow_anyone=allow_anyone,
         max_requests=max_requests,
         max_body_bytes=max_body_bytes,
+        max_connections=max_connections,
         request_timeout_s=request_timeout,
         grace_s=grace_period,
     )

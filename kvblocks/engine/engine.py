@@ -16,7 +16,7 @@ from typing import Self, Unpack
 
 import torch
 
-from kvblocks.arguments import check_count, is_number
+from kvblocks.arguments import check_count, is_a, is_number
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.intake import Intake, Prompt
@@ -25,7 +25,7 @@ from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.options import GenerationOptions, OptionValues
 from kvblocks.engine.run.backends import Backend
 from kvblocks.engine.run.cache_plan import plan_cache
-from kvblocks.engine.run.memory import read_memory
+from kvblocks.engine.run.memory import check_memory, read_memory
 from kvblocks.engine.run.runner import LoadedModel
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.schedules import make_order
@@ -299,7 +299,10 @@ class Engine:
 
 
 def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | str | None, block_size: int) -> Plan:
-    """The KV cache's layout and its number of blocks, as the caller asks for them. Raises InvalidArgumentError."""
+    """The KV cache's layout and its number of blocks, as the caller asks for them.
+
+    Raises InvalidArgumentError, also if they are more than the memory that is free.
+    """
     layout = plan_cache(model.config, block_size, model.weights.embedding.dtype)
     if num_blocks is not None:
         if kv_cache_memory is not None:
@@ -315,7 +318,11 @@ def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | s
                 f"kv_cache_memory: expected at least {least} bytes, a block for each of {len(layout.groups)} groups of"
                 f" layers, got {budget}"
             )
-    return replace(layout, num_blocks=budget // layout.block_bytes, num_bytes=budget)
+    chosen = replace(layout, num_blocks=budget // layout.block_bytes, num_bytes=budget)
+    if not is_a(kv_cache_memory, float):  # a share of what is free is not more than that
+        name = "kv_cache_memory" if num_blocks is None else "num_blocks"
+        check_memory(name, chosen.num_bytes, chosen.num_blocks, model.device)
+    return chosen
 
 
 def choose_device(device: str, loaded: torch.device | None = None) -> torch.device:

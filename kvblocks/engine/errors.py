@@ -1,6 +1,6 @@
 """The errors that the engine adds to `kvblocks.errors`."""
 
-from kvblocks.errors import KVBlocksError
+from kvblocks.errors import InvalidArgumentError, KVBlocksError
 
 
 class ModelError(KVBlocksError):
@@ -9,3 +9,7 @@ class ModelError(KVBlocksError):
 
 class BrokenLogitsError(ModelError):
     """The model computed NaN: its weights or the KV cache are broken."""
+
+
+class RequestTooLongError(InvalidArgumentError):
+    """A prompt and what is to be generated are more than the model's context, or the whole pool, has room for."""

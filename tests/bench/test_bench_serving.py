@@ -99,3 +99,45 @@ def test_a_server_that_does_not_start_is_an_error(bench):
         bench.server("tiny", "--num-blocks", "0"),
     ):
         pass
+
+
+@pytest.fixture
+def bounds(monkeypatch):
+    """The module that holds a server against its bounds."""
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.chdir(ROOT)
+    return importlib.import_module("bench.serving.bounds")
+
+
+def test_it_measures_a_server_under_large_bodies(bounds, roomy_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bounds, "NUM_CHATS", 3)
+    kept = tmp_path / "kept.json"
+    options = ["--rounds", "1", "--bodies", "2", "--kinds", "digits,empty lists", "--json", str(kept)]
+    bounds.main(["--model", str(roomy_folder), *options])
+    turns = json.loads(kept.read_text())["results"]
+    assert [turn["kind"] for turn in turns] == [None, "digits", None, "empty lists"]
+    for turn in turns:
+        assert len(turn["ttft_s"]) == 3
+        assert min(turn["ttft_s"]) > 0
+        assert turn["peak_mb"] > 0
+        assert turn["health_s"] > 0
+    assert turns[0]["outcomes"] == {}
+    assert set(turns[1]["outcomes"]) == {"400 context_length_exceeded"}
+    assert sum(turns[1]["outcomes"].values()) >= 2
+    assert set(turns[3]["outcomes"]) == {"400"}
+    shown = capsys.readouterr().out
+    assert "digits: TTFT p50 x " in shown
+    assert "Not shown:" in shown
+
+
+def turn_of(kind, ttft_s=0.1, health_s=0.1, peak_mb=1000.0):
+    return {"kind": kind, "ttft_s": [ttft_s] * 3, "health_s": health_s, "before_mb": 900.0, "peak_mb": peak_mb}
+
+
+@pytest.mark.parametrize(
+    ("loud", "is_beyond"),
+    [({}, False), ({"ttft_s": 0.31}, True), ({"health_s": 1.1}, True), ({"peak_mb": 1500.0}, True)],
+)
+def test_it_says_which_bounds_are_not_held(bounds, loud, is_beyond):
+    turns = [turn_of(None), turn_of("digits", **loud), turn_of("lists")]
+    assert bounds.judge(turns) == (["digits"] if is_beyond else [])

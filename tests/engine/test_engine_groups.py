@@ -238,9 +238,20 @@ class TestMemory:
             ({"kv_cache_memory": 10**6, "num_blocks": 5}, "num_blocks or kv_cache_memory, got both: 5 and 1000000"),
             ({"num_blocks": 0}, "num_blocks: expected .* got 0"),
             ({"block_size": 0}, "block_size: expected .* got 0"),
+            ({"num_blocks": 10**9}, "num_blocks: expected a KV cache within the .* free, got 1000000000 blocks"),
+            (
+                {"num_blocks": 2**62},
+                "num_blocks: expected a KV cache within the .* free, got 4611686018427387904 blocks",
+            ),
+            (
+                {"kv_cache_memory": "900TB"},
+                "kv_cache_memory: expected a KV cache within the .* of host memory that are",
+            ),
+            ({"kv_cache_memory": 10**18}, "kv_cache_memory: expected a KV cache within the .* of host memory that are"),
         ],
     )
-    def test_what_cannot_be(self, gemma, options, message):
+    def test_what_cannot_be(self, gemma, options, message, monkeypatch):
+        monkeypatch.setattr("kvblocks.engine.engine.KVCacheManager", None)  # nothing is made before
         with pytest.raises(InvalidArgumentError, match=message):
             Engine(gemma, **options)
 

@@ -49,9 +49,12 @@ FLOORS = {
     "kvblocks.engine.tiers": 12,
     "kvblocks.engine": 13,
     "kvblocks.engine.demo": 14,
-    "kvblocks.engine.server": 14,
-    "kvblocks.cli": 15,
-    "kvblocks.__main__": 16,
+    "kvblocks.engine.server.errors": 14,
+    "kvblocks.engine.server.wire": 14,
+    "kvblocks.engine.server.access": 15,
+    "kvblocks.engine.server": 16,
+    "kvblocks.cli": 17,
+    "kvblocks.__main__": 18,
 }
 TOP_CORE_FLOOR = 7
 

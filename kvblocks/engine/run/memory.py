@@ -10,6 +10,9 @@ from kvblocks.errors import InvalidArgumentError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+HOST_BYTES_A_BLOCK = 128
+"""About what the manager keeps of a block, in host memory (120 bytes measured)."""
+
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B|)\s*", re.IGNORECASE)
 
 
@@ -35,6 +38,31 @@ def read_memory(budget: float | str, device: torch.device, name: str = "kv_cache
             f" above 0, at most 1), got {budget!r}"
         )
     return num_bytes
+
+
+def check_memory(name: str, num_bytes: int, num_blocks: int, device: torch.device) -> None:
+    """Raise InvalidArgumentError if a pool of so many bytes and blocks is more than is free now. O(1).
+
+    name: what decides its size, for the error. Where the system doesn't say what is free nothing is checked.
+    """
+    try:
+        free = free_memory(device)
+        free_on_host = free if device.type == "cpu" else free_memory(torch.device("cpu"))
+    except InvalidArgumentError:
+        return
+    num_host_bytes = num_blocks * HOST_BYTES_A_BLOCK
+    needed = num_bytes + num_host_bytes if device.type == "cpu" else num_bytes
+    if needed > free or num_host_bytes > free_on_host:
+        where = "host memory" if needed <= free or device.type == "cpu" else f"memory of {device}"
+        least, most = (num_host_bytes, free_on_host) if needed <= free else (needed, free)
+        raise InvalidArgumentError(
+            f"{name}: expected a KV cache within the {_show_bytes(most)} of {where} that are free, got {num_blocks}"
+            f" blocks, which take {_show_bytes(least)}"
+        )
+
+
+def _show_bytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def free_memory(device: torch.device) -> int:

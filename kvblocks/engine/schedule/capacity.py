@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hit import CacheHit
 from kvblocks.core.sequence import Sequence
+from kvblocks.engine.errors import RequestTooLongError
 from kvblocks.engine.schedule.request import Request
-from kvblocks.errors import InvalidArgumentError, PoolExhaustedError
+from kvblocks.errors import PoolExhaustedError
 from kvblocks.groups.kinds import Group
 from kvblocks.manager import KVCacheManager
 from kvblocks.retention.pinned_blocks import KEEP
@@ -32,19 +33,19 @@ class StalledError(PoolExhaustedError):
 def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, num_step_tokens: int) -> None:
     """Raise if the request could never finish, even alone, in steps of `num_step_tokens` of it. Changes nothing.
 
-    InvalidArgumentError: it never will; PoolExhaustedError: not while the present pins stand. O(groups), and O(tokens
+    RequestTooLongError: it never will; PoolExhaustedError: not while the present pins stand. O(groups), and O(tokens
     pinned + prompt) with pins.
     """
     sequence = request.sequence
     num_tokens = sequence.num_prompt_tokens + request.max_tokens
     asked = f"{num_tokens} (a prompt of {sequence.num_prompt_tokens} and max_tokens {request.max_tokens})"
     if num_tokens > max_model_len:
-        raise InvalidArgumentError(f"expected at most {max_model_len} tokens, the model's context, got {asked}")
+        raise RequestTooLongError(f"expected at most {max_model_len} tokens, the model's context, got {asked}")
     num_last = min(1, request.max_tokens)  # the last token generated needs no slot
     num_wanted = count_blocks(manager.groups, num_tokens - num_last, num_step_tokens)
     if num_wanted > manager.num_blocks:
         most = _most_tokens(manager, manager.num_blocks, num_step_tokens, num_tokens)
-        raise InvalidArgumentError(
+        raise RequestTooLongError(
             f"expected at most {most + num_last} tokens, what the pool's {manager.num_blocks} blocks of"
             f" {manager.block_size} can serve, got {asked}"
         )

@@ -23,15 +23,17 @@ class Answer:
 
     tiers: names of those that the engine has below the device; what was cached is told by them.
 
-    answer_id: what clients and logs know it by. start_s: when it was made, on `time.monotonic`. has_begun: whether any
-    token has come. outcome: None while it goes on. timer: ends it in time.
+    answer_id: what clients and logs know it by. start_s: when its request came, on `time.monotonic`; None: now.
+    has_begun: whether any token has come. outcome: None while it goes on. timer: ends it in time.
     """
 
-    def __init__(self, asked: AnswerRequest, model: str, tiers: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, asked: AnswerRequest, model: str, tiers: tuple[str, ...] = (), *, start_s: float | None = None
+    ) -> None:
         self.asked = asked
         self._tiers = tiers
         self.answer_id = _PREFIXES[asked.kind] + uuid.uuid4().hex
-        self.start_s = time.monotonic()
+        self.start_s = time.monotonic() if start_s is None else start_s
         self.has_begun = False
         self.outcome: Outcome | None = None
         self.timer: asyncio.TimerHandle | None = None

@@ -5,7 +5,6 @@ goes away its answer is dropped at once, whatever it was waiting for.
 """
 
 import asyncio
-import hmac
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -21,9 +19,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvblocks.engine.server.access.bodies import Load
+from kvblocks.engine.server.access.gate import Gate, caller_of
 from kvblocks.engine.server.answer import Answer
 from kvblocks.engine.server.cache_api import CacheApi
-from kvblocks.engine.server.errors import ApiError, as_api_error
+from kvblocks.engine.server.errors import ApiError, as_api_error, late_error
 from kvblocks.engine.server.fields import show
 from kvblocks.engine.server.requests import AnswerRequest, parse_chat, parse_completion, parse_warm
 from kvblocks.engine.server.service import Service
@@ -33,7 +33,6 @@ from kvblocks.engine.server.wire import (
     encode_event,
     error_response,
     json_response,
-    read_json,
     send_head,
     send_json,
     send_part,
@@ -77,7 +76,8 @@ def make_app(service: Service, model: str) -> Starlette:
         ClientDisconnect: _show_nothing,
         Exception: _show_bug,
     }
-    middleware = [Middleware(KeyCheck, key=service.settings.api_key)]
+    settings = service.settings
+    middleware = [Middleware(Gate, callers=settings.callers, hosts=settings.hosts)]
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
 
 
@@ -113,42 +113,74 @@ class Api:
 
     async def completions(self, request: Request) -> ASGIApp:
         """Continue prompts."""
-        return await self._answer(request, parse_completion)
+        del request  # the response is an ASGI application, which gets what it was made of
+        return partial(self._respond, parse_completion)
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         """Answer a chat."""
-        return await self._answer(request, parse_chat)
+        del request
+        return partial(self._respond, parse_chat)
 
     async def warm(self, request: Request) -> ASGIApp:
         """Have prompts cached, and generate nothing. It is bounded and cancelled as what is to be answered."""
-        return await self._answer(request, parse_warm)
+        del request
+        return partial(self._respond, parse_warm)
 
-    async def _answer(self, request: Request, parse: Callable[[Any], AnswerRequest]) -> ASGIApp:
-        asked = parse(await read_json(request, self._service.settings.max_body_bytes))
-        if asked.model is not None:
-            self._check_model(asked.model)
-        return partial(self._respond, asked)
-
-    async def _respond(self, asked: AnswerRequest, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, parse: Callable[[Any], AnswerRequest], scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, as an ASGI application. Raises ApiError, before anything is sent, if it can't be begun."""
-        del scope
-        service = self._service
-        service.open(asked.num_choices)
+        service, seconds = self._service, self._service.settings.request_timeout_s
+        start_s = time.monotonic()
         try:
-            encode = partial(asked.encode, service.engine.model.tokenizer)
-            # A long text takes a while; other requests go on meanwhile.
-            prompts = await run_in_threadpool(encode) if asked.has_text else encode()
-            answer = Answer(asked, self._model, self._tiers)
+            async with asyncio.timeout(seconds):
+                asked, load = await self._read(parse, Request(scope, receive))
+                gone = asyncio.create_task(_wait_until_gone(receive))
+                prompts = await self._encode(asked, load, gone)
+        except TimeoutError:
+            service.metrics.count(Outcome.TIMED_OUT)
+            raise late_error(seconds) from None
+        answer = Answer(asked, self._model, self._tiers, start_s=start_s)
+        try:
             service.submit(answer, prompts)
-        except BaseException:
-            service.close(asked.num_choices)
-            raise
-        watcher = asyncio.create_task(_drop_when_gone(service, answer, receive))
-        try:
+            gone.add_done_callback(lambda _: service.drop(answer))
             await (_stream(answer, send) if asked.stream else _send_whole(answer, send))
         finally:
-            watcher.cancel()
+            gone.cancel()
             service.drop(answer)
+
+    async def _encode(self, asked: AnswerRequest, load: Load, gone: "asyncio.Task[None]") -> list[list[int]]:
+        """Return prompts as tokens, with slots taken for them. Raises as `Service.encode`, and if the client has gone.
+
+        Nothing is taken then, once the encoding has ended, and `gone` is cancelled.
+        """
+        service = self._service
+        encoding = asyncio.create_task(service.encode(asked.encode, asked.num_chars, asked.slots, load))
+        try:
+            await asyncio.wait({encoding, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return _result(encoding)
+        except BaseException as error:
+            if not encoding.cancel() and encoding.exception() is None:
+                service.close(asked.slots)  # it has ended well, but nobody waits for it any more
+            gone.cancel()
+            if isinstance(error, ClientDisconnect):
+                service.metrics.count(Outcome.CANCELLED)
+            raise
+
+    async def _read(self, parse: Callable[[Any], AnswerRequest], request: Request) -> tuple[AnswerRequest, Load]:
+        """Return what a body asks for, and its bytes, which count until they are released. Raises ApiError."""
+        try:
+            body, load = await self._service.bodies.take(request)
+        except ApiError as error:
+            if error.status == 429:
+                self._service.metrics.count(Outcome.REFUSED)
+            raise
+        try:
+            asked = parse(body).asked_by(caller_of(request.scope))
+            if asked.model is not None:
+                self._check_model(asked.model)
+        except BaseException:
+            load.release()
+            raise
+        return asked, load
 
     def _check_model(self, name: str) -> None:
         if name != self._model:
@@ -166,32 +198,17 @@ class Api:
         }
 
 
-class KeyCheck:
-    """Lets requests to /v1 pass that bring the key, and all others: /health and /metrics tell counts only."""
-
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app = app
-        self._expected = None if key is None else f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
-        expected = self._expected
-        if scope["type"] == "http" and expected is not None and scope["path"].startswith("/v1"):
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not hmac.compare_digest(given, expected):
-                got = "another one" if given else "none"
-                message = f"expected 'Authorization: Bearer KEY' with the key of this server, got {got}"
-                headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
-                error = ApiError(401, message, code="invalid_api_key", headers=headers)
-                await send_json(send, error.to_json(), error.status, error.headers)
-                return
-        await self._app(scope, receive, send)
+def _result(encoding: "asyncio.Task[list[list[int]]]") -> list[list[int]]:
+    """Return what came of it. Raises what it raised, and ClientDisconnect if it isn't done: the client has gone."""
+    if not encoding.done():
+        raise ClientDisconnect
+    return encoding.result()
 
 
-async def _drop_when_gone(service: Service, answer: Answer, receive: Receive) -> None:
+async def _wait_until_gone(receive: Receive) -> None:
+    """Wait until the client has gone, or the response is complete."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    service.drop(answer)
 
 
 async def _send_whole(answer: Answer, send: Send) -> None:

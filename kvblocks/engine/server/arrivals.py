@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvblocks.engine.completion import Completion
 from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.request import Request
+from kvblocks.engine.server.access.callers import Caller
 from kvblocks.observe.explanation import Explanation
 
 MAX_KEPT = 1000
@@ -35,24 +36,28 @@ class Arrivals:
     def __init__(self, lookups: Lookups, *, keep_reasons: bool) -> None:
         self._lookups = lookups
         self._keep_reasons = keep_reasons
-        self._kept: dict[str, list[Arrival]] = {}
+        self._kept: dict[str, tuple[str | None, list[Arrival]]] = {}
         # One tuple, so that another thread finds both of one moment.
         self.num_lookups_and_seconds: tuple[int, float] = (0, 0.0)
 
-    def note(self, key: str, prompts: Items[Request]) -> None:
-        """Look up what came, the first sample of each prompt, before the next step."""
-        self._kept[key] = [self._look_up(request) for request in prompts]
+    def note(self, key: str, tenant: str | None, prompts: Items[Request]) -> None:
+        """Look up what came of a tenant, the first sample of each prompt, before the next step."""
+        self._kept[key] = (tenant, [self._look_up(request) for request in prompts])
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(iter(self._kept))]
 
     def finish(self, key: str, prompt: int, completion: Completion) -> None:
         """Note the completion of a prompt's first sample."""
         if key in self._kept:
-            self._kept[key][prompt].completion = completion
+            self._kept[key][1][prompt].completion = completion
 
-    def find(self, key: str) -> list[Arrival] | None:
-        """Return what is known of a request, None if it is unknown or too long ago."""
-        return self._kept.get(key)
+    def find(self, key: str, caller: Caller) -> list[Arrival] | None:
+        """Return what is known of a request that the caller may ask about.
+
+        None if it is unknown, too long ago, or another tenant's, unless an operator asks.
+        """
+        tenant, arrivals = self._kept.get(key, (None, None))
+        return arrivals if tenant == caller.tenant or caller.is_operator else None
 
     def _look_up(self, request: Request) -> Arrival:
         start = time.perf_counter()

@@ -1,20 +1,24 @@
 """What is asked about the cache: its numbers, pins, a reset, and why a prompt missed. Behind `kvblocks cache`."""
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvblocks.core.sequence import Sequence
+from kvblocks.engine.server.access.callers import Caller, Slots
+from kvblocks.engine.server.access.gate import caller_of
 from kvblocks.engine.server.arrivals import Arrival
-from kvblocks.engine.server.errors import ApiError, as_api_error
+from kvblocks.engine.server.errors import ApiError, as_api_error, late_error
 from kvblocks.engine.server.fields import Fields
 from kvblocks.engine.server.requests import Prefix, parse_prefix
 from kvblocks.engine.server.service import Service
-from kvblocks.engine.server.wire import Json, json_response, read_json
+from kvblocks.engine.server.wire import Json, json_response
 from kvblocks.errors import KVBlocksError
 from kvblocks.observe.explanation import Explanation
 
@@ -70,20 +74,19 @@ class CacheApi:
 
     async def pin(self, request: Request) -> Response:
         """Pin a prefix."""
-        fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
+        fields = Fields(await self._service.bodies.read(request))
         prefix = parse_prefix(fields, "pin")
-        salt, description = fields.text("cache_salt"), fields.text("description") or ""
+        caller = caller_of(request.scope)
+        salt, description = caller.salt_for(fields.text("cache_salt")), fields.text("description") or ""
         ttl_s, priority = fields.number("ttl_s", 0.0), fields.count("priority", 0, 100)
         if ttl_s == 0:
             raise fields.error("ttl_s", "seconds, more than 0")
         fields.refuse_unknown()
-        tokens = await self._encode(prefix)
-        book = self._service.thread.pins
-        entry = await self._call(
-            lambda: book.add(
-                tokens, salt=salt, description=description, ttl_s=ttl_s, priority=50 if priority is None else priority
+        book, chosen = self._service.thread.pins, 50 if priority is None else priority
+        async with self._encoded(prefix, caller) as tokens:
+            entry = await self._call(
+                lambda: book.add(tokens, salt=salt, description=description, ttl_s=ttl_s, priority=chosen)
             )
-        )
         return json_response(entry.to_json(time.monotonic()))
 
     async def list_pins(self, request: Request) -> Response:
@@ -103,15 +106,15 @@ class CacheApi:
 
     async def hints(self, request: Request) -> Response:
         """Carry out an envelope of hints, for the salt that stands beside it; what was deferred is asked again."""
-        body = await read_json(request, self._service.settings.max_body_bytes)
-        salt = Fields(body).text("cache_salt")
+        body = await self._service.bodies.read(request)
+        salt = caller_of(request.scope).salt_for(Fields(body).text("cache_salt"))
         executor = self._service.thread.hints
         answers = await self._call(lambda: executor.carry_out(body, salt, time.monotonic()))
         return json_response(answers.to_dict())
 
     async def reset(self, request: Request) -> Response:
         """Forget all that is cached. Pins stand, and hold their prefixes when these are computed anew."""
-        fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
+        fields = Fields(await self._service.bodies.read(request))
         fields.refuse_unknown()
         manager = self._engine.manager
 
@@ -124,8 +127,8 @@ class CacheApi:
 
     async def forget(self, request: Request) -> Response:
         """Delete what is cached of a salt, in all tiers, and end its hints."""
-        fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
-        salt = fields.text("cache_salt")
+        fields = Fields(await self._service.bodies.read(request))
+        salt = caller_of(request.scope).salt_for(fields.text("cache_salt"))
         fields.refuse_unknown()
         if salt is None:
             raise fields.error("cache_salt", "the salt whose prompts are to be forgotten")
@@ -138,25 +141,25 @@ class CacheApi:
 
     async def explain(self, request: Request) -> Response:
         """Why a prompt would miss now, or what a request hit and missed when it came."""
-        fields = Fields(await read_json(request, self._service.settings.max_body_bytes))
-        request_id = fields.text("request_id")
+        fields = Fields(await self._service.bodies.read(request))
+        caller, request_id = caller_of(request.scope), fields.text("request_id")
         if request_id is not None:
             fields.refuse_unknown()
-            return json_response(await self._explain_request(request_id))
-        prefix, salt = parse_prefix(fields, "explain"), fields.text("cache_salt")
+            return json_response(await self._explain_request(request_id, caller))
+        prefix, salt = parse_prefix(fields, "explain"), caller.salt_for(fields.text("cache_salt"))
         fields.refuse_unknown()
-        tokens = await self._encode(prefix)
         manager = self._engine.manager
 
-        def explain() -> Json:
+        def explain(tokens: list[int]) -> Json:
             sequence = Sequence("explained", tokens, salt=salt)
             hit = manager.get_computed_blocks(sequence)
-            return _arrival_json(Arrival(len(tokens), hit.num_tokens, manager.explain(sequence)))
+            return _arrival_json(Arrival(len(tokens), hit.num_tokens, manager.explain(sequence)), caller)
 
-        return json_response({"prompts": [await self._call(explain)]})
+        async with self._encoded(prefix, caller) as tokens:
+            return json_response({"prompts": [await self._call(lambda: explain(tokens))]})
 
-    async def _explain_request(self, request_id: str) -> Json:
-        arrivals = await self._call(lambda: self._service.thread.arrivals.find(request_id))
+    async def _explain_request(self, request_id: str, caller: Caller) -> Json:
+        arrivals = await self._call(lambda: self._service.thread.arrivals.find(request_id, caller))
         if arrivals is None:
             raise ApiError(
                 404,
@@ -164,11 +167,24 @@ class CacheApi:
                 param="request_id",
                 code="no_such_request",
             )
-        return {"request_id": request_id, "prompts": [_arrival_json(arrival) for arrival in arrivals]}
+        return {"request_id": request_id, "prompts": [_arrival_json(arrival, caller) for arrival in arrivals]}
 
-    async def _encode(self, prefix: Prefix) -> list[int]:
-        """The tokens of a prefix. A long text takes a while; other requests go on meanwhile."""
-        return await run_in_threadpool(prefix.encode, self._engine.model.tokenizer)
+    @asynccontextmanager
+    async def _encoded(self, prefix: Prefix, caller: Caller) -> AsyncIterator[list[int]]:
+        """The tokens of a prefix, which takes a slot meanwhile, as an answer does."""
+        service, slots = self._service, Slots(caller, 1)
+        seconds, nothing = service.settings.request_timeout_s, service.bodies.nothing()
+        try:
+            async with asyncio.timeout(seconds):
+                (tokens,) = await service.encode(
+                    lambda tokenizer: [prefix.encode(tokenizer)], [prefix.num_chars], slots, nothing
+                )
+        except TimeoutError:
+            raise late_error(seconds) from None
+        try:
+            yield tokens
+        finally:
+            service.close(slots)
 
     async def _call(self, function: Any) -> Any:
         try:
@@ -177,22 +193,36 @@ class CacheApi:
             raise as_api_error(error) from error
 
 
-def _arrival_json(arrival: Arrival) -> Json:
+def _arrival_json(arrival: Arrival, caller: Caller) -> Json:
     explanation, completion = arrival.explanation, arrival.completion
     values: Json = {
         "num_prompt_tokens": arrival.num_prompt_tokens,
         "num_cached_tokens": arrival.num_cached_tokens,
-        "cause": None if explanation is None else explanation.cause,
-        "text": None if explanation is None else _explain(explanation),
+        "cause": None if explanation is None else _cause(explanation, caller),
+        "text": None if explanation is None else _explain(explanation, caller),
     }
     if completion is not None:
         values["num_cached_tokens_when_admitted"] = completion.num_cached_tokens
     return values
 
 
-def _explain(explanation: Explanation) -> str:
-    """Return an explanation as any client may read it: a salt may be a secret, so none but the client's own is said."""
-    if explanation.cause != "other keys":
+# Which of these it is depends on what others have cached; told apart, they would say it.
+_NOT_CACHED = frozenset({"other keys", "partly equal", "never cached"})
+
+
+def _cause(explanation: Explanation, caller: Caller) -> str:
+    """Return the cause of a miss as the caller may know it."""
+    return explanation.cause if caller.sees_others or explanation.cause not in _NOT_CACHED else "never cached"
+
+
+def _explain(explanation: Explanation, caller: Caller) -> str:
+    """Return an explanation as the caller may read it: a salt may be a secret, so only the caller's own is said."""
+    cause, number = _cause(explanation, caller), explanation.num_cached_blocks
+    found = f"{number} of {explanation.num_full_blocks} full blocks are cached"
+    if cause == "other keys":
+        return f"{found}; block {number} is cached with other keys, such as another cache_salt"
+    if caller.sees_others:
         return str(explanation)
-    found = f"{explanation.num_cached_blocks} of {explanation.num_full_blocks} full blocks are cached"
-    return f"{found}; block {explanation.num_cached_blocks} is cached with other keys, such as another cache_salt"
+    stored = [f"tokens {part.first_token} to {part.end_token - 1} are on {part.tier!r}" for part in explanation.tiers]
+    why = "was never cached, as far as is remembered" if cause == "never cached" else f"isn't cached: {cause}"
+    return "; ".join([found if cause == "no miss" else f"{found}; block {number} {why}", *stored])

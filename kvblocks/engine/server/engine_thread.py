@@ -196,7 +196,8 @@ class EngineThread:
                     unfinished[generation] = None
                     self._answers[generation] = answer
             first_samples = [generation.request for generation in unfinished if not generation.sample_index]
-            self.arrivals.note(answer.answer_id, first_samples)  # nothing of it is cached before the next step
+            # Nothing of it is cached before the next step.
+            self.arrivals.note(answer.answer_id, answer.asked.caller.tenant, first_samples)
         except Exception as error:
             if not isinstance(error, KVBlocksError):
                 logger.exception("request %s could not be begun", answer.answer_id)

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 
-from kvblocks.engine.errors import ModelError
+from kvblocks.engine.errors import ModelError, RequestTooLongError
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, PinBudgetError, PoolExhaustedError
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     408: "timeout_error",
     429: "rate_limit_error",
     500: "server_error",
@@ -52,6 +53,8 @@ def as_api_error(error: BaseException, *, param: str | None = None) -> ApiError:
         return ApiError(409, str(error), param=param, code="pin_budget")
     if isinstance(error, PoolExhaustedError):
         return ApiError(503, str(error), code="pool_exhausted", headers={"Retry-After": "5"})
+    if isinstance(error, RequestTooLongError):
+        return length_error(str(error), param)
     if isinstance(error, (InvalidArgumentError, ModelError)):
         return ApiError(400, str(error), param=param)
     return ApiError(500, f"expected an answer, got {type(error).__name__}: a bug, of which the server's log has more")
@@ -68,3 +71,20 @@ def step_error(error: Exception) -> ApiError:
 def stopping_error() -> ApiError:
     """The error of requests that come, or are still unfinished, when the server stops."""
     return ApiError(503, "expected a running server, got one that is stopping", code="stopping")
+
+
+def busy_error(message: str, code: str, retry_after_s: int) -> ApiError:
+    """The error of a request for which there is no room now. OpenAI's clients come back by themselves."""
+    return ApiError(429, message, code=code, headers={"Retry-After": str(retry_after_s)})
+
+
+def length_error(message: str, param: str | None) -> ApiError:
+    """The error of a prompt that the model's context has no room for."""
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def late_error(seconds: float) -> ApiError:
+    """The error of a request whose time is over."""
+    # Clients of OpenAI's retry by themselves, and would spend as much again.
+    headers = {"x-should-retry": "false"}
+    return ApiError(504, f"expected an answer within {seconds:g} s, got none: the time is over", headers=headers)

@@ -120,9 +120,9 @@ class Fields:
 
     def refuse_unknown(self) -> None:
         """Refuse fields that nobody has taken."""
-        unknown = sorted(set(self._values) - self._known)
+        unknown = set(self._values) - self._known
         if unknown:
-            full = self._prefix + unknown[0]
+            full = self._prefix + min(unknown)
             known = ", ".join(sorted(self._known))
             message = f"expected known fields ({known}), got {show(full)}"
             raise ApiError(400, message, param=ascii(full)[1:-1][:_SHOWN], code="unknown")

@@ -5,11 +5,12 @@ nothing. Fields that change nothing are let pass. The fields are OpenAI's; `cach
 `ignore_eos` and `return_token_ids` are extras, named as vLLM names them.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 from kvblocks.engine.options import OptionValues
+from kvblocks.engine.server.access.callers import ANYONE, Caller, Slots
 from kvblocks.engine.server.errors import ApiError, as_api_error
 from kvblocks.engine.server.fields import Fields, is_unicode, show
 from kvblocks.engine.text.tokenizer import Tokenizer
@@ -17,6 +18,8 @@ from kvblocks.errors import KVBlocksError
 
 MAX_SAMPLES = 128
 MAX_STOPS = 16
+MAX_ITEMS = 10_000
+"""Messages of a chat, parts of a message, or prompts of a body: checking each takes some microseconds."""
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
 Kind = Literal["completion", "chat", "warm"]
@@ -60,6 +63,13 @@ class Prefix:
     kind: Literal["text", "system", "messages", "token_ids"]
     value: Any
 
+    @property
+    def num_chars(self) -> int:
+        """How much text it is, in characters. O(messages)."""
+        if self.kind == "token_ids":
+            return 0
+        return _num_chars(self.value) if self.kind == "messages" else len(self.value)
+
     def encode(self, tokenizer: Tokenizer | None) -> list[int]:
         """Return its tokens; of a system prompt, what all chats with it begin with. Raises ApiError. O(length)."""
         try:
@@ -82,7 +92,7 @@ class Prefix:
 class AnswerRequest:
     """One body, checked. Of `prompts`, `messages` and `prefixes` one isn't empty, by `kind`.
 
-    options: all of them, for each prompt. salts: of prefixes, one for each.
+    options: all of them, for each prompt. salts: of prefixes, one for each. caller: who asks.
     """
 
     kind: Kind
@@ -95,6 +105,17 @@ class AnswerRequest:
     return_token_ids: bool
     prefixes: tuple[Prefix, ...] = ()
     salts: tuple[str | None, ...] = ()
+    caller: Caller = ANYONE
+
+    def asked_by(self, caller: Caller) -> Self:
+        """Return it as this caller may ask it, with its salts. Raises ApiError for a salt that it may not choose."""
+        options = OptionValues(**{**self.options, "salt": caller.salt_for(self.options.get("salt"))})
+        return replace(self, caller=caller, options=options, salts=tuple(map(caller.salt_for, self.salts)))
+
+    @property
+    def slots(self) -> Slots:
+        """What it takes of those answers that may be unfinished."""
+        return Slots(self.caller, self.num_choices)
 
     @property
     def num_choices(self) -> int:
@@ -106,10 +127,13 @@ class AnswerRequest:
         return OptionValues(**{**self.options, "salt": self.salts[index]}) if self.salts else self.options
 
     @property
-    def has_text(self) -> bool:
-        """Whether `encode` has anything to do. O(prompts)."""
-        is_text = [isinstance(prompt, str) for prompt in self.prompts]
-        return self.kind == "chat" or any(is_text) or any(prefix.kind != "token_ids" for prefix in self.prefixes)
+    def num_chars(self) -> tuple[int, ...]:
+        """How much text each prompt is, in characters; 0 for token ids. O(prompts + messages)."""
+        if self.kind == "chat":
+            return (_num_chars(self.messages),)
+        if self.kind == "warm":
+            return tuple([prefix.num_chars for prefix in self.prefixes])
+        return tuple([len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts])
 
     def encode(self, tokenizer: Tokenizer | None) -> list[list[int]]:
         """Return its prompts as tokens. Raises ApiError and what the tokenizer raises. O(length)."""
@@ -164,6 +188,7 @@ def parse_warm(body: Any) -> AnswerRequest:
     fields.refuse_unknown()
     if not isinstance(items, list) or not items:
         raise fields.error("prompts", "a list of prompts")
+    _check_number("prompts", items)
     prefixes, salts = [], []
     for index, item in enumerate(items):
         own = Fields({"text": item} if isinstance(item, str) else item, f"prompts[{index}]")
@@ -226,6 +251,7 @@ def parse_prompts(value: Any) -> tuple[Prompt, ...]:
             f"prompt: expected a text, a list of token ids, or a list of such prompts, got {show(value)}",
             param="prompt",
         )
+    _check_number("prompt", value)
     return tuple(_parse_prompt(item, f"prompt[{index}]") for index, item in enumerate(value))
 
 
@@ -233,6 +259,7 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
     """Read the messages of a chat: those of text. Raises ApiError."""
     if not isinstance(value, list) or not value:
         raise ApiError(400, f"messages: expected a list of messages, got {show(value)}", param="messages")
+    _check_number("messages", value)
     return tuple(_parse_message(item, f"messages[{index}]") for index, item in enumerate(value))
 
 
@@ -320,10 +347,21 @@ def _parse_content(fields: Fields) -> str:
     parts = [content] if isinstance(content, str) else content
     if not isinstance(parts, list) or not parts:
         raise fields.error("content", "a text or a list of parts")
+    _check_number("content", parts)
     texts = [part if isinstance(part, str) else _text_of(part) for part in parts]
     if not all(text is not None and is_unicode(text) for text in texts):
         raise fields.error("content", "a text of valid Unicode, or parts of type 'text'")
     return "".join(text for text in texts if text is not None)
+
+
+def _check_number(name: str, items: list[Any]) -> None:
+    """Raise ApiError for a list of more than MAX_ITEMS."""
+    if len(items) > MAX_ITEMS:
+        raise ApiError(400, f"{name}: expected at most {MAX_ITEMS}, got {len(items)}", param=name)
+
+
+def _num_chars(messages: Iterable[Message]) -> int:
+    return sum(len(text) for message in messages for text in message.values())
 
 
 def _text_of(part: Any) -> str | None:

@@ -13,6 +13,7 @@ import uvicorn
 
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.run.runner import LoadedModel
+from kvblocks.engine.server.access.connections import bounded, count_connections, log_shortage_seldom
 from kvblocks.engine.server.app import make_app
 from kvblocks.engine.server.service import Service
 from kvblocks.engine.server.settings import CacheSettings, ServerSettings
@@ -68,6 +69,8 @@ class KVBlocksServer(uvicorn.Server):
             server_header=False,
             lifespan="on",
             ws="none",
+            # h11, not httptools where that happens to be installed: its rules of framing are stricter.
+            http=bounded(count_connections(settings.max_connections)),
             # The service fails what is left after the grace period, so this is for what hangs in spite of it.
             timeout_graceful_shutdown=int(settings.grace_s) + 5,
         )
@@ -77,6 +80,7 @@ class KVBlocksServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         self._event_loop = asyncio.get_running_loop()
+        log_shortage_seldom(self._event_loop)
         try:
             await super().startup(sockets)
         except OSError as error:  # the address was free when it was bound, but another has begun to listen since
@@ -137,6 +141,8 @@ def serve(
     load: gives the model; it is called when the address is known to be free. say: gets lines for people. Raises what
     loading and the engine raise, and KVBlocksError when the engine's thread died.
     """
+    # Else all texts would share a pool of threads as many as there are cores, and short ones would wait for long ones.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     listener = bind(settings)
     with listener:
         engine = make_engine(load(), cache)
@@ -149,6 +155,9 @@ def serve(
         for tier in manager.tiers:
             found = f", {tier.num_cached_blocks} of them found in {cache.disk_cache}" if tier.name == DISK else ""
             say(f"{tier.name} cache: {tier.num_blocks} blocks{found}")
+        most_connections = count_connections(settings.max_connections)
+        if most_connections < settings.max_connections:
+            say(f"at most {most_connections} connections, since this process may open so few files: see ulimit -n")
         service = Service(engine, settings, keep_reasons=cache.num_history_blocks > 0)
         server = KVBlocksServer(service, model_name(model), lambda url: say(f"serving {model_name(model)} at {url}/v1"))
         try:

@@ -1,24 +1,30 @@
 """The event loop's side of the server: which answers are open, how many may be, and how long each may take.
 
 Invariants: an answer counts until the engine has nothing of it any more, so clients that come and go can't pile up work
-beyond `max_requests`; each answer that the engine was given ends in exactly one outcome.
+beyond `max_requests`; so do texts that are being encoded, until their thread is done; each answer that the engine was
+given ends in exactly one outcome.
 """
 
 import asyncio
 import contextlib
 import math
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import TypeVar
 
 from kvblocks.engine.completion import Piece
 from kvblocks.engine.engine import Engine
+from kvblocks.engine.server.access.bodies import Bodies, Load
+from kvblocks.engine.server.access.callers import Caller, Slots, set_quotas
+from kvblocks.engine.server.access.encoding import Encoders
 from kvblocks.engine.server.answer import Answer
 from kvblocks.engine.server.engine_thread import EngineThread, Item, Mark, Warmed
-from kvblocks.engine.server.errors import ApiError, stopping_error
+from kvblocks.engine.server.errors import ApiError, busy_error, late_error, length_error, stopping_error
 from kvblocks.engine.server.service_metrics import Outcome, ServiceMetrics
 from kvblocks.engine.server.settings import ServerSettings
+from kvblocks.engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -26,16 +32,24 @@ T = TypeVar("T")
 class Service:
     """Answers of an event loop by one engine, which it owns. Make it, `start` it in the loop, and `stop` it there.
 
-    num_open: choices of all open answers. keep_reasons: see `Arrivals`.
+    num_open: choices of all open answers. keep_reasons: see `Arrivals`. Raises InvalidArgumentError for quotas of tiers
+    that the engine doesn't have.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings, *, keep_reasons: bool = True) -> None:
+        set_quotas(engine.manager, settings.keys)
         self.engine = engine
         self.settings = settings
         self.thread = EngineThread(engine, self._publish, keep_reasons=keep_reasons)
+        self.bodies = Bodies(settings.max_body_bytes)
+        self._encoders = Encoders()
+        most = engine.scheduler.max_request_tokens  # before there are pins
+        # The last token that is generated needs room in the context, and none in the pool.
+        self._max_prompt_tokens = most if most == engine.model.config.max_position_embeddings else most - 1
         self.metrics = ServiceMetrics(engine, lambda: self.num_open)
         self.is_stopping = False
         self.num_open = 0
+        self._open_by: Counter[Caller] = Counter()
         self._unfinished: dict[Answer, None] = {}  # those that the engine was given, in their order
         self._ends: deque[float] = deque(maxlen=16)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -65,45 +79,100 @@ class Service:
         """
         self.is_stopping = True
         self.fail_all()
+        self._encoders.stop()
         return await asyncio.to_thread(self.thread.stop, timeout_s)
 
-    def open(self, num_choices: int) -> None:
-        """Take slots for so many choices; `submit` passes them on, and `close` gives them back. O(1).
+    def open(self, slots: Slots) -> None:
+        """Take slots; `submit` passes them on, and `close` gives them back. O(1).
 
-        Raises ApiError, with none taken, if they can't be begun now; for want of slots it counts as refused.
+        Raises ApiError, with none taken, if they can't be had now; for want of them it counts as refused.
         """
-        most = self.settings.max_requests
         if not self.is_healthy:
             raise stopping_error()
-        if num_choices > most:
-            raise ApiError(400, f"n: expected at most {most} answers at once, got {num_choices}", param="n")
-        if self.num_open + num_choices > most:
-            self.metrics.count(Outcome.REFUSED)
-            message = (
-                f"expected at most {most} unfinished answers, got {self.num_open} and {num_choices} more: try later"
-            )
-            headers = {"Retry-After": str(self._retry_after_s())}
-            raise ApiError(429, message, code="queue_full", headers=headers)
-        self.num_open += num_choices
+        limits = [(self.settings.max_requests, self.num_open, "")]
+        if slots.caller.max_requests is not None:
+            limits.append((slots.caller.max_requests, self._open_by[slots.caller], " of this key"))
+        for most, num_open, whose in limits:
+            if slots.number > most:
+                message = f"n: expected at most {most} answers{whose} at once, got {slots.number}"
+                raise ApiError(400, message, param="n")
+            if num_open + slots.number > most:
+                self.metrics.count(Outcome.REFUSED)
+                got = f"got {num_open} and {slots.number} more: try later"
+                message = f"expected at most {most} unfinished answers{whose}, {got}"
+                raise busy_error(message, "queue_full", self._retry_after_s())
+        self.num_open += slots.number
+        self._open_by[slots.caller] += slots.number
 
-    def close(self, num_choices: int) -> None:
+    def close(self, slots: Slots) -> None:
         """Give slots back that no answer has any more. O(1)."""
-        self.num_open -= num_choices
+        self.num_open -= slots.number
+        self._open_by[slots.caller] -= slots.number
+
+    async def encode(
+        self,
+        encode: Callable[[Tokenizer | None], list[list[int]]],
+        num_chars: Collection[int],
+        slots: Slots,
+        load: Load,
+    ) -> list[list[int]]:
+        """Return prompts as tokens: what `encode` makes of texts of so many characters each, 0: of token ids.
+
+        It takes slots, as `open` does, which are still taken then, and releases `load`. If
+        this raises or is cancelled both are given back, but not before nothing is being encoded any more. Raises what
+        `encode` and `open` do, and ApiError for prompts that the context has no room for: before they are encoded,
+        where their characters say so.
+        """
+        tokenizer = self.engine.model.tokenizer
+        give_back = partial(self._give_back, slots, load)
+        try:
+            self._check_num_chars(max(num_chars), tokenizer)
+            self.open(slots)
+        except ApiError:
+            load.release()
+            raise
+        if any(num_chars):
+            prompts = await self._encoders.run(partial(encode, tokenizer), sum(num_chars), give_back)
+        else:
+            prompts = encode(tokenizer)
+        longest = max(map(len, prompts))
+        if longest > self._max_prompt_tokens:
+            give_back()
+            raise length_error(f"{self._expected_length()}, got {longest}", None)
+        load.release()
+        return prompts
+
+    def _check_num_chars(self, num_chars: int, tokenizer: Tokenizer | None) -> None:
+        most = self._max_prompt_tokens * (1 if tokenizer is None else tokenizer.longest_token)
+        if num_chars > most:
+            got = f"and so of at most {most} characters, got {num_chars}"
+            raise length_error(f"{self._expected_length()}, {got}", None)
+
+    def _expected_length(self) -> str:
+        most = self._max_prompt_tokens
+        return f"prompt: expected at most {most} tokens, what the model's context and the pool have room for"
+
+    def _give_back(self, slots: Slots, load: Load) -> None:
+        self.close(slots)
+        load.release()
 
     def submit(self, answer: Answer, prompts: list[list[int]]) -> None:
         """Queue the prompts of an answer; its slots are given back when the engine has nothing of it any more.
 
-        Raises ApiError, with nothing queued, when the service has stopped.
+        Raises ApiError, with nothing queued and its slots given back, when the service has stopped.
         """
         if not self.is_healthy:
+            self.close(answer.asked.slots)
             raise stopping_error()
         self._unfinished[answer] = None
-        answer.timer = asyncio.get_running_loop().call_later(self.settings.request_timeout_s, self._time_out, answer)
+        left_s = answer.start_s + self.settings.request_timeout_s - time.monotonic()
+        answer.timer = asyncio.get_running_loop().call_later(left_s, self._time_out, answer)
         self.thread.submit(answer, prompts)
 
     def drop(self, answer: Answer) -> None:
-        """Cancel an answer that nobody waits for any more. Nothing if it has ended."""
-        self._end(answer, Outcome.CANCELLED)
+        """Cancel an answer that nobody waits for any more. Nothing if it has ended, or was never begun."""
+        if answer in self._unfinished:
+            self._end(answer, Outcome.CANCELLED)
 
     def fail_all(self) -> None:
         """Fail all answers that are unfinished, since the server stops."""
@@ -129,7 +198,7 @@ class Service:
     def _deliver(self, batch: list[tuple[Answer, Item]]) -> None:
         for answer, item in batch:
             if isinstance(item, Mark):
-                self.close(answer.asked.num_choices)
+                self.close(answer.asked.slots)
             elif answer.outcome is not None:
                 pass  # it was dropped, or its time was over
             elif isinstance(item, Piece):
@@ -161,11 +230,7 @@ class Service:
         self._ends.append(time.monotonic())
 
     def _time_out(self, answer: Answer) -> None:
-        seconds = self.settings.request_timeout_s
-        # Clients of OpenAI's retry by themselves, and would spend as much again.
-        headers = {"x-should-retry": "false"}
-        error = ApiError(504, f"expected an answer within {seconds:g} s, got none: the time is over", headers=headers)
-        self._end(answer, Outcome.TIMED_OUT, error)
+        self._end(answer, Outcome.TIMED_OUT, late_error(self.settings.request_timeout_s))
 
     def _retry_after_s(self) -> int:
         """Seconds until a slot should be free, by how often answers ended lately."""

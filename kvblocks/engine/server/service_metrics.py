@@ -13,7 +13,7 @@ _TTFT_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class Outcome(Enum):
-    """How a request ended. CANCELLED: the client went away; REFUSED: there was no slot for it."""
+    """How a request ended. CANCELLED: the client went away; REFUSED: there was no room for it."""
 
     FINISHED = "finished"
     CANCELLED = "cancelled"

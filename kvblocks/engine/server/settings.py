@@ -1,7 +1,6 @@
 """What `kvblocks serve` is told, checked together before a model is loaded: a wrong combination says why."""
 
-import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -10,6 +9,9 @@ from kvblocks.arguments import check_count, is_number
 from kvblocks.engine.run.memory import read_memory
 from kvblocks.engine.schedule.schedules import SCHEDULES
 from kvblocks.engine.schedule.step import StepLimits
+from kvblocks.engine.server.access.callers import Caller, Callers, Tenant, digest_of
+from kvblocks.engine.server.access.hosts import HostCheck, is_host, is_loopback
+from kvblocks.engine.server.access.keys_file import is_key
 from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.errors import InvalidArgumentError
 
@@ -94,15 +96,22 @@ class CacheSettings:
 class ServerSettings:
     """The server's part. port 0: any free one. max_requests: unfinished ones, running and waiting.
 
-    allow_anyone: serve other machines though no key keeps them out.
+    api_key: one key for all clients; keys: instead, one for each tenant. admin_key: the operator's, for what is about
+    the cache; without it, and without keys, whoever is served is an operator. allow_anyone: serve other machines though
+    no key keeps them out. allowed_hosts: names, beside the loopback's, that requests may ask by; any will do if there
+    are none, unless only a client's address says who it is: on the loopback, without a key.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    admin_key: str | None = field(default=None, repr=False)
+    keys: tuple[Tenant, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     allow_anyone: bool = False
     max_requests: int = 256
     max_body_bytes: int = 4 * 2**20
+    max_connections: int = 512
     request_timeout_s: float = 600.0
     grace_s: float = 30.0
 
@@ -110,29 +119,59 @@ class ServerSettings:
         check_count("--port", self.port, 0, 65535)
         check_count("--max-requests", self.max_requests, 1)
         check_count("--max-body-bytes", self.max_body_bytes, 1)
+        check_count("--max-connections", self.max_connections, 1)
         for name, value in (("--request-timeout", self.request_timeout_s), ("--grace-period", self.grace_s)):
             if not is_number(value) or not 0 <= value < float("inf"):
                 raise InvalidArgumentError(f"{name}: expected seconds, at least 0, got {value!r}")
         if not self.request_timeout_s:
             raise InvalidArgumentError("--request-timeout: expected more than 0 seconds, got 0")
-        key = self.api_key
-        if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
-            raise InvalidArgumentError("--api-key: expected ASCII without spaces, not empty, got something else")
-        if not is_loopback(self.host) and key is None and not self.allow_anyone:
+        for name in self.allowed_hosts:
+            if not is_host(name):
+                raise InvalidArgumentError(f"--allowed-host: expected a name or an address, without port, got {name!r}")
+        self._check_keys()
+        if not is_loopback(self.host) and not self._has_keys and not self.allow_anyone:
             raise InvalidArgumentError(
-                f"expected --api-key (or $KVBLOCKS_API_KEY) with --host {self.host}, since other machines can reach it,"
-                " or --allow-anyone to let them all in; got neither"
+                f"expected --api-key (or $KVBLOCKS_API_KEY) or --keys with --host {self.host}, since other machines can"
+                " reach it, or --allow-anyone to let them all in; got none of them"
             )
 
+    def _check_keys(self) -> None:
+        for flag, key in (("--api-key", self.api_key), ("--admin-key", self.admin_key)):
+            if key is not None and not is_key(key):
+                raise InvalidArgumentError(f"{flag}: expected ASCII without spaces, not empty, got something else")
+        if self.api_key is not None and self.keys:
+            raise InvalidArgumentError("expected --api-key or --keys, which has one for each tenant, got both")
+        if self.admin_key is None:
+            return
+        admin = digest_of(self.admin_key)
+        others = {tenant.digest for tenant in self.keys} | {digest_of(self.api_key or "")}
+        if admin in others:
+            raise InvalidArgumentError("--admin-key: expected a key that no client has, got one of theirs")
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address; a name other than localhost may be any."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    @property
+    def _has_keys(self) -> bool:
+        return self.api_key is not None or bool(self.keys)
+
+    @property
+    def callers(self) -> Callers:
+        """Who may ask, and what."""
+        has_operator = self.admin_key is not None
+        everybody = Caller(is_operator=not has_operator)
+        known = [(tenant.digest, tenant.caller) for tenant in self.keys]
+        if self.api_key is not None:
+            known.append((digest_of(self.api_key), everybody))
+        if self.admin_key is not None:
+            known.append((digest_of(self.admin_key), Caller(is_operator=True, sees_others=True)))
+        if self._has_keys:
+            return Callers(known, None)
+        return Callers(known, replace(everybody, sees_others=not has_operator and is_loopback(self.host)))
+
+    @property
+    def hosts(self) -> HostCheck | None:
+        """By which names requests may ask; None: by any."""
+        if self.allowed_hosts or (is_loopback(self.host) and not self._has_keys):
+            return HostCheck((*self.allowed_hosts, self.host))
+        return None
 
 
 def parse_memory(text: str) -> float | str:
@@ -143,10 +182,10 @@ def parse_memory(text: str) -> float | str:
         return text
 
 
-def read_secret(file: Path | None, value: str | None) -> bytes | None:
+def read_secret(file: Path | None, value: str | None, flag: str) -> bytes | None:
     """Return the secret that stands in a file, without the line's end, or else in the environment; None: in neither.
 
-    Raises InvalidArgumentError for a file that can't be read.
+    flag: the file's, for errors. Raises InvalidArgumentError for a file that can't be read.
     """
     if file is None:
         return value.encode("utf-8", "surrogateescape") if value else None
@@ -154,5 +193,11 @@ def read_secret(file: Path | None, value: str | None) -> bytes | None:
         return file.read_bytes().rstrip(b"\r\n")
     except OSError as error:
         raise InvalidArgumentError(
-            f"--disk-cache-secret-file: expected a file that can be read, got {str(file)!r}: {error.strerror}"
+            f"{flag}: expected a file that can be read, got {str(file)!r}: {error.strerror}"
         ) from error
+
+
+def read_key(file: Path | None, value: str | None, flag: str) -> str | None:
+    """Return the key that stands in a file, or else `value`. Raises as `read_secret` does."""
+    secret = read_secret(file, value, flag)
+    return None if secret is None else secret.decode("utf-8", "replace")

@@ -38,7 +38,8 @@ class Tokenizer:
 
     Attributes: `num_tokens` (ids are below it; a model's vocabulary may be padded beyond), `special_token_ids`,
     `eos_token_ids` (any of them ends a generation), `bos_token_id` (None if the model has none), `byte_token_ids`
-    (tokens that stand for one byte of a character), `has_chat_template`.
+    (tokens that stand for one byte of a character), `has_chat_template`, `longest_token` (characters of the longest
+    one, as the vocabulary spells it).
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(index for index, token in added_tokens.items() if token.special)
         vocabulary = self._markup.get_vocab(with_added_tokens=True)
         self.num_tokens = 1 + max(vocabulary.values(), default=-1)
+        self.longest_token = max(map(len, vocabulary), default=1)
         has_byte_fallback = "ByteFallback" in json.dumps(json.loads(definition).get("decoder"))
         self.byte_token_ids = frozenset(
             index for text, index in vocabulary.items() if has_byte_fallback and _BYTE_TOKEN.fullmatch(text)
@@ -98,11 +100,13 @@ class Tokenizer:
         default: turn it on only for text that no user wrote. `add_special_tokens`: whether what tokenizer.json adds
         to every prompt (a BOS, for some models) is added.
 
-        Raises InvalidArgumentError if the text is not valid Unicode. O(len(text)).
+        Raises InvalidArgumentError if the text is not valid Unicode. O(len(text)); other threads run meanwhile.
         """
         encoder = self._markup if parse_special else self._plain
         try:
-            ids: list[int] = encoder.encode(text, add_special_tokens=add_special_tokens).ids
+            # A batch of one: `encode` would keep the interpreter's lock, for seconds where a text has millions of
+            # characters.
+            ids: list[int] = encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:  # what the library says of a lone surrogate
             raise InvalidArgumentError(f"expected text of valid Unicode, got {text!r:.100}") from error
         return ids

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvblocks.engine.run import memory
-from kvblocks.engine.run.memory import free_memory, read_memory
+from kvblocks.engine.run.memory import check_memory, free_memory, read_memory
 from kvblocks.errors import InvalidArgumentError
 
 CPU = torch.device("cpu")
@@ -58,3 +58,35 @@ def test_what_is_free_on_other_systems(monkeypatch):
     monkeypatch.delattr(os, "sysconf")
     with pytest.raises(InvalidArgumentError, match="doesn't say how much memory is free"):
         free_memory(CPU)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_blocks", "device", "words"),
+    [
+        (1001, 0, "cpu", "within the 0.0 MiB of host memory"),
+        (1000 - 7 * 128 + 1, 7, "cpu", "got 7 blocks"),
+        (0, 8, "cpu", "host memory"),
+        (5001, 0, "cuda", "memory of cuda"),
+        (0, 8, "cuda", "of host memory that are free, got 8 blocks, which take 0.0 MiB"),
+        (3 * 2**30, 8, "cuda", "which take 3.0 GiB"),
+    ],
+)
+def test_a_pool_is_held_against_what_is_free(monkeypatch, num_bytes, num_blocks, device, words):
+    monkeypatch.setattr(memory, "free_memory", lambda device: {"cpu": 1000, "cuda": 5000}[device.type])
+    with pytest.raises(InvalidArgumentError, match="pool: expected a KV cache within") as raised:
+        check_memory("pool", num_bytes, num_blocks, torch.device(device))
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(("num_bytes", "num_blocks", "device"), [(1000, 0, "cpu"), (104, 7, "cpu"), (5000, 7, "cuda")])
+def test_a_pool_may_take_all_that_is_free(monkeypatch, num_bytes, num_blocks, device):
+    monkeypatch.setattr(memory, "free_memory", lambda device: {"cpu": 1000, "cuda": 5000}[device.type])
+    check_memory("pool", num_bytes, num_blocks, torch.device(device))
+
+
+def test_where_nobody_says_what_is_free_a_pool_is_not_checked(monkeypatch):
+    def refuse(device):
+        raise InvalidArgumentError("unknown")
+
+    monkeypatch.setattr(memory, "free_memory", refuse)
+    check_memory("pool", 10**18, 1, CPU)

@@ -1,9 +1,16 @@
 """Real servers for tests: uvicorn in a thread of this process, on a free port of the loopback, with a tiny model."""
 
+import os
+import queue
+import re
+import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import httpx2
 import openai
@@ -14,6 +21,8 @@ from kvblocks.engine.server.service import Service
 from kvblocks.engine.server.settings import CacheSettings, ServerSettings
 
 MODEL = "tiny"
+ROOT = Path(__file__).resolve().parents[3]
+HELLO = {"model": MODEL, "prompt": "hello", "temperature": 0}
 
 
 def tiny_loaded(folder, context=1024):
@@ -122,3 +131,92 @@ def wait_for(is_so, seconds=30):
     while not is_so():
         assert time.monotonic() < end, "it did not become so"
         time.sleep(0.002)
+
+
+def start(*arguments, stdin=subprocess.DEVNULL):
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvblocks", *arguments],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+
+
+@contextmanager
+def serving(folder, *arguments):
+    """A `kvblocks serve` of a tiny model: its process, its URL, and its lines on stderr."""
+    process = start("serve", "--model", str(folder), "--port", "0", "--threads", "1", "--num-blocks", "64", *arguments)
+    lines = []
+    found = queue.Queue()
+
+    def read():
+        for line in process.stderr:
+            lines.append(line)
+            match = re.search(r"serving \S+ at (http://\S+)", line)
+            if match:
+                found.put(match[1])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield process, found.get(timeout=60), lines
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(60)
+        reader.join(60)
+        process.stdout.close()
+        process.stderr.close()
+
+
+def outcomes(server):
+    return server.service.metrics.counts()
+
+
+def in_background(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+def raw_request(body, path="/v1/completions", close=False):
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    )
+    return (head + ("Connection: close\r\n" if close else "") + "\r\n").encode() + body
+
+
+def connect(server):
+    url = httpx2.URL(server.url)
+    return socket.create_connection((url.host, url.port), timeout=60)
+
+
+def read_all(connection):
+    """All that comes until the other side closes."""
+    parts = []
+    while part := connection.recv(10_000):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@contextmanager
+def slow_encoder(server, monkeypatch, error=None):
+    """Keep all texts from being encoded until the end; then raise `error`, if there is one. Gives those that wait."""
+    encode, gate, begun = server.engine.model.tokenizer.encode, threading.Event(), []
+
+    def wait_and_encode(*arguments, **options):
+        begun.append(arguments)
+        assert gate.wait(30)
+        if error is not None:
+            raise error
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(server.engine.model.tokenizer, "encode", wait_and_encode)
+    try:
+        yield begun
+    finally:
+        gate.set()

@@ -404,7 +404,7 @@ def test_only_the_last_requests_are_remembered(server, http):
 
     def many():
         for number in range(MAX_KEPT):
-            arrivals.note(f"other-{number}", [Request(Sequence("other", [1, 2, 3]), 1)])
+            arrivals.note(f"other-{number}", None, [Request(Sequence("other", [1, 2, 3]), 1)])
 
     server.on_thread(many)
     assert http.post("/v1/cache/explain", json={"request_id": first["id"]}).status_code == 404

@@ -2,64 +2,20 @@
 
 import json
 import os
-import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import openai
 import pytest
+from engine.server.server_harness import ROOT, serving, start
 
 from kvblocks.cli import app as cli
 
-ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends signals to processes, which POSIX systems have")
-
-
-def start(*arguments, stdin=subprocess.DEVNULL):
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvblocks", *arguments],
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-    )
-
-
-@contextmanager
-def serving(folder, *arguments):
-    """A `kvblocks serve` of a tiny model: its process, its URL, and its lines on stderr."""
-    process = start("serve", "--model", str(folder), "--port", "0", "--threads", "1", "--num-blocks", "64", *arguments)
-    lines = []
-    found = queue.Queue()
-
-    def read():
-        for line in process.stderr:
-            lines.append(line)
-            match = re.search(r"serving \S+ at (http://\S+)", line)
-            if match:
-                found.put(match[1])
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        yield process, found.get(timeout=60), lines
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait(60)
-        reader.join(60)
-        process.stdout.close()
-        process.stderr.close()
 
 
 def test_serve_until_sigterm(tiny_folder):
@@ -114,6 +70,8 @@ def test_chat_in_process_until_the_input_ends(tiny_folder):
         (["--no-prefix-caching", "--schedule", "grouped"], "--schedule fcfs with --no-prefix-caching"),
         (["--kv-cache-memory", "lots"], "kv_cache_memory: expected bytes"),
         (["--kv-cache-memory", "1KB"], "kv_cache_memory: expected at least"),
+        (["--kv-cache-memory", "900TB"], "kv_cache_memory: expected a KV cache within the"),
+        (["--num-blocks", "1000000000000"], "num_blocks: expected a KV cache within the"),
         (["--host-cache", "1KB"], "host_cache: expected at least"),
         (["--disk-cache-size", "1GiB"], "--disk-cache-size: expected --disk-cache, the folder, with it; got none"),
         (["--disk-cache-secret-file", "/no/such"], "--disk-cache-secret-file: expected a file that can be read"),

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvblocks.engine.server.settings import CacheSettings, ServerSettings, is_loopback, parse_memory, read_secret
+from kvblocks.engine.server.access.hosts import is_loopback
+from kvblocks.engine.server.settings import CacheSettings, ServerSettings, parse_memory, read_secret
 from kvblocks.errors import InvalidArgumentError
 
 
@@ -81,12 +82,18 @@ def test_memory_is_a_share_or_a_text(text, memory):
 def test_a_secret_comes_from_a_file_or_the_environment(tmp_path):
     file = tmp_path / "secret"
     file.write_bytes(b"\xff in a file \r\n")
-    assert read_secret(file, None) == read_secret(file, "another") == b"\xff in a file "
-    assert read_secret(None, "schlüssel") == "schlüssel".encode()
-    assert read_secret(None, None) is read_secret(None, "") is None
+    assert (
+        read_secret(file, None, "--disk-cache-secret-file")
+        == read_secret(file, "another", "--disk-cache-secret-file")
+        == b"\xff in a file "
+    )
+    assert read_secret(None, "schlüssel", "--disk-cache-secret-file") == "schlüssel".encode()
+    assert (
+        read_secret(None, None, "--disk-cache-secret-file") is read_secret(None, "", "--disk-cache-secret-file") is None
+    )
     assert "hush" not in repr(CacheSettings(disk_cache="d", disk_cache_secret=b"hush" * 4))
     with pytest.raises(InvalidArgumentError, match=r"--disk-cache-secret-file: expected a file .* No such file"):
-        read_secret(tmp_path / "none", None)
+        read_secret(tmp_path / "none", None, "--disk-cache-secret-file")
 
 
 @pytest.mark.parametrize("memory", ["", "M", "-5M", "5X", "0", 0.0, 1.5, "five"])

@@ -38,7 +38,7 @@ async def exchange(url, body, *, method="POST", path="/v1/completions", leave_af
     """
     reader, writer = await asyncio.open_connection(url.host, url.port)
     try:
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
         answer = b""
