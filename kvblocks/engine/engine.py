@@ -154,8 +154,9 @@ class Engine:
         """Answer all prompts, each `n` times, and return the completions in order: all of the first prompt, and so on.
 
         prompts: texts, encoded as they are (see `engine.model.tokenizer.apply_chat_template` for chats), or token ids.
-        options: n=1, max_tokens=64, temperature=0.0, top_p, top_k, seed, stop, ignore_eos, salt; see
-        `GenerationOptions`. The first sample's completion counts what the prompt cost.
+        options: n=1, max_tokens=64, temperature=0.0, top_p, top_k, min_p, presence_penalty, frequency_penalty,
+        repetition_penalty, logprobs, seed, stop, ignore_eos, salt; see `GenerationOptions`. The first sample's
+        completion counts what the prompt cost.
 
         Raises, before anything is computed, InvalidArgumentError (a prompt that is empty or unreadable, or could never
         fit, and options out of range), PoolExhaustedError (it can't fit while the present pins stand) and ModelError

@@ -38,6 +38,7 @@ FLOORS = {
     "kvblocks.kernels": 8,  # the floor K: beside the engine, reached through a few doors
     "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
     "kvblocks.engine.errors": 8,
+    "kvblocks.engine.sampling": 9,
     "kvblocks.engine.schedule": 9,
     "kvblocks.engine.text": 9,
     "kvblocks.engine.model": 9,
