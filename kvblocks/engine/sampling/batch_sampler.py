@@ -1,8 +1,8 @@
 """Draws the tokens of a step: all rows together, on their device, with one transfer back to the host.
 
-Draws that need the same work are put together: greedy ones, plain ones, and those that look at so many of the most
-likely tokens. These are sure of their token in nearly all cases; one that is not is drawn again, by the same random
-number and hence with the token that the definition says, from more of them, and in the end from the whole vocabulary.
+Draws that need the same work are put together: greedy ones, plain ones, and those that look at the most likely tokens,
+first at so many of them. Mostly these are enough. Where they are not, the draw is repeated with the whole vocabulary in
+order, by the same random number, and hence with the token that the definition says.
 On a CPU a group is taken a few rows at a time, so that what is computed in between stays in the processor's cache.
 """
 
@@ -29,11 +29,11 @@ from kvblocks.engine.sampling.weights import (
     pick_plain,
     to_device,
 )
+from kvblocks.engine.sampling.workspace import Workspace
 
-# How many of the most likely tokens are looked at: first, and where that isn't enough. On a GPU each further try waits
-# for it, while looking at more costs little.
-_CPU_COUNTS = (128, 1024)
-_GPU_COUNTS = (1024,)
+# How many of the most likely tokens are looked at first. A second look waits for a GPU, which minds larger ones little.
+_CPU_LIKELY = 128
+_GPU_LIKELY = 1024
 # Logits that are worked on at a time: 2 MiB, and twice that of weights; on a GPU some hundred MiB.
 _CPU_TILE = 2**19
 _GPU_TILE = 2**24
@@ -44,14 +44,9 @@ _BROKEN = "expected logits that are numbers, got NaN: the weights or the KV cach
 
 @dataclass
 class SamplingCounts:
-    """What was drawn so far, and what it took.
-
-    num_draws: tokens. num_widened: draws that were repeated, since the most likely tokens that were looked at weren't
-    enough. num_sorted: draws that put the whole vocabulary in order, which takes far longer.
-    """
+    """What was drawn so far: tokens, and how many of them took putting the whole vocabulary in order."""
 
     num_draws: int = 0
-    num_widened: int = 0
     num_sorted: int = 0
 
 
@@ -69,6 +64,7 @@ class BatchSampler:
 
     def __init__(self) -> None:
         self.counts = SamplingCounts()
+        self._memory = Workspace()
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, draws: Sequence[Sequence[Draw | Exception]]) -> list[Outcome]:
@@ -84,29 +80,25 @@ class BatchSampler:
             if isinstance(draw, Exception):
                 outcomes[place] = draw
             else:
-                waiting.append(Slot(place, row, draw, next_count(draw.params, logits)))
+                waiting.append(Slot(place, row, draw, num_to_look_at(draw.params, logits)))
         self.counts.num_draws += len(waiting)
         while waiting:
             self.counts.num_sorted += sum(slot.num_likely == logits.shape[1] for slot in waiting)
             groups = list(_groups(waiting, logits.shape[1]))
-            uncertain = _read(groups, enqueue(logits, groups), outcomes)
-            waiting = [
-                slot._replace(num_likely=next_count(slot.draw.params, logits, slot.num_likely)) for slot in uncertain
-            ]
-            self.counts.num_widened += len(waiting)
+            uncertain = _read(groups, enqueue(logits, groups, self._memory), outcomes)
+            waiting = [slot._replace(num_likely=logits.shape[1]) for slot in uncertain]
         return [outcomes[place] for place in range(len(outcomes))]
 
 
-def next_count(params: SamplingParams, logits: Tensor, before: int = 0) -> int:
-    """How many of the most likely tokens to look at, more than `before`: the vocabulary at most, and 0 where none."""
+def num_to_look_at(params: SamplingParams, logits: Tensor) -> int:
+    """How many of the most likely tokens a draw looks at first: 0 where none, and all if it may need nearly as many."""
     vocab_size = logits.shape[1]
     is_limited = _is_limited(params, vocab_size)
     if not is_limited and not params.logprobs:
         return 0
     top_k = params.top_k if is_limited and params.top_k is not None and params.top_k < vocab_size else 0
-    least = max(before, top_k, params.logprobs or 0)
-    counts = _GPU_COUNTS if logits.device.type == "cuda" else _CPU_COUNTS
-    return min(next((count for count in counts if count > least), vocab_size), vocab_size)
+    first = _GPU_LIKELY if logits.device.type == "cuda" else _CPU_LIKELY
+    return first if max(top_k, params.logprobs or 0) < first < vocab_size else vocab_size
 
 
 def _is_limited(params: SamplingParams, vocab_size: int) -> bool:
@@ -130,6 +122,11 @@ class Group(NamedTuple):
         """Numbers that come of a draw."""
         return _NUM_FACTS if self.width < 0 else _NUM_FACTS + 1 + 2 * self.width
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing is wanted but the most likely token."""
+        return self.is_greedy and not self.is_penalized and self.width < 0
+
 
 def _groups(slots: Sequence[Slot], vocab_size: int) -> Iterator[Group]:
     """The slots by what they need, in their order."""
@@ -149,7 +146,7 @@ def _num_named(slot: Slot, vocab_size: int) -> int:
     return min(slot.draw.params.logprobs or 0, vocab_size)
 
 
-def enqueue(logits: Tensor, groups: Sequence[Group]) -> Tensor:
+def enqueue(logits: Tensor, groups: Sequence[Group], memory: Workspace) -> Tensor:
     """Begin to draw, and wait for nothing: what `_draw` gives for the slots, group by group, one after another."""
     size = max(1, (_GPU_TILE if logits.device.type == "cuda" else _CPU_TILE) // logits.shape[1])
     tiles = (
@@ -157,47 +154,49 @@ def enqueue(logits: Tensor, groups: Sequence[Group]) -> Tensor:
         for group in groups
         for start in range(0, len(group.slots), size)
     )
-    return torch.cat([_draw(logits, tile).flatten() for tile in tiles])
+    return torch.cat([_draw(logits, tile, memory).flatten() for tile in tiles])
 
 
-def _draw(logits: Tensor, tile: Group) -> Tensor:
-    """float64 [slots, 3 and what logarithms there are]: token, whether its row has NaN, whether it is certain."""
-    vocab_size = logits.shape[1]
+def _draw(logits: Tensor, tile: Group, memory: Workspace) -> Tensor:
+    """float64 [slots, num_results]: token, whether its row has NaN, whether it is certain, logarithms if asked for."""
+    device, vocab_size = logits.device, logits.shape[1]
     draws = [slot.draw for slot in tile.slots]
-    own = _rows(logits, [slot.row for slot in tile.slots]).float()
-    changed = own
-    columns = Columns.upload(draws, vocab_size, logits.device)
+    own = _rows(logits, [slot.row for slot in tile.slots])
+    if tile.is_bare:
+        return _facts(*pick_greedy(own))
+    columns, changed = Columns.upload(draws, vocab_size, device), own
     if tile.is_penalized:
-        changed = own.clone()
-        penalize(changed, to_device(_entries(draws), logits.device), columns)
+        changed = memory.take("changed", (len(draws), vocab_size), torch.float32, device).copy_(own)
+        penalize(changed, to_device(_entries(draws), device), columns)
     if tile.is_greedy:
         token, is_broken = pick_greedy(changed)
         is_certain = torch.ones_like(is_broken)
     else:
-        below, is_broken = below_largest(changed)
+        below, is_broken = below_largest(changed, memory)
         if tile.is_limited:
-            needs_total = any(_takes_share_of_all(draw.params, vocab_size) for draw in draws)
-            token, is_certain = pick_limited(below, columns, tile.num_likely, needs_total=needs_total)
+            token, is_certain = pick_limited(below, columns, tile.num_likely, memory)
         else:
-            token, is_certain = pick_plain(below, columns), torch.ones_like(is_broken)
-    parts = [token.double(), is_broken.double(), is_certain.double()]
-    if tile.width >= 0:
-        logs, is_sure = logprobs_of(own, token, columns, tile.num_likely, tile.width)
-        parts[2] = (is_certain & is_sure).double()
-        parts.append(logs)
-    return torch.cat(parts, 1)
+            token, is_certain = pick_plain(below, columns, memory), torch.ones_like(is_broken)
+    if tile.width < 0:
+        return _facts(token, is_broken, is_certain)
+    logs, is_sure = logprobs_of(own, token, columns, tile.num_likely, tile.width, memory)
+    return torch.cat([_facts(token, is_broken, is_certain & is_sure), logs], 1)
 
 
-def _takes_share_of_all(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether top_p is the only limit."""
-    return params.min_p == 0 and (params.top_k is None or params.top_k >= vocab_size)
+def _facts(token: Tensor, is_broken: Tensor, is_certain: Tensor | None = None) -> Tensor:
+    """The first columns of results. is_certain: None: all are."""
+    certain = torch.ones_like(is_broken) if is_certain is None else is_certain
+    return torch.cat([token.double(), is_broken.double(), certain.double()], 1)
 
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:
-    """These rows: the tensor's own where they follow each other, else copies."""
-    if rows == list(range(rows[0], rows[0] + len(rows))):
-        return logits[rows[0] : rows[0] + len(rows)]
-    return logits.index_select(0, to_device(torch.tensor(rows), logits.device))
+    """These rows in float32: the tensor's own where they are that and follow each other, else copies."""
+    first, number = rows[0], len(rows)
+    if rows == list(range(first, first + number)):
+        found = logits[first : first + number]
+    else:
+        found = logits.index_select(0, to_device(torch.tensor(rows), logits.device))
+    return found if found.dtype == torch.float32 else found.float()
 
 
 def _entries(draws: Sequence[Draw]) -> Tensor:
