@@ -27,6 +27,7 @@ from kvblocks.engine.run.backends import Backend
 from kvblocks.engine.run.cache_plan import plan_cache
 from kvblocks.engine.run.memory import read_memory
 from kvblocks.engine.run.runner import LoadedModel
+from kvblocks.engine.sampling.batch_sampler import SamplingCounts
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.schedules import make_order
 from kvblocks.engine.schedule.step import StepLimits
@@ -77,7 +78,7 @@ class Engine:
     "8GiB" by default. disk_cache_secret: at least 16 bytes, so that nobody who can write there can plant KV. An engine
     with tiers is to be closed (`close`, or `with`): what isn't stored by then isn't there for the next one.
 
-    Attributes to read: model, plan, manager, metrics, scheduler, runner. `limits` may be replaced.
+    Attributes to read: model, plan, manager, metrics, scheduler, runner, sampling. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError, and DiskError for a disk_cache that can't be used. Loads the
     model.
     """
@@ -144,6 +145,11 @@ class Engine:
         if not isinstance(limits, StepLimits):
             raise InvalidArgumentError(f"limits: expected StepLimits, got {limits!r}")
         self.scheduler.limits = limits
+
+    @property
+    def sampling(self) -> SamplingCounts:
+        """How many tokens were drawn so far, and how many of them took a slow way. O(1)."""
+        return self._stepper.sampler.counts
 
     @property
     def has_work(self) -> bool:

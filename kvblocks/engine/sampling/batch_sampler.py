@@ -84,7 +84,7 @@ class BatchSampler:
         self.counts.num_draws += len(waiting)
         while waiting:
             self.counts.num_sorted += sum(slot.num_likely == logits.shape[1] for slot in waiting)
-            groups = list(_groups(waiting, logits.shape[1]))
+            groups = list(group_slots(waiting, logits.shape[1]))
             uncertain = _read(groups, enqueue(logits, groups, self._memory), outcomes)
             waiting = [slot._replace(num_likely=logits.shape[1]) for slot in uncertain]
         return [outcomes[place] for place in range(len(outcomes))]
@@ -128,7 +128,7 @@ class Group(NamedTuple):
         return self.is_greedy and not self.is_penalized and self.width < 0
 
 
-def _groups(slots: Sequence[Slot], vocab_size: int) -> Iterator[Group]:
+def group_slots(slots: Sequence[Slot], vocab_size: int) -> Iterator[Group]:
     """The slots by what they need, in their order."""
     groups: dict[tuple[bool, bool, bool, int, bool], list[Slot]] = {}
     for slot in slots:

@@ -4,7 +4,7 @@ import secrets
 from array import array
 from dataclasses import dataclass
 
-from kvblocks.arguments import check_count
+from kvblocks.arguments import as_int, wrong
 from kvblocks.core.sequence import Sequence
 from kvblocks.engine.sampling.params import SamplingParams
 from kvblocks.engine.sampling.random_numbers import MAX_SEED, sample_seed, uniform
@@ -53,8 +53,11 @@ class Sampler:
     """What one request draws by. seed: 0 to 2**64 - 1; None: one that nobody knows. Raises InvalidArgumentError."""
 
     def __init__(self, params: SamplingParams = GREEDY, seed: int | None = None) -> None:
+        number = secrets.randbits(64) if seed is None else as_int(seed)
+        if number is None or not 0 <= number <= MAX_SEED:
+            raise wrong("seed", "None or an int from 0 to 2**64 - 1", seed)
         self.params = params
-        self.seed = secrets.randbits(64) if seed is None else check_count("seed", seed, 0, MAX_SEED)
+        self.seed = number
         self._seen = TokenCounts(with_prompt=params.repetition_penalty != 1) if params.is_penalized else None
 
     def next_draw(self, sequence: Sequence) -> Draw:
