@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from kvblocks import Sequence
 from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.sampling import batch_sampler
-from kvblocks.engine.sampling.batch_sampler import BatchSampler
+from kvblocks.engine.sampling.batch_sampler import BatchSampler, Slot, enqueue, group_slots, num_to_look_at
 from kvblocks.engine.sampling.params import SamplingParams
 from kvblocks.engine.sampling.random_numbers import uniform
 from kvblocks.engine.sampling.sampler import GREEDY, Draw, TokenCounts
+from kvblocks.engine.sampling.workspace import Workspace
 
 LOGITS = torch.tensor([1.0, -torch.inf, 3.0, 2.0, 0.0])
 WIDE = 5003
@@ -112,6 +113,18 @@ def test_other_floats_count_as_float32(mixture, dtype):
     other = logits.to(dtype)
     assert BatchSampler().sample(other, draws) == BatchSampler().sample(other.float(), draws)
     assert other.dtype == dtype
+
+
+def test_nothing_is_read_on_the_host_before_the_one_transfer(mixture):
+    """On a device that has no values: whoever asks for one, or for a size that depends on one, raises."""
+    logits, draws, _ = mixture
+    logits = logits.to("meta")
+    slots = [Slot(0, row, one, num_to_look_at(one.params, logits)) for row, own in enumerate(draws) for one in own]
+    groups = list(group_slots(slots, WIDE))
+    results = enqueue(logits, groups, Workspace())
+    assert results.shape == (sum(group.num_results * len(group.slots) for group in groups),)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        results.tolist()
 
 
 def test_exp_gives_a_number_the_same_bits_wherever_it_stands():
