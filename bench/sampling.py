@@ -3,10 +3,10 @@
     python -m bench.sampling [--rounds N] [--threads N] [--scale X] [--json FILE]
 
 A row's logits fall with the logarithm of their rank, as a model's do by and large, with noise, and stand anywhere. The
-cases take turns; times are milliseconds of the processor for a step, all of its rows: with one thread, which is what is
-asked for unless you say otherwise, the time that it takes on a machine where nothing else runs. "sorted" is the share of
-draws that put the whole vocabulary in order, since the most likely tokens weren't enough for them. --scale X: a share of
-each vocabulary.
+cases take turns. Times are milliseconds of the processor for a step, all of its rows; with one thread, which is what it
+uses unless you say otherwise, a step takes that long where nothing else runs. "sorted" is the share of draws that put
+the whole vocabulary in order, since the most likely tokens weren't enough for them. --scale X: a share of each
+vocabulary.
 
 What it does not show: a GPU; a model's own logits, which decide that share; caches that a model has just emptied.
 """

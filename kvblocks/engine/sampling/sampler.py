@@ -20,14 +20,14 @@ class TokenCounts:
     """
 
     def __init__(self, *, with_prompt: bool) -> None:
-        self.tokens = array("q")
-        self.counts = array("q")
-        self._places: dict[int, int] = {}
         self._with_prompt = with_prompt
-        self._num_seen = 0
+        self._forget()
 
     def catch_up(self, sequence: Sequence) -> None:
         """Take in the tokens that `sequence` has got since the last time. O(new tokens)."""
+        if not self._is_whole:  # the last time was interrupted
+            self._forget()
+        self._is_whole = False
         num_prompt_tokens = sequence.num_prompt_tokens
         if not self._num_seen and not self._with_prompt:
             self._num_seen = num_prompt_tokens
@@ -37,7 +37,16 @@ class TokenCounts:
                 self.tokens.append(token)
                 self.counts.append(0)
             self.counts[place] += position >= num_prompt_tokens
-            self._num_seen = position + 1
+        self._num_seen = sequence.num_tokens
+        self._is_whole = True
+
+    def _forget(self) -> None:
+        """Begin from the start."""
+        self.tokens = array("q")
+        self.counts = array("q")
+        self._places: dict[int, int] = {}
+        self._num_seen = 0
+        self._is_whole = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,5 +91,25 @@ def test_tokens_are_counted_as_they_come(with_prompt):
         sequence.append_tokens(answer[step : step + 7])  # the last time fewer
 
 
+@pytest.mark.parametrize("number", range(6))
+def test_an_interrupt_while_tokens_are_counted_loses_none(number):
+    sequence, seen = Sequence("one", [5, 6, 7]), TokenCounts(with_prompt=True)
+    seen.catch_up(sequence)
+    sequence.append_tokens([6, 8, 8, 9, 6])
+    rest = sequence.token_ids(3)
+
+    class Interrupted:
+        num_prompt_tokens, num_tokens = 3, 8
+
+        def token_ids(self, start):
+            yield from rest[:number]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        seen.catch_up(Interrupted())
+    seen.catch_up(sequence)
+    assert dict(zip(seen.tokens, seen.counts, strict=True)) == {5: 0, 6: 2, 7: 0, 8: 2, 9: 1}
+
+
 def test_neutral_penalties_look_at_no_tokens():
     assert Sampler(SamplingParams(temperature=1.0), seed=5).next_draw(Sequence("one", [1])).seen is None
