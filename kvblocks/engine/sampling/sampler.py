@@ -20,13 +20,17 @@ class TokenCounts:
     """
 
     def __init__(self, *, with_prompt: bool) -> None:
+        self.tokens = array("q")
+        self.counts = array("q")
+        self._places: dict[int, int] = {}
         self._with_prompt = with_prompt
-        self._forget()
+        self._num_seen = 0
+        self._is_whole = True
 
     def catch_up(self, sequence: Sequence) -> None:
         """Take in the tokens that `sequence` has got since the last time. O(new tokens)."""
-        if not self._is_whole:  # the last time was interrupted
-            self._forget()
+        if not self._is_whole:  # the last time was interrupted: from the start
+            self.tokens, self.counts, self._places, self._num_seen = array("q"), array("q"), {}, 0
         self._is_whole = False
         num_prompt_tokens = sequence.num_prompt_tokens
         if not self._num_seen and not self._with_prompt:
@@ -38,14 +42,6 @@ class TokenCounts:
                 self.counts.append(0)
             self.counts[place] += position >= num_prompt_tokens
         self._num_seen = sequence.num_tokens
-        self._is_whole = True
-
-    def _forget(self) -> None:
-        """Begin from the start."""
-        self.tokens = array("q")
-        self.counts = array("q")
-        self._places: dict[int, int] = {}
-        self._num_seen = 0
         self._is_whole = True
 
 
