@@ -2,7 +2,8 @@
 
     python -m bench.report
 
-Reads compare-, growth- and prefix-cache-, each with plain.json and compiled.json, serving.json and hybrid.json.
+Reads compare-, growth- and prefix-cache-, each with plain.json and compiled.json, serving.json, sampling.json
+and hybrid.json.
 "n/a": the contestant has no such thing, or isn't timed on it.
 """
 
@@ -133,6 +134,19 @@ def groups(hybrid: Results) -> list[str]:
     return [about, "", *table(head, rows)]
 
 
+def sampling(results: Results) -> list[str]:
+    """Return what drawing a step's tokens takes, by shape, and under which conditions."""
+    facts = results["conditions"]
+    names = ("cpu", "num_cpus", "threads", "load_average", "clock", "logits")
+    head = ["a step of", "rows x vocabulary", "min ms", "median", "max", "sorted", "target"]
+    rows = []
+    for row in results["results"]:
+        times = [number(row[name]) for name in ("min_ms", "median_ms", "max_ms")]
+        target = "" if row["target_ms"] is None else f"{row['target_ms']:g}"
+        rows.append([row["item"], f"{row['rows']} x {row['vocabulary']:,}", *times, f"{row['sorted']:.0%}", target])
+    return [*(f"- {name}: {facts[name]}" for name in names), "", *table(head, rows)]
+
+
 def conditions(compared: dict[str, Results]) -> list[str]:
     """Return the conditions of both runs, those that are the same once."""
     both = [compared[build]["conditions"] for build in BUILDS]
@@ -161,6 +175,7 @@ def render(page: str) -> str:
         "Growth": growth(grown),
         "PrefixCache": prefix_cache(load("prefix-cache")),
         "Serving": serving(json.loads((BENCH / "results" / "serving.json").read_text(encoding="utf-8"))),
+        "Sampling": sampling(json.loads((BENCH / "results" / "sampling.json").read_text(encoding="utf-8"))),
         "Groups": groups(json.loads((BENCH / "results" / "hybrid.json").read_text(encoding="utf-8"))),
     }
     lines = [line for title, body in sections.items() for line in (f"### {title}", "", *body)]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvblocks.engine.sampling.drawn import TokenLogprobs
 from kvblocks.engine.schedule.request import FinishReason
 
 
@@ -16,7 +17,7 @@ class Completion:
     those recomputed after a preemption included; the last one generated never does. ttft_s: seconds from the call to
     the first token, waiting included; where none was asked for, until the prompt was computed. finish_reason: "stop" or
     "length". num_loaded_tokens: of the cached tokens, those that were loaded from below the device, by tier ("host",
-    "disk").
+    "disk"). logprobs: for each of token_ids, if the request asked for them, else None.
     """
 
     text: str
@@ -27,13 +28,14 @@ class Completion:
     ttft_s: float
     finish_reason: FinishReason
     num_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One generated token. text: what it makes certain, or "". completion: with the last one.
 
-    prompt_index, sample_index: whose it is; samples of a prompt count from 0.
+    prompt_index, sample_index: whose it is; samples of a prompt count from 0. logprobs: if they were asked for.
     """
 
     prompt_index: int
@@ -41,3 +43,4 @@ class Piece:
     text: str
     completion: Completion | None = None
     sample_index: int = 0
+    logprobs: TokenLogprobs | None = None

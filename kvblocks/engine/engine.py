@@ -27,6 +27,7 @@ from kvblocks.engine.run.backends import Backend
 from kvblocks.engine.run.cache_plan import plan_cache
 from kvblocks.engine.run.memory import check_memory, read_memory
 from kvblocks.engine.run.runner import LoadedModel
+from kvblocks.engine.sampling.batch_sampler import SamplingCounts
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.schedules import make_order
 from kvblocks.engine.schedule.step import StepLimits
@@ -77,7 +78,7 @@ class Engine:
     "8GiB" by default. disk_cache_secret: at least 16 bytes, so that nobody who can write there can plant KV. An engine
     with tiers is to be closed (`close`, or `with`): what isn't stored by then isn't there for the next one.
 
-    Attributes to read: model, plan, manager, metrics, scheduler, runner. `limits` may be replaced.
+    Attributes to read: model, plan, manager, metrics, scheduler, runner, sampling. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError, and DiskError for a disk_cache that can't be used. Loads the
     model.
     """
@@ -146,6 +147,11 @@ class Engine:
         self.scheduler.limits = limits
 
     @property
+    def sampling(self) -> SamplingCounts:
+        """How many tokens were drawn so far, and how many of them took a slow way. O(1)."""
+        return self._stepper.sampler.counts
+
+    @property
     def has_work(self) -> bool:
         """Whether anything is unfinished, storing included, so that `step` has something to do. O(1)."""
         return self.scheduler.has_work or (self.offload is not None and self.offload.has_work)
@@ -154,8 +160,9 @@ class Engine:
         """Answer all prompts, each `n` times, and return the completions in order: all of the first prompt, and so on.
 
         prompts: texts, encoded as they are (see `engine.model.tokenizer.apply_chat_template` for chats), or token ids.
-        options: n=1, max_tokens=64, temperature=0.0, top_p, top_k, seed, stop, ignore_eos, salt; see
-        `GenerationOptions`. The first sample's completion counts what the prompt cost.
+        options: n=1, max_tokens=64, temperature=0.0, top_p, top_k, min_p, presence_penalty, frequency_penalty,
+        repetition_penalty, logprobs, seed, stop, ignore_eos, salt; see `GenerationOptions`. The first sample's
+        completion counts what the prompt cost.
 
         Raises, before anything is computed, InvalidArgumentError (a prompt that is empty or unreadable, or could never
         fit, and options out of range), PoolExhaustedError (it can't fit while the present pins stand) and ModelError

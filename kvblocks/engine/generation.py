@@ -3,7 +3,8 @@
 from collections import deque
 
 from kvblocks.engine.completion import Completion, Piece
-from kvblocks.engine.run.sampler import Sampler
+from kvblocks.engine.sampling.drawn import Drawn, TokenLogprobs
+from kvblocks.engine.sampling.sampler import Draw, Sampler
 from kvblocks.engine.schedule.request import FinishReason, Request
 from kvblocks.engine.text.stop_strings import StopMatcher
 from kvblocks.engine.text.tokenizer import StreamDecoder
@@ -40,6 +41,7 @@ class Generation:
         self._decoder = decoder
         self._stops = stops
         self._ttft_s: float | None = None
+        self._logprobs: list[TokenLogprobs] | None = None if sampler.params.logprobs is None else []
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -48,19 +50,30 @@ class Generation:
             return "error"
         return self.request.finish_reason if self.completion is None else self.completion.finish_reason
 
-    def record(self, token_id: int, now_s: float) -> None:
-        """Turn a sampled token into a piece; if it was the last one, with the completion. O(1) a character.
+    def next_draw(self) -> Draw | Exception:
+        """What its next token is drawn by, or why it can't be, which is this request's own failure. O(new tokens)."""
+        try:
+            return self.sampler.next_draw(self.request.sequence)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is this sampler's
+            return error
+
+    def record(self, drawn: Drawn, now_s: float) -> None:
+        """Turn what was drawn into a piece; if it was the last one, with the completion. O(1) a character.
 
         A stop string completes it too, though its request is unfinished then: the caller ends that.
         """
         if self._ttft_s is None:
             self._ttft_s = now_s - self.start_s
-        text = self._certain_text(token_id)
+        text = self._certain_text(drawn.token_id)
         self.text += text
+        if self._logprobs is not None and drawn.logprobs is not None:
+            self._logprobs.append(drawn.logprobs)
         reason: FinishReason | None = "stop" if self._stops.is_matched else self.request.finish_reason
         if reason is not None:
             self.completion = self._complete(reason, self._ttft_s)
-        self.pieces.append(Piece(self.prompt_index, token_id, text, self.completion, self.sample_index))
+        self.pieces.append(
+            Piece(self.prompt_index, drawn.token_id, text, self.completion, self.sample_index, drawn.logprobs)
+        )
 
     def end(self, now_s: float) -> None:
         """Complete a request that was for its prompt alone: there is no piece. O(1)."""
@@ -76,6 +89,7 @@ class Generation:
             ttft_s=ttft_s,
             finish_reason=reason,
             num_loaded_tokens=dict(self.request.num_loaded_tokens),
+            logprobs=self._logprobs,
         )
 
     def _certain_text(self, token_id: int) -> str:

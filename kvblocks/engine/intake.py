@@ -9,7 +9,7 @@ from kvblocks.engine.errors import ModelError
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.options import GenerationOptions
 from kvblocks.engine.run.runner import LoadedModel
-from kvblocks.engine.run.sampler import make_samplers
+from kvblocks.engine.sampling.sampler import make_samplers
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.text.stop_strings import StopMatcher
@@ -36,7 +36,7 @@ class Intake:
         PoolExhaustedError (it can't fit while the present pins stand) and ModelError (text without a tokenizer). O(n x
         prompt).
         """
-        samplers = make_samplers(options.n, options.temperature, options.seed, top_p=options.top_p, top_k=options.top_k)
+        samplers = make_samplers(options.sampling, options.seed, options.n)
         tokenizer = self._model.tokenizer
         if options.stop and tokenizer is None:
             raise ModelError("stop: expected none, since the model's folder has no tokenizer.json; got strings")

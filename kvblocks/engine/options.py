@@ -1,9 +1,10 @@
 """How a prompt is to be answered: the options of `generate`, `stream` and `submit`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 from kvblocks.arguments import check_count
+from kvblocks.engine.sampling.params import SamplingParams
 from kvblocks.errors import InvalidArgumentError
 
 
@@ -15,6 +16,11 @@ class OptionValues(TypedDict, total=False):
     temperature: float
     top_p: float
     top_k: int | None
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logprobs: int | None
     seed: int | None
     stop: str | tuple[str, ...] | list[str]
     ignore_eos: bool
@@ -30,15 +36,21 @@ class GenerationOptions:
     computed, so that it is cached, and nothing is generated; n is 1 then.
     temperature: 0 is greedy, and all samples are equal.
     top_p: only the most likely tokens are drawn from, as few as have this probability together.
-    top_k: at most so many, and None any number; top_k counts first.
+    top_k: at most so many, and None any number. min_p: none that is less likely than this share of the most likely
+    one's probability. Both count before top_p.
+    presence_penalty, frequency_penalty: taken from a token's logit if the answer has it, and for each time that it has.
+    repetition_penalty: makes tokens of prompt and answer less likely above 1, more likely below.
+    logprobs: how many of the most likely tokens are named beside each token of the answer, with their logarithms of
+    probability; 0: that of the token alone; None: nothing.
+    See `sampling.params.SamplingParams`, which says all of it exactly.
     seed: every prompt gets random numbers of its own from it, so the same prompt with the same seed has the same
-    samples, whatever else is in the batch; sample k is that of a call with n=1 and `sampler.sample_seed(seed, k)`.
-    None: others each time.
+    samples, whatever else is in the batch; sample k is that of a call with n=1 and
+    `sampling.random_numbers.sample_seed(seed, k)`. None: others each time.
     stop: one string or several; the text ends before the first of them.
     ignore_eos: go on until max_tokens or `stop`.
     salt: prompts with different ones (None is one of them) never share anything in the cache.
 
-    Raises InvalidArgumentError; the numbers for sampling are checked by `sampler.Sampler`, salt by `kvblocks.Sequence`.
+    Raises InvalidArgumentError; the numbers for sampling are checked by `SamplingParams`, salt by `kvblocks.Sequence`.
     """
 
     n: int = 1
@@ -46,6 +58,11 @@ class GenerationOptions:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
     seed: int | None = None
     stop: str | tuple[str, ...] | list[str] = ()
     ignore_eos: bool = False
@@ -61,6 +78,11 @@ class GenerationOptions:
         is_list = isinstance(stops, str | tuple | list)
         if not is_list or not all(isinstance(text, str) and text for text in self.stops):
             raise InvalidArgumentError(f"stop: expected a non-empty str, or a list of them, got {stops!r}")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are drawn. Raises InvalidArgumentError. O(1)."""
+        return SamplingParams(**{field.name: getattr(self, field.name) for field in fields(SamplingParams)})
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -17,13 +17,14 @@ from traceback import clear_frames
 from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.run.runner import ModelRunner
-from kvblocks.engine.run.sampler import sample_step
+from kvblocks.engine.sampling.batch_sampler import BatchSampler
+from kvblocks.engine.sampling.drawn import Outcome
 from kvblocks.engine.schedule.capacity import StalledError
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.step import ScheduledChunk
 
-Outcomes = list[tuple[Generation, int | Exception]]
+Outcomes = list[tuple[Generation, Outcome]]
 
 
 class Stepper:
@@ -31,6 +32,7 @@ class Stepper:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        self.sampler = BatchSampler()
         self._generations: dict[Request, Generation] = {}
 
     def add(self, generations: Sequence[Generation], *, timeout_s: float | None = None) -> None:
@@ -79,7 +81,7 @@ class Stepper:
         start_s = time.perf_counter()
         try:
             logits = runner.run(chunks)
-            outcomes = sample_step(logits, [[generation.sampler for generation in row] for row in sampling])
+            outcomes = self.sampler.sample(logits, [[generation.next_draw() for generation in row] for row in sampling])
             self.scheduler.note_step(chunks, time.perf_counter() - start_s)
         except BaseException as error:
             self.scheduler.abort(chunks)
@@ -92,7 +94,8 @@ class Stepper:
         if any(isinstance(outcome, BrokenLogitsError) for outcome in outcomes):
             self.scheduler.manager.reset_prefix_cache()
         self._raise_if_streamed(results, chunks)
-        self.scheduler.complete(chunks, [None if isinstance(outcome, Exception) else outcome for outcome in outcomes])
+        tokens = [None if isinstance(outcome, Exception) else outcome.token_id for outcome in outcomes]
+        self.scheduler.complete(chunks, tokens)
         for generation, outcome in results:
             self._record(generation, outcome)
         ended = [self._generations.pop(chunk.request) for chunk in chunks if chunk.is_all]
@@ -107,7 +110,7 @@ class Stepper:
                 self.scheduler.abort(chunks)
                 raise outcome
 
-    def _record(self, generation: Generation, outcome: int | Exception) -> None:
+    def _record(self, generation: Generation, outcome: Outcome) -> None:
         """Tell a generation what came of the step for it."""
         if isinstance(outcome, Exception):
             generation.error = outcome

@@ -16,7 +16,7 @@ from engine.watched import Watch
 from kvblocks import FullAttention, PoolExhaustedError, SlidingWindow
 from kvblocks.engine import Engine, LoadedModel, StepLimits
 from kvblocks.engine.run.cache_plan import plan_cache
-from kvblocks.engine.run.sampler import sample_seed
+from kvblocks.engine.sampling.random_numbers import sample_seed
 from kvblocks.errors import InvalidArgumentError
 
 CONFIGS = {

@@ -10,7 +10,7 @@ from kvblocks import PoolExhaustedError
 from kvblocks.cli import app as cli
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine.attention.attention import KVCache
-from kvblocks.engine.run.sampler import Sampler, make_samplers, sample_seed, sample_step
+from kvblocks.engine.sampling.random_numbers import sample_seed
 from kvblocks.errors import InvalidArgumentError
 
 CONFIGS = {"odd": ODD, "even": replace(EVEN, tie_word_embeddings=False)}
@@ -173,39 +173,68 @@ def test_pins_that_leave_no_room_are_named_and_cost_nothing(model, prompts):
     assert len(engine.generate([prompts[0], prompts[1]], n=2, max_tokens=40)) == 4
 
 
-# --- seeds -----------------------------------------------------------------------------------------------------------
+# --- what a request may ask for ---------------------------------------------------------------------------------------
+
+MIXTURE = [
+    {},
+    {"temperature": 1.5, "seed": 5},
+    {"temperature": 1.0, "top_p": 0.9, "min_p": 0.001, "seed": 6, "logprobs": 2},
+    {"temperature": 1.0, "top_k": 5, "presence_penalty": 0.5, "seed": 7, "n": 3},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "logprobs": 0},
+]
 
 
-def test_the_first_samples_seed_is_the_calls_and_the_others_are_far_apart():
-    assert [sample_seed(seed, 0) for seed in (0, 7, 2**64 - 1)] == [0, 7, 2**64 - 1]
-    seeds = {sample_seed(seed, number) for seed in range(30) for number in range(30)}
-    assert len(seeds) == 900
-    assert all(0 <= seed < 2**64 for seed in seeds)
-    # Pinned, since results that people keep depend on it.
-    assert [sample_seed(0, 1), sample_seed(1, 2)] == [8118103383084794603, 11868681386100499350]
+@pytest.mark.parametrize("num_blocks", [64, 12])
+def test_requests_of_all_kinds_get_together_what_each_gets_alone(model, prompts, num_blocks):
+    """Also where some lose their blocks on the way, and with prompts that are cached."""
+    engine = Engine(model, num_blocks=64, deterministic=True, enable_prefix_caching=False)
+    alone = [engine.generate(prompts[:1], max_tokens=20, ignore_eos=True, **options) for options in MIXTURE]
+    crowded = Engine(model, num_blocks=num_blocks, deterministic=True)
+    for _ in range(2):
+        together = [crowded.submit(prompts[0], max_tokens=20, ignore_eos=True, **options) for options in MIXTURE]
+        while crowded.has_work:
+            crowded.step()
+        for expected, generations in zip(alone, together, strict=True):
+            completions = [generation.completion for generation in generations]
+            assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+            assert [c.logprobs for c in completions] == [c.logprobs for c in expected]
+    if num_blocks == 12:
+        assert sum(g.request.num_preemptions for generations in together for g in generations) > 0
 
 
-def test_rows_sampled_together_get_what_each_gets_alone():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randint(4, (6, 40), generator=generator).float()  # with ties
-    temperatures = ([0.0], [0.0, 1.5], [2.0], [0.0], [], [1.0, 0.0, 0.0])
-    together, alone = (
-        [[Sampler(temperature, seed=7) for temperature in row] for row in temperatures] for _ in range(2)
+def test_penalties_keep_tokens_from_coming_again(model, prompts):
+    engine = Engine(model, num_blocks=64)
+    options = {"max_tokens": 40, "ignore_eos": True}
+    plain, present, repeated = (
+        engine.generate(prompts[:1], **options, **penalty)[0].token_ids
+        for penalty in ({}, {"presence_penalty": 1e6}, {"repetition_penalty": 1e6, "presence_penalty": 1e-9})
     )
-    expected = [sampler.sample(row) for row, own in zip(logits, alone, strict=True) for sampler in own]
-    assert sample_step(logits, together) == expected
-    assert sample_step(logits[:0], []) == []
+    assert len(set(plain)) < 40
+    assert len(set(present)) == 40
+    assert present[0] == plain[0]
+    assert set(repeated).isdisjoint(prompts[0])
 
 
-def test_samples_without_a_seed_differ():
-    logits = torch.zeros(1000)
-    assert len({tuple(s.sample(logits) for _ in range(4)) for s in make_samplers(8, 1.0, None)}) == 8
+def test_logarithms_come_with_pieces_and_completions(model, prompts):
+    engine = Engine(model, num_blocks=64, deterministic=True)
+    pieces = list(engine.stream(prompts[:2], max_tokens=5, ignore_eos=True, logprobs=3))
+    completions = engine.generate(prompts[:2], max_tokens=5, ignore_eos=True, logprobs=3)
+    for index, completion in enumerate(completions):
+        own = [piece for piece in pieces if piece.prompt_index == index]
+        assert [piece.logprobs for piece in own] == completion.logprobs == own[-1].completion.logprobs
+        assert [logprobs.top[0][0] for logprobs in completion.logprobs] == completion.token_ids
+        assert [logprobs.top[0][1] for logprobs in completion.logprobs] == [lp.logprob for lp in completion.logprobs]
+        assert all(len(logprobs.top) == 3 for logprobs in completion.logprobs)
+    (without,) = engine.generate(prompts[:1], max_tokens=5, ignore_eos=True)
+    assert without.logprobs is None
+    assert engine.generate(prompts[:1], max_tokens=0, logprobs=1)[0].logprobs == []
 
 
-@pytest.mark.parametrize(("seed", "number"), [(-1, 0), (2**64, 1), (1, -1), (1.0, 1), (1, None)])
-def test_seeds_are_checked(seed, number):
-    with pytest.raises(InvalidArgumentError, match=r"(seed|number): expected an int"):
-        sample_seed(seed, number)
+def test_the_engine_counts_what_it_drew(model, prompts):
+    engine = Engine(model, num_blocks=64)
+    engine.generate(prompts, max_tokens=4, ignore_eos=True, temperature=1.0, top_p=0.5, n=2)
+    assert engine.sampling.num_draws == len(prompts) * 4 * 2
+    assert 0 <= engine.sampling.num_sorted <= engine.sampling.num_draws
 
 
 # --- around it -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from engine.small_models import EVEN, random_tokens, random_weights
 from kvblocks import InvalidTokensError, PoolExhaustedError
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine.errors import BrokenLogitsError
-from kvblocks.engine.run.sampler import Sampler
+from kvblocks.engine.sampling.sampler import Sampler
 from kvblocks.engine.schedule.schedules import SCHEDULES
 from kvblocks.engine.text.tokenizer import StreamDecoder
 from kvblocks.errors import InvalidArgumentError
@@ -353,7 +353,7 @@ def test_only_who_has_broken_logits_fails_and_the_cache_is_not_trusted(engine, p
 
 
 class BadSampler(Sampler):
-    def sample(self, logits, best=None):
+    def next_draw(self, sequence):
         raise ZeroDivisionError("no token today")
 
 

@@ -9,10 +9,15 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.small_models import EVEN, converted, random_tokens, random_weights
 
+from kvblocks import Sequence
 from kvblocks.engine import Engine, LoadedModel, ModelError, StepLimits
 from kvblocks.engine.attention.attention import KVCache
 from kvblocks.engine.attention.cascade import CascadePlanner
 from kvblocks.engine.run.device_runner import DeviceRunner
+from kvblocks.engine.sampling.batch_sampler import BatchSampler, Slot, enqueue, group_slots, num_to_look_at
+from kvblocks.engine.sampling.params import SamplingParams
+from kvblocks.engine.sampling.sampler import Sampler
+from kvblocks.engine.sampling.workspace import Workspace
 from kvblocks.engine.tiers.block_bytes import BlockBytes
 from kvblocks.kernels.table import CascadeThreshold
 
@@ -125,6 +130,59 @@ def test_a_decode_step_waits_for_the_device_only_to_sample(model, prompts):
     engine.runner.run = run_without_waiting
     for _ in range(80):
         next(stream)
+
+
+def every_kind_of_draw():
+    """Draws of all kinds, of which none is drawn twice."""
+    asked = [
+        {},
+        {"logprobs": 5},
+        {"temperature": 0.8},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 40, "min_p": 0.01, "logprobs": 0},
+        {"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "logprobs": 20},
+    ]
+    sequence = Sequence("one", random_tokens(CONFIG, 30, seed=3))
+    sequence.append_tokens(random_tokens(CONFIG, 9, seed=4))
+    samplers = [Sampler(SamplingParams(**options), seed) for seed, options in enumerate(asked * 8)]
+    return [[sampler.next_draw(sequence)] for sampler in samplers]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_drawn_without_waiting_for_the_device(dtype):
+    draws = every_kind_of_draw()
+    steep = -1.5 * torch.arange(1.0, 50_001).log()
+    rows = torch.stack(
+        [steep[torch.randperm(50_000, generator=torch.Generator().manual_seed(row))] for row in range(48)]
+    )
+    logits = rows.to("cuda", dtype)
+    BatchSampler().sample(logits, draws)  # kernels are loaded
+    slots = [Slot(row, row, own[0], num_to_look_at(own[0].params, logits)) for row, own in enumerate(draws)]
+    groups = list(group_slots(slots, 50_000))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = enqueue(logits, groups, Workspace())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert results.device.type == "cuda"
+
+
+def test_draws_are_the_same_in_any_batch_on_the_device_and_those_of_a_cpu():
+    """The same as of a CPU but where a place lies within the rounding of `exp` of two tokens, which these don't."""
+    draws = every_kind_of_draw()
+    logits = torch.randn(48, 50_000, generator=torch.Generator().manual_seed(0)) * 3
+    sampler = BatchSampler()
+    together = sampler.sample(logits.cuda(), draws)
+    assert together == [
+        sampler.sample(row.cuda().unsqueeze(0), [own])[0] for row, own in zip(logits, draws, strict=True)
+    ]
+    expected = BatchSampler().sample(logits, draws)
+    assert [drawn.token_id for drawn in together] == [drawn.token_id for drawn in expected]
+    for drawn, other in zip(together, expected, strict=True):
+        assert (drawn.logprobs is None) == (other.logprobs is None)
+        if drawn.logprobs is not None:
+            assert abs(drawn.logprobs.logprob - other.logprobs.logprob) < 1e-4
+            assert [token for token, _ in drawn.logprobs.top] == [token for token, _ in other.logprobs.top]
 
 
 def test_blocks_are_copied_by_the_kernel(model):

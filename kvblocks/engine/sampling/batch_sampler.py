@@ -1,0 +1,237 @@
+"""Draws the tokens of a step: all rows together, on their device, with one transfer back to the host.
+
+Draws that need the same work are put together: greedy ones, plain ones, and those that look at the most likely tokens,
+first at so many of them. Mostly these are enough. Where they are not, the draw is repeated with the whole vocabulary in
+order, by the same random number, and hence with the token that the definition says.
+On a CPU a group is taken a few rows at a time, so that what is computed in between stays in the processor's cache.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvblocks.engine.errors import BrokenLogitsError
+from kvblocks.engine.sampling.drawn import Drawn, Outcome, TokenLogprobs
+from kvblocks.engine.sampling.params import SamplingParams
+from kvblocks.engine.sampling.sampler import Draw
+from kvblocks.engine.sampling.weights import (
+    Columns,
+    below_largest,
+    logprobs_of,
+    penalize,
+    pick_greedy,
+    pick_limited,
+    pick_plain,
+    to_device,
+)
+from kvblocks.engine.sampling.workspace import Workspace
+
+# How many of the most likely tokens are looked at first. A second look waits for a GPU, which minds larger ones little.
+_CPU_LIKELY = 128
+_GPU_LIKELY = 1024
+# Logits that are worked on at a time: 2 MiB, and twice that of weights; on a GPU some hundred MiB.
+_CPU_TILE = 2**19
+_GPU_TILE = 2**24
+
+_NUM_FACTS = 3
+_BROKEN = "expected logits that are numbers, got NaN: the weights or the KV cache are broken"
+
+
+@dataclass
+class SamplingCounts:
+    """What was drawn so far: tokens, and how many of them took putting the whole vocabulary in order."""
+
+    num_draws: int = 0
+    num_sorted: int = 0
+
+
+class Slot(NamedTuple):
+    """A draw: its place among the outcomes, its row of logits, and how many of the most likely it looks at; 0: none."""
+
+    place: int
+    row: int
+    draw: Draw
+    num_likely: int
+
+
+class BatchSampler:
+    """Draws the tokens of steps. Reads: counts."""
+
+    def __init__(self) -> None:
+        self.counts = SamplingCounts()
+        self._memory = Workspace()
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, draws: Sequence[Sequence[Draw | Exception]]) -> list[Outcome]:
+        """What each draw gives, in order, where `draws[i]` are those from row i of `logits` [len(draws), vocab].
+
+        An exception in place of a draw comes out as it is; a row with NaN gives BrokenLogitsError. Neither keeps others
+        from their tokens. logits: of any float type; they stay as they are. O(draws x vocab). Waits for a GPU once, and
+        once more where draws have to be repeated.
+        """
+        outcomes: dict[int, Outcome] = {}
+        waiting: list[Slot] = []
+        for place, (row, draw) in enumerate((row, draw) for row, own in enumerate(draws) for draw in own):
+            if isinstance(draw, Exception):
+                outcomes[place] = draw
+            else:
+                waiting.append(Slot(place, row, draw, num_to_look_at(draw.params, logits)))
+        self.counts.num_draws += len(waiting)
+        while waiting:
+            self.counts.num_sorted += sum(slot.num_likely == logits.shape[1] for slot in waiting)
+            groups = list(group_slots(waiting, logits.shape[1]))
+            uncertain = _read(groups, enqueue(logits, groups, self._memory), outcomes)
+            waiting = [slot._replace(num_likely=logits.shape[1]) for slot in uncertain]
+        return [outcomes[place] for place in range(len(outcomes))]
+
+
+def num_to_look_at(params: SamplingParams, logits: Tensor) -> int:
+    """How many of the most likely tokens a draw looks at first: 0 where none, and all if it may need nearly as many."""
+    vocab_size = logits.shape[1]
+    is_limited = _is_limited(params, vocab_size)
+    if not is_limited and not params.logprobs:
+        return 0
+    top_k = params.top_k if is_limited and params.top_k is not None and params.top_k < vocab_size else 0
+    first = _GPU_LIKELY if logits.device.type == "cuda" else _CPU_LIKELY
+    return first if max(top_k, params.logprobs or 0) < first < vocab_size else vocab_size
+
+
+def _is_limited(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether tokens are drawn, and some are left out."""
+    has_limit = params.top_p < 1 or params.min_p > 0 or (params.top_k is not None and params.top_k < vocab_size)
+    return has_limit and not params.is_greedy
+
+
+class Group(NamedTuple):
+    """Draws that need the same work. width: of how many most likely tokens logarithms are wanted, at most; -1: none."""
+
+    slots: list[Slot]
+    is_greedy: bool
+    is_limited: bool
+    is_penalized: bool
+    num_likely: int
+    width: int
+
+    @property
+    def num_results(self) -> int:
+        """Numbers that come of a draw."""
+        return _NUM_FACTS if self.width < 0 else _NUM_FACTS + 1 + 2 * self.width
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing is wanted but the most likely token."""
+        return self.is_greedy and not self.is_penalized and self.width < 0
+
+
+def group_slots(slots: Sequence[Slot], vocab_size: int) -> Iterator[Group]:
+    """The slots by what they need, in their order."""
+    groups: dict[tuple[bool, bool, bool, int, bool], list[Slot]] = {}
+    for slot in slots:
+        params = slot.draw.params
+        is_limited = _is_limited(params, vocab_size)
+        key = (params.is_greedy, is_limited, params.is_penalized, slot.num_likely, params.logprobs is not None)
+        groups.setdefault(key, []).append(slot)
+    for (is_greedy, is_limited, is_penalized, num_likely, has_logprobs), members in groups.items():
+        width = max(_num_named(slot, vocab_size) for slot in members) if has_logprobs else -1
+        yield Group(members, is_greedy, is_limited, is_penalized, num_likely, width)
+
+
+def _num_named(slot: Slot, vocab_size: int) -> int:
+    """How many of the most likely tokens a draw names."""
+    return min(slot.draw.params.logprobs or 0, vocab_size)
+
+
+def enqueue(logits: Tensor, groups: Sequence[Group], memory: Workspace) -> Tensor:
+    """Begin to draw, and wait for nothing: what `_draw` gives for the slots, group by group, one after another."""
+    size = max(1, (_GPU_TILE if logits.device.type == "cuda" else _CPU_TILE) // logits.shape[1])
+    tiles = (
+        group._replace(slots=group.slots[start : start + size])
+        for group in groups
+        for start in range(0, len(group.slots), size)
+    )
+    return torch.cat([_draw(logits, tile, memory).flatten() for tile in tiles])
+
+
+def _draw(logits: Tensor, tile: Group, memory: Workspace) -> Tensor:
+    """float64 [slots, num_results]: token, whether its row has NaN, whether it is certain, logarithms if asked for."""
+    device, vocab_size = logits.device, logits.shape[1]
+    draws = [slot.draw for slot in tile.slots]
+    own = _rows(logits, [slot.row for slot in tile.slots])
+    if tile.is_bare:
+        return _facts(*pick_greedy(own))
+    columns, changed = Columns.upload(draws, vocab_size, device), own
+    if tile.is_penalized:
+        changed = memory.take("changed", (len(draws), vocab_size), torch.float32, device).copy_(own)
+        penalize(changed, to_device(_entries(draws), device), columns)
+    if tile.is_greedy:
+        token, is_broken = pick_greedy(changed)
+        is_certain = torch.ones_like(is_broken)
+    else:
+        below, is_broken = below_largest(changed, memory)
+        if tile.is_limited:
+            token, is_certain = pick_limited(below, columns, tile.num_likely, memory)
+        else:
+            token, is_certain = pick_plain(below, columns, memory), torch.ones_like(is_broken)
+    if tile.width < 0:
+        return _facts(token, is_broken, is_certain)
+    logs, is_sure = logprobs_of(own, token, columns, tile.num_likely, tile.width, memory)
+    return torch.cat([_facts(token, is_broken, is_certain & is_sure), logs], 1)
+
+
+def _facts(token: Tensor, is_broken: Tensor, is_certain: Tensor | None = None) -> Tensor:
+    """The first columns of results. is_certain: None: all are."""
+    certain = torch.ones_like(is_broken) if is_certain is None else is_certain
+    return torch.cat([token.double(), is_broken.double(), certain.double()], 1)
+
+
+def _rows(logits: Tensor, rows: list[int]) -> Tensor:
+    """These rows in float32: the tensor's own where they are that and follow each other, else copies."""
+    first, number = rows[0], len(rows)
+    if rows == list(range(first, first + number)):
+        found = logits[first : first + number]
+    else:
+        found = logits.index_select(0, to_device(torch.tensor(rows), logits.device))
+    return found if found.dtype == torch.float32 else found.float()
+
+
+def _entries(draws: Sequence[Draw]) -> Tensor:
+    """What each draw has had: int64 [3, number], as `penalize` takes them."""
+    parts = [
+        torch.stack([torch.full((len(seen.tokens),), index), _copied(seen.tokens), _copied(seen.counts)])
+        for index, draw in enumerate(draws)
+        if (seen := draw.seen) is not None and seen.tokens
+    ]
+    return torch.cat(parts, 1) if parts else torch.empty(3, 0, dtype=torch.int64)
+
+
+def _copied(values: "array[int]") -> Tensor:
+    """A tensor of its own: an array whose memory is in use can't grow."""
+    return torch.frombuffer(values, dtype=torch.int64).clone()
+
+
+def _read(groups: Sequence[Group], results: Tensor, outcomes: dict[int, Outcome]) -> list[Slot]:
+    """Note the outcomes by their places, and return the slots that are to be drawn again. Waits: the one transfer."""
+    values = iter(results.tolist())
+    uncertain = []
+    for group in groups:
+        for slot in group.slots:
+            token, is_broken, is_certain, *logs = islice(values, group.num_results)
+            if is_broken:
+                outcomes[slot.place] = BrokenLogitsError(_BROKEN)
+            elif not is_certain:
+                uncertain.append(slot)
+            else:
+                outcomes[slot.place] = Drawn(int(token), _logprobs(logs, group.width, slot) if logs else None)
+    return uncertain
+
+
+def _logprobs(logs: list[float], width: int, slot: Slot) -> TokenLogprobs:
+    """The logarithms of a draw, from the row of its group."""
+    own, number = logs[0], slot.draw.params.logprobs or 0
+    found = zip(logs[1 + width :], logs[1 : 1 + width], strict=True)
+    return TokenLogprobs(own, tuple((int(token), logprob) for token, logprob in islice(found, number)))

@@ -1,0 +1,27 @@
+"""What comes of a draw."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found a token: logarithms of probability, before penalties, temperature and limits.
+
+    logprob: of the token itself. top: the most likely tokens, as many as were asked for, and theirs; the most likely
+    one first, of equally likely ones the first in the vocabulary. Finite: a masked token has about -3.4e38.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token. logprobs: if they were asked for."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+Outcome = Drawn | Exception
+"""A token, or why there is none."""

@@ -1,0 +1,85 @@
+"""What a request may ask of sampling, checked once."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from kvblocks.arguments import check_count, is_number, wrong
+
+MAX_LOGPROBS = 1000
+"""The most likely tokens that are named beside a drawn one, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen from logits. The order in which these count:
+
+    repetition_penalty: logits of tokens in prompt or answer are divided by it if positive, else multiplied. Above 0.
+    frequency_penalty: taken from a token's logit for each time that the answer has it already. presence_penalty: taken
+    once if the answer has it. Any finite number.
+    temperature: 0 is greedy: of the largest logits the first in the vocabulary, and what follows is ignored. Else
+    logits are divided by it, and tokens drawn in the proportion of e ** logit.
+    min_p: only tokens at least so likely, as a share of the most likely one's probability. 0 to 1.
+    top_k: of these, only the k most likely; None: all. top_p: of these, only the most likely ones, as few as have this
+    share of what these have together. Of equally likely tokens the first in the vocabulary count as the more likely.
+    logprobs: how many of the most likely tokens are named beside each one drawn, with their logarithms of probability;
+    0: that of the drawn one only; None: nothing. They are the model's own, of the logits before all of the above.
+
+    The defaults change nothing and cost nothing. Raises InvalidArgumentError.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        temperature = _check_real("temperature", self.temperature, "a number of at least 0")
+        if temperature < 0:
+            raise wrong("temperature", "a number of at least 0", self.temperature)
+        top_p = _check_real("top_p", self.top_p, "a number above 0.0 and up to 1.0")
+        if not 0 < top_p <= 1:
+            raise wrong("top_p", "a number above 0.0 and up to 1.0", self.top_p)
+        min_p = _check_real("min_p", self.min_p, "a number from 0.0 to 1.0")
+        if not 0 <= min_p <= 1:
+            raise wrong("min_p", "a number from 0.0 to 1.0", self.min_p)
+        repetition = _check_real("repetition_penalty", self.repetition_penalty, "a number above 0.0")
+        if repetition <= 0:
+            raise wrong("repetition_penalty", "a number above 0.0", self.repetition_penalty)
+        values: dict[str, float | None] = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition,
+            "presence_penalty": _check_real("presence_penalty", self.presence_penalty, "a finite number"),
+            "frequency_penalty": _check_real("frequency_penalty", self.frequency_penalty, "a finite number"),
+            "top_k": None if self.top_k is None else check_count("top_k", self.top_k, 1),
+            "logprobs": None if self.logprobs is None else check_count("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # as plain numbers
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is drawn: the most likely token is taken. O(1)."""
+        return self.temperature == 0
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether tokens that were there already are made less likely, or more. O(1)."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+
+def _check_real(name: str, value: Any, expected: str) -> float:
+    """Return `value` as a finite float, else raise InvalidArgumentError."""
+    try:
+        number = float(value) if is_number(value) else math.inf
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise wrong(name, expected, value)
+    return number

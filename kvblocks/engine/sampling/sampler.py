@@ -1,0 +1,82 @@
+"""One request's side of sampling: what it asked for, its seed, and the tokens that it has had."""
+
+import secrets
+from array import array
+from dataclasses import dataclass
+
+from kvblocks.arguments import as_int, wrong
+from kvblocks.core.sequence import Sequence
+from kvblocks.engine.sampling.params import SamplingParams
+from kvblocks.engine.sampling.random_numbers import MAX_SEED, sample_seed, uniform
+
+GREEDY = SamplingParams()
+
+
+class TokenCounts:
+    """How often an answer has each token so far; with its prompt's tokens, of which none is counted, if `with_prompt`.
+
+    tokens, counts: int64, in the same order, each token once. They grow in place: whoever reads them copies them before
+    the next `catch_up`.
+    """
+
+    def __init__(self, *, with_prompt: bool) -> None:
+        self.tokens = array("q")
+        self.counts = array("q")
+        self._places: dict[int, int] = {}
+        self._with_prompt = with_prompt
+        self._num_seen = 0
+        self._is_whole = True
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Take in the tokens that `sequence` has got since the last time. O(new tokens)."""
+        if not self._is_whole:  # the last time was interrupted: from the start
+            self.tokens, self.counts, self._places, self._num_seen = array("q"), array("q"), {}, 0
+        self._is_whole = False
+        num_prompt_tokens = sequence.num_prompt_tokens
+        if not self._num_seen and not self._with_prompt:
+            self._num_seen = num_prompt_tokens
+        for position, token in enumerate(sequence.token_ids(self._num_seen), self._num_seen):
+            place = self._places.setdefault(token, len(self.tokens))
+            if place == len(self.tokens):
+                self.tokens.append(token)
+                self.counts.append(0)
+            self.counts[place] += position >= num_prompt_tokens
+        self._num_seen = sequence.num_tokens
+        self._is_whole = True
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What is to be drawn from a row of logits. uniform: its random number. seen: only where there are penalties."""
+
+    params: SamplingParams
+    uniform: float = 0.0
+    seen: TokenCounts | None = None
+
+
+class Sampler:
+    """What one request draws by. seed: 0 to 2**64 - 1; None: one that nobody knows. Raises InvalidArgumentError."""
+
+    def __init__(self, params: SamplingParams = GREEDY, seed: int | None = None) -> None:
+        number = secrets.randbits(64) if seed is None else as_int(seed)
+        if number is None or not 0 <= number <= MAX_SEED:
+            raise wrong("seed", "None or an int from 0 to 2**64 - 1", seed)
+        self.params = params
+        self.seed = number
+        self._seen = TokenCounts(with_prompt=params.repetition_penalty != 1) if params.is_penalized else None
+
+    def next_draw(self, sequence: Sequence) -> Draw:
+        """What the next token of `sequence` is drawn by. The same again until it has that. O(tokens new to it)."""
+        if self._seen is not None:
+            self._seen.catch_up(sequence)
+        if self.params.is_greedy:
+            return Draw(self.params, seen=self._seen)
+        position = sequence.num_tokens - sequence.num_prompt_tokens
+        return Draw(self.params, uniform(self.seed, position), self._seen)
+
+
+def make_samplers(params: SamplingParams, seed: int | None, num_samples: int) -> list[Sampler]:
+    """A sampler for each sample of a prompt, with seeds of their own. Raises InvalidArgumentError. O(num_samples)."""
+    first = Sampler(params, seed)
+    seeds = [None if seed is None else sample_seed(seed, number) for number in range(1, num_samples)]
+    return [first, *(Sampler(params, own_seed) for own_seed in seeds)]

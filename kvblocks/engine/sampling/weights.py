@@ -1,0 +1,265 @@
+"""The arithmetic of sampling on tensors, a row for each draw, on whatever device the rows are on.
+
+Weights are integers: e ** (logit / temperature), of the largest logit 2 ** q, with q such that a row's sum has at most
+62 bits. So sums are exact, and a token depends neither on the order in which a device adds up nor on its batch. What is
+below 2 ** -q of the most likely token, q being 44 for a vocabulary of 128k, is never drawn. All steps but `exp` are
+exact or round one number by itself; `exp` is checked (tests) to give a number the same bits wherever it stands.
+
+A token is found by one random number: u times the sum of all weights is a place in the row, and the token is the one
+that reaches over it. Nothing here reads a value of a tensor on the host, so nothing waits for a GPU.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvblocks.engine.sampling.sampler import Draw
+from kvblocks.engine.sampling.workspace import Workspace
+
+_BLOCK = 128
+"""Weights that are summed before a place is looked for among the sums: a running sum over all would take longer."""
+
+_GROUP = 16
+"""Values of which only the largest is looked at, at first, in a search for the largest of a row."""
+
+_MAGNITUDE = 0x7FFFFFFF
+_INDEX = 0xFFFFFFFF
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What draws ask for: tensors [num_draws, 1], and what the host knows of all of them.
+
+    scale: one over the temperature, float32. top_k: int64, at most the vocabulary's size. top_p, min_p, uniform:
+    float64. num_logprobs: int64. repetition, presence, frequency: float32. has_min_p: whether any has a min_p.
+    has_share_of_all: or neither that nor a top_k, so that its top_p is a share of all weights.
+    """
+
+    scale: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
+    num_logprobs: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    has_min_p: bool
+    has_share_of_all: bool
+
+    @classmethod
+    def upload(cls, draws: list[Draw], vocab_size: int, device: torch.device) -> "Columns":
+        """The columns of `draws` on `device`, in one transfer that isn't waited for. O(draws)."""
+        rows = [
+            (
+                # Far beyond what tells logits apart, and neither infinite nor 0 in float32.
+                min(max(1 / max(params.temperature, 2.0**-126), 2.0**-100), 2.0**126),
+                vocab_size if params.top_k is None else min(params.top_k, vocab_size),
+                params.top_p,
+                params.min_p,
+                draw.uniform,
+                min(params.logprobs or 0, vocab_size),
+                params.repetition_penalty,
+                params.presence_penalty,
+                params.frequency_penalty,
+            )
+            for draw in draws
+            for params in (draw.params,)
+        ]
+        table = to_device(torch.tensor(rows, dtype=torch.float64), device)
+        scale, top_k, top_p, min_p, uniform, num_logprobs, *penalties = table.split(1, dim=1)
+        repetition, presence, frequency = (column.float() for column in penalties)
+        return cls(
+            scale=scale.float(),
+            top_k=top_k.long(),
+            top_p=top_p,
+            min_p=min_p,
+            uniform=uniform,
+            num_logprobs=num_logprobs.long(),
+            repetition=repetition,
+            presence=presence,
+            frequency=frequency,
+            has_min_p=any(draw.params.min_p > 0 for draw in draws),
+            has_share_of_all=any(
+                not draw.params.min_p and (draw.params.top_k is None or draw.params.top_k >= vocab_size)
+                for draw in draws
+            ),
+        )
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on `device`, which isn't waited for: torch keeps pinned memory until the copy has been made."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def penalize(logits: Tensor, entries: Tensor, columns: Columns) -> None:
+    """Change float32 `logits` [num_draws, vocab] by what each draw has had already. O(entries).
+
+    entries: int64 [3, number]: which draw, a token, each once a draw, and how often its answer has it.
+    """
+    draws, tokens, counts = entries
+    flat, places = logits.view(-1), draws * logits.shape[1] + tokens
+    values, penalty = flat[places], columns.repetition[draws, 0]
+    values = torch.where(values > 0, values / penalty, values * penalty)
+    values -= columns.frequency[draws, 0] * counts + columns.presence[draws, 0] * (counts > 0)
+    flat[places] = values
+
+
+def pick_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row the first of the largest logits, and whether the row has a NaN: int64 and bool [num_draws, 1]."""
+    tokens = logits.argmax(-1, keepdim=True)  # which takes NaN for the largest
+    return tokens, logits.gather(1, tokens).isnan()
+
+
+def below_largest(logits: Tensor, memory: Workspace) -> tuple[Tensor, Tensor]:
+    """How far each logit is below its row's largest, at most 0; and whether the row has a NaN: bool [num_draws, 1].
+
+    Infinite ones count as the largest and smallest float32, so a row of which all are masked has equal ones.
+    """
+    below = _clamped(logits, memory)
+    largest = below.amax(-1, keepdim=True)
+    return below.sub_(largest), largest.isnan()
+
+
+def pick_plain(below: Tensor, columns: Columns, memory: Workspace) -> Tensor:
+    """A token of each row by its weight: int64 [num_draws, 1]. below: of `below_largest`; overwritten. O(vocab)."""
+    num_draws, vocab_size = below.shape
+    num_blocks = -(-vocab_size // _BLOCK)
+    weights = memory.take("integers", (num_draws, num_blocks * _BLOCK), torch.int64, below.device)
+    _weigh(below, columns.scale, vocab_size, weights[:, :vocab_size])
+    weights[:, vocab_size:] = 0
+    blocks = weights.view(num_draws, num_blocks, _BLOCK)
+    sums = blocks.sum(-1)
+    upto = sums.cumsum(-1)
+    place = _place(upto[:, -1:], columns.uniform)
+    block = _reaching(upto, place)
+    place -= upto.gather(1, block) - sums.gather(1, block)
+    inner = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)
+    token = block * _BLOCK + _reaching(inner.cumsum(-1), place)
+    return token.clamp_(max=vocab_size - 1)
+
+
+def pick_limited(below: Tensor, columns: Columns, num_likely: int, memory: Workspace) -> tuple[Tensor, Tensor]:
+    """A token of each row by its weight, of those that min_p, top_k and top_p leave: int64 [num_draws, 1].
+
+    And whether it is certain: bool [num_draws, 1]. Of each row the `num_likely` largest are looked at; it isn't if more
+    of them may be left. When all are looked at it is. A certain token is the one that looking at more gives. top_k is
+    to be less than num_likely, or both are all. below: of `below_largest`; overwritten.
+    """
+    num_draws, vocab_size = below.shape
+    keys = _ranked(below, num_likely, memory)
+    total = keys[:, :1]
+    if columns.has_share_of_all and num_likely < vocab_size:
+        weights = memory.take("integers", (num_draws, vocab_size), torch.int64, below.device)
+        total = _weigh(below, columns.scale, vocab_size, weights).sum(-1, keepdim=True)
+    weights = memory.take("integers", (num_draws, num_likely), torch.int64, below.device)
+    values = memory.take("likely", (num_draws, num_likely), torch.float32, below.device)
+    values.view(torch.int32).copy_(torch.bitwise_right_shift(keys, 32, out=weights))
+    _weigh(values.neg_(), columns.scale, vocab_size, weights)
+    limit = columns.top_k.clamp(max=num_likely)
+    if columns.has_min_p:
+        least = (columns.min_p * _unit(vocab_size)).ceil().long()
+        limit = (weights >= least).sum(-1, keepdim=True).minimum(limit).clamp_(min=1)
+    upto = weights.cumsum_(-1)
+    mass, is_known = upto.gather(1, limit - 1), limit < num_likely
+    if columns.has_share_of_all and num_likely < vocab_size:
+        is_share_of_all = (columns.min_p == 0) & (columns.top_k == vocab_size)
+        mass, is_known = torch.where(is_share_of_all, total, mass), is_known | is_share_of_all
+    goal = (mass * columns.top_p).ceil().long().minimum(mass)
+    last = torch.searchsorted(upto, goal).minimum(limit - 1)
+    index = _reaching(upto, _place(upto.gather(1, last), columns.uniform)).minimum(last)
+    if num_likely == vocab_size:
+        is_certain = torch.ones_like(is_known)
+    else:  # of tokens as likely as the last one looked at there may be more, and earlier in the vocabulary
+        is_certain = is_known & (keys.gather(1, last) >> 32 < keys[:, -1:] >> 32)
+    return keys.gather(1, index) & _INDEX, is_certain
+
+
+def logprobs_of(
+    logits: Tensor, tokens: Tensor, columns: Columns, num_likely: int, width: int, memory: Workspace
+) -> tuple[Tensor, Tensor]:
+    """The logarithms of probability of `tokens` [num_draws, 1], and of each row's `width` most likely, which are named.
+
+    float64 [num_draws, 1 + 2 x width]: the token's, those of the most likely, and these. And whether these are
+    certain: bool [num_draws, 1]. num_likely: of how many they are chosen, more than are asked for, or all. Infinite
+    logits count as the largest and smallest float32.
+    """
+    logs = memory.take("logarithms", (logits.shape[0], logits.shape[1]), torch.float32, logits.device)
+    torch.log_softmax(_clamped(logits, memory), -1, out=logs)
+    own = logs.gather(1, tokens).double()
+    if not width:
+        return own, torch.ones_like(tokens, dtype=torch.bool)
+    keys = _ranked(logs, num_likely, memory)
+    last = keys.gather(1, columns.num_logprobs.clamp(min=1) - 1)
+    is_certain = (columns.num_logprobs == 0) | (last >> 32 < keys[:, -1:] >> 32)
+    is_certain |= num_likely == logits.shape[1]
+    named = keys[:, :width] & _INDEX
+    return torch.cat([own, logs.gather(1, named).double(), named.double()], 1), is_certain
+
+
+def _clamped(logits: Tensor, memory: Workspace) -> Tensor:
+    """The logits without infinities."""
+    floats = memory.take("floats", (logits.shape[0], logits.shape[1]), torch.float32, logits.device)
+    return torch.clamp(logits, -_LARGEST, _LARGEST, out=floats)
+
+
+def _ranked(values: Tensor, number: int, memory: Workspace) -> Tensor:
+    """The `number` largest of each row of float32 [num_rows, size] in falling order, as keys: int64 [num_rows, number].
+
+    values: none above 0. A key is the value's bits without its sign, which are in the order of its distance from 0, and
+    the index below them; so no two are equal, and of equal values the lower index comes first. Of values that equal the
+    last one given there may be others with lower indices, unless all are given. O(size), O(size log size) for all.
+    """
+    num_rows, size = values.shape
+    if number < size:
+        found, indices = _largest(values, number)
+    else:
+        found, indices = values, torch.arange(size, device=values.device)
+    keys = memory.take("keys", (num_rows, number), torch.int64, values.device)
+    keys.copy_(found.view(torch.int32)).bitwise_and_(_MAGNITUDE).bitwise_left_shift_(32).bitwise_or_(indices)
+    if keys.device.type == "cpu":
+        keys.numpy().sort(-1)  # 20 times as fast as torch's, where there is AVX-512
+        return keys
+    return keys.sort().values
+
+
+def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row and their indices, in any order; of those that equal the least of them, any.
+
+    A value that is larger than the least is in one of the `count` groups whose largest values are largest: else each of
+    these would have one that is at least as large. So only those are searched.
+    """
+    num_rows, size = values.shape
+    num_groups = size // _GROUP
+    if num_groups < 2 * count:
+        found = values.topk(count, sorted=False)
+        return found.values, found.indices
+    grouped = values[:, : num_groups * _GROUP].unflatten(1, (_GROUP, num_groups))
+    groups = grouped.amax(1).topk(count, sorted=False).indices.unsqueeze(1).expand(-1, _GROUP, -1)
+    starts = torch.arange(0, num_groups * _GROUP, num_groups, device=values.device).view(1, -1, 1)
+    rest = torch.arange(num_groups * _GROUP, size, device=values.device).expand(num_rows, -1)
+    indices = torch.cat([(groups + starts).flatten(1), rest], 1)
+    found = values.gather(1, indices).topk(count, sorted=False)
+    return found.values, indices.gather(1, found.indices)
+
+
+def _unit(vocab_size: int) -> float:
+    """The most likely token's weight: so many of them don't reach 2 ** 62."""
+    return float(2 ** (62 - vocab_size.bit_length()))
+
+
+def _weigh(below: Tensor, scale: Tensor, vocab_size: int, weights: Tensor) -> Tensor:
+    """Write the weights of float32 `below` [num_draws, number], which is overwritten, to `weights`; return these."""
+    return weights.copy_(below.mul_(scale).exp_().mul_(_unit(vocab_size)))
+
+
+def _place(total: Tensor, uniform: Tensor) -> Tensor:
+    """A place in `total` weights, from 0 up to but without them: int64 [num_draws, 1]."""
+    return (total * uniform).long().minimum(total - 1)
+
+
+def _reaching(upto: Tensor, place: Tensor) -> Tensor:
+    """The first index whose running sum in `upto` [num_draws, number] exceeds the place: none of weight 0."""
+    return torch.searchsorted(upto, place, right=True).clamp_(max=upto.shape[1] - 1)

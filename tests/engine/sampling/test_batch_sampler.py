@@ -1,0 +1,310 @@
+"""Drawing for all rows at once: nothing depends on the batch; limits, ties, logarithms, rows that are broken."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from engine.sampling.plain import draw, draw_many, probabilities
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvblocks import Sequence
+from kvblocks.engine.errors import BrokenLogitsError
+from kvblocks.engine.sampling import batch_sampler
+from kvblocks.engine.sampling.batch_sampler import BatchSampler, Slot, enqueue, group_slots, num_to_look_at
+from kvblocks.engine.sampling.params import SamplingParams
+from kvblocks.engine.sampling.random_numbers import uniform
+from kvblocks.engine.sampling.sampler import GREEDY, Draw, TokenCounts
+from kvblocks.engine.sampling.workspace import Workspace
+
+LOGITS = torch.tensor([1.0, -torch.inf, 3.0, 2.0, 0.0])
+WIDE = 5003
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
+def wide_logits(num_rows, seed=0, spread=3.0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, WIDE, generator=generator) * spread
+
+
+def any_params(chooser):
+    """What a request may ask for, anything of it."""
+    return SamplingParams(
+        temperature=chooser.choice([0.0, 0.5, 1.0, 1.0, 2.0]),
+        top_k=chooser.choice([None, None, 1, 20, 127, 128, 700, WIDE, 9999]),
+        top_p=chooser.choice([1.0, 1.0, 0.3, 0.9, 0.999]),
+        min_p=chooser.choice([0.0, 0.0, 0.01, 0.2]),
+        presence_penalty=chooser.choice([0.0, 0.0, 0.5]),
+        repetition_penalty=chooser.choice([1.0, 1.0, 1.3]),
+        logprobs=chooser.choice([None, None, 0, 3, 200]),
+    )
+
+
+def any_draw(chooser, seed):
+    params, seen = any_params(chooser), None
+    if params.is_penalized:
+        sequence = Sequence(seed, [1, 2, 3])
+        sequence.append_tokens([chooser.randrange(WIDE) for _ in range(chooser.randrange(1, 20))])
+        seen = TokenCounts(with_prompt=True)
+        seen.catch_up(sequence)
+    return Draw(params, uniform(seed, chooser.randrange(100)), seen)
+
+
+# --- nothing depends on the batch ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    """Rows and draws of all kinds, and what each draw gives alone."""
+    torch.set_num_threads(1)
+    chooser = random.Random(5)
+    logits = torch.cat([wide_logits(9, spread=spread) for spread in (0.1, 1.0, 3.0)])
+    draws = [[any_draw(chooser, 100 * row + number) for number in range(chooser.randrange(4))] for row in range(27)]
+    alone = [
+        BatchSampler().sample(logits[row : row + 1].clone(), [[one]])[0] for row, own in enumerate(draws) for one in own
+    ]
+    return logits, draws, alone
+
+
+def test_a_draw_is_the_same_in_any_batch(mixture):
+    logits, draws, alone = mixture
+    assert len(alone) > 30
+    sampler = BatchSampler()
+    assert sampler.sample(logits, draws) == alone
+    assert sampler.sample(logits, draws) == alone
+    assert sampler.sample(logits.flip(0), draws[::-1]) == [drawn for own in split(alone, draws)[::-1] for drawn in own]
+    assert sampler.counts.num_draws == 3 * len(alone)
+
+
+def split(outcomes, draws):
+    rest = iter(outcomes)
+    return [[next(rest) for _ in own] for own in draws]
+
+
+@pytest.mark.parametrize("tile", [1, 2 * WIDE, 3 * WIDE + 1])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_neither_tiles_nor_threads_change_a_draw(mixture, monkeypatch, tile, num_threads):
+    logits, draws, alone = mixture
+    monkeypatch.setattr(batch_sampler, "_CPU_TILE", tile)
+    torch.set_num_threads(num_threads)
+    assert BatchSampler().sample(logits, draws) == alone
+
+
+@pytest.mark.parametrize("num_likely", [1, 16, 300, 2000, WIDE])
+def test_however_many_of_the_likely_are_looked_at_first_the_draw_is_the_same(mixture, monkeypatch, num_likely):
+    logits, draws, alone = mixture
+    monkeypatch.setattr(batch_sampler, "_CPU_LIKELY", num_likely)
+    sampler = BatchSampler()
+    assert sampler.sample(logits, draws) == alone
+    assert sampler.counts.num_sorted > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_floats_count_as_float32(mixture, dtype):
+    logits, draws, _ = mixture
+    other = logits.to(dtype)
+    assert BatchSampler().sample(other, draws) == BatchSampler().sample(other.float(), draws)
+    assert other.dtype == dtype
+
+
+def test_nothing_is_read_on_the_host_before_the_one_transfer(mixture):
+    """On a device that has no values: whoever asks for one, or for a size that depends on one, raises."""
+    logits, draws, _ = mixture
+    logits = logits.to("meta")
+    slots = [Slot(0, row, one, num_to_look_at(one.params, logits)) for row, own in enumerate(draws) for one in own]
+    groups = list(group_slots(slots, WIDE))
+    results = enqueue(logits, groups, Workspace())
+    assert results.shape == (sum(group.num_results * len(group.slots) for group in groups),)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        results.tolist()
+
+
+def test_exp_gives_a_number_the_same_bits_wherever_it_stands():
+    """The one step that isn't exact. On each machine that runs the tests."""
+    values = (wide_logits(4, spread=5.0) - 20).clamp(max=0.0)
+    expected = values.exp()
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(values.exp(), expected)
+        assert torch.equal(values.repeat(40, 1).exp_()[4:8], expected)
+        memory = torch.empty(WIDE + 16)
+        for offset in (0, 1, 3, 7):
+            part = memory[offset : offset + WIDE]
+            assert torch.equal(part.copy_(values[1]).exp_(), expected[1])
+        for number in (1, 2, 3, 5, 17, 128, 1000):
+            assert torch.equal(values[2, :number].clone().exp_(), expected[2, :number])
+    assert torch.zeros(1001).exp().eq(1).all()
+
+
+def test_tokens_are_pinned():
+    """Equal seeds give equal tokens in every version."""
+    logits = -torch.arange(1.0, 3001).log()  # of the ranks, in float32
+    plain = [draw(logits, seed=seed, position=3, temperature=0.9) for seed in range(8)]
+    limited = [draw(logits, seed=seed, position=3, temperature=0.9, top_p=0.8, top_k=90) for seed in range(8)]
+    assert (plain, limited) == (PINNED_PLAIN, PINNED_LIMITED)
+
+
+PINNED_PLAIN = [1358, 13, 1, 6, 5, 1444, 232, 0]
+PINNED_LIMITED = [18, 2, 0, 1, 1, 19, 9, 0]
+
+
+# --- what is left, and what comes first ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({"top_k": 1}, {2}),
+        ({"top_k": 2}, {2, 3}),
+        ({"top_k": 99}, {0, 2, 3, 4}),
+        ({"top_p": 0.01}, {2}),
+        ({"top_p": 1e-300}, {2}),
+        ({"top_p": 0.64}, {2}),  # 0.644, 0.237, 0.087, 0.032
+        ({"top_p": 0.65}, {2, 3}),
+        ({"top_p": 0.89}, {0, 2, 3}),
+        ({"top_p": 0.999}, {0, 2, 3, 4}),
+        ({"top_k": 2, "top_p": 0.72}, {2}),  # of the two, the first has 0.731
+        ({"top_k": 2, "top_p": 0.74}, {2, 3}),
+        ({"min_p": 0.36}, {2, 3}),  # the second has 0.368 of the first's
+        ({"min_p": 0.37}, {2}),
+        ({"min_p": 1.0}, {2}),
+        ({"min_p": 0.1, "top_p": 0.9}, {2, 3}),  # of 0.644, 0.237 and 0.087
+        ({"min_p": 0.3, "top_k": 3, "top_p": 0.9}, {2, 3}),
+    ],
+)
+def test_what_is_left_to_draw_from(options, tokens):
+    assert set(draw_many(LOGITS, 500, temperature=1.0, **options)) == tokens
+
+
+@given(
+    logits=st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=12),
+    top_k=st.none() | st.integers(1, 14),
+    top_p=st.sampled_from([0.05, 0.31, 0.5, 0.77, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1, 0.5]),
+)
+def test_what_is_kept_is_what_the_definition_says(logits, top_k, top_p, min_p):
+    options = {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    drawn = set(draw_many(torch.tensor(logits), 60, **options))
+    assert drawn <= probabilities(logits, SamplingParams(**options)).keys()
+
+
+def test_limits_that_keep_all_change_no_draw():
+    logits = wide_logits(1)[0]
+    assert draw_many(logits, 50, temperature=0.7) == draw_many(logits, 50, temperature=0.7, top_k=WIDE, top_p=1.0)
+
+
+@pytest.mark.parametrize("size", [6, 200, WIDE])
+def test_of_equally_likely_tokens_the_first_count_as_the_more_likely(size):
+    sampler = BatchSampler()
+    assert set(draw_many(torch.zeros(size), 100, sampler=sampler, temperature=1.0, top_k=2)) == {0, 1}
+    assert set(draw_many(torch.zeros(size), 200, temperature=1.0, top_p=2.5 / size)) == {0, 1, 2}
+    tied = torch.full((size,), -2.0)
+    tied[[1, 3, 4]] = torch.tensor([1.0, 1.0, 1.5])
+    assert set(draw_many(tied, 100, temperature=1.0, top_k=2)) == {1, 4}
+    assert set(draw_many(tied, 500, temperature=1.0, top_k=4)) == {0, 1, 3, 4}
+    assert sampler.counts.num_sorted >= 100  # nobody could tell without a look at all of them
+
+
+def test_greedy_takes_the_first_of_the_largest_and_heeds_no_limit():
+    assert draw(torch.tensor([1.0, 3.0, 2.0, 3.0]), top_p=0.5, top_k=3, min_p=1.0) == 1
+    assert draw(torch.full((WIDE,), -torch.inf)) == 0
+    logits = wide_logits(8).round()
+    tokens = [drawn.token_id for drawn in BatchSampler().sample(logits, [[Draw(GREEDY)]] * 8)]
+    assert tokens == [row.index(max(row)) for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-300, 1e-308, 5e-324])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}])
+def test_the_smallest_temperatures_are_greedy(temperature, options):
+    assert set(draw_many(torch.tensor([1.0, 30.0, 29.99999]), 50, temperature=temperature, **options)) == {1}
+    assert set(draw_many(torch.tensor([1.0, 30.0, 30.0]), 50, temperature=temperature)) == {1, 2}
+
+
+@pytest.mark.parametrize("temperature", [1e6, 1e38, 1e308])
+def test_the_largest_temperatures_make_all_equally_likely_but_what_is_masked(temperature):
+    tokens = Counter(draw_many(torch.tensor([1.0, -torch.inf, 30.0, -30.0]), 3000, temperature=temperature))
+    assert tokens.keys() == {0, 2, 3}
+    assert min(tokens.values()) > 900
+
+
+# --- rows that are not as they should be -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}, {"logprobs": 2}])
+def test_a_row_with_nan_keeps_no_other_from_its_token(options):
+    logits = wide_logits(4)
+    one = Draw(SamplingParams(**options), 0.3)
+    expected = BatchSampler().sample(logits, [[one]] * 4)
+    logits[1, 3] = torch.nan
+    outcomes = BatchSampler().sample(logits, [[one], [one, one], [one, error := ValueError("no token today")], [one]])
+    assert [type(outcomes[place]) for place in (1, 2)] == [BrokenLogitsError] * 2
+    assert [outcomes[place] for place in (0, 3, 4, 5)] == [expected[0], expected[2], error, expected[3]]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.5}])
+def test_infinite_logits_take_all(options):
+    logits = torch.tensor([torch.inf, 1.0, -torch.inf, torch.inf])
+    assert set(draw_many(logits, 50, temperature=1.0, **options)) == {0, 3}
+    assert draw(logits) == 0
+
+
+@pytest.mark.parametrize("masked", [-torch.inf, torch.finfo(torch.float32).min])
+def test_of_a_row_that_is_masked_throughout_any_token_may_come(masked):
+    logits = torch.full((8,), masked)
+    assert len(set(draw_many(logits, 200, temperature=1.0))) == 8
+    assert set(draw_many(logits, 50, temperature=1.0, top_k=2)) == {0, 1}
+    logits[5] = 0.0
+    assert set(draw_many(logits, 50, temperature=1.0)) == {5}
+
+
+def test_no_rows_have_no_tokens():
+    assert BatchSampler().sample(torch.empty(0, 40), []) == []
+    assert BatchSampler().sample(torch.zeros(2, 40), [[], []]) == []
+
+
+# --- logarithms ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, 1, 5, 127, 128, 1000])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.3}, {"temperature": 0.5, "top_k": 4}])
+def test_logarithms_are_those_of_the_logits_as_they_came(number, options):
+    logits = wide_logits(3)
+    draws = [[Draw(SamplingParams(logprobs=number, **options), 0.7)]] * 3
+    for drawn, row in zip(BatchSampler().sample(logits, draws), logits, strict=True):
+        expected = row.double().log_softmax(0)
+        assert abs(drawn.logprobs.logprob - float(expected[drawn.token_id])) < 1e-5
+        wanted = expected.sort(descending=True, stable=True)
+        assert [token for token, _ in drawn.logprobs.top] == wanted.indices[:number].tolist()
+        for (_, logprob), value in zip(drawn.logprobs.top, wanted.values.tolist(), strict=False):
+            assert abs(logprob - value) < 1e-5
+
+
+def test_equally_likely_tokens_are_named_in_the_order_of_the_vocabulary():
+    logits = torch.zeros(WIDE)
+    logits[[4000, 17]] = 1.0
+    (drawn,) = BatchSampler().sample(logits.unsqueeze(0), [[Draw(SamplingParams(logprobs=5))]])
+    assert [token for token, _ in drawn.logprobs.top] == [17, 4000, 0, 1, 2]
+
+
+def test_no_more_tokens_are_named_than_there_are_and_all_logarithms_are_finite():
+    (drawn,) = BatchSampler().sample(LOGITS.unsqueeze(0), [[Draw(SamplingParams(logprobs=9))]])
+    assert [token for token, _ in drawn.logprobs.top] == [2, 3, 0, 4, 1]
+    assert drawn.logprobs.top[4][1] < -1e38
+    assert drawn.logprobs.top[0] == (2, drawn.logprobs.logprob)
+    assert torch.tensor([logprob for _, logprob in drawn.logprobs.top]).isfinite().all()
+
+
+def test_who_asks_for_nothing_gets_nothing(mixture):
+    _, draws, alone = mixture
+    asked = [one.params.logprobs for own in draws for one in own]
+    for number, drawn in zip(asked, alone, strict=True):
+        assert (drawn.logprobs is None) == (number is None)
+        assert number is None or len(drawn.logprobs.top) == number
