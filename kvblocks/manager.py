@@ -64,8 +64,10 @@ if TYPE_CHECKING:  # what only some managers need is imported by those
     from kvblocks.observe.picture import PrefixRow
     from kvblocks.observe.removal_history import RemovalHistory
     from kvblocks.observe.shared_prefixes import SharedPrefix
+    from kvblocks.retention.eviction import Eviction
     from kvblocks.retention.holds import BlockHolds
     from kvblocks.retention.pins import Pin, Pins, Priority
+    from kvblocks.retention.policies.policy import PolicyFactory
     from kvblocks.retention.quotas import TenantQuotas
     from kvblocks.tiers.calls import ManagerCalls
     from kvblocks.tiers.tier import Tier
@@ -97,8 +99,10 @@ class KVCacheManager(Changeable):
     for `take_events`; then take them regularly, since they are kept until taken. num_history_blocks: how many
     prefixes that are cached no more `explain` remembers; 0 costs nothing, otherwise each block is hashed when it is
     cached, and each remembered one takes about 250 bytes. pin_budget: share of the pool that pins may hold together,
-    0.0 to 1.0. tiers: where copies of cached blocks are kept below the device, the quickest first, see `tiers`. debug:
-    run `check()` after every change. Raises InvalidArgumentError. O(num_blocks).
+    0.0 to 1.0. tiers: where copies of cached blocks are kept below the device, the quickest first, see `tiers`.
+    eviction: which cached block goes first when the pool needs one: a name ("lru", "slru", "s3fifo"), or what makes an
+    `EvictionPolicy`, such as its class; None: the least recently used, and nothing else is asked. debug: run `check()`
+    after every change. Raises InvalidArgumentError, and what making a policy raises. O(num_blocks).
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class KVCacheManager(Changeable):
         num_history_blocks: SupportsIndex = 0,
         pin_budget: SupportsFloat = 0.5,
         tiers: Iterable[Tier] = _NO_TIERS,
+        eviction: Text | PolicyFactory | None = None,
         debug: Flag = False,
     ) -> None:
         caches, named = check_flag("enable_caching", enable_caching), check_flag("enable_events", enable_events)
@@ -143,6 +148,8 @@ class KVCacheManager(Changeable):
 
             self._history = History(num_remembered)
             self._index.watch(self._history)
+        self._now: Any = 0.0  # an int of any size, or a float
+        self._eviction = None if eviction is None else self._make_eviction(eviction)
         self._traffic: Traffic | None = None
         self._tiers: Tiers | None = None
         self._sampler: BlockSampler | None = None
@@ -190,6 +197,20 @@ class KVCacheManager(Changeable):
         return self._slots.num_taken_blocks
 
     @property
+    def now(self) -> float:
+        """The caller's clock, for eviction policies: set it once a step, say, in any unit. 0 until then. O(1).
+
+        Nothing here reads a clock. `expire_pins` sets it, too. Setting it raises InvalidArgumentError for what is no
+        number.
+        """
+        return self._now
+
+    @now.setter
+    def now(self, now: SupportsFloat) -> None:
+        self.check_whole()
+        self._tell_time(check_number("now", now))
+
+    @property
     def groups(self) -> tuple[Group, ...]:
         """The groups of layers, by their numbers; one of full attention unless others were given. O(1)."""
         if self._groups is None:
@@ -217,6 +238,7 @@ class KVCacheManager(Changeable):
             num_free_blocks=self._pool.num_free_blocks,
             num_cached_blocks=self._pool.num_cached_blocks,
             num_limited_tokens=self._slots.num_limited_tokens,
+            num_eviction_failures=0 if self._eviction is None else self._eviction.num_failures,
         )
 
     # The calls of a step.
@@ -768,11 +790,12 @@ class KVCacheManager(Changeable):
     def expire_pins(self, now: SupportsFloat) -> list[Pin]:
         """End and return the pins whose `expires_at` is not after `now`, on the clock that `expires_at` was told by.
 
-        Their blocks are free then, and reused before any that is still pinned. Nothing expires by itself: call it now
+        That is the clock of `now`, which this sets, too. Their blocks are free then, and reused before any that is still pinned. Nothing expires by itself: call it now
         and then. Raises InvalidArgumentError. O(pins + blocks freed).
         """
         self.check_whole()
         time = check_number("now", now)
+        self._tell_time(time)
         if self._pins is None:
             return []
         expired = self._pins.expired(time)
@@ -942,7 +965,11 @@ class KVCacheManager(Changeable):
             self._sampler = None
 
     def free_block_ids(self) -> list[int]:
-        """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
+        """Return the ids of the free blocks, next to be taken first; O(free blocks).
+
+        With an eviction policy only those that hold nothing are sure to come first; the others are in the order in
+        which they became free.
+        """
         self.check_whole()
         return self._pool.free_block_ids()
 
@@ -959,6 +986,8 @@ class KVCacheManager(Changeable):
             tables += self._traffic.owned()
             self._traffic.check()
         self._pool.check(tables)
+        if self._eviction is not None:
+            self._eviction.check(self._pool.queue)
         batch, indices = self._last_step
         assert indices == {sequence: i for i, sequence in enumerate(batch)}, "step: indices of another batch"
         self._check_sequences(self.block_size, self._slots.smallest_block_size)
@@ -988,6 +1017,8 @@ class KVCacheManager(Changeable):
         if hit is not None and hit.blocks:
             self._num_hits += 1
             self._num_hit_tokens += hit.num_tokens
+            if self._eviction is not None:
+                self._eviction.note_hit(hit.blocks)
             if self._traffic is not None:
                 self._traffic.note_use(hit)
         return blocks
@@ -1243,6 +1274,20 @@ class KVCacheManager(Changeable):
             if sequence.side_tables is not None:
                 sequence.side_tables.check(sequence.num_computed_tokens)
 
+    def _make_eviction(self, eviction: Text | PolicyFactory) -> Eviction:
+        """Return what asks eviction policies, and let the pool ask it."""
+        from kvblocks.retention.eviction import Eviction as Made
+
+        made = Made(eviction, len(self._pool.blocks), self._pool.end_block_id)
+        self._index.charge(made)
+        return made
+
+    def _tell_time(self, now: Any) -> None:
+        """Take note of the caller's clock."""
+        self._now = now
+        if self._eviction is not None:
+            self._eviction.set_time(now)
+
     def _get_pins(self) -> Pins:
         """Return the pins that there are, or that there will be."""
         if self._pins is not None:
@@ -1272,7 +1317,7 @@ class KVCacheManager(Changeable):
 
     def _use_quotas(self, quotas: TenantQuotas) -> None:
         """Put quotas into force, counting anew, which ends the change; without any, nothing asks for them."""
-        from kvblocks.retention.quotas import charge
+        from kvblocks.retention.charging import charge
 
         self._quotas = charge(self._pool, quotas)
         self._end()

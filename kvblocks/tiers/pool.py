@@ -10,7 +10,8 @@ from kvblocks.core.block import KVCacheBlock, Node
 from kvblocks.core.hashing import sha256_digest
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
-from kvblocks.retention.quotas import TenantQuotas, charge
+from kvblocks.retention.charging import charge
+from kvblocks.retention.quotas import TenantQuotas
 from kvblocks.retention.salts import forget_salt
 from kvblocks.retention.tenant import Tenant
 from kvblocks.tiers.changes import PersistentSlots

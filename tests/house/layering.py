@@ -24,6 +24,7 @@ FLOORS = {
     "kvblocks.core": 1,
     "kvblocks.hashing": 2,  # the path by which people import what is in the core
     "kvblocks.retention": 2,
+    "kvblocks.retention.policies": 1,  # know nothing of the core, as a user's don't
     "kvblocks.groups": 3,
     "kvblocks.prefix_cache": 3,
     "kvblocks.observe": 4,
