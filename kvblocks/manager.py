@@ -148,7 +148,7 @@ class KVCacheManager(Changeable):
 
             self._history = History(num_remembered)
             self._index.watch(self._history)
-        self._now: Any = 0.0  # an int of any size, or a float
+        self._now: int | float = 0.0
         self._eviction = None if eviction is None else self._make_eviction(eviction)
         self._traffic: Traffic | None = None
         self._tiers: Tiers | None = None
@@ -197,7 +197,7 @@ class KVCacheManager(Changeable):
         return self._slots.num_taken_blocks
 
     @property
-    def now(self) -> float:
+    def now(self) -> int | float:
         """The caller's clock, for eviction policies: set it once a step, say, in any unit. 0 until then. O(1).
 
         Nothing here reads a clock. `expire_pins` sets it, too. Setting it raises InvalidArgumentError for what is no
@@ -790,8 +790,9 @@ class KVCacheManager(Changeable):
     def expire_pins(self, now: SupportsFloat) -> list[Pin]:
         """End and return the pins whose `expires_at` is not after `now`, on the clock that `expires_at` was told by.
 
-        That is the clock of `now`, which this sets, too. Their blocks are free then, and reused before any that is still pinned. Nothing expires by itself: call it now
-        and then. Raises InvalidArgumentError. O(pins + blocks freed).
+        That is the clock of `now`, which this sets, too. Their blocks are free then, and reused before any that is
+        still pinned. Nothing expires by itself: call it now and then. Raises InvalidArgumentError. O(pins + blocks
+        freed).
         """
         self.check_whole()
         time = check_number("now", now)

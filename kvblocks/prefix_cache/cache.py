@@ -64,7 +64,7 @@ class PrefixCache(Changeable):
         self.block_size = check_count("block_size", block_size, 1)
         self._lock: Any = RLock()  # Any: what RLock is differs between versions of Python
         self._eviction = None if eviction is None else Eviction(eviction, self.max_blocks, _MAX_ID + 1)
-        self._now: Any = 0.0  # an int of any size, or a float
+        self._now: int | float = 0.0
         self._store = PrefixStore(self.max_blocks, self.block_size, self._eviction)
         self._pins = PrefixPins(self.block_size)
         self._holds: dict[Hold, None] = {}
@@ -196,7 +196,8 @@ class PrefixCache(Changeable):
     def evict_lru(self, num_blocks: SupportsIndex) -> list[int]:
         """Give up the `num_blocks` least recently used blocks that nothing holds, ends of prefixes before beginnings.
 
-        Or those that an eviction policy names. Returns their ids, fewer if fewer are evictable. Raises InvalidArgumentError. O(num_blocks).
+        Or those that an eviction policy names. Returns their ids, fewer if fewer are evictable. Raises
+        InvalidArgumentError. O(num_blocks), and what the policy costs.
         """
         num_wanted = check_count("num_blocks", num_blocks, 0)
         with self._lock:

@@ -1,7 +1,8 @@
 """An eviction policy, the blocks that it was told of, and what it costs to trust it with nothing.
 
 A policy is somebody else's code. So an adviser calls it and believes nothing: what it raises, or names that it was not
-told of, is counted, and the advice is then None. KeyboardInterrupt and the like pass through, as from anywhere in a call.
+told of, is counted, and the advice is then None. KeyboardInterrupt and the like pass through, as from anywhere in a
+call.
 """
 
 from collections.abc import Callable
