@@ -16,6 +16,11 @@ def free_stretch(victim: KVCacheBlock, max_blocks: int, released: dict[int, int]
     assert run is not None, f"{victim}: isn't cached"
     if run.blocks[index] is not victim or (run.duplicates and index in run.duplicates):
         return [victim]
+    if not run.children and not run.duplicates:  # the short way: a run's end, all of it free
+        tail = run.blocks[max(index, len(run.blocks) - max_blocks) :]
+        if not any([block.ref_cnt for block in tail]):  # noqa: C419  # a generator costs more
+            tail.reverse()
+            return tail
     found: list[KVCacheBlock] = []
     # From the end: stretches of runs to emit, (run, high, low), and what is to be taken apart first. A list, since a
     # prefix may have parted more often than calls may be nested.

@@ -19,6 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "named": {"enable_events": True, "num_history_blocks": 8},
     "quotas": {},
     "sampled": {},
+    "policies": {"eviction": "s3fifo"},
     "debug": {"debug": True},
     "grouped": {"groups": [FullAttention(4), SlidingWindow(2, 6)], "enable_events": True},
     "anchors": {"groups": [SlidingWindow(4, 8)]},
@@ -56,7 +57,7 @@ class World:
         self.batch: list[Sequence] = []
         if kind == "sampled":
             self.sampler = self.manager.start_sampling(1, lambda: float(next(self.times)), (4.0, 16.0))
-        if kind == "quotas":
+        if kind in ("quotas", "policies"):
             self.manager.set_quota(TENANT, 2)
         if kind == "tiers":
             self.fill_tiers()

@@ -18,13 +18,15 @@ from model.dumb_groups import DumbGroups
 from model.dumb_model import DumbModel, ModelSequence, Prefix
 from model.group_history import GROUP_OPERATIONS, GroupHistory
 from model.history import OPERATIONS, Chooser, History, RandomChooser
+from model.prefix_history import OPERATIONS as PREFIX_OPERATIONS
+from model.prefix_history import PrefixHistory, PrefixModel
 
 Make = Callable[[CacheView], EvictionPolicy]
 Log = list[tuple[Any, ...]]
 
 
 class Logged:
-    """A policy that notes what it is told and what it answers, block by block: how calls are cut makes no difference."""
+    """A policy that notes what it is told and asked, block by block: how calls are cut makes no difference."""
 
     def __init__(self, policy: EvictionPolicy, log: Log) -> None:
         self.policy = policy
@@ -83,12 +85,11 @@ class DumbAdviser:
     def ask(self, num_blocks: int) -> int | None:
         try:
             answer = self.policy.victim(num_blocks)
-            if answer is None:
-                return None
-            if answer.__index__() in self.known:
-                return answer.__index__()
-        except Exception:  # noqa: BLE001, S110
-            pass
+            number = None if answer is None else answer.__index__()
+        except Exception:  # noqa: BLE001
+            answer, number = "none of any use", None
+        if answer is None or number in self.known:
+            return number
         self.model.num_failures += 1
         return None
 
@@ -203,7 +204,7 @@ class Advised:
         return self.below(prefix)[:max_blocks]
 
     def below(self, prefix: Prefix) -> list[int]:
-        """The free blocks of a prefix and of all that is chained to it: ends first, least recently used branch first."""
+        """The free blocks of a prefix and what is chained to it: ends first, the least recently used branch first."""
         end = len(prefix[2]) + self.block_size
         longer = [p for p in self.cached if len(p) == 4 and len(p[2]) == end and self.hangs_from(p, prefix)]
         age = {block: number for number, block in enumerate(self.main.known)}
@@ -282,7 +283,7 @@ class Contract:
 
 
 def check_policy(make: Make, num_blocks: int, block_size: int, num_operations: int, seed: int, **options: Any) -> Any:
-    """Walk with one group of layers. make: deterministic, called once in each world and once a tenant over its quota."""
+    """Walk with one group of layers. make: of the same behaviour each time, in each world and for each tenant."""
     log: Log = []
     history = History(num_blocks, block_size, eviction=logged(make, log), **options)
     contract = Contract(make, history, AdvisedModel(num_blocks, block_size, first_block=history.manager.first_block_id))
@@ -306,10 +307,116 @@ def check_policy_in_groups(make: Make, groups: list[Group], num_operations: int,
     return contract
 
 
+# The same of a `PrefixCache`.
+
+
+class AdvisedPrefixes(PrefixModel):
+    """Its blocks go by their prefixes; a policy knows them by their ids."""
+
+    def begin(self, make: Make) -> None:
+        self.make, self.now, self.num_failures = make, 0.0, 0
+        self.hits: Counter[int] = Counter()
+        self.main = DumbAdviser(self, self.max_blocks)
+
+    @property
+    def content(self) -> dict[int, Prefix]:
+        return {block_id: prefix for prefix, block_id in self.holders.items()}
+
+    def look_up(self, prompt: ModelSequence) -> list[Prefix]:
+        self.hits.update(self.ids(self.find(prompt)))
+        return super().look_up(prompt)
+
+    def hold(self, path: list[Prefix]) -> None:
+        super().hold(path)
+        self.main.leave(self.main.policy.use, self.ids(path))
+
+    def let_go(self, path: list[Prefix]) -> None:
+        super().let_go(path)
+        freed = [prefix for prefix in reversed(path) if not self.num_holds[prefix]]
+        records = [
+            FreeBlock(i, len(prefix[2]) // self.block_size - 1, prefix[0], None, self.hits[i])
+            for prefix, i in zip(freed, self.ids(freed), strict=True)
+        ]
+        if records:
+            self.main.free(records)
+
+    def evict(self, num_blocks: int) -> list[int]:
+        number = min(num_blocks, len(self.queue))
+        if number == len(self.queue):  # nobody is asked
+            self.tell_gone(self.ids(self.queue))
+            return super().evict(number)
+        evicted: list[int] = []
+        while len(evicted) < number:
+            victim = self.main.ask(number - len(evicted))
+            below = [self.queue[0]] if victim is None else self.below(self.content[victim])
+            gone = below[: number - len(evicted)]
+            self.tell_gone(self.ids(gone))
+            for prefix in gone:
+                self.queue.remove(prefix)
+                self.payloads.pop(prefix, None)
+            evicted += [self.holders.pop(prefix) for prefix in gone]
+        return evicted
+
+    def tell_gone(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self.hits.pop(block_id, None)
+        self.main.leave(self.main.policy.remove, block_ids)
+
+    def below(self, prefix: Prefix) -> list[Prefix]:
+        end = len(prefix[2]) + self.block_size
+        longer = [p for p in self.holders if len(p[2]) == end and DumbModel.hangs_from(None, p, prefix)]
+        longer.sort(key=self.queue.index)
+        return [below for branch in longer for below in self.below(branch)] + [prefix]
+
+    def insert(self, prompt: ModelSequence, ids: list[int], pin: bool) -> Any:
+        path, found = self.path(prompt), self.find(prompt)
+        unused = [i for i, held in zip(ids, self.ids(found), strict=False) if i != held]
+        num_missing = len(path) - len(found) - (self.max_blocks - len(self.holders))
+        evicted: list[int] = []
+        if num_missing > 0:
+            self.hold(found)
+            evicted = self.evict(num_missing)
+            self.let_go(found)
+        end = min(len(path), len(found) + self.max_blocks - len(self.holders))
+        new = path[len(found) : end]
+        self.holders.update(zip(new, ids[len(found) : end], strict=True))
+        if not pin:
+            self.num_holds.update(new)
+            self.let_go(new)
+        self.hold(found)
+        if pin:
+            self.hold(new)
+        else:
+            self.let_go(found)
+        return path[:end], end - len(found), unused + ids[end:], evicted
+
+
+def check_policy_in_cache(make: Make, max_blocks: int, block_size: int, num_operations: int, seed: int) -> Counter[str]:
+    """Walk with a `PrefixCache`. Returns what was met."""
+    log: Log = []
+    history, chooser = PrefixHistory(max_blocks, block_size, eviction=logged(make, log)), RandomChooser(seed)
+    history.model = AdvisedPrefixes(max_blocks, block_size)
+    dumb: Log = []
+    history.model.begin(logged(make, dumb))
+    operations = [operation for operation, weight in PREFIX_OPERATIONS for _ in range(weight)]
+    for number in range(1, num_operations + 1):
+        chooser.choose(operations)(history, chooser)
+        history.check()
+        assert sorted(map(repr, log)) == sorted(map(repr, dumb))
+        history.met["asked"] += sum(entry[0] == "asked for" for entry in log)
+        log.clear()
+        dumb.clear()
+        if number % 10 == 0:
+            history.cache.now = history.model.now = number
+        assert history.cache.eviction_failure_count() == history.model.num_failures
+    history.met["failures"] = history.model.num_failures
+    return history.met
+
+
 # Policies that nobody should write.
 
 
-class Any_:
+class Random:
     """Names any block that it knows, or none."""
 
     def __init__(self, cache: CacheView) -> None:
@@ -334,7 +441,7 @@ class Any_:
         return self.random.choice([None, *sorted(self.known)])
 
 
-class Beginnings(Any_):
+class Beginnings(Random):
     """Names where prefixes begin, so that all that is chained to them has to go before."""
 
     def victim(self, num_blocks: int) -> int | None:
@@ -348,7 +455,7 @@ class OddAnswer:
         raise OverflowError
 
 
-class Malicious(Any_):
+class Malicious(Random):
     """Raises, lies, forgets, breaks what it is given, and asks for what isn't there."""
 
     def free(self, blocks: list[FreeBlock]) -> None:
