@@ -25,24 +25,27 @@ CALL_BLOCKS = 16
 
 
 class UsersPolicy:
-    """The least recently used of the deepest eighth of what is free: the shape of a user's policy, in plain Python."""
+    """The least recently used of what is deep and was never hit, then of the rest: the shape of a user's policy."""
 
-    def __init__(self, cache: CacheView) -> None:
+    def __init__(self, cache: CacheView) -> None:  # noqa: ARG002
         self.shallow: OrderedDict[int, None] = OrderedDict()
         self.deep: OrderedDict[int, None] = OrderedDict()
 
     def free(self, blocks: list[FreeBlock]) -> None:
+        """Put them into their order."""
         for block in blocks:
             (self.deep if block.depth >= 8 and not block.num_hits else self.shallow)[block.block_id] = None
 
     def use(self, block_ids: list[int]) -> None:
+        """Take them out."""
         for block_id in block_ids:
             self.shallow.pop(block_id, None)
             self.deep.pop(block_id, None)
 
     remove = use
 
-    def victim(self, num_blocks: int) -> int | None:
+    def victim(self, num_blocks: int) -> int | None:  # noqa: ARG002
+        """Name the first."""
         return next(iter(self.deep or self.shallow), None)
 
 

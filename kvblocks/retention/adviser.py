@@ -59,7 +59,10 @@ class Adviser:
         """make: makes the policy. Raises what that raises, and InvalidArgumentError when it is none."""
         self._setting = setting
         self.blocks: dict[int, KVCacheBlock] = {}
-        policy = make(View(setting, self.blocks, num_blocks))
+        try:
+            policy = make(View(setting, self.blocks, num_blocks))
+        except TypeError as error:
+            raise wrong("eviction", f"what makes a policy of a CacheView; it says {error}", make) from error
         calls: list[Any] = [getattr(policy, name, None) for name in _CALLS]
         if not all(map(callable, calls)):
             raise wrong("eviction", f"a factory of policies, which have {', '.join(_CALLS)}; one made", policy)

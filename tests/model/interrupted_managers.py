@@ -121,6 +121,7 @@ class World:
             "holds": [(hold.is_released, hold.num_blocks) for hold in manager.holds],
             "copies": list(manager._slots.copies),  # noqa: SLF001  # `take_copies` would forget them
             "events": list(manager._index.events or ()),  # noqa: SLF001
+            "policies": self.told(),
             "sampler": self.lives(),
             "runs": [(bytes(run.tokens), [b.block_id for b in run.blocks]) for run in manager._index.runs()],  # noqa: SLF001
         }
@@ -149,6 +150,16 @@ class World:
         loading = [sequence.sequence_id for sequence in traffic._loading]  # noqa: SLF001
         states = [transfer.state for transfer in self.transfers]
         return pools, quotas, changes, jobs, moving, loading, states, self.manager.tiers.num_stale_answers
+
+    def told(self) -> Any:
+        """What eviction policies were told."""
+        eviction: Any = self.manager._eviction  # noqa: SLF001
+        if self.kind != "policies":
+            return None
+        main = eviction._main  # noqa: SLF001
+        policy = main._victim.__self__  # noqa: SLF001
+        orders = [list(policy._small), list(policy._main.items()), list(policy._ghosts)]  # noqa: SLF001
+        return list(main.blocks), sorted(eviction._own), dict(eviction._hits), orders  # noqa: SLF001
 
     def lives(self) -> Any:
         if self.kind != "sampled":
