@@ -57,7 +57,9 @@ def test_the_readmes_example_runs():
     exec(compile(blocks[0], "README.md", "exec"), {"__name__": "readme"})
 
 
-@pytest.mark.parametrize("name", ["engine-authors.md", "features.md", "metrics.md", "prefix-cache.md", "tiers.md"])
+@pytest.mark.parametrize(
+    "name", ["engine-authors.md", "features.md", "metrics.md", "policies.md", "prefix-cache.md", "tiers.md"]
+)
 def test_a_guide_runs(name):
     """All blocks in one namespace, as one who reads it would type them."""
     blocks = python_blocks(ROOT / "docs" / name)
