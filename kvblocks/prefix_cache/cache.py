@@ -371,7 +371,8 @@ class PrefixCache(Changeable):
         blocks = store.find(sequence)
         match.show(blocks, ids_of(blocks), self.block_size, store.index.version, store.payload(sequence, blocks))
         self.change_state = CHANGING
-        store.note_hit(blocks)
+        if self._eviction is not None:
+            self._eviction.note_hit(blocks)
         store.renew(blocks)
         self._num_queries += 1
         self._num_queried_tokens += sequence.num_tokens

@@ -139,11 +139,6 @@ class PrefixStore:
             self._eviction.note_touched(path)
             self._eviction.note_released(path[::-1])
 
-    def note_hit(self, path: list[KVCacheBlock]) -> None:
-        """Count a hit of each of these blocks, where that counts. O(blocks)."""
-        if self._eviction is not None:
-            self._eviction.note_hit(path)
-
     def hold(self, path: list[KVCacheBlock]) -> None:
         """Keep a path from being evicted. O(blocks that nothing else holds)."""
         self._queue.hold(path)
@@ -189,11 +184,14 @@ class PrefixStore:
         return path + new, evicted
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Give up at most `num_blocks` blocks that nothing holds, as `_pop` says. Returns their ids.
+        """Give up at most `num_blocks` blocks that nothing holds, least recently used first unless a policy says.
+
+        Returns their ids.
 
         Payloads that go with them are kept until `drop_payloads`. O(blocks).
         """
-        blocks = self._pop(min(num_blocks, self._queue.num_free_blocks))
+        number = min(num_blocks, self._queue.num_free_blocks)
+        blocks = self._queue.popleft_n(number) if self._eviction is None else self._choose(self._eviction, number)
         num_evicted = self.index.evict(blocks)
         assert num_evicted == len(blocks), f"evict: {num_evicted} blocks went with {len(blocks)} leaves"
         kv_block_ids = [block.block_id for block in blocks]
@@ -205,14 +203,8 @@ class PrefixStore:
         self._stock += blocks
         return kv_block_ids
 
-    def _pop(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take blocks that nothing holds, the least recently used unless a policy names others, ends of prefixes first.
-
-        Nobody is asked where all are to go.
-        """
-        eviction = self._eviction
-        if eviction is None:
-            return self._queue.popleft_n(num_blocks)
+    def _choose(self, eviction: Eviction, num_blocks: int) -> list[KVCacheBlock]:
+        """Take so many blocks that nothing holds, as policies say. Nobody is asked where all are to go."""
         taken: list[KVCacheBlock] = []
         if num_blocks == self._queue.num_free_blocks:
             taken = self._queue.popleft_n(num_blocks)
