@@ -95,7 +95,9 @@ class Adviser:
             block = self.blocks.get(index(answer))
         except Exception:  # noqa: BLE001
             block = None
-        if block is None or block.ref_cnt or not block.is_cached:
+        if (
+            block is None or block.ref_cnt or not block.is_cached
+        ):  # all that it was told of is; an owned one must not go
             self._setting.num_failures += 1
             return None
         return block

@@ -20,7 +20,7 @@ from model.prefix_history import OPERATIONS as PREFIX_OPERATIONS
 from model.prefix_history import PrefixHistory
 from model.tier_machine import TierMachine
 
-from kvblocks import FullAttention, Group, SlidingWindow, Tier
+from kvblocks import FullAttention, Group, KVCacheManager, Sequence, SlidingWindow, Tier
 from kvblocks.retention.policies import NAMED
 
 POLICIES: dict[str, Any] = {**NAMED, "random": Random, "beginnings": Beginnings, "malicious": Malicious}
@@ -123,3 +123,40 @@ def test_lru_is_what_there_is_without_a_policy_where_there_are_tiers() -> None:
             other.walk(5)
             assert one.manager.free_block_ids() == other.manager.free_block_ids()
             assert list(one.manager.tiers) == list(other.manager.tiers)
+
+
+@pytest.mark.parametrize("groups", ["two windows", "kept windows"])
+def test_lru_is_what_there_is_without_a_policy_with_windows_and_quotas(groups: str) -> None:
+    """What left a window is its tenant's, too, and goes when its turn comes."""
+    num_over = 0
+    for seed in range(4):
+        chosen = random.Random(seed)
+        managers = [KVCacheManager(40, groups=GROUPS[groups], eviction=policy) for policy in (None, "lru")]
+        running: list[list[Sequence]] = []
+        for manager in managers:
+            manager.set_default_quota(6)
+        for number in range(150):
+            salt, length = chosen.choice(["a", "b", "c"]), chosen.randint(2, 16)
+            tokens = [chosen.randrange(2) for _ in range(length)]
+            pair = [Sequence(number, tokens, salt=salt) for _ in managers]
+            first = chosen.randint(1, length)
+            started = [start_chunk(manager, one, first) for manager, one in zip(managers, pair, strict=True)]
+            if all(started):
+                running.append(pair)
+            if len(running) > 3 or (running and chosen.random() < 0.5):
+                for manager, one in zip(managers, running.pop(chosen.randrange(len(running))), strict=True):
+                    if one.num_computed_tokens < one.num_tokens:
+                        manager.allocate_slots(one)
+                    manager.free(one)
+            assert managers[0].free_block_ids() == managers[1].free_block_ids()
+            assert managers[0].quotas() == managers[1].quotas()
+            num_over += any(usage.num_cached_blocks > usage.max_cached_blocks for usage in managers[0].quotas())
+        managers[1].check()
+    assert num_over > 100
+
+
+def start_chunk(manager: KVCacheManager, sequence: Sequence, num_tokens: int) -> bool:
+    """Start a sequence with what is cached of it and so many tokens more. Whether there was room."""
+    hit = manager.get_computed_blocks(sequence)
+    number = min(num_tokens, sequence.num_tokens - hit.num_tokens)
+    return manager.allocate_slots(sequence, number, hit=hit) is not None
