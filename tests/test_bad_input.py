@@ -339,7 +339,10 @@ CALLS: dict[str, Call] = dict(
         ("CacheHit.group_blocks", Call(lambda world: world.hit.group_blocks, {"group": constant(0, "int")})),
         (
             "PrefixCache",
-            Call(lambda _: PrefixCache, {"max_blocks": INT, "block_size": INT, "eviction": constant("s3fifo", "none callable")}),
+            Call(
+                lambda _: PrefixCache,
+                {"max_blocks": INT, "block_size": INT, "eviction": constant("s3fifo", "none callable")},
+            ),
         ),
         ("PrefixCache.now", Call(lambda world: lambda now: setattr(world.cache, "now", now), {"now": NUMBER})),
         ("KVCacheManager.now", Call(lambda world: lambda now: setattr(world.manager, "now", now), {"now": NUMBER})),
