@@ -14,11 +14,12 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 # What is compiled, as one unit: calls between its modules are then C calls. The engine and the command line stay plain.
-FOLDERS = ("core", "retention", "groups", "prefix_cache", "observe", "tiers", "tiers/grouped")
+FOLDERS = ("core", "retention", "retention/policies", "groups", "prefix_cache", "observe", "tiers", "tiers/grouped")
 SINGLE = ("arguments.py", "manager.py", "wire/names.py")
 # These stay plain: records gain nothing, and people pickle and subclass them. So do the errors, events and stats.
 # A sealer hashes in C anyway.
-PLAIN = ("groups/kinds.py", "groups/plan.py", "observe/explanation.py", "tiers/tier.py", "tiers/sealing.py")
+PLAIN = ("groups/kinds.py", "groups/plan.py", "observe/explanation.py", "retention/policies/policy.py", "tiers/tier.py")
+PLAIN += ("tiers/sealing.py",)
 
 
 def compiled_files() -> list[str]:

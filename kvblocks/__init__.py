@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from kvblocks.prefix_cache.pins import PinnedPrefix
     from kvblocks.retention.holds import BlockHold, BlockHolds
     from kvblocks.retention.pins import Pin
+    from kvblocks.retention.policies.policy import CacheView, EvictionPolicy, FreeBlock
     from kvblocks.stats import CacheStats, GroupUsage, MetricsSnapshot, QuotaUsage, Refusal, TierPart, TierStats
     from kvblocks.tiers.identity import BlockIdentity
     from kvblocks.tiers.tier import Tier
@@ -96,6 +97,7 @@ _HOMES = {
     "prefix_cache.pins": ("PinnedPrefix",),
     "retention.holds": ("BlockHold", "BlockHolds"),
     "retention.pins": ("Pin",),
+    "retention.policies.policy": ("CacheView", "EvictionPolicy", "FreeBlock"),
     "tiers.identity": ("BlockIdentity",),
     "tiers.tier": ("Tier",),
     "tiers.tiers": ("Tiers",),
@@ -122,9 +124,12 @@ __all__ = [
     "CacheHit",
     "CacheMetrics",
     "CacheStats",
+    "CacheView",
     "CorruptStateError",
     "EventOptions",
+    "EvictionPolicy",
     "Explanation",
+    "FreeBlock",
     "FreeBlockQueue",
     "FullAttention",
     "Group",

@@ -67,8 +67,10 @@ if TYPE_CHECKING:  # what only some managers need is imported by those
     from kvblocks.observe.removal_history import RemovalHistory
     from kvblocks.observe.shared_names import SharedNames
     from kvblocks.observe.shared_prefixes import SharedPrefix
+    from kvblocks.retention.eviction import Eviction
     from kvblocks.retention.holds import BlockHolds
     from kvblocks.retention.pins import Pin, Pins, Priority
+    from kvblocks.retention.policies.policy import PolicyFactory
     from kvblocks.retention.quotas import TenantQuotas
     from kvblocks.tiers.calls import ManagerCalls
     from kvblocks.tiers.tier import Tier
@@ -102,7 +104,10 @@ class KVCacheManager(Changeable):
     num_history_blocks: how many prefixes that are cached no more `explain` remembers; 0 costs nothing, otherwise each
     block is hashed when it is cached, and each remembered one takes about 250 bytes. pin_budget: share of the pool that
     pins may hold together, 0.0 to 1.0. tiers: where copies of cached blocks are kept below the device, the quickest
-    first, see `tiers`. debug: run `check()` after every change. Raises InvalidArgumentError. O(num_blocks).
+    first, see `tiers`. eviction: which cached block goes first when the pool needs one: a name ("lru", "slru",
+    "s3fifo"), or what makes an `EvictionPolicy`, such as its class; None: the least recently used, and nothing else is
+    asked. debug: run `check()` after every change. Raises InvalidArgumentError, and what making a policy raises.
+    O(num_blocks).
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class KVCacheManager(Changeable):
         num_history_blocks: SupportsIndex = 0,
         pin_budget: SupportsFloat = 0.5,
         tiers: Iterable[Tier] = _NO_TIERS,
+        eviction: Text | PolicyFactory | None = None,
         debug: Flag = False,
     ) -> None:
         caches, options = check_flag("enable_caching", enable_caching), check_event_options(enable_events)
@@ -142,13 +148,10 @@ class KVCacheManager(Changeable):
         self.block_size = self._index.block_size
         self.enable_caching = caches
         self._max_pinned_blocks = max_pinned
-        self._history: RemovalHistory | None = None
-        if num_remembered:
-            from kvblocks.observe.removal_history import RemovalHistory as History
-
-            self._history = History(num_remembered)
-            self._index.watch(self._history)
+        self._history = None if not num_remembered else self._make_history(num_remembered)
         self._events, self._shared_names = self._record_events(options, names)
+        self._now: int | float = 0.0
+        self._eviction = None if eviction is None else self._make_eviction(eviction)
         self._traffic: Traffic | None = None
         self._tiers: Tiers | None = None
         self._sampler: BlockSampler | None = None
@@ -196,6 +199,20 @@ class KVCacheManager(Changeable):
         return self._slots.num_taken_blocks
 
     @property
+    def now(self) -> int | float:
+        """The caller's clock, for eviction policies: set it once a step, say, in any unit. 0 until then. O(1).
+
+        Nothing here reads a clock. `expire_pins` sets it, too. Setting it raises InvalidArgumentError for what is no
+        number.
+        """
+        return self._now
+
+    @now.setter
+    def now(self, now: SupportsFloat) -> None:
+        self.check_whole()
+        self._tell_time(check_number("now", now))
+
+    @property
     def groups(self) -> tuple[Group, ...]:
         """The groups of layers, by their numbers; one of full attention unless others were given. O(1)."""
         if self._groups is None:
@@ -223,6 +240,7 @@ class KVCacheManager(Changeable):
             num_free_blocks=self._pool.num_free_blocks,
             num_cached_blocks=self._pool.num_cached_blocks,
             num_limited_tokens=self._slots.num_limited_tokens,
+            num_eviction_failures=0 if self._eviction is None else self._eviction.num_failures,
         )
 
     # The calls of a step.
@@ -779,11 +797,13 @@ class KVCacheManager(Changeable):
     def expire_pins(self, now: SupportsFloat) -> list[Pin]:
         """End and return the pins whose `expires_at` is not after `now`, on the clock that `expires_at` was told by.
 
-        Their blocks are free then, and reused before any that is still pinned. Nothing expires by itself: call it now
-        and then. Raises InvalidArgumentError. O(pins + blocks freed).
+        That is the clock of `now`, which this sets, too. Their blocks are free then, and reused before any that is
+        still pinned. Nothing expires by itself: call it now and then. Raises InvalidArgumentError. O(pins + blocks
+        freed).
         """
         self.check_whole()
         time = check_number("now", now)
+        self._tell_time(time)
         if self._pins is None:
             return []
         expired = self._pins.expired(time)
@@ -971,7 +991,11 @@ class KVCacheManager(Changeable):
         return number
 
     def free_block_ids(self) -> list[int]:
-        """Return the ids of the free blocks, next to be taken first. O(free blocks)."""
+        """Return the ids of the free blocks, next to be taken first; O(free blocks).
+
+        With an eviction policy only those that hold nothing are sure to come first; the others are in the order in
+        which they became free.
+        """
         self.check_whole()
         return self._pool.free_block_ids()
 
@@ -988,6 +1012,8 @@ class KVCacheManager(Changeable):
             tables += self._traffic.owned()
             self._traffic.check()
         self._pool.check(tables)
+        if self._eviction is not None:
+            self._eviction.check(self._pool.queue)
         batch, indices = self._last_step
         assert indices == {sequence: i for i, sequence in enumerate(batch)}, "step: indices of another batch"
         self._check_sequences(self.block_size, self._slots.smallest_block_size)
@@ -1019,6 +1045,8 @@ class KVCacheManager(Changeable):
             self._num_hit_tokens += hit.num_tokens
             if self._events is not None and self._events.options.hits:
                 self._events.note_hit(hit)
+            if self._eviction is not None:
+                self._eviction.note_hit(hit.blocks)
             if self._traffic is not None:
                 self._traffic.note_use(hit)
         return blocks
@@ -1174,6 +1202,14 @@ class KVCacheManager(Changeable):
         self._slots.commit(prepared)
         self._in_flight.note(prepared[0])
 
+    def _make_history(self, num_blocks: int) -> RemovalHistory:
+        """Return what remembers so many removed blocks, and let it watch."""
+        from kvblocks.observe.removal_history import RemovalHistory as Made
+
+        made = Made(num_blocks)
+        self._index.watch(made)
+        return made
+
     def _record_events(self, options: EventOptions | None, names: Names) -> tuple[Records | None, SharedNames | None]:
         """Have what is cached and removed recorded from now on; returns where, and the counts of names if shared."""
         if options is None:
@@ -1292,6 +1328,20 @@ class KVCacheManager(Changeable):
             if sequence.side_tables is not None:
                 sequence.side_tables.check(sequence.num_computed_tokens)
 
+    def _make_eviction(self, eviction: Text | PolicyFactory) -> Eviction:
+        """Return what asks eviction policies, and let the pool ask it."""
+        from kvblocks.retention.eviction import Eviction as Made
+
+        made = Made(eviction, len(self._pool.blocks), self._pool.end_block_id)
+        self._index.charge(made)
+        return made
+
+    def _tell_time(self, now: Any) -> None:
+        """Take note of the caller's clock."""
+        self._now = now
+        if self._eviction is not None:
+            self._eviction.set_time(now)
+
     def _get_pins(self) -> Pins:
         """Return the pins that there are, or that there will be."""
         if self._pins is not None:
@@ -1321,7 +1371,7 @@ class KVCacheManager(Changeable):
 
     def _use_quotas(self, quotas: TenantQuotas) -> None:
         """Put quotas into force, counting anew, which ends the change; without any, nothing asks for them."""
-        from kvblocks.retention.quotas import charge
+        from kvblocks.retention.charging import charge
 
         self._quotas = charge(self._pool, quotas)
         self._end()

@@ -13,6 +13,7 @@ class CacheStats:
     handed out. num_evicted_blocks: blocks that stopped being cached because they were handed out. num_blocks,
     num_free_blocks, num_cached_blocks: of the pool, now; free and cached overlap. num_limited_tokens: that were
     computed although the primary group had them cached, since another group hadn't; 0 with one group.
+    num_eviction_failures: how often an eviction policy raised, or named no block that it had been told of.
     """
 
     num_queries: int
@@ -25,6 +26,7 @@ class CacheStats:
     num_free_blocks: int
     num_cached_blocks: int
     num_limited_tokens: int = 0
+    num_eviction_failures: int = 0
 
     @property
     def hit_rate(self) -> float:

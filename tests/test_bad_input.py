@@ -98,7 +98,14 @@ class World:
     def state(self) -> list[Any]:
         """All that can be seen of it."""
         manager, cache = self.manager, self.cache
-        seen: list[Any] = [self.hit.num_tokens, self.hit.pending_tokens, manager.group_usage(), manager.prefix_rows()]
+        seen: list[Any] = [
+            manager.now,
+            cache.now,
+            self.hit.num_tokens,
+            self.hit.pending_tokens,
+            manager.group_usage(),
+            manager.prefix_rows(),
+        ]
         below = self.tiered.tiers
         seen += [*below, below.num_stale_answers, *map(below.quotas, ("host", "disk"))]
         for each in (manager, self.other, self.sampled, self.tiered):
@@ -162,6 +169,7 @@ def of_plan(name: str, **parameters: Parameter) -> tuple[str, Call]:
 
 
 INT, MAYBE_INT = constant(1, "int"), constant(None, "int none")
+NUMBER = constant(0, "int number")
 FLAG = constant(False, "flag")
 TEXT = constant(None, "text none")
 TOKENS = constant([1, 2, 3, 4, 5], "tokens")
@@ -190,6 +198,7 @@ CALLS: dict[str, Call] = dict(
                     "num_history_blocks": INT,
                     "pin_budget": constant(0.5, "int number"),
                     "tiers": constant([], "empty"),
+                    "eviction": constant("slru", "none callable"),
                     "debug": FLAG,
                 },
             ),
@@ -337,7 +346,15 @@ CALLS: dict[str, Call] = dict(
         of_sequence("fork", sequence_id=constant("twin", "id")),
         ("CacheHit.cut", Call(lambda world: world.hit.cut, {"max_tokens": INT})),
         ("CacheHit.group_blocks", Call(lambda world: world.hit.group_blocks, {"group": constant(0, "int")})),
-        ("PrefixCache", Call(lambda _: PrefixCache, {"max_blocks": INT, "block_size": INT})),
+        (
+            "PrefixCache",
+            Call(
+                lambda _: PrefixCache,
+                {"max_blocks": INT, "block_size": INT, "eviction": constant("s3fifo", "none callable")},
+            ),
+        ),
+        ("PrefixCache.now", Call(lambda world: lambda now: setattr(world.cache, "now", now), {"now": NUMBER})),
+        ("KVCacheManager.now", Call(lambda world: lambda now: setattr(world.manager, "now", now), {"now": NUMBER})),
         of_cache("match_prefix", token_ids=TOKENS, **NAMES),
         of_cache(
             "match_many",
@@ -487,6 +504,8 @@ def test_an_int_may_be_of_any_kind_that_has_an_index(name: str, parameter: str) 
 # What the table leaves out: the name, and what its docstring says of it.
 EXEMPT = {
     "BlockPool": "checks no types",
+    "CacheView": "What a policy may ask",
+    "EvictionPolicy": "Says which of the free cached blocks is to go next",
     "FreeBlockQueue": "checks no types",
     "CacheHit.__init__": "Made by `get_computed_blocks`",
     "BlockHold.__init__": "Made by `BlockHolds`",

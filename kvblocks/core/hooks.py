@@ -4,7 +4,7 @@ The core never imports them. It asks an attribute of one of these types, which i
 the core does:
 
 - `PrefixIndex.watcher`: told what happens to blocks and to cached prefixes (history, metrics, quotas);
-- `PrefixIndex.accounts`: who is charged for cached blocks, and whose are evicted first (quotas);
+- `PrefixIndex.accounts`: who is charged for cached blocks, and which are evicted first (quotas, eviction policies);
 - `PrefixIndex.events`: where changes of the cached set are recorded;
 - `SlotAllocator.soft_holds`: owners of blocks that aren't sequences, and that may give way to them (pins).
 
@@ -18,6 +18,7 @@ from collections.abc import Sequence as Items
 from typing import Literal
 
 from kvblocks.core.block import Account, KVCacheBlock, Run
+from kvblocks.core.free_queue import FreeBlockQueue
 from kvblocks.core.sequence import Sequence
 from kvblocks.events import CacheEvent
 from kvblocks.stats import Refusal
@@ -125,20 +126,29 @@ class EventLog:
 
 
 class Accounts(Watcher):
-    """Who is charged for what is cached, and whose blocks go first."""
+    """Who is charged for what is cached, and which blocks go first."""
 
     @property
     @abstractmethod
-    def is_over(self) -> bool:
-        """Whether anybody has more than is theirs. O(1)."""
+    def is_choosing(self) -> bool:
+        """Whether it chooses what is taken next; else that is the first of the queue. O(1)."""
 
     @abstractmethod
     def account_of(self, extra_keys: bytes | None) -> Account | None:
         """Return who is charged for a prefix whose first block has these encoded keys, None if nobody is."""
 
     @abstractmethod
-    def next_victim(self) -> KVCacheBlock | None:
-        """Return the free cached block that is to go before any other, None if there is no such block."""
+    def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:
+        """Take at least one and at most so many blocks off the queue, which isn't empty: those that are to go next.
+
+        Blocks that hold nothing go before any other. `note_taken` follows, and what they hold is forgotten.
+        """
+
+    def note_detached(self, blocks: Items[KVCacheBlock]) -> None:
+        """What these blocks held is cached no more, though nobody took them."""
+
+    def note_passed(self, blocks: Items[KVCacheBlock]) -> None:
+        """These blocks, of which `note_released` comes next, left a window: they go before other cached ones."""
 
 
 class SoftHolds:

@@ -11,7 +11,7 @@ from typing import SupportsIndex
 from kvblocks.arguments import check_count
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.free_queue import FreeBlockQueue
-from kvblocks.core.hooks import Accounts, Watcher
+from kvblocks.core.hooks import Watcher
 from kvblocks.core.prefix_index import PrefixIndex
 
 
@@ -61,7 +61,7 @@ class BlockPool:
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take the next free blocks; what they held is cached no more. O(num_blocks).
 
-        While somebody has more than is theirs (`Accounts`), a free block of theirs goes before others' cached ones.
+        Which of the cached ones go first `Accounts` may say: a quota's, or an eviction policy's choice.
         Raises PoolExhaustedError, changing nothing, when there are fewer.
         """
         if self.index.watcher is not None:
@@ -88,30 +88,20 @@ class BlockPool:
 
     def _take_watched(self, num_blocks: int, watcher: Watcher) -> list[KVCacheBlock]:
         """`take`, of a pool that somebody watches."""
-        accounts = self.index.accounts
-        if accounts is not None and accounts.is_over and 0 < num_blocks <= self.queue.num_free_blocks:
-            return [self._take_fairly(accounts, watcher) for _ in range(num_blocks)]
-        blocks = self.queue.popleft_n(num_blocks)
+        accounts, blocks = self.index.accounts, list[KVCacheBlock]()
+        if accounts is not None and accounts.is_choosing and 0 < num_blocks <= self.queue.num_free_blocks:
+            while len(blocks) < num_blocks:
+                blocks += self._empty(accounts.take_next(self.queue, num_blocks - len(blocks)), watcher)
+            return blocks
+        return self._empty(self.queue.popleft_n(num_blocks), watcher)
+
+    def _empty(self, blocks: list[KVCacheBlock], watcher: Watcher) -> list[KVCacheBlock]:
+        """Forget what blocks hold that were just taken, and return them."""
         watcher.note_taken(blocks)
         self.num_evicted_blocks += self.index.evict(blocks)
         if self.index.detached:
             self.requeue_detached()
         return blocks
-
-    def _take_fairly(self, accounts: Accounts, watcher: Watcher) -> KVCacheBlock:
-        """Take the next block, or if that is cached, one of somebody who has more than is theirs."""
-        first = self.queue.first
-        block = accounts.next_victim() if first is not None and first.is_cached else None
-        if block is None:
-            block = self.queue.popleft()
-        else:
-            self.queue.take(block)
-        watcher.note_taken([block])
-        if block.run is not None:
-            self.num_evicted_blocks += self.index.evict([block])
-            if self.index.detached:
-                self.requeue_detached()
-        return block
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Add an owner to each of `blocks`, free or not; what they hold stays. O(blocks)."""
@@ -146,6 +136,8 @@ class BlockPool:
         What an abort leaves holding nothing, and what was chained to it. O(their number).
         """
         detached, self.index.detached = self.index.detached, []
+        if self.index.accounts is not None:
+            self.index.accounts.note_detached(detached)
         free = [block for block in detached if not block.ref_cnt]
         self.detached.update([block for block in detached if block.ref_cnt])
         self.queue.move_to_front(sorted(free, key=_block_id))

@@ -76,6 +76,8 @@ class GroupPool(BlockPool):
         if empty:
             self.queue.release_empty(empty[::-1])
         self.queue.release_passed(passed)
+        if self.index.accounts is not None:
+            self.index.accounts.note_passed(passed)
         if self.detached or self.index.watcher is not None:
             self._note_released(empty + passed)
 

@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from threading import RLock
-from typing import Any, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex
 
-from kvblocks.arguments import Flag, Text, check_count, check_flag, check_name, listed
+from kvblocks.arguments import Flag, Text, check_count, check_flag, check_name, check_number, listed
 from kvblocks.core.change import CHANGING, IDLE, Changeable
 from kvblocks.core.hashing import PositionKeys
 from kvblocks.core.sequence import Sequence
@@ -32,8 +32,11 @@ from kvblocks.prefix_cache.block_ids import BlockIds, check_block_ids
 from kvblocks.prefix_cache.match import Hold, PrefixInsert, PrefixMatch, ids_of
 from kvblocks.prefix_cache.pins import PinnedPrefix, PrefixPins
 from kvblocks.prefix_cache.store import PrefixStore
+from kvblocks.retention.eviction import Eviction
+from kvblocks.retention.policies.policy import PolicyFactory
 
 _NAME = "prefix"
+_MAX_ID = 2**63 - 1
 
 
 class PrefixCache(Changeable):
@@ -45,12 +48,24 @@ class PrefixCache(Changeable):
     to let go of a match falls to a later call: O(1) for each that was left, and for each block that nothing then holds.
     """
 
-    def __init__(self, max_blocks: SupportsIndex, block_size: SupportsIndex = 16) -> None:
+    def __init__(
+        self,
+        max_blocks: SupportsIndex,
+        block_size: SupportsIndex = 16,
+        *,
+        eviction: Text | PolicyFactory | None = None,
+    ) -> None:
+        """eviction: which blocks go first: a name, or what makes an `EvictionPolicy`, as of a `KVCacheManager`.
+
+        None: the least recently used. A policy's calls come under the cache's lock.
+        """
         super().__init__("cache")
         self.max_blocks = check_count("max_blocks", max_blocks, 1)
         self.block_size = check_count("block_size", block_size, 1)
         self._lock: Any = RLock()  # Any: what RLock is differs between versions of Python
-        self._store = PrefixStore(self.max_blocks, self.block_size)
+        self._eviction = None if eviction is None else Eviction(eviction, self.max_blocks, _MAX_ID + 1)
+        self._now: int | float = 0.0
+        self._store = PrefixStore(self.max_blocks, self.block_size, self._eviction)
         self._pins = PrefixPins(self.block_size)
         self._holds: dict[Hold, None] = {}
         self._left: deque[Hold] = deque()  # of matches that were left, until the next call lets go of them
@@ -181,7 +196,8 @@ class PrefixCache(Changeable):
     def evict_lru(self, num_blocks: SupportsIndex) -> list[int]:
         """Give up the `num_blocks` least recently used blocks that nothing holds, ends of prefixes before beginnings.
 
-        Returns their ids, fewer if fewer are evictable. Raises InvalidArgumentError. O(num_blocks).
+        Or those that an eviction policy names. Returns their ids, fewer if fewer are evictable. Raises
+        InvalidArgumentError. O(num_blocks), and what the policy costs.
         """
         num_wanted = check_count("num_blocks", num_blocks, 0)
         with self._lock:
@@ -273,6 +289,28 @@ class PrefixCache(Changeable):
             self.check_whole()
             return self._num_hit_tokens / self._num_queries if self._num_queries else 0.0
 
+    def eviction_failure_count(self) -> int:
+        """Return how often an eviction policy raised, or named no block that it had been told of. O(1)."""
+        with self._lock:
+            return 0 if self._eviction is None else self._eviction.num_failures
+
+    @property
+    def now(self) -> int | float:
+        """The caller's clock, for eviction policies: set it now and then, in any unit. 0 until then. O(1).
+
+        Nothing here reads a clock. Setting it raises InvalidArgumentError for what is no number.
+        """
+        return self._now
+
+    @now.setter
+    def now(self, now: SupportsFloat) -> None:
+        time = check_number("now", now)
+        with self._lock:
+            self.check_whole()
+            self._now = time
+            if self._eviction is not None:
+                self._eviction.set_time(time)
+
     def clear(self) -> list[int]:
         """Unpin and evict everything, after a change of weights, say. Returns the ids, which are the caller's.
 
@@ -333,6 +371,8 @@ class PrefixCache(Changeable):
         blocks = store.find(sequence)
         match.show(blocks, ids_of(blocks), self.block_size, store.index.version, store.payload(sequence, blocks))
         self.change_state = CHANGING
+        if self._eviction is not None:
+            self._eviction.note_hit(blocks)
         store.renew(blocks)
         self._num_queries += 1
         self._num_queried_tokens += sequence.num_tokens

@@ -26,6 +26,7 @@ from kvblocks.core.hashing import Names
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import BlockStateError, InvalidArgumentError
+from kvblocks.retention.eviction import Eviction
 
 
 class RecencyQueue(FreeBlockQueue):
@@ -107,11 +108,14 @@ class RecencyQueue(FreeBlockQueue):
 class PrefixStore:
     """At most `max_blocks` blocks of `block_size` tokens. ids: of those that are here. index: what they hold.
 
+    eviction: who says which go first; None: the least recently used.
+
     Many lines here are one call for all blocks of a path: with one token a block, a loop is what an insertion costs.
     """
 
-    def __init__(self, max_blocks: int, block_size: int) -> None:
+    def __init__(self, max_blocks: int, block_size: int, eviction: Eviction | None = None) -> None:
         self.max_blocks = max_blocks
+        self._eviction = eviction
         self.block_size = block_size
         self.ids: set[int] = set()
         self.index = PrefixIndex(block_size, Names(xxh3_128_digest, 16))  # nothing here ever asks for a digest
@@ -132,14 +136,21 @@ class PrefixStore:
     def renew(self, path: list[KVCacheBlock]) -> None:
         """Make a path the most recently used. O(blocks)."""
         self._queue.renew(path)
+        if self._eviction is not None:
+            self._eviction.note_touched(path)
+            self._eviction.note_released(path[::-1])
 
     def hold(self, path: list[KVCacheBlock]) -> None:
         """Keep a path from being evicted. O(blocks that nothing else holds)."""
         self._queue.hold(path)
+        if self._eviction is not None:
+            self._eviction.note_touched(path)
 
     def let_go(self, path: list[KVCacheBlock]) -> None:
         """Undo one `hold`; what nothing holds any more becomes the most recently used. O(1 + those blocks)."""
         self._queue.let_go(path)
+        if self._eviction is not None:
+            self._eviction.note_released(path[::-1])
 
     def cache(
         self, sequence: Sequence, kv_block_ids: list[int], path: list[KVCacheBlock], *, is_held: bool
@@ -153,7 +164,11 @@ class PrefixStore:
         num_found = len(path)
         num_missing = len(kv_block_ids) - num_found - (self.max_blocks - len(self.ids))
         evicted: list[int] = []
-        if num_missing > 0:
+        if num_missing > 0 and self._eviction is not None:
+            self.hold(path)  # whatever a policy names
+            evicted = self.evict(min(num_missing, self._queue.num_free_blocks))
+            self.let_go(path)
+        elif num_missing > 0:
             num_queued = self._queue.renew(path)  # last in the queue now, so that what is extended isn't evicted for it
             evicted = self.evict(min(num_missing, self._queue.num_free_blocks - num_queued))
         room = self.max_blocks - len(self.ids)
@@ -170,11 +185,14 @@ class PrefixStore:
         return path + new, evicted
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Give up at most `num_blocks` blocks that nothing holds, least recently used first. Returns their ids.
+        """Give up at most `num_blocks` blocks that nothing holds, least recently used first unless a policy says.
+
+        Returns their ids.
 
         Payloads that go with them are kept until `drop_payloads`. O(blocks).
         """
-        blocks = self._queue.popleft_n(min(num_blocks, self._queue.num_free_blocks))
+        number = min(num_blocks, self._queue.num_free_blocks)
+        blocks = self._queue.popleft_n(number) if self._eviction is None else self._choose(self._eviction, number)
         num_evicted = self.index.evict(blocks)
         assert num_evicted == len(blocks), f"evict: {num_evicted} blocks went with {len(blocks)} leaves"
         kv_block_ids = [block.block_id for block in blocks]
@@ -185,6 +203,18 @@ class PrefixStore:
                     self._dropped.append(self._payloads.pop(block))
         self._stock += blocks
         return kv_block_ids
+
+    def _choose(self, eviction: Eviction, num_blocks: int) -> list[KVCacheBlock]:
+        """Take so many blocks that nothing holds, as policies say. Nobody is asked where all are to go."""
+        taken: list[KVCacheBlock] = []
+        if num_blocks == self._queue.num_free_blocks:
+            taken = self._queue.popleft_n(num_blocks)
+            eviction.note_taken(taken)
+        while len(taken) < num_blocks:
+            more = eviction.take_next(self._queue, num_blocks - len(taken))
+            eviction.note_taken(more)
+            taken += more
+        return taken
 
     def attach(self, sequence: Sequence, payload: Any) -> bool:
         """Keep `payload` with the sequence's last full block; None: keep nothing. Whether that block is here."""
@@ -224,6 +254,8 @@ class PrefixStore:
                 num_holds[held_from] += 1
         self._queue.check()
         self.index.check()
+        if self._eviction is not None:
+            self._eviction.check(self._queue)
         indices = {block: i for i, block in enumerate(self._queue)}
         assert {block.block_id for block in blocks} == self.ids, "store: ids that aren't those of the blocks"
         for block in blocks:

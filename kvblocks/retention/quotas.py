@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from kvblocks.core.block import KVCacheBlock, Run
+from kvblocks.core.free_queue import FreeBlockQueue
 from kvblocks.core.hooks import Accounts
-from kvblocks.core.pool import BlockPool
 from kvblocks.retention.salts import salt_in
 from kvblocks.retention.tenant import OverQuota, Tenant
 from kvblocks.stats import QuotaUsage
@@ -37,7 +37,7 @@ class TenantQuotas(Accounts):
         return self._over.tenants
 
     @property
-    def is_over(self) -> bool:
+    def is_choosing(self) -> bool:
         """Whether any tenant is beyond its quota. O(1)."""
         return bool(self._over.tenants)
 
@@ -103,12 +103,23 @@ class TenantQuotas(Accounts):
                 if isinstance(tenant, Tenant):
                     tenant.note_free(block)
 
-    def next_victim(self) -> KVCacheBlock | None:
-        """Return the least recently used free block of the tenant longest beyond its quota, None if none has any.
+    def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:  # noqa: ARG002  # one by one
+        """Take the first block, or if that is cached, `next_victim`. O(log tenants) on average."""
+        first = queue.first
+        block = self.next_victim() if first is not None and first.is_cached else None
+        if block is None:
+            return [queue.popleft()]
+        queue.take(block)
+        return [block]
 
-        O(log tenants) on average.
-        """
-        return self._over.next_victim()
+    def next_victim(self) -> KVCacheBlock | None:
+        """Return the least recently used free block of `next_tenant`, None if there is none."""
+        tenant = self.next_tenant()
+        return None if tenant is None else tenant.first_free()
+
+    def next_tenant(self) -> Tenant | None:
+        """Return the tenant longest beyond its quota that has a free block, None if none has. O(log tenants)."""
+        return self._over.next_tenant()
 
     def note_clearing(self, runs: Iterable[Run]) -> None:  # noqa: ARG002  # they are told to others
         """Start anew, since nothing is cached any more. O(salts with a quota of their own)."""
@@ -124,11 +135,3 @@ class TenantQuotas(Accounts):
 
 def _name(tenant: Tenant) -> str:
     return tenant.salt or ""
-
-
-def charge(pool: BlockPool, quotas: TenantQuotas) -> TenantQuotas | None:
-    """Put changed quotas of a pool into force, counting anew. Returns them, None if there are none. O(pool)."""
-    quotas.recount(pool.index.count_by_run(), pool.free_blocks())
-    in_force = None if quotas.is_empty else quotas
-    pool.index.charge(in_force)
-    return in_force

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from heapq import heapify, heappop, heappush
 
 from kvblocks.core.block import Account, KVCacheBlock
+from kvblocks.retention.adviser import Adviser
 
 
 class OverQuota:
@@ -49,18 +50,14 @@ class OverQuota:
             self._candidates = [entry for entry in self._candidates if self._is_valid(entry)]
             heapify(self._candidates)
 
-    def next_victim(self) -> KVCacheBlock | None:
-        """Return the least recently used free block of the tenant that is here longest and has one; None: none has.
-
-        O(log tenants) on average.
-        """
+    def next_tenant(self) -> "Tenant | None":
+        """Return the tenant that is here longest and has a free block; None: none has. O(log tenants) on average."""
         while self._candidates:
             entry = self._candidates[0]
             if self._is_valid(entry):
                 tenant = entry[1]
-                block = tenant.first_free()
-                if block is not None:
-                    return block
+                if tenant.first_free() is not None:
+                    return tenant
                 tenant.candidate_number = 0
             heappop(self._candidates)
         return None
@@ -81,10 +78,10 @@ class Tenant(Account):
 
     max_cached_blocks: its quota. num_cached_blocks: what it has cached, owned or free. free_blocks: blocks that it gave
     back, least recently first; some may have been taken or evicted since. over: shared by all tenants; it keeps
-    candidate_number.
+    candidate_number. adviser: its eviction policy, None until one is asked; `Eviction` keeps it.
     """
 
-    __slots__ = ("candidate_number", "free_blocks", "max_cached_blocks", "num_cached_blocks", "over", "salt")
+    __slots__ = ("adviser", "candidate_number", "free_blocks", "max_cached_blocks", "num_cached_blocks", "over", "salt")
 
     def __init__(self, salt: str | None, max_cached_blocks: int, over: OverQuota) -> None:
         self.salt = salt
@@ -93,6 +90,7 @@ class Tenant(Account):
         self.free_blocks: OrderedDict[KVCacheBlock, None] = OrderedDict()
         self.over = over
         self.candidate_number = 0
+        self.adviser: Adviser | None = None
 
     @property
     def num_excess_blocks(self) -> int:
@@ -126,6 +124,10 @@ class Tenant(Account):
             del self.free_blocks[block]
         return None
 
+    def all_free(self) -> list[KVCacheBlock]:
+        """Return its free cached blocks, least recently used first. O(them, and those that were)."""
+        return [block for block in self.free_blocks if self._has_free(block)]
+
     def _has_free(self, block: KVCacheBlock) -> bool:
         run = block.run
         return block.ref_cnt == 0 and run is not None and run.account is self and run.epoch.is_current
@@ -133,7 +135,7 @@ class Tenant(Account):
     def _limit_stale(self) -> None:
         """Forget blocks that aren't free and the tenant's any more, once they are many: half of those that it keeps."""
         if len(self.free_blocks) > 2 * self.num_cached_blocks + 16:
-            self.free_blocks = OrderedDict.fromkeys([block for block in self.free_blocks if self._has_free(block)])
+            self.free_blocks = OrderedDict.fromkeys(self.all_free())
 
     def __repr__(self) -> str:
         return f"Tenant({self.salt!r}, {self.num_cached_blocks} of {self.max_cached_blocks} blocks)"

@@ -9,7 +9,8 @@ computed only when somebody asks for a block's identity.
 from kvblocks.core.block import KVCacheBlock, Node
 from kvblocks.core.pool import BlockPool
 from kvblocks.core.prefix_index import ExtraKeys, PrefixIndex
-from kvblocks.retention.quotas import TenantQuotas, charge
+from kvblocks.retention.charging import charge
+from kvblocks.retention.quotas import TenantQuotas
 from kvblocks.retention.salts import forget_salt
 from kvblocks.retention.tenant import Tenant
 from kvblocks.tiers.changes import PersistentSlots, SlotChanges

@@ -26,6 +26,7 @@ FLOORS = {
     "kvblocks.wire.names": 2,
     "kvblocks.hashing": 3,  # the path by which people import what is in the core, and the schemes by name
     "kvblocks.retention": 2,
+    "kvblocks.retention.policies": 1,  # know nothing of the core, as a user's don't
     "kvblocks.groups": 3,
     "kvblocks.prefix_cache": 3,
     "kvblocks.observe": 4,

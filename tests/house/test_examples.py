@@ -59,7 +59,10 @@ def test_the_readmes_example_runs():
 
 @pytest.mark.parametrize(
     "name",
-    ["engine-authors.md", "features.md", "metrics.md", "prefix-cache.md", "tiers.md", "wire.md", "wire-hints.md"],
+    [
+        *("engine-authors.md", "features.md", "metrics.md", "policies.md", "prefix-cache.md", "tiers.md"),
+        *("wire.md", "wire-hints.md"),
+    ],
 )
 def test_a_guide_runs(name):
     """All blocks in one namespace, as one who reads it would type them."""

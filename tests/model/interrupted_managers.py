@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "named": {"enable_events": True, "num_history_blocks": 8},
     "quotas": {},
     "sampled": {},
+    "policies": {"eviction": "s3fifo"},
     "debug": {"debug": True},
     "grouped": {"groups": [FullAttention(4), SlidingWindow(2, 6)], "enable_events": True},
     "anchors": {"groups": [SlidingWindow(4, 8)]},
@@ -65,7 +66,7 @@ class World:
         self.batch: list[Sequence] = []
         if kind == "sampled":
             self.sampler = self.manager.start_sampling(1, lambda: float(next(self.times)), (4.0, 16.0))
-        if kind == "quotas":
+        if kind in ("quotas", "policies"):
             self.manager.set_quota(TENANT, 2)
         if "tiers" in KINDS[kind]:
             self.fill_tiers()
@@ -130,6 +131,7 @@ class World:
             "holds": [(hold.is_released, hold.num_blocks) for hold in manager.holds],
             "copies": list(manager._slots.copies),  # noqa: SLF001  # `take_copies` would forget them
             "events": [] if manager._events is None else [*manager._events.records],  # noqa: SLF001
+            "policies": self.told(),
             "sampler": self.lives(),
             "runs": [(bytes(run.tokens), [b.block_id for b in run.blocks]) for run in manager._index.runs()],  # noqa: SLF001
         }
@@ -158,6 +160,16 @@ class World:
         loading = [sequence.sequence_id for sequence in traffic._loading]  # noqa: SLF001
         states = [transfer.state for transfer in self.transfers]
         return pools, quotas, changes, jobs, moving, loading, states, self.manager.tiers.num_stale_answers
+
+    def told(self) -> Any:
+        """What eviction policies were told."""
+        eviction: Any = self.manager._eviction  # noqa: SLF001
+        if self.kind != "policies":
+            return None
+        main = eviction._main  # noqa: SLF001
+        policy = main._victim.__self__  # noqa: SLF001
+        orders = [list(policy._small), list(policy._main.items()), list(policy._ghosts)]  # noqa: SLF001
+        return list(main.blocks), sorted(eviction._own), dict(eviction._hits), orders  # noqa: SLF001
 
     def lives(self) -> Any:
         if self.kind != "sampled":

@@ -4,6 +4,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -105,8 +106,8 @@ class PrefixModel:
 class PrefixHistory:
     """Operations on both. Each does nothing when there is nothing to do it to."""
 
-    def __init__(self, max_blocks: int, block_size: int) -> None:
-        self.cache = PrefixCache(max_blocks, block_size)
+    def __init__(self, max_blocks: int, block_size: int, **options: Any) -> None:
+        self.cache = PrefixCache(max_blocks, block_size, **options)
         self.model = PrefixModel(max_blocks, block_size)
         self.prompts: list[Prompt] = []
         self.matches: list[tuple[PrefixMatch, Prompt, list[int] | None]] = []  # and the ids that were read, if any

@@ -1,0 +1,124 @@
+"""An eviction policy, the blocks that it was told of, and what it costs to trust it with nothing.
+
+A policy is somebody else's code. So an adviser calls it and believes nothing: what it raises, or names that it was not
+told of, is counted, and the advice is then None. KeyboardInterrupt and the like pass through, as from anywhere in a
+call.
+"""
+
+from collections.abc import Callable
+from operator import index
+from typing import Any
+
+from kvblocks.arguments import shown, wrong
+from kvblocks.core.block import KVCacheBlock
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.retention.policies.policy import FreeBlock
+
+_CALLS = ("free", "use", "remove", "victim")
+
+
+class Setting:
+    """What the policies of one cache share. now: the time that the caller told last. num_failures: see `Adviser`."""
+
+    def __init__(self) -> None:
+        self.now: Any = 0.0
+        self.num_failures = 0
+
+
+class View:
+    """A `CacheView`: what a policy may ask. Tells nothing that could change the cache."""
+
+    def __init__(self, setting: Setting, blocks: dict[int, KVCacheBlock], num_blocks: int) -> None:
+        self._setting = setting
+        self._blocks = blocks
+        self._num_blocks = num_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """As `CacheView.num_blocks`."""
+        return self._num_blocks
+
+    @property
+    def now(self) -> Any:
+        """As `CacheView.now`."""
+        return self._setting.now
+
+    def digest(self, block_id: Any) -> bytes | None:
+        """As `CacheView.digest`."""
+        block = self._blocks.get(block_id)
+        return None if block is None else block.block_hash
+
+
+class Adviser:
+    """One policy. blocks: the free cached blocks that it was told of, by their ids.
+
+    num_failures of `setting` counts calls of it that raised, and answers that were no block which it was told of.
+    """
+
+    def __init__(self, make: Callable[[Any], Any], setting: Setting, num_blocks: int) -> None:
+        """make: makes the policy. Raises what that raises, and InvalidArgumentError when it is none."""
+        self._setting = setting
+        self.blocks: dict[int, KVCacheBlock] = {}
+        try:
+            policy = make(View(setting, self.blocks, num_blocks))
+        except TypeError as error:
+            raise wrong("eviction", f"what makes a policy of a CacheView; it says {error}", make) from error
+        calls: list[Any] = [getattr(policy, name, None) for name in _CALLS]
+        if not all(map(callable, calls)):
+            raise wrong("eviction", f"a factory of policies, which have {', '.join(_CALLS)}; one made", policy)
+        self._free, self._use, self._remove, self._victim = calls
+
+    def free(self, blocks: list[KVCacheBlock], records: list[FreeBlock]) -> None:
+        """Tell of blocks that became free, with a record of each. O(blocks)."""
+        for block in blocks:
+            self.blocks[block.block_id] = block
+        try:
+            self._free(records)
+        except Exception:  # noqa: BLE001  # whatever a policy raises
+            self._setting.num_failures += 1
+
+    def use(self, block_ids: list[int]) -> None:
+        """Tell of blocks that it knew and that have owners again. O(blocks)."""
+        self._forget(self._use, block_ids)
+
+    def remove(self, block_ids: list[int]) -> None:
+        """Tell of blocks that it knew and that are cached no more. O(blocks)."""
+        self._forget(self._remove, block_ids)
+
+    def ask(self, num_blocks: int) -> KVCacheBlock | None:
+        """Return the block that is to go, free and cached; None: the policy doesn't say, or what it says is no use."""
+        block: KVCacheBlock | None = None
+        try:
+            answer = self._victim(num_blocks)
+            if answer is None:
+                return None
+            block = self.blocks.get(index(answer))
+        except Exception:  # noqa: BLE001
+            block = None
+        if (
+            block is None or block.ref_cnt or not block.is_cached
+        ):  # all that it was told of is; an owned one must not go
+            self._setting.num_failures += 1
+            return None
+        return block
+
+    def _forget(self, tell: Any, block_ids: list[int]) -> None:
+        try:
+            tell([*block_ids])  # a copy, since the policy may keep it, or change it
+        except Exception:  # noqa: BLE001
+            self._setting.num_failures += 1
+        for block_id in block_ids:
+            del self.blocks[block_id]
+
+
+def find_factory(given: Any, named: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """Return what makes policies: `given`, or what `named` has under it. Raises InvalidArgumentError."""
+    if callable(given):
+        found: Callable[[Any], Any] = given
+        return found
+    if type(given) is str and given in named:
+        return named[given]
+    names = ", ".join(map(repr, named))
+    raise InvalidArgumentError(
+        f"eviction: expected None, {names}, or what makes a policy, such as its class; got {shown(given)}"
+    )

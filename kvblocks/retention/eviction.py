@@ -1,0 +1,288 @@
+"""Which cached block goes next, where an eviction policy was given: `KVCacheManager(eviction=...)`.
+
+The free queue stays the truth of what is free. `Eviction` stands between it and the policies: it tells them of free
+cached blocks, asks one of them when the queue has nothing else to give, and turns the victim into the blocks that go,
+leaves first. What it tells, and in which order blocks go:
+
+- what holds nothing goes first, and never reaches a policy; nor do blocks that left a window, which go next;
+- while a tenant is over its quota, a policy of its own is asked, which sees that tenant's blocks only;
+- then the pool's policy is asked, which sees all; without an answer of any use the least recently used block goes.
+
+A manager without a policy has none of this. With one it is the index's `accounts`, and passes on to the quotas, if
+there are any, what they are to be told.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Sequence as Items
+from typing import Any
+
+from kvblocks.core.block import KVCacheBlock, Run
+from kvblocks.core.free_queue import FreeBlockQueue
+from kvblocks.core.hooks import Accounts
+from kvblocks.retention.adviser import Adviser, Setting, find_factory
+from kvblocks.retention.policies import NAMED
+from kvblocks.retention.policies.policy import FreeBlock
+from kvblocks.retention.quotas import TenantQuotas
+from kvblocks.retention.salts import salt_in
+from kvblocks.retention.stretch import free_stretch
+from kvblocks.retention.tenant import Tenant
+
+
+class Eviction(Accounts):
+    """The eviction policies of one pool. session: of the sequence that is letting go of blocks; None: it has none."""
+
+    def __init__(self, eviction: Any, num_blocks: int, end_block_id: int) -> None:
+        """eviction: a name, or what makes a policy. Raises InvalidArgumentError, and what that raises."""
+        self._make: Callable[[Any], Any] = find_factory(eviction, NAMED)
+        self._setting = Setting()
+        self._end_block_id = end_block_id
+        self._main = Adviser(self._make, self._setting, num_blocks)
+        self._own: dict[int, Adviser] = {}  # by block id: the tenant's adviser that was told of it
+        self._released: dict[int, int] = {}  # by block id: when it became free, of those that policies were told of
+        self._num_released = 0
+        self._hits: dict[int, int] = {}
+        self._passing: Items[KVCacheBlock] = ()
+        self._quotas: TenantQuotas | None = None
+        self.session: Hashable | None = None
+
+    @property
+    def now(self) -> Any:
+        """The caller's clock, as told last."""
+        return self._setting.now
+
+    def set_time(self, now: Any) -> None:
+        """Take note of the caller's clock. O(1)."""
+        self._setting.now = now
+
+    @property
+    def num_failures(self) -> int:
+        """How often a policy raised, or named no block that it was told of. O(1)."""
+        return self._setting.num_failures
+
+    def use_quotas(self, quotas: TenantQuotas | None) -> None:
+        """Put quotas, counted anew, into force. Tenants' own policies begin anew. O(salts)."""
+        self._quotas = quotas
+        self._own.clear()
+        for tenant in [] if quotas is None else quotas.tenants():
+            tenant.adviser = None
+
+    # What it is asked.
+
+    @property
+    def is_choosing(self) -> bool:
+        """Always."""
+        return True
+
+    def account_of(self, extra_keys: bytes | None) -> Tenant | None:
+        """As the quotas say."""
+        return None if self._quotas is None else self._quotas.account_of(extra_keys)
+
+    def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:
+        """Take what holds nothing, else what goes for a victim. O(blocks + branches below it) beside the policy."""
+        taken = queue.popleft_empty(max_blocks)
+        if not taken:
+            first = queue.first
+            assert first is not None, "eviction: nothing is free"
+            taken = self._choose(first, max_blocks)
+            for block in taken:
+                queue.take(block)
+        return taken
+
+    def _choose(self, first: KVCacheBlock, max_blocks: int) -> list[KVCacheBlock]:
+        """Return what is to go next. first: the least recently used free block."""
+        if not first.is_cached:  # of before a reset
+            return [first]
+        tenant = None if self._quotas is None else self._quotas.next_tenant()
+        if tenant is not None:
+            own = tenant.first_free()
+            assert own is not None
+            if own.block_id not in self._released:
+                return [own]
+            return self._advised(self._adviser_of(tenant), own, min(max_blocks, tenant.num_excess_blocks))
+        if first.block_id not in self._released:  # it left a window
+            return [first]
+        return self._advised(self._main, first, max_blocks)
+
+    def _advised(self, adviser: Adviser, fallback: KVCacheBlock, max_blocks: int) -> list[KVCacheBlock]:
+        victim = adviser.ask(max_blocks)
+        return [fallback] if victim is None else free_stretch(victim, max_blocks, self._released)
+
+    def _adviser_of(self, tenant: Tenant) -> Adviser:
+        """Return the adviser of a tenant: made when it is first asked, and told of what the tenant has free then."""
+        if tenant.adviser is None:
+            num_blocks = max(1, tenant.max_cached_blocks)
+            try:
+                tenant.adviser = Adviser(self._make, self._setting, num_blocks)
+            except Exception:  # noqa: BLE001  # then the tenant's least recently used blocks go
+                self._setting.num_failures += 1
+                tenant.adviser = Adviser(_Silent, self._setting, num_blocks)
+            blocks = [block for block in tenant.all_free() if block.block_id in self._released]
+            self._tell_own(tenant.adviser, blocks, self._records(blocks))
+        return tenant.adviser
+
+    # What it is told.
+
+    def note_hit(self, blocks: Items[KVCacheBlock]) -> None:
+        """A sequence has hit these blocks. O(blocks)."""
+        for block in blocks:
+            if block.block_id < self._end_block_id:  # an anchor is no block
+                self._hits[block.block_id] = self._hits.get(block.block_id, 0) + 1
+
+    def note_passed(self, blocks: Items[KVCacheBlock]) -> None:
+        """Tell no policy of these, which `note_released` comes to next."""
+        self._passing = blocks
+
+    def note_released(self, blocks: Items[KVCacheBlock]) -> None:
+        """Tell of those that are free and cached now. O(blocks + runs above them)."""
+        passing, self._passing = self._passing, ()
+        if self._quotas is not None:
+            self._quotas.note_released(blocks)
+        if passing:
+            blocks = [block for block in blocks if block not in passing]
+        freed: list[KVCacheBlock] = []
+        released, number = self._released, self._num_released
+        for block in blocks:
+            run = block.run
+            if block.ref_cnt == 0 and run is not None and run.epoch.is_current and block.block_id not in released:
+                number += 1
+                released[block.block_id] = number
+                freed.append(block)
+        if not freed:
+            return
+        self._num_released = number
+        records = self._records(freed)
+        if self._quotas is not None:
+            self._tell_tenants(freed, records)
+        self._main.free(freed, records)
+
+    def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
+        """Tell of those that were free. O(blocks)."""
+        used = self._leave(blocks)
+        if used:
+            self._main.use(used)
+            for adviser, block_ids in self._leave_own(used):
+                adviser.use(block_ids)
+
+    def note_taken(self, blocks: Items[KVCacheBlock]) -> None:
+        """Tell of those that were known, before what they hold is forgotten. O(blocks)."""
+        self._note_gone(blocks)
+
+    def note_detached(self, blocks: Items[KVCacheBlock]) -> None:
+        """Tell of those that were free. O(blocks)."""
+        self._note_gone(blocks)
+
+    def note_clearing(self, runs: Iterable[Run]) -> None:
+        """Tell that nothing is cached any more. O(free cached blocks)."""
+        gone = [*self._released]
+        if gone:
+            self._main.remove(gone)
+        self._released.clear()
+        self._own.clear()
+        self._hits.clear()
+        if self._quotas is not None:
+            self._quotas.note_clearing(runs)
+
+    def check(self, queue: FreeBlockQueue) -> None:
+        """Raise AssertionError unless policies know what is free and cached, and left no window. O(queue)."""
+        known = self._main.blocks
+        assert known.keys() == self._released.keys(), "eviction: told of other blocks than counted"
+        assert max(self._hits, default=-1) < self._end_block_id, "eviction: hits of what is no block"
+        num_seen = 0
+        for block in queue:
+            is_known = known.get(block.block_id) is block
+            assert not is_known or block.is_cached, f"{block}: a policy knows it, and it holds nothing"
+            assert is_known or not num_seen or not block.is_cached, f"{block}: no policy knows it"
+            num_seen += is_known
+        assert num_seen == len(known), f"eviction: {len(known)} blocks are known, {num_seen} of them free"
+        assert self._own.keys() <= known.keys(), "eviction: a tenant's policy knows more than the pool's"
+        for block_id, adviser in self._own.items():
+            assert adviser.blocks[block_id] is known[block_id], f"eviction: block {block_id} of a tenant's policy"
+
+    def _note_gone(self, blocks: Items[KVCacheBlock]) -> None:
+        if self._hits:
+            for block in blocks:
+                self._hits.pop(block.block_id, None)
+        gone = self._leave(blocks)
+        if gone:
+            self._main.remove(gone)
+            for adviser, block_ids in self._leave_own(gone):
+                adviser.remove(block_ids)
+
+    def _leave(self, blocks: Items[KVCacheBlock]) -> list[int]:
+        """Return the ids of those blocks that policies were told of, each once: they are no more among these."""
+        return [block.block_id for block in blocks if self._released.pop(block.block_id, 0)]
+
+    def _leave_own(self, block_ids: list[int]) -> list[tuple[Adviser, list[int]]]:
+        """Forget what tenants' own policies were told of; returns their advisers, with theirs of these blocks."""
+        theirs: dict[Adviser, list[int]] = {}
+        if self._own:
+            for block_id in block_ids:
+                adviser = self._own.pop(block_id, None)
+                if adviser is not None:
+                    theirs.setdefault(adviser, []).append(block_id)
+        return [*theirs.items()]
+
+    def _tell_tenants(self, freed: list[KVCacheBlock], records: list[FreeBlock]) -> None:
+        """Tell the tenants' own policies, where there are any, of theirs."""
+        theirs: dict[Adviser, list[int]] = {}
+        for i, block in enumerate(freed):
+            account = None if block.run is None else block.run.account
+            if isinstance(account, Tenant) and account.adviser is not None:
+                theirs.setdefault(account.adviser, []).append(i)
+        for adviser, numbers in theirs.items():
+            self._tell_own(adviser, [freed[i] for i in numbers], [records[i] for i in numbers])
+
+    def _tell_own(self, adviser: Adviser, blocks: list[KVCacheBlock], records: list[FreeBlock]) -> None:
+        for block in blocks:
+            self._own[block.block_id] = adviser
+        adviser.free(blocks, records)
+
+    def _records(self, blocks: list[KVCacheBlock]) -> list[FreeBlock]:
+        """Return what policies are told of free cached blocks. O(blocks + runs above them)."""
+        records: list[FreeBlock] = []
+        last: Run | None = None
+        first, tenant = 0, None
+        hits, session = self._hits, self.session
+        for block in blocks:
+            run = block.run
+            assert run is not None, f"{block}: isn't cached"
+            if run is not last:
+                if last is not None and last.key[0] is run:  # a table from its end: the run above
+                    first -= last.key[1] + 1
+                else:
+                    first = num_blocks_above(run)
+                    tenant = salt_in(run.first_keys)
+                last = run
+            block_id = block.block_id
+            fields = block_id, first + block.index, tenant, session, hits.get(block_id, 0)
+            records.append(tuple.__new__(FreeBlock, fields))  # half the price of FreeBlock(...)
+        return records
+
+
+def num_blocks_above(run: Run) -> int:
+    """Return how many blocks of its prefix come before a run. O(runs above)."""
+    number = 0
+    parent, position, _, _ = run.key
+    while parent is not None:
+        number += position + 1
+        parent, position, _, _ = parent.key
+    return number
+
+
+class _Silent:
+    """A policy that has nothing to say."""
+
+    def __init__(self, cache: object) -> None:
+        """cache: isn't asked."""
+
+    def free(self, blocks: object) -> None:
+        """Take no note."""
+
+    def use(self, block_ids: object) -> None:
+        """Take no note."""
+
+    def remove(self, block_ids: object) -> None:
+        """Take no note."""
+
+    def victim(self, num_blocks: object) -> None:
+        """Name none."""

@@ -1,0 +1,30 @@
+"""`LRU`: the least recently used block goes first, as without a policy."""
+
+from collections import OrderedDict
+
+from kvblocks.retention.policies.policy import CacheView, FreeBlock
+
+
+class LRU:
+    """Evicts what was let go of longest ago. The plainest policy: an order, and its first one."""
+
+    def __init__(self, cache: CacheView) -> None:  # noqa: ARG002  # all policies are made so
+        self._order: OrderedDict[int, None] = OrderedDict()
+
+    def free(self, blocks: list[FreeBlock]) -> None:
+        """Put them at the end. O(blocks)."""
+        for block in blocks:
+            self._order[block.block_id] = None
+
+    def use(self, block_ids: list[int]) -> None:
+        """Take them out. O(blocks)."""
+        for block_id in block_ids:
+            self._order.pop(block_id, None)
+
+    def remove(self, block_ids: list[int]) -> None:
+        """Take them out. O(blocks)."""
+        self.use(block_ids)
+
+    def victim(self, num_blocks: int) -> int | None:  # noqa: ARG002
+        """Return the first one. O(1)."""
+        return next(iter(self._order), None)

@@ -1,0 +1,76 @@
+"""`S3FIFO`: a small queue through which newcomers pass, a main one, and the names of what was evicted from the small.
+
+J. Yang, Y. Zhang, Z. Qiu, Y. Yue, R. Vinayak, "FIFO Queues are All You Need for Cache Eviction", SOSP 2023. What is hit
+more than once, or comes back soon after it was evicted, gets to the main queue; there each hit, of at most three, is
+worth another round. Unlike there, a block that is hit has an owner, can't be evicted meanwhile, and joins the end of a
+queue when it is free again: so hits change the order, and the small queue's bound is a share of the free blocks.
+"""
+
+from collections import OrderedDict
+from typing import Final
+
+from kvblocks.retention.policies.policy import CacheView, FreeBlock
+
+SMALL_SHARE: Final = 0.1
+MAX_ROUNDS: Final = 3
+
+
+class S3FIFO:
+    """Evicts newcomers that nobody asks for again before anything else."""
+
+    def __init__(self, cache: CacheView) -> None:
+        self._cache = cache
+        self._small: OrderedDict[int, None] = OrderedDict()
+        self._main: OrderedDict[int, int] = OrderedDict()  # with the rounds that each has left
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+
+    def free(self, blocks: list[FreeBlock]) -> None:
+        """Put them at the end of their queues. O(blocks), and a hash for each that is new while there are ghosts."""
+        for block in blocks:
+            block_id, num_hits = block.block_id, block.num_hits
+            if num_hits > 1 or (not num_hits and self._ghosts and self._was_evicted(block_id)):
+                self._main[block_id] = min(num_hits, MAX_ROUNDS)
+            else:
+                self._small[block_id] = None
+
+    def use(self, block_ids: list[int]) -> None:
+        """Take them out of their queues. O(blocks)."""
+        for block_id in block_ids:
+            self._small.pop(block_id, None)
+            self._main.pop(block_id, None)
+
+    def remove(self, block_ids: list[int]) -> None:
+        """Take them out of their queues, and remember newcomers by name: as many as the main queue may be long."""
+        for block_id in block_ids:
+            if block_id in self._small:
+                digest = self._cache.digest(block_id)
+                if digest is not None:
+                    self._ghosts[digest] = None
+        while len(self._ghosts) > (1 - SMALL_SHARE) * self._cache.num_blocks:
+            self._ghosts.popitem(last=False)
+        self.use(block_ids)
+
+    def victim(self, num_blocks: int) -> int | None:  # noqa: ARG002
+        """Return the oldest newcomer while there are many, else the first of the main queue without rounds left.
+
+        O(1) on average.
+        """
+        small, main = self._small, self._main
+        if len(small) > SMALL_SHARE * (len(small) + len(main)):
+            return next(iter(small))
+        while main:
+            block_id, num_left = main.popitem(last=False)
+            if not num_left:
+                main[block_id] = 0
+                main.move_to_end(block_id, last=False)
+                return block_id
+            main[block_id] = num_left - 1
+        return None
+
+    def _was_evicted(self, block_id: int) -> bool:
+        """Whether this is the prefix of a ghost, which it is no longer then."""
+        digest = self._cache.digest(block_id)
+        if digest is None or digest not in self._ghosts:
+            return False
+        del self._ghosts[digest]
+        return True

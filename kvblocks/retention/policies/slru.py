@@ -1,0 +1,45 @@
+"""`SLRU`: what was hit once is protected from what never was.
+
+Segmented LRU: R. Karedla, J. S. Love, B. G. Wherry, "Caching Strategies to Improve Disk System Performance", IEEE
+Computer 27(3), 1994. Two LRU lists: blocks begin in the probationary one, and hits bring them to the protected one,
+whose overflow goes back. Scans pass through the first list alone. Here both lists hold free blocks only, so the
+protected one's bound is a share of those.
+"""
+
+from collections import OrderedDict
+from typing import Final
+
+from kvblocks.retention.policies.policy import CacheView, FreeBlock
+
+PROTECTED_SHARE: Final = 0.8
+
+
+class SLRU:
+    """Evicts the least recently used of what was never hit, or was hit longest ago."""
+
+    def __init__(self, cache: CacheView) -> None:  # noqa: ARG002
+        self._probation: OrderedDict[int, None] = OrderedDict()
+        self._protected: OrderedDict[int, None] = OrderedDict()
+
+    def free(self, blocks: list[FreeBlock]) -> None:
+        """Protect those that were hit; what has been protected longest makes room for them. O(blocks)."""
+        for block in blocks:
+            (self._protected if block.num_hits else self._probation)[block.block_id] = None
+        most = PROTECTED_SHARE * (len(self._probation) + len(self._protected))
+        while len(self._protected) > most:
+            block_id, _ = self._protected.popitem(last=False)
+            self._probation[block_id] = None
+
+    def use(self, block_ids: list[int]) -> None:
+        """Take them out of their lists. O(blocks)."""
+        for block_id in block_ids:
+            self._probation.pop(block_id, None)
+            self._protected.pop(block_id, None)
+
+    def remove(self, block_ids: list[int]) -> None:
+        """Take them out of their lists. O(blocks)."""
+        self.use(block_ids)
+
+    def victim(self, num_blocks: int) -> int | None:  # noqa: ARG002
+        """Return the oldest on probation; with none, the oldest that is protected. O(1)."""
+        return next(iter(self._probation or self._protected), None)

@@ -1,0 +1,162 @@
+"""The contract of eviction policies: the box's, random and malicious ones, in every kind of cache."""
+
+import random
+from typing import Any
+
+import pytest
+from model.dumb_groups import DumbGroups
+from model.group_history import GroupHistory
+from model.group_history import walk as walk_groups
+from model.history import History, RandomChooser, walk
+from model.policy_contract import (
+    Beginnings,
+    Malicious,
+    Random,
+    check_policy,
+    check_policy_in_cache,
+    check_policy_in_groups,
+)
+from model.prefix_history import OPERATIONS as PREFIX_OPERATIONS
+from model.prefix_history import PrefixHistory
+from model.tier_machine import TierMachine
+
+from kvblocks import FullAttention, Group, KVCacheManager, Sequence, SlidingWindow, Tier
+from kvblocks.retention.policies import NAMED
+
+POLICIES: dict[str, Any] = {**NAMED, "random": Random, "beginnings": Beginnings, "malicious": Malicious}
+GROUPS: dict[str, list[Group]] = {
+    "two windows": [FullAttention(2), SlidingWindow(2, 2), SlidingWindow(2, 5)],
+    "two full": [FullAttention(2), FullAttention(4), SlidingWindow(2, 3)],
+    "kept windows": [FullAttention(2), SlidingWindow(2, 3, keeps_passed=True), SlidingWindow(2, 5)],
+    "windows only": [SlidingWindow(2, 3), SlidingWindow(4, 6)],
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "options"),
+    [(10, 2, {"debug": True, "enable_events": True}), (14, 1, {"first_block_id": 2})],
+)
+def test_manager_and_dumb_model_agree(name: str, num_blocks: int, block_size: int, options: dict[str, Any]) -> None:
+    contract = check_policy(POLICIES[name], num_blocks, block_size, 2500, seed=10 * num_blocks + block_size, **options)
+    # A walk that never met these would prove little.
+    assert contract.counts["asked"] > 50
+    assert contract.counts["several wanted"] > 10
+    assert contract.counts["hit"] > 20
+    assert contract.counts["use"] > 20
+    assert contract.counts["of tenants"] > 100
+    assert (contract.counts["failures"] > 50) == (name == "malicious")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_manager_of_several_groups_agrees(name: str, groups: str) -> None:
+    contract = check_policy_in_groups(POLICIES[name], GROUPS[groups], 500, seed=len(groups), debug=True)
+    assert contract.counts["asked"] > 10
+    assert contract.counts["use"] > 2
+    assert (contract.counts["failures"] > 5) == (name == "malicious")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("max_blocks", "block_size"), [(6, 2), (20, 1)])
+def test_a_prefix_cache_agrees(name: str, max_blocks: int, block_size: int) -> None:
+    met = check_policy_in_cache(POLICIES[name], max_blocks, block_size, 600, seed=max_blocks)
+    assert met["asked"] > 15
+    assert met["hits"] > 50
+    assert met["too few evictable"] > 0
+    assert (met["failures"] > 5) == (name == "malicious")
+
+
+@pytest.mark.parametrize("policy", [None, "lru"])
+def test_lru_is_what_there_is_without_a_policy(policy: str | None) -> None:
+    """Block for block: the same histories beside the same dumb models, which know nothing of policies."""
+    history = History(14, 1, eviction=policy, enable_events=True)
+    walk(history, RandomChooser(seed=141), num_operations=2000, forget_every=100)
+    assert history.manager.stats.num_evicted_blocks > 50
+    for groups in GROUPS.values():
+        grouped = GroupHistory(10 * len(groups), groups, eviction=policy)
+        assert type(grouped.model) is DumbGroups
+        walk_groups(grouped, RandomChooser(seed=7), num_operations=300)
+    cached, chooser = PrefixHistory(8, 2, eviction=policy), RandomChooser(seed=8)
+    operations = [operation for operation, weight in PREFIX_OPERATIONS for _ in range(weight)]
+    for number in range(500):
+        chooser.choose(operations)(cached, chooser)
+        if number % 100 == 0:
+            cached.clear(chooser)
+        cached.check()
+
+
+def make_machine(seed: int, policy: Any) -> TierMachine:
+    kinds = random.Random(seed)
+    tiers = [
+        Tier(
+            name,
+            30,
+            100,
+            store=kinds.choice(["freed", "computed", "reused"]),
+            max_transfer_blocks=kinds.choice([2, 32]),
+        )
+        for name in ("host", "disk")
+    ]
+    groups = kinds.choice([None, [FullAttention(2), SlidingWindow(2, 4)]])
+    options: dict[str, Any] = {} if groups is None else {"groups": groups}
+    return TierMachine(seed, 36 if groups else 20, None if groups else 2, tiers, eviction=policy, **options)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_shows_wrong_bytes_where_there_are_tiers(name: str) -> None:
+    counts: dict[str, int] = {}
+    for seed in range(12):
+        machine = make_machine(seed, POLICIES[name])
+        machine.walk(250)
+        machine.finish()
+        for what, number in machine.counts.items():
+            counts[what] = counts.get(what, 0) + number
+    assert counts["stores"] > 20 and counts["loads"] > 2, counts
+
+
+def test_lru_is_what_there_is_without_a_policy_where_there_are_tiers() -> None:
+    for seed in range(12):
+        one, other = make_machine(seed, None), make_machine(seed, "lru")
+        for _ in range(50):
+            one.walk(5)
+            other.walk(5)
+            assert one.manager.free_block_ids() == other.manager.free_block_ids()
+            assert list(one.manager.tiers) == list(other.manager.tiers)
+
+
+@pytest.mark.parametrize("groups", ["two windows", "kept windows"])
+def test_lru_is_what_there_is_without_a_policy_with_windows_and_quotas(groups: str) -> None:
+    """What left a window is its tenant's, too, and goes when its turn comes."""
+    num_over = 0
+    for seed in range(4):
+        chosen = random.Random(seed)
+        managers = [KVCacheManager(40, groups=GROUPS[groups], eviction=policy) for policy in (None, "lru")]
+        running: list[list[Sequence]] = []
+        for manager in managers:
+            manager.set_default_quota(6)
+        for number in range(150):
+            salt, length = chosen.choice(["a", "b", "c"]), chosen.randint(2, 16)
+            tokens = [chosen.randrange(2) for _ in range(length)]
+            pair = [Sequence(number, tokens, salt=salt) for _ in managers]
+            first = chosen.randint(1, length)
+            started = [start_chunk(manager, one, first) for manager, one in zip(managers, pair, strict=True)]
+            if all(started):
+                running.append(pair)
+            if len(running) > 3 or (running and chosen.random() < 0.5):
+                for manager, one in zip(managers, running.pop(chosen.randrange(len(running))), strict=True):
+                    if one.num_computed_tokens < one.num_tokens:
+                        manager.allocate_slots(one)
+                    manager.free(one)
+            assert managers[0].free_block_ids() == managers[1].free_block_ids()
+            assert managers[0].quotas() == managers[1].quotas()
+            num_over += any(usage.num_cached_blocks > usage.max_cached_blocks for usage in managers[0].quotas())
+        managers[1].check()
+    assert num_over > 100
+
+
+def start_chunk(manager: KVCacheManager, sequence: Sequence, num_tokens: int) -> bool:
+    """Start a sequence with what is cached of it and so many tokens more. Whether there was room."""
+    hit = manager.get_computed_blocks(sequence)
+    number = min(num_tokens, sequence.num_tokens - hit.num_tokens)
+    return manager.allocate_slots(sequence, number, hit=hit) is not None
