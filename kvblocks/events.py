@@ -59,20 +59,6 @@ class BlockStored:
         """The blocks' token ids. O(tokens)."""
         return array("I", self.tokens).tolist()
 
-    def part(self, first: int, end: int) -> "BlockStored":
-        """Return the record of blocks first to end - 1 among these alone. O(blocks)."""
-        if first == 0 and end >= len(self.block_hashes):
-            return self
-        size = 4 * self.block_size
-        return replace(
-            self,
-            block_hashes=self.block_hashes[first:end],
-            parent_block_hash=self.block_hashes[first - 1] if first else self.parent_block_hash,
-            tokens=self.tokens[first * size : end * size],
-            extra_keys=tuple([(index - first, keys) for index, keys in self.extra_keys if first <= index < end]),
-            block_ids=self.block_ids[first:end],
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
@@ -134,3 +120,18 @@ def check_event_options(value: "Flag | EventOptions") -> EventOptions | None:
     if given is not True and given is not False:
         raise wrong("enable_events", "True, False or EventOptions", given)
     return EventOptions() if given else None
+
+
+def part_of(stored: BlockStored, first: int, end: int) -> BlockStored:
+    """Return the record of blocks first to end - 1 of a record's. O(blocks)."""
+    if first == 0 and end >= len(stored.block_hashes):
+        return stored
+    size = 4 * stored.block_size
+    return replace(
+        stored,
+        block_hashes=stored.block_hashes[first:end],
+        parent_block_hash=stored.block_hashes[first - 1] if first else stored.parent_block_hash,
+        tokens=stored.tokens[first * size : end * size],
+        extra_keys=tuple([(index - first, keys) for index, keys in stored.extra_keys if first <= index < end]),
+        block_ids=stored.block_ids[first:end],
+    )

@@ -8,7 +8,7 @@ for each name, how many prefixes of each group have it. With names of our own th
 from collections.abc import Iterable
 from dataclasses import replace
 
-from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, part_of
 
 Name = tuple[str, int | None, bytes]
 """Where it is cached: medium and group; and its digest."""
@@ -50,7 +50,7 @@ class SharedNames:
             while end < len(is_new) and is_new[end]:
                 end += 1
             if end > start:
-                stretches.append(event.part(start, end))
+                stretches.append(part_of(event, start, end))
             start = end + 1
         return stretches
 

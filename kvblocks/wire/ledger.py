@@ -15,7 +15,7 @@ from itertools import count, islice, repeat
 from typing import Final, NamedTuple
 
 from kvblocks.arguments import wrong
-from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent
+from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent, part_of
 from kvblocks.wire.codecs import EventBatch
 from kvblocks.wire.convert import Converter
 from kvblocks.wire.frames import VERSION, SnapshotHead
@@ -197,7 +197,7 @@ class Ledger:
         elif isinstance(event, BlockStored):
             num_blocks = len(event.block_hashes)
             for start in range(0, num_blocks, PIECE_BLOCKS):
-                piece = event.part(start, start + PIECE_BLOCKS) if num_blocks > PIECE_BLOCKS else event
+                piece = part_of(event, start, start + PIECE_BLOCKS) if num_blocks > PIECE_BLOCKS else event
                 keys = zip(repeat(event.group_idx), repeat(event.medium), piece.block_hashes, strict=False)
                 self._cached.update(zip(keys, zip(repeat(piece), count(), strict=False), strict=False))
 
@@ -210,7 +210,7 @@ def _joined(places: Iterable[_Place]) -> Iterator[BlockStored]:
             last = position
             continue
         if event is not None:
-            yield event.part(first, last + 1)
+            yield part_of(event, first, last + 1)
         event, first, last = found, position, position
     if event is not None:
-        yield event.part(first, last + 1)
+        yield part_of(event, first, last + 1)
