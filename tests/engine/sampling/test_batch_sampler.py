@@ -196,6 +196,21 @@ def test_what_is_kept_is_what_the_definition_says(logits, top_k, top_p, min_p):
     assert drawn <= probabilities(logits, SamplingParams(**options)).keys()
 
 
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.99}, {"top_k": 3}])
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (1 - 2.0**-53, 3)])
+def test_the_least_and_the_largest_random_number_give_tokens_that_can_come(options, number, token):
+    logits = torch.tensor([[-torch.inf, 2.0, -torch.inf, 1.0, -torch.inf]])
+    (drawn,) = BatchSampler().sample(logits, [[Draw(SamplingParams(temperature=1.0, **options), number)]])
+    assert drawn.token_id == token
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 100}, {"min_p": 0.01}, {"top_k": 60, "top_p": 0.99}])
+def test_of_a_steep_distribution_the_likely_ones_are_enough(options):
+    sampler = BatchSampler()
+    draw_many(-2.0 * torch.arange(1.0, WIDE).log(), 50, sampler=sampler, temperature=1.0, **options)
+    assert (sampler.counts.num_draws, sampler.counts.num_sorted) == (50, 0)
+
+
 def test_limits_that_keep_all_change_no_draw():
     logits = wide_logits(1)[0]
     assert draw_many(logits, 50, temperature=0.7) == draw_many(logits, 50, temperature=0.7, top_k=WIDE, top_p=1.0)
