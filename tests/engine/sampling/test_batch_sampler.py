@@ -302,6 +302,19 @@ def test_logarithms_are_those_of_the_logits_as_they_came(number, options):
             assert abs(logprob - value) < 1e-5
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_penalties_change_no_logarithm(temperature):
+    logits = wide_logits(1)
+    sequence, seen = Sequence("one", logits[0].topk(20).indices.tolist()), TokenCounts(with_prompt=True)
+    seen.catch_up(sequence)
+    params = SamplingParams(temperature=temperature, repetition_penalty=1e6, logprobs=5)
+    (drawn,) = BatchSampler().sample(logits, [[Draw(params, 0.5, seen)]])
+    expected = logits[0].double().log_softmax(0)
+    assert drawn.token_id not in sequence.token_ids()
+    assert abs(drawn.logprobs.logprob - float(expected[drawn.token_id])) < 1e-5
+    assert [token for token, _ in drawn.logprobs.top] == sequence.token_ids()[:5]
+
+
 def test_equally_likely_tokens_are_named_in_the_order_of_the_vocabulary():
     logits = torch.zeros(WIDE)
     logits[[4000, 17]] = 1.0
