@@ -196,6 +196,21 @@ def test_what_is_kept_is_what_the_definition_says(logits, top_k, top_p, min_p):
     assert drawn <= probabilities(logits, SamplingParams(**options)).keys()
 
 
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.99}, {"top_k": 3}])
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (1 - 2.0**-53, 3)])
+def test_the_least_and_the_largest_random_number_give_tokens_that_can_come(options, number, token):
+    logits = torch.tensor([[-torch.inf, 2.0, -torch.inf, 1.0, -torch.inf]])
+    (drawn,) = BatchSampler().sample(logits, [[Draw(SamplingParams(temperature=1.0, **options), number)]])
+    assert drawn.token_id == token
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 100}, {"min_p": 0.01}, {"top_k": 60, "top_p": 0.99}])
+def test_of_a_steep_distribution_the_likely_ones_are_enough(options):
+    sampler = BatchSampler()
+    draw_many(-2.0 * torch.arange(1.0, WIDE).log(), 50, sampler=sampler, temperature=1.0, **options)
+    assert (sampler.counts.num_draws, sampler.counts.num_sorted) == (50, 0)
+
+
 def test_limits_that_keep_all_change_no_draw():
     logits = wide_logits(1)[0]
     assert draw_many(logits, 50, temperature=0.7) == draw_many(logits, 50, temperature=0.7, top_k=WIDE, top_p=1.0)
@@ -285,6 +300,19 @@ def test_logarithms_are_those_of_the_logits_as_they_came(number, options):
         assert [token for token, _ in drawn.logprobs.top] == wanted.indices[:number].tolist()
         for (_, logprob), value in zip(drawn.logprobs.top, wanted.values.tolist(), strict=False):
             assert abs(logprob - value) < 1e-5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_penalties_change_no_logarithm(temperature):
+    logits = wide_logits(1)
+    sequence, seen = Sequence("one", logits[0].topk(20).indices.tolist()), TokenCounts(with_prompt=True)
+    seen.catch_up(sequence)
+    params = SamplingParams(temperature=temperature, repetition_penalty=1e6, logprobs=5)
+    (drawn,) = BatchSampler().sample(logits, [[Draw(params, 0.5, seen)]])
+    expected = logits[0].double().log_softmax(0)
+    assert drawn.token_id not in sequence.token_ids()
+    assert abs(drawn.logprobs.logprob - float(expected[drawn.token_id])) < 1e-5
+    assert [token for token, _ in drawn.logprobs.top] == sequence.token_ids()[:5]
 
 
 def test_equally_likely_tokens_are_named_in_the_order_of_the_vocabulary():

@@ -70,7 +70,7 @@ def test_penalties_follow_the_definition(penalties, temperature):
     prompt, answer = [1, 2, 3, 4, 4, 4, 59], [3, 3, 3, 5, 6, 6, 1, 9, 9]
     logits = steep_logits(SMALL, seed=1)
     logits[logits.isinf()] = -3.0
-    logits[[3, 6, 9]] = torch.tensor([2.0, 1.5, 2.2])
+    logits[[2, 3, 4, 6, 9]] = torch.tensor([1.8, 2.0, 2.1, 1.5, 2.2])  # in prompt, answer or both
     sequence = Sequence("one", prompt)
     sequence.append_tokens(answer)
     seen = TokenCounts(with_prompt=params.repetition_penalty != 1)
