@@ -186,7 +186,7 @@ class Eviction(Accounts):
         """Raise AssertionError unless policies know what is free and cached, and left no window. O(queue)."""
         known = self._main.blocks
         assert known.keys() == self._released.keys(), "eviction: told of other blocks than counted"
-        assert all([block_id < self._end_block_id for block_id in self._hits]), "eviction: hits of what is no block"
+        assert not self._hits or max(self._hits) < self._end_block_id, "eviction: hits of what is no block"
         num_seen = 0
         for block in queue:
             is_known = known.get(block.block_id) is block
