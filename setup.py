@@ -18,8 +18,14 @@ FOLDERS = ("core", "retention", "retention/policies", "groups", "prefix_cache", 
 SINGLE = ("arguments.py", "manager.py", "wire/names.py")
 # These stay plain: records gain nothing, and people pickle and subclass them. So do the errors, events and stats.
 # A sealer hashes in C anyway.
-PLAIN = ("groups/kinds.py", "groups/plan.py", "observe/explanation.py", "retention/policies/policy.py", "tiers/tier.py")
-PLAIN += ("tiers/sealing.py",)
+PLAIN = (
+    "groups/kinds.py",
+    "groups/plan.py",
+    "observe/explanation.py",
+    "retention/policies/policy.py",
+    "tiers/tier.py",
+    "tiers/sealing.py",
+)
 
 
 def compiled_files() -> list[str]:

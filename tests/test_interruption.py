@@ -34,12 +34,14 @@ def test_an_interrupted_manager_refuses_or_is_consistent(kind: str) -> None:
 
 
 @plain_only
-def test_an_interrupted_cache_refuses_or_is_consistent() -> None:
+@pytest.mark.parametrize("eviction", [None, "slru"])
+def test_an_interrupted_cache_refuses_or_is_consistent(eviction: str | None) -> None:
     seen: set[str] = set()
+    stride = min(STRIDE, 7 if eviction is None else 29)
     for number, name in enumerate(CALLS):
-        first = 1 + number % min(STRIDE, 7)
+        first = 1 + number % stride
         verdicts = interrupt_everywhere(
-            lambda name=name: make_cache_case(name), CorruptStateError, first, min(STRIDE, 7)
+            lambda name=name: make_cache_case(name, eviction), CorruptStateError, first, stride
         )
         assert verdicts.keys() <= VERDICTS, f"{name}: {verdicts}"
         seen |= verdicts.keys()

@@ -15,8 +15,8 @@ IDS = array("q", [60, 1, 61])
 class CacheWorld:
     """A full cache with pins, a payload, a match that is held, and one that was left and not let go of yet."""
 
-    def __init__(self) -> None:
-        self.cache = cache = PrefixCache(10, 4)
+    def __init__(self, eviction: str | None = None) -> None:
+        self.cache = cache = PrefixCache(10, 4, eviction=eviction)
         cache.insert_prefix(LONG, [0, 1, 2])
         cache.insert_prefix(OTHER, [10, 11, 12], pin=True)
         cache.insert_prefix([*LONG[:8], 90, 91, 92, 93], [0, 1, 20])
@@ -43,6 +43,7 @@ class CacheWorld:
             "pins": cache.list_pinned(),
             "rates": (cache.get_hit_rate(), cache.get_avg_match_length()),
             "runs": [(bytes(run.tokens), [block.block_id for block in run.blocks]) for run in store.index.runs()],
+            "known": store._eviction and list(store._eviction._main.blocks),  # noqa: SLF001
             "payloads": sorted([block.block_id for block in store._payloads]),  # noqa: SLF001
         }
 
@@ -90,9 +91,9 @@ CALLS: dict[str, Callable[[CacheWorld], Any]] = {
 _FIRST: dict[str, Callable[[CacheWorld], Any]] = {"clear": lambda w: w.held.__exit__()}
 
 
-def make_cache_case(name: str) -> Case:
+def make_cache_case(name: str, eviction: str | None = None) -> Case:
     """Return a call of a cache, which is in the same state each time."""
-    world = CacheWorld()
+    world = CacheWorld(eviction)
     if name in _FIRST:
         _FIRST[name](world)
     return Case(lambda: CALLS[name](world), world.look, world.cache.check, world.calls(), lambda: None)
