@@ -6,6 +6,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence as Items
 from random import Random
 from socket import socket
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 pytest.importorskip("dynamo._core", reason="needs ai-dynamo-runtime: make test-wire")
 
-from kvblocks import KVCacheManager, Sequence
+from kvblocks import EventOptions, KVCacheManager, Sequence, Tier
 from kvblocks.wire import Converter, EventPublisher, MirrorClient, Source
 from kvblocks.wire.convert import to_u64
 
@@ -87,15 +88,18 @@ def indexer():
 class Engine:
     """A manager, its publisher, and what its prompts were."""
 
-    def __init__(self, seed: int, codec: str, **options: Any) -> None:
+    def __init__(self, seed: int, codec: str, *, tiers: Items[Tier] = (), **options: Any) -> None:
         self.random = Random(seed)
+        self.tiers = tiers
         self.prompts: list[list[int]] = []
         self.options = {"heartbeat": 0.05, "converter": Converter(codec)} | options
         self.start(LOCAL, LOCAL)
 
     def start(self, *ends: str) -> None:
         self.publisher = EventPublisher(*ends, **self.options)
-        self.manager = KVCacheManager(64, BLOCK, enable_events=True, hash_algorithm="sha256")
+        self.manager = KVCacheManager(
+            64, BLOCK, enable_events=EventOptions(tiers=True), hash_algorithm="sha256", tiers=self.tiers
+        )
 
     def restart(self) -> None:
         ends = self.publisher.endpoint, self.publisher.replay_endpoint
@@ -110,7 +114,14 @@ class Engine:
             sequence = Sequence(len(self.prompts), prompt)
             if self.manager.allocate_slots(sequence, hit=self.manager.get_computed_blocks(sequence)) is not None:
                 self.manager.free(sequence)
+            for transfer in self.manager.tiers.take_transfers():
+                self.manager.tiers.complete(transfer, ok=True)
             self.publisher.publish(self.manager.take_events())
+
+    def expected_below(self, prompt: list[int]) -> int:
+        """How many of its tokens are cached on the device or in a tier, asked of the manager."""
+        hit = self.manager.get_computed_blocks(Sequence("probe", [*prompt, 0]))
+        return max([hit.num_tokens, *(load.first_token + load.num_tokens for load in self.manager.tiers.find(hit))])
 
     def expected(self, prompt: list[int]) -> tuple[int, list[int]]:
         """How many blocks of a prompt are cached, and their names, asked of the manager."""
@@ -129,6 +140,22 @@ def test_dynamo_answers_as_the_cache_does(indexer, worker, codec):
         engine.manager.reset_prefix_cache()
         engine.run(40)
         check_all(indexer, worker, model, engine, client)
+    engine.publisher.close()
+
+
+@pytest.mark.parametrize(("worker", "medium"), [(20, "CPU"), (21, "STORAGE")])
+def test_dynamo_tells_tiers_from_the_device(indexer, worker, medium):
+    engine, model = Engine(7, "vllm", tiers=[Tier("below", 1000, 100, medium=medium)]), medium
+    with MirrorClient({"w": Source(engine.publisher.endpoint, engine.publisher.replay_endpoint)}) as client:
+        indexer.listen(worker, model, engine.publisher)
+        engine.run(150)
+        check_all(indexer, worker, model, engine, client)
+        num_below = 0
+        for prompt in engine.prompts:
+            found = indexer.ask("/query", token_ids=prompt, model_name=model)["instances"].get(str(worker), {})
+            assert found.get("longest_matched", 0) == engine.expected_below(prompt)
+            num_below += found.get("longest_matched", 0) > found.get("gpu", 0)
+        assert num_below > 20
     engine.publisher.close()
 
 
