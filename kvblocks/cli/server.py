@@ -14,7 +14,7 @@ ApiKeyOption = Annotated[
     str | None,
     typer.Option(envvar="KVBLOCKS_API_KEY", help="The server's key. The environment hides it from other users' `ps`."),
 ]
-_CACHE, _TIERS, _WORK, _SERVER = "KV cache", "Tiers", "Work", "Server"
+_CACHE, _TIERS, _WORK, _SERVER, _EVENTS = "KV cache", "Tiers", "Work", "Server", "Events for routers"
 
 server_commands = typer.Typer()
 
@@ -114,13 +114,42 @@ def serve(
     grace_period: Annotated[
         float, typer.Option(help="Seconds that running requests get after SIGTERM.", rich_help_panel=_SERVER)
     ] = 30.0,
+    kv_events: Annotated[
+        str | None,
+        typer.Option(
+            help="Publish what is cached, as vLLM does: tcp://127.0.0.1:5557. Needs kvblocks[wire].",
+            rich_help_panel=_EVENTS,
+        ),
+    ] = None,
+    kv_replay: Annotated[
+        str | None,
+        typer.Option(help="Where subscribers ask for what they missed: tcp://127.0.0.1:5558.", rich_help_panel=_EVENTS),
+    ] = None,
+    kv_topic: Annotated[
+        str, typer.Option(help="What each batch begins with, such as kv@NAME@MODEL.", rich_help_panel=_EVENTS)
+    ] = "",
+    kv_allow_remote: Annotated[
+        bool,
+        typer.Option(
+            "--kv-allow-remote",
+            help="Let other machines subscribe: whoever connects reads prompts' tokens.",
+            rich_help_panel=_EVENTS,
+        ),
+    ] = False,
 ) -> None:
     """Serve a model through OpenAI's API, with prefix caching.
 
     SIGTERM or Ctrl-C lets running requests finish; a second one doesn't.
     """
     from kvblocks.engine.server.access.keys_file import read_keys
-    from kvblocks.engine.server.settings import CacheSettings, ServerSettings, parse_memory, read_key, read_secret
+    from kvblocks.engine.server.settings import (
+        CacheSettings,
+        EventSettings,
+        ServerSettings,
+        parse_memory,
+        read_key,
+        read_secret,
+    )
 
     environment = None if disk_cache is None else os.environ.get("KVBLOCKS_DISK_CACHE_SECRET")
     cache = CacheSettings(
@@ -154,6 +183,7 @@ def serve(
         request_timeout_s=request_timeout,
         grace_s=grace_period,
     )
+    events = EventSettings(endpoint=kv_events, replay=kv_replay, topic=kv_topic, allow_remote=kv_allow_remote)
     import torch
 
     from kvblocks.engine.server.run import serve as run_server
@@ -166,6 +196,7 @@ def serve(
         cache,
         server,
         lambda line: print(line, file=sys.stderr, flush=True),
+        events,
     )
 
 

@@ -9,14 +9,14 @@ advances all.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack
 
 import torch
 
-from kvblocks.arguments import check_count, is_a, is_number
+from kvblocks.arguments import check_count, is_a, is_number, wrong
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.intake import Intake, Prompt
@@ -36,6 +36,7 @@ from kvblocks.engine.tiers.building import build_tiers
 from kvblocks.engine.tiers.offload import Offload
 from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
+from kvblocks.events import CacheEvent, EventOptions
 from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 from kvblocks.observe.metrics import CacheMetrics
@@ -77,6 +78,8 @@ class Engine:
     free. disk_cache: a folder for blocks, which the next engine finds again. disk_cache_size: what it may take in all,
     "8GiB" by default. disk_cache_secret: at least 16 bytes, so that nobody who can write there can plant KV. An engine
     with tiers is to be closed (`close`, or `with`): what isn't stored by then isn't there for the next one.
+    on_events: is given what became cached and what is cached no more, on the device and in tiers, after the step that
+    did it: an `EventPublisher`'s `publish`, say. It must neither wait nor raise. None: nothing is recorded.
 
     Attributes to read: model, plan, manager, metrics, scheduler, runner, sampling. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError, and DiskError for a disk_cache that can't be used. Loads the
@@ -102,7 +105,10 @@ class Engine:
         disk_cache: str | Path | None = None,
         disk_cache_size: int | str | None = None,
         disk_cache_secret: bytes | None = None,
+        on_events: Callable[[list[CacheEvent]], object] | None = None,
     ) -> None:
+        if on_events is not None and not callable(on_events):
+            raise wrong("on_events", "a callable or None", on_events)
         below = TierOptions(
             host_cache=host_cache,
             disk_cache=disk_cache,
@@ -124,6 +130,7 @@ class Engine:
                 self.plan.num_blocks,
                 groups=self.plan.groups,
                 enable_caching=enable_prefix_caching,
+                enable_events=False if on_events is None else EventOptions(tiers=True),
                 num_history_blocks=num_history_blocks,
                 tiers=built.tiers,
             )
@@ -134,6 +141,8 @@ class Engine:
             self.offload = built.begin(self.manager, self.runner)
         self._intake = Intake(self.model, self.scheduler)
         self._stepper = Stepper(self.scheduler)
+        self._on_events = on_events
+        self._tell_events()  # of what a disk has
 
     @property
     def limits(self) -> StepLimits:
@@ -230,6 +239,7 @@ class Engine:
         if self.offload is not None:
             self._move(self.offload)
         self.metrics.observe()
+        self._tell_events()
         return changed
 
     def forget_salt(self, salt: str | None) -> int:
@@ -248,6 +258,7 @@ class Engine:
             self._move(self.offload)
             self.offload.wait(_WAIT_S)  # others than loads aren't waited for there
         number = self.manager.forget_salt(salt)
+        self._tell_events()
         if self.offload is not None:
             self.offload.erase_forgotten(_ERASE_S)
         return number
@@ -271,6 +282,13 @@ class Engine:
         """Raise KVBlocksError if the engine was closed: nobody would carry out its loads."""
         if self.offload is not None and self.offload.is_closed:
             raise KVBlocksError("expected an engine that is open, got one that was closed: make another one")
+
+    def _tell_events(self) -> None:
+        """Say what has changed since the last time."""
+        if self._on_events is not None:
+            events = self.manager.take_events()
+            if events:
+                self._on_events(events)
 
     def _move(self, offload: Offload) -> None:
         """Begin transfers behind the step, and take note of those that have ended."""

@@ -65,6 +65,10 @@ class Snapshot(NamedTuple):
     number: int
     places: list[_Place]
 
+    def events(self, first: int = 0, end: int | None = None) -> list[BlockStored]:
+        """Return records that store its blocks first to end - 1, consecutive ones of one record together. O(blocks)."""
+        return list(_joined(islice(self.places, first, end)))
+
 
 class Ledger:
     """The books of one publisher. Not safe to share between threads: the publisher has a lock.
@@ -168,8 +172,8 @@ class Ledger:
     def chunk(self, snapshot: Snapshot, index: int, ts: float) -> bytes:
         """Return a chunk's payload: a batch whose events, applied one chunk after the other, make the snapshot."""
         first: list[CacheEvent] = [] if index else [AllBlocksCleared()]
-        places = islice(snapshot.places, index * CHUNK_BLOCKS, (index + 1) * CHUNK_BLOCKS)
-        said = self._converter.convert([*first, *_joined(places)])
+        stored = snapshot.events(index * CHUNK_BLOCKS, (index + 1) * CHUNK_BLOCKS)
+        said = self._converter.convert([*first, *stored])
         return self._converter.codec.encode(EventBatch(ts, said, self._rank))
 
     def _number(self, ts: float, events: list[CacheEvent], num_bytes: int) -> None:

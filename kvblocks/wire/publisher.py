@@ -13,7 +13,7 @@ from typing import Final, Self
 
 from kvblocks.arguments import check_count, check_number, wrong
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.events import CacheEvent
+from kvblocks.events import BlockStored, CacheEvent
 from kvblocks.wire.convert import Converter
 from kvblocks.wire.errors import MalformedFrameError, PublisherClosedError, missing
 from kvblocks.wire.frames import (
@@ -50,7 +50,7 @@ class EventPublisher:
     what vLLM does, and then a consumer may take the batches behind a restart for the next ones of before.
 
     Make it before the first event is taken: it starts by saying that nothing is cached. Raises InvalidArgumentError,
-    and zmq.ZMQError if it cannot bind. Safe to share between threads.
+    for an address that cannot be bound, too. Safe to share between threads.
     """
 
     def __init__(
@@ -130,6 +130,15 @@ class EventPublisher:
         if is_first_waiting:
             self._wake()
         return fits
+
+    def snapshot(self) -> tuple[int, list[BlockStored]]:
+        """Return the last batch's number, and what is cached after all batches so far, parents first. O(blocks).
+
+        Dropped batches count, as in the snapshots that consumers get. Any thread may ask.
+        """
+        with self._lock:
+            snapshot = self._ledger.snapshot()
+        return snapshot.number, snapshot.events()
 
     def close(self, timeout: float = 2.0) -> None:
         """Send what waits, for at most `timeout` seconds, and stop. A second call does nothing."""
@@ -318,5 +327,10 @@ def _bound(unbound: "zmq.Socket[bytes]", endpoint: str, hwm: int) -> str:
     unbound.setsockopt(zmq.SNDHWM, hwm)
     if "[" in endpoint:
         unbound.setsockopt(zmq.IPV6, 1)
-    unbound.bind(endpoint)
+    try:
+        unbound.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise InvalidArgumentError(
+            f"endpoint: expected a free address of this machine, got {endpoint!r}: {error}"
+        ) from error
     return unbound.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")

@@ -65,6 +65,7 @@ def make_app(service: Service, model: str) -> Starlette:
         Route("/v1/cache/pins", cache.pin, methods=["POST"]),
         Route("/v1/cache/pins/{pin_id}", cache.unpin, methods=["DELETE"]),
         Route("/v1/cache/hints", cache.hints, methods=["POST"]),
+        Route("/v1/cache/snapshot", cache.snapshot),
         Route("/v1/cache/reset", cache.reset, methods=["POST"]),
         Route("/v1/cache/forget", cache.forget, methods=["POST"]),
         Route("/v1/cache/explain", cache.explain, methods=["POST"]),

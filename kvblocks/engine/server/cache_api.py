@@ -5,8 +5,9 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,6 +22,9 @@ from kvblocks.engine.server.service import Service
 from kvblocks.engine.server.wire import Json, json_response
 from kvblocks.errors import KVBlocksError
 from kvblocks.observe.explanation import Explanation
+
+if TYPE_CHECKING:
+    from kvblocks.wire.publisher import EventPublisher
 
 
 class CacheApi:
@@ -111,6 +115,16 @@ class CacheApi:
         executor = self._service.thread.hints
         answers = await self._call(lambda: executor.carry_out(body, salt, time.monotonic()))
         return json_response(answers.to_dict())
+
+    async def snapshot(self, request: Request) -> Response:
+        """What is cached, as the publisher has said it up to one batch. Waits for no step."""
+        del request
+        publisher = self._service.publisher
+        if publisher is None:
+            raise ApiError(
+                404, "expected a server that publishes events (--kv-events), got one without", code="no_events"
+            )
+        return json_response(await run_in_threadpool(_snapshot_json, publisher))
 
     async def reset(self, request: Request) -> Response:
         """Forget all that is cached. Pins stand, and hold their prefixes when these are computed anew."""
@@ -226,3 +240,27 @@ def _explain(explanation: Explanation, caller: Caller) -> str:
     stored = [f"tokens {part.first_token} to {part.end_token - 1} are on {part.tier!r}" for part in explanation.tiers]
     why = "was never cached, as far as is remembered" if cause == "never cached" else f"isn't cached: {cause}"
     return "; ".join([found if cause == "no miss" else f"{found}; block {number} {why}", *stored])
+
+
+def _snapshot_json(publisher: "EventPublisher") -> Json:
+    """A snapshot as plain values. Numbers are texts, since many readers of JSON have 53 bits for one."""
+    number, stored = publisher.snapshot()
+    return {
+        "epoch": str(publisher.epoch),
+        "number": str(number),
+        "num_blocks": sum(len(event.block_hashes) for event in stored),
+        "stored": [
+            {
+                "block_hashes": [digest.hex() for digest in event.block_hashes],
+                "parent_block_hash": None if event.parent_block_hash is None else event.parent_block_hash.hex(),
+                "block_size": event.block_size,
+                "medium": event.medium,
+                "group_idx": event.group_idx,
+                "kind": event.kind,
+                "window": event.window,
+                "lora": event.lora,
+                "cache_salt": event.salt,
+            }
+            for event in stored
+        ],
+    }

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -16,15 +17,21 @@ from kvblocks.engine.run.runner import LoadedModel
 from kvblocks.engine.server.access.connections import bounded, count_connections, log_shortage_seldom
 from kvblocks.engine.server.app import make_app
 from kvblocks.engine.server.service import Service
-from kvblocks.engine.server.settings import CacheSettings, ServerSettings
+from kvblocks.engine.server.settings import NO_EVENTS, CacheSettings, EventSettings, ServerSettings
 from kvblocks.engine.tiers.building import DISK
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
+
+if TYPE_CHECKING:
+    from kvblocks.wire.publisher import EventPublisher
 
 logger = logging.getLogger("kvblocks.server")
 
 
-def make_engine(model: LoadedModel, settings: CacheSettings) -> Engine:
-    """Return the engine that the settings describe. Raises InvalidArgumentError and DiskError."""
+def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPublisher | None" = None) -> Engine:
+    """Return the engine that the settings describe. publisher: of its events.
+
+    Raises InvalidArgumentError and DiskError.
+    """
     engine = Engine(
         model,
         num_blocks=settings.num_blocks,
@@ -39,9 +46,21 @@ def make_engine(model: LoadedModel, settings: CacheSettings) -> Engine:
         disk_cache=settings.disk_cache,
         disk_cache_size=settings.disk_cache_size,
         disk_cache_secret=settings.disk_cache_secret,
+        on_events=None if publisher is None else publisher.publish,
     )
     engine.limits = settings.limits
     return engine
+
+
+def make_publisher(settings: EventSettings) -> "EventPublisher | None":
+    """Return who publishes events, bound to its addresses; None: nobody is to. Raises InvalidArgumentError."""
+    if settings.endpoint is None:
+        return None
+    try:
+        from kvblocks.wire.publisher import EventPublisher as Made
+    except ImportError as error:  # it says which package is missing, and how to get it
+        raise InvalidArgumentError(f"--kv-events: {error}") from error
+    return Made(settings.endpoint, settings.replay, topic=settings.topic, allow_remote=settings.allow_remote)
 
 
 def model_name(model: str) -> str:
@@ -135,17 +154,17 @@ def serve(
     cache: CacheSettings,
     settings: ServerSettings,
     say: Callable[[str], None],
+    events: EventSettings = NO_EVENTS,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C.
 
-    load: gives the model; it is called when the address is known to be free. say: gets lines for people. Raises what
+    load: gives the model; it is called when the addresses are known to be free. say: gets lines for people. Raises what
     loading and the engine raise, and KVBlocksError when the engine's thread died.
     """
     # Else all texts would share a pool of threads as many as there are cores, and short ones would wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    listener = bind(settings)
-    with listener:
-        engine = make_engine(load(), cache)
+    with bind(settings) as listener, make_publisher(events) or contextlib.nullcontext() as publisher:
+        engine = make_engine(load(), cache, publisher)
         manager = engine.manager
         most = engine.scheduler.max_request_tokens
         say(
@@ -158,7 +177,12 @@ def serve(
         most_connections = count_connections(settings.max_connections)
         if most_connections < settings.max_connections:
             say(f"at most {most_connections} connections, since this process may open so few files: see ulimit -n")
-        service = Service(engine, settings, keep_reasons=cache.num_history_blocks > 0)
+        if publisher is not None:
+            where = (
+                "" if publisher.replay_endpoint is None else f", replays and snapshots at {publisher.replay_endpoint}"
+            )
+            say(f"events at {publisher.endpoint}{where}")
+        service = Service(engine, settings, keep_reasons=cache.num_history_blocks > 0, publisher=publisher)
         server = KVBlocksServer(service, model_name(model), lambda url: say(f"serving {model_name(model)} at {url}/v1"))
         try:
             server.run(sockets=[listener])

@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvblocks.engine.completion import Piece
 from kvblocks.engine.engine import Engine
@@ -26,18 +26,29 @@ from kvblocks.engine.server.service_metrics import Outcome, ServiceMetrics
 from kvblocks.engine.server.settings import ServerSettings
 from kvblocks.engine.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from kvblocks.wire.publisher import EventPublisher
+
 T = TypeVar("T")
 
 
 class Service:
     """Answers of an event loop by one engine, which it owns. Make it, `start` it in the loop, and `stop` it there.
 
-    num_open: choices of all open answers. keep_reasons: see `Arrivals`. Raises InvalidArgumentError for quotas of tiers
-    that the engine doesn't have.
+    num_open: choices of all open answers. keep_reasons: see `Arrivals`. publisher: of the engine's events. Raises
+    InvalidArgumentError for quotas of tiers that the engine doesn't have.
     """
 
-    def __init__(self, engine: Engine, settings: ServerSettings, *, keep_reasons: bool = True) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ServerSettings,
+        *,
+        keep_reasons: bool = True,
+        publisher: "EventPublisher | None" = None,
+    ) -> None:
         set_quotas(engine.manager, settings.keys)
+        self.publisher = publisher
         self.engine = engine
         self.settings = settings
         self.thread = EngineThread(engine, self._publish, keep_reasons=keep_reasons)
@@ -46,7 +57,7 @@ class Service:
         most = engine.scheduler.max_request_tokens  # before there are pins
         # The last token that is generated needs room in the context, and none in the pool.
         self._max_prompt_tokens = most if most == engine.model.config.max_position_embeddings else most - 1
-        self.metrics = ServiceMetrics(engine, lambda: self.num_open)
+        self.metrics = ServiceMetrics(engine, lambda: self.num_open, publisher)
         self.is_stopping = False
         self.num_open = 0
         self._open_by: Counter[Caller] = Counter()

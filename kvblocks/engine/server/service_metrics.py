@@ -1,12 +1,18 @@
 """What Prometheus gets of the server itself, beside the cache's metrics: outcomes, tokens, times to first token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.prometheus import KVBlocksCollector, OffloadCollector
+
+if TYPE_CHECKING:
+    from kvblocks.wire.publisher import EventPublisher
 
 _PREFIX = "kvblocks_server"
 _TTFT_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -25,8 +31,10 @@ class Outcome(Enum):
 class ServiceMetrics:
     """The metrics of one server, in a registry of its own. No series names a tenant. Owned by the event loop."""
 
-    def __init__(self, engine: Engine, num_open: Callable[[], int]) -> None:
+    def __init__(self, engine: Engine, num_open: Callable[[], int], publisher: "EventPublisher | None" = None) -> None:
         registry = self._registry = CollectorRegistry()
+        if publisher is not None:
+            registry.register(_Events(publisher))
         KVBlocksCollector(engine.metrics, registry=registry)
         if engine.offload is not None:
             OffloadCollector(engine.offload, registry=registry)
@@ -65,3 +73,22 @@ class ServiceMetrics:
     def scrape(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class _Events(Collector):
+    """What became of the batches of events."""
+
+    def __init__(self, publisher: "EventPublisher") -> None:
+        self._publisher = publisher
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families of now."""
+        of = self._publisher
+        yield CounterMetricFamily("kvblocks_event_batches_sent", "Batches of events that were sent.", of.num_sent)
+        text = "Batches of events that were not sent, since too much waited; consumers see a gap."
+        yield CounterMetricFamily("kvblocks_event_batches_dropped", text, of.num_dropped)
+        yield GaugeMetricFamily(
+            "kvblocks_event_batches_queued", "Batches of events that wait to be sent.", of.num_queued
+        )
+        text = "Replays and snapshots that consumers asked for."
+        yield CounterMetricFamily("kvblocks_event_requests", text, of.num_requests)

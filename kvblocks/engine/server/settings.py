@@ -174,6 +174,28 @@ class ServerSettings:
         return None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventSettings:
+    """Where what is cached is published. endpoint: for subscribers; None: nowhere. replay: for who missed something.
+
+    allow_remote: let other machines connect; nobody asks who they are, and events hold prompts' tokens.
+    """
+
+    endpoint: str | None = None
+    replay: str | None = None
+    topic: str = ""
+    allow_remote: bool = False
+
+    def __post_init__(self) -> None:
+        given = {"--kv-replay": self.replay, "--kv-topic": self.topic, "--kv-allow-remote": self.allow_remote}
+        for flag, value in given.items():
+            if value and self.endpoint is None:
+                raise InvalidArgumentError(f"{flag}: expected --kv-events, the endpoint, with it; got none")
+
+
+NO_EVENTS = EventSettings()
+
+
 def parse_memory(text: str) -> float | str:
     """Return what --kv-cache-memory says as `Engine` takes it: 0.5 is a share of what is free, "2GiB" a text."""
     try:

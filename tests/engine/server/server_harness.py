@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +16,9 @@ import httpx2
 import openai
 
 from kvblocks.engine import LoadedModel
-from kvblocks.engine.server.run import KVBlocksServer, bind, make_engine
+from kvblocks.engine.server.run import KVBlocksServer, bind, make_engine, make_publisher
 from kvblocks.engine.server.service import Service
-from kvblocks.engine.server.settings import CacheSettings, ServerSettings
+from kvblocks.engine.server.settings import NO_EVENTS, CacheSettings, ServerSettings
 
 MODEL = "tiny"
 ROOT = Path(__file__).resolve().parents[3]
@@ -68,11 +68,17 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(model, *, cache=None, keep_reasons=True, name=MODEL, **settings):
+def running_server(model, *, cache=None, events=NO_EVENTS, keep_reasons=True, name=MODEL, **settings):
     """Start a server, and stop it at the end. cache: of `CacheSettings`; settings: of `ServerSettings`."""
+    with make_publisher(events) or nullcontext() as publisher:
+        yield from _run_server(model, cache, publisher, keep_reasons, name, settings)
+
+
+def _run_server(model, cache, publisher, keep_reasons, name, settings):
     cache_settings = CacheSettings(**({"num_blocks": 256, "num_history_blocks": 100} | (cache or {})))
     server_settings = ServerSettings(**({"port": 0, "grace_s": 5.0} | settings))
-    service = Service(make_engine(model, cache_settings), server_settings, keep_reasons=keep_reasons)
+    engine = make_engine(model, cache_settings, publisher)
+    service = Service(engine, server_settings, keep_reasons=keep_reasons, publisher=publisher)
     listener = bind(server_settings)
     ready, urls = threading.Event(), []
 
