@@ -4,7 +4,7 @@
 
 All are timed in turn in one process (see `bench.timing`). "allocate" and "free" are of sequences of 16 blocks that miss
 a full cache, so that every block evicts another. "hit" allocates and frees sequences of 16 blocks that are all cached.
-"long hit" is the same of 64 blocks. `users` is plain Python in both builds, as a user's policy is.
+"long hit" is the same of 64 blocks. "users" is plain Python in both builds, as a user's policy is.
 
 What it does not show: what a policy is worth, which is a matter of hit rates, and what the engine around it costs.
 """
@@ -25,28 +25,28 @@ CALL_BLOCKS = 16
 
 
 class UsersPolicy:
-    """The least recently used of what is deep and was never hit, then of the rest: the shape of a user's policy."""
+    """What was hit goes after everything else: the shape of a user's policy, in plain Python."""
 
     def __init__(self, cache: CacheView) -> None:  # noqa: ARG002
-        self.shallow: OrderedDict[int, None] = OrderedDict()
-        self.deep: OrderedDict[int, None] = OrderedDict()
+        self.others: OrderedDict[int, None] = OrderedDict()
+        self.hit: OrderedDict[int, None] = OrderedDict()
 
     def free(self, blocks: list[FreeBlock]) -> None:
         """Put them into their order."""
         for block in blocks:
-            (self.deep if block.depth >= 8 and not block.num_hits else self.shallow)[block.block_id] = None
+            (self.hit if block.num_hits else self.others)[block.block_id] = None
 
     def use(self, block_ids: list[int]) -> None:
         """Take them out."""
         for block_id in block_ids:
-            self.shallow.pop(block_id, None)
-            self.deep.pop(block_id, None)
+            self.others.pop(block_id, None)
+            self.hit.pop(block_id, None)
 
     remove = use
 
     def victim(self, num_blocks: int) -> int | None:  # noqa: ARG002
         """Name the first."""
-        return next(iter(self.deep or self.shallow), None)
+        return next(iter(self.others or self.hit), None)
 
 
 POLICIES: dict[str, Any] = {"none": None, "lru": "lru", "slru": "slru", "s3fifo": "s3fifo", "users": UsersPolicy}

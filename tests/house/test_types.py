@@ -34,6 +34,9 @@ Sequence("a", [1], salt=5)  # refused
 manager = KVCacheManager(8, groups=[FullAttention(16)], debug=True, pin_budget=1, hash_algorithm="sha256")
 KVCacheManager(8, debug=1)  # refused
 KVCacheManager("8")  # refused
+KVCacheManager(8, eviction="slru").now = 1.5
+KVCacheManager(8, eviction=5)  # refused
+manager.now = "now"  # refused
 sequence = Sequence(1, [1])
 manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence))
 manager.append_slots(sequence, [1])

@@ -138,7 +138,7 @@ def pick_plain(below: Tensor, columns: Columns, memory: Workspace) -> Tensor:
     place -= upto.gather(1, block) - sums.gather(1, block)
     inner = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)
     token = block * _BLOCK + _reaching(inner.cumsum(-1), place)
-    return token.clamp_(max=vocab_size - 1)
+    return token.clamp_(max=vocab_size - 1)  # in a row with NaN it may be anything
 
 
 def pick_limited(below: Tensor, columns: Columns, num_likely: int, memory: Workspace) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ def pick_limited(below: Tensor, columns: Columns, num_likely: int, memory: Works
         mass, is_known = torch.where(is_share_of_all, total, mass), is_known | is_share_of_all
     goal = (mass * columns.top_p).ceil().long().minimum(mass)
     last = torch.searchsorted(upto, goal).minimum(limit - 1)
-    index = _reaching(upto, _place(upto.gather(1, last), columns.uniform)).minimum(last)
+    index = _reaching(upto, _place(upto.gather(1, last), columns.uniform))
     if num_likely == vocab_size:
         is_certain = torch.ones_like(is_known)
     else:  # of tokens as likely as the last one looked at there may be more, and earlier in the vocabulary
@@ -256,8 +256,11 @@ def _weigh(below: Tensor, scale: Tensor, vocab_size: int, weights: Tensor) -> Te
 
 
 def _place(total: Tensor, uniform: Tensor) -> Tensor:
-    """A place in `total` weights, from 0 up to but without them: int64 [num_draws, 1]."""
-    return (total * uniform).long().minimum(total - 1)
+    """A place in `total` weights, from 0 up to but without them: int64 [num_draws, 1].
+
+    A number below 1 by 2 ** -53 or more takes at least as much off the total as rounding that to a float can add.
+    """
+    return (total * uniform).long()
 
 
 def _reaching(upto: Tensor, place: Tensor) -> Tensor:

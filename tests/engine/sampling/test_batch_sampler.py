@@ -211,6 +211,18 @@ def test_of_a_steep_distribution_the_likely_ones_are_enough(options):
     assert (sampler.counts.num_draws, sampler.counts.num_sorted) == (50, 0)
 
 
+@pytest.mark.parametrize("size", [WIDE, WIDE - 1, 4096, 4097])
+def test_likely_tokens_are_found_wherever_they_stand(size):
+    """At both ends, in one column of what is searched in groups, and in one row of it."""
+    places = [0, size - 1, size - 2, size // 2, 7, 7 + size // 16, 7 + 2 * (size // 16), 8, 9]
+    logits = torch.zeros(size)
+    logits[places] = 20 + torch.arange(len(places)).float() / 10
+    sampler = BatchSampler()
+    assert set(draw_many(logits, 300, sampler=sampler, temperature=1.0, top_p=0.999)) == set(places)
+    assert set(draw_many(logits, 300, sampler=sampler, temperature=1.0, top_k=len(places))) == set(places)
+    assert sampler.counts.num_sorted == 0
+
+
 def test_limits_that_keep_all_change_no_draw():
     logits = wide_logits(1)[0]
     assert draw_many(logits, 50, temperature=0.7) == draw_many(logits, 50, temperature=0.7, top_k=WIDE, top_p=1.0)
@@ -262,6 +274,26 @@ def test_a_row_with_nan_keeps_no_other_from_its_token(options):
     outcomes = BatchSampler().sample(logits, [[one], [one, one], [one, error := ValueError("no token today")], [one]])
     assert [type(outcomes[place]) for place in (1, 2)] == [BrokenLogitsError] * 2
     assert [outcomes[place] for place in (0, 3, 4, 5)] == [expected[0], expected[2], error, expected[3]]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.5}, {"repetition_penalty": 2.0}])
+@pytest.mark.parametrize("size", [1, 129, WIDE])
+def test_a_row_of_nan_throughout_breaks_nothing(options, size):
+    logits = torch.full((1, size), torch.nan)
+    for number in (0.0, 0.5, 1 - 2.0**-53):
+        drawn = Draw(SamplingParams(temperature=1.0, logprobs=3, **options), number)
+        assert isinstance(BatchSampler().sample(logits, [[drawn]])[0], BrokenLogitsError)
+
+
+@pytest.mark.parametrize("size", [5003, 33333, 131072])
+def test_the_largest_random_number_stays_below_the_sum_of_all_weights(size):
+    """Also where the sum has more bits than a float."""
+    logits = torch.randn(1, size, generator=torch.Generator().manual_seed(size)) / 10
+    logits[0, -1] = -torch.inf
+    for options in ({}, {"top_p": 1 - 1e-15}):
+        drawn = Draw(SamplingParams(temperature=1.0, **options), 1 - 2.0**-53)
+        (outcome,) = BatchSampler().sample(logits, [[drawn]])
+        assert logits[0, outcome.token_id].isfinite()
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.5}])

@@ -200,6 +200,8 @@ class Soak:
             pin = {"text": text, "ttl_s": 0.05, "priority": self.random.choice([0, 50, 100])}
             status, text = await self.post(pin, path="/v1/cache/pins")
             status = 200 if status == 409 else status  # over the budget
+            if status != 200:
+                return self.refused(status, text)
         elif what == "warm":
             status, text = await self.post({"prompts": [self.random.choice(self.prompts)]}, path="/v1/cache/warm")
             if status != 200:
@@ -207,6 +209,8 @@ class Soak:
         else:
             body = {} if what == "reset" else {"text": self.random.choice(self.prompts)}
             status, text = await self.post(body, path=f"/v1/cache/{what}")
+            if what == "explain" and status != 200:
+                return self.refused(status, text)  # its text takes a slot while it is encoded
         assert status == 200, text
         return "administered"
 
