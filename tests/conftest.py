@@ -3,7 +3,9 @@
 And the models of tests that are about folders and text: a tiny GGUF made here, and the real SmolLM2.
 """
 
+import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -50,6 +52,16 @@ def tiny_folder(tmp_path_factory, tiny_model) -> Path:
 
     folder = tmp_path_factory.mktemp("tiny")
     convert_gguf(tiny_model().write(tmp_path_factory.mktemp("gguf") / "tiny.gguf"), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def roomy_folder(tiny_folder, tmp_path_factory) -> Path:
+    """The tiny model, named "tiny", with room for prompts of thousands of tokens. Do not write into it."""
+    folder = tmp_path_factory.mktemp("roomy") / "tiny"
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
     return folder
 
 

@@ -1,9 +1,7 @@
 """The demo's last act on a tiny model: a real server, really killed."""
 
 import io
-import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -27,16 +25,6 @@ def processes_find_kvblocks(monkeypatch, tmp_path):
     monkeypatch.setenv("KVBLOCKS_API_KEY", "of another server")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
     (tmp_path / "temp").mkdir()
-
-
-@pytest.fixture(scope="module")
-def roomy_folder(tiny_folder, tmp_path_factory):
-    """The tiny model with room for more than 256 tokens, from which on a prompt is stored at once."""
-    folder = tmp_path_factory.mktemp("roomy") / "model"
-    shutil.copytree(tiny_folder, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
-    return folder
 
 
 def test_the_first_answer_after_a_kill_comes_from_the_disk(roomy_folder, tmp_path):

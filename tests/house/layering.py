@@ -42,6 +42,7 @@ FLOORS = {
     "kvblocks.wire": 8,  # beside the engine: others' formats, and their transport
     "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
     "kvblocks.engine.errors": 8,
+    "kvblocks.engine.collector": 8,
     "kvblocks.engine.sampling": 9,
     "kvblocks.engine.schedule": 9,
     "kvblocks.engine.text": 9,

@@ -1,14 +1,12 @@
 """From options to tiers: what the manager is told of them, and who carries their transfers."""
 
-import gc
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from kvblocks.engine.collector import collector_paused
 from kvblocks.engine.run.backends import Backend
 from kvblocks.engine.run.memory import free_memory, read_memory
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
@@ -61,7 +59,7 @@ class BuiltTiers:
             place: Place
             if self.disk is not None and tier.name == DISK:
                 place = DiskPlace(block_bytes, self.disk, tier.max_transfer_blocks, self.used_bytes)
-                with _collector_paused():
+                with collector_paused():
                     manager.tiers.restore(DISK, self.disk.remembered())
             else:
                 place = HostPlace(block_bytes, tier.num_blocks)
@@ -102,18 +100,6 @@ def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: B
             )
         )
     return BuiltTiers(tuple(tiers), disk, _used_bytes(plan))
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Have Python look for no garbage meanwhile: of 100,000 slots all that is made stays, and looking takes longer."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _used_bytes(plan: Plan) -> tuple[int, ...]:

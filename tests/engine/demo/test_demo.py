@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 import sys
 
 import pytest
@@ -17,16 +16,6 @@ from kvblocks.engine.run.runner import LoadedModel
 from kvblocks.engine.text.tokenizer import Tokenizer
 
 SHORT_SCRIPT = DemoScript("You answer for a shop that sells kettles. " * 3, ("Is it in?", "How much?"), "And then?")
-
-
-@pytest.fixture(scope="module")
-def roomy_folder(tiny_folder, tmp_path_factory):
-    """The tiny model with room for the handbook, of which its tokenizer makes some 4,000 tokens."""
-    folder = tmp_path_factory.mktemp("roomy") / "model"
-    shutil.copytree(tiny_folder, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
-    return folder
 
 
 def test_the_demo_shares_what_can_be_shared(roomy_folder):

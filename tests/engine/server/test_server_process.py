@@ -1,9 +1,7 @@
 """The commands as users run them: processes of their own, signals, exit codes."""
 
-import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -112,16 +110,6 @@ def ask(url, prompt):
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
         answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, temperature=0)
     return answer.choices[0].text, answer.usage.prompt_tokens_details
-
-
-@pytest.fixture(scope="module")
-def roomy_folder(tiny_folder, tmp_path_factory):
-    """The tiny model with room for more than 256 tokens, from which on a prompt is stored at once."""
-    folder = tmp_path_factory.mktemp("roomy") / "tiny"
-    shutil.copytree(tiny_folder, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-    return folder
 
 
 def test_what_a_killed_server_had_stored_is_found_by_the_next_one(roomy_folder, tmp_path, monkeypatch):

@@ -5,15 +5,13 @@ one after another, and between two of them everybody else gets several times as 
 """
 
 import asyncio
-import contextlib
-import gc
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request
 
+from kvblocks.engine.collector import collector_paused
 from kvblocks.engine.server.errors import ApiError, busy_error
 
 BODY_TIMEOUT_S = 30.0
@@ -136,7 +134,7 @@ class Bodies:
         async with self._parsing:
             begun_s = time.perf_counter()
             try:
-                with _no_collector():
+                with collector_paused():
                     return _parse_json(body)
             finally:
                 await asyncio.sleep(_REST * (time.perf_counter() - begun_s))
@@ -149,15 +147,3 @@ def _parse_json(body: bytes) -> Any:
         raise ApiError(400, "expected a JSON body, got one that is nested too deep") from None
     except ValueError as error:  # of UTF-8 as well
         raise ApiError(400, f"expected a JSON body, got an error: {ascii(str(error))[1:-1]:.200}") from None
-
-
-@contextlib.contextmanager
-def _no_collector() -> Iterator[None]:
-    """Keep the collector off: it would look at a body's values again and again, and triple the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
