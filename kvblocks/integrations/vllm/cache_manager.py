@@ -125,7 +125,7 @@ class KVBlocksCacheManager:
             return self.empty_kv_cache_blocks, 0, 0
         if self.enable_kv_cache_events and getattr(request, "kv_cache_report_mode", None) == "full":
             self._events.collect(self.manager.take_events(), None)
-            self._events.collect_hit(hit, request, self.num_kv_cache_groups)
+            self._events.collect_hit(hit, request, [group.block_size for group in self.manager.groups])
         return HitBlocks(hit, self.num_kv_cache_groups), hit.num_tokens, 0
 
     def get_computed_blocks_for_connector(

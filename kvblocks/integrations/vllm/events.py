@@ -24,9 +24,9 @@ class EventMaker:
         """Make events of what a request's call changed."""
         self._made += [self.make(event, request) for event in events]
 
-    def collect_hit(self, hit: CacheHit, request: Any, num_groups: int) -> None:
-        """Report the blocks of a hit as if they were stored, for a request that wants it."""
-        self._made += [self.make(stored, request) for stored in _as_stored(hit, num_groups)]
+    def collect_hit(self, hit: CacheHit, request: Any, block_sizes: list[int]) -> None:
+        """Report the blocks of a hit as if they were stored, for a request that wants it. block_sizes: by group."""
+        self._made += [self.make(stored, request) for stored in _as_stored(hit, block_sizes)]
 
     def take(self, events: Iterable[CacheEvent]) -> list[Any]:
         """Return what was made since the last call, and `events`, which no request's call made."""
@@ -61,12 +61,22 @@ class EventMaker:
         )
 
 
-def _as_stored(hit: CacheHit, num_groups: int) -> Iterable[BlockStored]:
-    """Yield a record for each group that a hit has blocks in, as if they had been stored just now."""
+def _as_stored(hit: CacheHit, block_sizes: list[int]) -> Iterable[BlockStored]:
+    """Yield a record for each group of what a hit has in it, as if that had been stored just now.
+
+    Of a window only what is cached is said, where vLLM says the whole prefix: nothing would ever remove the rest.
+    Nothing of groups whose blocks are of another size, which the hit's names don't name.
+    """
     size = hit.num_tokens // len(hit.blocks)
     encoded = hit.sequence.encoded_keys(size) or {}
-    hashes = tuple(block.block_hash or b"" for block in hit.blocks)
-    keys = tuple((index, key) for index, key in sorted(encoded.items()) if index < len(hashes))
+    names = [block.block_hash or b"" for block in hit.blocks]
     tokens = bytes(hit.sequence.packed_tokens()[: 4 * hit.num_tokens])
-    for group in range(num_groups):
-        yield BlockStored(hashes, None, tokens, size, keys, group, (), hit.sequence.salt, hit.sequence.lora)
+    for group, block_size in enumerate(block_sizes):
+        held = hit.group_blocks(group)
+        first = len(held) - sum(block is not None for block in held)
+        if block_size == size and first < len(held):
+            hashes, parent = tuple(names[first:]), names[first - 1] if first else None
+            keys = tuple((index - first, key) for index, key in sorted(encoded.items()) if first <= index < len(names))
+            yield BlockStored(
+                hashes, parent, tokens[4 * size * first :], size, keys, group, (), hit.sequence.salt, hit.sequence.lora
+            )

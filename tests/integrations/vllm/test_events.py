@@ -21,8 +21,11 @@ from bench.vllm.schedulers import Settings, make_vllm_config
 from integrations.vllm.configurations import CONFIGURATIONS, WINDOWS_SMALL
 from integrations.vllm.stand import BLOCK, WHOSE, Stand, adapter, image, request
 from integrations.vllm.workload import make_asks
+from kvblocks import FullAttention, KVCacheManager, Sequence, SlidingWindow
+from kvblocks.integrations.vllm.events import _as_stored
 
 PROMPT = range(100, 100 + 3 * BLOCK + 5)
+
 SMALL = {configuration.name: configuration for configuration in [*CONFIGURATIONS, *WINDOWS_SMALL]}
 
 
@@ -320,3 +323,24 @@ def test_each_group_is_replayed_for_itself(windows):
     assert {group for group, _ in replay.tokens} == set(range(1 + len(windows)))
     assert {name for _, name in replay.tokens} == {name for _, name in cached(stand.manager)}
     assert stand.manager.manager.stats.num_evicted_blocks
+
+
+def test_a_reported_hit_says_only_what_each_group_has_cached():
+    """vLLM says the whole prefix of a window, whose beginning is gone."""
+    groups = [FullAttention(4), SlidingWindow(4, 8), FullAttention(8)]
+    manager = KVCacheManager(64, groups=groups, enable_events=True)
+    first = Sequence("first", range(40))
+    manager.allocate_slots(first, 20)
+    manager.allocate_slots(first, 20)
+    stored: dict[int, set[bytes]] = {0: set(), 1: set(), 2: set()}
+    for event in manager.take_events():
+        stored[event.group_idx] |= set(event.block_hashes)
+    hit = manager.get_computed_blocks(Sequence("second", range(40)), 32)
+    said = {event.group_idx: event for event in _as_stored(hit, [4, 4, 8])}
+    assert said.keys() == {0, 1}
+    assert all(set(event.block_hashes) <= stored[group] for group, event in said.items())
+    assert (len(said[0].block_hashes), said[0].parent_block_hash, said[0].token_ids) == (8, None, [*range(32)])
+    assert said[1].block_hashes == said[0].block_hashes[-len(said[1].block_hashes) :]
+    assert len(said[1].block_hashes) < 8
+    assert said[1].parent_block_hash == said[0].block_hashes[-len(said[1].block_hashes) - 1]
+    assert said[1].token_ids == [*range(32 - 4 * len(said[1].block_hashes), 32)]
