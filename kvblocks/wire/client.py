@@ -114,10 +114,9 @@ class MirrorClient:
                 num_taken += self._take(worker, line, line.live)
         self._lose_patience()
         for ask in self.mirror.take_asks():
-            self._send(
-                self._lines[ask.worker],
-                replay_request(ask.number) if ask.number is not None else snapshot_request(ask.request),
-            )
+            if ask.worker in self._lines:  # else the mirror knows it from another client
+                asked = replay_request(ask.number) if ask.number is not None else snapshot_request(ask.request)
+                self._send(self._lines[ask.worker], asked)
         return num_taken
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice, repeat
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvblocks.arguments import wrong
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent, part_of
@@ -38,7 +38,8 @@ class Limits:
     """How much a publisher holds at most.
 
     max_queued_batches, max_queued_bytes: waiting to be sent; what is more is dropped. num_kept_batches, max_kept_bytes:
-    for replays. num_sending: batches on their way to one slow consumer; what is more is lost to that one.
+    for replays. num_sending: batches on their way to one slow consumer; what is more is lost to that one. ZMQ counts
+    these by their number, so a consumer that doesn't read may hold as many of the largest batches in memory.
     num_snapshots: sent at the same time; more are refused.
     """
 
@@ -88,7 +89,7 @@ class Ledger:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._cached: dict[BlockKey, _Place] = {}
-        self._number(ts, [AllBlocksCleared()], 0)
+        self.add([AllBlocksCleared()], ts)
 
     @property
     def next_number(self) -> int:
@@ -110,25 +111,31 @@ class Ledger:
 
         No events make no batch. Raises InvalidArgumentError for what is no record of kvblocks'; then nothing changes.
         """
+        given: Any = events
+        if not isinstance(given, Iterable):
+            raise wrong("events", "records of kvblocks", events)
         batch: list[CacheEvent] = [event for event in events if not isinstance(event, BlocksHit)]  # they change nothing
         num_bytes = sum(map(self._weigh, batch))
         if not batch:
             return True
+        # First of all the number: whoever interrupts what follows leaves a gap, which everybody sees.
+        number, limits = self._next, self._limits
+        self._next = number + 1
         for event in batch:
             self._follow(event)
-        limits = self._limits
         fits = len(self._queue) < limits.max_queued_batches
         if not fits or self._queued_bytes + num_bytes > limits.max_queued_bytes:
-            self._next += 1
             self.num_dropped += 1
             return False
-        self._number(ts, batch, num_bytes)
+        self._put(Queued(number, ts, batch, num_bytes))
         return True
 
     def add_heartbeat(self, ts: float) -> None:
         """Queue a batch of nothing, if nothing waits: by its number consumers see whether they missed something."""
         if not self._queue:
-            self._number(ts, [], 0)
+            number = self._next
+            self._next = number + 1
+            self._put(Queued(number, ts, [], 0))
 
     def take(self) -> Queued | None:
         """Remove the next batch from the queue and return it; None if nothing waits."""
@@ -176,10 +183,9 @@ class Ledger:
         said = self._converter.convert([*first, *stored])
         return self._converter.codec.encode(EventBatch(ts, said, self._rank))
 
-    def _number(self, ts: float, events: list[CacheEvent], num_bytes: int) -> None:
-        self._queue.append(Queued(self._next, ts, events, num_bytes))
-        self._queued_bytes += num_bytes
-        self._next += 1
+    def _put(self, batch: Queued) -> None:
+        self._queue.append(batch)
+        self._queued_bytes += batch.num_bytes
 
     def _weigh(self, event: CacheEvent) -> int:
         """Return about how many bytes an event takes. Raises InvalidArgumentError for what is none of ours."""

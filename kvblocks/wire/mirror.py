@@ -108,10 +108,10 @@ class EventMirror:
         return list(self._workers)
 
     def add(self, worker: str, *, can_ask: bool = True) -> None:
-        """Add a worker, and ask it what it has. can_ask: whether it can be asked at all. A known one stays as it is."""
-        if worker not in self._workers:
-            self._workers[worker] = _Worker(worker, can_ask=can_ask)
-            self._ask(self._workers[worker])
+        """Add a worker, and ask it what it has. can_ask: whether it can be asked at all. A known one is asked anew."""
+        state = self._workers.setdefault(worker, _Worker(worker, can_ask=can_ask))
+        state.can_ask, state.ask = can_ask, None
+        self._ask(state, wants_snapshot=state.next is not None)
 
     def remove(self, worker: str) -> None:
         """Forget a worker and all that it had cached. Raises InvalidArgumentError for one that isn't there."""
@@ -250,8 +250,8 @@ class EventMirror:
             return
         state.num_tries += 1
         wanted_snapshot, state.ask = state.ask.number is None, None
-        numbers = max(state.next or 0, *state.held, 0)
-        if wanted_snapshot and state.num_tries >= _NUM_TRIES and not state.has_snapshots and numbers < _MAX_COUNTER:
+        number = min(state.held, default=0) if state.next is None else state.next  # others may be damaged
+        if wanted_snapshot and state.num_tries >= _NUM_TRIES and not state.has_snapshots and number < _MAX_COUNTER:
             state.has_snapshots, state.num_tries = False, 0
         elif not wanted_snapshot and state.num_tries >= _NUM_TRIES:
             wanted_snapshot, state.num_tries = True, 0
@@ -380,6 +380,12 @@ class EventMirror:
         state.next, state.epoch = head.number + 1, head.epoch
         state.floor, state.is_complete, state.num_suspicious = head.epoch, True, 0
         state.recent.clear()
+        # What is held beyond a gap comes again if it is true: not a damaged number, or one of an epoch that is over.
+        due = state.next
+        while due in state.held:
+            due += 1
+        state.held = {number: held for number, held in state.held.items() if state.next <= number < due}
+        state.held_size = sum(held.size for held in state.held.values())
         self._go_on(state)
 
 

@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 _NUM_AT_ONCE: Final = 64  # batches sent, and requests read, before the other is looked at
 _LINGER_MS: Final = 500
 _RANDOM_BITS: Final = 20
+_MOST_HEARTBEAT: Final = 86_400
 
 
 class EventPublisher:
@@ -73,8 +74,8 @@ class EventPublisher:
             raise wrong("topic", "a str that begins with no NUL", topic)
         first = new_epoch() if epoch is None else check_count("epoch", epoch, 0, MAX_NUMBER >> 1)
         rank = check_count("data_parallel_rank", data_parallel_rank, 0)
-        if heartbeat is not None and not check_number("heartbeat", heartbeat) > 0:
-            raise wrong("heartbeat", "seconds above 0, or None", heartbeat)
+        if heartbeat is not None and not 0 < check_number("heartbeat", heartbeat) <= _MOST_HEARTBEAT:
+            raise wrong("heartbeat", f"seconds above 0 and up to {_MOST_HEARTBEAT}, or None", heartbeat)
         self._topic = topic.encode()
         self._heartbeat = heartbeat
         self._limits = limits or Limits()

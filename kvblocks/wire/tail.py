@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # whoever read the lines has gone; Python would complain of it once more
         return 0
-    except (zmq.ZMQError, ConnectionError) as error:
+    except (zmq.ZMQError, ConnectionError, MalformedFrameError) as error:
         print(f"kvblocks.wire: {options.endpoint}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -96,7 +96,7 @@ def batches(live: "zmq.Socket[bytes]", options: argparse.Namespace) -> Iterator[
         for batch in replayed(options.replay, 0):
             last = batch.number
             yield batch
-    waited = 0.0
+    until, waited = last, 0.0
     while True:
         if not live.poll(1000):
             waited += 1.0
@@ -112,9 +112,11 @@ def batches(live: "zmq.Socket[bytes]", options: argparse.Namespace) -> Iterator[
         if options.replay is not None and batch.number > last + 1:
             missed = [kept for kept in replayed(options.replay, last + 1) if kept.number < batch.number]
             yield from missed
-        if batch.number != last:
-            last = batch.number
-            yield batch
+        if batch.number > until:  # else the replay showed it
+            until = -1
+            if batch.number != last:
+                last = batch.number
+                yield batch
 
 
 def replayed(endpoint: str, number: int) -> Iterator[Batch]:
@@ -141,7 +143,11 @@ def lines(batch: Batch, *, as_json: bool) -> Iterator[str]:
     try:
         said = decode(batch.payload)
     except MalformedFrameError as error:
-        yield as_text({"number": batch.number, "topic": topic, "malformed": str(error)}) if as_json else f"! {error}"
+        yield (
+            as_text({"number": batch.number, "topic": topic, "malformed": str(error)})
+            if as_json
+            else _plain(f"! {error}")
+        )
         return
     if as_json:
         events: list[WireEvent | None] = [*said.events] or [None]
@@ -152,9 +158,9 @@ def lines(batch: Batch, *, as_json: bool) -> Iterator[str]:
     head = f"{when} {batch.number}" + (f" {topic}" if topic else "")
     head += f" rank {said.data_parallel_rank}" if said.data_parallel_rank else ""
     for event in said.events:
-        yield f"{head}  {describe(event)}"
+        yield _plain(f"{head}  {describe(event)}")
     if not said.events:
-        yield f"{head}  heartbeat"
+        yield _plain(f"{head}  heartbeat")
 
 
 def describe(event: WireEvent) -> str:
@@ -187,12 +193,26 @@ def summary(client: MirrorClient, *, as_json: bool) -> str:
     blocks = ", ".join(f"{number} in {place}" for place, number in held.items()) or "nothing"
     known = "complete" if state["is_complete"] else "not complete"
     notes = "".join(f", {number} {name.removeprefix('num_')}" for name, number in counts.items() if number)
-    return f"= cached: {blocks}; {known}{notes}"
+    return _plain(f"= cached: {blocks}; {known}{notes}")
 
 
 def as_text(row: Any) -> str:
     """Return a row as JSON; bytes as hexadecimal digits."""
-    return json.dumps(row, default=lambda value: value.hex() if isinstance(value, bytes) else repr(value))
+    return json.dumps(_texts(row), default=repr)
+
+
+def _texts(value: Any) -> Any:
+    """Return a value whose bytes, keys included, are hexadecimal digits."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else str(_texts(key)): _texts(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_texts(held) for held in value]
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def _plain(text: object) -> str:
+    """Return a publisher's text without what a terminal would obey."""
+    return "".join([letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(text)])
 
 
 def _row(batch: Batch, topic: str, said: EventBatch, event: WireEvent | None) -> dict[str, Any]:

@@ -273,3 +273,9 @@ def test_no_byte_that_is_changed_or_cut_raises_another_error():
 def test_codecs_go_by_their_names(name):
     with pytest.raises(InvalidArgumentError, match="'vllm' or 'vllm:array' or 'sglang'"):
         get_codec(name)
+
+
+def test_a_map_with_a_nameless_field_has_no_place_in_an_array():
+    payload = msgspec.msgpack.encode([1.0, [{"type": "AllBlocksCleared", "": 7}], 0])
+    with pytest.raises(InvalidArgumentError, match="has a place for"):
+        CODECS["vllm:array"].encode(decode(payload))

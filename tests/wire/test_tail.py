@@ -12,9 +12,10 @@ import zmq
 
 from kvblocks import AllBlocksCleared, BlockRemoved, BlockStored
 from kvblocks.wire import CODECS, Converter, EventBatch, EventPublisher, UnknownEvent
+from kvblocks.wire import tail as tail_module
 from kvblocks.wire.codecs import BlockStored as Said
 from kvblocks.wire.frames import Batch
-from kvblocks.wire.tail import lines, main
+from kvblocks.wire.tail import lines, main, make_parser
 
 LOCAL = "tcp://127.0.0.1:0"
 EVENTS = [
@@ -139,3 +140,51 @@ def test_a_missing_package_is_named(package):
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1 and "pip install 'kvblocks[wire]'" in done.stderr and package in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_a_terminal_would_obey_is_shown():
+    said = Said(block_hashes=[1], token_ids=[1], block_size=1, lora_name="x\x1b[2J\nforged")
+    (line,) = lines(batch_of(said), as_json=False)
+    assert "\x1b" not in line
+    assert "\n" not in line
+    assert r"lora x\x1b[2J\nforged" in line
+
+
+def test_keys_that_are_bytes_are_shown_in_json():
+    payload = msgspec.msgpack.encode([1.0, [{"type": "Other", "x": {b"k": b"v"}}], 0])
+    (line,) = lines(Batch(b"", 1, payload), as_json=True)
+    assert json.loads(line)["content"] == {"type": "Other", "x": {"6b": "76"}}
+
+
+def test_live_batches_that_a_replay_showed_are_not_shown_again(monkeypatch):
+    """A publisher that was busy when it was asked: the subscriber's copies come behind the replay."""
+    kept = [Batch(b"", number, b"") for number in (1, 2, 3)]
+    waiting = [(b"", number.to_bytes(8), b"") for number in (1, 2, 3, 4)]
+
+    class Live:
+        def poll(self, timeout):
+            return bool(waiting)
+
+        def recv_multipart(self):
+            return list(waiting.pop(0))
+
+    monkeypatch.setattr(tail_module, "replayed", lambda endpoint, number: iter(kept))
+    options = make_parser().parse_args(["tail", LOCAL, "--replay", LOCAL])
+    shown = tail_module.batches(Live(), options)
+    assert [next(shown).number for _ in range(4)] == [1, 2, 3, 4]
+
+
+def test_a_reply_that_is_none_ends_it_with_a_message(capsys):
+    with zmq.Context.instance().socket(zmq.ROUTER) as router:
+        router.bind(LOCAL)
+        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+        def answer():
+            client = router.recv_multipart()[0]
+            router.send_multipart((client, b"junk"))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert main(["tail", LOCAL.replace(":0", ":9"), "--replay", endpoint]) == 1
+        thread.join(10)
+    assert "kvblocks.wire: " in capsys.readouterr().err
