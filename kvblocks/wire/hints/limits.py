@@ -10,7 +10,8 @@ from kvblocks.arguments import check_count, check_flag, check_number, wrong
 class HintLimits:
     """Bounds of a `HintExecutor`. Raises InvalidArgumentError.
 
-    max_actions: in an envelope. max_tokens: that it names, as token ids or hashes, each counting one. max_tenants: that
+    max_actions: in an envelope. max_tokens: that it names, as token ids or hashes, each counting one, and again in the
+    blocks that each span of extra_keys touches, as often as its key has 256 characters, begun ones. max_tenants: that
     are remembered. max_pins, max_deferred, max_remembered: of each tenant: its pins, its prefetches that wait or load,
     and the actions whose answers are kept. max_ttl_s: how long a pin stands at most, or a prefetch waits, on the
     caller's clock. max_priority: of pins, below 100, whose blocks nothing could have. max_prefetch_share: of the pool,
