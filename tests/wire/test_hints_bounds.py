@@ -1,9 +1,14 @@
 """What hints can cost at most: time on the engine's thread, memory, and errors."""
 
+import json
 from typing import Any
 
 import pytest
-from wire.hints_help import PROMPT, make, make_manager, run, say
+from hypothesis import given
+from hypothesis import strategies as st
+from wire.hints_help import PROMPT, action, envelope, make, make_manager, run, say
+
+from kvblocks import InvalidArgumentError, KVCacheManager
 
 
 @pytest.mark.parametrize(
@@ -36,3 +41,91 @@ def test_prefixes_are_told_apart_by_the_spans_of_their_full_blocks() -> None:
         assert say(executor, "release", token_ids=PROMPT, extra_keys=other)["outcome"] == "missing"
     same = say(executor, "release", token_ids=PROMPT, extra_keys=[[2, 3, "a"], [30, 34, "b"]])
     assert (same["outcome"], same["num_pins"]) == ("accepted", 1)
+
+
+HUGE = pytest.param(10**400, id="10**400")
+
+
+@pytest.mark.parametrize("kind", ["pin", "expire", "prefetch"])
+@pytest.mark.parametrize("seconds", [HUGE, 1e308])
+def test_more_seconds_than_a_float_holds_are_clipped(kind: str, seconds: float) -> None:
+    executor = make()
+    named = action("pin", {"token_ids": PROMPT, "ttl_s": 5}, "first")
+    sent = envelope(named, action(kind, {"token_ids": PROMPT, "ttl_s": seconds}, "much"), action("retain", {}, "last"))
+    first, much, last = executor.carry_out(sent, None, 1e308).answers
+    assert (first.outcome, last.outcome) == ("deferred", "rejected")
+    if kind == "prefetch":
+        assert much.outcome == "missing"
+    else:
+        assert (much.outcome, much.numbers["ttl_s"]) == ("clipped", 3600.0)
+
+
+@pytest.mark.parametrize("now", [HUGE, float("inf"), float("nan"), "1"])
+def test_a_time_is_one_that_a_float_holds(now: Any) -> None:
+    executor = make()
+    with pytest.raises(InvalidArgumentError, match="now: expected a finite number"):
+        executor.carry_out(envelope(action("pin", {"token_ids": PROMPT})), None, now)
+    with pytest.raises(InvalidArgumentError, match="now: expected a finite number"):
+        executor.step(now)
+    assert executor.stats.num_pins == 0
+
+
+NUMBERS = st.sampled_from([0, 1, 4, 8, -1, 10**400, -(10**400), 2**31, 2**32, 2**63, 2**64, 1e308, -0.0, 0.5])
+PLAIN = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+TOKENS = st.just(PROMPT) | st.just(PROMPT[:8]) | st.lists(NUMBERS, max_size=9)
+SPANS = st.lists(st.tuples(NUMBERS, NUMBERS, st.text(max_size=2)).map(list) | PLAIN, max_size=3)
+LIKELY = {
+    "token_ids": TOKENS,
+    "extra_keys": SPANS,
+    "block_hashes": st.lists(NUMBERS | st.text("0af", max_size=8), max_size=3),
+    "ttl_s": NUMBERS | st.just(10**400),
+    "priority": NUMBERS,
+    "pin_id": st.sampled_from(["hint-1", "hint-2"]),
+    "action_id": st.sampled_from("ab"),
+    "message_id": st.sampled_from("mn"),
+    "cache_salt": st.none(),
+    "lora_name": st.text(max_size=2),
+    "odd": PLAIN,
+}
+KINDS = ["pin", "release", "expire", "prefetch", "retain", "kv.pin", "kv.fetch"]
+ACTIONS = st.fixed_dictionaries(
+    {
+        "action_id": st.sampled_from("abc"),
+        "action_type": st.sampled_from(KINDS),
+        "action_version": st.just("1.0"),
+        "payload": st.lists(st.sampled_from(sorted(LIKELY)), max_size=3, unique=True).flatmap(
+            lambda names: st.fixed_dictionaries({name: LIKELY[name] | PLAIN for name in names})
+        ),
+    }
+)
+ODD_ACTIONS = st.fixed_dictionaries({}, optional=dict.fromkeys(action("", {}), PLAIN))
+
+
+@given(
+    st.lists(ACTIONS | ODD_ACTIONS | PLAIN, max_size=4),
+    st.sampled_from(["m", "n"]) | PLAIN,
+    st.sampled_from(["0.1"] * 4 + [0.1, None]),
+    PLAIN,
+)
+def test_any_json_is_answered_action_by_action_or_refused_as_a_whole(
+    actions: list[Any], message_id: Any, version: Any, now: Any
+) -> None:
+    manager = KVCacheManager(16, 4, debug=True)
+    run(manager)
+    executor = make(manager)
+    for time in (0.0, now):
+        sent = {"protocol_version": version, "message_id": message_id, "actions": actions}
+        before = executor.stats
+        try:
+            answers = executor.carry_out(sent, None, time)
+        except InvalidArgumentError:
+            assert executor.stats == before
+            continue
+        assert len(answers.answers) == len(actions)
+        json.dumps(answers.to_dict()).encode()
+    executor.close()
+    assert manager.num_free_blocks == 16 and not manager.pins

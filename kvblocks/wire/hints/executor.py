@@ -16,7 +16,8 @@ an interrupt ends (KeyboardInterrupt) may leave a pin, or a sequence that loads,
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
-from math import inf, isfinite
+from math import inf
+from sys import float_info
 from typing import Any, SupportsFloat, SupportsIndex
 
 from kvblocks.arguments import Text, check_count, check_name, check_number, is_a, wrong
@@ -33,6 +34,7 @@ PIN_PRIORITY = 50
 """Of a pin that says nothing else."""
 
 _IDS = frozenset({"pin_id", "action_id", "message_id"})
+_MOST_SECONDS = float_info.max  # an int may be more
 _UNKNOWN = "nothing by this name is known here"
 
 Said = tuple[Outcome, str | None, Mapping[str, int | float | str]]
@@ -388,9 +390,10 @@ class HintExecutor:
         seconds = payload.get("ttl_s")
         if seconds is None:
             return self._limits.max_ttl_s
-        if not _check_seconds(seconds):
+        wanted = _check_seconds(seconds)
+        if not wanted:
             raise wrong("ttl_s", "a number of seconds, more than 0", seconds)
-        return min(float(seconds), self._limits.max_ttl_s)
+        return min(wanted, self._limits.max_ttl_s)
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:
@@ -442,13 +445,14 @@ def _by_envelope(later: list[tuple[Book, str, HintAnswer]]) -> list[HintAnswers]
 
 def _check_time(now: SupportsFloat) -> float:
     time = check_number("now", now, "a finite number")
-    if not isfinite(time):
+    if not -_MOST_SECONDS <= time <= _MOST_SECONDS:
         raise wrong("now", "a finite number", now)
     return float(time)
 
 
 def _check_seconds(value: Any) -> float:
+    """Return seconds that were asked for; more than a float holds are the most that it does."""
     seconds = check_number("ttl_s", value, "a number of seconds")
     if not 0 <= seconds < inf:
         raise wrong("ttl_s", "a number of seconds, at least 0", value)
-    return float(seconds)
+    return float(min(seconds, _MOST_SECONDS))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from sys import float_info
 
 from kvblocks.arguments import check_count, check_flag, check_number, wrong
 
@@ -37,7 +38,7 @@ class HintLimits:
             if item.name == "may_evict":
                 check_flag(item.name, value)
             elif item.name == "max_ttl_s":
-                if not 0 < check_number(item.name, value) < float("inf"):
+                if not 0 < check_number(item.name, value) <= float_info.max:
                     raise wrong(item.name, "a number of seconds, more than 0", value)
             elif item.name.endswith("_share"):
                 if not 0 <= check_number(item.name, value) <= 1:
