@@ -129,3 +129,41 @@ def test_any_json_is_answered_action_by_action_or_refused_as_a_whole(
         json.dumps(answers.to_dict()).encode()
     executor.close()
     assert manager.num_free_blocks == 16 and not manager.pins
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {LONG: 1},
+        dict.fromkeys([f"{LONG[:50]}{index}" for index in range(200)]),
+        {"token_ids": LONG},
+        {"token_ids": [LONG] * 8},
+        {"token_ids": PROMPT, "priority": LONG},
+        {"token_ids": PROMPT, "ttl_s": [LONG]},
+        {"token_ids": PROMPT, "extra_keys": [[0, LONG, LONG]]},
+        {"token_ids": PROMPT, "extra_keys": [LONG]},
+        {"token_ids": PROMPT, "cache_salt": {LONG: LONG}},
+        {"token_ids": PROMPT, "lora_name": "\ud800" + LONG},
+        {"block_hashes": [LONG]},
+        {"block_hashes": {LONG: 1}},
+    ],
+)
+def test_no_answer_keeps_what_was_sent(payload: dict[str, Any]) -> None:
+    executor = make()
+    sent = envelope(action("pin", payload))
+    (answer,) = executor.carry_out(sent, None, 0.0).answers
+    assert answer.outcome == "rejected"
+    assert len(json.dumps(answer.to_dict())) < 2000
+    assert executor.carry_out(sent, None, 1.0).answers == (answer,)
+
+
+def test_a_reason_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise InvalidArgumentError(LONG)
+
+    executor = make()
+    monkeypatch.setattr(executor, "_handler_of", refuse)
+    assert say(executor, "pin")["reason"] == f"{LONG[:999]}…"

@@ -33,6 +33,7 @@ from kvblocks.wire.hints.prefix import NAMING_FIELDS, NamedPrefix, PrefixNames, 
 PIN_PRIORITY = 50
 """Of a pin that says nothing else."""
 
+_MOST_CHARACTERS = 1000  # of a reason, which is kept as long as the answer
 _IDS = frozenset({"pin_id", "action_id", "message_id"})
 _MOST_SECONDS = float_info.max  # an int may be more
 _UNKNOWN = "nothing by this name is known here"
@@ -178,7 +179,7 @@ class HintExecutor:
         try:
             own_print = fingerprint(action)
         except InvalidArgumentError as error:
-            return self._refuse(action, str(error))
+            return self._refuse(action, _short(error))
         kept = book.recall(asked.message_id, action.action_id)
         if kept is not None and kept[0] != own_print:
             return self._refuse(action, "expected another action_id: an action of another content had this one")
@@ -197,7 +198,7 @@ class HintExecutor:
         except UnknownPrefixError:
             return "missing", _UNKNOWN, {}
         except InvalidArgumentError as error:
-            return "rejected", str(error), {}
+            return "rejected", _short(error), {}
 
     def _handler_of(self, action: HintAction) -> Callable[["_Asked"], Said]:
         kinds = {"pin": self._pin, "release": self._release, "expire": self._expire, "prefetch": self._prefetch}
@@ -419,10 +420,13 @@ class _Asked:
         """
         given, known = self.action.payload, names | {*fields}
         if not known >= given.keys():
-            raise InvalidArgumentError(
-                f"payload: expected fields of {sorted(known)}, got {sorted(given.keys() - known)}"
-            )
+            raise wrong("payload", f"fields of {sorted(known)}", sorted(given.keys() - known))
         return {name: value for name, value in given.items() if value is not None or name == "cache_salt"}
+
+
+def _short(error: InvalidArgumentError) -> str:
+    text = str(error)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
 
 
 def _accepted_pin(standing: StandingPin, seconds: float) -> Said:
