@@ -177,6 +177,24 @@ def test_so_many_wait() -> None:
     assert say(executor, "prefetch", token_ids=PROMPT, tenant="t")["outcome"] == "missing"
 
 
+def test_so_many_load() -> None:
+    prompts = [list(range(start, start + 8)) for start in (100, 200, 300)]
+    manager = make_manager(64)
+    for tokens in prompts:
+        run(manager, tokens=tokens)
+    settle(manager)
+    settle(manager)
+    spill(manager)
+    executor = make(manager, max_deferred=2, max_prefetch_share=1.0)
+    answers = [say(executor, "prefetch", token_ids=tokens) for tokens in prompts]
+    assert [answer["outcome"] for answer in answers] == ["accepted", "accepted", "rejected"]
+    assert answers[2]["reason"] == "expected at most 2 prefetches that wait or load"
+    assert (executor.stats.num_loading, manager.num_free_blocks) == (2, 60)  # nothing began for the third
+    settle(manager)
+    executor.step(1.0)
+    assert say(executor, "prefetch", token_ids=prompts[2])["num_loading_blocks"] == 2
+
+
 def test_what_somebody_else_brings_is_waited_for() -> None:
     manager = stored()
     executor = make(manager, max_prefetch_share=0.5)

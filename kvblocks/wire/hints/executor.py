@@ -9,9 +9,10 @@ who names prefixes of its own salt only, within a budget of its own. Whatever el
 there is not. So no order of hints locks the pool, or touches what another tenant has.
 
 Sans-IO: no clock, no thread. Times are the caller's, and what waits goes on in `step`. Invariants: what a tenant has
-pinned is for at most its budget; of each tenant at most max_pins pins, max_deferred prefetches and max_remembered
-answers are kept; an action that is deferred is answered again, once, unless the executor is closed before. A call that
-an interrupt ends (KeyboardInterrupt) may leave a pin, or a sequence that loads, which only the manager knows of.
+pinned is for at most its budget; of each tenant at most max_pins pins, max_deferred prefetches, waiting or loading, and
+max_remembered answers are kept; an action that is deferred is answered again, once, unless the executor is closed
+before. A call that an interrupt ends (KeyboardInterrupt) may leave a pin, or a sequence that loads, which only the
+manager knows of.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -297,12 +298,12 @@ class HintExecutor:
             prefix = asked.names.find(payload)
             num_wanted = prefix.num_named_blocks
             prefix.keep(self._manager.num_blocks)
+        if len(book.prefetches) >= self._limits.max_deferred:
+            raise InvalidArgumentError(f"expected at most {self._limits.max_deferred} prefetches that wait or load")
         begun = self._prefetches.begin(prefix)
         standing = StandingPrefetch(asked.message_id, asked.action, prefix, asked.now + seconds, num_wanted)
         if begun is not None:
             return self._go_on(book, standing, begun)
-        if len(book.prefetches) >= self._limits.max_deferred:
-            raise InvalidArgumentError(f"expected at most {self._limits.max_deferred} prefetches that wait or load")
         standing.is_deferred = True
         book.prefetches[standing] = None
         return "deferred", "it begins when there is room, and nobody else brings it", {"ttl_s": seconds}
