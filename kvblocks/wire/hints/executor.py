@@ -105,7 +105,7 @@ class HintExecutor:
         and not carried out again, while its answer is kept; with another content it is rejected.
 
         Raises InvalidArgumentError for what is no envelope as a whole, having done nothing of it. O(tokens named + what
-        stands), and O(pool) if hashes are named.
+        stands), and O(pool) if hashes are named, once and again after each prefetch that began or ended.
         """
         self._check_open("carry_out")
         name, time = check_name("tenant", tenant), _check_time(now)
@@ -194,12 +194,16 @@ class HintExecutor:
         return answer
 
     def _carry_out(self, asked: "_Asked") -> Said:
+        num_changes = self._prefetches.num_changes
         try:
             return self._handler_of(asked.action)(asked)
         except UnknownPrefixError:
             return "missing", _UNKNOWN, {}
         except InvalidArgumentError as error:
             return "rejected", _short(error), {}
+        finally:
+            if self._prefetches.num_changes != num_changes:
+                asked.names.forget_hashes()
 
     def _handler_of(self, action: HintAction) -> Callable[["_Asked"], Said]:
         kinds = {"pin": self._pin, "release": self._release, "expire": self._expire, "prefetch": self._prefetch}

@@ -98,9 +98,10 @@ class PrefixNames:
         self._has_looked = False
 
     def find(self, payload: Mapping[str, Any]) -> NamedPrefix:
-        """Return the prefix that a payload names. O(tokens), and O(pool) once if hashes are named.
+        """Return the prefix that a payload names.
 
-        Raises UnknownPrefixError, and InvalidArgumentError for what names none.
+        Raises UnknownPrefixError, and InvalidArgumentError for what names none. O(tokens), and O(pool) if hashes are
+        named, the first time and after `forget_hashes`.
         """
         by_tokens, by_hashes = "token_ids" in payload, "block_hashes" in payload
         if by_tokens == by_hashes:
@@ -111,6 +112,10 @@ class PrefixNames:
                 raise InvalidArgumentError(f"expected block_hashes without {others}: hashes say those")
             return self._find_by_hashes(payload["block_hashes"])
         return self._find_by_tokens(payload)
+
+    def forget_hashes(self) -> None:
+        """Look again for what hashes name, since what is cached may have changed. O(1)."""
+        self._by_digest, self._ambiguous, self._by_number, self._has_looked = {}, set(), None, False
 
     def _find_by_tokens(self, payload: Mapping[str, Any]) -> NamedPrefix:
         tokens = self._take(payload["token_ids"], "token_ids", "a list of token ids")
