@@ -111,19 +111,17 @@ def encode_extra_keys(
     Salt and LoRA name go to block 0 alone: every later block is attached to it. A position key goes to each block that
     its span touches. The order in which `position_keys` come makes no difference. O(spans x blocks each touches).
     """
-    encoded: dict[int, bytes] = {}
     root = b""
     if salt is not None:
         root += _entry(SALT_KIND, b"", salt.encode())
     if lora is not None:
         root += _entry(LORA_KIND, b"", lora.encode())
-    if root:
-        encoded[0] = root
+    encoded = {0: [root]} if root else {}
     for start, end, kind, payload in sorted(_typed(key) for key in position_keys):
         for block in range(start // block_size, (end - 1) // block_size + 1):
             span = pack("<qQ", start - block * block_size, end - start)
-            encoded[block] = encoded.get(block, b"") + _entry(kind, span, payload)
-    return encoded
+            encoded.setdefault(block, []).append(_entry(kind, span, payload))
+    return {block: b"".join(entries) for block, entries in encoded.items()}
 
 
 def decode_extra_keys(encoded: Given[bytes]) -> list[ExtraKey]:

@@ -453,6 +453,7 @@ def test_bad_options(options: dict[str, Any], expected: str) -> None:
     ("name", "value"),
     [
         ("max_actions", 0), ("max_tokens", True), ("max_priority", 100), ("max_ttl_s", 0), ("max_ttl_s", float("inf")),
+        pytest.param("max_ttl_s", 10**400, id="huge"),
         ("max_prefetch_share", 1.5), ("reserved_share", float("nan")), ("may_evict", 1), ("max_pins", "7"),
     ],
 )  # fmt: skip

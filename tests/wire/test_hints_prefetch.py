@@ -177,6 +177,24 @@ def test_so_many_wait() -> None:
     assert say(executor, "prefetch", token_ids=PROMPT, tenant="t")["outcome"] == "missing"
 
 
+def test_so_many_load() -> None:
+    prompts = [list(range(start, start + 8)) for start in (100, 200, 300)]
+    manager = make_manager(64)
+    for tokens in prompts:
+        run(manager, tokens=tokens)
+    settle(manager)
+    settle(manager)
+    spill(manager)
+    executor = make(manager, max_deferred=2, max_prefetch_share=1.0)
+    answers = [say(executor, "prefetch", token_ids=tokens) for tokens in prompts]
+    assert [answer["outcome"] for answer in answers] == ["accepted", "accepted", "rejected"]
+    assert answers[2]["reason"] == "expected at most 2 prefetches that wait or load"
+    assert (executor.stats.num_loading, manager.num_free_blocks) == (2, 60)  # nothing began for the third
+    settle(manager)
+    executor.step(1.0)
+    assert say(executor, "prefetch", token_ids=prompts[2])["num_loading_blocks"] == 2
+
+
 def test_what_somebody_else_brings_is_waited_for() -> None:
     manager = stored()
     executor = make(manager, max_prefetch_share=0.5)
@@ -314,3 +332,24 @@ def test_count_empty_blocks() -> None:
     assert manager.count_empty_blocks(8) == 3
     manager.reset_prefix_cache()
     assert manager.count_empty_blocks(8) == 8
+
+
+def test_hashes_that_a_prefetch_evicted_are_missing_in_the_same_envelope() -> None:
+    """Hashes were looked for before it, in the same envelope."""
+    manager = stored(32)
+    other = list(range(1000, 1000 + 4 * 32))
+    run(manager, "other", other)
+    hashes = [digest.hex() for digest in manager.block_hashes(Sequence("x", other))]
+    executor = make(manager, 32, max_prefetch_share=1.0, reserved_share=0.0, may_evict=True)
+    pinned = {"block_hashes": hashes[:1]}
+    sent = envelope(
+        action("pin", pinned, "first"),
+        action("release", {"action_id": "first"}, "release"),
+        action("prefetch", {"token_ids": PROMPT}, "prefetch"),
+        action("pin", {"block_hashes": hashes[-1:]}, "gone"),
+        action("pin", {"block_hashes": hashes}, "part"),
+    )
+    answers = executor.carry_out(sent, None, 0.0).answers
+    assert [answer.outcome for answer in answers] == ["accepted", "accepted", "accepted", "missing", "clipped"]
+    assert answers[2].numbers["num_loading_blocks"] == 10
+    assert answers[4].numbers["num_held_blocks"] == 16  # the budget of all pins

@@ -63,6 +63,7 @@ class CacheApi:
             },
             "lookups": {"num_lookups": num_lookups, "mean_s": seconds / num_lookups if num_lookups else None},
             "pins": values["pins"],
+            "hints": asdict(self._service.thread.hint_stats),
             "tiers": self._tiers_json(values["tiers"]),
             "requests": self._service.metrics.counts(),
         }

@@ -58,8 +58,9 @@ class EngineThread:
 
     publish: gets batches of (answer, item), on this thread; it must neither block nor raise. on_death: called
     on this thread when it ends by an error, which is a bug; all answers have been closed by then. arrivals, pins,
-    hints: for functions given to `call`; `arrivals.num_lookups_and_seconds` may be read from anywhere. close_by: until
-    when, on `time.monotonic`, the end waits for what tiers have to store; anybody may change it.
+    hints: for functions given to `call`; `arrivals.num_lookups_and_seconds`, and hint_stats, of the last step, may be
+    read from anywhere. close_by: until when, on `time.monotonic`, the end waits for what tiers have to store; anybody
+    may change it.
     """
 
     def __init__(self, engine: Engine, publish: Publish, *, keep_reasons: bool = True) -> None:
@@ -69,6 +70,7 @@ class EngineThread:
         # A quarter of what all pins may have, for each salt; and an operator may push anybody's blocks out.
         budget = engine.manager.max_pinned_blocks // 4
         self.hints = HintExecutor(engine.manager, max_pinned_blocks=budget, limits=HintLimits(may_evict=True))
+        self.hint_stats = self.hints.stats  # never changed, only replaced
         self.on_death: Callable[[], None] = lambda: None
         self.close_by = 0.0
         self._publish = publish
@@ -164,6 +166,7 @@ class EngineThread:
             if answer is not None:
                 self._take(answer, generation)
         self.hints.step(time.monotonic())  # who sent what was deferred asks again
+        self.hint_stats = self.hints.stats
 
     def _take(self, answer: Answer, generation: Generation) -> None:
         """Publish what a generation has for its answer."""

@@ -9,14 +9,16 @@ who names prefixes of its own salt only, within a budget of its own. Whatever el
 there is not. So no order of hints locks the pool, or touches what another tenant has.
 
 Sans-IO: no clock, no thread. Times are the caller's, and what waits goes on in `step`. Invariants: what a tenant has
-pinned is for at most its budget; of each tenant at most max_pins pins, max_deferred prefetches and max_remembered
-answers are kept; an action that is deferred is answered again, once, unless the executor is closed before. A call that
-an interrupt ends (KeyboardInterrupt) may leave a pin, or a sequence that loads, which only the manager knows of.
+pinned is for at most its budget; of each tenant at most max_pins pins, max_deferred prefetches, waiting or loading, and
+max_remembered answers are kept; an action that is deferred is answered again, once, unless the executor is closed
+before. A call that an interrupt ends (KeyboardInterrupt) may leave a pin, or a sequence that loads, which only the
+manager knows of.
 """
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
-from math import inf, isfinite
+from math import inf
+from sys import float_info
 from typing import Any, SupportsFloat, SupportsIndex
 
 from kvblocks.arguments import Text, check_count, check_name, check_number, is_a, wrong
@@ -32,7 +34,9 @@ from kvblocks.wire.hints.prefix import NAMING_FIELDS, NamedPrefix, PrefixNames, 
 PIN_PRIORITY = 50
 """Of a pin that says nothing else."""
 
+_MOST_CHARACTERS = 1000  # of a reason, which is kept as long as the answer
 _IDS = frozenset({"pin_id", "action_id", "message_id"})
+_MOST_SECONDS = float_info.max  # an int may be more
 _UNKNOWN = "nothing by this name is known here"
 
 Said = tuple[Outcome, str | None, Mapping[str, int | float | str]]
@@ -101,7 +105,7 @@ class HintExecutor:
         and not carried out again, while its answer is kept; with another content it is rejected.
 
         Raises InvalidArgumentError for what is no envelope as a whole, having done nothing of it. O(tokens named + what
-        stands), and O(pool) if hashes are named.
+        stands), and O(pool) if hashes are named, once and again after each prefetch that began or ended.
         """
         self._check_open("carry_out")
         name, time = check_name("tenant", tenant), _check_time(now)
@@ -176,7 +180,7 @@ class HintExecutor:
         try:
             own_print = fingerprint(action)
         except InvalidArgumentError as error:
-            return self._refuse(action, str(error))
+            return self._refuse(action, _short(error))
         kept = book.recall(asked.message_id, action.action_id)
         if kept is not None and kept[0] != own_print:
             return self._refuse(action, "expected another action_id: an action of another content had this one")
@@ -190,12 +194,16 @@ class HintExecutor:
         return answer
 
     def _carry_out(self, asked: "_Asked") -> Said:
+        num_changes = self._prefetches.num_changes
         try:
             return self._handler_of(asked.action)(asked)
         except UnknownPrefixError:
             return "missing", _UNKNOWN, {}
         except InvalidArgumentError as error:
-            return "rejected", str(error), {}
+            return "rejected", _short(error), {}
+        finally:
+            if self._prefetches.num_changes != num_changes:
+                asked.names.forget_hashes()
 
     def _handler_of(self, action: HintAction) -> Callable[["_Asked"], Said]:
         kinds = {"pin": self._pin, "release": self._release, "expire": self._expire, "prefetch": self._prefetch}
@@ -294,12 +302,12 @@ class HintExecutor:
             prefix = asked.names.find(payload)
             num_wanted = prefix.num_named_blocks
             prefix.keep(self._manager.num_blocks)
+        if len(book.prefetches) >= self._limits.max_deferred:
+            raise InvalidArgumentError(f"expected at most {self._limits.max_deferred} prefetches that wait or load")
         begun = self._prefetches.begin(prefix)
         standing = StandingPrefetch(asked.message_id, asked.action, prefix, asked.now + seconds, num_wanted)
         if begun is not None:
             return self._go_on(book, standing, begun)
-        if len(book.prefetches) >= self._limits.max_deferred:
-            raise InvalidArgumentError(f"expected at most {self._limits.max_deferred} prefetches that wait or load")
         standing.is_deferred = True
         book.prefetches[standing] = None
         return "deferred", "it begins when there is room, and nobody else brings it", {"ttl_s": seconds}
@@ -388,9 +396,10 @@ class HintExecutor:
         seconds = payload.get("ttl_s")
         if seconds is None:
             return self._limits.max_ttl_s
-        if not _check_seconds(seconds):
+        wanted = _check_seconds(seconds)
+        if not wanted:
             raise wrong("ttl_s", "a number of seconds, more than 0", seconds)
-        return min(float(seconds), self._limits.max_ttl_s)
+        return min(wanted, self._limits.max_ttl_s)
 
     def _check_open(self, call: str) -> None:
         if self._is_closed:
@@ -416,10 +425,13 @@ class _Asked:
         """
         given, known = self.action.payload, names | {*fields}
         if not known >= given.keys():
-            raise InvalidArgumentError(
-                f"payload: expected fields of {sorted(known)}, got {sorted(given.keys() - known)}"
-            )
+            raise wrong("payload", f"fields of {sorted(known)}", sorted(given.keys() - known))
         return {name: value for name, value in given.items() if value is not None or name == "cache_salt"}
+
+
+def _short(error: InvalidArgumentError) -> str:
+    text = str(error)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
 
 
 def _accepted_pin(standing: StandingPin, seconds: float) -> Said:
@@ -442,13 +454,14 @@ def _by_envelope(later: list[tuple[Book, str, HintAnswer]]) -> list[HintAnswers]
 
 def _check_time(now: SupportsFloat) -> float:
     time = check_number("now", now, "a finite number")
-    if not isfinite(time):
+    if not -_MOST_SECONDS <= time <= _MOST_SECONDS:
         raise wrong("now", "a finite number", now)
     return float(time)
 
 
 def _check_seconds(value: Any) -> float:
+    """Return seconds that were asked for; more than a float holds are the most that it does."""
     seconds = check_number("ttl_s", value, "a number of seconds")
     if not 0 <= seconds < inf:
         raise wrong("ttl_s", "a number of seconds, at least 0", value)
-    return float(seconds)
+    return float(min(seconds, _MOST_SECONDS))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from sys import float_info
 
 from kvblocks.arguments import check_count, check_flag, check_number, wrong
 
@@ -10,7 +11,8 @@ from kvblocks.arguments import check_count, check_flag, check_number, wrong
 class HintLimits:
     """Bounds of a `HintExecutor`. Raises InvalidArgumentError.
 
-    max_actions: in an envelope. max_tokens: that it names, as token ids or hashes, each counting one. max_tenants: that
+    max_actions: in an envelope. max_tokens: that it names, as token ids or hashes, each counting one, and again in the
+    blocks that each span of extra_keys touches, as often as its key has 256 characters, begun ones. max_tenants: that
     are remembered. max_pins, max_deferred, max_remembered: of each tenant: its pins, its prefetches that wait or load,
     and the actions whose answers are kept. max_ttl_s: how long a pin stands at most, or a prefetch waits, on the
     caller's clock. max_priority: of pins, below 100, whose blocks nothing could have. max_prefetch_share: of the pool,
@@ -36,7 +38,7 @@ class HintLimits:
             if item.name == "may_evict":
                 check_flag(item.name, value)
             elif item.name == "max_ttl_s":
-                if not 0 < check_number(item.name, value) < float("inf"):
+                if not 0 < check_number(item.name, value) <= float_info.max:
                     raise wrong(item.name, "a number of seconds, more than 0", value)
             elif item.name.endswith("_share"):
                 if not 0 <= check_number(item.name, value) <= 1:

@@ -50,7 +50,11 @@ class Begun:
 
 
 class Prefetches:
-    """The prefetches of a manager. loads: those under way, oldest first."""
+    """The prefetches of a manager.
+
+    loads: those under way, oldest first. num_changes: how many have begun or ended, each of which may have changed what
+    is cached on the device, and where.
+    """
 
     def __init__(self, manager: KVCacheManager, limits: HintLimits) -> None:
         self._manager = manager
@@ -59,7 +63,7 @@ class Prefetches:
         self._num_reserved = int(manager.num_blocks * limits.reserved_share)
         self._num_held = 0
         self.loads: dict[Load, None] = {}
-        self.num_loaded_blocks = self.num_failed = 0
+        self.num_loaded_blocks = self.num_failed = self.num_changes = 0
 
     def begin(self, prefix: NamedPrefix) -> Begun | None:
         """Begin to load what tiers have of a prefix behind what the device has; None: not now.
@@ -82,6 +86,7 @@ class Prefetches:
                 return None
             end = _end(loads, start)
         num_held = self._num_free(hit) + self._num_new_blocks(start, end)
+        self.num_changes += 1
         if self._manager.allocate_slots(hit.sequence, 0, hit=hit, loads=loads) is None:
             return None
         load = Load(hit.sequence, num_held, start, end)
@@ -103,6 +108,7 @@ class Prefetches:
     def end(self, load: Load) -> None:
         """Free a load's sequence, finished or not. A transfer that has begun holds its blocks until it is answered."""
         del self.loads[load]
+        self.num_changes += 1
         self._num_held -= load.num_held_blocks
         self._manager.free(load.sequence)
 

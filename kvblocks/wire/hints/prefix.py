@@ -14,7 +14,7 @@ from typing import Any
 
 from kvblocks.arguments import check_name, is_a, listed, wrong
 from kvblocks.core.block import Node
-from kvblocks.core.hashing import PositionKey, decode_extra_keys, encode_extra_keys
+from kvblocks.core.hashing import PositionKey, decode_extra_keys
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.manager import KVCacheManager
@@ -25,6 +25,8 @@ NAMING_FIELDS = frozenset({"token_ids", "cache_salt", "lora_name", "extra_keys",
 """The fields of a payload that name a prefix."""
 
 _BY_TOKENS = ("cache_salt", "lora_name", "extra_keys")
+
+_FREE_CHARACTERS = 256  # of a span's key: the hash of an image is far below
 
 
 class UnknownPrefixError(Exception):
@@ -48,9 +50,9 @@ class NamedPrefix:
         self._extra_keys = extra_keys
         self._block_bytes = 4 * block_size
         self.num_blocks = self.num_named_blocks = number = len(tokens) // self._block_bytes
-        keys = encode_extra_keys(None, lora, extra_keys, block_size)
-        own_keys = sorted([(block, key) for block, key in keys.items() if block < number])
-        self.key = hashlib.sha256(tokens[: number * self._block_bytes] + repr(own_keys).encode()).digest()
+        own_keys = sorted([(start, end, repr(key)) for start, end, key in extra_keys if start < number * block_size])
+        said = repr((lora, own_keys)).encode()
+        self.key = hashlib.sha256(tokens[: number * self._block_bytes] + said).digest()
 
     def keep(self, num_blocks: int) -> None:
         """Keep the first blocks alone, if there are more. O(tokens)."""
@@ -81,7 +83,9 @@ class NamedPrefix:
 class PrefixNames:
     """Reads the names of prefixes in one tenant's payloads, of one envelope.
 
-    num_tokens_left: how many tokens and hashes the envelope may name still.
+    num_tokens_left: how many tokens and hashes the envelope may name still. A span of extra_keys takes as many as the
+    blocks that it touches have, since its key is written to each of them, and as many again for each 256 characters or
+    bytes of that key.
     """
 
     def __init__(self, manager: KVCacheManager, tenant: str | None, max_tokens: int) -> None:
@@ -94,9 +98,10 @@ class PrefixNames:
         self._has_looked = False
 
     def find(self, payload: Mapping[str, Any]) -> NamedPrefix:
-        """Return the prefix that a payload names. O(tokens), and O(pool) once if hashes are named.
+        """Return the prefix that a payload names.
 
-        Raises UnknownPrefixError, and InvalidArgumentError for what names none.
+        Raises UnknownPrefixError, and InvalidArgumentError for what names none. O(tokens), and O(pool) if hashes are
+        named, the first time and after `forget_hashes`.
         """
         by_tokens, by_hashes = "token_ids" in payload, "block_hashes" in payload
         if by_tokens == by_hashes:
@@ -108,6 +113,10 @@ class PrefixNames:
             return self._find_by_hashes(payload["block_hashes"])
         return self._find_by_tokens(payload)
 
+    def forget_hashes(self) -> None:
+        """Look again for what hashes name, since what is cached may have changed. O(1)."""
+        self._by_digest, self._ambiguous, self._by_number, self._has_looked = {}, set(), None, False
+
     def _find_by_tokens(self, payload: Mapping[str, Any]) -> NamedPrefix:
         tokens = self._take(payload["token_ids"], "token_ids", "a list of token ids")
         salt = check_name("cache_salt", payload.get("cache_salt", self._tenant))
@@ -117,6 +126,7 @@ class PrefixNames:
         if salt != self._tenant:
             raise UnknownPrefixError
         packed, size = bytes(checked.packed_tokens()), self._manager.block_size
+        self._take_spans(checked.extra_keys)
         prefix = NamedPrefix(packed, salt, lora, checked.extra_keys, size)
         if not prefix.num_blocks:
             raise InvalidArgumentError(f"expected at least one full block of {size} tokens, got {len(tokens)} tokens")
@@ -158,6 +168,18 @@ class PrefixNames:
             raise InvalidArgumentError(f"{name}: expected at most {self.num_tokens_left} more, got {len(given)}")
         self.num_tokens_left -= len(given)
         return given
+
+    def _take_spans(self, keys: tuple[PositionKey, ...]) -> None:
+        """Count the blocks that spans touch, before anybody writes keys to each of them. O(spans)."""
+        size, number = self._manager.block_size, 0
+        for start, end, key in keys:
+            num_blocks = (end - 1) // size - start // size + 1
+            number += num_blocks * size * (1 + len(key) // _FREE_CHARACTERS)
+        if number > self.num_tokens_left:
+            raise InvalidArgumentError(
+                f"extra_keys: expected spans whose blocks have at most {self.num_tokens_left} tokens more, got {number}"
+            )
+        self.num_tokens_left -= number
 
     def _digest_of(self, name: object) -> bytes | None:
         """Return the digest of a cached block that a hash names, None if there is none."""

@@ -90,6 +90,20 @@ def test_a_prompt_is_pinned_before_it_comes_and_stays(server):
         assert send(http, envelope(action("release", {"pin_id": answer["pin_id"]})))[0]["num_pins"] == 1
 
 
+def test_hints_are_counted_in_the_caches_numbers(server):
+    def counted(http):
+        return http.get("/v1/cache/stats").json()["hints"]
+
+    with server.http() as http:
+        wait_for(lambda: not counted(http)["num_pins"])
+        before = counted(http)["num_answers"].get("deferred", 0)
+        body = envelope(action("pin", {"token_ids": PROMPT, "ttl_s": 600}))
+        assert send(http, body)[0]["outcome"] == "deferred"
+        wait_for(lambda: counted(http)["num_pins"] == 1)
+        after = counted(http)
+        assert (after["num_pinned_blocks"], after["num_answers"]["deferred"]) == (18, before + 1)
+
+
 def test_a_pin_is_named_by_what_events_call_its_blocks(server):
     with server.http() as http:
         complete(http, PROMPT, salt="ann")
