@@ -29,7 +29,7 @@ def play(seed: int, num_rounds: int, badness: float, limits: Limits, codec: str 
                 worker.step()
             network.publish(worker, random.choice([1, 2, 1 << 30]))
             if random.random() < 0.01:
-                worker.kill()
+                worker.kill(random.choice([None, worker.epoch - (1 << 20)]))  # its clock may have gone back
         network.pass_time(random.random() * 2)
         if number % 25 == 24:
             network.settle()
@@ -225,6 +225,49 @@ def test_a_publisher_whose_clock_went_back_is_followed():
     mirror.receive_chunk("w", chunk(ask.request, EPOCH - 98, AllBlocksCleared(), stored(2), epoch=EPOCH - 100))
     mirror.receive("w", EPOCH - 97, payload(stored(3)))
     assert mirror.places("w") == {GPU: frozenset({2, 3})} and mirror.is_complete("w")
+
+
+@pytest.mark.parametrize("step", [0, -100])
+def test_a_held_batch_that_no_publisher_knows_is_dropped(step):
+    """Its number was damaged, or it is of an epoch from before the publisher's clock went back."""
+    mirror = joined()
+    mirror.receive("w", EPOCH + 1000, payload(stored(9)))
+    (ask,) = mirror.take_asks()
+    assert ask.number == EPOCH + 8
+    mirror.end_replay("w")
+    (ask,) = mirror.take_asks()
+    assert ask.number is None
+    epoch = EPOCH + step
+    mirror.receive_chunk("w", chunk(ask.request, epoch + 7, AllBlocksCleared(), stored(1), epoch=epoch))
+    assert mirror.is_complete("w") and mirror.take_asks() == [] and mirror.stats.num_unheld == 1
+    mirror.receive("w", epoch + 8, payload(stored(2)))
+    assert mirror.places("w") == {GPU: frozenset({1, 2})}
+
+
+def test_a_publisher_that_never_fills_a_gap_is_asked_with_pauses():
+    mirror, num_asks = joined(), 0
+    mirror.receive("w", EPOCH + 1000, payload())
+    for number in range(100):
+        for ask in mirror.take_asks():
+            num_asks += 1
+            mirror.receive("w", EPOCH + 2000 + number, payload())
+            if ask.number is None:
+                mirror.receive_chunk("w", chunk(ask.request, EPOCH + 7, AllBlocksCleared(), epoch=EPOCH))
+            else:
+                mirror.end_replay("w")
+    assert num_asks < 10 and mirror.take_asks() == []
+    mirror.give_up("w")
+    assert len(mirror.take_asks()) == 1
+
+
+def test_a_damaged_number_does_not_say_whose_publisher_it_is():
+    mirror = EventMirror()
+    mirror.add("w")
+    mirror.receive("w", 5, payload(stored(5)))
+    mirror.receive("w", EPOCH, payload(stored(6)))
+    for _ in range(3):
+        mirror.give_up("w")
+    assert mirror.take_asks()[-1].number == 0
 
 
 def test_a_snapshot_that_is_older_than_what_has_come_since_is_dropped():
