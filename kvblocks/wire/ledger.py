@@ -114,15 +114,18 @@ class Ledger:
         num_bytes = sum(map(self._weigh, batch))
         if not batch:
             return True
+        # First of all the number: an interrupt leaves one that is not used, which every consumer sees as a gap.
+        number = self._next
+        self._next += 1
         for event in batch:
             self._follow(event)
         limits = self._limits
         fits = len(self._queue) < limits.max_queued_batches
         if not fits or self._queued_bytes + num_bytes > limits.max_queued_bytes:
-            self._next += 1
             self.num_dropped += 1
             return False
-        self._number(ts, batch, num_bytes)
+        self._queued_bytes += num_bytes
+        self._queue.append(Queued(number, ts, batch, num_bytes))
         return True
 
     def add_heartbeat(self, ts: float) -> None:
@@ -177,9 +180,10 @@ class Ledger:
         return self._converter.codec.encode(EventBatch(ts, said, self._rank))
 
     def _number(self, ts: float, events: list[CacheEvent], num_bytes: int) -> None:
-        self._queue.append(Queued(self._next, ts, events, num_bytes))
-        self._queued_bytes += num_bytes
+        number = self._next
         self._next += 1
+        self._queued_bytes += num_bytes
+        self._queue.append(Queued(number, ts, events, num_bytes))
 
     def _weigh(self, event: CacheEvent) -> int:
         """Return about how many bytes an event takes. Raises InvalidArgumentError for what is none of ours."""

@@ -1,5 +1,6 @@
 """The mirror equals the cache at every quiet moment, whatever the network and the workers do."""
 
+import sys
 from random import Random
 
 import msgspec
@@ -11,7 +12,7 @@ from kvblocks.wire import CODECS, AllBlocksCleared, BlockRemoved, BlockStored, E
 from kvblocks.wire.convert import to_u64
 from kvblocks.wire.frames import VERSION, SnapshotChunk, SnapshotHead
 from kvblocks.wire.holdings import Place
-from kvblocks.wire.ledger import Limits
+from kvblocks.wire.ledger import Ledger, Limits
 
 GPU = Place(0, 0, MEDIUM)
 FEW = Limits(num_kept_batches=20, max_queued_batches=6)
@@ -410,3 +411,44 @@ def test_unknown_events_are_counted_and_change_nothing():
 
 def test_hashes_are_kept_by_their_low_bits():
     assert to_u64(-1) == to_u64(b"\xff" * 32) == to_u64(b"\0" * 24 + b"\xff" * 8) == 2**64 - 1
+
+
+def interrupted_at(line: int) -> tuple[bool, bool]:
+    """Interrupt a ledger's `add` at its line-th line. Return whether it was, and whether a mirror is right or knows."""
+    worker, num_lines = Worker("w", Random(1), Limits()), 0
+    mirror = EventMirror()
+    mirror.add("w")
+
+    def trace(frame, event, _):
+        nonlocal num_lines
+        if frame.f_code not in (Ledger.add.__code__, Ledger._follow.__code__, Ledger._number.__code__):
+            return None
+        num_lines += event == "line"
+        if event == "line" and num_lines == line:
+            raise KeyboardInterrupt
+        return trace
+
+    source = Worker("x", Random(2), Limits())
+    source.step()
+    source.ledger.take()
+    batch = source.ledger.take()
+    assert batch is not None
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        worker.ledger.add(batch.events, 1.0)
+        was_interrupted = False
+    except KeyboardInterrupt:
+        was_interrupted = True
+    finally:
+        sys.settrace(before)
+    worker.heartbeat()
+    worker.ledger.add(batch.events[:1], 1.0)
+    for number, said in worker.send():
+        mirror.receive("w", number, said)
+    return was_interrupted, not mirror.is_complete("w") or mirror.count("w") == worker.ledger.num_cached
+
+
+def test_an_interrupt_in_the_books_is_seen_as_a_gap():
+    results = [interrupted_at(line) for line in range(1, 80)]
+    assert results[0][0] and not results[-1][0] and all(is_right for _, is_right in results)
