@@ -170,7 +170,7 @@ class Codec:
         names = self._fields[tag]
         unknown = {} if event.unknown is None else event.unknown
         lost = [name for name in _ALL_FIELDS[tag] if name not in names and getattr(event, name) is not None]
-        lost += [name for name in unknown if name]
+        lost += [name for name, value in unknown.items() if name or not isinstance(value, list)]
         if lost:
             raise wrong("event", f"fields that an array of {self.name!r} has a place for", lost)
         values = [getattr(event, name) for name in names]

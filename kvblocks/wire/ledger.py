@@ -110,6 +110,8 @@ class Ledger:
 
         No events make no batch. Raises InvalidArgumentError for what is no record of kvblocks'; then nothing changes.
         """
+        if not isinstance(events, Iterable):
+            raise wrong("events", "records of what changed in the cache", events)
         batch: list[CacheEvent] = [event for event in events if not isinstance(event, BlocksHit)]  # they change nothing
         num_bytes = sum(map(self._weigh, batch))
         if not batch:

@@ -178,6 +178,12 @@ class EventMirror:
         self._asks.clear()
         return asks
 
+    def ask_anew(self, worker: str) -> None:
+        """Ask again for what is missing: whoever was asked last won't answer."""
+        state = self._get(worker)
+        state.ask = None
+        self._ask(state)
+
     def receive(self, worker: str, number: int, payload: bytes) -> None:
         """Take a live batch. O(blocks), and nothing that it can hold raises an error."""
         state = self._get(worker)

@@ -273,3 +273,9 @@ def test_no_byte_that_is_changed_or_cut_raises_another_error():
 def test_codecs_go_by_their_names(name):
     with pytest.raises(InvalidArgumentError, match="'vllm' or 'vllm:array' or 'sglang'"):
         get_codec(name)
+
+
+def test_an_array_has_no_place_for_a_field_without_a_name():
+    said = decode(msgspec.msgpack.encode([1.0, [{"type": "AllBlocksCleared", "": 5}], 0]))
+    with pytest.raises(InvalidArgumentError, match="fields that an array"):
+        CODECS["vllm:array"].encode(said)

@@ -442,9 +442,9 @@ def interrupted_at(line: int) -> tuple[bool, bool]:
         was_interrupted = True
     finally:
         sys.settrace(before)
+    sent = worker.send()
     worker.heartbeat()
-    worker.ledger.add(batch.events[:1], 1.0)
-    for number, said in worker.send():
+    for number, said in [*sent, *worker.send()]:
         mirror.receive("w", number, said)
     return was_interrupted, not mirror.is_complete("w") or mirror.count("w") == worker.ledger.num_cached
 
