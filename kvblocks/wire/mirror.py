@@ -46,7 +46,7 @@ class Holder(NamedTuple):
 
 @dataclass(slots=True)
 class MirrorStats:
-    """How often things happened. num_late: doubles and latecomers, dropped; num_unheld: too early to be held, or held in vain."""
+    """How often things happened. num_late: doubles and latecomers, dropped; num_unheld: too early, or held in vain."""
 
     num_applied: int = 0
     num_late: int = 0
