@@ -82,6 +82,8 @@ class MirrorClient:
             self._poller.register(asks, zmq.POLLIN)
         self._poller.register(live, zmq.POLLIN)
         self._lines[worker] = _Line(source, live, asks)
+        if worker in self.mirror.workers:
+            self.mirror.ask_anew(worker)  # what another client asked is answered to nobody
         self.mirror.add(worker, can_ask=asks is not None)
 
     def remove(self, worker: str) -> None:
@@ -114,9 +116,12 @@ class MirrorClient:
                 num_taken += self._take(worker, line, line.live)
         self._lose_patience()
         for ask in self.mirror.take_asks():
-            if ask.worker in self._lines:  # else the mirror knows it from another client
-                asked = replay_request(ask.number) if ask.number is not None else snapshot_request(ask.request)
-                self._send(self._lines[ask.worker], asked)
+            if ask.worker not in self._lines or self._lines[ask.worker].asks is None:
+                continue  # nobody of this client's
+            self._send(
+                self._lines[ask.worker],
+                replay_request(ask.number) if ask.number is not None else snapshot_request(ask.request),
+            )
         return num_taken
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class Holder(NamedTuple):
 
 @dataclass(slots=True)
 class MirrorStats:
-    """How often things happened. num_late: doubles and latecomers, dropped; num_unheld: came too early to be held."""
+    """How often things happened. num_late: doubles and latecomers, dropped; num_unheld: too early, or held in vain."""
 
     num_applied: int = 0
     num_late: int = 0
@@ -58,11 +58,15 @@ class MirrorStats:
 
 
 class _Held(NamedTuple):
-    """A batch that came early. mark: by which a double of it is known; size: how much of `max_held` it takes."""
+    """A batch that came early.
+
+    mark: by which a double of it is known. size: how much of `max_held` it takes. request: the last one made before.
+    """
 
     changes: list[Change]
     mark: int
     size: int
+    request: int
 
 
 class _Worker:
@@ -81,6 +85,7 @@ class _Worker:
         self.ask: Ask | None = None
         self.has_applied = False  # anything since the ask
         self.num_tries = 0
+        self.num_rounds = 0  # snapshots in a row behind which something was still missing
         self.has_snapshots: bool | None = None
         self.num_suspicious = 0
         self.head: SnapshotHead | None = None
@@ -173,6 +178,12 @@ class EventMirror:
         self._asks.clear()
         return asks
 
+    def ask_anew(self, worker: str) -> None:
+        """Ask again for what is missing: whoever was asked last won't answer."""
+        state = self._get(worker)
+        state.ask = None
+        self._ask(state)
+
     def receive(self, worker: str, number: int, payload: bytes) -> None:
         """Take a live batch. O(blocks), and nothing that it can hold raises an error."""
         state = self._get(worker)
@@ -213,16 +224,21 @@ class EventMirror:
     def end_replay(self, worker: str) -> None:
         """Take note that a replay has ended."""
         state = self._get(worker)
-        if state.ask is None or state.ask.number is None:
+        ask = state.ask
+        if ask is None or ask.number is None:
             return
         made_progress, state.ask = state.has_applied, None
         state.num_tries = 0
-        if made_progress or state.has_snapshots is not False or not state.held:
-            self._go_on(state, wants_snapshot=not made_progress)
-            return
-        number = min(state.held)
-        held = state.held[number]
-        self._start(state, number, held.changes, held.mark, is_complete=False)
+        if state.has_snapshots is False and state.held:
+            if not made_progress:
+                number = min(state.held)
+                held = state.held[number]
+                self._start(state, number, held.changes, held.mark, is_complete=False)
+                return
+            self._drop_disowned(state, ask.request)
+        # What lay before a batch that came before the ask can't be replayed, or there is no such batch.
+        is_in_vain = not made_progress or any(held.request < ask.request for held in state.held.values())
+        self._go_on(state, wants_snapshot=is_in_vain)
 
     def receive_chunk(self, worker: str, chunk: SnapshotChunk) -> None:
         """Take a chunk of a snapshot. One that wasn't asked for, or not as the last, is dropped."""
@@ -250,7 +266,8 @@ class EventMirror:
             return
         state.num_tries += 1
         wanted_snapshot, state.ask = state.ask.number is None, None
-        number = min(state.held, default=0) if state.next is None else state.next  # others may be damaged
+        # The highest number of all might be a damaged one.
+        number = state.next if state.next is not None else min(state.held, default=0)
         if wanted_snapshot and state.num_tries >= _NUM_TRIES and not state.has_snapshots and number < _MAX_COUNTER:
             state.has_snapshots, state.num_tries = False, 0
         elif not wanted_snapshot and state.num_tries >= _NUM_TRIES:
@@ -334,15 +351,12 @@ class EventMirror:
         elif state.held_size + size > self._max_held:
             self.stats.num_unheld += 1
         else:
-            state.held[number] = _Held(changes, mark, size)
+            state.held[number] = _Held(changes, mark, size, self._num_requests)
             state.held_size += size
 
     def _go_on(self, state: _Worker, *, wants_snapshot: bool = False) -> None:
         """Apply what was held for now, and ask for what is missing."""
-        while state.next is not None and state.next in state.held:
-            held = state.held.pop(state.next)
-            state.held_size -= held.size
-            self._apply(state, state.next, held.changes, held.mark)
+        self._apply_held(state)
         if state.next is not None and state.held and min(state.held) < state.next:
             due = state.next
             state.held = {number: held for number, held in state.held.items() if number > due}
@@ -352,6 +366,24 @@ class EventMirror:
             self._ask(state, wants_snapshot=wants_snapshot or lacks)
         elif state.ask is not None and state.ask.number is not None:
             state.ask = None  # nothing is missing any more
+        if not state.held:
+            state.num_rounds = 0
+
+    def _apply_held(self, state: _Worker) -> None:
+        while state.next is not None and state.next in state.held:
+            held = state.held.pop(state.next)
+            state.held_size -= held.size
+            self._apply(state, state.next, held.changes, held.mark)
+
+    def _drop_disowned(self, state: _Worker, request: int) -> None:
+        """Drop what was held before a request whose answer knows nothing of it.
+
+        Whoever sent a batch has a snapshot that is as new. So its number was damaged, or its publisher is no more and
+        the next one's clock went back. Its turn would never come.
+        """
+        kept = {number: held for number, held in state.held.items() if held.request >= request}
+        self.stats.num_unheld += len(state.held) - len(kept)
+        state.held, state.held_size = kept, sum(held.size for held in kept.values())
 
     def _ask(self, state: _Worker, *, wants_snapshot: bool = False) -> None:
         """Ask for a snapshot or a replay, unless something is asked for already."""
@@ -370,23 +402,21 @@ class EventMirror:
 
     def _take_snapshot(self, state: _Worker, head: SnapshotHead) -> None:
         chunks, state.chunks, state.head, state.ask = state.chunks, {}, None, None
-        if state.next is not None and head.number + 1 < state.next and state.has_applied:
-            self._go_on(state)  # batches have come since, so it is of an epoch that is over, or of earlier in this one
-            return
-        self.stats.num_snapshots += 1
-        state.holdings.clear()
-        for index in range(head.total):
-            state.holdings.apply(chunks[index])
-        state.next, state.epoch = head.number + 1, head.epoch
-        state.floor, state.is_complete, state.num_suspicious = head.epoch, True, 0
-        state.recent.clear()
-        # What is held beyond a gap comes again if it is true: not a damaged number, or one of an epoch that is over.
-        due = state.next
-        while due in state.held:
-            due += 1
-        state.held = {number: held for number, held in state.held.items() if state.next <= number < due}
-        state.held_size = sum(held.size for held in state.held.values())
+        # If batches have come since, it is of an epoch that is over, or of earlier in this one.
+        if state.next is None or head.number + 1 >= state.next or not state.has_applied:
+            self.stats.num_snapshots += 1
+            state.holdings.clear()
+            for index in range(head.total):
+                state.holdings.apply(chunks[index])
+            state.next, state.epoch = head.number + 1, head.epoch
+            state.floor, state.is_complete, state.num_suspicious = head.epoch, True, 0
+            state.recent.clear()
+        self._apply_held(state)
+        self._drop_disowned(state, head.request)
         self._go_on(state)
+        state.num_rounds += bool(state.held)
+        if state.num_rounds > _NUM_TRIES and self._asks and self._asks[-1] == state.ask:
+            self._asks.pop()  # it is asked for when patience is lost, so that nobody is asked without pause
 
 
 def _whole(head: SnapshotHead) -> tuple[int, ...]:

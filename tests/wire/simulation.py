@@ -107,7 +107,9 @@ class Network:
         for number, payload in worker.send(at_most):
             is_broken = self.random.random() < self.badness / 3
             carried = self.random.randbytes(self.random.randrange(40)) if is_broken else payload
-            self.carry(worker.name, self.mirror.receive, worker.name, number, carried)
+            is_misnumbered = self.random.random() < self.badness / 10
+            said = number ^ (EPOCH_STEP >> self.random.randrange(1, 5)) if is_misnumbered else number
+            self.carry(worker.name, self.mirror.receive, worker.name, said, carried)
 
     def ask(self) -> None:
         for ask in self.mirror.take_asks():

@@ -1,5 +1,6 @@
 """The mirror equals the cache at every quiet moment, whatever the network and the workers do."""
 
+import sys
 from random import Random
 
 import msgspec
@@ -11,7 +12,7 @@ from kvblocks.wire import CODECS, AllBlocksCleared, BlockRemoved, BlockStored, E
 from kvblocks.wire.convert import to_u64
 from kvblocks.wire.frames import VERSION, SnapshotChunk, SnapshotHead
 from kvblocks.wire.holdings import Place
-from kvblocks.wire.ledger import Limits
+from kvblocks.wire.ledger import Ledger, Limits
 
 GPU = Place(0, 0, MEDIUM)
 FEW = Limits(num_kept_batches=20, max_queued_batches=6)
@@ -29,7 +30,7 @@ def play(seed: int, num_rounds: int, badness: float, limits: Limits, codec: str 
                 worker.step()
             network.publish(worker, random.choice([1, 2, 1 << 30]))
             if random.random() < 0.01:
-                worker.kill()
+                worker.kill(random.choice([None, worker.epoch - (1 << 20)]))  # its clock may have gone back
         network.pass_time(random.random() * 2)
         if number % 25 == 24:
             network.settle()
@@ -227,6 +228,49 @@ def test_a_publisher_whose_clock_went_back_is_followed():
     assert mirror.places("w") == {GPU: frozenset({2, 3})} and mirror.is_complete("w")
 
 
+@pytest.mark.parametrize("step", [0, -100])
+def test_a_held_batch_that_no_publisher_knows_is_dropped(step):
+    """Its number was damaged, or it is of an epoch from before the publisher's clock went back."""
+    mirror = joined()
+    mirror.receive("w", EPOCH + 1000, payload(stored(9)))
+    (ask,) = mirror.take_asks()
+    assert ask.number == EPOCH + 8
+    mirror.end_replay("w")
+    (ask,) = mirror.take_asks()
+    assert ask.number is None
+    epoch = EPOCH + step
+    mirror.receive_chunk("w", chunk(ask.request, epoch + 7, AllBlocksCleared(), stored(1), epoch=epoch))
+    assert mirror.is_complete("w") and mirror.take_asks() == [] and mirror.stats.num_unheld == 1
+    mirror.receive("w", epoch + 8, payload(stored(2)))
+    assert mirror.places("w") == {GPU: frozenset({1, 2})}
+
+
+def test_a_publisher_that_never_fills_a_gap_is_asked_with_pauses():
+    mirror, num_asks = joined(), 0
+    mirror.receive("w", EPOCH + 1000, payload())
+    for number in range(100):
+        for ask in mirror.take_asks():
+            num_asks += 1
+            mirror.receive("w", EPOCH + 2000 + number, payload())
+            if ask.number is None:
+                mirror.receive_chunk("w", chunk(ask.request, EPOCH + 7, AllBlocksCleared(), epoch=EPOCH))
+            else:
+                mirror.end_replay("w")
+    assert num_asks < 10 and mirror.take_asks() == []
+    mirror.give_up("w")
+    assert len(mirror.take_asks()) == 1
+
+
+def test_a_damaged_number_does_not_say_whose_publisher_it_is():
+    mirror = EventMirror()
+    mirror.add("w")
+    mirror.receive("w", 5, payload(stored(5)))
+    mirror.receive("w", EPOCH, payload(stored(6)))
+    for _ in range(3):
+        mirror.give_up("w")
+    assert mirror.take_asks()[-1].number == 0
+
+
 def test_a_snapshot_that_is_older_than_what_has_come_since_is_dropped():
     mirror = joined()
     mirror.receive("w", EPOCH + 10, payload(stored(10)))
@@ -367,3 +411,44 @@ def test_unknown_events_are_counted_and_change_nothing():
 
 def test_hashes_are_kept_by_their_low_bits():
     assert to_u64(-1) == to_u64(b"\xff" * 32) == to_u64(b"\0" * 24 + b"\xff" * 8) == 2**64 - 1
+
+
+def interrupted_at(line: int) -> tuple[bool, bool]:
+    """Interrupt a ledger's `add` at its line-th line. Return whether it was, and whether a mirror is right or knows."""
+    worker, num_lines = Worker("w", Random(1), Limits()), 0
+    mirror = EventMirror()
+    mirror.add("w")
+
+    def trace(frame, event, _):
+        nonlocal num_lines
+        if frame.f_code not in (Ledger.add.__code__, Ledger._follow.__code__, Ledger._number.__code__):  # noqa: SLF001
+            return None
+        num_lines += event == "line"
+        if event == "line" and num_lines == line:
+            raise KeyboardInterrupt
+        return trace
+
+    source = Worker("x", Random(2), Limits())
+    source.step()
+    source.ledger.take()
+    batch = source.ledger.take()
+    assert batch is not None
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        worker.ledger.add(batch.events, 1.0)
+        was_interrupted = False
+    except KeyboardInterrupt:
+        was_interrupted = True
+    finally:
+        sys.settrace(before)
+    sent = worker.send()
+    worker.heartbeat()
+    for number, said in [*sent, *worker.send()]:
+        mirror.receive("w", number, said)
+    return was_interrupted, not mirror.is_complete("w") or mirror.count("w") == worker.ledger.num_cached
+
+
+def test_an_interrupt_in_the_books_is_seen_as_a_gap():
+    results = [interrupted_at(line) for line in range(1, 80)]
+    assert results[0][0] and not results[-1][0] and all(is_right for _, is_right in results)

@@ -15,6 +15,7 @@ import zmq
 from kvblocks import AllBlocksCleared, BlockRemoved, BlockStored, InvalidArgumentError, KVCacheManager, Sequence
 from kvblocks.wire import (
     Converter,
+    EventMirror,
     EventPublisher,
     MirrorClient,
     PublisherClosedError,
@@ -280,6 +281,29 @@ def test_endpoints_that_are_none_are_refused(endpoint):
 def test_options_are_checked(options):
     with pytest.raises(InvalidArgumentError, match="expected"):
         make(**options)
+
+
+def test_a_long_heartbeat_ends_nothing():
+    with make(heartbeat=1e300) as publisher:
+        wait_for(lambda: publisher.num_sent == 1)
+        assert publisher.publish([stored(1)])
+        wait_for(lambda: publisher.num_sent == 2)
+    for events in (None, 5):
+        with make() as publisher, pytest.raises(InvalidArgumentError, match="events: expected"):
+            publisher.publish(events)
+    with pytest.raises(InvalidArgumentError, match="heartbeat: expected a finite"):
+        make(heartbeat=float("inf"))
+
+
+def test_a_mirror_goes_on_with_another_client():
+    mirror = EventMirror()
+    with MirrorClient({"w": Source("tcp://127.0.0.1:9", "tcp://127.0.0.1:9")}, mirror=mirror) as client:
+        client.receive()
+    mirror.add("of another client")
+    with make() as publisher:
+        source = Source(publisher.endpoint, publisher.replay_endpoint)
+        with MirrorClient({"w": source}, mirror=mirror, patience=SECONDS) as client:
+            wait_for(lambda: client.receive(0.01) >= 0 and mirror.is_complete("w"))
 
 
 def test_an_endpoint_in_use_is_an_error_and_leaks_nothing():
