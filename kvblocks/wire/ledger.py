@@ -111,23 +111,23 @@ class Ledger:
 
         No events make no batch. Raises InvalidArgumentError for what is no record of kvblocks'; then nothing changes.
         """
-        if not isinstance(events, Iterable):
-            raise wrong("events", "records of what changed in the cache", events)
+        given: Any = events
+        if not isinstance(given, Iterable):
+            raise wrong("events", "records of kvblocks", events)
         batch: list[CacheEvent] = [event for event in events if not isinstance(event, BlocksHit)]  # they change nothing
         num_bytes = sum(map(self._weigh, batch))
         if not batch:
             return True
-        # First of all the number: an interrupt leaves one that is not used, which every consumer sees as a gap.
-        number = self._next
-        self._next += 1
+        # First of all the number: whoever interrupts what follows leaves a gap, which everybody sees.
+        number, limits = self._next, self._limits
+        self._next = number + 1
         for event in batch:
             self._follow(event)
         fits = len(self._queue) < limits.max_queued_batches
         if not fits or self._queued_bytes + num_bytes > limits.max_queued_bytes:
             self.num_dropped += 1
             return False
-        self._queued_bytes += num_bytes
-        self._queue.append(Queued(number, ts, batch, num_bytes))
+        self._put(Queued(number, ts, batch, num_bytes))
         return True
 
     def add_heartbeat(self, ts: float) -> None:
@@ -183,11 +183,9 @@ class Ledger:
         said = self._converter.convert([*first, *stored])
         return self._converter.codec.encode(EventBatch(ts, said, self._rank))
 
-    def _number(self, ts: float, events: list[CacheEvent], num_bytes: int) -> None:
-        number = self._next
-        self._next += 1
-        self._queued_bytes += num_bytes
-        self._queue.append(Queued(number, ts, events, num_bytes))
+    def _put(self, batch: Queued) -> None:
+        self._queue.append(batch)
+        self._queued_bytes += batch.num_bytes
 
     def _weigh(self, event: CacheEvent) -> int:
         """Return about how many bytes an event takes. Raises InvalidArgumentError for what is none of ours."""

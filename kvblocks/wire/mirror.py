@@ -113,10 +113,10 @@ class EventMirror:
         return list(self._workers)
 
     def add(self, worker: str, *, can_ask: bool = True) -> None:
-        """Add a worker, and ask it what it has. can_ask: whether it can be asked at all. A known one is asked anew."""
-        state = self._workers.setdefault(worker, _Worker(worker, can_ask=can_ask))
-        state.can_ask, state.ask = can_ask, None
-        self._ask(state, wants_snapshot=state.next is not None)
+        """Add a worker, and ask it what it has. can_ask: whether it can be asked at all. A known one stays as it is."""
+        if worker not in self._workers:
+            self._workers[worker] = _Worker(worker, can_ask=can_ask)
+            self._ask(self._workers[worker])
 
     def remove(self, worker: str) -> None:
         """Forget a worker and all that it had cached. Raises InvalidArgumentError for one that isn't there."""

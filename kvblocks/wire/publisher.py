@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from ipaddress import ip_address
-from math import inf
 from random import SystemRandom
 from types import TracebackType
 from typing import Final, Self
@@ -36,7 +35,6 @@ except ImportError as _error:
 _log = logging.getLogger(__name__)
 
 _NUM_AT_ONCE: Final = 64  # batches sent, and requests read, before the other is looked at
-_MAX_WAIT_MS: Final = 60_000
 _LINGER_MS: Final = 500
 _RANDOM_BITS: Final = 20
 _MOST_HEARTBEAT: Final = 86_400
@@ -76,8 +74,8 @@ class EventPublisher:
             raise wrong("topic", "a str that begins with no NUL", topic)
         first = new_epoch() if epoch is None else check_count("epoch", epoch, 0, MAX_NUMBER >> 1)
         rank = check_count("data_parallel_rank", data_parallel_rank, 0)
-        if heartbeat is not None and not 0 < check_number("heartbeat", heartbeat) < inf:
-            raise wrong("heartbeat", "a finite number of seconds above 0, or None", heartbeat)
+        if heartbeat is not None and not 0 < check_number("heartbeat", heartbeat) <= _MOST_HEARTBEAT:
+            raise wrong("heartbeat", f"seconds above 0 and up to {_MOST_HEARTBEAT}, or None", heartbeat)
         self._topic = topic.encode()
         self._heartbeat = heartbeat
         self._limits = limits or Limits()
@@ -232,8 +230,7 @@ class EventPublisher:
             return 0
         if self._heartbeat is None:
             return None
-        seconds = min(sent_at + self._heartbeat - time.monotonic(), _MAX_WAIT_MS / 1000 - 1)
-        return max(0, int(1000 * seconds) + 1)
+        return max(0, int(1000 * (sent_at + self._heartbeat - time.monotonic())) + 1)
 
     def _send_some(self) -> bool:
         for number in range(_NUM_AT_ONCE):

@@ -109,7 +109,7 @@ def test_a_mirror_goes_on_with_another_client():
     ledger.add([record(3)], 1.0)
     mirror.receive("w", *sent(ledger)[1])
     assert len(mirror.take_asks()) == 1  # which nobody answers: the client has gone
-    mirror.add("w")
+    mirror.ask_anew("w")
     answer(ledger, mirror, 3)
     assert mirror.is_complete("w")
     assert mirror.count("w") == 3

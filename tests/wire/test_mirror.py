@@ -421,7 +421,7 @@ def interrupted_at(line: int) -> tuple[bool, bool]:
 
     def trace(frame, event, _):
         nonlocal num_lines
-        if frame.f_code not in (Ledger.add.__code__, Ledger._follow.__code__, Ledger._number.__code__):  # noqa: SLF001
+        if frame.f_code not in (Ledger.add.__code__, Ledger._follow.__code__, Ledger._put.__code__):  # noqa: SLF001
             return None
         num_lines += event == "line"
         if event == "line" and num_lines == line:

@@ -284,14 +284,14 @@ def test_options_are_checked(options):
 
 
 def test_a_long_heartbeat_ends_nothing():
-    with make(heartbeat=1e300) as publisher:
+    with make(heartbeat=86_400) as publisher:
         wait_for(lambda: publisher.num_sent == 1)
         assert publisher.publish([stored(1)])
         wait_for(lambda: publisher.num_sent == 2)
     for events in (None, 5):
         with make() as publisher, pytest.raises(InvalidArgumentError, match="events: expected"):
             publisher.publish(events)
-    with pytest.raises(InvalidArgumentError, match="heartbeat: expected a finite"):
+    with pytest.raises(InvalidArgumentError, match="heartbeat: expected"):
         make(heartbeat=float("inf"))
 
 
