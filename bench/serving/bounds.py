@@ -13,20 +13,18 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
 from bench.conditions import conditions, keep, print_conditions
+from bench.serving.process import served
 
 NUM_CHARS = 3_900_000
 NUM_CHATS, TURN_S = 20, 60.0
@@ -50,25 +48,6 @@ KINDS: dict[str, tuple[str, bytes]] = {
     "empty lists": (COMPLETION, b'{"prompt": [' + b"[]," * (NUM_CHARS // 3) + b"[]]}"),
     "small messages": (CHAT, json.dumps({"messages": [{"role": "user", "content": "a"}] * 110_000}).encode()),
 }
-
-
-@contextmanager
-def server(model: str) -> Iterator[tuple[str, int]]:
-    """A `kvblocks serve` on a free port: its URL and its process id. It is stopped at the end."""
-    command = [sys.executable, "-m", "kvblocks", "serve", "--model", model, "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            found = re.search(r" at (http://\S+)/v1$", line.rstrip())
-            if found:
-                yield found[1], process.pid
-                break
-        else:
-            raise RuntimeError(f"{' '.join(command)}: ended with status {process.wait()} before it served")
-    finally:
-        process.terminate()
-        process.communicate(timeout=300)
 
 
 def resident_mb(pid: int) -> float:
@@ -196,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = conditions(model=options.model, bodies=options.bodies, rounds=options.rounds)
     print_conditions(facts)
     kinds = options.kinds.split(",")
-    with server(options.model) as (url, pid):
+    with served(options.model) as (url, pid):
         turns = asyncio.run(measure(url, pid, kinds, options.rounds, options.bodies))
     problems = judge(turns)
     keep(options.json, facts, turns, problems=problems)

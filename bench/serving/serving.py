@@ -9,17 +9,14 @@ can do either way, so arrivals are `--cpu-scale` times rarer; the rate is printe
 
 import argparse
 import asyncio
-import re
 import statistics
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.conditions import conditions, keep, print_conditions
 from bench.serving.client import Outcome, drive
+from bench.serving.process import served
 from bench.serving.rows import ROWS
 from bench.serving.workloads import QUICK, Sizes, Workload, make_workloads, slowed
 from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model
@@ -27,25 +24,6 @@ from kvblocks.engine.text.tokenizer import Tokenizer
 
 CPU_SCALE = 24.0
 MIN_HIT_RATE, MIN_SAVED, MIN_SPEEDUP, MAX_REGRESSION = 0.6, 0.3, 5.0, 1.1
-
-
-@contextmanager
-def server(model: str, *flags: str) -> Iterator[str]:
-    """A `kvblocks serve` on a free port: its URL. It is stopped at the end."""
-    command = [sys.executable, "-m", "kvblocks", "serve", "--model", model, "--port", "0", "--deterministic", *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            found = re.search(r" at (http://\S+)/v1$", line.rstrip())
-            if found:
-                yield found[1]
-                break
-        else:
-            raise RuntimeError(f"{' '.join(command)}: ended with status {process.wait()} before it served")
-    finally:
-        process.terminate()
-        process.communicate(timeout=120)
 
 
 def measure(workload: Workload, urls: Mapping[str, str]) -> dict[str, Any]:
@@ -185,8 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     print_conditions(facts)
     rows: list[dict[str, Any]] = []
-    flags = (str(folder), "--threads", str(given.threads))
-    with server(*flags, "--no-prefix-caching") as without, server(*flags) as caching:
+    flags = (str(folder), "--deterministic", "--threads", str(given.threads))
+    with served(*flags, "--no-prefix-caching") as (without, _), served(*flags) as (caching, _):
         for workload in workloads:
             if wanted and workload.name not in wanted:
                 continue

@@ -16,7 +16,9 @@ from kvblocks.errors import KVBlocksError
 SCRIPT = DemoScript("You answer for a shop that sells kettles. " * 12, ("Is it in?",), "And then?")
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="a disk tier needs a POSIX system")
+pytestmark = pytest.mark.skipif(
+    os.name != "posix", reason="a disk tier locks its folder with fcntl, which POSIX systems have"
+)
 
 
 @pytest.fixture(autouse=True)
