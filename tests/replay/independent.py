@@ -4,25 +4,25 @@ It shares nothing with kvblocks: neither code, nor imports, nor data structures.
 under the policy "lru" means.
 
 - A request has a chain of block ids: equal ids mean equal prefixes, so an id occurs once in a chain, and always behind
-  the same one. It needs `num_extra` blocks beside them, for what is no full block of its prompt: those hold nothing
-  that another request could use.
+  the same one. It needs a block for each, and none for anything else.
 - A request hits the longest beginning of its chain that is in the pool, whether it is held or free. What it does not
   hit is there from the moment of its admission on: a request that is admitted at the same time may hit it.
 - It holds all its blocks from its admission until it ends, `seconds` after its admission.
 - A block that two requests have is one block, and free when both have ended.
 - When a request ends, its chain is freed from the end: of the blocks that nobody else holds, the last is the first to
-  be reused. They are reused after all that was freed before. Its extra blocks become empty.
-- A request takes its hit first. For the rest it takes empty blocks, and then the free ones in the order in which they
-  are reused: what they held is lost.
+  be reused. They are reused after all that was freed before.
+- A request takes its hit first. For the rest it takes blocks that never held anything, and then the free ones in the
+  order in which they are reused: what they held is lost.
 - Requests that do not fit wait, first come, first served: nobody passes another. A request that is larger than the
   pool is refused at its arrival, and hits nothing.
-- Of what happens at one time, ends come first, in the order of admission; then whoever waits; then arrivals, in the
-  order of the trace. Whoever waits is asked again after all ends of that time.
+- Of what happens at one time, ends come first, in the order of admission; then arrivals, in the order in which they
+  became known: the trace's, and behind those whoever follows in a closed loop. Whoever waits is asked after each.
 - In an open loop a request arrives at its `arrival`. In a closed loop that holds for the first one of a session, and
   each other one arrives its `think` after the one before it in its session has ended (or has been refused).
 """
 
 import heapq
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,6 @@ class Ask:
     think: float
     seconds: float
     chain: tuple[Hashable, ...]
-    num_extra: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Pool:
         num_hit = 0
         while num_hit < len(ask.chain) and (ask.chain[num_hit] in self.free or ask.chain[num_hit] in self.held):
             num_hit += 1
-        num_missing = len(ask.chain) - num_hit + ask.num_extra
+        num_missing = len(ask.chain) - num_hit
         num_revived = sum(name in self.free for name in ask.chain[:num_hit])
         if num_missing > self.empty + len(self.free) - num_revived:
             return None
@@ -83,7 +82,6 @@ class Pool:
             if not self.held[name]:
                 del self.held[name]
                 self.free[name] = None
-        self.empty += ask.num_extra
 
 
 def simulate(trace: Sequence[Ask], num_blocks: int, *, closed_loop: bool = False) -> list[Served]:
@@ -91,34 +89,32 @@ def simulate(trace: Sequence[Ask], num_blocks: int, *, closed_loop: bool = False
     pool, served = Pool(num_blocks), dict[int, Served]()
     following = _followers(trace) if closed_loop else {}
     later = set(following.values())
+    numbers = itertools.count()
     # Events: (time, kind, order within the kind, request); an end is of kind 0, an arrival of kind 1.
-    events = [(ask.arrival, 1, number, number) for number, ask in enumerate(trace) if number not in later]
-    heapq.heapify(events)
+    first = sorted([(ask.arrival, number) for number, ask in enumerate(trace) if number not in later])
+    events = [(arrival, 1, next(numbers), number) for arrival, number in first]
     waiting = deque[tuple[int, float]]()
 
-    def finish(number: int, outcome: Served) -> None:
-        served[number] = outcome
+    def follow(number: int, ended: float) -> None:
         if number in following:
-            next_number = following[number]
-            heapq.heappush(events, (outcome.ended + trace[next_number].think, 1, next_number, next_number))
+            arrival = ended + trace[following[number]].think
+            heapq.heappush(events, (arrival, 1, next(numbers), following[number]))
 
-    num_admitted = 0
     while events:
         now, kind, _, number = heapq.heappop(events)
         if kind == 0:
             pool.release(trace[number])
-        elif len(trace[number].chain) + trace[number].num_extra > num_blocks:
-            finish(number, Served(0, now, None, now))
+            follow(number, now)
+        elif len(trace[number].chain) > num_blocks:
+            served[number] = Served(0, now, None, now)
+            follow(number, now)
         else:
             waiting.append((number, now))
-        if events and events[0][:2] == (now, 0):
-            continue  # all ends of a time come before whoever waits
         while waiting and (num_hit := pool.admit(trace[waiting[0][0]])) is not None:
             number, arrived = waiting.popleft()
             ended = now + trace[number].seconds
-            heapq.heappush(events, (ended, 0, num_admitted, number))
-            num_admitted += 1
-            finish(number, Served(num_hit, arrived, now, ended))
+            heapq.heappush(events, (ended, 0, next(numbers), number))
+            served[number] = Served(num_hit, arrived, now, ended)
     return [served[number] for number in range(len(trace))]
 
 

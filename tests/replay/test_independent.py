@@ -9,10 +9,8 @@ from kvblocks import KVCacheManager, Sequence
 Chain = tuple[int, ...]
 
 
-def ask(
-    chain: Chain, num_extra: int = 0, *, session: str = "a", arrival: float = 0, seconds: float = 1, think: float = 0
-):
-    return Ask(session, arrival, think, seconds, chain, num_extra)
+def ask(chain: Chain, *, session: str = "a", arrival: float = 0, seconds: float = 1, think: float = 0):
+    return Ask(session, arrival, think, seconds, chain)
 
 
 @st.composite
@@ -25,7 +23,7 @@ def chains(draw) -> Chain:
     return tuple(names)
 
 
-steps = st.lists(st.one_of(st.tuples(chains(), st.integers(0, 2)), st.integers(0, 5)), max_size=60)
+steps = st.lists(st.one_of(chains(), st.integers(0, 5)), max_size=60)
 
 
 @given(num_blocks=st.integers(1, 14), todo=steps)
@@ -41,9 +39,9 @@ def test_admissions_and_ends_are_those_of_the_manager(num_blocks, todo):
                 pool.release(ended)
                 manager.free(sequence)
             continue
-        asked, sequence = ask(*step), Sequence(number, list(step[0]))
+        asked, sequence = ask(step), Sequence(number, list(step))
         hit = manager.get_computed_blocks(sequence)
-        blocks = manager.allocate_slots(sequence, hit=hit, num_lookahead_tokens=asked.num_extra)
+        blocks = manager.allocate_slots(sequence, hit=hit)
         assert pool.admit(asked) == (None if blocks is None else len(hit.blocks))
         if blocks is not None:
             running.append((asked, sequence))
@@ -72,8 +70,3 @@ def test_a_closed_loop_thinks_after_the_end():
     assert [outcome.arrived for outcome in simulate(trace, 9)] == [0, 1, 1]
     assert [outcome.arrived for outcome in simulate(trace, 9, closed_loop=True)] == [0, 7, 1]
     assert [outcome.num_hit for outcome in simulate(trace, 9, closed_loop=True)] == [0, 1, 0]
-
-
-def test_extra_blocks_are_held_and_hold_nothing():
-    trace = [ask((1,), num_extra=2), ask((2, 3), arrival=1), ask((1,), arrival=3)]
-    assert [served.num_hit for served in simulate(trace, 3)] == [0, 0, 1]
