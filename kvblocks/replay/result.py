@@ -94,7 +94,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """Where missed references come from: references = hits + the sum of the six counts here."""
+    """Where missed references come from: references = hits + the sum of the seven counts here."""
 
     first_time: int
     """Blocks that no request had before. No cache can hit them."""
@@ -105,9 +105,11 @@ class Misses:
     other_tenant: int
     """Cached before, and evicted for another tenant."""
     dropped: int
-    """Given up without anybody's need: what a session ended with, or a policy released."""
+    """Cached before, and forgotten without anybody's need: what a policy drops, such as superseded blocks."""
     refused: int
     """Of requests that are larger than the pool, and blocks that only such a request had before."""
+    window: int
+    """Cached for layers of full attention, where the layers with windows had lost what the next token sees."""
     ages: list[Bucket]
     """For the three evicted kinds together: seconds from the eviction to the miss."""
 
@@ -127,7 +129,7 @@ class Moment:
     cached_blocks: int
     """Blocks that hold a prefix, owned or not."""
     used_blocks: int
-    """Different blocks that were hit within the bucket."""
+    """Of those cached, blocks that were hit since they were cached."""
     references: int
     """References of the requests admitted within the bucket."""
     hits: int
@@ -136,14 +138,18 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class FixedOrder:
-    """The requests one after another in the order of their arrival: none waits, each ends before the next begins.
+    """The same run, but that no request waits: all are admitted when they come, as the trace and --arrivals say.
 
-    The order is the same for all policies and sizes, so these numbers compare policies and nothing else.
+    One that doesn't fit is served outside the pool: it reads what is cached, leaves its first blocks in the pool, as
+    many as fit, and holds none. The order is the same for all policies and sizes, so these numbers compare policies and
+    nothing else.
     """
 
     hit_rate: float
     bound: float
     """As `Row.bound`, for this order."""
+    attainable: float | None
+    """As `Row.attainable`, for this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +169,8 @@ class Row:
     """MIN with bypass on single blocks, for the order that this run realised: no policy can hit more in that order."""
     attainable: float | None
     """The best leaf-first schedule with holds that was found with the future known, at this size; the same for all
-    policies. None: it was not asked for. Not a bound: another schedule may be better still."""
+    policies. The better of two: requests that don't fit wait, or are served outside the pool (see `FixedOrder`).
+    None: it was not asked for. Not a bound: another schedule may be better still."""
     tokens: Tokens
     waits: Waits
     misses: Misses
@@ -209,7 +216,7 @@ class Result:
     rows: list[Row]
     """By size, then by policy, as they were asked for."""
     prefixes: PrefixNode
-    """The root of the prefix structure, at most 2,000 nodes in all."""
+    """The root of the prefix structure: at most 2,000 nodes in all, and at most 64 below one another."""
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as dicts, lists and numbers."""
