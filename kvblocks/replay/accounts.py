@@ -46,11 +46,15 @@ class MissAccounts:
     def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
         """Nothing: a hit is counted when its request is admitted."""
 
-    def note_admitted(self, path: Numbers, num_hit: int, table: list[int], session: int, now: float) -> None:
-        """Count a request: its blocks, how many were hit, and where all of them are now. O(blocks), by NumPy."""
-        missed = path[num_hit:]
-        if len(missed):
-            self._count_misses(missed, session, now)
+    def note_admitted(self, path: Numbers, found: tuple[int, int], table: list[int], session: int, now: float) -> None:
+        """Count a request: its blocks, where all of them are now, and how many were `found`: hit, and loaded.
+
+        O(blocks), by NumPy.
+        """
+        num_hit, num_loaded = found
+        if num_hit + num_loaded < len(path):
+            self._count_misses(path[num_hit + num_loaded :], session, now)
+        fresh = path[num_hit:]
         self._was_hit[path[:num_hit]] = True
         if self._taken:
             taken = np.fromiter([block.block_id for block in self._taken], np.int64, len(self._taken)) - self._first_id
@@ -62,12 +66,12 @@ class MissAccounts:
             self._evicted_at[lost] = now
             self._evictor[lost] = session
             self._content[taken] = -1
-        if len(missed):
+        if len(fresh):
             places = np.array(table[num_hit:], np.int64) - self._first_id
-            self._content[places] = missed
-            self._place[missed] = places
-            self._fate[missed] = _CACHED
-            self._was_hit[missed] = False
+            self._content[places] = fresh
+            self._place[fresh] = places
+            self._fate[fresh] = _CACHED
+            self._was_hit[fresh] = False
 
     def note_refused(self, path: Numbers) -> None:
         """Count a request that is larger than the pool. O(blocks), by NumPy."""
@@ -155,7 +159,7 @@ class Timeline:
 
     def note(self, state: State, now: float) -> None:
         """Take note of the state, which lasts until `now`, for every bucket that ends before."""
-        while self.next_s <= now:
+        while self.next_s < now:
             self._append(state, self.next_s)
             if len(self._moments) == MAX_MOMENTS:
                 self._halve()
@@ -164,8 +168,7 @@ class Timeline:
     def end(self, state: State, now: float) -> list[Moment]:
         """Return all buckets, the last of which ends now."""
         self.note(state, now)
-        if self._references or not self._moments:
-            self._append(state, now)
+        self._append(state, now)
         return self._moments
 
     def _append(self, state: State, time_s: float) -> None:

@@ -142,7 +142,7 @@ class _Run:
         num_done = 0
         while self.events:
             when, kind, _, request = heapq.heappop(self.events)
-            if when >= timeline.next_s:
+            if when > timeline.next_s:
                 timeline.note(self.state(), when)
             self.now = when
             self.manager.now = when
@@ -223,7 +223,7 @@ class _Run:
                     return False
                 self.refuse(request, path)  # nothing runs, and yet there is no room
                 return True
-            self.accounts.note_admitted(path, num_hit, sequence.block_ids, session, self.now)
+            self.accounts.note_admitted(path, (num_hit, num_loaded), sequence.block_ids, session, self.now)
             self.hits[request], self.loaded[request] = num_hit, num_loaded
             self.timeline.add(len(path), num_hit + num_loaded)
             self.running[request] = sequence

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from multiprocessing.pool import AsyncResult, Pool
 from typing import Any
 
@@ -216,8 +217,13 @@ def _do_all(workload: Workload, jobs: list[Job], num_processes: int, progress: P
 
 @contextmanager
 def _pool(context: Any, num_processes: int, arguments: tuple[Any, ...]) -> Iterator[Pool]:
-    """Processes that end with the block, however that ends."""
-    pool = context.Pool(num_processes, _begin, arguments)
+    """Processes that end with the block, however that ends. Ctrl-C is for the parent: they don't see it."""
+    resource_tracker.ensure_running()  # otherwise the first process starts it, and it unblocks the signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which they inherit
+    try:
+        pool = context.Pool(num_processes, _begin, arguments)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         yield pool
         pool.close()
@@ -231,7 +237,6 @@ _worker: list[Any] = []
 
 
 def _begin(trace: Trace, options: Options, shares: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     _worker[:] = [Workload(trace, options), shares]
 
 
