@@ -78,6 +78,18 @@ def hit_rates(result: Result) -> Element:
         ),
         rate_chart("Hit rate by size and policy", lines),
         _rate_table(result),
+        *_failures(result),
+        row_table(
+            "Each run",
+            ["hit rate", "on the device", "bound", "evicted blocks", "failures of the policy", "run in"],
+            result,
+            lambda row: [
+                *[percent(rate) for rate in (row.hit_rate, row.device_hit_rate, row.bound)],
+                count(row.num_evicted),
+                count(row.num_policy_failures),
+                span(row.wall_s),
+            ],
+        ),
         *([_fixed_order(result)] if any(row.fixed_order for row in result.rows) else []),
     )
 
@@ -213,6 +225,14 @@ def _rate_table(result: Result) -> Element:
             ]
         )
     return table("Hit rates", ["size", *map(label, names), "attainable", "bound"], lines)
+
+
+def _failures(result: Result) -> list[Element]:
+    """Return a warning of policies that failed, if any did."""
+    failed = policies(row for row in result.rows if row.num_policy_failures)
+    names = ", ".join(label(name) for name in failed)
+    words = "raised, or named no block of use, and was replaced by the least recently used one then. See the numbers."
+    return [element("p", {"class": "warning"}, f"Warning: {names} {words}")] if failed else []
 
 
 def _fixed_order(result: Result) -> Element:

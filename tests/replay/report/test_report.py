@@ -219,3 +219,10 @@ def test_ticks_are_round_and_few():
 def test_labels_are_moved_apart():
     assert spread([10, 11, 50], 15, 0, 100) == [10, 25, 50]
     assert spread([98, 99], 15, 0, 100) == [85, 100]
+
+
+def test_a_policy_that_failed_is_named():
+    result = make_result()
+    assert "Warning" not in read(render_report(result)).words
+    rows = [replace(row, num_policy_failures=7) if row.policy == "lru" else row for row in result.rows]
+    assert "Warning: lru raised" in read(render_report(replace(result, rows=rows))).words
