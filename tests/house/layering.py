@@ -57,6 +57,7 @@ FLOORS = {
     "kvblocks.engine.server.access": 15,
     "kvblocks.engine.server": 16,
     "kvblocks.replay": 8,  # traces through the public manager; no engine
+    "kvblocks.replay.report": 9,  # shows what a replay found
     "kvblocks.cli": 17,
     "kvblocks.__main__": 18,
 }
