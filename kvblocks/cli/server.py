@@ -114,6 +114,13 @@ def serve(
     grace_period: Annotated[
         float, typer.Option(help="Seconds that running requests get after SIGTERM.", rich_help_panel=_SERVER)
     ] = 30.0,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file that gets a line for each request, without its text, for `kvblocks replay`.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     kv_events: Annotated[
         str | None,
         typer.Option(
@@ -182,6 +189,7 @@ def serve(
         max_connections=max_connections,
         request_timeout_s=request_timeout,
         grace_s=grace_period,
+        record=record,
     )
     events = EventSettings(endpoint=kv_events, replay=kv_replay, topic=kv_topic, allow_remote=kv_allow_remote)
     import torch

@@ -78,6 +78,8 @@ ENGINE_PACKAGES = frozenset(
 SERVER = "kvblocks.engine.server"
 SERVER_PACKAGES = ENGINE_PACKAGES | {"starlette", "uvicorn", "httpx2"}  # the engine itself knows nothing of HTTP
 CLI = "kvblocks.cli"
+REPLAY = "kvblocks.replay"
+REPLAY_PACKAGES = CORE_PACKAGES | {"numpy"}
 DISK = "kvblocks.tiers.disk"
 WIRE = "kvblocks.wire"
 WIRE_PACKAGES = CORE_PACKAGES | {"msgspec", "cbor2"}
@@ -222,6 +224,8 @@ def allowed_packages(module: str) -> frozenset[str]:
         return INTEGRATION_PACKAGES
     if is_inside(module, DISK):
         return CORE_PACKAGES
+    if is_inside(module, REPLAY):
+        return REPLAY_PACKAGES
     if is_inside(module, WIRE):
         return WIRE_PACKAGES | {"zmq"} if module in WIRE_DOORS else WIRE_PACKAGES
     floor = floor_of(module)
@@ -254,7 +258,8 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
 def check_outside(module: str, imported: Import) -> str | None:
     """What is wrong with an import from outside kvblocks, or None."""
     package = imported.target.partition(".")[0]
-    pure = not allowed_packages(module) >= ENGINE_PACKAGES and not is_inside(module, DISK) and module not in WIRE_DOORS
+    pure = not allowed_packages(module) >= ENGINE_PACKAGES and module not in WIRE_DOORS
+    pure = pure and not is_inside(module, DISK) and not is_inside(module, REPLAY)
     if imported.target == "<computed>" and module in ("kvblocks", WIRE):
         return None  # from a table that a test holds against imports under TYPE_CHECKING
     if imported.target == "<computed>":

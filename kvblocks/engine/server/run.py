@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from kvblocks.engine.server.service import Service
 from kvblocks.engine.server.settings import NO_EVENTS, CacheSettings, EventSettings, ServerSettings
 from kvblocks.engine.tiers.building import DISK
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
+from kvblocks.replay.recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from kvblocks.wire.publisher import EventPublisher
@@ -61,6 +62,16 @@ def make_publisher(settings: EventSettings) -> "EventPublisher | None":
     except ImportError as error:  # it says which package is missing, and how to get it
         raise InvalidArgumentError(f"--kv-events: {error}") from error
     return Made(settings.endpoint, settings.replay, topic=settings.topic, allow_remote=settings.allow_remote)
+
+
+@contextlib.contextmanager
+def make_recorder(settings: ServerSettings, cache: CacheSettings) -> Iterator[TraceRecorder | None]:
+    """Give who records requests; None: nobody is to. Raises InvalidArgumentError for a file that can't be written."""
+    if settings.record is None:
+        yield None
+        return
+    with contextlib.closing(TraceRecorder(settings.record, cache.block_size)) as recorder:
+        yield recorder
 
 
 def model_name(model: str) -> str:
@@ -163,7 +174,11 @@ def serve(
     """
     # Else all texts would share a pool of threads as many as there are cores, and short ones would wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with bind(settings) as listener, make_publisher(events) or contextlib.nullcontext() as publisher:
+    with (
+        bind(settings) as listener,
+        make_publisher(events) or contextlib.nullcontext() as publisher,
+        make_recorder(settings, cache) as recorder,
+    ):
         engine = make_engine(load(), cache, publisher)
         manager = engine.manager
         most = engine.scheduler.max_request_tokens
@@ -182,7 +197,10 @@ def serve(
                 "" if publisher.replay_endpoint is None else f", replays and snapshots at {publisher.replay_endpoint}"
             )
             say(f"events at {publisher.endpoint}{where}")
-        service = Service(engine, settings, keep_reasons=cache.num_history_blocks > 0, publisher=publisher)
+        if recorder is not None:
+            say(f"requests are recorded in {settings.record}, without their texts")
+        keep_reasons = cache.num_history_blocks > 0
+        service = Service(engine, settings, keep_reasons=keep_reasons, publisher=publisher, recorder=recorder)
         server = KVBlocksServer(service, model_name(model), lambda url: say(f"serving {model_name(model)} at {url}/v1"))
         try:
             server.run(sockets=[listener])

@@ -99,7 +99,8 @@ class ServerSettings:
     api_key: one key for all clients; keys: instead, one for each tenant. admin_key: the operator's, for what is about
     the cache; without it, and without keys, whoever is served is an operator. allow_anyone: serve other machines though
     no key keeps them out. allowed_hosts: names, beside the loopback's, that requests may ask by; any will do if there
-    are none, unless only a client's address says who it is: on the loopback, without a key.
+    are none, unless only a client's address says who it is: on the loopback, without a key. record: a file that gets a
+    line for each request, for `kvblocks replay`; None: none is written.
     """
 
     host: str = "127.0.0.1"
@@ -114,6 +115,7 @@ class ServerSettings:
     max_connections: int = 512
     request_timeout_s: float = 600.0
     grace_s: float = 30.0
+    record: Path | None = None
 
     def __post_init__(self) -> None:
         check_count("--port", self.port, 0, 65535)
