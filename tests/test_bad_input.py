@@ -174,6 +174,7 @@ FLAG = constant(False, "flag")
 TEXT = constant(None, "text none")
 TOKENS = constant([1, 2, 3, 4, 5], "tokens")
 KEYS = constant([(0, 1, b"key")], "empty")
+PROMPT = constant([1, 2, 3, 4, 5], "tokens empty")
 NAMES: dict[str, Parameter] = {"salt": TEXT, "lora": TEXT, "extra_keys": KEYS}
 RUNNING = of_world("running")
 BATCH = Parameter(lambda world: [world.running, world.filling, world.growing])
@@ -246,6 +247,8 @@ CALLS: dict[str, Call] = dict(
         of_manager("evict_blocks", block_ids=constant([1], "ints empty")),
         of_manager("forget_salt", salt=constant("mine", "text none")),
         of_manager("block_hashes", sequence=of_world("waiting", "sequence")),
+        of_manager("find_block", digest=constant(b"", "bytes")),
+        of_manager("sequence", sequence_id=constant("running", "id")),
         of_holds("read", sequence=RUNNING, num_tokens=MAYBE_INT),
         of_holds("write", sequence=RUNNING, num_tokens=MAYBE_INT),
         of_holds("detach", sequence=RUNNING),
@@ -350,12 +353,20 @@ CALLS: dict[str, Call] = dict(
             "PrefixCache",
             Call(
                 lambda _: PrefixCache,
-                {"max_blocks": INT, "block_size": INT, "eviction": constant("s3fifo", "none callable")},
+                {
+                    "max_blocks": INT,
+                    "block_size": INT,
+                    "eviction": constant("s3fifo", "none callable"),
+                    "pin_budget": constant(0.5, "int number"),
+                    "hash_algorithm": constant("sha256"),
+                    "enable_events": FLAG,
+                    "num_history_blocks": INT,
+                },
             ),
         ),
         ("PrefixCache.now", Call(lambda world: lambda now: setattr(world.cache, "now", now), {"now": NUMBER})),
         ("KVCacheManager.now", Call(lambda world: lambda now: setattr(world.manager, "now", now), {"now": NUMBER})),
-        of_cache("match_prefix", token_ids=TOKENS, **NAMES),
+        of_cache("match_prefix", token_ids=PROMPT, **NAMES),
         of_cache(
             "match_many",
             prompts=constant([[1, 2, 3], [4]], "prompts empty"),
@@ -363,13 +374,17 @@ CALLS: dict[str, Call] = dict(
             lora=TEXT,
             extra_keys=constant([[], [(0, 1, "key")]], "empty empties"),
         ),
-        of_cache("query_match_len", token_ids=TOKENS, **NAMES),
-        of_cache("insert_prefix", token_ids=TOKENS, kv_block_ids=constant([7], "ints"), pin=FLAG, **NAMES),
-        of_cache("attach", token_ids=TOKENS, payload=constant("any", "any"), **NAMES),
+        of_cache("query_match_len", token_ids=PROMPT, **NAMES),
+        of_cache("insert_prefix", token_ids=PROMPT, kv_block_ids=constant([7], "ints"), pin=FLAG, **NAMES),
+        of_cache("attach", token_ids=PROMPT, payload=constant("any", "any"), **NAMES),
         of_cache("evict_lru", num_blocks=INT),
-        of_cache("pin_prefix", token_ids=TOKENS, description=TEXT, **NAMES),
-        of_cache("unpin_prefix", token_ids=TOKENS, **NAMES),
+        of_cache("pin_prefix", token_ids=PROMPT, description=TEXT, **NAMES),
+        of_cache("unpin_prefix", token_ids=PROMPT, **NAMES),
         of_cache("contains_block", kv_block_id=INT),
+        of_cache("block_hashes", token_ids=PROMPT, **NAMES),
+        of_cache("find_block", digest=constant(b"", "bytes")),
+        of_cache("explain", token_ids=PROMPT, **NAMES),
+        of_cache("to_dot", max_nodes=MAYBE_INT),
         (
             "CacheMetrics",
             Call(

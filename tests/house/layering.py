@@ -28,7 +28,7 @@ FLOORS = {
     "kvblocks.retention": 2,
     "kvblocks.retention.policies": 1,  # know nothing of the core, as a user's don't
     "kvblocks.groups": 3,
-    "kvblocks.prefix_cache": 3,
+    "kvblocks.prefix_cache": 5,
     "kvblocks.observe": 4,
     "kvblocks.tiers": 3,
     "kvblocks.tiers.grouped": 4,
@@ -139,6 +139,7 @@ _VLLM = "vLLM's own signature"
 MORE_PARAMETERS: dict[str, str] = {
     "kvblocks.engine.engine:Engine.__init__": "an option each, by keyword, with a default that suits most",
     "kvblocks.manager:KVCacheManager.__init__": "an option each, by keyword, with a default that costs nothing",
+    "kvblocks.prefix_cache.cache:PrefixCache.__init__": "the manager's options, as far as they mean something here",
     "kvblocks.manager:KVCacheManager.allocate_slots": "the one call that makes room for all that an engine schedules",
     "kvblocks.tiers.tier:Tier.__init__": "an option each, by keyword, with a default",
     "kvblocks.wire.publisher:EventPublisher.__init__": "an option each, by keyword, with a default",
