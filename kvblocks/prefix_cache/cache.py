@@ -176,9 +176,10 @@ class PrefixCache(Changeable):
             unused = store.check_insertable(ids, path_ids)
             if pins:
                 self._pins.check_room(len(ids))
-            digests = digests_ahead(
-                store.index, sequence, store.index.epoch, found, num_found, len(ids) * self.block_size
-            )
+            digests = None
+            if store.index.needs_digests:
+                num_tokens = len(ids) * self.block_size
+                digests = digests_ahead(store.index, sequence, store.index.epoch, found, num_found, num_tokens)
             self.begin_change()
             path, evicted = store.cache(sequence, ids, found, digests, is_held=pins)
             path_ids += ids[num_found : len(path)]
