@@ -72,6 +72,7 @@ if TYPE_CHECKING:  # what only some managers need is imported by those
     from kvblocks.retention.pins import Pin, Pins, Priority
     from kvblocks.retention.policies.policy import PolicyFactory
     from kvblocks.retention.quotas import TenantQuotas
+    from kvblocks.retention.sessions import Sessions
     from kvblocks.tiers.calls import ManagerCalls
     from kvblocks.tiers.tier import Tier
     from kvblocks.tiers.tiers import Tiers
@@ -158,6 +159,7 @@ class KVCacheManager(Changeable):
         self._pins: Pins | None = None
         self._holds: BlockHolds | None = None
         self._quotas: TenantQuotas | None = None
+        self._sessions: Sessions | None = None
         self._groups: tuple[Group, ...] | None = self._slots.groups  # None: one of full attention
         self._in_flight = InFlight(self._index, self)
         self._sequences: dict[Hashable, Sequence] = {}
@@ -598,9 +600,13 @@ class KVCacheManager(Changeable):
         if sequence.side_tables is not None:
             sequence.side_tables.check_back(num_left, sequence.sequence_id, "truncate")
         self.begin_change()
+        if self._eviction is not None:
+            self._eviction.session = sequence.session
         if num_computed_tokens is not None:
             self._forget_unwritten(sequence, written)
         self._slots.truncate(sequence, end)
+        if self._eviction is not None:
+            self._eviction.session = None
         self._in_flight.note(sequence)
         if self._traffic is not None:
             self._traffic.note_cut(sequence)
@@ -729,6 +735,15 @@ class KVCacheManager(Changeable):
 
             self._holds = Holds(self, self._slots, self._check_owned, self.free, self._end)
         return self._holds
+
+    @property
+    def sessions(self) -> Sessions:
+        """What is told of conversations, for eviction policies that listen: that one pauses, or has ended. O(1)."""
+        if self._sessions is None:
+            from kvblocks.retention.sessions import Sessions as Made
+
+            self._sessions = Made(self, self._eviction, self._end)
+        return self._sessions
 
     @property
     def tiers(self) -> Tiers:
@@ -1186,6 +1201,8 @@ class KVCacheManager(Changeable):
         except BaseException:
             self._keep(own)
             raise
+        if self._eviction is not None:
+            self._eviction.session = own.session
         if num_computed_tokens is not None:
             self._forget_unwritten(own, num_computed_tokens)
         if self._last_step[0]:
@@ -1195,6 +1212,8 @@ class KVCacheManager(Changeable):
         if self._traffic is not None:
             self._traffic.note_end(own)
         self._slots.release(own)
+        if self._eviction is not None:
+            self._eviction.session = None
         self.change_state = self._rest_state  # `_end`, without the call
         if self.change_state:
             self.check()
@@ -1211,8 +1230,12 @@ class KVCacheManager(Changeable):
 
     def _go_back(self, sequence: Sequence, num_tokens: int) -> None:
         """Give back the slots behind the first tokens, which end with a block; what is cached there is forgotten."""
+        if self._eviction is not None:
+            self._eviction.session = sequence.session
         self._forget_unwritten(sequence, num_tokens)
         self._slots.rewind(sequence, num_tokens)
+        if self._eviction is not None:
+            self._eviction.session = None
         self._in_flight.note(sequence)
 
     def _commit(self, prepared: Commit) -> None:

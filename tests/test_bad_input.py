@@ -152,6 +152,10 @@ def of_holds(name: str, **parameters: Parameter) -> tuple[str, Call]:
     return f"BlockHolds.{name}", Call(lambda world: getattr(world.manager.holds, name), parameters)
 
 
+def of_sessions(name: str, **parameters: Parameter) -> tuple[str, Call]:
+    return f"Sessions.{name}", Call(lambda world: getattr(world.manager.sessions, name), parameters)
+
+
 def of_tiers(name: str, **parameters: Parameter) -> tuple[str, Call]:
     return f"Tiers.{name}", Call(lambda world: getattr(world.tiered.tiers, name), parameters)
 
@@ -285,6 +289,8 @@ CALLS: dict[str, Call] = dict(
                 {name: constant(b"", "bytes") for name in ("parent", "extra_keys", "tokens")},
             ),
         ),
+        of_sessions("pause", session=constant("chat", "id"), reason=constant("tool_use", "text"), salt=TEXT),
+        of_sessions("end", session=constant("chat", "id"), salt=TEXT),
         of_tiers("find", hit=of_world("tier_hit")),
         of_tiers("worth_loading", loads=of_world("loads", "empty")),
         of_tiers("note_computed", num_tokens=INT, seconds=constant(1.5, "int number")),
@@ -338,7 +344,15 @@ CALLS: dict[str, Call] = dict(
         ),
         (
             "Sequence",
-            Call(lambda _: Sequence, {"sequence_id": constant("s", "id"), "prompt_token_ids": TOKENS, **NAMES}),
+            Call(
+                lambda _: Sequence,
+                {
+                    "sequence_id": constant("s", "id"),
+                    "prompt_token_ids": TOKENS,
+                    **NAMES,
+                    "session": constant("chat", "id none"),
+                },
+            ),
         ),
         of_sequence("group_block_ids", group=constant(0, "int")),
         of_sequence("group_blocks", group=constant(0, "int")),
@@ -528,6 +542,7 @@ EXEMPT = {
     "KVCacheBlock.__init__": "Made by a pool",
     "Loaded.__init__": "Made by `manager.tiers`",
     "TierHit.__init__": "Made by `manager.tiers.find`",
+    "Sessions.__init__": "Made by a manager",
     "Tiers.__init__": "Made by a manager",
     "Transfer.__init__": "Made by `manager.tiers`",
     "Pin.__init__": "Made by `KVCacheManager.pin`",

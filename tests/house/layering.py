@@ -56,6 +56,7 @@ FLOORS = {
     "kvblocks.engine.server.wire": 14,
     "kvblocks.engine.server.access": 15,
     "kvblocks.engine.server": 16,
+    "kvblocks.replay": 8,  # traces through the public manager; no engine
     "kvblocks.cli": 17,
     "kvblocks.__main__": 18,
 }
