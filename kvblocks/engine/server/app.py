@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvblocks.engine.completion import Piece
 from kvblocks.engine.server.access.bodies import Load
 from kvblocks.engine.server.access.gate import Gate, caller_of
 from kvblocks.engine.server.answer import Answer
@@ -31,8 +32,11 @@ from kvblocks.engine.server.service_metrics import Outcome
 from kvblocks.engine.server.wire import (
     DONE,
     encode_event,
+    encode_in_parts,
+    encode_json,
     error_response,
     json_response,
+    send_encoded,
     send_head,
     send_json,
     send_part,
@@ -139,7 +143,8 @@ class Api:
         except TimeoutError:
             service.metrics.count(Outcome.TIMED_OUT)
             raise late_error(seconds) from None
-        answer = Answer(asked, self._model, self._tiers, start_s=start_s)
+        answer = Answer(asked, self._model, self._tiers, service.engine.model.tokenizer, start_s=start_s)
+        answer.prompts = prompts
         try:
             service.submit(answer, prompts)
             gone.add_done_callback(lambda _: service.drop(answer))
@@ -220,7 +225,13 @@ async def _send_whole(answer: Answer, send: Send) -> None:
         await _send_error(send, error, answer)
         return
     if answer.outcome is Outcome.FINISHED:  # else the client has gone
-        await send_json(send, answer.body(), headers={"x-request-id": answer.answer_id})
+        body = await _make(answer, partial(_encode_whole, answer))
+        await send_encoded(send, body, headers={"x-request-id": answer.answer_id})
+
+
+async def _make(answer: Answer, make: Callable[[], bytes]) -> bytes:
+    """Return what `make` returns; where that may be megabytes, others are served meanwhile."""
+    return await asyncio.to_thread(make) if answer.asked.is_long else make()
 
 
 async def _stream(answer: Answer, send: Send) -> None:
@@ -230,9 +241,9 @@ async def _stream(answer: Answer, send: Send) -> None:
             if not has_begun:
                 has_begun = True
                 await _begin_stream(answer, send)
-            events = [encode_event(chunk) for piece in pieces for chunk in answer.chunks(piece)]
+            events = await _make(answer, partial(_encode_pieces, answer, pieces))
             if events:
-                await send_part(send, b"".join(events))
+                await send_part(send, events)
     except ApiError as error:
         if not has_begun:
             await _send_error(send, error, answer)
@@ -244,6 +255,15 @@ async def _stream(answer: Answer, send: Send) -> None:
         ending = encode_event(answer.usage_chunk()) if answer.asked.include_usage else b""
         ending += DONE
     await send_part(send, ending, is_last=True)
+
+
+def _encode_whole(answer: Answer) -> bytes:
+    body = answer.body()
+    return encode_in_parts(body, "choices") if "choices" in body else encode_json(body)
+
+
+def _encode_pieces(answer: Answer, pieces: list[Piece]) -> bytes:
+    return b"".join([encode_event(chunk) for piece in pieces for chunk in answer.chunks(piece)])
 
 
 async def _begin_stream(answer: Answer, send: Send) -> None:

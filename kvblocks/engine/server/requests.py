@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from kvblocks.engine.options import OptionValues
 from kvblocks.engine.server.access.callers import ANYONE, Caller, Slots
+from kvblocks.engine.server.answers.sampling_fields import check_size, parse_echo, parse_logprobs, parse_sampling
 from kvblocks.engine.server.errors import ApiError, as_api_error
 from kvblocks.engine.server.fields import Fields, is_unicode, show
 from kvblocks.engine.text.tokenizer import Tokenizer
@@ -22,7 +23,8 @@ MAX_ITEMS = 10_000
 """Messages of a chat, parts of a message, or prompts of a body: checking each takes some microseconds."""
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
-Kind = Literal["completion", "chat", "warm"]
+AnswerKind = Literal["completion", "chat"]
+Kind = AnswerKind | Literal["warm"]
 Prompt = str | list[int]
 Message = dict[str, str]
 
@@ -35,12 +37,7 @@ _WITHOUT_EFFECT = (
 )
 # Fields that would change an answer, and their values that don't.
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "logprobs": ((False,), "this server returns no log probabilities"),
-    "top_logprobs": ((0,), "this server returns no log probabilities"),
-    "echo": ((False,), "this server doesn't repeat prompts"),
     "suffix": (("",), "this server doesn't fill in the middle"),
-    "presence_penalty": ((0, 0.0), "this server has no penalties"),
-    "frequency_penalty": ((0, 0.0), "this server has no penalties"),
     "logit_bias": (({},), "this server has no bias of tokens"),
     "tools": (([],), "this server calls no tools"),
     "tool_choice": (("none", "auto"), "this server calls no tools"),
@@ -92,7 +89,8 @@ class Prefix:
 class AnswerRequest:
     """One body, checked. Of `prompts`, `messages` and `prefixes` one isn't empty, by `kind`.
 
-    options: all of them, for each prompt. salts: of prefixes, one for each. caller: who asks.
+    options: all of them, for each prompt. echo: whether answers begin with their prompts. salts: of prefixes, one for
+    each. caller: who asks.
     """
 
     kind: Kind
@@ -103,6 +101,7 @@ class AnswerRequest:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    echo: bool = False
     prefixes: tuple[Prefix, ...] = ()
     salts: tuple[str | None, ...] = ()
     caller: Caller = ANYONE
@@ -116,6 +115,11 @@ class AnswerRequest:
     def slots(self) -> Slots:
         """What it takes of those answers that may be unfinished."""
         return Slots(self.caller, self.num_choices)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its answer may be megabytes: with log probabilities of prompts."""
+        return self.options.get("prompt_logprobs") is not None
 
     @property
     def num_choices(self) -> int:
@@ -140,7 +144,9 @@ class AnswerRequest:
         if self.kind == "warm":
             return [prefix.encode(tokenizer) for prefix in self.prefixes]
         if self.kind == "completion":
-            return [encode_prompt(prompt, tokenizer) for prompt in self.prompts]
+            prompts = [encode_prompt(prompt, tokenizer) for prompt in self.prompts]
+            check_size(prompts, self.options["n"], self.options["prompt_logprobs"])
+            return prompts
         if tokenizer is None or not tokenizer.has_chat_template:
             raise ApiError(400, "expected /v1/completions, since this model has no chat template", param="messages")
         return [tokenizer.apply_chat_template(list(self.messages))]
@@ -166,7 +172,8 @@ def parse_completion(body: Any) -> AnswerRequest:
     best_of = fields.count("best_of", 1, MAX_SAMPLES)
     if best_of is not None and best_of != n:
         raise fields.error("best_of", f"none or n ({n}), since this server doesn't choose among answers")
-    max_tokens = fields.count("max_tokens", 1) or DEFAULT_COMPLETION_TOKENS
+    max_tokens = fields.count("max_tokens", 0)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
     return _finish("completion", fields, prompts, (), n, max_tokens)
 
 
@@ -264,18 +271,23 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
 
 
 def _finish(
-    kind: Kind, fields: Fields, prompts: tuple[Prompt, ...], messages: tuple[Message, ...], n: int, most: int | None
+    kind: AnswerKind,
+    fields: Fields,
+    prompts: tuple[Prompt, ...],
+    messages: tuple[Message, ...],
+    n: int,
+    most: int | None,
 ) -> AnswerRequest:
     """Read the fields that both kinds have, and refuse all that is left."""
-    temperature, top_p = fields.number("temperature", 0.0), fields.number("top_p", 0.0, 1.0)
-    if top_p == 0:
-        raise fields.error("top_p", "a number above 0, up to 1")
+    echo, logprobs = parse_echo(kind, fields), parse_logprobs(kind, fields)
+    if most == 0 and (n > 1 or not echo):
+        raise fields.error("max_tokens", "at least 1, unless a prompt is only to be repeated once (echo, and n of 1)")
     options = OptionValues(
+        **parse_sampling(fields),
         n=n,
         max_tokens=most,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
-        top_k=fields.count("top_k", 1),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else None,
         seed=fields.count("seed", 0, 2**64 - 1),
         stop=fields.texts("stop", MAX_STOPS),
         ignore_eos=fields.flag("ignore_eos"),
@@ -292,6 +304,7 @@ def _finish(
         stream=stream,
         include_usage=include_usage,
         return_token_ids=fields.flag("return_token_ids"),
+        echo=echo,
     )
     fields.refuse_all(_REFUSED)
     fields.ignore(_WITHOUT_EFFECT)

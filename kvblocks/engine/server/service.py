@@ -145,7 +145,11 @@ class Service:
         if any(num_chars):
             prompts = await self._encoders.run(partial(encode, tokenizer), sum(num_chars), give_back)
         else:
-            prompts = encode(tokenizer)
+            try:
+                prompts = encode(tokenizer)
+            except BaseException:
+                give_back()
+                raise
         longest = max(map(len, prompts))
         if longest > self._max_prompt_tokens:
             give_back()
