@@ -54,6 +54,8 @@ FLOORS = {
     "kvblocks.engine.demo": 14,
     "kvblocks.engine.server.errors": 14,
     "kvblocks.engine.server.wire": 14,
+    "kvblocks.engine.server.fields": 14,
+    "kvblocks.engine.server.body": 15,
     "kvblocks.engine.server.access": 15,
     "kvblocks.engine.server": 16,
     "kvblocks.cli": 17,

@@ -7,7 +7,7 @@ asked.
 import asyncio
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.server.errors import ApiError
@@ -24,7 +24,8 @@ class Answer:
     tiers: names of those that the engine has below the device; what was cached is told by them.
 
     answer_id: what clients and logs know it by. start_s: when its request came, on `time.monotonic`; None: now.
-    has_begun: whether any token has come. outcome: None while it goes on. timer: ends it in time.
+    has_begun: whether any token has come. outcome: None while it goes on. timer: ends it in time. prompt_lengths: in
+    tokens, from when it was submitted.
     """
 
     def __init__(
@@ -37,6 +38,8 @@ class Answer:
         self.has_begun = False
         self.outcome: Outcome | None = None
         self.timer: asyncio.TimerHandle | None = None
+        self.prompt_lengths: list[int] = []
+        self._num_said: Counter[int] = Counter()  # tokens of each choice that a stream has told of
         self._head: Json = {"id": self.answer_id, "object": "", "created": int(time.time()), "model": model}
         self._pieces: deque[Piece] = deque()  # that nobody has taken
         self._completions: dict[int, Completion] = {}  # by choice
@@ -99,13 +102,15 @@ class Answer:
         chunks = []
         if is_chat and choice not in self._opened:
             opening = {"delta": {"role": "assistant", "content": ""}}
-            chunks.append(self._chunk([self._choice_json(choice, opening, None, [])]))
+            chunks.append(self._chunk([self._choice_json(choice, opening, None, [])], self._usage_so_far(piece)))
         self._opened.add(choice)
+        self._num_said[choice] += 1
         if piece.text or completion is not None or self.asked.return_token_ids:
             content = {"content": piece.text} if piece.text or completion is None else {}
             text: Json = {"delta": content} if is_chat else {"text": piece.text}
             reason = None if completion is None else completion.finish_reason
-            chunks.append(self._chunk([self._choice_json(choice, text, reason, [piece.token_id])]))
+            said = self._choice_json(choice, text, reason, [piece.token_id])
+            chunks.append(self._chunk([said], self._usage_so_far(piece)))
         return chunks
 
     def usage_chunk(self) -> Json:
@@ -120,10 +125,17 @@ class Answer:
         choice = {"index": index, **text, "logprobs": None, "finish_reason": finish_reason}
         return {**choice, "token_ids": token_ids} if self.asked.return_token_ids else choice
 
-    def _chunk(self, choices: list[Json]) -> Json:
+    def _chunk(self, choices: list[Json], so_far: Json | None = None) -> Json:
         kind = "chat.completion.chunk" if self.asked.kind == "chat" else "text_completion"
-        usage: Json = {"usage": None} if self.asked.include_usage else {}
+        usage: Json = {"usage": so_far} if self.asked.include_usage else {}
         return {**self._head, "object": kind, "choices": choices, **usage}
+
+    def _usage_so_far(self, piece: Piece) -> Json | None:
+        """As in vLLM, the tokens of one choice: of its prompt, and those that the stream has told of."""
+        if not self.asked.continuous_usage:
+            return None
+        prompt, generated = self.prompt_lengths[piece.prompt_index], self._num_said[self._choice(piece)]
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
     def _usage(self) -> Json:
         """The tokens of all choices; a prompt counts once, with its first sample, however many it has."""
