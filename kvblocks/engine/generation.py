@@ -104,10 +104,10 @@ class Generation:
         return None if self.scores is None else self.scores.logprobs
 
     def _certain_text(self, token_id: int) -> str:
-        """The text that the token makes certain; with the last one, all that is left."""
+        """The text that the token makes certain; with the last one, all that is left. A stop token has none."""
         if self._decoder is None:
             return ""
-        text = self._decoder.feed([token_id])
+        text = "" if self.request.finish_reason == "stop" else self._decoder.feed([token_id])
         if self.request.finish_reason is None:
             return self._stops.feed(text)
         return self._stops.feed(text + self._decoder.finish()) + self._stops.finish()

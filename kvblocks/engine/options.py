@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
-from kvblocks.arguments import check_count
+from kvblocks.arguments import as_int, check_count, is_a, wrong
 from kvblocks.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from kvblocks.errors import InvalidArgumentError
 
@@ -25,6 +25,9 @@ class OptionValues(TypedDict, total=False):
     seed: int | None
     stop: str | tuple[str, ...] | list[str]
     ignore_eos: bool
+    min_tokens: int
+    stop_token_ids: tuple[int, ...] | list[int]
+    skip_special_tokens: bool
     salt: str | None
 
 
@@ -50,7 +53,11 @@ class GenerationOptions:
     samples, whatever else is in the batch; sample k is that of a call with n=1 and
     `sampling.random_numbers.sample_seed(seed, k)`. None: others each time.
     stop: one string or several; the text ends before the first of them.
-    ignore_eos: go on until max_tokens or `stop`.
+    ignore_eos: go on until max_tokens, `stop` or one of stop_token_ids.
+    min_tokens: nothing but max_tokens ends a sample before it has so many: no token that would is drawn, and strings of
+    `stop` that begin in their text don't count.
+    stop_token_ids: tokens that end a sample, beside those of the model. The text goes up to them.
+    skip_special_tokens: whether special tokens, such as "<|im_end|>", are left out of the text.
     salt: prompts with different ones (None is one of them) never share anything in the cache.
 
     Raises InvalidArgumentError; the numbers for sampling are checked by `SamplingParams`, salt by `kvblocks.Sequence`.
@@ -70,6 +77,9 @@ class GenerationOptions:
     seed: int | None = None
     stop: str | tuple[str, ...] | list[str] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    skip_special_tokens: bool = True
     salt: str | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +94,14 @@ class GenerationOptions:
         is_list = isinstance(stops, str | tuple | list)
         if not is_list or not all(isinstance(text, str) and text for text in self.stops):
             raise InvalidArgumentError(f"stop: expected a non-empty str, or a list of them, got {stops!r}")
+        ids: Any = self.stop_token_ids
+        numbers = [as_int(index) for index in ids] if isinstance(ids, tuple | list) else [None]
+        if not all(number is not None and number >= 0 for number in numbers):
+            raise wrong("stop_token_ids", "a list of token ids", ids)
+        if not is_a(self.skip_special_tokens, bool):
+            raise wrong("skip_special_tokens", "True or False", self.skip_special_tokens)
+        most = check_count("min_tokens", self.min_tokens, 0) if self.max_tokens is None else self.max_tokens
+        check_count("min_tokens", self.min_tokens, 0, most)
 
     @property
     def sampling(self) -> SamplingParams:

@@ -55,6 +55,7 @@ FLOORS = {
     "kvblocks.engine.server.errors": 14,
     "kvblocks.engine.server.wire": 14,
     "kvblocks.engine.server.fields": 14,
+    "kvblocks.engine.server.body": 15,
     "kvblocks.engine.server.access": 15,
     "kvblocks.engine.server.answers": 15,
     "kvblocks.engine.server": 16,

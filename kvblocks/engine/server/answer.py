@@ -7,7 +7,7 @@ asked.
 import asyncio
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.server.answers.logprobs import ChoiceWriter, Echo
@@ -28,8 +28,8 @@ class Answer:
     tokens are shown by, where log probabilities or an echo are.
 
     answer_id: what clients and logs know it by. start_s: when its request came, on `time.monotonic`; None: now.
-    prompts: as tokens, from when they are known. has_begun: whether any token has come. outcome: None while it goes on.
-    timer: ends it in time.
+    prompts: as tokens, from when it was submitted. has_begun: whether any token has come. outcome: None while it goes
+    on. timer: ends it in time.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Answer:
         self.has_begun = False
         self.outcome: Outcome | None = None
         self.timer: asyncio.TimerHandle | None = None
+        self._num_said: Counter[int] = Counter()  # tokens of each choice that a stream has told of
         self._head: Json = {"id": self.answer_id, "object": "", "created": int(time.time()), "model": model}
         self._pieces: deque[Piece] = deque()  # that nobody has taken
         self._completions: dict[int, Completion] = {}  # by choice
@@ -123,10 +124,12 @@ class Answer:
             self._writers[choice] = self._new_writer(choice)
             if is_chat:
                 opening = {"index": choice, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-                chunks.append(self._chunk([self._with_ids({**opening, "finish_reason": None}, [])]))
+                said = self._with_ids({**opening, "finish_reason": None}, [])
+                chunks.append(self._chunk([said], self._usage_so_far(piece)))
         writer = self._writers[choice]
+        token_ids = [] if piece.token_id == _NO_TOKEN else [piece.token_id]
+        self._num_said[choice] += len(token_ids)
         if piece.text or completion is not None or self.asked.return_token_ids or writer.must_write:
-            token_ids = [] if piece.token_id == _NO_TOKEN else [piece.token_id]
             written, logprobs = writer.write(
                 piece.text, token_ids, None if piece.logprobs is None else [piece.logprobs], piece.prompt_logprobs
             )
@@ -134,7 +137,7 @@ class Answer:
             text: Json = {"delta": content} if is_chat else {"text": written}
             reason = None if completion is None else completion.finish_reason
             said = {"index": choice, **text, "logprobs": logprobs, "finish_reason": reason}
-            chunks.append(self._chunk([self._with_ids(said, token_ids)]))
+            chunks.append(self._chunk([self._with_ids(said, token_ids)], self._usage_so_far(piece)))
         return chunks
 
     def usage_chunk(self) -> Json:
@@ -151,15 +154,23 @@ class Answer:
         echo = Echo.of(asked.prompts[index], self.prompts[index], self._tokenizer) if asked.echo else None
         kind: AnswerKind = "chat" if asked.kind == "chat" else "completion"
         has_logprobs = asked.options.get("logprobs") is not None
-        return ChoiceWriter(kind, self._tokenizer, has_logprobs=has_logprobs, echo=echo)
+        skips = asked.options.get("skip_special_tokens", True)
+        return ChoiceWriter(kind, self._tokenizer, has_logprobs=has_logprobs, echo=echo, skip_special_tokens=skips)
 
     def _with_ids(self, choice: Json, token_ids: list[int]) -> Json:
         return {**choice, "token_ids": token_ids} if self.asked.return_token_ids else choice
 
-    def _chunk(self, choices: list[Json]) -> Json:
+    def _chunk(self, choices: list[Json], so_far: Json | None = None) -> Json:
         kind = "chat.completion.chunk" if self.asked.kind == "chat" else "text_completion"
-        usage: Json = {"usage": None} if self.asked.include_usage else {}
+        usage: Json = {"usage": so_far} if self.asked.include_usage else {}
         return {**self._head, "object": kind, "choices": choices, **usage}
+
+    def _usage_so_far(self, piece: Piece) -> Json | None:
+        """As in vLLM, the tokens of one choice: of its prompt, and those that the stream has told of."""
+        if not self.asked.continuous_usage:
+            return None
+        prompt, generated = len(self.prompts[piece.prompt_index]), self._num_said[self._choice(piece)]
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
     def _usage(self) -> Json:
         """The tokens of all choices; a prompt counts once, with its first sample, however many it has."""

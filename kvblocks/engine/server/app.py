@@ -144,7 +144,6 @@ class Api:
             service.metrics.count(Outcome.TIMED_OUT)
             raise late_error(seconds) from None
         answer = Answer(asked, self._model, self._tiers, service.engine.model.tokenizer, start_s=start_s)
-        answer.prompts = prompts
         try:
             service.submit(answer, prompts)
             gone.add_done_callback(lambda _: service.drop(answer))

@@ -180,6 +180,7 @@ class Service:
             self.close(answer.asked.slots)
             raise stopping_error()
         self._unfinished[answer] = None
+        answer.prompts = prompts
         left_s = answer.start_s + self.settings.request_timeout_s - time.monotonic()
         answer.timer = asyncio.get_running_loop().call_later(left_s, self._time_out, answer)
         self.thread.submit(answer, prompts)

@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvblocks.engine.server.body.neutral import REFUSED
 from kvblocks.engine.server.errors import ApiError
-from kvblocks.engine.server.requests import MAX_STOPS, parse_chat, parse_completion
+from kvblocks.engine.server.requests import MAX_REQUEST_ID, MAX_STOP_IDS, MAX_STOPS, parse_chat, parse_completion
 
 HELLO = [{"role": "user", "content": "hello"}]
+CALL = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": '{"at": "the hat"}'}}
 
 
 def refused(parse, body):
@@ -23,11 +25,13 @@ def refused(parse, body):
 def test_a_completion_has_openais_defaults():
     request = parse_completion({"model": "m", "prompt": "hello"})
     assert (request.kind, request.model, request.prompts, request.messages) == ("completion", "m", ("hello",), ())
-    sampling = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": None, "seed": None, "min_p": 0.0}
+    sampling = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": None, "seed": None}
+    extras = {"min_p": 0.0, "min_tokens": 0, "stop_token_ids": (), "skip_special_tokens": True}
     penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-    told = {"logprobs": None, "prompt_logprobs": None}
-    assert request.options == {**sampling, **penalties, **told, "stop": (), "ignore_eos": False, "salt": None}
+    told = {"logprobs": None, "prompt_logprobs": None, "stop": (), "ignore_eos": False, "salt": None}
+    assert request.options == {**sampling, **extras, **penalties, **told}
     assert (request.stream, request.include_usage, request.num_choices) == (False, False, 1)
+    assert (request.add_special_tokens, request.template_values, request.request_id) == (True, {}, None)
 
 
 def test_a_chat_may_answer_as_long_as_there_is_room():
@@ -45,27 +49,33 @@ def test_every_field_is_read():
         "temperature": 0,
         "top_p": 0.5,
         "top_k": 4,
-        "min_p": 0.25,
+        "min_p": 0.1,
         "presence_penalty": -1,
         "frequency_penalty": 2,
         "repetition_penalty": 1.5,
         "logprobs": True,
         "top_logprobs": 3,
         "seed": 5,
+        "min_tokens": 2,
+        "stop_token_ids": [3, 4],
+        "skip_special_tokens": False,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "request_id": "mine",
         "stop": ["a", "b"],
         "ignore_eos": True,
         "cache_salt": "tenant",
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "return_token_ids": True,
     }
     request = parse_chat(body)
     sampling = {"n": 3, "max_tokens": 7, "temperature": 0.0, "top_p": 0.5, "top_k": 4, "seed": 5}
-    penalties = {"presence_penalty": -1.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5, "min_p": 0.25}
-    told = {"logprobs": 3, "prompt_logprobs": None}
-    ending = {"stop": ("a", "b"), "ignore_eos": True, "salt": "tenant"}
-    assert request.options == {**sampling, **penalties, **told, **ending}
-    assert (request.stream, request.include_usage, request.return_token_ids) == (True,) * 3
+    extras = {"min_p": 0.1, "min_tokens": 2, "stop_token_ids": (3, 4), "skip_special_tokens": False}
+    penalties = {"presence_penalty": -1.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
+    told = {"logprobs": 3, "prompt_logprobs": None, "stop": ("a", "b"), "ignore_eos": True, "salt": "tenant"}
+    assert request.options == {**sampling, **extras, **penalties, **told}
+    assert (request.stream, request.include_usage, request.return_token_ids, request.continuous_usage) == (True,) * 4
+    assert (request.template_values, request.request_id) == ({"enable_thinking": False}, "mine")
     assert request.num_choices == 3
 
 
@@ -119,7 +129,10 @@ def test_a_chats_parts_and_roles_are_read():
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content"),
         ({"role": "user", "content": "\udfff"}, "messages[0].content"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": {}}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "messages[0].content"),
         ({"role": "user", "content": "x", "colour": "red"}, "messages[0].colour"),
     ],
 )
@@ -137,7 +150,14 @@ WRONG = {
     "max_tokens": [0, "5", 2.5],
     "temperature": [-0.1, "hot", float("nan"), float("inf"), True],
     "top_p": [0, 1.1, -1, "x"],
-    "top_k": [0, -1, 1.5],
+    "top_k": [-2, 1.5],
+    "min_p": [-0.1, 1.1, "0"],
+    "min_tokens": [-1, 17, 1.0],
+    "stop_token_ids": [5, [-1], [1.0], [True], ["a"], [2**32], [1] * (MAX_STOP_IDS + 1)],
+    "skip_special_tokens": [1, "no"],
+    "add_special_tokens": [0],
+    "request_id": [5, "", "x" * (MAX_REQUEST_ID + 1)],
+    "rid": [["a", "b"]],
     "seed": [-1, 2**64, 0.5],
     "stop": ["", [""], [1], ["x"] * (MAX_STOPS + 1), {"a": 1}, "\ud800"],
     "ignore_eos": [1, "yes"],
@@ -145,7 +165,6 @@ WRONG = {
     "stream_options": [{"include_usage": True}, 5],
     "cache_salt": ["", 5, "\ud800"],
     "model": [5, ""],
-    "min_p": [-0.1, 1.5, "x"],
     "logprobs": [-1, 21, True, "2", 1.0],
     "top_logprobs": [1, True],
     "echo": [1, "true"],
@@ -156,6 +175,13 @@ WRONG = {
     "tools": [[{"type": "function"}]],
     "response_format": [{"type": "json_object"}],
     "best_of": [2],
+    "no_stop_trim": [True],
+    "separate_reasoning": ["yes"],
+    "return_hidden_states": [True],
+    "truncate_prompt_tokens": [-1],
+    "kv_transfer_params": [{"do_remote_decode": True}],
+    "priority": [1, -1],
+    "prompt_logprobs": [1],
 }
 
 
@@ -183,6 +209,114 @@ def test_wrong_values_are_refused_by_name(name, value):
 )
 def test_what_changes_nothing_passes(name, value):
     assert parse_chat({"messages": HELLO, name: value}) == parse_chat({"messages": HELLO})
+
+
+# What vLLM's bench, guidellm and SGLang's router send though nobody asked for it.
+NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "min_p": 0,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "no_stop_trim": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "return_hidden_states": False,
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "stop_token_ids": [],
+    "priority": 0,
+    "tool_choice": "none",
+    "logprobs": False,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1.0,
+    "session_id": "s-1",
+}
+
+
+@pytest.mark.parametrize("top_k", [-1, 0])
+def test_what_other_servers_clients_send_along_passes(top_k):
+    chat = {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}}
+    body = {"messages": HELLO, **NEUTRAL, **chat, "add_special_tokens": False, "top_k": top_k}
+    assert parse_chat(body) == parse_chat({"messages": HELLO, "add_special_tokens": False})
+    body = {"prompt": "a", **NEUTRAL, "add_special_tokens": True, "top_k": top_k}
+    assert parse_completion(body) == parse_completion({"prompt": "a"})
+    for name in REFUSED:
+        for value in REFUSED[name][0]:
+            assert parse_chat({"messages": HELLO, name: value}) == parse_chat({"messages": HELLO})
+
+
+def test_what_is_only_in_a_chat_is_refused_by_name():
+    wrong = {
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "add_special_tokens": True,
+        "chat_template": "{{ messages }}",
+        "chat_template_kwargs": {"messages": []},
+    }
+    for name, value in wrong.items():
+        assert refused(parse_chat, {"messages": HELLO, name: value})["param"] == name
+    assert refused(parse_completion, {"prompt": "a", "chat_template_kwargs": {"a": 1}})["code"] == "unknown"
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("value", [5, "a", [1], {"a": nested(100)}, {"a": nested(900)}, {"eos_token": "</s>"}])
+def test_other_values_for_templates_are_refused(value):
+    assert refused(parse_chat, {"messages": HELLO, "chat_template_kwargs": value})["param"] == "chat_template_kwargs"
+
+
+def test_text_for_templates_counts():
+    plain = parse_chat({"messages": HELLO})
+    said = parse_chat({"messages": HELLO, "chat_template_kwargs": {"tone": ["x" * 1000, {"y": "z" * 50}], "deep": 7}})
+    assert sum(said.num_chars) - sum(plain.num_chars) == 1000 + 51 + len("tone" + "deep" + "7")
+
+
+def test_spaces_between_special_tokens_are_as_the_tokenizer_has_them():
+    parse_completion({"prompt": "a", "spaces_between_special_tokens": False})
+    body = {"prompt": "a", "spaces_between_special_tokens": False, "skip_special_tokens": False}
+    assert refused(parse_completion, body)["param"] == "spaces_between_special_tokens"
+
+
+def test_continuous_usage_means_nothing_without_usage():
+    request = parse_completion({"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}})
+    assert (request.include_usage, request.continuous_usage) == (False, False)
+
+
+def test_what_tools_were_called_and_said_is_passed_on():
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "a cat", "tool_call_id": "call-1"},
+    ]
+    request = parse_chat({"messages": messages, "tool_choice": "none"})
+    called = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": {"at": "the hat"}}}
+    assert request.messages[1:] == (
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": "a cat", "tool_call_id": "call-1"},
+    )
+    assert sum(request.num_chars) > len("call-1 look at the hat a cat")
+
+
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        (5, "messages[0].tool_calls[0]"),
+        ({**CALL, "type": "custom"}, "messages[0].tool_calls[0].type"),
+        ({**CALL, "colour": 1}, "messages[0].tool_calls[0].colour"),
+        ({"function": {"arguments": "{}"}}, "messages[0].tool_calls[0].function.name"),
+        ({"function": {"name": "look", "arguments": "{"}}, "messages[0].tool_calls[0].function.arguments"),
+        ({"function": {"name": "look", "arguments": "[" * 100_000}}, "messages[0].tool_calls[0].function.arguments"),
+        ({"function": {"name": "look", "arguments": "[1]"}}, "messages[0].tool_calls[0].function.arguments"),
+    ],
+)
+def test_other_calls_of_tools_are_refused(call, param):
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert refused(parse_chat, {"messages": messages})["param"] == param
 
 
 def test_an_unknown_field_is_refused_and_the_known_ones_are_named():

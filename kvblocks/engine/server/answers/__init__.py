@@ -1,4 +1,1 @@
-"""What requests ask of answers beside their text, and how it looks: log probabilities, echoes, how tokens are drawn.
-
-`sampling_fields` reads what is asked, `logprobs` writes OpenAI's JSON.
-"""
+"""How answers look: log probabilities and echoes, in OpenAI's forms."""

@@ -38,11 +38,17 @@ class ChoiceWriter:
     """Writes one choice, part by part, as it comes: its text, and the value of its `logprobs`.
 
     kind: whose form. tokenizer: None: tokens are shown as "token_id:5", as vLLM shows them. has_logprobs: whether they
-    were asked for. echo: what the first part begins with.
+    were asked for. echo: what the first part begins with. skip_special_tokens: whether the text is without them.
     """
 
     def __init__(
-        self, kind: Kind, tokenizer: Tokenizer | None, *, has_logprobs: bool = False, echo: Echo | None = None
+        self,
+        kind: Kind,
+        tokenizer: Tokenizer | None,
+        *,
+        has_logprobs: bool = False,
+        echo: Echo | None = None,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._kind = kind
         self._tokenizer = tokenizer
@@ -50,7 +56,7 @@ class ChoiceWriter:
         self._echo = echo
         self._names: dict[int, str] = {}
         self._offset = 0 if echo is None else len(echo.text)
-        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
 
     @property
     def must_write(self) -> bool:

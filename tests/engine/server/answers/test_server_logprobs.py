@@ -10,7 +10,7 @@ from engine.server.server_harness import MODEL, running_server, tiny_loaded
 from kvblocks.engine import Engine
 from kvblocks.engine.sampling.drawn import TokenLogprobs
 from kvblocks.engine.server.answers.logprobs import ChoiceWriter, Echo
-from kvblocks.engine.server.answers.sampling_fields import MAX_PROMPT_LOGPROBS
+from kvblocks.engine.server.body.sampling import MAX_PROMPT_LOGPROBS
 from kvblocks.engine.text.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "the cat is in the hat. " * 4}]

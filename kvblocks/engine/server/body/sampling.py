@@ -23,12 +23,18 @@ def parse_sampling(fields: Fields) -> OptionValues:
     return OptionValues(
         temperature=1.0 if temperature is None else temperature,
         top_p=1.0 if top_p is None else top_p,
-        top_k=fields.count("top_k", 1),
+        top_k=_parse_top_k(fields),
         min_p=fields.number("min_p", 0.0, 1.0) or 0.0,
         presence_penalty=fields.number("presence_penalty", -2.0, 2.0) or 0.0,
         frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0) or 0.0,
         repetition_penalty=1.0 if repetition is None else repetition,
     )
+
+
+def _parse_top_k(fields: Fields) -> int | None:
+    """0 and -1 are vLLM's and SGLang's words for any number of tokens."""
+    value = fields.count("top_k", -1)
+    return None if value in {None, 0, -1} else value
 
 
 def parse_logprobs(kind: Literal["completion", "chat"], fields: Fields) -> int | None:
