@@ -59,8 +59,11 @@ FLOORS = {
     "kvblocks.engine.server.access": 15,
     "kvblocks.engine.server.answers": 15,
     "kvblocks.engine.server": 16,
-    "kvblocks.cli": 17,
-    "kvblocks.__main__": 18,
+    "kvblocks.engine.server.endpoints": 17,
+    "kvblocks.engine.server.app": 18,
+    "kvblocks.engine.server.run": 18,
+    "kvblocks.cli": 19,
+    "kvblocks.__main__": 20,
 }
 TOP_CORE_FLOOR = 7
 

@@ -6,7 +6,7 @@ goes away its answer is dropped at once, whatever it was waiting for.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,8 @@ from kvblocks.engine.server.access.bodies import Load
 from kvblocks.engine.server.access.gate import Gate, caller_of
 from kvblocks.engine.server.answer import Answer
 from kvblocks.engine.server.cache_api import CacheApi
+from kvblocks.engine.server.endpoints.about import About, check_model
+from kvblocks.engine.server.endpoints.tokens import TokensApi
 from kvblocks.engine.server.errors import ApiError, as_api_error, late_error
 from kvblocks.engine.server.fields import show
 from kvblocks.engine.server.requests import AnswerRequest, parse_chat, parse_completion, parse_warm
@@ -47,7 +49,10 @@ STOP_TIMEOUT_S = 30.0
 
 
 def make_app(service: Service, model: str) -> Starlette:
-    """Return the application that serves `service` under the name `model`. It starts and stops the service."""
+    """Return the application that serves `service`, under the name `model` unless its settings say others.
+
+    It starts and stops the service.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -56,12 +61,20 @@ def make_app(service: Service, model: str) -> Starlette:
         yield
         await service.stop(STOP_TIMEOUT_S)
 
-    api, cache = Api(service, model), CacheApi(service)
+    names = service.settings.model_names or (model,)
+    api, cache, about, tokens = Api(service, names), CacheApi(service), About(service, names), TokensApi(service, names)
     routes = [
         Route("/health", api.health),
         Route("/metrics", api.metrics),
-        Route("/v1/models", api.models),
-        Route("/v1/models/{name:path}", api.model),
+        Route("/version", about.version),
+        Route("/model_info", about.model_info),
+        Route("/get_model_info", about.model_info),
+        Route("/server_info", about.server_info),
+        Route("/get_server_info", about.server_info),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/v1/models", about.models),
+        Route("/v1/models/{name:path}", about.model),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/cache/stats", cache.stats),
@@ -89,11 +102,10 @@ def make_app(service: Service, model: str) -> Starlette:
 class Api:
     """The endpoints of OpenAI's API, and those that watch the server."""
 
-    def __init__(self, service: Service, model: str) -> None:
+    def __init__(self, service: Service, names: Sequence[str]) -> None:
         self._service = service
-        self._model = model
+        self._names = names
         self._tiers = tuple([tier.name for tier in service.engine.manager.tiers])
-        self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
         """200 while requests are taken, else 503."""
@@ -105,16 +117,6 @@ class Api:
         """All metrics in Prometheus' text format."""
         del request
         return Response(self._service.metrics.scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def models(self, request: Request) -> Response:
-        """The one model there is."""
-        del request
-        return json_response({"object": "list", "data": [self._model_json()]})
-
-    async def model(self, request: Request) -> Response:
-        """The model, by name."""
-        self._check_model(request.path_params["name"])
-        return json_response(self._model_json())
 
     async def completions(self, request: Request) -> ASGIApp:
         """Continue prompts."""
@@ -143,7 +145,7 @@ class Api:
         except TimeoutError:
             service.metrics.count(Outcome.TIMED_OUT)
             raise late_error(seconds) from None
-        answer = Answer(asked, self._model, self._tiers, service.engine.model.tokenizer, start_s=start_s)
+        answer = Answer(asked, self._names[0], self._tiers, service.engine.model.tokenizer, start_s=start_s)
         try:
             service.submit(answer, prompts)
             gone.add_done_callback(lambda _: service.drop(answer))
@@ -180,27 +182,11 @@ class Api:
             raise
         try:
             asked = parse(body).asked_by(caller_of(request.scope))
-            if asked.model is not None:
-                self._check_model(asked.model)
+            check_model(self._names, asked.model)
         except BaseException:
             load.release()
             raise
         return asked, load
-
-    def _check_model(self, name: str) -> None:
-        if name != self._model:
-            message = f"model: expected {self._model!r}, the one that is served, got {show(name)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
-    def _model_json(self) -> dict[str, object]:
-        context = self._service.engine.model.config.max_position_embeddings
-        return {
-            "id": self._model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "kvblocks",
-            "max_model_len": context,
-        }
 
 
 def _result(encoding: "asyncio.Task[list[list[int]]]") -> list[list[int]]:
