@@ -71,6 +71,7 @@ def make_app(service: Service, model: str) -> Starlette:
         Route("/get_model_info", about.model_info),
         Route("/server_info", about.server_info),
         Route("/get_server_info", about.server_info),
+        Route("/tokenizer_info", tokens.tokenizer_info),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/v1/models", about.models),

@@ -96,6 +96,11 @@ class Tokenizer:
         """Whether `apply_chat_template` works; a base model's folder has no template."""
         return self._template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source; None if there is none."""
+        return None if self._template is None else self._template.source
+
     def encode(self, text: str, *, parse_special: bool = False, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
 

@@ -10,7 +10,16 @@ from kvblocks.engine.server.errors import ApiError
 from kvblocks.engine.server.wire import send_json
 
 _CACHE = "/v1/cache"
-_WITH_KEY = ("/v1", "/tokenize", "/detokenize", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
+_WITH_KEY = (
+    "/v1",
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
+    "/model_info",
+    "/get_model_info",
+    "/server_info",
+    "/get_server_info",
+)
 # What is about the caller's own prompts alone. Whatever else is below _CACHE is for operators.
 _CACHE_FOR_ALL = frozenset({f"{_CACHE}/explain", f"{_CACHE}/warm"})
 

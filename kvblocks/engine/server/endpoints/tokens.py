@@ -19,8 +19,8 @@ from kvblocks.engine.server.body.messages import (
 )
 from kvblocks.engine.server.endpoints.about import check_model
 from kvblocks.engine.server.errors import ApiError, late_error
-from kvblocks.engine.server.fields import Fields
-from kvblocks.engine.server.requests import encode_prompt, parse_prompts
+from kvblocks.engine.server.fields import Fields, is_unicode
+from kvblocks.engine.server.requests import parse_prompts
 from kvblocks.engine.server.service import Service
 from kvblocks.engine.server.wire import json_response
 from kvblocks.engine.text.tokenizer import Tokenizer
@@ -81,15 +81,25 @@ class TokensApi:
         text = await asyncio.to_thread(model.tokenizer.decode, tokens, skip_special_tokens=False)
         return json_response({"prompt": text})
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        """The texts of the tokens that begin and end prompts, and the chat template: what lm-eval asks for."""
+        del request
+        tokenizer = self._service.engine.model.tokenizer
+        if tokenizer is None:
+            raise ApiError(404, "expected a model with a tokenizer, got one without")
+        names = {"eos_token": min(tokenizer.eos_token_ids, default=None), "bos_token": tokenizer.bos_token_id}
+        texts = {name: None if token is None else tokenizer.id_to_token(token) for name, token in names.items()}
+        return json_response({**texts, "pad_token": texts["eos_token"], "chat_template": tokenizer.chat_template})
+
 
 def _parse_prompt(fields: Fields) -> tuple[Encode, int]:
     """Read a text: what encodes it, and its length in characters. Raises ApiError."""
-    prompts, adds = parse_prompts(fields.take("prompt")), fields.take("add_special_tokens")
-    if not isinstance(prompts[0], str) or len(prompts) > 1:
+    text, adds = fields.take("prompt"), fields.take("add_special_tokens")
+    if not isinstance(text, str) or not is_unicode(text):
         raise fields.error("prompt", "a text")
     if not isinstance(adds, bool | None):
         raise fields.error("add_special_tokens", "true or false")
-    return partial(_encode_text, prompts[0], adds=adds is not False), len(prompts[0])
+    return partial(_encode_text, text, adds=adds is not False), len(text)
 
 
 def _parse_chat(fields: Fields) -> tuple[Encode, int]:
@@ -106,7 +116,9 @@ def _parse_chat(fields: Fields) -> tuple[Encode, int]:
 
 
 def _encode_text(text: str, tokenizer: Tokenizer | None, *, adds: bool) -> list[list[int]]:
-    return [encode_prompt(text, tokenizer, add_special_tokens=adds)]
+    if tokenizer is None:
+        raise ApiError(400, "prompt: expected a model with a tokenizer, got one without", param="prompt")
+    return [tokenizer.encode(text, parse_special=True, add_special_tokens=adds)]  # as of a completion
 
 
 def _encode_chat(

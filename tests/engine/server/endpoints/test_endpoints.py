@@ -10,7 +10,7 @@ from kvblocks.version import __version__
 
 CHAT = [{"role": "user", "content": "the cat <|im_end|> in the hat"}]
 KEYLESS = ["/version"]
-WITH_KEY = ["/model_info", "/get_model_info", "/server_info", "/get_server_info"]
+WITH_KEY = ["/tokenizer_info", "/model_info", "/get_model_info", "/server_info", "/get_server_info"]
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,7 @@ def test_a_text_becomes_the_tokens_of_a_completion_and_back(server, http, model)
         echoed = client.completions.create(model=MODEL, prompt=text, max_tokens=0, echo=True, logprobs=0)
     assert echoed.usage.prompt_tokens == answer["count"]
     assert post(http, "/detokenize", model=MODEL, tokens=answer["tokens"]) == {"prompt": text}
+    assert post(http, "/tokenize", prompt="")["tokens"] == []
     assert post(http, "/detokenize", tokens=[]) == {"prompt": ""}
     server.wait_until_idle()
 
@@ -68,7 +69,7 @@ def test_a_chat_becomes_the_tokens_that_it_would_be_answered_from(http, model):
     ("path", "body", "param"),
     [
         ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": ["a"] * 2}, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
         ("/tokenize", {"prompt": [1, 2]}, "prompt"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
         ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs"),
@@ -112,6 +113,13 @@ def test_what_is_served_is_told(server, http):
     assert http.get("/get_server_info").json() == info
 
 
+def test_what_texts_begin_and_end_with_is_told(http, model):
+    info = http.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", "<|im_start|>")
+    assert "add_generation_prompt" in info["chat_template"]
+    assert model.tokenizer.chat_template == info["chat_template"]
+
+
 def test_another_model_is_not_found(http):
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
         response = http.post(path, json={"model": "gpt-5", **body})
@@ -134,9 +142,9 @@ def test_a_model_may_have_several_names_and_answers_with_the_first(model):
 def test_with_keys_all_but_the_version_want_one(model):
     with running_server(model, api_key="secret") as server, server.http() as http:
         assert [http.get(path).status_code for path in KEYLESS] == [200]
-        assert [http.get(path).status_code for path in WITH_KEY] == [401] * 4
+        assert [http.get(path).status_code for path in WITH_KEY] == [401] * len(WITH_KEY)
         assert http.post("/tokenize", json={"prompt": "a"}).status_code == 401
         assert http.post("/detokenize", json={"tokens": [1]}).status_code == 401
         http.headers["authorization"] = "Bearer secret"
-        assert [http.get(path).status_code for path in WITH_KEY] == [200] * 4
+        assert [http.get(path).status_code for path in WITH_KEY] == [200] * len(WITH_KEY)
         assert post(http, "/tokenize", prompt="a")["count"] == 1
