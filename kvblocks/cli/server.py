@@ -77,6 +77,13 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.", rich_help_panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0: any free one.", rich_help_panel=_SERVER)] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What clients call the model, instead of its folder's name; may be given several times.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     api_key: ApiKeyOption = None,
     keys: Annotated[
         Path | None,
@@ -172,6 +179,7 @@ def serve(
     server = ServerSettings(
         host=host,
         port=port,
+        model_names=tuple(served_model_name or ()),
         api_key=api_key,
         admin_key=read_key(admin_key_file, admin_key, "--admin-key-file"),
         keys=() if keys is None else read_keys(keys),

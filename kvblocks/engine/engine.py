@@ -170,8 +170,8 @@ class Engine:
 
         prompts: texts, encoded as they are (see `engine.model.tokenizer.apply_chat_template` for chats), or token ids.
         options: n=1, max_tokens=64, temperature=0.0, top_p, top_k, min_p, presence_penalty, frequency_penalty,
-        repetition_penalty, logprobs, seed, stop, ignore_eos, salt; see `GenerationOptions`. The first sample's
-        completion counts what the prompt cost.
+        repetition_penalty, logprobs, seed, stop, ignore_eos, min_tokens, stop_token_ids, skip_special_tokens, salt; see
+        `GenerationOptions`. The first sample's completion counts what the prompt cost.
 
         Raises, before anything is computed, InvalidArgumentError (a prompt that is empty or unreadable, or could never
         fit, and options out of range), PoolExhaustedError (it can't fit while the present pins stand) and ModelError

@@ -41,6 +41,7 @@ FLOORS = {
     "kvblocks.kernels": 8,  # the floor K: beside the engine, reached through a few doors
     "kvblocks.wire": 8,  # beside the engine: others' formats, and their transport
     "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
+    "kvblocks.replay": 8,  # traces through the public manager; no engine
     "kvblocks.engine.errors": 8,
     "kvblocks.engine.collector": 8,
     "kvblocks.engine.sampling": 9,
@@ -54,11 +55,16 @@ FLOORS = {
     "kvblocks.engine.demo": 14,
     "kvblocks.engine.server.errors": 14,
     "kvblocks.engine.server.wire": 14,
+    "kvblocks.engine.server.fields": 14,
+    "kvblocks.engine.server.body": 15,
     "kvblocks.engine.server.access": 15,
+    "kvblocks.engine.server.answers": 15,
     "kvblocks.engine.server": 16,
-    "kvblocks.replay": 8,  # traces through the public manager; no engine
-    "kvblocks.cli": 17,
-    "kvblocks.__main__": 18,
+    "kvblocks.engine.server.endpoints": 17,
+    "kvblocks.engine.server.app": 18,
+    "kvblocks.engine.server.run": 18,
+    "kvblocks.cli": 19,
+    "kvblocks.__main__": 20,
 }
 TOP_CORE_FLOOR = 7
 

@@ -183,7 +183,8 @@ def serve(
             )
             say(f"events at {publisher.endpoint}{where}")
         service = Service(engine, settings, keep_reasons=cache.num_history_blocks > 0, publisher=publisher)
-        server = KVBlocksServer(service, model_name(model), lambda url: say(f"serving {model_name(model)} at {url}/v1"))
+        name = settings.model_names[0] if settings.model_names else model_name(model)
+        server = KVBlocksServer(service, name, lambda url: say(f"serving {name} at {url}/v1"))
         try:
             server.run(sockets=[listener])
         finally:

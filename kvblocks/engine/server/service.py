@@ -145,7 +145,11 @@ class Service:
         if any(num_chars):
             prompts = await self._encoders.run(partial(encode, tokenizer), sum(num_chars), give_back)
         else:
-            prompts = encode(tokenizer)
+            try:
+                prompts = encode(tokenizer)
+            except BaseException:
+                give_back()
+                raise
         longest = max(map(len, prompts))
         if longest > self._max_prompt_tokens:
             give_back()
@@ -176,6 +180,7 @@ class Service:
             self.close(answer.asked.slots)
             raise stopping_error()
         self._unfinished[answer] = None
+        answer.prompts = prompts
         left_s = answer.start_s + self.settings.request_timeout_s - time.monotonic()
         answer.timer = asyncio.get_running_loop().call_later(left_s, self._time_out, answer)
         self.thread.submit(answer, prompts)

@@ -96,6 +96,7 @@ class CacheSettings:
 class ServerSettings:
     """The server's part. port 0: any free one. max_requests: unfinished ones, running and waiting.
 
+    model_names: what the model is served as, the first one in answers; none: its folder's name.
     api_key: one key for all clients; keys: instead, one for each tenant. admin_key: the operator's, for what is about
     the cache; without it, and without keys, whoever is served is an operator. allow_anyone: serve other machines though
     no key keeps them out. allowed_hosts: names, beside the loopback's, that requests may ask by; any will do if there
@@ -104,6 +105,7 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    model_names: tuple[str, ...] = ()
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
     keys: tuple[Tenant, ...] = ()
@@ -125,6 +127,9 @@ class ServerSettings:
                 raise InvalidArgumentError(f"{name}: expected seconds, at least 0, got {value!r}")
         if not self.request_timeout_s:
             raise InvalidArgumentError("--request-timeout: expected more than 0 seconds, got 0")
+        for name in self.model_names:
+            if not name or not name.isprintable():
+                raise InvalidArgumentError(f"--served-model-name: expected a name, got {name!r}")
         for name in self.allowed_hosts:
             if not is_host(name):
                 raise InvalidArgumentError(f"--allowed-host: expected a name or an address, without port, got {name!r}")
