@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -121,6 +120,10 @@ def serve(
     grace_period: Annotated[
         float, typer.Option(help="Seconds that running requests get after SIGTERM.", rich_help_panel=_SERVER)
     ] = 30.0,
+    log_level: Annotated[
+        str,
+        typer.Option(help="debug, info (each request in a line), warning or error.", rich_help_panel=_SERVER),
+    ] = "warning",
     kv_events: Annotated[
         str | None,
         typer.Option(
@@ -190,6 +193,7 @@ def serve(
         max_connections=max_connections,
         request_timeout_s=request_timeout,
         grace_s=grace_period,
+        log_level=log_level,
     )
     events = EventSettings(endpoint=kv_events, replay=kv_replay, topic=kv_topic, allow_remote=kv_allow_remote)
     import torch
@@ -227,8 +231,10 @@ def chat(
     """
     from kvblocks.cli.chat import EngineAnswerer, ServerAnswerer
     from kvblocks.cli.chat import chat as run_chat
+    from kvblocks.cli.terminal import Terminal
     from kvblocks.errors import InvalidArgumentError
 
+    terminal = Terminal()
     if url is None:
         if salt is not None:
             raise InvalidArgumentError("expected --salt with --url only: a chat in this process shares with nobody")
@@ -236,24 +242,11 @@ def chat(
 
         engine = Engine(load_model(model))
         answerer = EngineAnswerer(engine, max_tokens=max_tokens, temperature=temperature, seed=seed)
-        run_chat(answerer, _read_lines(), _write, system=system)
+        run_chat(answerer, terminal.read_lines(), terminal.write, system=system, while_answering=terminal.hold_typing)
         return
     from kvblocks.cli.client import ServerClient
 
     with ServerClient(url, api_key) as client:
         remote = ServerAnswerer(client, max_tokens=max_tokens, temperature=temperature, seed=seed, salt=salt)
         client.ask("GET", "/v1/models")  # says at once if there is no server, or another key is needed
-        run_chat(remote, _read_lines(), _write, system=system)
-
-
-def _read_lines() -> Iterator[str]:
-    """The lines that the user types, until Ctrl-D."""
-    while True:
-        try:
-            yield input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)
+        run_chat(remote, terminal.read_lines(), terminal.write, system=system, while_answering=terminal.hold_typing)

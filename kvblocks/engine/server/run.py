@@ -14,6 +14,7 @@ import uvicorn
 
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.run.runner import LoadedModel
+from kvblocks.engine.server.access.access_log import configure_logging
 from kvblocks.engine.server.access.connections import bounded, count_connections, log_shortage_seldom
 from kvblocks.engine.server.app import make_app
 from kvblocks.engine.server.service import Service
@@ -83,7 +84,7 @@ class KVBlocksServer(uvicorn.Server):
         settings = service.settings
         config = uvicorn.Config(
             make_app(service, model),
-            log_level="warning",
+            log_level=settings.log_level,
             access_log=False,
             server_header=False,
             lifespan="on",
@@ -163,6 +164,7 @@ def serve(
     """
     # Else all texts would share a pool of threads as many as there are cores, and short ones would wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    configure_logging(settings.log_level)
     with bind(settings) as listener, make_publisher(events) or contextlib.nullcontext() as publisher:
         engine = make_engine(load(), cache, publisher)
         manager = engine.manager

@@ -224,7 +224,7 @@ class Service:
                 if answer.is_whole:
                     self._end(answer, Outcome.FINISHED)
             else:
-                self._end(answer, Outcome.FAILED, item)
+                self._end(answer, outcome_of(item), item)
 
     def _put(self, answer: Answer, piece: Piece) -> None:
         if not answer.has_begun:
@@ -253,3 +253,8 @@ class Service:
         if len(self._ends) < 2:
             return 1
         return min(60, max(1, math.ceil((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1))))
+
+
+def outcome_of(error: ApiError) -> Outcome:
+    """Return how a request ends that gets this error. O(1)."""
+    return Outcome.REJECTED if error.status < 500 else Outcome.FAILED

@@ -9,6 +9,7 @@ from kvblocks.arguments import check_count, is_number
 from kvblocks.engine.run.memory import read_memory
 from kvblocks.engine.schedule.schedules import SCHEDULES
 from kvblocks.engine.schedule.step import StepLimits
+from kvblocks.engine.server.access.access_log import LOG_LEVELS
 from kvblocks.engine.server.access.callers import Caller, Callers, Tenant, digest_of
 from kvblocks.engine.server.access.hosts import HostCheck, is_host, is_loopback
 from kvblocks.engine.server.access.keys_file import is_key
@@ -100,7 +101,8 @@ class ServerSettings:
     api_key: one key for all clients; keys: instead, one for each tenant. admin_key: the operator's, for what is about
     the cache; without it, and without keys, whoever is served is an operator. allow_anyone: serve other machines though
     no key keeps them out. allowed_hosts: names, beside the loopback's, that requests may ask by; any will do if there
-    are none, unless only a client's address says who it is: on the loopback, without a key.
+    are none, unless only a client's address says who it is: on the loopback, without a key. log_level: from which on
+    something is logged; at "info" each request is.
     """
 
     host: str = "127.0.0.1"
@@ -116,8 +118,11 @@ class ServerSettings:
     max_connections: int = 512
     request_timeout_s: float = 600.0
     grace_s: float = 30.0
+    log_level: str = "warning"
 
     def __post_init__(self) -> None:
+        if self.log_level not in LOG_LEVELS:
+            raise InvalidArgumentError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")
         check_count("--port", self.port, 0, 65535)
         check_count("--max-requests", self.max_requests, 1)
         check_count("--max-body-bytes", self.max_body_bytes, 1)
