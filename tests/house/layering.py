@@ -38,7 +38,8 @@ FLOORS = {
     "kvblocks": 7,  # the public names, imported when asked for
     "kvblocks.integrations.probing": 8,  # what the integrations' probes share
     "kvblocks.integrations": 9,  # inside other engines, which have environments of their own
-    "kvblocks.kernels": 8,  # the floor K: beside the engine, reached through a few doors
+    "kvblocks.kernels": 9,  # the floor K: beside the engine, reached through a few doors
+    "kvblocks.kernels.device": 8,  # what its hosts launch
     "kvblocks.wire": 8,  # beside the engine: others' formats, and their transport
     "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
     "kvblocks.replay": 8,  # traces through the public manager; no engine
@@ -158,6 +159,7 @@ MORE_PARAMETERS: dict[str, str] = {
     "kvblocks.kernels.store:store": _PAGED_BATCH,
     "kvblocks.kernels.decode:decode": _PAGED_BATCH,
     "kvblocks.kernels.extend:extend": _PAGED_BATCH,
+    "kvblocks.kernels.extend:share_rows": _PAGED_BATCH,
     "kvblocks.kernels.prefix_decode:prefix_decode": _PAGED_BATCH,
     "kvblocks.kernels.cascade:cascade_decode": _PAGED_BATCH,
 }
