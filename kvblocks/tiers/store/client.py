@@ -205,9 +205,9 @@ class ValkeyClient:
 
     def _parts(self, commands: Sequence[Command], end_s: float) -> list[tuple[Any, list[int]]]:
         """Return which commands go together, with their node, by their numbers."""
-        by_node: dict[Any, list[int]] = {}
+        by_node: dict[str, tuple[Any, list[int]]] = {}
         if self._single is not None:
-            by_node[None] = list(range(len(commands)))
+            by_node[""] = (None, list(range(len(commands))))
         else:
             cluster = self._wait(self._submit(self._open_cluster), end_s)
             for number, command in enumerate(commands):
@@ -215,9 +215,9 @@ class ValkeyClient:
                     node = cluster.get_node_from_key(command[1])
                 except self._package.ValkeyError:  # nobody has its slot
                     node = None
-                by_node.setdefault(node, []).append(number)
+                by_node.setdefault("" if node is None else node.name, (node, []))[1].append(number)
         parts: list[tuple[Any, list[int]]] = []
-        for node, numbers in by_node.items():
+        for node, numbers in by_node.values():
             size = max(LEAST_PART, -(-len(numbers) // self._num_connections))
             parts += [(node, numbers[start : start + size]) for start in range(0, len(numbers), size)]
         return parts

@@ -98,7 +98,7 @@ class SharedStore:
                 answers = self._lookups.run([("TOUCH", key) for key in keys], self.address.lookup_timeout_s)
         except StoreError:
             return nothing
-        self._note_refused(answers, 0)
+        self._note_refused(answers)
         there = iter([answer == 1 for answer in answers])
         return [
             [next(there) and not self._is_forbidden(tenant) for _ in digests]
@@ -150,7 +150,7 @@ class SharedStore:
         digests = [identity.digest() for identity in identities]
         keys = [self._names.block(tenant, digest) for digest in digests]
         with self._calling():
-            lacking = self._claim(keys)
+            lacking, num_unclaimed = self._claim(keys)
             values = {number: self._seal(identities[number], payloads[number]) for number in lacking}
         num_bytes = sum(map(len, values.values()))
         expiry = () if self.address.ttl_s is None else ("EX", self.address.ttl_s)
@@ -159,16 +159,16 @@ class SharedStore:
             for number, value in values.items():
                 commands += [("SET", keys[number], value, *expiry), ("DEL", self._names.claim(keys[number]))]
             answers = self._stores.run(commands, self._seconds_for(num_bytes)) if commands else []
-            num_refused = sum([isinstance(answer, StoreError) for answer in answers[::2]])
-            self._note_refused(answers[::2], num_refused)
+            num_refused = self._note_refused(answers[::2])
             self._count(
                 num_written_blocks=len(values) - num_refused,
                 num_written_bytes=num_bytes,
-                num_present_blocks=len(keys) - len(values),
+                num_present_blocks=len(keys) - len(values) - num_unclaimed,
+                num_refused_blocks=num_refused + num_unclaimed,
             )
             if owner.max_blocks is not None:
                 self._trim(tenant, owner.max_blocks, digests, first, before)
-        return not num_refused
+        return not num_refused + num_unclaimed
 
     # Deleting.
 
@@ -228,14 +228,14 @@ class SharedStore:
 
     # Parts of the above.
 
-    def _claim(self, keys: Sequence[str]) -> list[int]:
-        """Return which blocks the store lacks and are now for us to write.
+    def _claim(self, keys: Sequence[str]) -> tuple[list[int], int]:
+        """Return which blocks the store lacks and are now for us to write, and how many it refuses.
 
         A claim comes before the look that decides, so that who claims what another one has just written sees it.
         """
         touched = self._stores.run([("TOUCH", key) for key in keys], self.address.timeout_s)
-        absent = [number for number, answer in enumerate(touched) if answer != 1 and not isinstance(answer, StoreError)]
-        self._note_refused(touched, 0)
+        absent = [number for number, answer in enumerate(touched) if answer == 0]
+        num_refused = self._note_refused(touched)
         commands: list[Command] = []
         for number in absent:
             commands += [
@@ -243,12 +243,13 @@ class SharedStore:
                 ("TOUCH", keys[number]),
             ]
         answers = self._stores.run(commands, self.address.timeout_s) if commands else []
-        self._note_refused(answers[::2], sum([isinstance(answer, StoreError) for answer in answers[::2]]))
-        return [
+        num_refused += self._note_refused(answers[::2])
+        lacking = [
             number
             for number, claimed, is_there in zip(absent, answers[::2], answers[1::2], strict=True)
             if claimed is True and is_there == 0
         ]
+        return lacking, num_refused
 
     def _trim(
         self, tenant: str, max_blocks: int, digests: Sequence[bytes], first: int, before: Sequence[bytes]
@@ -309,12 +310,13 @@ class SharedStore:
             self._breaker.note_failure()
             self._complaints.warn("failure", f"{error}: prompts are computed meanwhile")
 
-    def _note_refused(self, answers: Sequence[Any], num_blocks: int) -> None:
+    def _note_refused(self, answers: Sequence[Any]) -> int:
+        """Return how many answers are none, and warn of those that are refusals."""
         refused = [answer for answer in answers if isinstance(answer, StoreRefusedError)]
-        with self._lock:
-            self._count_locked(num_refused_blocks=num_blocks)
-            if refused:
+        if refused:
+            with self._lock:
                 self._complaints.warn("refused", str(refused[0]))
+        return sum([isinstance(answer, StoreError) for answer in answers])
 
     def _warn(self, kind: str, message: str) -> None:
         with self._lock:
