@@ -72,6 +72,7 @@ class World:
                 (self.transfer,) = self.tiered.tiers.take_transfers()
                 if name == "stored":
                     self.tiered.tiers.complete(self.transfer, ok=True)
+        self.sharing = KVCacheManager(8, 4, tiers=[Tier("shared", 8, 100, is_shared=True)])
         filler = Sequence("filler", range(100, 127))
         assert self.tiered.allocate_slots(filler) is not None
         self.tiered.abort(filler, 0)
@@ -91,7 +92,7 @@ class World:
         return sequence
 
     def check(self) -> None:
-        for manager in (self.manager, self.other, self.sampled, self.tiered):
+        for manager in (self.manager, self.other, self.sampled, self.tiered, self.sharing):
             manager.check()
         self.cache.check()
 
@@ -107,7 +108,7 @@ class World:
             manager.prefix_rows(),
         ]
         below = self.tiered.tiers
-        seen += [*below, below.num_stale_answers, *map(below.quotas, ("host", "disk"))]
+        seen += [*below, below.num_stale_answers, *map(below.quotas, ("host", "disk")), *self.sharing.tiers]
         for each in (manager, self.other, self.sampled, self.tiered):
             seen += [each.stats, each.free_block_ids(), each.quotas(), each.last_refusal]
             seen += [(id(pin), pin.num_held_blocks, pin.expires_at) for pin in each.pins]
@@ -271,6 +272,7 @@ CALLS: dict[str, Call] = dict(
                     "bytes_per_second": constant(None, "int number none"),
                     "max_transfer_blocks": INT,
                     "is_persistent": FLAG,
+                    "is_shared": constant(False, "flag"),
                     "medium": TEXT,
                 },
             ),
@@ -302,6 +304,18 @@ CALLS: dict[str, Call] = dict(
         of_tiers("quotas", tier=constant("host")),
         of_tiers("empty_slots", tier=constant("disk")),
         of_tiers("restore", tier=constant("disk"), slots=constant([(3, IDENTITY)], "empty")),
+        (
+            "Tiers.note_found",
+            Call(
+                lambda world: world.sharing.tiers.note_found,
+                {
+                    "tier": constant("shared"),
+                    "sequence": of_world("below", "sequence"),
+                    "num_blocks": INT,
+                    "attached": constant([(0, 1)], "empty"),
+                },
+            ),
+        ),
         ("BlockHold.group_block_ids", Call(lambda world: world.held.group_block_ids, {"group": constant(0, "int")})),
         of_manager(
             "shared_prefixes",

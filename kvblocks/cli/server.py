@@ -58,6 +58,23 @@ def serve(
             rich_help_panel=_TIERS,
         ),
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVBLOCKS_STORE",
+            help="A Valkey or Redis for blocks, which servers share: valkey://host:6379. See docs/store.md. The"
+            " environment hides a password from other users' `ps`. Needs kvblocks[valkey].",
+            rich_help_panel=_TIERS,
+        ),
+    ] = None,
+    store_secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of at least 16 bytes that only the servers of this store know, so that nobody else can plant"
+            " blocks there. Or $KVBLOCKS_STORE_SECRET.",
+            rich_help_panel=_TIERS,
+        ),
+    ] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a step.", rich_help_panel=_WORK)] = 512,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in a step.", rich_help_panel=_WORK)] = 64,
     schedule: Annotated[
@@ -162,6 +179,7 @@ def serve(
     )
 
     environment = None if disk_cache is None else os.environ.get("KVBLOCKS_DISK_CACHE_SECRET")
+    store_environment = None if store is None else os.environ.get("KVBLOCKS_STORE_SECRET")
     cache = CacheSettings(
         block_size=block_size,
         num_blocks=num_blocks,
@@ -178,6 +196,8 @@ def serve(
         disk_cache=disk_cache,
         disk_cache_size=disk_cache_size,
         disk_cache_secret=read_secret(disk_cache_secret_file, environment, "--disk-cache-secret-file"),
+        store=store,
+        store_secret=read_secret(store_secret_file, store_environment, "--store-secret-file"),
     )
     server = ServerSettings(
         host=host,

@@ -43,6 +43,7 @@ FLOORS = {
     "kvblocks.wire": 8,  # beside the engine: others' formats, and their transport
     "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
     "kvblocks.replay": 8,  # traces through the public manager; no engine
+    "kvblocks.tiers.store": 9,  # likewise, and one package in one module, imported when a store is opened
     "kvblocks.engine.errors": 8,
     "kvblocks.engine.collector": 8,
     "kvblocks.engine.sampling": 9,
@@ -85,6 +86,8 @@ SERVER = "kvblocks.engine.server"
 SERVER_PACKAGES = ENGINE_PACKAGES | {"starlette", "uvicorn", "httpx2"}  # the engine itself knows nothing of HTTP
 CLI = "kvblocks.cli"
 DISK = "kvblocks.tiers.disk"
+STORE = "kvblocks.tiers.store"
+STORE_DOOR = "kvblocks.tiers.store.client"  # the module that speaks to a server; the others have rules alone
 WIRE = "kvblocks.wire"
 WIRE_PACKAGES = CORE_PACKAGES | {"msgspec", "cbor2"}
 # The modules of the wire that have sockets, threads or settings; the others do no input or output, like the core.
@@ -228,7 +231,9 @@ def allowed_packages(module: str) -> frozenset[str]:
         return SERVER_PACKAGES
     if is_inside(module, INTEGRATIONS):
         return INTEGRATION_PACKAGES
-    if is_inside(module, DISK):
+    if module == STORE_DOOR:
+        return CORE_PACKAGES | {"valkey"}
+    if is_inside(module, DISK) or is_inside(module, STORE):
         return CORE_PACKAGES
     if is_inside(module, WIRE):
         return WIRE_PACKAGES | {"zmq"} if module in WIRE_DOORS else WIRE_PACKAGES
@@ -262,7 +267,8 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
 def check_outside(module: str, imported: Import) -> str | None:
     """What is wrong with an import from outside kvblocks, or None."""
     package = imported.target.partition(".")[0]
-    pure = not allowed_packages(module) >= ENGINE_PACKAGES and not is_inside(module, DISK) and module not in WIRE_DOORS
+    does_io = is_inside(module, DISK) or is_inside(module, STORE) or module in WIRE_DOORS
+    pure = not allowed_packages(module) >= ENGINE_PACKAGES and not does_io
     if imported.target == "<computed>" and module in ("kvblocks", WIRE):
         return None  # from a table that a test holds against imports under TYPE_CHECKING
     if imported.target == "<computed>":

@@ -19,8 +19,9 @@ from kvblocks.engine.server.access.connections import bounded, count_connections
 from kvblocks.engine.server.app import make_app
 from kvblocks.engine.server.service import Service
 from kvblocks.engine.server.settings import NO_EVENTS, CacheSettings, EventSettings, ServerSettings
-from kvblocks.engine.tiers.building import DISK
+from kvblocks.engine.tiers.building import DISK, STORE
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
+from kvblocks.tiers.store import parse_address
 
 if TYPE_CHECKING:
     from kvblocks.wire.publisher import EventPublisher
@@ -47,6 +48,8 @@ def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPu
         disk_cache=settings.disk_cache,
         disk_cache_size=settings.disk_cache_size,
         disk_cache_secret=settings.disk_cache_secret,
+        store=settings.store,
+        store_secret=settings.store_secret,
         on_events=None if publisher is None else publisher.publish,
     )
     engine.limits = settings.limits
@@ -174,6 +177,9 @@ def serve(
             f" have {most} tokens together"
         )
         for tier in manager.tiers:
+            if tier.name == STORE and cache.store is not None:
+                say(f"{tier.name}: {parse_address(cache.store)}, asked for each prompt that isn't cached here")
+                continue
             found = f", {tier.num_cached_blocks} of them found in {cache.disk_cache}" if tier.name == DISK else ""
             say(f"{tier.name} cache: {tier.num_blocks} blocks{found}")
         most_connections = count_connections(settings.max_connections)

@@ -21,7 +21,7 @@ from kvblocks.errors import InvalidArgumentError
 class CacheSettings:
     """The engine's part. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them.
 
-    host_cache, disk_cache, disk_cache_size, disk_cache_secret: as `Engine` takes them.
+    host_cache, disk_cache, disk_cache_size, disk_cache_secret, store, store_secret: as `Engine` takes them.
     """
 
     block_size: int = 16
@@ -39,6 +39,8 @@ class CacheSettings:
     disk_cache: str | Path | None = None
     disk_cache_size: str | None = None
     disk_cache_secret: bytes | None = field(default=None, repr=False)
+    store: str | None = field(default=None, repr=False)  # a password may stand there
+    store_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_count("--block-size", self.block_size, 1)
@@ -74,17 +76,22 @@ class CacheSettings:
                     raise InvalidArgumentError(
                         f"--disk-cache-{flag}: expected --disk-cache, the folder, with it; got none"
                     )
-        if not self.prefix_caching and (self.host_cache, self.disk_cache) != (None, None):
-            got = "--disk-cache" if self.host_cache is None else "--host-cache"
+        if self.store is None and self.store_secret is not None:
+            raise InvalidArgumentError("--store-secret-file: expected --store, its URL, with it; got none")
+        given = {"--host-cache": self.host_cache, "--disk-cache": self.disk_cache, "--store": self.store}
+        got = [flag for flag, value in given.items() if value is not None]
+        if not self.prefix_caching and got:
             raise InvalidArgumentError(
-                f"expected neither --host-cache nor --disk-cache with --no-prefix-caching, since they hold what is"
-                f" cached, got {got}"
+                f"expected none of {', '.join(given)} with --no-prefix-caching, since they hold what is cached, got"
+                f" {got[0]}"
             )
         TierOptions(
             host_cache=self.host_cache,
             disk_cache=self.disk_cache,
             disk_cache_size=self.disk_cache_size,
             disk_cache_secret=self.disk_cache_secret,
+            store=self.store,
+            store_secret=self.store_secret,
         )
 
     @property
