@@ -30,7 +30,8 @@ SECONDS = 60
 # Texts in SVG pictures that are cut off, or lie on one another by more than boxes of letters do anyway.
 FIND_FAULTS = """
 (() => {
-  const faults = [];
+  const faults = [], opened = [...document.querySelectorAll("details:not([open])")];
+  opened.forEach(folded => folded.open = true);
   for (const picture of document.querySelectorAll("svg")) {
     const frame = picture.getBoundingClientRect();
     const texts = [...picture.querySelectorAll("text")].filter(text => text.textContent.trim());
@@ -47,9 +48,9 @@ FIND_FAULTS = """
       }
     });
   }
-  const page = document.documentElement;
-  return {faults, sideways: page.scrollWidth - page.clientWidth, height: page.scrollHeight,
-          background: getComputedStyle(document.body).backgroundColor};
+  const page = document.documentElement, sideways = page.scrollWidth - innerWidth;
+  opened.forEach(folded => folded.open = false);
+  return {faults, sideways, height: page.scrollHeight, background: getComputedStyle(document.body).backgroundColor};
 })()
 """
 

@@ -24,8 +24,12 @@ replay_commands = typer.Typer()
 @replay_commands.command()
 def replay(
     trace: Annotated[
-        str, typer.Argument(help="A file: Mooncake's format, agents' sessions, or kvblocks' own; .gz too.")
-    ],
+        str | None,
+        typer.Argument(
+            help="A file: Mooncake's format, agents' sessions, or kvblocks' own; .gz too. Default: a made-up sample.",
+            show_default=False,
+        ),
+    ] = None,
     sizes: Annotated[
         str, typer.Option(help="Blocks of the pool: 5000, or 2% of the trace's unique blocks; with commas.")
     ] = "1%,2%,5%,10%,20%",
@@ -90,6 +94,10 @@ def replay(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the rows as JSON here.", rich_help_panel=_OUTPUT)
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write a report here: one HTML file, with pictures and tables.", rich_help_panel=_OUTPUT),
+    ] = None,
 ) -> None:
     """Replay a trace of requests through the production cache, and compare eviction policies and pool sizes.
 
@@ -97,11 +105,14 @@ def replay(
     """
     from kvblocks.replay.options import check_can_write, parse_arrivals, parse_range, parse_size, parse_sizes
     from kvblocks.replay.readers import read_trace
+    from kvblocks.replay.report import render_report
+    from kvblocks.replay.sample import SAMPLE
     from kvblocks.replay.sweep import Options, sweep
 
     check_can_write(json_file, "--json")
+    check_can_write(report, "--report")
     try:
-        read = read_trace(Path(trace), block_size)
+        read = read_trace(SAMPLE if trace is None else Path(trace), block_size)
     except OSError as error:
         raise InvalidArgumentError(f"trace: expected a file that can be read, got {trace}: {error.strerror}") from error
     if sessions is not None:
@@ -124,6 +135,8 @@ def replay(
     _print(result)
     if json_file is not None:
         _write(json_file, json.dumps(result.to_rows(), indent=1) + "\n")
+    if report is not None:
+        _write(report, render_report(result))
 
 
 def _write(path: Path, text: str) -> None:

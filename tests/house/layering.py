@@ -43,6 +43,7 @@ FLOORS = {
     "kvblocks.wire": 8,  # beside the engine: others' formats, and their transport
     "kvblocks.tiers.disk": 8,  # input and output, but no package that the core does without
     "kvblocks.replay": 8,  # traces through the public manager; no engine
+    "kvblocks.replay.report": 9,  # shows what a replay found
     "kvblocks.tiers.store": 9,  # likewise, and one package in one module, imported when a store is opened
     "kvblocks.engine.errors": 8,
     "kvblocks.engine.collector": 8,

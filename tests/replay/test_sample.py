@@ -4,7 +4,13 @@ import gzip
 import itertools
 import json
 
+import pytest
+from replay.independent import Ask, simulate
+
+from kvblocks.replay.readers import read_trace
+from kvblocks.replay.run import Setup, run
 from kvblocks.replay.sample import BLOCK_SIZE, SAMPLE, lines, make_sample, write_sample
+from kvblocks.replay.trace import arrival_times, think_times
 
 
 def test_the_generator_writes_the_sample_again(tmp_path):
@@ -57,3 +63,29 @@ def test_it_has_what_makes_traces_hard():
         if any(len(after) < len(before) for before, after in itertools.pairwise(own))
     ]
     assert len(compacted) > 20
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["open", "closed"])
+@pytest.mark.parametrize("num_blocks", [170, 900])
+def test_a_replay_of_it_agrees_with_the_independent_simulator(num_blocks, is_closed):
+    """Read here by other code than the replay's, ids as they stand in the file."""
+    parents: dict[str, str | None] = {}
+    asks = []
+    _, *lines = gzip.decompress(SAMPLE.read_bytes()).splitlines()
+    for row in map(json.loads, lines):
+        name = row.get("after")
+        for following in row["ids"]:
+            parents[following] = name
+            name = following
+        chain = []
+        while name is not None:
+            chain.append(name)
+            name = parents[name]
+        asks.append(Ask(row["session"], row["t"], row["think"], row["a"], tuple(reversed(chain))))
+    served = simulate(asks, num_blocks, closed_loop=is_closed)
+    trace = read_trace(SAMPLE)
+    setup = Setup("lru", num_blocks, is_closed=is_closed)
+    outcome = run(trace, arrival_times(trace, None, 0), think_times(trace), setup)
+    assert outcome.hits.tolist() == [each.num_hit for each in served]
+    assert sorted(outcome.refused) == [number for number, each in enumerate(served) if each.admitted is None]
+    assert outcome.waits.count == sum(each.admitted is not None and each.admitted > each.arrived for each in served)
