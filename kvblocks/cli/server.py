@@ -141,6 +141,13 @@ def serve(
         str,
         typer.Option(help="debug, info (each request in a line), warning or error.", rich_help_panel=_SERVER),
     ] = "warning",
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file that gets a line for each request, without its text, for `kvblocks replay`.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     kv_events: Annotated[
         str | None,
         typer.Option(
@@ -214,6 +221,7 @@ def serve(
         request_timeout_s=request_timeout,
         grace_s=grace_period,
         log_level=log_level,
+        record=record,
     )
     events = EventSettings(endpoint=kv_events, replay=kv_replay, topic=kv_topic, allow_remote=kv_allow_remote)
     import torch

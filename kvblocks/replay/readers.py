@@ -112,6 +112,8 @@ class _Columns:
         if not self.prompts:
             raise TraceError(f"{self.name}: expected requests, got none")
         times, sessions = np.array(self.times), np.array(self.sessions)
+        if not times_are_relative:
+            times -= times.min()
         order = np.lexsort((times, sessions)) if times_are_relative else np.argsort(times, kind="stable")
         if not times_are_relative:  # sessions are numbered as they begin
             _, firsts = np.unique(sessions[order], return_index=True)

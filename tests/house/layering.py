@@ -86,6 +86,8 @@ ENGINE_PACKAGES = frozenset(
 SERVER = "kvblocks.engine.server"
 SERVER_PACKAGES = ENGINE_PACKAGES | {"starlette", "uvicorn", "httpx2"}  # the engine itself knows nothing of HTTP
 CLI = "kvblocks.cli"
+REPLAY = "kvblocks.replay"
+REPLAY_PACKAGES = CORE_PACKAGES | {"numpy"}
 DISK = "kvblocks.tiers.disk"
 STORE = "kvblocks.tiers.store"
 STORE_DOOR = "kvblocks.tiers.store.client"  # the module that speaks to a server; the others have rules alone
@@ -236,6 +238,8 @@ def allowed_packages(module: str) -> frozenset[str]:
         return CORE_PACKAGES | {"valkey"}
     if is_inside(module, DISK) or is_inside(module, STORE):
         return CORE_PACKAGES
+    if is_inside(module, REPLAY):
+        return REPLAY_PACKAGES
     if is_inside(module, WIRE):
         return WIRE_PACKAGES | {"zmq"} if module in WIRE_DOORS else WIRE_PACKAGES
     floor = floor_of(module)
@@ -268,7 +272,7 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
 def check_outside(module: str, imported: Import) -> str | None:
     """What is wrong with an import from outside kvblocks, or None."""
     package = imported.target.partition(".")[0]
-    does_io = is_inside(module, DISK) or is_inside(module, STORE) or module in WIRE_DOORS
+    does_io = is_inside(module, DISK) or is_inside(module, STORE) or is_inside(module, REPLAY) or module in WIRE_DOORS
     pure = not allowed_packages(module) >= ENGINE_PACKAGES and not does_io
     if imported.target == "<computed>" and module in ("kvblocks", WIRE):
         return None  # from a table that a test holds against imports under TYPE_CHECKING

@@ -37,7 +37,7 @@ def test_mooncake(tmp_path, name):
     second = MOONCAKE | {"timestamp": 500, "input_length": 1024, "hash_ids": [5, 8]}
     trace = read_trace(write(tmp_path / name, MOONCAKE, second))
     assert prompts(trace) == [[0, 2], [0, 1]]  # in the order of their times; the partial last block isn't one
-    assert trace.times.tolist() == [0.5, 2.0]
+    assert trace.times.tolist() == [0.0, 1.5]  # from the first one on
     assert trace.tokens.tolist() == [1024, 1500]
     assert (trace.block_size, trace.source_format, trace.session_names) == (512, "mooncake", [None, None])
     assert np.isnan(trace.durations).all()

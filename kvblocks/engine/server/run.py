@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from kvblocks.engine.server.service import Service
 from kvblocks.engine.server.settings import NO_EVENTS, CacheSettings, EventSettings, ServerSettings
 from kvblocks.engine.tiers.building import DISK, STORE
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
+from kvblocks.replay.recorder import TraceRecorder
 from kvblocks.tiers.store import parse_address
 
 if TYPE_CHECKING:
@@ -65,6 +66,16 @@ def make_publisher(settings: EventSettings) -> "EventPublisher | None":
     except ImportError as error:  # it says which package is missing, and how to get it
         raise InvalidArgumentError(f"--kv-events: {error}") from error
     return Made(settings.endpoint, settings.replay, topic=settings.topic, allow_remote=settings.allow_remote)
+
+
+@contextlib.contextmanager
+def make_recorder(settings: ServerSettings, cache: CacheSettings) -> Iterator[TraceRecorder | None]:
+    """Give who records requests; None: nobody is to. Raises InvalidArgumentError for a file that can't be written."""
+    if settings.record is None:
+        yield None
+        return
+    with contextlib.closing(TraceRecorder(settings.record, cache.block_size)) as recorder:
+        yield recorder
 
 
 def model_name(model: str) -> str:
@@ -168,7 +179,11 @@ def serve(
     # Else all texts would share a pool of threads as many as there are cores, and short ones would wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     configure_logging(settings.log_level)
-    with bind(settings) as listener, make_publisher(events) or contextlib.nullcontext() as publisher:
+    with (
+        bind(settings) as listener,
+        make_publisher(events) or contextlib.nullcontext() as publisher,
+        make_recorder(settings, cache) as recorder,
+    ):
         engine = make_engine(load(), cache, publisher)
         manager = engine.manager
         most = engine.scheduler.max_request_tokens
@@ -190,7 +205,10 @@ def serve(
                 "" if publisher.replay_endpoint is None else f", replays and snapshots at {publisher.replay_endpoint}"
             )
             say(f"events at {publisher.endpoint}{where}")
-        service = Service(engine, settings, keep_reasons=cache.num_history_blocks > 0, publisher=publisher)
+        if recorder is not None:
+            say(f"requests are recorded in {settings.record}, without their texts")
+        keep_reasons = cache.num_history_blocks > 0
+        service = Service(engine, settings, keep_reasons=keep_reasons, publisher=publisher, recorder=recorder)
         name = settings.model_names[0] if settings.model_names else model_name(model)
         server = KVBlocksServer(service, name, lambda url: say(f"serving {name} at {url}/v1"))
         try:

@@ -109,7 +109,8 @@ class ServerSettings:
     the cache; without it, and without keys, whoever is served is an operator. allow_anyone: serve other machines though
     no key keeps them out. allowed_hosts: names, beside the loopback's, that requests may ask by; any will do if there
     are none, unless only a client's address says who it is: on the loopback, without a key. log_level: from which on
-    something is logged; at "info" each request is.
+    something is logged; at "info" each request is. record: a file that gets a line for each request, for
+    `kvblocks replay`; None: none is written.
     """
 
     host: str = "127.0.0.1"
@@ -126,6 +127,7 @@ class ServerSettings:
     request_timeout_s: float = 600.0
     grace_s: float = 30.0
     log_level: str = "warning"
+    record: Path | None = None
 
     def __post_init__(self) -> None:
         if self.log_level not in LOG_LEVELS:
