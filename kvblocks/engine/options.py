@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
-from kvblocks.arguments import check_count
-from kvblocks.engine.sampling.params import SamplingParams
+from kvblocks.arguments import as_int, check_count, is_a, wrong
+from kvblocks.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from kvblocks.errors import InvalidArgumentError
 
 
@@ -21,9 +21,13 @@ class OptionValues(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logprobs: int | None
+    prompt_logprobs: int | None
     seed: int | None
     stop: str | tuple[str, ...] | list[str]
     ignore_eos: bool
+    min_tokens: int
+    stop_token_ids: tuple[int, ...] | list[int]
+    skip_special_tokens: bool
     salt: str | None
 
 
@@ -42,12 +46,18 @@ class GenerationOptions:
     repetition_penalty: makes tokens of prompt and answer less likely above 1, more likely below.
     logprobs: how many of the most likely tokens are named beside each token of the answer, with their logarithms of
     probability; 0: that of the token alone; None: nothing.
+    prompt_logprobs: the same for the tokens of the prompt, each given those before it. It is computed anew then, except
+    for what an earlier preemption left of it, since what is cached has no logits.
     See `sampling.params.SamplingParams`, which says all of it exactly.
     seed: every prompt gets random numbers of its own from it, so the same prompt with the same seed has the same
     samples, whatever else is in the batch; sample k is that of a call with n=1 and
     `sampling.random_numbers.sample_seed(seed, k)`. None: others each time.
     stop: one string or several; the text ends before the first of them.
-    ignore_eos: go on until max_tokens or `stop`.
+    ignore_eos: go on until max_tokens, `stop` or one of stop_token_ids.
+    min_tokens: nothing but max_tokens ends a sample before it has so many: no token that would is drawn, and strings of
+    `stop` that begin in their text don't count.
+    stop_token_ids: tokens that end a sample, beside those of the model. The text goes up to them.
+    skip_special_tokens: whether special tokens, such as "<|im_end|>", are left out of the text.
     salt: prompts with different ones (None is one of them) never share anything in the cache.
 
     Raises InvalidArgumentError; the numbers for sampling are checked by `SamplingParams`, salt by `kvblocks.Sequence`.
@@ -63,9 +73,13 @@ class GenerationOptions:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: str | tuple[str, ...] | list[str] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    skip_special_tokens: bool = True
     salt: str | None = None
 
     def __post_init__(self) -> None:
@@ -74,10 +88,20 @@ class GenerationOptions:
             check_count("max_tokens", self.max_tokens, 0)
             if not self.max_tokens and self.n > 1:
                 raise InvalidArgumentError(f"n: expected 1 with max_tokens 0, which generates nothing, got {self.n}")
+        if self.prompt_logprobs is not None:
+            check_count("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         stops: Any = self.stop
         is_list = isinstance(stops, str | tuple | list)
         if not is_list or not all(isinstance(text, str) and text for text in self.stops):
             raise InvalidArgumentError(f"stop: expected a non-empty str, or a list of them, got {stops!r}")
+        ids: Any = self.stop_token_ids
+        numbers = [as_int(index) for index in ids] if isinstance(ids, tuple | list) else [None]
+        if not all(number is not None and number >= 0 for number in numbers):
+            raise wrong("stop_token_ids", "a list of token ids", ids)
+        if not is_a(self.skip_special_tokens, bool):
+            raise wrong("skip_special_tokens", "True or False", self.skip_special_tokens)
+        most = check_count("min_tokens", self.min_tokens, 0) if self.max_tokens is None else self.max_tokens
+        check_count("min_tokens", self.min_tokens, 0, most)
 
     @property
     def sampling(self) -> SamplingParams:

@@ -147,7 +147,11 @@ class Service:
         if any(num_chars):
             prompts = await self._encoders.run(partial(encode, tokenizer), sum(num_chars), give_back)
         else:
-            prompts = encode(tokenizer)
+            try:
+                prompts = encode(tokenizer)
+            except BaseException:
+                give_back()
+                raise
         longest = max(map(len, prompts))
         if longest > self._max_prompt_tokens:
             give_back()
@@ -178,6 +182,7 @@ class Service:
             self.close(answer.asked.slots)
             raise stopping_error()
         self._unfinished[answer] = None
+        answer.prompts = prompts
         left_s = answer.start_s + self.settings.request_timeout_s - time.monotonic()
         answer.timer = asyncio.get_running_loop().call_later(left_s, self._time_out, answer)
         self.thread.submit(answer, prompts)
@@ -221,7 +226,7 @@ class Service:
                 if answer.is_whole:
                     self._end(answer, Outcome.FINISHED)
             else:
-                self._end(answer, Outcome.FAILED, item)
+                self._end(answer, outcome_of(item), item)
 
     def _put(self, answer: Answer, piece: Piece) -> None:
         if not answer.has_begun:
@@ -250,3 +255,8 @@ class Service:
         if len(self._ends) < 2:
             return 1
         return min(60, max(1, math.ceil((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1))))
+
+
+def outcome_of(error: ApiError) -> Outcome:
+    """Return how a request ends that gets this error. O(1)."""
+    return Outcome.REJECTED if error.status < 500 else Outcome.FAILED

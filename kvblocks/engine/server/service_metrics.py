@@ -20,13 +20,17 @@ _TTFT_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class Outcome(Enum):
-    """How a request ended. CANCELLED: the client went away; REFUSED: there was no room for it."""
+    """How a request ended. CANCELLED: the client went away; REFUSED: there was no room for it.
+
+    REJECTED: it was wrong, which is the client's mistake; FAILED: it was not, and got no answer.
+    """
 
     FINISHED = "finished"
     CANCELLED = "cancelled"
     TIMED_OUT = "timed_out"
     FAILED = "failed"
     REFUSED = "refused"
+    REJECTED = "rejected"
 
 
 class ServiceMetrics:
