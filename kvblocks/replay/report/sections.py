@@ -14,7 +14,7 @@ from kvblocks.replay.report.rows import (
     size_name,
 )
 from kvblocks.replay.report.small_charts import age_chart, age_table, runs_over_time
-from kvblocks.replay.result import PrefixNode, Result, Row
+from kvblocks.replay.result import Result, Row
 
 TOKEN_KINDS = [Kind("saved on the device", 0), Kind("loaded from the host", 1), Kind("computed", 5)]
 WAIT_KINDS = [Kind("ran at once", 0), Kind("waited", 1), Kind("refused", 4)]
