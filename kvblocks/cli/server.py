@@ -38,6 +38,14 @@ def serve(
             rich_help_panel=_CACHE,
         ),
     ] = 10_000,
+    eviction: Annotated[
+        str | None,
+        typer.Option(
+            help="Which cached block goes first: lru, slru, s3fifo, or sessions, which goes by prompt_cache_key."
+            " Default: the least recently used. See docs/policies.md.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = None,
     host_cache: Annotated[
         str | None,
         typer.Option(
@@ -194,6 +202,7 @@ def serve(
         prefix_caching=not no_prefix_caching,
         num_history_blocks=num_history_blocks,
         schedule=schedule,
+        eviction=eviction,
         deterministic=deterministic,
         device=device,
         attention=attention,

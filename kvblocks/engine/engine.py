@@ -40,6 +40,7 @@ from kvblocks.events import CacheEvent, EventOptions
 from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 from kvblocks.observe.metrics import CacheMetrics
+from kvblocks.retention.policies.policy import PolicyFactory
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 
@@ -73,6 +74,8 @@ class Engine:
     cuda_graphs: whether decode steps are captured and replayed, where there is CUDA and attention is triton.
     schedule: in which order prompts that wait are begun: "fcfs", first come first served; "longest-prefix", those first
     of which most is cached; "grouped", those together that share a prefix. See `engine.order`.
+    eviction: which cached block goes first when the pool needs one, as of a `KVCacheManager`; its clock is
+    `time.monotonic`. "sessions" goes by the option `session` of prompts.
     num_history_blocks: how many evicted blocks `manager.explain` remembers.
     host_cache: host memory for blocks that don't fit the pool: bytes, a text such as "2GiB", or a share of what is
     free. disk_cache: a folder for blocks, which the next engine finds again. disk_cache_size: what it may take in all,
@@ -102,6 +105,7 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         cuda_graphs: bool = True,
         schedule: str = "fcfs",
+        eviction: str | PolicyFactory | None = None,
         num_history_blocks: int = 0,
         host_cache: float | str | None = None,
         disk_cache: str | Path | None = None,
@@ -136,6 +140,7 @@ class Engine:
                 self.plan.num_blocks,
                 groups=self.plan.groups,
                 enable_caching=enable_prefix_caching,
+                eviction=eviction,
                 enable_events=False if on_events is None else EventOptions(tiers=True),
                 num_history_blocks=num_history_blocks,
                 tiers=built.tiers,
@@ -240,6 +245,7 @@ class Engine:
         step tries again.
         """
         self._check_open()
+        self.manager.now = time.monotonic()
         if self.offload is not None:
             self.offload.seek(self.scheduler)
         changed = self._stepper.step(self.runner)

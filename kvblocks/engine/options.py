@@ -1,5 +1,6 @@
 """How a prompt is to be answered: the options of `generate`, `stream` and `submit`."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
@@ -29,6 +30,7 @@ class OptionValues(TypedDict, total=False):
     stop_token_ids: tuple[int, ...] | list[int]
     skip_special_tokens: bool
     salt: str | None
+    session: Hashable
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,11 @@ class GenerationOptions:
     stop_token_ids: tokens that end a sample, beside those of the model. The text goes up to them.
     skip_special_tokens: whether special tokens, such as "<|im_end|>", are left out of the text.
     salt: prompts with different ones (None is one of them) never share anything in the cache.
+    session: the conversation that the prompt is of, hashable, for `Engine(eviction="sessions")`; None: of none. The end
+    of an answer is told as a pause of the session, with the finish_reason.
 
-    Raises InvalidArgumentError; the numbers for sampling are checked by `SamplingParams`, salt by `kvblocks.Sequence`.
+    Raises InvalidArgumentError; the numbers for sampling are checked by `SamplingParams`, salt and session by
+    `kvblocks.Sequence`.
     """
 
     n: int = 1
@@ -81,6 +86,7 @@ class GenerationOptions:
     stop_token_ids: tuple[int, ...] | list[int] = ()
     skip_special_tokens: bool = True
     salt: str | None = None
+    session: Hashable = None
 
     def __post_init__(self) -> None:
         check_count("n", self.n, 1)

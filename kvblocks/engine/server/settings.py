@@ -15,13 +15,15 @@ from kvblocks.engine.server.access.hosts import HostCheck, is_host, is_loopback
 from kvblocks.engine.server.access.keys_file import is_key
 from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.retention.policies import NAMED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSettings:
     """The engine's part. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them.
 
-    host_cache, disk_cache, disk_cache_size, disk_cache_secret, store, store_secret: as `Engine` takes them.
+    eviction: a policy's name. host_cache, disk_cache, disk_cache_size, disk_cache_secret, store, store_secret: as
+    `Engine` takes them.
     """
 
     block_size: int = 16
@@ -30,6 +32,7 @@ class CacheSettings:
     prefix_caching: bool = True
     num_history_blocks: int = 10_000
     schedule: str = "fcfs"
+    eviction: str | None = None
     deterministic: bool = False
     device: str = "auto"
     attention: str = "auto"
@@ -56,6 +59,8 @@ class CacheSettings:
             )
         if self.schedule not in SCHEDULES:
             raise InvalidArgumentError(f"--schedule: expected one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        if self.eviction is not None and self.eviction not in NAMED:
+            raise InvalidArgumentError(f"--eviction: expected one of {', '.join(NAMED)}, got {self.eviction!r}")
         if self.schedule != "fcfs" and not self.prefix_caching:
             raise InvalidArgumentError(
                 f"expected --schedule fcfs with --no-prefix-caching, since the other orders go by what is cached, got"
