@@ -270,7 +270,7 @@ def _read(path: Path) -> str:
 
 
 def _tier_line(tier: dict[str, Any]) -> str:
-    moved, disk = tier["num_bytes"], tier["disk"]
+    moved, disk, store = tier["num_bytes"], tier["disk"], tier.get("store")
     line = (
         f"{tier['num_cached_blocks']} of {tier['num_blocks']} slots used;"
         f" loaded {tier['num_loaded_blocks']} blocks ({_mb(moved['load'])}),"
@@ -278,6 +278,13 @@ def _tier_line(tier: dict[str, Any]) -> str:
         f" {tier['num_evicted_blocks']} evicted, {tier['num_dropped_blocks']} dropped,"
         f" {tier['num_failed_blocks']} failed"
     )
+    if store is not None:
+        state = "unreachable now" if store["is_away"] else "reachable"
+        return (
+            f"{line}; {state}, {store['num_failures']} calls failed, {store['num_skipped']} not made;"
+            f" {store['num_missing_blocks']} blocks gone, {store['num_damaged_blocks']} damaged,"
+            f" {store['num_refused_blocks']} refused, {store['num_present_blocks']} there already"
+        )
     if disk is None:
         return line
     failures = f"{disk['num_failed_writes']} writes and {disk['num_failed_syncs']} syncs failed"

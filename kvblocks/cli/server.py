@@ -58,6 +58,23 @@ def serve(
             rich_help_panel=_TIERS,
         ),
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVBLOCKS_STORE",
+            help="A Valkey or Redis for blocks, which servers share: valkey://host:6379. See docs/store.md. The"
+            " environment hides a password from other users' `ps`. Needs kvblocks[valkey].",
+            rich_help_panel=_TIERS,
+        ),
+    ] = None,
+    store_secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of at least 16 bytes that only the servers of this store know, so that nobody else can plant"
+            " blocks there. Or $KVBLOCKS_STORE_SECRET.",
+            rich_help_panel=_TIERS,
+        ),
+    ] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a step.", rich_help_panel=_WORK)] = 512,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in a step.", rich_help_panel=_WORK)] = 64,
     schedule: Annotated[
@@ -76,6 +93,13 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.", rich_help_panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0: any free one.", rich_help_panel=_SERVER)] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What clients call the model, instead of its folder's name; may be given several times.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     api_key: ApiKeyOption = None,
     keys: Annotated[
         Path | None,
@@ -117,6 +141,13 @@ def serve(
         str,
         typer.Option(help="debug, info (each request in a line), warning or error.", rich_help_panel=_SERVER),
     ] = "warning",
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file that gets a line for each request, without its text, for `kvblocks replay`.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     kv_events: Annotated[
         str | None,
         typer.Option(
@@ -144,21 +175,15 @@ def serve(
 
     SIGTERM or Ctrl-C lets running requests finish; a second one doesn't.
     """
+    from kvblocks.engine.server import settings
     from kvblocks.engine.server.access.keys_file import read_keys
-    from kvblocks.engine.server.settings import (
-        CacheSettings,
-        EventSettings,
-        ServerSettings,
-        parse_memory,
-        read_key,
-        read_secret,
-    )
 
     environment = None if disk_cache is None else os.environ.get("KVBLOCKS_DISK_CACHE_SECRET")
-    cache = CacheSettings(
+    store_environment = None if store is None else os.environ.get("KVBLOCKS_STORE_SECRET")
+    cache = settings.CacheSettings(
         block_size=block_size,
         num_blocks=num_blocks,
-        kv_cache_memory=None if kv_cache_memory is None else parse_memory(kv_cache_memory),
+        kv_cache_memory=None if kv_cache_memory is None else settings.parse_memory(kv_cache_memory),
         prefix_caching=not no_prefix_caching,
         num_history_blocks=num_history_blocks,
         schedule=schedule,
@@ -167,16 +192,19 @@ def serve(
         attention=attention,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
-        host_cache=None if host_cache is None else parse_memory(host_cache),
+        host_cache=None if host_cache is None else settings.parse_memory(host_cache),
         disk_cache=disk_cache,
         disk_cache_size=disk_cache_size,
-        disk_cache_secret=read_secret(disk_cache_secret_file, environment, "--disk-cache-secret-file"),
+        disk_cache_secret=settings.read_secret(disk_cache_secret_file, environment, "--disk-cache-secret-file"),
+        store=store,
+        store_secret=settings.read_secret(store_secret_file, store_environment, "--store-secret-file"),
     )
-    server = ServerSettings(
+    server = settings.ServerSettings(
         host=host,
         port=port,
+        model_names=tuple(served_model_name or ()),
         api_key=api_key,
-        admin_key=read_key(admin_key_file, admin_key, "--admin-key-file"),
+        admin_key=settings.read_key(admin_key_file, admin_key, "--admin-key-file"),
         keys=() if keys is None else read_keys(keys),
         allowed_hosts=tuple(allowed_host or ()),
         allow_anyone=allow_anyone,
@@ -186,8 +214,9 @@ def serve(
         request_timeout_s=request_timeout,
         grace_s=grace_period,
         log_level=log_level,
+        record=record,
     )
-    events = EventSettings(endpoint=kv_events, replay=kv_replay, topic=kv_topic, allow_remote=kv_allow_remote)
+    events = settings.EventSettings(endpoint=kv_events, replay=kv_replay, topic=kv_topic, allow_remote=kv_allow_remote)
     import torch
 
     from kvblocks.engine.server.run import serve as run_server

@@ -9,6 +9,7 @@ from kvblocks.engine.errors import ModelError
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.options import GenerationOptions
 from kvblocks.engine.run.runner import LoadedModel
+from kvblocks.engine.sampling.prompt_scores import PromptScores
 from kvblocks.engine.sampling.sampler import Sampler, make_samplers
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
@@ -46,7 +47,7 @@ class Intake:
             raise type(error)(f"{name}: {error}") from error
         _ban_stops(samplers, request, options, self._model.config.vocab_size)
         requests = [request, *(request.add_sample(next(self._sequence_ids)) for _ in samplers[1:])]
-        return [
+        generations = [
             Generation(
                 prompt_index,
                 number,
@@ -57,6 +58,11 @@ class Intake:
             )
             for number, (sample, sampler) in enumerate(zip(requests, samplers, strict=True))
         ]
+        if options.prompt_logprobs is not None:
+            scores = PromptScores(request.sequence.num_prompt_tokens, options.prompt_logprobs)
+            for generation in generations:
+                generation.scores = scores
+        return generations
 
     def _new_request(self, prompt: Prompt, options: GenerationOptions) -> Request:
         sequence = KVSequence(next(self._sequence_ids), self._encode(prompt), salt=options.salt)
@@ -72,6 +78,8 @@ class Intake:
         if most is None:
             most = max(1, self._scheduler.max_request_tokens - sequence.num_tokens)
         request = Request(sequence, most, stop_token_ids)
+        if options.prompt_logprobs is not None and sequence.num_tokens > 1:
+            request.max_hit_tokens = 0
         largest = max(sequence.token_ids())
         if largest >= vocab_size:
             raise InvalidTokensError(f"expected token ids below {vocab_size}, the vocabulary's size, got {largest}")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 from kvblocks.arguments import as_int, check_count, is_a, wrong
-from kvblocks.engine.sampling.params import SamplingParams
+from kvblocks.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from kvblocks.errors import InvalidArgumentError
 
 
@@ -21,6 +21,7 @@ class OptionValues(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logprobs: int | None
+    prompt_logprobs: int | None
     seed: int | None
     stop: str | tuple[str, ...] | list[str]
     ignore_eos: bool
@@ -45,6 +46,8 @@ class GenerationOptions:
     repetition_penalty: makes tokens of prompt and answer less likely above 1, more likely below.
     logprobs: how many of the most likely tokens are named beside each token of the answer, with their logarithms of
     probability; 0: that of the token alone; None: nothing.
+    prompt_logprobs: the same for the tokens of the prompt, each given those before it. It is computed anew then, except
+    for what an earlier preemption left of it, since what is cached has no logits.
     See `sampling.params.SamplingParams`, which says all of it exactly.
     seed: every prompt gets random numbers of its own from it, so the same prompt with the same seed has the same
     samples, whatever else is in the batch; sample k is that of a call with n=1 and
@@ -70,6 +73,7 @@ class GenerationOptions:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: str | tuple[str, ...] | list[str] = ()
     ignore_eos: bool = False
@@ -84,6 +88,8 @@ class GenerationOptions:
             check_count("max_tokens", self.max_tokens, 0)
             if not self.max_tokens and self.n > 1:
                 raise InvalidArgumentError(f"n: expected 1 with max_tokens 0, which generates nothing, got {self.n}")
+        if self.prompt_logprobs is not None:
+            check_count("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         stops: Any = self.stop
         is_list = isinstance(stops, str | tuple | list)
         if not is_list or not all(isinstance(text, str) and text for text in self.stops):

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvblocks.engine.attention.batch import SequenceRows
 from kvblocks.engine.attention.cascade import CascadePlanner
 from kvblocks.engine.run.decode_step import Capture, DecodeBuckets, bucket_of
-from kvblocks.engine.run.forward import DecoderModel
+from kvblocks.engine.run.forward import DecoderModel, Score
 from kvblocks.engine.run.resident_table import ResidentTable
 from kvblocks.engine.run.runner import ModelRunner
 from kvblocks.engine.run.step_upload import StepUploader, UploadCounts
@@ -65,7 +65,7 @@ class DeviceRunner(ModelRunner):
         return self._uploader.counts
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+    def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None) -> Tensor:
         """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
 
         The logits are good until the next step. Raises InvalidArgumentError, before anything is written, for a token id
@@ -75,10 +75,10 @@ class DeviceRunner(ModelRunner):
         self._check_rows(rows)
         with self._on_device():
             self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
-            if all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
+            if score is None and all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
                 return self._decode(chunks, rows)
             batch = self._uploader.batch(self._uploader.upload(rows))
-            return self.model.compute(batch, self.model.attention.begin(batch, self.kv_cache))
+            return self.model.compute(batch, self.model.attention.begin(batch, self.kv_cache), score)
 
     def _decode(self, chunks: Sequence[ScheduledChunk], rows: list[SequenceRows]) -> Tensor:
         """Compute one token of each sequence."""

@@ -4,11 +4,10 @@ The pass is split in two kinds of work. Row-wise work (`layers`) is handed over 
 the backend's. In float32 with the natural strategy on a CPU, the logits are meant to equal those of `transformers`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvblocks.engine.attention.attention import (
@@ -23,10 +22,14 @@ from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.model.layers import DecoderLayers, Linear
+from kvblocks.engine.model.products import product
 from kvblocks.engine.model.rope import RopeTable
 from kvblocks.engine.model.weights import ModelWeights
 from kvblocks.engine.run.rows import NATURAL, RowLayout, RowStrategy, chunks, pad_rows
 from kvblocks.errors import InvalidArgumentError
+
+Score = Callable[[Tensor, Callable[[Tensor], Tensor]], None]
+"""Looks at the last layer's output of all rows of a step, [num_tokens, hidden], with what gives rows' logits."""
 
 
 class DecoderModel:
@@ -46,7 +49,7 @@ class DecoderModel:
         *,
         strategy: RowStrategy = NATURAL,
         attention: AttentionBackend | None = None,
-        linear: Linear = F.linear,
+        linear: Linear = product,
         layer_locations: Sequence[LayerLocation] | None = None,
     ) -> None:
         if attention is None:
@@ -78,9 +81,10 @@ class DecoderModel:
         )
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv_cache: KVCache) -> Tensor:
+    def forward(self, batch: StepBatch, kv_cache: KVCache, score: Score | None = None) -> Tensor:
         """Run one step: float32 [num_logits, vocab], a row for each of `batch.logits_rows`.
 
+        score: for who wants logits of more rows than there is memory for at a time.
         Raises InvalidArgumentError, before anything is written, if a token id is not in the vocabulary, a position is
         not below max_position_embeddings, a block is not in the cache, or a group has no block tables: this is the last
         guard, so that no caller can read or write out of bounds; a scheduler should refuse such a request when it
@@ -88,10 +92,10 @@ class DecoderModel:
         Changes the cache: K and V of every row with a slot.
         """
         self._check(batch, kv_cache)
-        return self.compute(batch, self.attention.begin(batch, kv_cache))
+        return self.compute(batch, self.attention.begin(batch, kv_cache), score)
 
     @torch.inference_mode()
-    def compute(self, batch: StepBatch, step: StepAttention) -> Tensor:
+    def compute(self, batch: StepBatch, step: StepAttention, score: Score | None = None) -> Tensor:
         """As `forward`, with an attention that was begun and without its guards: for a caller that has checked.
 
         Reads no value of a tensor on the host, so it never waits for a GPU and can be captured in a CUDA graph; only a
@@ -113,11 +117,13 @@ class DecoderModel:
             attended = layout.put_own(step.attend(index, layout.take_own(query), how))
             for rows in parts:
                 self._layers.mix(layer, hidden[rows], attended[rows])
+        if score is not None:
+            score(layout.take_own(hidden), self._logits)
         return self._logits(hidden.index_select(0, layout.logits_rows))
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """The first layer's input: [num_rows, hidden]."""
-        hidden = F.embedding(token_ids, self.weights.embedding)
+        hidden = self.weights.embed(token_ids)
         if self.config.architecture.scales_embedding:
             hidden *= self._embedding_scale
         return hidden

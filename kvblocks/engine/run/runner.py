@@ -19,7 +19,7 @@ from kvblocks.engine.model.dtypes import parse_dtype, stored_dtype
 from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model
 from kvblocks.engine.model.loader import load_weights
 from kvblocks.engine.model.weights import ModelWeights
-from kvblocks.engine.run.forward import DecoderModel
+from kvblocks.engine.run.forward import DecoderModel, Score
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import InvalidArgumentError
@@ -89,15 +89,16 @@ class ModelRunner:
         self.model = model
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
 
-    def run(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+    def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None) -> Tensor:
         """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
 
-        Copies what the chunks say first: blocks that were shared until now, and that this step writes to.
+        Copies what the chunks say first: blocks that were shared until now, and that this step writes to. score: looks
+        at all rows, chunk by chunk.
         """
         rows = [self.rows_of(chunk, self.model.num_groups) for chunk in chunks]
         batch = StepBatch.build(rows, self.kv_cache.block_size, self.model.weights.embedding.device)
         self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
-        return self.model.forward(batch, self.kv_cache)
+        return self.model.forward(batch, self.kv_cache, score)
 
     @staticmethod
     def rows_of(chunk: ScheduledChunk, num_groups: int = 1) -> SequenceRows:

@@ -6,7 +6,7 @@ goes away its answer is dropped at once, whatever it was waiting for.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -19,11 +19,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvblocks.engine.completion import Piece
 from kvblocks.engine.server.access.access_log import AccessLog
 from kvblocks.engine.server.access.bodies import Load
 from kvblocks.engine.server.access.gate import Gate, caller_of
 from kvblocks.engine.server.answer import Answer
 from kvblocks.engine.server.cache_api import CacheApi
+from kvblocks.engine.server.endpoints.about import About, check_model
+from kvblocks.engine.server.endpoints.tokens import TokensApi
 from kvblocks.engine.server.errors import ApiError, as_api_error, late_error
 from kvblocks.engine.server.fields import show
 from kvblocks.engine.server.page import show_page
@@ -33,8 +36,11 @@ from kvblocks.engine.server.service_metrics import Outcome
 from kvblocks.engine.server.wire import (
     DONE,
     encode_event,
+    encode_in_parts,
+    encode_json,
     error_response,
     json_response,
+    send_encoded,
     send_head,
     send_json,
     send_part,
@@ -45,7 +51,10 @@ STOP_TIMEOUT_S = 30.0
 
 
 def make_app(service: Service, model: str) -> Starlette:
-    """Return the application that serves `service` under the name `model`. It starts and stops the service."""
+    """Return the application that serves `service`, under the name `model` unless its settings say others.
+
+    It starts and stops the service.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -54,13 +63,22 @@ def make_app(service: Service, model: str) -> Starlette:
         yield
         await service.stop(STOP_TIMEOUT_S)
 
-    api, cache = Api(service, model), CacheApi(service)
+    names = service.settings.model_names or (model,)
+    api, cache, about, tokens = Api(service, names), CacheApi(service), About(service, names), TokensApi(service, names)
     routes = [
         Route("/", show_page),
         Route("/health", api.health),
         Route("/metrics", api.metrics),
-        Route("/v1/models", api.models),
-        Route("/v1/models/{name:path}", api.model),
+        Route("/version", about.version),
+        Route("/model_info", about.model_info),
+        Route("/get_model_info", about.model_info),
+        Route("/server_info", about.server_info),
+        Route("/get_server_info", about.server_info),
+        Route("/tokenizer_info", tokens.tokenizer_info),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/v1/models", about.models),
+        Route("/v1/models/{name:path}", about.model),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/cache/stats", cache.stats),
@@ -88,11 +106,10 @@ def make_app(service: Service, model: str) -> Starlette:
 class Api:
     """The endpoints of OpenAI's API, and those that watch the server."""
 
-    def __init__(self, service: Service, model: str) -> None:
+    def __init__(self, service: Service, names: Sequence[str]) -> None:
         self._service = service
-        self._model = model
+        self._names = names
         self._tiers = tuple([tier.name for tier in service.engine.manager.tiers])
-        self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
         """200 while requests are taken, else 503; and whether they want a key."""
@@ -105,16 +122,6 @@ class Api:
         """All metrics in Prometheus' text format."""
         del request
         return Response(self._service.metrics.scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def models(self, request: Request) -> Response:
-        """The one model there is."""
-        del request
-        return json_response({"object": "list", "data": [self._model_json()]})
-
-    async def model(self, request: Request) -> Response:
-        """The model, by name."""
-        self._check_model(request.path_params["name"])
-        return json_response(self._model_json())
 
     async def completions(self, request: Request) -> ASGIApp:
         """Continue prompts."""
@@ -148,7 +155,7 @@ class Api:
             if not isinstance(error, ClientDisconnect) and as_api_error(error).status != 429:
                 service.metrics.count(outcome_of(as_api_error(error)))
             raise
-        answer = Answer(asked, self._model, self._tiers, start_s=start_s)
+        answer = Answer(asked, self._names[0], self._tiers, service.engine.model.tokenizer, start_s=start_s)
         try:
             service.submit(answer, prompts)
             gone.add_done_callback(lambda _: service.drop(answer))
@@ -186,27 +193,11 @@ class Api:
         try:
             asked = parse(body).asked_by(caller_of(request.scope))
             request.scope["state"]["request_id"] = asked.request_id
-            if asked.model is not None:
-                self._check_model(asked.model)
+            check_model(self._names, asked.model)
         except BaseException:
             load.release()
             raise
         return asked, load
-
-    def _check_model(self, name: str) -> None:
-        if name != self._model:
-            message = f"model: expected {self._model!r}, the one that is served, got {show(name)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
-    def _model_json(self) -> dict[str, object]:
-        context = self._service.engine.model.config.max_position_embeddings
-        return {
-            "id": self._model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "kvblocks",
-            "max_model_len": context,
-        }
 
 
 def _result(encoding: "asyncio.Task[list[list[int]]]") -> list[list[int]]:
@@ -230,7 +221,13 @@ async def _send_whole(answer: Answer, send: Send) -> None:
         await _send_error(send, error, answer)
         return
     if answer.outcome is Outcome.FINISHED:  # else the client has gone
-        await send_json(send, answer.body(), headers={"x-request-id": answer.answer_id})
+        body = await _make(answer, partial(_encode_whole, answer))
+        await send_encoded(send, body, headers={"x-request-id": answer.answer_id})
+
+
+async def _make(answer: Answer, make: Callable[[], bytes]) -> bytes:
+    """Return what `make` returns; where that may be megabytes, others are served meanwhile."""
+    return await asyncio.to_thread(make) if answer.asked.is_long else make()
 
 
 async def _stream(answer: Answer, send: Send) -> None:
@@ -240,9 +237,9 @@ async def _stream(answer: Answer, send: Send) -> None:
             if not has_begun:
                 has_begun = True
                 await _begin_stream(answer, send)
-            events = [encode_event(chunk) for piece in pieces for chunk in answer.chunks(piece)]
+            events = await _make(answer, partial(_encode_pieces, answer, pieces))
             if events:
-                await send_part(send, b"".join(events))
+                await send_part(send, events)
     except ApiError as error:
         if not has_begun:
             await _send_error(send, error, answer)
@@ -254,6 +251,15 @@ async def _stream(answer: Answer, send: Send) -> None:
         ending = encode_event(answer.usage_chunk()) if answer.asked.include_usage else b""
         ending += DONE
     await send_part(send, ending, is_last=True)
+
+
+def _encode_whole(answer: Answer) -> bytes:
+    body = answer.body()
+    return encode_in_parts(body, "choices") if "choices" in body else encode_json(body)
+
+
+def _encode_pieces(answer: Answer, pieces: list[Piece]) -> bytes:
+    return b"".join([encode_event(chunk) for piece in pieces for chunk in answer.chunks(piece)])
 
 
 async def _begin_stream(answer: Answer, send: Send) -> None:

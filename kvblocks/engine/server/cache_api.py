@@ -76,7 +76,7 @@ class CacheApi:
         offload = self._engine.offload
         traffic = {} if offload is None else {moved.tier: asdict(moved) for moved in offload.traffic()}
         return [
-            {**tier, **{name: traffic[tier["name"]][name] for name in ("num_bytes", "seconds", "disk")}}
+            {**tier, **{name: traffic[tier["name"]][name] for name in ("num_bytes", "seconds", "disk", "store")}}
             for tier in tiers
         ]
 

@@ -20,6 +20,7 @@ from kvblocks.engine.server.body.messages import (
     parse_template_values,
 )
 from kvblocks.engine.server.body.neutral import REFUSED, WITHOUT_EFFECT
+from kvblocks.engine.server.body.sampling import check_size, parse_echo, parse_logprobs, parse_sampling
 from kvblocks.engine.server.errors import ApiError, as_api_error
 from kvblocks.engine.server.fields import Fields, is_unicode, show
 from kvblocks.engine.text.tokenizer import Tokenizer
@@ -31,7 +32,8 @@ MAX_STOP_IDS = 128
 MAX_REQUEST_ID = 256
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
-Kind = Literal["completion", "chat", "warm"]
+AnswerKind = Literal["completion", "chat"]
+Kind = AnswerKind | Literal["warm"]
 Prompt = str | list[int]
 
 _PREFIX_KINDS = ("text", "system", "messages", "token_ids")
@@ -76,6 +78,7 @@ class AnswerRequest:
     options: all of them, for each prompt. salts: of prefixes, one for each. caller: who asks. include_usage: at a
     stream's end; continuous_usage: in each of its chunks too. template_values: what a chat's template may look at.
     add_special_tokens: whether texts get what the tokenizer adds to prompts. request_id: the client's own, for logs.
+    echo: whether answers begin with their prompts.
     """
 
     kind: Kind
@@ -86,6 +89,7 @@ class AnswerRequest:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    echo: bool = False
     continuous_usage: bool = False
     template_values: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = True
@@ -103,6 +107,11 @@ class AnswerRequest:
     def slots(self) -> Slots:
         """What it takes of those answers that may be unfinished."""
         return Slots(self.caller, self.num_choices)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its answer may be megabytes: with log probabilities of prompts."""
+        return self.options.get("prompt_logprobs") is not None
 
     @property
     def num_choices(self) -> int:
@@ -128,7 +137,9 @@ class AnswerRequest:
             return [prefix.encode(tokenizer) for prefix in self.prefixes]
         if self.kind == "completion":
             adds = self.add_special_tokens
-            return [encode_prompt(prompt, tokenizer, add_special_tokens=adds) for prompt in self.prompts]
+            prompts = [encode_prompt(prompt, tokenizer, add_special_tokens=adds) for prompt in self.prompts]
+            check_size(prompts, self.options["n"], self.options["prompt_logprobs"])
+            return prompts
         if tokenizer is None or not tokenizer.has_chat_template:
             raise ApiError(400, "expected /v1/completions, since this model has no chat template", param="messages")
         return [tokenizer.apply_chat_template(list(self.messages), variables=self.template_values)]
@@ -157,7 +168,8 @@ def parse_completion(body: Any) -> AnswerRequest:
     best_of = fields.count("best_of", 1, MAX_SAMPLES)
     if best_of is not None and best_of != n:
         raise fields.error("best_of", f"none or n ({n}), since this server doesn't choose among answers")
-    max_tokens = fields.count("max_tokens", 1) or DEFAULT_COMPLETION_TOKENS
+    max_tokens = fields.count("max_tokens", 0)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
     return _finish("completion", fields, prompts, (), n, max_tokens)
 
 
@@ -247,19 +259,23 @@ def parse_prompts(value: Any) -> tuple[Prompt, ...]:
 
 
 def _finish(
-    kind: Kind, fields: Fields, prompts: tuple[Prompt, ...], messages: tuple[Message, ...], n: int, most: int | None
+    kind: AnswerKind,
+    fields: Fields,
+    prompts: tuple[Prompt, ...],
+    messages: tuple[Message, ...],
+    n: int,
+    most: int | None,
 ) -> AnswerRequest:
     """Read the fields that both kinds have, and refuse all that is left."""
-    temperature, top_p = fields.number("temperature", 0.0), fields.number("top_p", 0.0, 1.0)
-    if top_p == 0:
-        raise fields.error("top_p", "a number above 0, up to 1")
+    echo, logprobs = parse_echo(kind, fields), parse_logprobs(kind, fields)
+    if most == 0 and (n > 1 or not echo):
+        raise fields.error("max_tokens", "at least 1, unless a prompt is only to be repeated once (echo, and n of 1)")
     options = OptionValues(
+        **parse_sampling(fields),
         n=n,
         max_tokens=most,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
-        top_k=_parse_top_k(fields),
-        min_p=fields.number("min_p", 0.0, 1.0) or 0.0,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else None,
         seed=fields.count("seed", 0, 2**64 - 1),
         stop=fields.texts("stop", MAX_STOPS),
         ignore_eos=fields.flag("ignore_eos"),
@@ -279,6 +295,7 @@ def _finish(
         stream=stream,
         include_usage=include_usage,
         return_token_ids=fields.flag("return_token_ids"),
+        echo=echo,
         continuous_usage=continuous_usage,
         template_values=parse_template_values(fields) if kind == "chat" else {},
         add_special_tokens=_parse_add_special(fields, kind),
@@ -288,12 +305,6 @@ def _finish(
     fields.ignore(WITHOUT_EFFECT)
     fields.refuse_unknown()
     return request
-
-
-def _parse_top_k(fields: Fields) -> int | None:
-    """0 and -1 are vLLM's and SGLang's words for any number of tokens."""
-    value = fields.count("top_k", -1)
-    return None if value in {None, 0, -1} else value
 
 
 def _parse_min_tokens(fields: Fields, most: int | None) -> int:

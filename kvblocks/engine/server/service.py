@@ -25,6 +25,7 @@ from kvblocks.engine.server.errors import ApiError, busy_error, late_error, leng
 from kvblocks.engine.server.service_metrics import Outcome, ServiceMetrics
 from kvblocks.engine.server.settings import ServerSettings
 from kvblocks.engine.text.tokenizer import Tokenizer
+from kvblocks.replay.recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from kvblocks.wire.publisher import EventPublisher
@@ -35,8 +36,8 @@ T = TypeVar("T")
 class Service:
     """Answers of an event loop by one engine, which it owns. Make it, `start` it in the loop, and `stop` it there.
 
-    num_open: choices of all open answers. keep_reasons: see `Arrivals`. publisher: of the engine's events. Raises
-    InvalidArgumentError for quotas of tiers that the engine doesn't have.
+    num_open: choices of all open answers. keep_reasons: see `Arrivals`. publisher: of the engine's events. recorder: of
+    requests. Raises InvalidArgumentError for quotas of tiers that the engine doesn't have.
     """
 
     def __init__(
@@ -46,18 +47,19 @@ class Service:
         *,
         keep_reasons: bool = True,
         publisher: "EventPublisher | None" = None,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         set_quotas(engine.manager, settings.keys)
         self.publisher = publisher
         self.engine = engine
         self.settings = settings
-        self.thread = EngineThread(engine, self._publish, keep_reasons=keep_reasons)
+        self.thread = EngineThread(engine, self._publish, keep_reasons=keep_reasons, recorder=recorder)
         self.bodies = Bodies(settings.max_body_bytes)
         self._encoders = Encoders()
         most = engine.scheduler.max_request_tokens  # before there are pins
         # The last token that is generated needs room in the context, and none in the pool.
         self._max_prompt_tokens = most if most == engine.model.config.max_position_embeddings else most - 1
-        self.metrics = ServiceMetrics(engine, lambda: self.num_open, publisher)
+        self.metrics = ServiceMetrics(engine, lambda: self.num_open, publisher, recorder)
         self.is_stopping = False
         self.num_open = 0
         self._open_by: Counter[Caller] = Counter()
@@ -145,7 +147,11 @@ class Service:
         if any(num_chars):
             prompts = await self._encoders.run(partial(encode, tokenizer), sum(num_chars), give_back)
         else:
-            prompts = encode(tokenizer)
+            try:
+                prompts = encode(tokenizer)
+            except BaseException:
+                give_back()
+                raise
         longest = max(map(len, prompts))
         if longest > self._max_prompt_tokens:
             give_back()
@@ -176,7 +182,7 @@ class Service:
             self.close(answer.asked.slots)
             raise stopping_error()
         self._unfinished[answer] = None
-        answer.prompt_lengths = [len(prompt) for prompt in prompts]
+        answer.prompts = prompts
         left_s = answer.start_s + self.settings.request_timeout_s - time.monotonic()
         answer.timer = asyncio.get_running_loop().call_later(left_s, self._time_out, answer)
         self.thread.submit(answer, prompts)

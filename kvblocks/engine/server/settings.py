@@ -21,7 +21,7 @@ from kvblocks.errors import InvalidArgumentError
 class CacheSettings:
     """The engine's part. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them.
 
-    host_cache, disk_cache, disk_cache_size, disk_cache_secret: as `Engine` takes them.
+    host_cache, disk_cache, disk_cache_size, disk_cache_secret, store, store_secret: as `Engine` takes them.
     """
 
     block_size: int = 16
@@ -39,6 +39,8 @@ class CacheSettings:
     disk_cache: str | Path | None = None
     disk_cache_size: str | None = None
     disk_cache_secret: bytes | None = field(default=None, repr=False)
+    store: str | None = field(default=None, repr=False)  # a password may stand there
+    store_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_count("--block-size", self.block_size, 1)
@@ -74,17 +76,22 @@ class CacheSettings:
                     raise InvalidArgumentError(
                         f"--disk-cache-{flag}: expected --disk-cache, the folder, with it; got none"
                     )
-        if not self.prefix_caching and (self.host_cache, self.disk_cache) != (None, None):
-            got = "--disk-cache" if self.host_cache is None else "--host-cache"
+        if self.store is None and self.store_secret is not None:
+            raise InvalidArgumentError("--store-secret-file: expected --store, its URL, with it; got none")
+        given = {"--host-cache": self.host_cache, "--disk-cache": self.disk_cache, "--store": self.store}
+        got = [flag for flag, value in given.items() if value is not None]
+        if not self.prefix_caching and got:
             raise InvalidArgumentError(
-                f"expected neither --host-cache nor --disk-cache with --no-prefix-caching, since they hold what is"
-                f" cached, got {got}"
+                f"expected none of {', '.join(given)} with --no-prefix-caching, since they hold what is cached, got"
+                f" {got[0]}"
             )
         TierOptions(
             host_cache=self.host_cache,
             disk_cache=self.disk_cache,
             disk_cache_size=self.disk_cache_size,
             disk_cache_secret=self.disk_cache_secret,
+            store=self.store,
+            store_secret=self.store_secret,
         )
 
     @property
@@ -97,15 +104,18 @@ class CacheSettings:
 class ServerSettings:
     """The server's part. port 0: any free one. max_requests: unfinished ones, running and waiting.
 
+    model_names: what the model is served as, the first one in answers; none: its folder's name.
     api_key: one key for all clients; keys: instead, one for each tenant. admin_key: the operator's, for what is about
     the cache; without it, and without keys, whoever is served is an operator. allow_anyone: serve other machines though
     no key keeps them out. allowed_hosts: names, beside the loopback's, that requests may ask by; any will do if there
     are none, unless only a client's address says who it is: on the loopback, without a key. log_level: from which on
-    something is logged; at "info" each request is.
+    something is logged; at "info" each request is. record: a file that gets a line for each request, for
+    `kvblocks replay`; None: none is written.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    model_names: tuple[str, ...] = ()
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
     keys: tuple[Tenant, ...] = ()
@@ -117,6 +127,7 @@ class ServerSettings:
     request_timeout_s: float = 600.0
     grace_s: float = 30.0
     log_level: str = "warning"
+    record: Path | None = None
 
     def __post_init__(self) -> None:
         if self.log_level not in LOG_LEVELS:
@@ -130,6 +141,9 @@ class ServerSettings:
                 raise InvalidArgumentError(f"{name}: expected seconds, at least 0, got {value!r}")
         if not self.request_timeout_s:
             raise InvalidArgumentError("--request-timeout: expected more than 0 seconds, got 0")
+        for name in self.model_names:
+            if not name or not name.isprintable():
+                raise InvalidArgumentError(f"--served-model-name: expected a name, got {name!r}")
         for name in self.allowed_hosts:
             if not is_host(name):
                 raise InvalidArgumentError(f"--allowed-host: expected a name or an address, without port, got {name!r}")

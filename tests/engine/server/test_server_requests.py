@@ -27,7 +27,9 @@ def test_a_completion_has_openais_defaults():
     assert (request.kind, request.model, request.prompts, request.messages) == ("completion", "m", ("hello",), ())
     sampling = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": None, "seed": None}
     extras = {"min_p": 0.0, "min_tokens": 0, "stop_token_ids": (), "skip_special_tokens": True}
-    assert request.options == {**sampling, **extras, "stop": (), "ignore_eos": False, "salt": None}
+    penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    told = {"logprobs": None, "prompt_logprobs": None, "stop": (), "ignore_eos": False, "salt": None}
+    assert request.options == {**sampling, **extras, **penalties, **told}
     assert (request.stream, request.include_usage, request.num_choices) == (False, False, 1)
     assert (request.add_special_tokens, request.template_values, request.request_id) == (True, {}, None)
 
@@ -48,6 +50,11 @@ def test_every_field_is_read():
         "top_p": 0.5,
         "top_k": 4,
         "min_p": 0.1,
+        "presence_penalty": -1,
+        "frequency_penalty": 2,
+        "repetition_penalty": 1.5,
+        "logprobs": True,
+        "top_logprobs": 3,
         "seed": 5,
         "min_tokens": 2,
         "stop_token_ids": [3, 4],
@@ -64,7 +71,9 @@ def test_every_field_is_read():
     request = parse_chat(body)
     sampling = {"n": 3, "max_tokens": 7, "temperature": 0.0, "top_p": 0.5, "top_k": 4, "seed": 5}
     extras = {"min_p": 0.1, "min_tokens": 2, "stop_token_ids": (3, 4), "skip_special_tokens": False}
-    assert request.options == {**sampling, **extras, "stop": ("a", "b"), "ignore_eos": True, "salt": "tenant"}
+    penalties = {"presence_penalty": -1.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
+    told = {"logprobs": 3, "prompt_logprobs": None, "stop": ("a", "b"), "ignore_eos": True, "salt": "tenant"}
+    assert request.options == {**sampling, **extras, **penalties, **told}
     assert (request.stream, request.include_usage, request.return_token_ids, request.continuous_usage) == (True,) * 4
     assert (request.template_values, request.request_id) == ({"enable_thinking": False}, "mine")
     assert request.num_choices == 3
@@ -156,15 +165,16 @@ WRONG = {
     "stream_options": [{"include_usage": True}, 5],
     "cache_salt": ["", 5, "\ud800"],
     "model": [5, ""],
-    "logprobs": [1, True, 0],
-    "echo": [True],
-    "presence_penalty": [0.5],
-    "frequency_penalty": [-1],
+    "logprobs": [-1, 21, True, "2", 1.0],
+    "top_logprobs": [1, True],
+    "echo": [1, "true"],
+    "presence_penalty": [2.5, -3, "x", True],
+    "frequency_penalty": [2.5, -3, "x", True],
+    "repetition_penalty": [0, -1, "x", float("inf")],
     "logit_bias": [{"5": 1}],
     "tools": [[{"type": "function"}]],
     "response_format": [{"type": "json_object"}],
     "best_of": [2],
-    "repetition_penalty": [1.1],
     "no_stop_trim": [True],
     "separate_reasoning": ["yes"],
     "return_hidden_states": [True],
@@ -320,6 +330,30 @@ def test_max_tokens_has_two_names_that_must_agree():
     assert parse_chat({"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 3}).options["max_tokens"] == 3
     error = refused(parse_chat, {"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4})
     assert error["param"] == "max_completion_tokens"
+
+
+def test_a_completion_has_one_number_for_its_log_probabilities_and_those_of_its_prompt():
+    def told(**fields):
+        options = parse_completion({"prompt": "a", **fields}).options
+        return options["logprobs"], options["prompt_logprobs"], options["max_tokens"]
+
+    assert told(logprobs=False) == (None, None, 16)
+    assert told(logprobs=0) == (0, None, 16)
+    assert told(logprobs=5, echo=True) == (5, 5, 16)
+    assert told(echo=True, max_tokens=0) == (None, None, 0)
+    for fields in ({}, {"echo": True, "n": 2}):
+        assert refused(parse_completion, {"prompt": "a", "max_tokens": 0, **fields})["param"] == "max_tokens"
+
+
+def test_a_chat_says_whether_and_how_many():
+    def told(**fields):
+        return parse_chat({"messages": HELLO, **fields}).options["logprobs"]
+
+    assert [told(), told(logprobs=False), told(top_logprobs=0)] == [None] * 3
+    assert [told(logprobs=True), told(logprobs=True, top_logprobs=20)] == [0, 20]
+    wrong = [{"logprobs": 1}, {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}, {"echo": True}]
+    for fields in wrong:
+        assert refused(parse_chat, {"messages": HELLO, **fields})["param"] in fields
 
 
 @pytest.mark.parametrize("body", [None, [], "text", 5])

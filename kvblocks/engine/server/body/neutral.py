@@ -13,8 +13,7 @@ WITHOUT_EFFECT = (
 )
 """What clients send along and no answer depends on."""
 
-_NO_LOGPROBS = "this server returns no log probabilities"
-_NO_PENALTIES = "this server has no penalties"
+_NO_LOGPROBS = "this server returns log probabilities by logprobs, top_logprobs and echo"
 _NO_TOOLS = "this server calls no tools"
 _NO_REASONING = "this server doesn't tell reasoning from answers"
 _NO_BEAMS = "this server has no beam search"
@@ -25,16 +24,10 @@ _TEXT_ONLY = "this server reads and generates text"
 _NO_TRANSFER = "this server computes and generates by itself"
 
 REFUSED: Refused = {
-    "logprobs": ((False,), _NO_LOGPROBS),
-    "top_logprobs": ((0,), _NO_LOGPROBS),
     "prompt_logprobs": ((), _NO_LOGPROBS),
     "logprob_token_ids": (([],), _NO_LOGPROBS),
     "return_tokens_as_token_ids": ((False,), _NO_LOGPROBS),
-    "echo": ((False,), "this server doesn't repeat prompts"),
     "suffix": (("",), "this server doesn't fill in the middle"),
-    "presence_penalty": ((0, 0.0), _NO_PENALTIES),
-    "frequency_penalty": ((0, 0.0), _NO_PENALTIES),
-    "repetition_penalty": ((1, 1.0), _NO_PENALTIES),
     "logit_bias": (({},), "this server has no bias of tokens"),
     "tools": (([],), _NO_TOOLS),
     "tool_choice": (("none", "auto"), _NO_TOOLS),
