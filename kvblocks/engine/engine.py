@@ -76,8 +76,10 @@ class Engine:
     num_history_blocks: how many evicted blocks `manager.explain` remembers.
     host_cache: host memory for blocks that don't fit the pool: bytes, a text such as "2GiB", or a share of what is
     free. disk_cache: a folder for blocks, which the next engine finds again. disk_cache_size: what it may take in all,
-    "8GiB" by default. disk_cache_secret: at least 16 bytes, so that nobody who can write there can plant KV. An engine
-    with tiers is to be closed (`close`, or `with`): what isn't stored by then isn't there for the next one.
+    "8GiB" by default. disk_cache_secret: at least 16 bytes, so that nobody who can write there can plant KV. store: the
+    URL of a Valkey or Redis that servers share, such as "valkey://host:6379" (docs/store.md). store_secret: as
+    disk_cache_secret, the same for all of them. An engine with tiers is to be closed (`close`, or `with`): what isn't
+    stored by then isn't there for the next one.
     on_events: is given what became cached and what is cached no more, on the device and in tiers, after the step that
     did it: an `EventPublisher`'s `publish`, say. It must neither wait nor raise. None: nothing is recorded.
 
@@ -105,6 +107,8 @@ class Engine:
         disk_cache: str | Path | None = None,
         disk_cache_size: int | str | None = None,
         disk_cache_secret: bytes | None = None,
+        store: str | None = None,
+        store_secret: bytes | None = None,
         on_events: Callable[[list[CacheEvent]], object] | None = None,
     ) -> None:
         if on_events is not None and not callable(on_events):
@@ -114,6 +118,8 @@ class Engine:
             disk_cache=disk_cache,
             disk_cache_size=disk_cache_size,
             disk_cache_secret=disk_cache_secret,
+            store=store,
+            store_secret=store_secret,
         )
         order = make_order(schedule)
         chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
@@ -136,12 +142,11 @@ class Engine:
             )
             self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
             self.scheduler = Scheduler(self.manager, self.model.config.max_position_embeddings, order=order)
-            locations = [LayerLocation(*location) for location in self.plan.layer_groups]
-            self.runner = backend.make_runner(self.model, self.manager, locations)
+            located = [LayerLocation(*location) for location in self.plan.layer_groups]
+            self.runner = backend.make_runner(self.model, self.manager, located)
             self.offload = built.begin(self.manager, self.runner)
         self._intake = Intake(self.model, self.scheduler)
-        self._stepper = Stepper(self.scheduler)
-        self._on_events = on_events
+        self._stepper, self._on_events = Stepper(self.scheduler), on_events
         self._tell_events()  # of what a disk has
 
     @property
@@ -235,6 +240,8 @@ class Engine:
         step tries again.
         """
         self._check_open()
+        if self.offload is not None:
+            self.offload.seek(self.scheduler)
         changed = self._stepper.step(self.runner)
         if self.offload is not None:
             self._move(self.offload)
@@ -260,7 +267,7 @@ class Engine:
         number = self.manager.forget_salt(salt)
         self._tell_events()
         if self.offload is not None:
-            self.offload.erase_forgotten(_ERASE_S)
+            self.offload.erase_forgotten(salt, _ERASE_S)
         return number
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -294,7 +301,7 @@ class Engine:
         """Begin transfers behind the step, and take note of those that have ended."""
         for loaded in offload.advance():
             self.scheduler.note_loaded(loaded)
-        if self.scheduler.is_waiting_for_loads:
+        if self.scheduler.is_waiting_for_loads or (offload.is_seeking and not self.scheduler.running):
             offload.wait(_WAIT_S)
 
     def _read(self, prompts: Sequence[Prompt], options: GenerationOptions) -> list[Generation]:

@@ -66,6 +66,22 @@ class Eviction(Accounts):
         for tenant in [] if quotas is None else quotas.tenants():
             tenant.adviser = None
 
+    def pause(self, session: Hashable, tenant: str | None, reason: str) -> None:
+        """Tell the policies that have a tenant's blocks that a session of its pauses. O(1), beside them."""
+        for adviser in self._advisers_of(tenant):
+            adviser.pause(session, tenant, reason)
+
+    def end(self, session: Hashable, tenant: str | None) -> None:
+        """Tell the policies that have a tenant's blocks that a session of its has ended. O(1), beside them."""
+        for adviser in self._advisers_of(tenant):
+            adviser.end(session, tenant)
+
+    def _advisers_of(self, tenant: str | None) -> list[Adviser]:
+        account = None if self._quotas is None else self._quotas.find(tenant)
+        if account is None or account.adviser is None:
+            return [self._main]
+        return [account.adviser, self._main]
+
     # What it is asked.
 
     @property

@@ -410,6 +410,7 @@ def check_policy_in_cache(make: Make, max_blocks: int, block_size: int, num_oper
             history.cache.now = history.model.now = number
         assert history.cache.eviction_failure_count() == history.model.num_failures
     history.met["failures"] = history.model.num_failures
+    history.end()
     return history.met
 
 

@@ -84,6 +84,7 @@ def test_lru_is_what_there_is_without_a_policy(policy: str | None) -> None:
         if number % 100 == 0:
             cached.clear(chooser)
         cached.check()
+    cached.end()
 
 
 def make_machine(seed: int, policy: Any) -> TierMachine:

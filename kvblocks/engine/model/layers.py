@@ -15,11 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvblocks.engine.model.config import ModelConfig
+from kvblocks.engine.model.products import product
 from kvblocks.engine.model.rope import rotate
 from kvblocks.engine.model.weights import LayerWeights, ModelWeights
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`linear(rows, weight, bias)`: rows [num_rows, in], weight [out, in], bias [out] or None -> [num_rows, out]."""
+"""`linear(rows, weight, bias)`: rows [num_rows, in], weight [out, in], bias [out] or None -> [num_rows, out].
+
+Weights are as `products.pack` returned them.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class DecoderLayers:
     """The row-wise functions of a model. `linear` is the matrix product they use."""
 
     config: ModelConfig
-    linear: Linear = F.linear
+    linear: Linear = product
 
     def project(self, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, the first two rotated to their positions.

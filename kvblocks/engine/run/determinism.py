@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layers import DecoderLayers, Linear
+from kvblocks.engine.model.products import product
 from kvblocks.engine.model.weights import ModelWeights
 from kvblocks.engine.run.rows import FIXED64, PACKED16, TILE16, RowStrategy, chunks
 
@@ -32,7 +32,7 @@ RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 _MOVE = 7
 
 
-def choose_determinism(config: ModelConfig, weights: ModelWeights, *, linear: Linear = F.linear) -> RowStrategy:
+def choose_determinism(config: ModelConfig, weights: ModelWeights, *, linear: Linear = product) -> RowStrategy:
     """PACKED16, FIXED64 on a GPU, or TILE16: the first for which the machine has what it needs.
 
     On a CPU a strategy is good for the current number of torch threads. `linear` is the matrix product that the model
@@ -54,7 +54,7 @@ def choose_determinism(config: ModelConfig, weights: ModelWeights, *, linear: Li
 
 @torch.inference_mode()
 def packed_rows_hold(
-    config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = F.linear
+    config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = product
 ) -> bool:
     """Whether every row-wise function of the model gives a row the same bits at all of the strategy's row counts."""
     return all(
@@ -65,7 +65,7 @@ def packed_rows_hold(
 
 @torch.inference_mode()
 def aligned_rows_hold(
-    config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = F.linear
+    config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = product
 ) -> bool:
     """Whether every row-wise function gives a row at its index the same bits, whatever is in the other rows."""
     return all(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvblocks.engine.attention.attention import (
@@ -23,6 +22,7 @@ from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.model.layers import DecoderLayers, Linear
+from kvblocks.engine.model.products import product
 from kvblocks.engine.model.rope import RopeTable
 from kvblocks.engine.model.weights import ModelWeights
 from kvblocks.engine.run.rows import NATURAL, RowLayout, RowStrategy, chunks, pad_rows
@@ -49,7 +49,7 @@ class DecoderModel:
         *,
         strategy: RowStrategy = NATURAL,
         attention: AttentionBackend | None = None,
-        linear: Linear = F.linear,
+        linear: Linear = product,
         layer_locations: Sequence[LayerLocation] | None = None,
     ) -> None:
         if attention is None:
@@ -123,7 +123,7 @@ class DecoderModel:
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """The first layer's input: [num_rows, hidden]."""
-        hidden = F.embedding(token_ids, self.weights.embedding)
+        hidden = self.weights.embed(token_ids)
         if self.config.architecture.scales_embedding:
             hidden *= self._embedding_scale
         return hidden

@@ -4,6 +4,7 @@ The scheduler speaks of requests and chunks, the model of tensors; this is where
 engine doesn't know the model, and the model doesn't know requests.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from kvblocks.engine.run.forward import DecoderModel, Score
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import InvalidArgumentError
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class LoadedModel:
             folder = Path(model).expanduser()
             if not folder.is_dir():
                 known = ", ".join(sorted(KNOWN_MODELS))
-                raise ModelError(f"expected a known model ({known}) or a Hugging Face folder, got {str(model)!r}")
+                message = f"expected a known model ({known}) or a Hugging Face folder, got {str(model)!r}"
+                raise ModelError(message + _how_to_get(str(model)))
         wanted = parse_dtype(dtype)
         if wanted is None:
             wanted = torch.float32 if torch.device(device).type == "cpu" else stored_dtype(folder)
@@ -108,3 +112,14 @@ class ModelRunner:
             wants_logits=chunk.samples,
             other_block_ids=[sequence.group_block_ids(group) for group in range(1, num_groups)],
         )
+
+
+def _how_to_get(model: str) -> str:
+    """What to add for a name that could be one on Hugging Face's hub: this package downloads nothing from there."""
+    if not _HUB_NAME.fullmatch(model):
+        return ""
+    folder = model.rpartition("/")[2]
+    return (
+        f": a model on Hugging Face's hub is downloaded first, `pip install huggingface_hub` and"
+        f" `hf download {model} --local-dir {folder}`, and then given as the folder, ./{folder}"
+    )

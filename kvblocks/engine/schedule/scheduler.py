@@ -108,7 +108,8 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> list[ScheduledChunk]:
-        """Return what the next step computes, with slots for all of it; empty only if there is no work.
+        """Return what the next step computes, with slots for all of it; empty only if there is no work, or if all of it
+        waits for transfers, or for what a store says (`Request.is_sought`).
 
         Allocates, and preempts the youngest requests when the pool runs dry. Raises StalledError, a PoolExhaustedError,
         changing nothing, when pins keep so much that not even its `request` can go on, the oldest or the next in line;
@@ -145,7 +146,7 @@ class Scheduler:
 
     @property
     def is_waiting_for_loads(self) -> bool:
-        """Whether there is nothing to compute before a transfer ends. O(running requests)."""
+        """Whether there is nothing to compute before a transfer ends, unless somebody waits. O(running requests)."""
         return self.is_moving and all(self._is_loading(request) for request in self.running)
 
     def note_loaded(self, loaded: Loaded) -> None:
@@ -286,6 +287,9 @@ class Scheduler:
             request = next(candidates, None)
             if request is None:
                 return None
+            if request.is_sought:
+                num_passed += 1
+                continue
             may_wait = self.limits.wait_for_prefixes and request.max_hit_tokens is None
             is_pending = may_wait and self.lookups.find(request).pending_tokens
             if is_pending and not self.order.is_overdue(request):

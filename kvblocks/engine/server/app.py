@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvblocks.engine.completion import Piece
+from kvblocks.engine.server.access.access_log import AccessLog
 from kvblocks.engine.server.access.bodies import Load
 from kvblocks.engine.server.access.gate import Gate, caller_of
 from kvblocks.engine.server.answer import Answer
@@ -29,7 +30,7 @@ from kvblocks.engine.server.endpoints.tokens import TokensApi
 from kvblocks.engine.server.errors import ApiError, as_api_error, late_error
 from kvblocks.engine.server.fields import show
 from kvblocks.engine.server.requests import AnswerRequest, parse_chat, parse_completion, parse_warm
-from kvblocks.engine.server.service import Service
+from kvblocks.engine.server.service import Service, outcome_of
 from kvblocks.engine.server.service_metrics import Outcome
 from kvblocks.engine.server.wire import (
     DONE,
@@ -99,7 +100,7 @@ def make_app(service: Service, model: str) -> Starlette:
         Exception: _show_bug,
     }
     settings = service.settings
-    middleware = [Middleware(Gate, callers=settings.callers, hosts=settings.hosts)]
+    middleware = [Middleware(AccessLog), Middleware(Gate, callers=settings.callers, hosts=settings.hosts)]
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
 
 
@@ -149,6 +150,11 @@ class Api:
         except TimeoutError:
             service.metrics.count(Outcome.TIMED_OUT)
             raise late_error(seconds) from None
+        except Exception as error:
+            # Who has gone, and what there was no room for, is counted where it is found.
+            if not isinstance(error, ClientDisconnect) and as_api_error(error).status != 429:
+                service.metrics.count(outcome_of(as_api_error(error)))
+            raise
         answer = Answer(asked, self._names[0], self._tiers, service.engine.model.tokenizer, start_s=start_s)
         try:
             service.submit(answer, prompts)
@@ -194,6 +200,7 @@ class Api:
             raise
         try:
             asked = parse(body).asked_by(caller_of(request.scope))
+            request.scope["state"]["request_id"] = asked.request_id
             check_model(self._names, asked.model)
         except BaseException:
             load.release()

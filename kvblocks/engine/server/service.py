@@ -29,6 +29,7 @@ from kvblocks.engine.server.service_metrics import Outcome, ServiceMetrics
 from kvblocks.engine.server.settings import ServerSettings
 from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import KVBlocksError
+from kvblocks.replay.recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from kvblocks.wire.publisher import EventPublisher
@@ -39,8 +40,8 @@ T = TypeVar("T")
 class Service:
     """Answers of an event loop by one engine, which it owns. Make it, `start` it in the loop, and `stop` it there.
 
-    num_open: choices of all open answers. keep_reasons: see `Arrivals`. publisher: of the engine's events. Raises
-    InvalidArgumentError for quotas of tiers that the engine doesn't have.
+    num_open: choices of all open answers. keep_reasons: see `Arrivals`. publisher: of the engine's events. recorder: of
+    requests. Raises InvalidArgumentError for quotas of tiers that the engine doesn't have.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class Service:
         *,
         keep_reasons: bool = True,
         publisher: "EventPublisher | None" = None,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         set_quotas(engine.manager, settings.keys)
         self.publisher = publisher
         self.engine = engine
         self.settings = settings
-        self.thread = EngineThread(engine, self._publish, keep_reasons=keep_reasons)
+        self.thread = EngineThread(engine, self._publish, keep_reasons=keep_reasons, recorder=recorder)
         self.bodies = Bodies(settings.max_body_bytes)
         self._encoders = Encoders()
         self._compilers = Compilers()
@@ -63,7 +65,7 @@ class Service:
         most = engine.scheduler.max_request_tokens  # before there are pins
         # The last token that is generated needs room in the context, and none in the pool.
         self._max_prompt_tokens = most if most == engine.model.config.max_position_embeddings else most - 1
-        self.metrics = ServiceMetrics(engine, lambda: self.num_open, publisher)
+        self.metrics = ServiceMetrics(engine, lambda: self.num_open, publisher, recorder)
         self.is_stopping = False
         self.num_open = 0
         self._open_by: Counter[Caller] = Counter()
@@ -254,7 +256,7 @@ class Service:
                 if answer.is_whole:
                     self._end(answer, Outcome.FINISHED)
             else:
-                self._end(answer, Outcome.FAILED, item)
+                self._end(answer, outcome_of(item), item)
 
     def _put(self, answer: Answer, piece: Piece) -> None:
         if not answer.has_begun:
@@ -283,3 +285,8 @@ class Service:
         if len(self._ends) < 2:
             return 1
         return min(60, max(1, math.ceil((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1))))
+
+
+def outcome_of(error: ApiError) -> Outcome:
+    """Return how a request ends that gets this error. O(1)."""
+    return Outcome.REJECTED if error.status < 500 else Outcome.FAILED

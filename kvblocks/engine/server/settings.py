@@ -9,6 +9,7 @@ from kvblocks.arguments import check_count, is_number
 from kvblocks.engine.run.memory import read_memory
 from kvblocks.engine.schedule.schedules import SCHEDULES
 from kvblocks.engine.schedule.step import StepLimits
+from kvblocks.engine.server.access.access_log import LOG_LEVELS
 from kvblocks.engine.server.access.callers import Caller, Callers, Tenant, digest_of
 from kvblocks.engine.server.access.hosts import HostCheck, is_host, is_loopback
 from kvblocks.engine.server.access.keys_file import is_key
@@ -20,7 +21,7 @@ from kvblocks.errors import InvalidArgumentError
 class CacheSettings:
     """The engine's part. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them.
 
-    host_cache, disk_cache, disk_cache_size, disk_cache_secret: as `Engine` takes them.
+    host_cache, disk_cache, disk_cache_size, disk_cache_secret, store, store_secret: as `Engine` takes them.
     """
 
     block_size: int = 16
@@ -38,6 +39,8 @@ class CacheSettings:
     disk_cache: str | Path | None = None
     disk_cache_size: str | None = None
     disk_cache_secret: bytes | None = field(default=None, repr=False)
+    store: str | None = field(default=None, repr=False)  # a password may stand there
+    store_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_count("--block-size", self.block_size, 1)
@@ -73,17 +76,22 @@ class CacheSettings:
                     raise InvalidArgumentError(
                         f"--disk-cache-{flag}: expected --disk-cache, the folder, with it; got none"
                     )
-        if not self.prefix_caching and (self.host_cache, self.disk_cache) != (None, None):
-            got = "--disk-cache" if self.host_cache is None else "--host-cache"
+        if self.store is None and self.store_secret is not None:
+            raise InvalidArgumentError("--store-secret-file: expected --store, its URL, with it; got none")
+        given = {"--host-cache": self.host_cache, "--disk-cache": self.disk_cache, "--store": self.store}
+        got = [flag for flag, value in given.items() if value is not None]
+        if not self.prefix_caching and got:
             raise InvalidArgumentError(
-                f"expected neither --host-cache nor --disk-cache with --no-prefix-caching, since they hold what is"
-                f" cached, got {got}"
+                f"expected none of {', '.join(given)} with --no-prefix-caching, since they hold what is cached, got"
+                f" {got[0]}"
             )
         TierOptions(
             host_cache=self.host_cache,
             disk_cache=self.disk_cache,
             disk_cache_size=self.disk_cache_size,
             disk_cache_secret=self.disk_cache_secret,
+            store=self.store,
+            store_secret=self.store_secret,
         )
 
     @property
@@ -100,7 +108,9 @@ class ServerSettings:
     api_key: one key for all clients; keys: instead, one for each tenant. admin_key: the operator's, for what is about
     the cache; without it, and without keys, whoever is served is an operator. allow_anyone: serve other machines though
     no key keeps them out. allowed_hosts: names, beside the loopback's, that requests may ask by; any will do if there
-    are none, unless only a client's address says who it is: on the loopback, without a key.
+    are none, unless only a client's address says who it is: on the loopback, without a key. log_level: from which on
+    something is logged; at "info" each request is. record: a file that gets a line for each request, for
+    `kvblocks replay`; None: none is written.
     """
 
     host: str = "127.0.0.1"
@@ -116,8 +126,12 @@ class ServerSettings:
     max_connections: int = 512
     request_timeout_s: float = 600.0
     grace_s: float = 30.0
+    log_level: str = "warning"
+    record: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.log_level not in LOG_LEVELS:
+            raise InvalidArgumentError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")
         check_count("--port", self.port, 0, 65535)
         check_count("--max-requests", self.max_requests, 1)
         check_count("--max-body-bytes", self.max_body_bytes, 1)

@@ -59,6 +59,9 @@ class EvictionPolicy(Protocol):
     def remove(self, block_ids: list[int]) -> None:
         """Take note of blocks that are cached no more: evicted, whoever named them, or forgotten."""
 
+    # A policy may have these two as well, or leave them out: `pause(session, tenant, reason)`, when a session's request
+    # has come to its end, and `end(session, tenant)`, when no other will come. docs/policies.md has more.
+
     def victim(self, num_blocks: int) -> int | None:
         """Return the id of the block that is to go next, of those that it knows; None: the least recently used.
 

@@ -6,7 +6,7 @@ The bits of one prefill of the whole prompt are the reference. Each scenario com
 import pytest
 import torch
 import torch.nn.functional as F
-from engine.small_models import BLOCK_SIZE, CONFIGS, EVEN, prefill, random_tokens, random_weights, step
+from engine.small_models import BLOCK_SIZE, CONFIGS, EVEN, packed, prefill, random_tokens, random_weights, step
 
 from kvblocks.engine.attention.attention import TorchAttention
 from kvblocks.engine.attention.batch import SequenceRows
@@ -23,11 +23,13 @@ A, B, C = list(range(20)), list(range(20, 40)), list(range(40, 60))
 def build(config, strategy_name):
     """A random model with the strategy that this machine is given, or with the one that any machine can use."""
     weights = random_weights(config)
-    strategy = choose_determinism(config, weights) if strategy_name == "chosen" else TILE16
+    if "packed" in strategy_name:
+        weights = packed(weights)
+    strategy = TILE16 if "tile16" in strategy_name else choose_determinism(config, weights)
     return DecoderModel(config, weights, strategy=strategy)
 
 
-@pytest.fixture(params=["chosen", "tile16"])
+@pytest.fixture(params=["chosen", "tile16", "chosen, packed weights", "tile16, packed weights"])
 def strategy_name(request):
     return request.param
 
