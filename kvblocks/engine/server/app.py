@@ -49,6 +49,9 @@ from kvblocks.errors import KVBlocksError
 
 STOP_TIMEOUT_S = 30.0
 
+Prepared = tuple[AnswerRequest, list[list[int]]]
+"""What is asked, ready for the engine, and its prompts as tokens."""
+
 
 def make_app(service: Service, model: str) -> Starlette:
     """Return the application that serves `service`, under the name `model` unless its settings say others.
@@ -146,7 +149,7 @@ class Api:
             async with asyncio.timeout(seconds):
                 asked, load = await self._read(parse, Request(scope, receive))
                 gone = asyncio.create_task(_wait_until_gone(receive))
-                prompts = await self._encode(asked, load, gone)
+                asked, prompts = await self._encode(asked, load, gone)
         except TimeoutError:
             service.metrics.count(Outcome.TIMED_OUT)
             raise late_error(seconds) from None
@@ -164,13 +167,14 @@ class Api:
             gone.cancel()
             service.drop(answer)
 
-    async def _encode(self, asked: AnswerRequest, load: Load, gone: "asyncio.Task[None]") -> list[list[int]]:
-        """Return prompts as tokens, with slots taken for them. Raises as `Service.encode`, and if the client has gone.
+    async def _encode(self, asked: AnswerRequest, load: Load, gone: "asyncio.Task[None]") -> Prepared:
+        """Return what is asked and its prompts as tokens, with slots taken for them.
 
-        Nothing is taken then, once the encoding has ended, and `gone` is cancelled.
+        Raises as `Service.encode` and `compile`, and if the client has gone. Nothing is taken then, once the encoding
+        has ended, and `gone` is cancelled.
         """
         service = self._service
-        encoding = asyncio.create_task(service.encode(asked.encode, asked.num_chars, asked.slots, load))
+        encoding = asyncio.create_task(self._prepare(asked, load))
         try:
             await asyncio.wait({encoding, gone}, return_when=asyncio.FIRST_COMPLETED)
             return _result(encoding)
@@ -181,6 +185,13 @@ class Api:
             if isinstance(error, ClientDisconnect):
                 service.metrics.count(Outcome.CANCELLED)
             raise
+
+    async def _prepare(self, asked: AnswerRequest, load: Load) -> Prepared:
+        """Encode prompts, and then compile what the answer is to be like."""
+        prompts = await self._service.encode(asked.encode, asked.num_chars, asked.slots, load)
+        if asked.form is not None:
+            asked = asked.constrained(await self._service.compile(asked.form, asked.slots))
+        return asked, prompts
 
     async def _read(self, parse: Callable[[Any], AnswerRequest], request: Request) -> tuple[AnswerRequest, Load]:
         """Return what a body asks for, and its bytes, which count until they are released. Raises ApiError."""
@@ -200,7 +211,7 @@ class Api:
         return asked, load
 
 
-def _result(encoding: "asyncio.Task[list[list[int]]]") -> list[list[int]]:
+def _result(encoding: "asyncio.Task[Prepared]") -> Prepared:
     """Return what came of it. Raises what it raised, and ClientDisconnect if it isn't done: the client has gone."""
     if not encoding.done():
         raise ClientDisconnect

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kvblocks.engine.errors import ModelError, RequestTooLongError
+from kvblocks.engine.errors import GrammarError, ModelError, RequestTooLongError
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, PinBudgetError, PoolExhaustedError
 
 _TYPES = {
@@ -64,6 +64,8 @@ def step_error(error: Exception) -> ApiError:
     """Return what a client is told when the step that computed its request failed."""
     if isinstance(error, PoolExhaustedError):
         return as_api_error(error)
+    if isinstance(error, GrammarError):
+        return ApiError(400, str(error), code="grammar_too_complex")
     message = f"expected a step to succeed, got {type(error).__name__}: the server's log has more"
     return ApiError(500, message, code="step_failed", headers={"x-should-retry": "false"})
 
