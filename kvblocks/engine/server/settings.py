@@ -30,6 +30,7 @@ class CacheSettings:
     num_history_blocks: int = 10_000
     schedule: str = "fcfs"
     deterministic: bool = False
+    warm_up: bool = False
     device: str = "auto"
     attention: str = "auto"
     max_num_batched_tokens: int = 512
