@@ -34,6 +34,7 @@ class CacheSettings:
     schedule: str = "fcfs"
     eviction: str | None = None
     deterministic: bool = False
+    warm_up: bool = False
     device: str = "auto"
     attention: str = "auto"
     max_num_batched_tokens: int = 512
