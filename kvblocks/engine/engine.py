@@ -128,9 +128,7 @@ class Engine:
         order = make_order(schedule)
         chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
         check_count("block_size", block_size, 1)
-        self.model = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
-        if parse_dtype(dtype) not in {None, self.model.dtype}:
-            raise InvalidArgumentError(f"dtype: expected {self.model.dtype}, the loaded model's, got {dtype!r}")
+        self.model = _load(model, chosen, dtype)
         backend = Backend(attention, deterministic, cuda_graphs)
         backend.choose_attention(self.model, block_size)  # before anything large is made
         self.plan = _plan(self.model, num_blocks, kv_cache_memory, block_size)
@@ -355,6 +353,14 @@ class Engine:
         finally:
             for generation in reversed(generations):  # the samples of a prompt before the one that computes it for them
                 self._stepper.cancel(generation)
+
+
+def _load(model: str | Path | LoadedModel, device: torch.device, dtype: str | torch.dtype | None) -> LoadedModel:
+    """Return the model that was named or given. Raises InvalidArgumentError for one of another dtype."""
+    loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, device, dtype)
+    if parse_dtype(dtype) not in {None, loaded.dtype}:
+        raise InvalidArgumentError(f"dtype: expected {loaded.dtype}, the loaded model's, got {dtype!r}")
+    return loaded
 
 
 def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | str | None, block_size: int) -> Plan:
