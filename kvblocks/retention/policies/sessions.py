@@ -199,9 +199,14 @@ class Sessions:
 
     def _chance(self, thread: Thread, kind: Kind, now: float) -> float:
         horizon = self._kept
-        if horizon <= 0.0:  # the clock stands still
-            return 0.0
-        return kind.returns.chance(max(now - thread.since, horizon / _SHORTEST), horizon, thread.rhythm)
+        if horizon <= 0.0:  # the clock stands still, or nothing was evicted yet
+            return 0.0 if kind is self._left else 0.5
+        lasted = max(float(now - thread.since), horizon / _SHORTEST)
+        return kind.returns.chance(lasted, horizon, self._rhythm_of(thread, kind))
+
+    def _rhythm_of(self, thread: Thread, kind: Kind) -> float:
+        """Return what is usual for the pause that a thread makes; without sessions all are alike."""
+        return kind.returns.rhythm(None) if kind is self._without else thread.rhythm
 
     def _end_of(self, thread: Thread, block_id: int, num_blocks: int) -> int:
         """Return where the last `num_blocks` blocks of a thread begin, as far as they are certainly no others'."""
@@ -380,7 +385,7 @@ class Sessions:
         self._resume(thread)
         session = thread.session
         thread.kind = kind
-        thread.rhythm = kind.returns.rhythm(None if session is None else session.rhythms.get(kind))
+        thread.rhythm = 0.0 if session is None else kind.returns.rhythm(session.rhythms.get(kind))
         kind.returns.num_open += 1.0
         thread.is_open = True
         if is_new:
@@ -395,7 +400,7 @@ class Sessions:
         lasted = max(lasted, self._kept / _SHORTEST)
         if kind is not None and lasted > 0.0:
             own = None if session is None else session.rhythms.setdefault(kind, Rhythm())
-            kind.returns.learn(lasted, thread.rhythm, own)
+            kind.returns.learn(lasted, self._rhythm_of(thread, kind), own)
 
     def _resume(self, thread: Thread) -> None:
         """Let a thread pause no more, if it does."""
