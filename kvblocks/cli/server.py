@@ -183,22 +183,15 @@ def serve(
 
     SIGTERM or Ctrl-C lets running requests finish; a second one doesn't.
     """
+    from kvblocks.engine.server import settings
     from kvblocks.engine.server.access.keys_file import read_keys
-    from kvblocks.engine.server.settings import (
-        CacheSettings,
-        EventSettings,
-        ServerSettings,
-        parse_memory,
-        read_key,
-        read_secret,
-    )
 
     environment = None if disk_cache is None else os.environ.get("KVBLOCKS_DISK_CACHE_SECRET")
     store_environment = None if store is None else os.environ.get("KVBLOCKS_STORE_SECRET")
-    cache = CacheSettings(
+    cache = settings.CacheSettings(
         block_size=block_size,
         num_blocks=num_blocks,
-        kv_cache_memory=None if kv_cache_memory is None else parse_memory(kv_cache_memory),
+        kv_cache_memory=None if kv_cache_memory is None else settings.parse_memory(kv_cache_memory),
         prefix_caching=not no_prefix_caching,
         num_history_blocks=num_history_blocks,
         schedule=schedule,
@@ -208,19 +201,19 @@ def serve(
         attention=attention,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
-        host_cache=None if host_cache is None else parse_memory(host_cache),
+        host_cache=None if host_cache is None else settings.parse_memory(host_cache),
         disk_cache=disk_cache,
         disk_cache_size=disk_cache_size,
-        disk_cache_secret=read_secret(disk_cache_secret_file, environment, "--disk-cache-secret-file"),
+        disk_cache_secret=settings.read_secret(disk_cache_secret_file, environment, "--disk-cache-secret-file"),
         store=store,
-        store_secret=read_secret(store_secret_file, store_environment, "--store-secret-file"),
+        store_secret=settings.read_secret(store_secret_file, store_environment, "--store-secret-file"),
     )
-    server = ServerSettings(
+    server = settings.ServerSettings(
         host=host,
         port=port,
         model_names=tuple(served_model_name or ()),
         api_key=api_key,
-        admin_key=read_key(admin_key_file, admin_key, "--admin-key-file"),
+        admin_key=settings.read_key(admin_key_file, admin_key, "--admin-key-file"),
         keys=() if keys is None else read_keys(keys),
         allowed_hosts=tuple(allowed_host or ()),
         allow_anyone=allow_anyone,
@@ -232,7 +225,7 @@ def serve(
         log_level=log_level,
         record=record,
     )
-    events = EventSettings(endpoint=kv_events, replay=kv_replay, topic=kv_topic, allow_remote=kv_allow_remote)
+    events = settings.EventSettings(endpoint=kv_events, replay=kv_replay, topic=kv_topic, allow_remote=kv_allow_remote)
     import torch
 
     from kvblocks.engine.server.run import serve as run_server
