@@ -133,7 +133,7 @@ class World:
             "usage": manager.group_usage(),
             "holds": [(hold.is_released, hold.num_blocks) for hold in manager.holds],
             "copies": list(manager._slots.copies),  # noqa: SLF001  # `take_copies` would forget them
-            "events": [] if manager._events is None else [*manager._events.records],  # noqa: SLF001
+            "events": [] if manager._recording is None else [*manager._recording.log.records],  # noqa: SLF001
             "policies": self.told(),
             "sampler": self.lives(),
             "runs": [(bytes(run.tokens), [b.block_id for b in run.blocks]) for run in manager._index.runs()],  # noqa: SLF001
