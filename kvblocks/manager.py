@@ -601,12 +601,12 @@ class KVCacheManager(Changeable):
             sequence.side_tables.check_back(num_left, sequence.sequence_id, "truncate")
         self.begin_change()
         if self._eviction is not None:
-            self._eviction.session = sequence.session
+            self._eviction.giver = sequence
         if num_computed_tokens is not None:
             self._forget_unwritten(sequence, written)
         self._slots.truncate(sequence, end)
         if self._eviction is not None:
-            self._eviction.session = None
+            self._eviction.giver = None
         self._in_flight.note(sequence)
         if self._traffic is not None:
             self._traffic.note_cut(sequence)
@@ -1062,12 +1062,18 @@ class KVCacheManager(Changeable):
     ) -> list[KVCacheBlock] | None:
         epoch = self._index.epoch if self.enable_caching else None
         self._claim(sequence, "allocate_slots")
+        if self._eviction is not None:
+            self._eviction.note_start(sequence)
         try:
             blocks = self._slots.start(sequence, epoch, end, num_slots, hit, delayed=delayed)
         except BaseException:
+            if self._eviction is not None:
+                self._eviction.note_start(None)
             if sequence.owner is None:  # nothing was changed yet
                 self._unclaim(sequence)
             raise
+        if self._eviction is not None:
+            self._eviction.note_start(None)
         if blocks is None:
             self._unclaim(sequence)
             return None
@@ -1202,7 +1208,7 @@ class KVCacheManager(Changeable):
             self._keep(own)
             raise
         if self._eviction is not None:
-            self._eviction.session = own.session
+            self._eviction.giver = own
         if num_computed_tokens is not None:
             self._forget_unwritten(own, num_computed_tokens)
         if self._last_step[0]:
@@ -1213,7 +1219,7 @@ class KVCacheManager(Changeable):
             self._traffic.note_end(own)
         self._slots.release(own)
         if self._eviction is not None:
-            self._eviction.session = None
+            self._eviction.giver = None
         self.change_state = self._rest_state  # `_end`, without the call
         if self.change_state:
             self.check()
@@ -1231,11 +1237,11 @@ class KVCacheManager(Changeable):
     def _go_back(self, sequence: Sequence, num_tokens: int) -> None:
         """Give back the slots behind the first tokens, which end with a block; what is cached there is forgotten."""
         if self._eviction is not None:
-            self._eviction.session = sequence.session
+            self._eviction.giver = sequence
         self._forget_unwritten(sequence, num_tokens)
         self._slots.rewind(sequence, num_tokens)
         if self._eviction is not None:
-            self._eviction.session = None
+            self._eviction.giver = None
         self._in_flight.note(sequence)
 
     def _commit(self, prepared: Commit) -> None:

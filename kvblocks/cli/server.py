@@ -38,6 +38,14 @@ def serve(
             rich_help_panel=_CACHE,
         ),
     ] = 10_000,
+    eviction: Annotated[
+        str | None,
+        typer.Option(
+            help="Which cached block goes first: lru, slru, s3fifo, or sessions, which goes by prompt_cache_key."
+            " Default: the least recently used. See docs/policies.md.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = None,
     host_cache: Annotated[
         str | None,
         typer.Option(
@@ -85,6 +93,10 @@ def serve(
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto.", rich_help_panel=_WORK)] = "auto",
     attention: Annotated[str, typer.Option(help="torch, triton, flash-attn or auto.", rich_help_panel=_WORK)] = "auto",
+    warm_up: Annotated[
+        bool,
+        typer.Option("--warm-up", help="Compile kernels before serving, not while.", rich_help_panel=_WORK),
+    ] = False,
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16. Default: as Engine's.", rich_help_panel=_WORK)
     ] = None,
@@ -187,9 +199,11 @@ def serve(
         prefix_caching=not no_prefix_caching,
         num_history_blocks=num_history_blocks,
         schedule=schedule,
+        eviction=eviction,
         deterministic=deterministic,
         device=device,
         attention=attention,
+        warm_up=warm_up,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         host_cache=None if host_cache is None else settings.parse_memory(host_cache),

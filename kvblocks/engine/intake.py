@@ -68,7 +68,9 @@ class Intake:
         return generations
 
     def _new_request(self, prompt: Prompt, options: GenerationOptions) -> Request:
-        sequence = KVSequence(next(self._sequence_ids), self._encode(prompt), salt=options.salt)
+        sequence = KVSequence(
+            next(self._sequence_ids), self._encode(prompt), salt=options.salt, session=options.session
+        )
         vocab_size, own_stops = self._model.config.vocab_size, frozenset(options.stop_token_ids)
         if own_stops and max(own_stops) >= vocab_size:
             raise InvalidTokensError(

@@ -1,5 +1,6 @@
 """How a prompt is to be answered: the options of `generate`, `stream` and `submit`."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
@@ -31,6 +32,7 @@ class OptionValues(TypedDict, total=False):
     skip_special_tokens: bool
     grammar: Grammar | None
     salt: str | None
+    session: Hashable
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,11 @@ class GenerationOptions:
     anything else, and one that ends it when it is whole; at max_tokens it may be cut off. Needs the tokens that end
     answers, so neither ignore_eos nor min_tokens.
     salt: prompts with different ones (None is one of them) never share anything in the cache.
+    session: the conversation that the prompt is of, hashable, for `Engine(eviction="sessions")`; None: of none. The end
+    of an answer is told as a pause of the session, with the finish_reason.
 
-    Raises InvalidArgumentError; the numbers for sampling are checked by `SamplingParams`, salt by `kvblocks.Sequence`.
+    Raises InvalidArgumentError; the numbers for sampling are checked by `SamplingParams`, salt and session by
+    `kvblocks.Sequence`.
     """
 
     n: int = 1
@@ -87,6 +92,7 @@ class GenerationOptions:
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
     salt: str | None = None
+    session: Hashable = None
 
     def __post_init__(self) -> None:
         check_count("n", self.n, 1)

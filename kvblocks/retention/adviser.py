@@ -15,7 +15,7 @@ from kvblocks.errors import InvalidArgumentError
 from kvblocks.retention.policies.policy import FreeBlock
 
 _CALLS = ("free", "use", "remove", "victim")
-_MORE_CALLS = ("pause", "end")  # a policy may have these
+_MORE_CALLS = ("begin", "pause", "end")  # a policy may have these
 
 
 class Setting:
@@ -69,9 +69,9 @@ class Adviser:
             raise wrong("eviction", f"a factory of policies, which have {', '.join(_CALLS)}; one made", policy)
         more: list[Any] = [getattr(policy, name, None) for name in _MORE_CALLS]
         if not all([call is None or callable(call) for call in more]):  # noqa: C419
-            raise wrong("eviction", f"policies whose {' and '.join(_MORE_CALLS)} can be called; one made", policy)
+            raise wrong("eviction", f"policies whose {', '.join(_MORE_CALLS)} can be called; one made", policy)
         self._free, self._use, self._remove, self._victim = calls
-        self._pause, self._end = more
+        self._begin, self._pause, self._end = more
 
     def free(self, blocks: list[KVCacheBlock], records: list[FreeBlock]) -> None:
         """Tell of blocks that became free, with a record of each. O(blocks)."""
@@ -89,6 +89,14 @@ class Adviser:
     def remove(self, block_ids: list[int]) -> None:
         """Tell of blocks that it knew and that are cached no more. O(blocks)."""
         self._forget(self._remove, block_ids)
+
+    def begin(self, session: Hashable, tenant: str | None) -> None:
+        """Tell that a session's request begins, if the policy wants to know. O(1)."""
+        if self._begin is not None:
+            try:
+                self._begin(session, tenant)
+            except Exception:  # noqa: BLE001
+                self._setting.num_failures += 1
 
     def pause(self, session: Hashable, tenant: str | None, reason: str) -> None:
         """Tell that a session pauses, if the policy wants to know. O(1)."""

@@ -61,6 +61,7 @@ FLOORS = {
     "kvblocks.engine.server.wire": 14,
     "kvblocks.engine.server.fields": 14,
     "kvblocks.engine.server.body": 15,
+    "kvblocks.engine.server.page": 15,
     "kvblocks.engine.server.access": 15,
     "kvblocks.engine.server.answers": 15,
     "kvblocks.engine.server": 16,

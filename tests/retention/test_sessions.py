@@ -152,5 +152,5 @@ def test_calls_that_are_no_calls_are_refused() -> None:
     class Wrong(Listener):
         end = 3  # type: ignore[assignment]
 
-    with pytest.raises(InvalidArgumentError, match="eviction: expected policies whose pause and end can be called"):
+    with pytest.raises(InvalidArgumentError, match="eviction: expected policies whose begin, pause, end can be called"):
         make(policy=Wrong)

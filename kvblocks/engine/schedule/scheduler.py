@@ -379,6 +379,9 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
             self.manager.free(request.sequence)
+            sequence, reason = request.sequence, request.finish_reason
+            if sequence.session is not None and reason is not None:
+                self.manager.sessions.pause(sequence.session, reason, sequence.salt)
         elif request in self.waiting:
             self.waiting.remove(request)
         else:

@@ -29,6 +29,7 @@ from kvblocks.engine.server.endpoints.about import About, check_model
 from kvblocks.engine.server.endpoints.tokens import TokensApi
 from kvblocks.engine.server.errors import ApiError, as_api_error, late_error
 from kvblocks.engine.server.fields import show
+from kvblocks.engine.server.page import show_page
 from kvblocks.engine.server.requests import AnswerRequest, parse_chat, parse_completion, parse_warm
 from kvblocks.engine.server.service import Service, outcome_of
 from kvblocks.engine.server.service_metrics import Outcome
@@ -68,6 +69,7 @@ def make_app(service: Service, model: str) -> Starlette:
     names = service.settings.model_names or (model,)
     api, cache, about, tokens = Api(service, names), CacheApi(service), About(service, names), TokensApi(service, names)
     routes = [
+        Route("/", show_page),
         Route("/health", api.health),
         Route("/metrics", api.metrics),
         Route("/version", about.version),
@@ -113,10 +115,11 @@ class Api:
         self._tiers = tuple([tier.name for tier in service.engine.manager.tiers])
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are taken, else 503."""
+        """200 while requests are taken, else 503; and whether they want a key."""
         del request
-        is_healthy = self._service.is_healthy
-        return json_response({"status": "ok" if is_healthy else "stopping"}, 200 if is_healthy else 503)
+        is_healthy, has_keys = self._service.is_healthy, self._service.settings.has_keys
+        status = "ok" if is_healthy else "stopping"
+        return json_response({"status": status, "needs_key": has_keys}, 200 if is_healthy else 503)
 
     async def metrics(self, request: Request) -> Response:
         """All metrics in Prometheus' text format."""

@@ -82,7 +82,9 @@ def busy_error(message: str, code: str, retry_after_s: int) -> ApiError:
 
 def length_error(message: str, param: str | None) -> ApiError:
     """The error of a prompt that the model's context has no room for."""
-    return ApiError(400, message, param=param, code="context_length_exceeded")
+    # litellm knows such errors by these words, and not by the code.
+    full = f"{message}, which is over this model's maximum context limit"
+    return ApiError(400, full, param=param, code="context_length_exceeded")
 
 
 def late_error(seconds: float) -> ApiError:

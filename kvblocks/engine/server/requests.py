@@ -290,6 +290,7 @@ def _finish(
         stop_token_ids=_parse_stop_ids(fields),
         skip_special_tokens=_parse_skip_special(fields),
         salt=fields.text("cache_salt"),
+        session=fields.text("prompt_cache_key"),
     )
     stream = fields.flag("stream")
     include_usage, continuous_usage = _parse_stream_options(fields, stream=stream)

@@ -15,13 +15,15 @@ from kvblocks.engine.server.access.hosts import HostCheck, is_host, is_loopback
 from kvblocks.engine.server.access.keys_file import is_key
 from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.retention.policies import NAMED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSettings:
     """The engine's part. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them.
 
-    host_cache, disk_cache, disk_cache_size, disk_cache_secret, store, store_secret: as `Engine` takes them.
+    eviction: a policy's name. host_cache, disk_cache, disk_cache_size, disk_cache_secret, store, store_secret: as
+    `Engine` takes them.
     """
 
     block_size: int = 16
@@ -30,7 +32,9 @@ class CacheSettings:
     prefix_caching: bool = True
     num_history_blocks: int = 10_000
     schedule: str = "fcfs"
+    eviction: str | None = None
     deterministic: bool = False
+    warm_up: bool = False
     device: str = "auto"
     attention: str = "auto"
     max_num_batched_tokens: int = 512
@@ -56,6 +60,8 @@ class CacheSettings:
             )
         if self.schedule not in SCHEDULES:
             raise InvalidArgumentError(f"--schedule: expected one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        if self.eviction is not None and self.eviction not in NAMED:
+            raise InvalidArgumentError(f"--eviction: expected one of {', '.join(NAMED)}, got {self.eviction!r}")
         if self.schedule != "fcfs" and not self.prefix_caching:
             raise InvalidArgumentError(
                 f"expected --schedule fcfs with --no-prefix-caching, since the other orders go by what is cached, got"
@@ -148,7 +154,7 @@ class ServerSettings:
             if not is_host(name):
                 raise InvalidArgumentError(f"--allowed-host: expected a name or an address, without port, got {name!r}")
         self._check_keys()
-        if not is_loopback(self.host) and not self._has_keys and not self.allow_anyone:
+        if not is_loopback(self.host) and not self.has_keys and not self.allow_anyone:
             raise InvalidArgumentError(
                 f"expected --api-key (or $KVBLOCKS_API_KEY) or --keys with --host {self.host}, since other machines can"
                 " reach it, or --allow-anyone to let them all in; got none of them"
@@ -168,7 +174,8 @@ class ServerSettings:
             raise InvalidArgumentError("--admin-key: expected a key that no client has, got one of theirs")
 
     @property
-    def _has_keys(self) -> bool:
+    def has_keys(self) -> bool:
+        """Whether clients need one."""
         return self.api_key is not None or bool(self.keys)
 
     @property
@@ -181,14 +188,14 @@ class ServerSettings:
             known.append((digest_of(self.api_key), everybody))
         if self.admin_key is not None:
             known.append((digest_of(self.admin_key), Caller(is_operator=True, sees_others=True)))
-        if self._has_keys:
+        if self.has_keys:
             return Callers(known, None)
         return Callers(known, replace(everybody, sees_others=not has_operator and is_loopback(self.host)))
 
     @property
     def hosts(self) -> HostCheck | None:
         """By which names requests may ask; None: by any."""
-        if self.allowed_hosts or (is_loopback(self.host) and not self._has_keys):
+        if self.allowed_hosts or (is_loopback(self.host) and not self.has_keys):
             return HostCheck((*self.allowed_hosts, self.host))
         return None
 

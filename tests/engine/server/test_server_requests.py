@@ -28,7 +28,7 @@ def test_a_completion_has_openais_defaults():
     sampling = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": None, "seed": None}
     extras = {"min_p": 0.0, "min_tokens": 0, "stop_token_ids": (), "skip_special_tokens": True}
     penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-    told = {"logprobs": None, "prompt_logprobs": None, "stop": (), "ignore_eos": False, "salt": None}
+    told = {"logprobs": None, "prompt_logprobs": None, "stop": (), "ignore_eos": False, "salt": None, "session": None}
     assert request.options == {**sampling, **extras, **penalties, **told}
     assert (request.stream, request.include_usage, request.num_choices) == (False, False, 1)
     assert (request.add_special_tokens, request.template_values, request.request_id) == (True, {}, None)
@@ -64,6 +64,7 @@ def test_every_field_is_read():
         "stop": ["a", "b"],
         "ignore_eos": True,
         "cache_salt": "tenant",
+        "prompt_cache_key": "chat",
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "return_token_ids": True,
@@ -72,7 +73,14 @@ def test_every_field_is_read():
     sampling = {"n": 3, "max_tokens": 7, "temperature": 0.0, "top_p": 0.5, "top_k": 4, "seed": 5}
     extras = {"min_p": 0.1, "min_tokens": 2, "stop_token_ids": (3, 4), "skip_special_tokens": False}
     penalties = {"presence_penalty": -1.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
-    told = {"logprobs": 3, "prompt_logprobs": None, "stop": ("a", "b"), "ignore_eos": True, "salt": "tenant"}
+    told = {
+        "logprobs": 3,
+        "prompt_logprobs": None,
+        "stop": ("a", "b"),
+        "ignore_eos": True,
+        "salt": "tenant",
+        "session": "chat",
+    }
     assert request.options == {**sampling, **extras, **penalties, **told}
     assert (request.stream, request.include_usage, request.return_token_ids, request.continuous_usage) == (True,) * 4
     assert (request.template_values, request.request_id) == ({"enable_thinking": False}, "mine")

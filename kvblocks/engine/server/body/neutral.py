@@ -8,7 +8,7 @@ Refused = dict[str, tuple[tuple[object, ...], str]]
 """By name: the values that ask for nothing, and why others won't do."""
 
 WITHOUT_EFFECT = (
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"),
     *("parallel_tool_calls", "session_id", "truncation_side"),
 )
 """What clients send along and no answer depends on."""
