@@ -40,6 +40,7 @@ from kvblocks.events import CacheEvent, EventOptions
 from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 from kvblocks.observe.metrics import CacheMetrics
+from kvblocks.retention.policies.policy import PolicyFactory
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 
@@ -73,11 +74,15 @@ class Engine:
     cuda_graphs: whether decode steps are captured and replayed, where there is CUDA and attention is triton.
     schedule: in which order prompts that wait are begun: "fcfs", first come first served; "longest-prefix", those first
     of which most is cached; "grouped", those together that share a prefix. See `engine.order`.
+    eviction: which cached block goes first when the pool needs one, as of a `KVCacheManager`; its clock is
+    `time.monotonic`. "sessions" goes by the option `session` of prompts.
     num_history_blocks: how many evicted blocks `manager.explain` remembers.
     host_cache: host memory for blocks that don't fit the pool: bytes, a text such as "2GiB", or a share of what is
     free. disk_cache: a folder for blocks, which the next engine finds again. disk_cache_size: what it may take in all,
-    "8GiB" by default. disk_cache_secret: at least 16 bytes, so that nobody who can write there can plant KV. An engine
-    with tiers is to be closed (`close`, or `with`): what isn't stored by then isn't there for the next one.
+    "8GiB" by default. disk_cache_secret: at least 16 bytes, so that nobody who can write there can plant KV. store: the
+    URL of a Valkey or Redis that servers share, such as "valkey://host:6379" (docs/store.md). store_secret: as
+    disk_cache_secret, the same for all of them. An engine with tiers is to be closed (`close`, or `with`): what isn't
+    stored by then isn't there for the next one.
     on_events: is given what became cached and what is cached no more, on the device and in tiers, after the step that
     did it: an `EventPublisher`'s `publish`, say. It must neither wait nor raise. None: nothing is recorded.
 
@@ -100,11 +105,14 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         cuda_graphs: bool = True,
         schedule: str = "fcfs",
+        eviction: str | PolicyFactory | None = None,
         num_history_blocks: int = 0,
         host_cache: float | str | None = None,
         disk_cache: str | Path | None = None,
         disk_cache_size: int | str | None = None,
         disk_cache_secret: bytes | None = None,
+        store: str | None = None,
+        store_secret: bytes | None = None,
         on_events: Callable[[list[CacheEvent]], object] | None = None,
     ) -> None:
         if on_events is not None and not callable(on_events):
@@ -114,13 +122,13 @@ class Engine:
             disk_cache=disk_cache,
             disk_cache_size=disk_cache_size,
             disk_cache_secret=disk_cache_secret,
+            store=store,
+            store_secret=store_secret,
         )
         order = make_order(schedule)
         chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
         check_count("block_size", block_size, 1)
-        self.model = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
-        if parse_dtype(dtype) not in {None, self.model.dtype}:
-            raise InvalidArgumentError(f"dtype: expected {self.model.dtype}, the loaded model's, got {dtype!r}")
+        self.model = _load(model, chosen, dtype)
         backend = Backend(attention, deterministic, cuda_graphs)
         backend.choose_attention(self.model, block_size)  # before anything large is made
         self.plan = _plan(self.model, num_blocks, kv_cache_memory, block_size)
@@ -130,18 +138,18 @@ class Engine:
                 self.plan.num_blocks,
                 groups=self.plan.groups,
                 enable_caching=enable_prefix_caching,
+                eviction=eviction,
                 enable_events=False if on_events is None else EventOptions(tiers=True),
                 num_history_blocks=num_history_blocks,
                 tiers=built.tiers,
             )
             self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
             self.scheduler = Scheduler(self.manager, self.model.config.max_position_embeddings, order=order)
-            locations = [LayerLocation(*location) for location in self.plan.layer_groups]
-            self.runner = backend.make_runner(self.model, self.manager, locations)
+            located = [LayerLocation(*location) for location in self.plan.layer_groups]
+            self.runner = backend.make_runner(self.model, self.manager, located)
             self.offload = built.begin(self.manager, self.runner)
         self._intake = Intake(self.model, self.scheduler)
-        self._stepper = Stepper(self.scheduler)
-        self._on_events = on_events
+        self._stepper, self._on_events = Stepper(self.scheduler), on_events
         self._tell_events()  # of what a disk has
 
     @property
@@ -170,8 +178,8 @@ class Engine:
 
         prompts: texts, encoded as they are (see `engine.model.tokenizer.apply_chat_template` for chats), or token ids.
         options: n=1, max_tokens=64, temperature=0.0, top_p, top_k, min_p, presence_penalty, frequency_penalty,
-        repetition_penalty, logprobs, seed, stop, ignore_eos, salt; see `GenerationOptions`. The first sample's
-        completion counts what the prompt cost.
+        repetition_penalty, logprobs, seed, stop, ignore_eos, min_tokens, stop_token_ids, skip_special_tokens, salt; see
+        `GenerationOptions`. The first sample's completion counts what the prompt cost.
 
         Raises, before anything is computed, InvalidArgumentError (a prompt that is empty or unreadable, or could never
         fit, and options out of range), PoolExhaustedError (it can't fit while the present pins stand) and ModelError
@@ -256,6 +264,9 @@ class Engine:
         step tries again.
         """
         self._check_open()
+        self.manager.now = time.monotonic()
+        if self.offload is not None:
+            self.offload.seek(self.scheduler)
         changed = self._stepper.step(self.runner)
         if self.offload is not None:
             self._move(self.offload)
@@ -281,7 +292,7 @@ class Engine:
         number = self.manager.forget_salt(salt)
         self._tell_events()
         if self.offload is not None:
-            self.offload.erase_forgotten(_ERASE_S)
+            self.offload.erase_forgotten(salt, _ERASE_S)
         return number
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -315,7 +326,7 @@ class Engine:
         """Begin transfers behind the step, and take note of those that have ended."""
         for loaded in offload.advance():
             self.scheduler.note_loaded(loaded)
-        if self.scheduler.is_waiting_for_loads:
+        if self.scheduler.is_waiting_for_loads or (offload.is_seeking and not self.scheduler.running):
             offload.wait(_WAIT_S)
 
     def _read(self, prompts: Sequence[Prompt], options: GenerationOptions) -> list[Generation]:
@@ -342,6 +353,14 @@ class Engine:
         finally:
             for generation in reversed(generations):  # the samples of a prompt before the one that computes it for them
                 self._stepper.cancel(generation)
+
+
+def _load(model: str | Path | LoadedModel, device: torch.device, dtype: str | torch.dtype | None) -> LoadedModel:
+    """Return the model that was named or given. Raises InvalidArgumentError for one of another dtype."""
+    loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, device, dtype)
+    if parse_dtype(dtype) not in {None, loaded.dtype}:
+        raise InvalidArgumentError(f"dtype: expected {loaded.dtype}, the loaded model's, got {dtype!r}")
+    return loaded
 
 
 def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | str | None, block_size: int) -> Plan:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch
 from kvblocks.engine.attention.cascade import CascadePlanner
 from kvblocks.engine.run.decode_step import Capture, DecodeBuckets, bucket_of
-from kvblocks.engine.run.forward import DecoderModel
+from kvblocks.engine.run.forward import DecoderModel, Score
 from kvblocks.engine.run.resident_table import ResidentTable
 from kvblocks.engine.run.runner import ModelRunner
 from kvblocks.engine.run.step_upload import DECODE_COLUMNS, StepUploader, UploadCounts
@@ -67,7 +67,7 @@ class DeviceRunner(ModelRunner):
         return self._uploader.counts
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+    def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None) -> Tensor:
         """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
 
         The logits are good until the next step. Raises InvalidArgumentError, before anything is written, for a token id
@@ -77,9 +77,9 @@ class DeviceRunner(ModelRunner):
         self._check_rows(rows)
         with self._on_device():
             self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
-            if all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
+            if score is None and all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
                 return self._decode(chunks, rows)
-            return self._compute(self._uploader.batch(self._uploader.upload(rows)))
+            return self._compute(self._uploader.batch(self._uploader.upload(rows)), score)
 
     def warm_up_steps(self, max_num_seqs: int) -> list[WarmUpStep]:
         """Prompts, decodes behind which prompts come, decode steps of all buckets, cascades, and copies of blocks."""
@@ -107,8 +107,8 @@ class DeviceRunner(ModelRunner):
         with self._on_device():
             step()
 
-    def _compute(self, batch: StepBatch) -> Tensor:
-        return self.model.compute(batch, self.model.attention.begin(batch, self.kv_cache))
+    def _compute(self, batch: StepBatch, score: Score | None = None) -> Tensor:
+        return self.model.compute(batch, self.model.attention.begin(batch, self.kv_cache), score)
 
     def _replay(self, bucket: int) -> Tensor:
         """Run a bucket's step on padding."""

@@ -75,6 +75,11 @@ def test_chat_in_process_until_the_input_ends(tiny_folder):
         (["--disk-cache-size", "1GiB"], "--disk-cache-size: expected --disk-cache, the folder, with it; got none"),
         (["--disk-cache-secret-file", "/no/such"], "--disk-cache-secret-file: expected a file that can be read"),
         (["--disk-cache", "/dev/null"], "/dev/null: expected a folder to read and write"),
+        (
+            ["--model", "org/a-Model.1"],
+            "`hf download org/a-Model.1 --local-dir a-Model.1`, and then given as the folder",
+        ),
+        (["--log-level", "loud"], "--log-level: expected one of debug, info, warning, error, got 'loud'"),
         (["--model", "nonsense"], "expected a known model (smollm2) or a Hugging Face folder, got 'nonsense'"),
         (["--host", "192.0.2.1", "--api-key", "k"], "expected a free address of this machine, got 192.0.2.1 port"),
     ],

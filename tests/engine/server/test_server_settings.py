@@ -14,6 +14,7 @@ from kvblocks.errors import InvalidArgumentError
         ({"num_blocks": 10, "kv_cache_memory": "10"}, ["--num-blocks or --kv-cache-memory", "got both"]),
         ({"prefix_caching": False, "schedule": "grouped"}, ["--schedule fcfs", "--no-prefix-caching", "grouped"]),
         ({"schedule": "random"}, ["--schedule", "longest-prefix", "'random'"]),
+        ({"eviction": "mru"}, ["--eviction", "sessions", "'mru'"]),
         ({"max_num_batched_tokens": 10, "max_num_seqs": 11}, ["--max-num-batched-tokens", "(11)", "got 10"]),
         ({"num_blocks": 0}, ["--num-blocks", "got 0"]),
         ({"block_size": 0}, ["--block-size", "got 0"]),

@@ -32,7 +32,7 @@ logger = logging.getLogger("kvblocks.server")
 LEAST_KEY_CHARS = 16
 
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_TIERS = ("host", "disk")
+_TIERS = ("host", "disk", "store")
 _FIELDS = ("tenant", "key", "chooses_salt", "max_requests", "quota", "tier_quotas")
 
 
