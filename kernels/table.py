@@ -54,11 +54,21 @@ def find(kernel: Mapping[Key, Launch], device: torch.device, head_dim: int, elem
     return found if found is not None else kernel["any", head_dim, element_bytes]
 
 
-def count_programs(device: torch.device, launch: Launch) -> int:
-    """How many programs a fixed grid has: so many on each SM; where there are none, in the interpreter, so many."""
+INTERPRETED_SMS = 2
+"""Where there are none, in the interpreter. More than one, so that work is shared there too."""
+
+
+def count_sms(device: torch.device) -> int:
+    """The multiprocessors of a device."""
     if device.type != "cuda":
-        return launch.programs_per_sm
-    return launch.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+        return INTERPRETED_SMS
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def count_programs(device: torch.device, launch: Launch) -> int:
+    """How many programs a fixed grid has: so many on each SM."""
+    return launch.programs_per_sm * count_sms(device)
 
 
 # K and V are read once and little is computed with them, so what counts is how many bytes an SM has on their way: at

@@ -153,6 +153,10 @@ def of_holds(name: str, **parameters: Parameter) -> tuple[str, Call]:
     return f"BlockHolds.{name}", Call(lambda world: getattr(world.manager.holds, name), parameters)
 
 
+def of_sessions(name: str, **parameters: Parameter) -> tuple[str, Call]:
+    return f"Sessions.{name}", Call(lambda world: getattr(world.manager.sessions, name), parameters)
+
+
 def of_tiers(name: str, **parameters: Parameter) -> tuple[str, Call]:
     return f"Tiers.{name}", Call(lambda world: getattr(world.tiered.tiers, name), parameters)
 
@@ -175,6 +179,7 @@ FLAG = constant(False, "flag")
 TEXT = constant(None, "text none")
 TOKENS = constant([1, 2, 3, 4, 5], "tokens")
 KEYS = constant([(0, 1, b"key")], "empty")
+PROMPT = constant([1, 2, 3, 4, 5], "tokens empty")
 NAMES: dict[str, Parameter] = {"salt": TEXT, "lora": TEXT, "extra_keys": KEYS}
 RUNNING = of_world("running")
 BATCH = Parameter(lambda world: [world.running, world.filling, world.growing])
@@ -247,6 +252,8 @@ CALLS: dict[str, Call] = dict(
         of_manager("evict_blocks", block_ids=constant([1], "ints empty")),
         of_manager("forget_salt", salt=constant("mine", "text none")),
         of_manager("block_hashes", sequence=of_world("waiting", "sequence")),
+        of_manager("find_block", digest=constant(b"", "bytes")),
+        of_manager("sequence", sequence_id=constant("running", "id")),
         of_holds("read", sequence=RUNNING, num_tokens=MAYBE_INT),
         of_holds("write", sequence=RUNNING, num_tokens=MAYBE_INT),
         of_holds("detach", sequence=RUNNING),
@@ -284,6 +291,8 @@ CALLS: dict[str, Call] = dict(
                 {name: constant(b"", "bytes") for name in ("parent", "extra_keys", "tokens")},
             ),
         ),
+        of_sessions("pause", session=constant("chat", "id"), reason=constant("tool_use", "text"), salt=TEXT),
+        of_sessions("end", session=constant("chat", "id"), salt=TEXT),
         of_tiers("find", hit=of_world("tier_hit")),
         of_tiers("worth_loading", loads=of_world("loads", "empty")),
         of_tiers("note_computed", num_tokens=INT, seconds=constant(1.5, "int number")),
@@ -349,7 +358,15 @@ CALLS: dict[str, Call] = dict(
         ),
         (
             "Sequence",
-            Call(lambda _: Sequence, {"sequence_id": constant("s", "id"), "prompt_token_ids": TOKENS, **NAMES}),
+            Call(
+                lambda _: Sequence,
+                {
+                    "sequence_id": constant("s", "id"),
+                    "prompt_token_ids": TOKENS,
+                    **NAMES,
+                    "session": constant("chat", "id none"),
+                },
+            ),
         ),
         of_sequence("group_block_ids", group=constant(0, "int")),
         of_sequence("group_blocks", group=constant(0, "int")),
@@ -364,12 +381,20 @@ CALLS: dict[str, Call] = dict(
             "PrefixCache",
             Call(
                 lambda _: PrefixCache,
-                {"max_blocks": INT, "block_size": INT, "eviction": constant("s3fifo", "none callable")},
+                {
+                    "max_blocks": INT,
+                    "block_size": INT,
+                    "eviction": constant("s3fifo", "none callable"),
+                    "pin_budget": constant(0.5, "int number"),
+                    "hash_algorithm": constant("sha256"),
+                    "enable_events": FLAG,
+                    "num_history_blocks": INT,
+                },
             ),
         ),
         ("PrefixCache.now", Call(lambda world: lambda now: setattr(world.cache, "now", now), {"now": NUMBER})),
         ("KVCacheManager.now", Call(lambda world: lambda now: setattr(world.manager, "now", now), {"now": NUMBER})),
-        of_cache("match_prefix", token_ids=TOKENS, **NAMES),
+        of_cache("match_prefix", token_ids=PROMPT, **NAMES),
         of_cache(
             "match_many",
             prompts=constant([[1, 2, 3], [4]], "prompts empty"),
@@ -377,13 +402,17 @@ CALLS: dict[str, Call] = dict(
             lora=TEXT,
             extra_keys=constant([[], [(0, 1, "key")]], "empty empties"),
         ),
-        of_cache("query_match_len", token_ids=TOKENS, **NAMES),
-        of_cache("insert_prefix", token_ids=TOKENS, kv_block_ids=constant([7], "ints"), pin=FLAG, **NAMES),
-        of_cache("attach", token_ids=TOKENS, payload=constant("any", "any"), **NAMES),
+        of_cache("query_match_len", token_ids=PROMPT, **NAMES),
+        of_cache("insert_prefix", token_ids=PROMPT, kv_block_ids=constant([7], "ints"), pin=FLAG, **NAMES),
+        of_cache("attach", token_ids=PROMPT, payload=constant("any", "any"), **NAMES),
         of_cache("evict_lru", num_blocks=INT),
-        of_cache("pin_prefix", token_ids=TOKENS, description=TEXT, **NAMES),
-        of_cache("unpin_prefix", token_ids=TOKENS, **NAMES),
+        of_cache("pin_prefix", token_ids=PROMPT, description=TEXT, **NAMES),
+        of_cache("unpin_prefix", token_ids=PROMPT, **NAMES),
         of_cache("contains_block", kv_block_id=INT),
+        of_cache("block_hashes", token_ids=PROMPT, **NAMES),
+        of_cache("find_block", digest=constant(b"", "bytes")),
+        of_cache("explain", token_ids=PROMPT, **NAMES),
+        of_cache("to_dot", max_nodes=MAYBE_INT),
         (
             "CacheMetrics",
             Call(
@@ -527,6 +556,7 @@ EXEMPT = {
     "KVCacheBlock.__init__": "Made by a pool",
     "Loaded.__init__": "Made by `manager.tiers`",
     "TierHit.__init__": "Made by `manager.tiers.find`",
+    "Sessions.__init__": "Made by a manager",
     "Tiers.__init__": "Made by a manager",
     "Transfer.__init__": "Made by `manager.tiers`",
     "Pin.__init__": "Made by `KVCacheManager.pin`",

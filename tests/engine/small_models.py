@@ -11,6 +11,7 @@ from kvblocks.engine.model.architectures import GEMMA3 as GEMMA3_ARCHITECTURE
 from kvblocks.engine.model.architectures import QWEN3 as QWEN3_ARCHITECTURE
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.loader import expected_shapes
+from kvblocks.engine.model.products import pack
 from kvblocks.engine.model.rope_config import RopeConfig
 from kvblocks.engine.model.weights import LayerWeights, ModelWeights
 from kvblocks.engine.run.forward import DecoderModel, KVCache
@@ -110,6 +111,15 @@ def converted(weights: ModelWeights, *target: torch.dtype | torch.device) -> Mod
     layers = [LayerWeights(**{name: moved(value) for name, value in vars(layer).items()}) for layer in weights.layers]
     fields = {name: moved(value) for name, value in vars(weights).items() if name != "layers"}
     return ModelWeights(**fields, layers=tuple(layers))
+
+
+def packed(weights: ModelWeights) -> ModelWeights:
+    """The same weights as the loader lays them out."""
+    layers = []
+    for layer in weights.layers:
+        matrices = {name: pack(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")}
+        layers.append(replace(layer, **matrices))
+    return replace(weights, layers=tuple(layers), lm_head=pack(weights.lm_head))
 
 
 def random_tokens(config: ModelConfig, num_tokens: int, seed: int = 0) -> list[int]:

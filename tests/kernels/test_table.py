@@ -57,4 +57,4 @@ def test_families_of_amd_and_the_size_of_a_fixed_grid(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     assert table.family(torch.device("cuda")) == "gfx942"
     assert table.count_programs(torch.device("cuda"), Launch(16, 4, 1, programs_per_sm=2)) == 608
-    assert table.count_programs(torch.device("cpu"), Launch(16, 4, 1, programs_per_sm=2)) == 2
+    assert table.count_programs(torch.device("cpu"), Launch(16, 4, 1, programs_per_sm=3)) == 6

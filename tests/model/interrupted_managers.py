@@ -311,6 +311,8 @@ def _emptied(world: World) -> None:
 
 
 CALLS: dict[str, Callable[[World], Any]] = {
+    "sessions.pause": lambda w: w.manager.sessions.pause("chat", "tool_use", TENANT),
+    "sessions.end": lambda w: w.manager.sessions.end("chat"),
     "allocate_slots with a hit": lambda w: w.manager.allocate_slots(w.new, hit=w.hit),
     "allocate_slots of a part": lambda w: w.manager.allocate_slots(w.new, 2, hit=w.hit, num_lookahead_tokens=3),
     "allocate_slots evicting": lambda w: w.manager.allocate_slots(w.sequences["big"]),

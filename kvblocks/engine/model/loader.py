@@ -21,6 +21,7 @@ from torch import Tensor
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.fields import read_json
+from kvblocks.engine.model.products import pack, packed_rows
 from kvblocks.engine.model.weights import LayerWeights, ModelWeights
 
 _EMBEDDING, _FINAL_NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -52,12 +53,12 @@ def load_weights(
         tensors = _find_tensors(_open_files(Path(path), stack), config)
         _check(tensors, config)
         reader = _Reader(tensors, config, dtype, torch.device(device))
-        embedding = reader.read(_EMBEDDING)
+        embedding, lm_head = _read_vocabulary(reader)
         return ModelWeights(
             embedding=embedding,
             layers=tuple(_read_layer(reader, index) for index in range(config.num_layers)),
             final_norm=reader.read_norm(_FINAL_NORM),
-            lm_head=embedding if config.tie_word_embeddings else reader.read(_LM_HEAD),
+            lm_head=lm_head,
         )
 
 
@@ -138,6 +139,16 @@ class _Reader:
         return loaded
 
 
+def _read_vocabulary(reader: _Reader) -> tuple[Tensor, Tensor]:
+    """The embedding and the head. Where they are tied they share memory, if the head's layout can be read by rows."""
+    embedding = reader.read(_EMBEDDING)
+    if not reader.config.tie_word_embeddings:
+        return embedding, pack(reader.read(_LM_HEAD))
+    lm_head = pack(embedding)
+    shared = packed_rows(lm_head, embedding)
+    return (embedding, embedding) if shared is None else (shared, lm_head)
+
+
 def _read_layer(reader: _Reader, index: int) -> LayerWeights:
     prefix, config = f"model.layers.{index}.", reader.config
 
@@ -147,10 +158,10 @@ def _read_layer(reader: _Reader, index: int) -> LayerWeights:
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up = ("mlp.gate_proj", "mlp.up_proj")
     return LayerWeights(
-        qkv=read("weight", *qkv),
-        output=read("weight", "self_attn.o_proj"),
-        gate_up=read("weight", *gate_up),
-        down=read("weight", "mlp.down_proj"),
+        qkv=pack(read("weight", *qkv)),
+        output=pack(read("weight", "self_attn.o_proj")),
+        gate_up=pack(read("weight", *gate_up)),
+        down=pack(read("weight", "mlp.down_proj")),
         qkv_bias=read("bias", *qkv) if config.attention_bias else None,
         output_bias=read("bias", "self_attn.o_proj") if config.attention_bias else None,
         gate_up_bias=read("bias", *gate_up) if config.mlp_bias else None,

@@ -1,7 +1,8 @@
 """The weights of a model, in the form that the forward pass uses.
 
 Query, key and value projections are one matrix (their outputs one after another), and so are gate and up: a step then
-makes four matrix products a layer instead of seven. Matrices are [out_features, in_features], contiguous.
+makes four matrix products a layer instead of seven. Matrices are [out_features, in_features], as `products.pack`
+returned them: plain and contiguous, or in a layout of the library's.
 
 A norm's weight says by its dtype where its product is rounded: one in the model's dtype multiplies what was rounded to
 that already; one in float32 multiplies first, and the product is rounded (centred norms, with the 1 added here).
@@ -9,7 +10,10 @@ that already; one in float32 multiplies first, and the product is rounded (centr
 
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from torch import Tensor
+
+from kvblocks.engine.model.products import take_rows
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,18 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """A whole model. With tied embeddings `lm_head` is `embedding` itself."""
+    """A whole model.
+
+    With tied embeddings `embedding` is `lm_head` itself, or `products.packed_rows`' view of it.
+    """
 
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden]
     lm_head: Tensor  # [vocab, hidden]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The embeddings of int64 token_ids [num_rows], which are in the vocabulary: [num_rows, hidden], new."""
+        if self.embedding.dim() == 2:
+            return F.embedding(token_ids, self.embedding)
+        return take_rows(self.embedding, token_ids, self.final_norm.shape[0])

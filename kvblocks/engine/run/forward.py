@@ -4,11 +4,10 @@ The pass is split in two kinds of work. Row-wise work (`layers`) is handed over 
 the backend's. In float32 with the natural strategy on a CPU, the logits are meant to equal those of `transformers`.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvblocks.engine.attention.attention import (
@@ -23,10 +22,25 @@ from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.model.layers import DecoderLayers, Linear
+from kvblocks.engine.model.products import product
 from kvblocks.engine.model.rope import RopeTable
+from kvblocks.engine.model.rope_config import RopeConfig
 from kvblocks.engine.model.weights import ModelWeights
 from kvblocks.engine.run.rows import NATURAL, RowLayout, RowStrategy, chunks, pad_rows
 from kvblocks.errors import InvalidArgumentError
+
+Score = Callable[[Tensor, Callable[[Tensor], Tensor]], None]
+"""Looks at the last layer's output of all rows of a step, [num_tokens, hidden], with what gives rows' logits."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a step that are computed in one go. hidden: theirs, which the layers change. angles: by frequencies."""
+
+    rows: slice
+    hidden: Tensor
+    angles: Mapping[RopeConfig, tuple[Tensor, Tensor]]
+    slot_mappings: Sequence[Tensor]
 
 
 class DecoderModel:
@@ -46,7 +60,7 @@ class DecoderModel:
         *,
         strategy: RowStrategy = NATURAL,
         attention: AttentionBackend | None = None,
-        linear: Linear = F.linear,
+        linear: Linear = product,
         layer_locations: Sequence[LayerLocation] | None = None,
     ) -> None:
         if attention is None:
@@ -78,9 +92,10 @@ class DecoderModel:
         )
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv_cache: KVCache) -> Tensor:
+    def forward(self, batch: StepBatch, kv_cache: KVCache, score: Score | None = None) -> Tensor:
         """Run one step: float32 [num_logits, vocab], a row for each of `batch.logits_rows`.
 
+        score: for who wants logits of more rows than there is memory for at a time.
         Raises InvalidArgumentError, before anything is written, if a token id is not in the vocabulary, a position is
         not below max_position_embeddings, a block is not in the cache, or a group has no block tables: this is the last
         guard, so that no caller can read or write out of bounds; a scheduler should refuse such a request when it
@@ -88,36 +103,49 @@ class DecoderModel:
         Changes the cache: K and V of every row with a slot.
         """
         self._check(batch, kv_cache)
-        return self.compute(batch, self.attention.begin(batch, kv_cache))
+        return self.compute(batch, self.attention.begin(batch, kv_cache), score)
 
     @torch.inference_mode()
-    def compute(self, batch: StepBatch, step: StepAttention) -> Tensor:
+    def compute(self, batch: StepBatch, step: StepAttention, score: Score | None = None) -> Tensor:
         """As `forward`, with an attention that was begun and without its guards: for a caller that has checked.
 
         Reads no value of a tensor on the host, so it never waits for a GPU and can be captured in a CUDA graph; only a
         strategy that aligns rows (`RowStrategy.is_aligned`) reads how many there are.
         """
         layout = RowLayout.build(batch, self.strategy)
-        parts = list(chunks(layout.num_rows, self.strategy.row_counts))
         hidden = self._embed(layout.token_ids)
-        angles = {rope: table.at(layout.positions) for rope, table in self._ropes.items()}
+        parts = self._cut(layout, hidden)
         kinds = zip(self.weights.layers, self.layer_attention, self.config.ropes, strict=True)
         for index, (layer, how, rope) in enumerate(kinds):
-            cos, sin = angles[rope]
             queries = []
-            for rows in parts:
-                query, key, value = self._layers.project(layer, hidden[rows], cos[rows], sin[rows])
-                step.store(index, key, value, layout.slot_mappings[how.group][rows])
+            for part in parts:
+                query, key, value = self._layers.project(layer, part.hidden, *part.angles[rope])
+                step.store(index, key, value, part.slot_mappings[how.group])
                 queries.append(query)
             query = queries[0] if len(queries) == 1 else torch.cat(queries)
             attended = layout.put_own(step.attend(index, layout.take_own(query), how))
-            for rows in parts:
-                self._layers.mix(layer, hidden[rows], attended[rows])
+            for part in parts:
+                self._layers.mix(layer, part.hidden, attended[part.rows])
+        if score is not None:
+            score(layout.take_own(hidden), self._logits)
         return self._logits(hidden.index_select(0, layout.logits_rows))
+
+    def _cut(self, layout: RowLayout, hidden: Tensor) -> list["_Part"]:
+        """The rows of a step in chunks of the strategy's sizes, once for all layers."""
+        angles = {rope: table.at(layout.positions) for rope, table in self._ropes.items()}
+        return [
+            _Part(
+                rows=rows,
+                hidden=hidden[rows],
+                angles={rope: (cos[rows], sin[rows]) for rope, (cos, sin) in angles.items()},
+                slot_mappings=[slots[rows] for slots in layout.slot_mappings],
+            )
+            for rows in chunks(layout.num_rows, self.strategy.row_counts)
+        ]
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """The first layer's input: [num_rows, hidden]."""
-        hidden = F.embedding(token_ids, self.weights.embedding)
+        hidden = self.weights.embed(token_ids)
         if self.config.architecture.scales_embedding:
             hidden *= self._embedding_scale
         return hidden

@@ -33,7 +33,8 @@ class Request:
     other samples of the prompt, until that is computed. was_admitted: whether it ever ran. num_overtakes: how many
     behind it in the queue were admitted before it. was_sought: whether a store that servers share was asked for it.
     is_sought: whether the answer is waited for, before which it isn't admitted. sequence: another object once the
-    request was forked. Raises InvalidArgumentError.
+    request was forked. max_hit_tokens: how many of its tokens it may take from the cache when it is admitted, since it
+    needs the logits of the others; its caller lets it grow; None: any. Raises InvalidArgumentError.
     """
 
     sequence: Sequence
@@ -48,6 +49,7 @@ class Request:
     siblings: "list[Request]" = field(default_factory=list)
     was_admitted: bool = False
     num_overtakes: int = 0
+    max_hit_tokens: int | None = None
     was_sought: bool = False
     is_sought: bool = False
 

@@ -35,6 +35,15 @@ def write_config(folder, **changes):
     (folder / "config.json").write_text(json.dumps(FIELDS | changes))
 
 
+def plain(weight):
+    """A matrix as it was before `pack`."""
+    return weight.to_dense() if weight.is_mkldnn else weight
+
+
+def address(weight):
+    return torch.ops.mkldnn.data_ptr(weight) if weight.is_mkldnn else weight.data_ptr()
+
+
 def random_tensors(config):
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator) for name, shape in expected_shapes(config).items()}
@@ -198,11 +207,11 @@ class TestWeights:
         weights = load_weights(str(tmp_path), ODD)
         prefix = "model.layers.1."
         parts = [tensors[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
-        assert torch.equal(weights.layers[1].qkv, torch.cat(parts))
+        assert torch.equal(plain(weights.layers[1].qkv), torch.cat(parts))
         biases = [tensors[f"{prefix}mlp.{name}_proj.bias"] for name in ("gate", "up")]
         assert torch.equal(weights.layers[1].gate_up_bias, torch.cat(biases))
-        assert torch.equal(weights.layers[0].down, tensors["model.layers.0.mlp.down_proj.weight"])
-        assert torch.equal(weights.lm_head, tensors["lm_head.weight"])
+        assert torch.equal(plain(weights.layers[0].down), tensors["model.layers.0.mlp.down_proj.weight"])
+        assert torch.equal(plain(weights.lm_head), tensors["lm_head.weight"])
 
     def test_norms_of_gemma3(self, tmp_path):
         tensors = random_tensors(GEMMA3_MODEL)
@@ -224,7 +233,7 @@ class TestWeights:
         others = {"vision_tower.a": torch.zeros(1), "model.multi_modal_projector.b": torch.zeros(1)}
         save_file(stored | others, tmp_path / "model.safetensors")
         weights = load_weights(tmp_path, config)
-        assert torch.equal(weights.layers[3].down, tensors["model.layers.3.mlp.down_proj.weight"])
+        assert torch.equal(plain(weights.layers[3].down), tensors["model.layers.3.mlp.down_proj.weight"])
         with pytest.raises(ModelError, match=r"missing in all|expected no tensor"):
             load_weights(tmp_path, GEMMA3_MODEL)
 
@@ -233,7 +242,10 @@ class TestWeights:
         tensors = random_tensors(EVEN) | {"lm_head.weight": torch.zeros(1)}
         save_file(tensors, tmp_path / "model.safetensors")
         weights = load_weights(tmp_path, EVEN)
-        assert weights.lm_head is weights.embedding
+        every = torch.arange(EVEN.vocab_size)
+        assert torch.equal(weights.embed(every), tensors["model.embed_tokens.weight"])
+        assert torch.equal(plain(weights.lm_head), tensors["model.embed_tokens.weight"])
+        assert address(weights.embedding) == address(weights.lm_head)
         assert weights.layers[0].qkv_bias is None
 
     def test_dtype(self, tmp_path):
@@ -249,7 +261,9 @@ class TestWeights:
         save_file(tensors, tmp_path / "model.safetensors")
         weights = load_weights(tmp_path, EVEN)
         (tmp_path / "model.safetensors").write_bytes(bytes((tmp_path / "model.safetensors").stat().st_size))
-        assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"])
+        every = torch.arange(EVEN.vocab_size)
+        assert torch.equal(weights.embed(every), tensors["model.embed_tokens.weight"])
+        assert torch.equal(plain(weights.layers[0].down), tensors["model.layers.0.mlp.down_proj.weight"])
 
     @pytest.mark.parametrize(
         ("change", "message"),
