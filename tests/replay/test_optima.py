@@ -1,6 +1,7 @@
 """The bound and what is attainable, against all that can be done, in tiny cases."""
 
 from itertools import combinations
+from random import Random
 
 import numpy as np
 import pytest
@@ -125,11 +126,15 @@ def belady(references, num_blocks):
     return num_hits
 
 
-@given(references=st.lists(st.integers(0, 12), max_size=80), num_blocks=st.integers(1, 8))
-@settings(max_examples=150, deadline=None)
-def test_the_bound_is_min_with_bypass(references, num_blocks):
-    uses = next_uses(np.array(references, np.int64))
-    assert max_hits(uses, num_blocks) == belady(references, num_blocks)
+def test_the_bound_is_min_with_bypass():
+    """Longer than hypothesis likes them: small cases don't show which of two blocks was given up."""
+    for seed in range(300):
+        random = Random(seed)
+        last = random.randint(2, 13)
+        references = [random.randint(0, last) for _ in range(random.randint(5, 80))]
+        num_blocks = random.randint(1, 8)
+        uses = next_uses(np.array(references, np.int64))
+        assert max_hits(uses, num_blocks) == belady(references, num_blocks)
 
 
 class Watched(KnownFuture):
