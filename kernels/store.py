@@ -43,7 +43,7 @@ def encode_e4m3(number):
     return (((bits >> 24) & 0x80) | code).to(tl.uint8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])
 def store_kernel(
     key_ptr,
     value_ptr,

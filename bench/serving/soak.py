@@ -74,12 +74,13 @@ class Server:
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip())
-            found = re.search(r" at (http://\S+)/v1$", line.rstrip())
-            if found:
-                self.url = found[1]
-                self._is_ready.set()
+        with self.process.stderr as stderr:
+            for line in stderr:
+                self.lines.append(line.rstrip())
+                found = re.search(r" at (http://\S+)/v1$", line.rstrip())
+                if found:
+                    self.url = found[1]
+                    self._is_ready.set()
         self._is_ready.set()
 
 
@@ -252,6 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asyncio.run(soak.run(options.minutes))
         finally:
             soak.server.process.kill()
+            soak.server.process.wait(60)
             problems = [*soak.problems, *soak.clients.problems, *(judge(soak.rests) if soak.rests else [])]
             counts = dict(sorted(soak.clients.counts.items()))
             print(json.dumps(counts, indent=1))

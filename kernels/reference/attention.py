@@ -19,7 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvblocks.kernels.reference.plan import TILE_ROWS, AttentionPlan, plan_paged, plan_tiled
+from kvblocks.kernels.reference.plan import (
+    TILE_ROWS,
+    AttentionPlan,
+    DecodeGroup,
+    StorePlan,
+    plan_paged,
+    plan_store,
+    plan_tiled,
+)
 
 __all__ = [
     "TILE_ROWS",
@@ -28,8 +36,10 @@ __all__ = [
     "copy_blocks",
     "paged_attention",
     "plan_paged",
+    "plan_store",
     "plan_tiled",
     "store",
+    "store_planned",
     "tiled_paged_attention",
 ]
 
@@ -40,11 +50,18 @@ def store(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sl
     key, value: [num_tokens, num_kv_heads, head_dim]; key_cache, value_cache: [num_blocks, block_size, num_kv_heads,
     head_dim]; slot_mapping: int64 [num_tokens]. Changes both caches.
     """
-    kept = slot_mapping >= 0
-    if not bool(kept.all()):
-        slot_mapping, key, value = slot_mapping[kept], key[kept], value[kept]
-    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
-    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+    store_planned(key, value, key_cache.flatten(0, 1), value_cache.flatten(0, 1), plan_store(slot_mapping))
+
+
+def store_planned(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, plan: StorePlan) -> None:
+    """`store` by what `plan_store` made of its slots, which is the same in all layers.
+
+    keys, values: the caches by slots, [num_slots, num_kv_heads, head_dim]. Changes both.
+    """
+    if plan.rows is not None:
+        key, value = key[plan.rows], value[plan.rows]
+    keys.index_copy_(0, plan.slots, key)
+    values.index_copy_(0, plan.slots, value)
 
 
 def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
@@ -87,7 +104,7 @@ def paged_attention(
     if there is a softcap. A sequence may have no rows. Returns [num_tokens, num_heads, head_dim]. Changes nothing.
     """
     plan = plan_paged(block_tables, query_start, seq_lens, key_cache.shape[1], window)
-    return attend(plan, query, key_cache, value_cache, scale=scale, softcap=softcap)
+    return attend(plan, query, key_cache.flatten(0, 1), value_cache.flatten(0, 1), scale=scale, softcap=softcap)
 
 
 def tiled_paged_attention(
@@ -107,28 +124,28 @@ def tiled_paged_attention(
     Shapes as in `paged_attention`. A decode costs as much as 16 queries would. Changes nothing.
     """
     plan = plan_tiled(block_tables, query_start, seq_lens, key_cache.shape[1], window)
-    return attend(plan, query, key_cache, value_cache, scale=scale, softcap=softcap)
+    return attend(plan, query, key_cache.flatten(0, 1), value_cache.flatten(0, 1), scale=scale, softcap=softcap)
 
 
 def attend(
     plan: AttentionPlan,
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    keys: Tensor,
+    values: Tensor,
     *,
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Run a plan in one layer. Shapes as in `paged_attention`; every row of `query` is in the plan. Changes nothing."""
+    """Run a plan in one layer: `query` and the result as in `paged_attention`; every row of `query` is in the plan.
+
+    keys, values: the caches by slots, [num_slots, num_kv_heads, head_dim]. Changes nothing.
+    """
+    if len(plan.decodes) == 1 and not plan.sequences:  # of all rows, in their order
+        return _decode(plan.decodes[0], query, keys, values, scale, softcap)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     for group in plan.decodes:
-        shape = (len(group.rows), -1)
-        key = keys.index_select(0, group.slots).unflatten(0, shape).transpose(1, 2)
-        value = values.index_select(0, group.slots).unflatten(0, shape).transpose(1, 2)
-        queries = query.index_select(0, group.rows).unsqueeze(2)
-        attended = _attend(queries, key, value, group.mask, scale, softcap)
-        output.index_copy_(0, group.rows, attended.squeeze(2))
+        queries = query.index_select(0, group.rows)
+        output.index_copy_(0, group.rows, _decode(group, queries, keys, values, scale, softcap))
     for sequence in plan.sequences:
         key = keys.index_select(0, sequence.slots).transpose(0, 1).unsqueeze(0)
         value = values.index_select(0, sequence.slots).transpose(0, 1).unsqueeze(0)
@@ -143,6 +160,19 @@ def attend(
             attended = _attend(queries, key[:, :, seen], value[:, :, seen], tile.mask, scale, softcap)
             output[rows] = attended[0].transpose(0, 1)[inside]
     return output
+
+
+def _decode(
+    group: DecodeGroup, queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """Attention of a group's queries: [num_seqs, num_heads, head_dim] to the same shape.
+
+    keys, values: [num_slots, num_kv_heads, head_dim].
+    """
+    shape = (len(group.rows), -1, *keys.shape[1:])
+    key = keys.index_select(0, group.slots).view(shape).transpose(1, 2)
+    value = values.index_select(0, group.slots).view(shape).transpose(1, 2)
+    return _attend(queries.unsqueeze(2), key, value, group.mask, scale, softcap).squeeze(2)
 
 
 def _attend(

@@ -53,8 +53,8 @@ class SequenceTiles:
 class DecodeGroup:
     """Sequences with one query each, computed in one call.
 
-    `rows` is int64 [num_seqs], `slots` int64 [num_seqs * num_keys], `mask` bool [num_seqs, 1, 1, num_keys], or None
-    when every sequence has exactly `num_keys` keys.
+    `rows` is int64 [num_seqs], ascending, `slots` int64 [num_seqs * num_keys], `mask` bool [num_seqs, 1, 1, num_keys],
+    or None when every sequence has exactly `num_keys` keys.
     """
 
     rows: Tensor
@@ -63,11 +63,25 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True)
+class StorePlan:
+    """Where K and V of some rows go. `rows`: those that are stored, a bool mask; None: all. `slots`: int64, of each."""
+
+    rows: Tensor | None
+    slots: Tensor
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
     """What one step attends to, in every layer with the same window and block tables."""
 
     decodes: tuple[DecodeGroup, ...]
     sequences: tuple[SequenceTiles, ...]
+
+
+def plan_store(slot_mapping: Tensor) -> StorePlan:
+    """The plan of `store`: slots of -1 are left out. O(rows). Changes nothing."""
+    kept = slot_mapping >= 0
+    return StorePlan(None, slot_mapping) if bool(kept.all()) else StorePlan(kept, slot_mapping[kept])
 
 
 def plan_paged(
@@ -167,12 +181,12 @@ def _group_decodes(
 
 
 def _decode_group(group: list[tuple[int, int, int, int]], block_tables: Tensor, block_size: int) -> DecodeGroup:
-    device = block_tables.device
+    device, num_keys = block_tables.device, max(group)[0]
+    group = sorted(group, key=lambda decode: decode[3])
     lengths, ends, indices, rows = (torch.tensor(column, device=device) for column in zip(*group, strict=True))
-    num_keys = group[0][0]
     keys = torch.arange(num_keys, device=device)
     mask = keys < lengths[:, None]
     positions = (ends - lengths)[:, None] + torch.where(mask, keys, 0)
     blocks = block_tables[indices].long().gather(1, positions // block_size)
     slots = (blocks * block_size + positions % block_size).flatten()
-    return DecodeGroup(rows, slots, None if group[-1][0] == num_keys else mask[:, None, None])
+    return DecodeGroup(rows, slots, None if min(group)[0] == num_keys else mask[:, None, None])

@@ -93,6 +93,10 @@ def serve(
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto.", rich_help_panel=_WORK)] = "auto",
     attention: Annotated[str, typer.Option(help="torch, triton, flash-attn or auto.", rich_help_panel=_WORK)] = "auto",
+    warm_up: Annotated[
+        bool,
+        typer.Option("--warm-up", help="Compile kernels before serving, not while.", rich_help_panel=_WORK),
+    ] = False,
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16. Default: as Engine's.", rich_help_panel=_WORK)
     ] = None,
@@ -199,6 +203,7 @@ def serve(
         deterministic=deterministic,
         device=device,
         attention=attention,
+        warm_up=warm_up,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         host_cache=None if host_cache is None else settings.parse_memory(host_cache),

@@ -23,7 +23,7 @@ from kvblocks.engine.intake import Intake, Prompt
 from kvblocks.engine.model.dtypes import parse_dtype
 from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.options import GenerationOptions, OptionValues
-from kvblocks.engine.run.backends import Backend
+from kvblocks.engine.run.backends import Backend, watch_compiling
 from kvblocks.engine.run.cache_plan import plan_cache
 from kvblocks.engine.run.memory import check_memory, read_memory
 from kvblocks.engine.run.runner import LoadedModel
@@ -126,8 +126,9 @@ class Engine:
             store_secret=store_secret,
         )
         order = make_order(schedule)
+        chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
         check_count("block_size", block_size, 1)
-        self.model = _load(model, device, dtype)
+        self.model = _load(model, chosen, dtype)
         backend = Backend(attention, deterministic, cuda_graphs)
         backend.choose_attention(self.model, block_size)  # before anything large is made
         self.plan = _plan(self.model, num_blocks, kv_cache_memory, block_size)
@@ -197,6 +198,27 @@ class Engine:
         computed. prompts, salt and what is raised: as of `generate`.
         """
         return self.generate(prompts, max_tokens=0, salt=salt)
+
+    def warm_up(self, on_step: Callable[[str, int, int], object] | None = None) -> dict[str, float]:
+        """Have all kernels compiled and decode steps captured now, rather than when the first requests need them.
+
+        For steps of `limits.max_num_seqs` sequences, before anything is submitted. on_step: is given what comes next,
+        how many steps are done, and how many there are. Returns the seconds that each kernel took to be compiled, by
+        name; 0 for what Triton's cache on disk has. Nothing where attention isn't triton. Raises InvalidArgumentError
+        if anything is running, and what a step does. Changes nothing that counts.
+        """
+        self._check_open()
+        if on_step is not None and not callable(on_step):
+            raise wrong("on_step", "a callable or None", on_step)
+        if self.has_work:
+            raise InvalidArgumentError("warm_up: expected an engine with nothing to do, got unfinished work")
+        steps = self.runner.warm_up_steps(self.limits.max_num_seqs)
+        with watch_compiling(self.runner.model.attention) as seconds:
+            for done, (name, run) in enumerate(steps):
+                if on_step is not None:
+                    on_step(name, done, len(steps))
+                run()
+        return seconds
 
     def stream(self, prompts: Sequence[Prompt], **options: Unpack[OptionValues]) -> Iterator[Piece]:
         """Answer all prompts, giving every token as it comes; the last piece of an answer has its completion.
@@ -333,6 +355,14 @@ class Engine:
                 self._stepper.cancel(generation)
 
 
+def _load(model: str | Path | LoadedModel, device: torch.device, dtype: str | torch.dtype | None) -> LoadedModel:
+    """Return the model that was named or given. Raises InvalidArgumentError for one of another dtype."""
+    loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, device, dtype)
+    if parse_dtype(dtype) not in {None, loaded.dtype}:
+        raise InvalidArgumentError(f"dtype: expected {loaded.dtype}, the loaded model's, got {dtype!r}")
+    return loaded
+
+
 def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | str | None, block_size: int) -> Plan:
     """The KV cache's layout and its number of blocks, as the caller asks for them.
 
@@ -358,15 +388,6 @@ def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | s
         name = "kv_cache_memory" if num_blocks is None else "num_blocks"
         check_memory(name, chosen.num_bytes, chosen.num_blocks, model.device)
     return chosen
-
-
-def _load(model: str | Path | LoadedModel, device: str, dtype: str | torch.dtype | None) -> LoadedModel:
-    """The model, loaded if it isn't. Raises InvalidArgumentError for one that is elsewhere, or of another dtype."""
-    chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
-    loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
-    if parse_dtype(dtype) not in {None, loaded.dtype}:
-        raise InvalidArgumentError(f"dtype: expected {loaded.dtype}, the loaded model's, got {dtype!r}")
-    return loaded
 
 
 def choose_device(device: str, loaded: torch.device | None = None) -> torch.device:

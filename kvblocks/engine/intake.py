@@ -7,6 +7,7 @@ from typing import Any
 from kvblocks.core.sequence import Sequence as KVSequence
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.generation import Generation
+from kvblocks.engine.grammar.grammar import Grammar
 from kvblocks.engine.options import GenerationOptions
 from kvblocks.engine.run.runner import LoadedModel
 from kvblocks.engine.sampling.prompt_scores import PromptScores
@@ -45,6 +46,8 @@ class Intake:
             request = self._new_request(prompt, options)
         except KVBlocksError as error:
             raise type(error)(f"{name}: {error}") from error
+        if options.grammar is not None:
+            _constrain(samplers, options.grammar, self._model.config.vocab_size)
         _ban_stops(samplers, request, options, self._model.config.vocab_size)
         requests = [request, *(request.add_sample(next(self._sequence_ids)) for _ in samplers[1:])]
         generations = [
@@ -94,6 +97,16 @@ class Intake:
         if self._model.tokenizer is None:
             raise ModelError("expected token ids, since the model's folder has no tokenizer.json; got text")
         return self._model.tokenizer.encode(prompt)
+
+
+def _constrain(samplers: Sequence[Sampler], grammar: Grammar, vocab_size: int) -> None:
+    """Have each answer be of the grammar's form. Raises InvalidArgumentError for a grammar of another model."""
+    if grammar.vocab_size != vocab_size:
+        raise InvalidArgumentError(
+            f"grammar: expected one for the model's vocabulary of {vocab_size}, got one for {grammar.vocab_size}"
+        )
+    for sampler in samplers:
+        sampler.constraint = grammar.start()
 
 
 def _ban_stops(samplers: Sequence[Sampler], request: Request, options: GenerationOptions, vocab_size: int) -> None:

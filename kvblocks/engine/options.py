@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 from kvblocks.arguments import as_int, check_count, is_a, wrong
+from kvblocks.engine.grammar.grammar import Grammar
 from kvblocks.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from kvblocks.errors import InvalidArgumentError
 
@@ -29,6 +30,7 @@ class OptionValues(TypedDict, total=False):
     min_tokens: int
     stop_token_ids: tuple[int, ...] | list[int]
     skip_special_tokens: bool
+    grammar: Grammar | None
     salt: str | None
     session: Hashable
 
@@ -60,6 +62,9 @@ class GenerationOptions:
     `stop` that begin in their text don't count.
     stop_token_ids: tokens that end a sample, beside those of the model. The text goes up to them.
     skip_special_tokens: whether special tokens, such as "<|im_end|>", are left out of the text.
+    grammar: what the text must be like, made by a `GrammarCompiler` for the model: no token is drawn that would make it
+    anything else, and one that ends it when it is whole; at max_tokens it may be cut off. Needs the tokens that end
+    answers, so neither ignore_eos nor min_tokens.
     salt: prompts with different ones (None is one of them) never share anything in the cache.
     session: the conversation that the prompt is of, hashable, for `Engine(eviction="sessions")`; None: of none. The end
     of an answer is told as a pause of the session, with the finish_reason.
@@ -85,6 +90,7 @@ class GenerationOptions:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] | list[int] = ()
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
     salt: str | None = None
     session: Hashable = None
 
@@ -96,6 +102,7 @@ class GenerationOptions:
                 raise InvalidArgumentError(f"n: expected 1 with max_tokens 0, which generates nothing, got {self.n}")
         if self.prompt_logprobs is not None:
             check_count("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        self._check_grammar()
         stops: Any = self.stop
         is_list = isinstance(stops, str | tuple | list)
         if not is_list or not all(isinstance(text, str) and text for text in self.stops):
@@ -108,6 +115,15 @@ class GenerationOptions:
             raise wrong("skip_special_tokens", "True or False", self.skip_special_tokens)
         most = check_count("min_tokens", self.min_tokens, 0) if self.max_tokens is None else self.max_tokens
         check_count("min_tokens", self.min_tokens, 0, most)
+
+    def _check_grammar(self) -> None:
+        if self.grammar is None:
+            return
+        if not isinstance(self.grammar, Grammar):
+            raise wrong("grammar", "None or what a GrammarCompiler returns", self.grammar)
+        if self.ignore_eos or self.min_tokens:
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise InvalidArgumentError(f"{name}: expected none with a grammar, which says when an answer ends")
 
     @property
     def sampling(self) -> SamplingParams:

@@ -51,6 +51,7 @@ FLOORS = {
     "kvblocks.engine.schedule": 9,
     "kvblocks.engine.text": 9,
     "kvblocks.engine.model": 9,
+    "kvblocks.engine.grammar": 10,
     "kvblocks.engine.attention": 10,
     "kvblocks.engine.run": 11,
     "kvblocks.engine.tiers": 12,
@@ -60,6 +61,7 @@ FLOORS = {
     "kvblocks.engine.server.wire": 14,
     "kvblocks.engine.server.fields": 14,
     "kvblocks.engine.server.body": 15,
+    "kvblocks.engine.server.page": 15,
     "kvblocks.engine.server.access": 15,
     "kvblocks.engine.server.answers": 15,
     "kvblocks.engine.server": 16,
@@ -81,7 +83,7 @@ CORE_PACKAGES = frozenset({"xxhash"})
 KERNEL_PACKAGES = frozenset({"torch", "triton"})
 ENGINE_PACKAGES = frozenset(
     {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "filelock", "rich", "typer", "prometheus_client"}
-    | {"flash_attn", "xxhash"}
+    | {"flash_attn", "xxhash", "llguidance"}
 )
 SERVER = "kvblocks.engine.server"
 SERVER_PACKAGES = ENGINE_PACKAGES | {"starlette", "uvicorn", "httpx2"}  # the engine itself knows nothing of HTTP

@@ -114,6 +114,11 @@ class KVCache:
             (self._rows_of(key), self._rows_of(value)) for key, value in zip(self.keys, self.values, strict=True)
         )
 
+    @cached_property
+    def slots(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """`rows` by slots: K and V of every layer, [num_slots, num_kv_heads, head_dim]."""
+        return tuple((keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self.rows)
+
     def row_slots(self, slot_mapping: Tensor) -> Tensor:
         """Return the slots in `rows` for slots of blocks, int64 of any shape; -1 stays. O(slots)."""
         size, step = self.block_size, self.parts_per_block
@@ -215,13 +220,13 @@ class _PlannedStep:
     kv_cache: KVCache
     planner: Planner
     plans: dict[tuple[int, int | None], reference.AttentionPlan] = field(default_factory=dict)
-    slots: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    stores: dict[int, tuple[Tensor, reference.StorePlan]] = field(default_factory=dict)
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        reference.store(key, value, *self.kv_cache.rows[layer], self._row_slots(slot_mapping))
+        reference.store_planned(key, value, *self.kv_cache.slots[layer], self._plan_store(slot_mapping))
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
-        keys, values = self.kv_cache.rows[layer]
+        keys, values = self.kv_cache.slots[layer]
         return reference.attend(self._plan(how), query, keys, values, scale=how.scale, softcap=how.softcap)
 
     def _plan(self, how: LayerAttention) -> reference.AttentionPlan:
@@ -233,11 +238,12 @@ class _PlannedStep:
             self.plans[kind] = self.planner(*tables, self.kv_cache.block_size, how.window)
         return self.plans[kind]
 
-    def _row_slots(self, slot_mapping: Tensor) -> Tensor:
-        """`KVCache.row_slots`, once for all layers that give the same tensor."""
-        known = self.slots.get(id(slot_mapping))
+    def _plan_store(self, slot_mapping: Tensor) -> reference.StorePlan:
+        """The slots of a layer's rows, once for all layers that give the same tensor."""
+        known = self.stores.get(id(slot_mapping))
         if known is None:
-            known = self.slots[id(slot_mapping)] = slot_mapping, self.kv_cache.row_slots(slot_mapping)
+            plan = reference.plan_store(self.kv_cache.row_slots(slot_mapping))
+            known = self.stores[id(slot_mapping)] = slot_mapping, plan  # kept, so that its id stays its own
         return known[1]
 
 

@@ -16,6 +16,7 @@ Nothing here reads a tensor on the host.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerAttention
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels.cascade import OwnParts, cascade_decode, own_parts
+from kvblocks.kernels.compiling import compile_seconds
 from kvblocks.kernels.decode import decode, share_decodes
 from kvblocks.kernels.extend import extend, share_rows
 from kvblocks.kernels.launching import Shares
@@ -139,6 +141,11 @@ class _CascadeStep(_TritonStep):
         options: dict[str, Any] = {"scale": how.scale, "softcap": how.softcap}
         options["shares"] = self.shares["runs", None], self.shares["own", None]
         return cascade_decode(query, keys, values, self.own, tables, self.runs, **options)[0]
+
+
+def watch_compiling() -> AbstractContextManager[dict[str, float]]:
+    """The seconds that each kernel takes to be compiled meanwhile: see `kernels.compiling`."""
+    return compile_seconds()
 
 
 def check_supported(config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:

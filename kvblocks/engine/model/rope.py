@@ -31,8 +31,9 @@ class RopeTable:
         return cls(angles.cos().to(like), angles.sin().to(like))
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin at int64 `positions` [num_rows]: twice [num_rows, head_dim / 2]."""
-        return self.cos[positions], self.sin[positions]
+        """The angles at int64 `positions` [num_rows], as `rotate` takes them: twice [num_rows, 1, head_dim]."""
+        cos, sin = self.cos[positions], self.sin[positions]
+        return torch.cat([cos, cos], -1).unsqueeze(1), torch.cat([-sin, sin], -1).unsqueeze(1)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -57,12 +58,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each head's pairs (i, i + head_dim / 2) by their angle.
 
-    heads: [num_rows, num_heads, head_dim]; cos, sin: [num_rows, head_dim / 2]. Returns a new tensor shaped like
-    `heads`.
+    heads: [num_rows, num_heads, head_dim]; cos, sin: [num_rows, 1, head_dim], the angles of the pairs twice, the sines
+    of the first half negated. Returns a new tensor shaped like `heads`. A result is rounded after each product, and
+    after the sum.
     """
-    pairs = heads.unflatten(-1, (2, -1))
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    turned: Tensor = pairs * cos[:, :, None, :]
-    turned[:, :, 0] -= pairs[:, :, 1] * sin
-    turned[:, :, 1] += pairs[:, :, 0] * sin
-    return turned.flatten(-2)
+    turned: Tensor = heads * cos
+    return turned.add_(heads.roll(heads.shape[-1] // 2, -1).mul_(sin))

@@ -2,7 +2,8 @@
 
 `packed16` is nearly as fast as natural shapes, and relies on a property of the matrix library that nothing documents:
 over the row counts that the strategy allows, a row's bits depend neither on how many rows there are nor on its index
-among them. It varies with the processor, the library and the number of threads. So it is checked, at start, with the
+among them. It varies with the processor, the library and the number of threads; where weights are packed it was found
+from 2 rows on, and `packed2` pads less. So it is checked, at start, with the
 model's own functions and weights, at the current number of threads, for every row count that can occur and every
 index in it. On a GPU, whose libraries choose by the number of rows, `fixed64` is next: the same property, of one
 number of rows. If neither holds, `tile16` needs no such property and is chosen, if at least a row's bits don't depend
@@ -23,7 +24,7 @@ from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layers import DecoderLayers, Linear
 from kvblocks.engine.model.products import product
 from kvblocks.engine.model.weights import ModelWeights
-from kvblocks.engine.run.rows import FIXED64, PACKED16, TILE16, RowStrategy, chunks
+from kvblocks.engine.run.rows import FIXED64, PACKED2, PACKED16, TILE16, RowStrategy, chunks
 
 RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Takes tensors with the same number of rows, gives tensors with that number of rows."""
@@ -33,15 +34,16 @@ _MOVE = 7
 
 
 def choose_determinism(config: ModelConfig, weights: ModelWeights, *, linear: Linear = product) -> RowStrategy:
-    """PACKED16, FIXED64 on a GPU, or TILE16: the first for which the machine has what it needs.
+    """PACKED2 for packed weights, PACKED16, FIXED64 on a GPU, or TILE16: the first that this machine has all for.
 
     On a CPU a strategy is good for the current number of torch threads. `linear` is the matrix product that the model
     will use. Raises ModelError if not even TILE16 holds. Costs about as much as 1,900 tokens of one layer and 300 rows
     of logits: 0.4 s for SmolLM2-135M on a CPU. Changes nothing.
     """
     is_cpu = weights.embedding.device.type == "cpu"
-    if packed_rows_hold(config, weights, PACKED16, linear=linear):
-        return replace(PACKED16, num_threads=torch.get_num_threads()) if is_cpu else PACKED16
+    for strategy in (PACKED2, PACKED16) if weights.lm_head.is_mkldnn else (PACKED16,):
+        if packed_rows_hold(config, weights, strategy, linear=linear):
+            return replace(strategy, num_threads=torch.get_num_threads()) if is_cpu else strategy
     if not is_cpu and packed_rows_hold(config, weights, FIXED64, linear=linear):
         return FIXED64
     if aligned_rows_hold(config, weights, TILE16, linear=linear):
@@ -98,7 +100,7 @@ def _row_functions(
 
     body, head = strategy.row_counts, strategy.head_row_counts
     hidden = random_rows(body, config.hidden_size)
-    cos, sin = random_rows(body, config.head_dim // 2), random_rows(body, config.head_dim // 2)
+    cos, sin = random_rows(body, 1, config.head_dim), random_rows(body, 1, config.head_dim)
     attended = random_rows(body, config.num_heads, config.head_dim)
     return [
         (project, (hidden, cos, sin), body),

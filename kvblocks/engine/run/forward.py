@@ -4,8 +4,8 @@ The pass is split in two kinds of work. Row-wise work (`layers`) is handed over 
 the backend's. In float32 with the natural strategy on a CPU, the logits are meant to equal those of `transformers`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,12 +24,23 @@ from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.model.layers import DecoderLayers, Linear
 from kvblocks.engine.model.products import product
 from kvblocks.engine.model.rope import RopeTable
+from kvblocks.engine.model.rope_config import RopeConfig
 from kvblocks.engine.model.weights import ModelWeights
 from kvblocks.engine.run.rows import NATURAL, RowLayout, RowStrategy, chunks, pad_rows
 from kvblocks.errors import InvalidArgumentError
 
 Score = Callable[[Tensor, Callable[[Tensor], Tensor]], None]
 """Looks at the last layer's output of all rows of a step, [num_tokens, hidden], with what gives rows' logits."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a step that are computed in one go. hidden: theirs, which the layers change. angles: by frequencies."""
+
+    rows: slice
+    hidden: Tensor
+    angles: Mapping[RopeConfig, tuple[Tensor, Tensor]]
+    slot_mappings: Sequence[Tensor]
 
 
 class DecoderModel:
@@ -102,24 +113,35 @@ class DecoderModel:
         strategy that aligns rows (`RowStrategy.is_aligned`) reads how many there are.
         """
         layout = RowLayout.build(batch, self.strategy)
-        parts = list(chunks(layout.num_rows, self.strategy.row_counts))
         hidden = self._embed(layout.token_ids)
-        angles = {rope: table.at(layout.positions) for rope, table in self._ropes.items()}
+        parts = self._cut(layout, hidden)
         kinds = zip(self.weights.layers, self.layer_attention, self.config.ropes, strict=True)
         for index, (layer, how, rope) in enumerate(kinds):
-            cos, sin = angles[rope]
             queries = []
-            for rows in parts:
-                query, key, value = self._layers.project(layer, hidden[rows], cos[rows], sin[rows])
-                step.store(index, key, value, layout.slot_mappings[how.group][rows])
+            for part in parts:
+                query, key, value = self._layers.project(layer, part.hidden, *part.angles[rope])
+                step.store(index, key, value, part.slot_mappings[how.group])
                 queries.append(query)
             query = queries[0] if len(queries) == 1 else torch.cat(queries)
             attended = layout.put_own(step.attend(index, layout.take_own(query), how))
-            for rows in parts:
-                self._layers.mix(layer, hidden[rows], attended[rows])
+            for part in parts:
+                self._layers.mix(layer, part.hidden, attended[part.rows])
         if score is not None:
             score(layout.take_own(hidden), self._logits)
         return self._logits(hidden.index_select(0, layout.logits_rows))
+
+    def _cut(self, layout: RowLayout, hidden: Tensor) -> list["_Part"]:
+        """The rows of a step in chunks of the strategy's sizes, once for all layers."""
+        angles = {rope: table.at(layout.positions) for rope, table in self._ropes.items()}
+        return [
+            _Part(
+                rows=rows,
+                hidden=hidden[rows],
+                angles={rope: (cos[rows], sin[rows]) for rope, (cos, sin) in angles.items()},
+                slot_mappings=[slots[rows] for slots in layout.slot_mappings],
+            )
+            for rows in chunks(layout.num_rows, self.strategy.row_counts)
+        ]
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """The first layer's input: [num_rows, hidden]."""

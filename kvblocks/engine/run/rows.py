@@ -8,6 +8,8 @@ even SiLU may, since the last elements of a tensor take a scalar path. A strateg
   64, and where a row's bits mostly depend on a product's shape and not on the row's index. Checked, too.
 - `PACKED16`: rows are padded to a multiple of 16 and cut into chunks whose sizes are in a short list. Bit-exact if, for
   those sizes, a row's bits depend neither on the size nor on its index: `determinism` checks exactly that.
+- `PACKED2`: the same with rows padded to a multiple of 2. For packed weights, whose products of 2 rows take no longer
+  than those of one. The library has other kernels for a single row, with other bits.
 - `TILE16`: every chunk is 16 rows, the row of position p has index p % 16, and the head takes one row at a
   time. A row is always computed at the same index of the same shape, so it is bit-exact at any number of threads, as
   long as a row's bits don't depend on the numbers in other rows. Rows of several sequences share a chunk where they
@@ -50,6 +52,7 @@ NATURAL = RowStrategy("natural")
 # A product of 256 rows has 94% of the speed of one of 1088 on SmolLM2's shapes, of 128 rows 90%; a whole prefill is as
 # fast as a natural one, since what happens between the products stays in the processor's cache.
 PACKED16 = RowStrategy("packed16", (*range(16, 129, 16), 256), (16, 32, 64))
+PACKED2 = RowStrategy("packed2", (*range(2, 33, 2), *range(48, 129, 16), 256), (2, 4, 8, 16, 32, 64))
 TILE16 = RowStrategy("tile16", (16,), (1,), is_aligned=True)
 FIXED64 = RowStrategy("fixed64", (64,), (64,))
 

@@ -20,6 +20,7 @@ from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model
 from kvblocks.engine.model.loader import load_weights
 from kvblocks.engine.model.weights import ModelWeights
 from kvblocks.engine.run.forward import DecoderModel, Score
+from kvblocks.engine.run.warm_up import WarmUpStep
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import InvalidArgumentError
@@ -99,6 +100,14 @@ class ModelRunner:
         batch = StepBatch.build(rows, self.kv_cache.block_size, self.model.weights.embedding.device)
         self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
         return self.model.forward(batch, self.kv_cache, score)
+
+    def warm_up_steps(self, max_num_seqs: int) -> list[WarmUpStep]:
+        """Steps that have everything compiled and captured that steps of so many sequences need: none for plain torch.
+
+        They change nothing that counts, while nothing is cached or running.
+        """
+        del max_num_seqs
+        return []
 
     @staticmethod
     def rows_of(chunk: ScheduledChunk, num_groups: int = 1) -> SequenceRows:

@@ -28,6 +28,7 @@ from kvblocks.engine.sampling.weights import (
     pick_greedy,
     pick_limited,
     pick_plain,
+    restrict,
     to_device,
 )
 from kvblocks.engine.sampling.workspace import Workspace
@@ -111,7 +112,7 @@ def _is_limited(params: SamplingParams, vocab_size: int) -> bool:
 class Group(NamedTuple):
     """Draws that need the same work. width: of how many most likely tokens logarithms are wanted, at most; -1: none.
 
-    is_changed: whether logits are changed before anything is drawn: by penalties, or for tokens that are banned.
+    is_changed: whether logits are changed before anything is drawn: by penalties, or for tokens that can't be.
     """
 
     slots: list[Slot]
@@ -138,7 +139,7 @@ def group_slots(slots: Sequence[Slot], vocab_size: int) -> Iterator[Group]:
     for slot in slots:
         params = slot.draw.params
         is_limited = _is_limited(params, vocab_size)
-        is_changed = params.is_penalized or bool(slot.draw.banned)
+        is_changed = params.is_penalized or bool(slot.draw.banned) or slot.draw.allowed is not None
         key = (params.is_greedy, is_limited, is_changed, slot.num_likely, params.logprobs is not None)
         groups.setdefault(key, []).append(slot)
     for (is_greedy, is_limited, is_changed, num_likely, has_logprobs), members in groups.items():
@@ -174,6 +175,7 @@ def _draw(logits: Tensor, tile: Group, memory: Workspace) -> Tensor:
         changed = memory.take("changed", (len(draws), vocab_size), torch.float32, device).copy_(own)
         penalize(changed, to_device(_entries(draws), device), columns)
         ban(changed, to_device(_banned(draws), device))
+        _restrict(changed, draws)
     if tile.is_greedy:
         token, is_broken = pick_greedy(changed)
         is_certain = torch.ones_like(is_broken)
@@ -219,6 +221,15 @@ def _banned(draws: Sequence[Draw]) -> Tensor:
     """What each draw can't be: int64 [2, number], as `ban` takes them."""
     pairs = [(index, token) for index, draw in enumerate(draws) for token in draw.banned]
     return torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous()
+
+
+def _restrict(logits: Tensor, draws: Sequence[Draw]) -> None:
+    """Leave of those rows that say so what they allow."""
+    words = [(index, draw.allowed) for index, draw in enumerate(draws) if draw.allowed is not None]
+    if words:
+        rows = torch.tensor([index for index, _ in words])
+        stacked = torch.stack([allowed for _, allowed in words])
+        restrict(logits, to_device(rows, logits.device), to_device(stacked, logits.device))
 
 
 def _copied(values: "array[int]") -> Tensor:

@@ -118,6 +118,18 @@ def ban(logits: Tensor, entries: Tensor) -> None:
     flat[places] = values.masked_fill(~values.isnan(), -torch.inf)
 
 
+def restrict(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Make tokens impossible in some rows of float32 `logits` [num_draws, vocab]; a NaN stays one. O(rows x vocab).
+
+    rows: int64 [number]. words: int32 [number, vocab / 32], a bit for each token that stays possible.
+    """
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    bits = words.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_(1)
+    own = logits.index_select(0, rows)
+    is_impossible = bits.flatten(1)[:, : logits.shape[1]].eq(0).logical_and_(own.isnan().logical_not_())
+    logits.index_copy_(0, rows, own.masked_fill_(is_impossible, -torch.inf))
+
+
 def pick_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Of each row the first of the largest logits, and whether the row has a NaN: int64 and bool [num_draws, 1]."""
     tokens = logits.argmax(-1, keepdim=True)  # which takes NaN for the largest

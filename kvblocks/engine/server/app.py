@@ -29,6 +29,7 @@ from kvblocks.engine.server.endpoints.about import About, check_model
 from kvblocks.engine.server.endpoints.tokens import TokensApi
 from kvblocks.engine.server.errors import ApiError, as_api_error, late_error
 from kvblocks.engine.server.fields import show
+from kvblocks.engine.server.page import show_page
 from kvblocks.engine.server.requests import AnswerRequest, parse_chat, parse_completion, parse_warm
 from kvblocks.engine.server.service import Service, outcome_of
 from kvblocks.engine.server.service_metrics import Outcome
@@ -48,6 +49,9 @@ from kvblocks.errors import KVBlocksError
 
 STOP_TIMEOUT_S = 30.0
 
+Prepared = tuple[AnswerRequest, list[list[int]]]
+"""What is asked, ready for the engine, and its prompts as tokens."""
+
 
 def make_app(service: Service, model: str) -> Starlette:
     """Return the application that serves `service`, under the name `model` unless its settings say others.
@@ -65,6 +69,7 @@ def make_app(service: Service, model: str) -> Starlette:
     names = service.settings.model_names or (model,)
     api, cache, about, tokens = Api(service, names), CacheApi(service), About(service, names), TokensApi(service, names)
     routes = [
+        Route("/", show_page),
         Route("/health", api.health),
         Route("/metrics", api.metrics),
         Route("/version", about.version),
@@ -110,10 +115,11 @@ class Api:
         self._tiers = tuple([tier.name for tier in service.engine.manager.tiers])
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are taken, else 503."""
+        """200 while requests are taken, else 503; and whether they want a key."""
         del request
-        is_healthy = self._service.is_healthy
-        return json_response({"status": "ok" if is_healthy else "stopping"}, 200 if is_healthy else 503)
+        is_healthy, has_keys = self._service.is_healthy, self._service.settings.has_keys
+        status = "ok" if is_healthy else "stopping"
+        return json_response({"status": status, "needs_key": has_keys}, 200 if is_healthy else 503)
 
     async def metrics(self, request: Request) -> Response:
         """All metrics in Prometheus' text format."""
@@ -143,7 +149,7 @@ class Api:
             async with asyncio.timeout(seconds):
                 asked, load = await self._read(parse, Request(scope, receive))
                 gone = asyncio.create_task(_wait_until_gone(receive))
-                prompts = await self._encode(asked, load, gone)
+                asked, prompts = await self._encode(asked, load, gone)
         except TimeoutError:
             service.metrics.count(Outcome.TIMED_OUT)
             raise late_error(seconds) from None
@@ -161,13 +167,14 @@ class Api:
             gone.cancel()
             service.drop(answer)
 
-    async def _encode(self, asked: AnswerRequest, load: Load, gone: "asyncio.Task[None]") -> list[list[int]]:
-        """Return prompts as tokens, with slots taken for them. Raises as `Service.encode`, and if the client has gone.
+    async def _encode(self, asked: AnswerRequest, load: Load, gone: "asyncio.Task[None]") -> Prepared:
+        """Return what is asked and its prompts as tokens, with slots taken for them.
 
-        Nothing is taken then, once the encoding has ended, and `gone` is cancelled.
+        Raises as `Service.encode` and `compile`, and if the client has gone. Nothing is taken then, once the encoding
+        has ended, and `gone` is cancelled.
         """
         service = self._service
-        encoding = asyncio.create_task(service.encode(asked.encode, asked.num_chars, asked.slots, load))
+        encoding = asyncio.create_task(self._prepare(asked, load))
         try:
             await asyncio.wait({encoding, gone}, return_when=asyncio.FIRST_COMPLETED)
             return _result(encoding)
@@ -178,6 +185,13 @@ class Api:
             if isinstance(error, ClientDisconnect):
                 service.metrics.count(Outcome.CANCELLED)
             raise
+
+    async def _prepare(self, asked: AnswerRequest, load: Load) -> Prepared:
+        """Encode prompts, and then compile what the answer is to be like."""
+        prompts = await self._service.encode(asked.encode, asked.num_chars, asked.slots, load)
+        if asked.form is not None:
+            asked = asked.constrained(await self._service.compile(asked.form, asked.slots))
+        return asked, prompts
 
     async def _read(self, parse: Callable[[Any], AnswerRequest], request: Request) -> tuple[AnswerRequest, Load]:
         """Return what a body asks for, and its bytes, which count until they are released. Raises ApiError."""
@@ -197,7 +211,7 @@ class Api:
         return asked, load
 
 
-def _result(encoding: "asyncio.Task[list[list[int]]]") -> list[list[int]]:
+def _result(encoding: "asyncio.Task[Prepared]") -> Prepared:
     """Return what came of it. Raises what it raised, and ClientDisconnect if it isn't done: the client has gone."""
     if not encoding.done():
         raise ClientDisconnect

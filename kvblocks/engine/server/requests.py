@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
+from kvblocks.engine.grammar.grammar import Grammar
 from kvblocks.engine.options import OptionValues
 from kvblocks.engine.server.access.callers import ANYONE, Caller, Slots
 from kvblocks.engine.server.body.messages import (
@@ -20,6 +21,7 @@ from kvblocks.engine.server.body.messages import (
     parse_template_values,
 )
 from kvblocks.engine.server.body.neutral import REFUSED, WITHOUT_EFFECT
+from kvblocks.engine.server.body.response_format import Form, parse_form
 from kvblocks.engine.server.body.sampling import check_size, parse_echo, parse_logprobs, parse_sampling
 from kvblocks.engine.server.errors import ApiError, as_api_error
 from kvblocks.engine.server.fields import Fields, is_unicode, show
@@ -78,7 +80,7 @@ class AnswerRequest:
     options: all of them, for each prompt. salts: of prefixes, one for each. caller: who asks. include_usage: at a
     stream's end; continuous_usage: in each of its chunks too. template_values: what a chat's template may look at.
     add_special_tokens: whether texts get what the tokenizer adds to prompts. request_id: the client's own, for logs.
-    echo: whether answers begin with their prompts.
+    echo: whether answers begin with their prompts. form: what they are to be like, before it is compiled.
     """
 
     kind: Kind
@@ -90,6 +92,7 @@ class AnswerRequest:
     include_usage: bool
     return_token_ids: bool
     echo: bool = False
+    form: Form | None = None
     continuous_usage: bool = False
     template_values: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = True
@@ -102,6 +105,10 @@ class AnswerRequest:
         """Return it as this caller may ask it, with its salts. Raises ApiError for a salt that it may not choose."""
         options = OptionValues(**{**self.options, "salt": caller.salt_for(self.options.get("salt"))})
         return replace(self, caller=caller, options=options, salts=tuple(map(caller.salt_for, self.salts)))
+
+    def constrained(self, grammar: Grammar) -> Self:
+        """Return it with its form as a grammar."""
+        return replace(self, options=OptionValues(**{**self.options, "grammar": grammar}))
 
     @property
     def slots(self) -> Slots:
@@ -297,6 +304,7 @@ def _finish(
         include_usage=include_usage,
         return_token_ids=fields.flag("return_token_ids"),
         echo=echo,
+        form=parse_form(fields),
         continuous_usage=continuous_usage,
         template_values=parse_template_values(fields) if kind == "chat" else {},
         add_special_tokens=_parse_add_special(fields, kind),

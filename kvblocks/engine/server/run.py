@@ -5,12 +5,15 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
+from rich.console import Console
+from rich.progress import Progress
 
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.run.runner import LoadedModel
@@ -56,6 +59,24 @@ def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPu
     )
     engine.limits = settings.limits
     return engine
+
+
+def warm_up(engine: Engine) -> str:
+    """Warm the engine up, behind a progress bar on a terminal, and return a line of what it took, for people."""
+    begin_s = time.monotonic()
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("warming up", total=None)
+        seconds = engine.warm_up(
+            lambda name, done, total: progress.update(
+                bar, description=f"warming up: {name}", completed=done, total=total
+            )
+        )
+    slowest = sorted(seconds.items(), key=lambda item: -item[1])
+    kernels = ", ".join(f"{name} {taken:.1f}" for name, taken in slowest)
+    return f"warmed up in {time.monotonic() - begin_s:.1f} s" + (
+        f"; seconds of compiling: {kernels}" if kernels else ""
+    )
 
 
 def make_publisher(settings: EventSettings) -> "EventPublisher | None":
@@ -206,6 +227,8 @@ def serve(
                 "" if publisher.replay_endpoint is None else f", replays and snapshots at {publisher.replay_endpoint}"
             )
             say(f"events at {publisher.endpoint}{where}")
+        if cache.warm_up:
+            say(warm_up(engine))
         if recorder is not None:
             say(f"requests are recorded in {settings.record}, without their texts")
         keep_reasons = cache.num_history_blocks > 0

@@ -16,15 +16,19 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvblocks.engine.completion import Piece
 from kvblocks.engine.engine import Engine
+from kvblocks.engine.grammar.grammar import Grammar, GrammarCompiler
 from kvblocks.engine.server.access.bodies import Bodies, Load
 from kvblocks.engine.server.access.callers import Caller, Slots, set_quotas
+from kvblocks.engine.server.access.compiling import Compilers
 from kvblocks.engine.server.access.encoding import Encoders
 from kvblocks.engine.server.answer import Answer
+from kvblocks.engine.server.body.response_format import Form
 from kvblocks.engine.server.engine_thread import EngineThread, Item, Mark, Warmed
-from kvblocks.engine.server.errors import ApiError, busy_error, late_error, length_error, stopping_error
+from kvblocks.engine.server.errors import ApiError, as_api_error, busy_error, late_error, length_error, stopping_error
 from kvblocks.engine.server.service_metrics import Outcome, ServiceMetrics
 from kvblocks.engine.server.settings import ServerSettings
 from kvblocks.engine.text.tokenizer import Tokenizer
+from kvblocks.errors import KVBlocksError
 from kvblocks.replay.recorder import TraceRecorder
 
 if TYPE_CHECKING:
@@ -56,6 +60,8 @@ class Service:
         self.thread = EngineThread(engine, self._publish, keep_reasons=keep_reasons, recorder=recorder)
         self.bodies = Bodies(settings.max_body_bytes)
         self._encoders = Encoders()
+        self._compilers = Compilers()
+        self._grammar_compiler: asyncio.Task[GrammarCompiler] | None = None
         most = engine.scheduler.max_request_tokens  # before there are pins
         # The last token that is generated needs room in the context, and none in the pool.
         self._max_prompt_tokens = most if most == engine.model.config.max_position_embeddings else most - 1
@@ -93,6 +99,7 @@ class Service:
         self.is_stopping = True
         self.fail_all()
         self._encoders.stop()
+        self._compilers.stop()
         return await asyncio.to_thread(self.thread.stop, timeout_s)
 
     def open(self, slots: Slots) -> None:
@@ -158,6 +165,29 @@ class Service:
             raise length_error(f"{self._expected_length()}, got {longest}", None)
         load.release()
         return prompts
+
+    async def compile(self, form: Form, slots: Slots) -> Grammar:
+        """Return the grammar of a form of answers.
+
+        Raises ApiError, and gives slots back that were taken for it, but not before nothing is compiled any more.
+        """
+        give_back = partial(self.close, slots)
+        try:
+            compiler = await self._make_compiler()
+        except BaseException as error:
+            give_back()
+            if isinstance(error, KVBlocksError):
+                raise as_api_error(error, param=form.name) from error
+            raise
+        return await self._compilers.run(partial(form.compile, compiler), give_back)
+
+    async def _make_compiler(self) -> GrammarCompiler:
+        """What compiles grammars for the model, made by whoever asks first, once."""
+        if self._grammar_compiler is None:
+            model = self.engine.model
+            make = partial(GrammarCompiler, model.tokenizer, model.config.vocab_size, sorted(model.stop_token_ids))
+            self._grammar_compiler = asyncio.create_task(asyncio.to_thread(make))
+        return await asyncio.shield(self._grammar_compiler)  # which others may wait for
 
     def _check_num_chars(self, num_chars: int, tokenizer: Tokenizer | None) -> None:
         most = self._max_prompt_tokens * (1 if tokenizer is None else tokenizer.longest_token)

@@ -34,6 +34,7 @@ class CacheSettings:
     schedule: str = "fcfs"
     eviction: str | None = None
     deterministic: bool = False
+    warm_up: bool = False
     device: str = "auto"
     attention: str = "auto"
     max_num_batched_tokens: int = 512
@@ -153,7 +154,7 @@ class ServerSettings:
             if not is_host(name):
                 raise InvalidArgumentError(f"--allowed-host: expected a name or an address, without port, got {name!r}")
         self._check_keys()
-        if not is_loopback(self.host) and not self._has_keys and not self.allow_anyone:
+        if not is_loopback(self.host) and not self.has_keys and not self.allow_anyone:
             raise InvalidArgumentError(
                 f"expected --api-key (or $KVBLOCKS_API_KEY) or --keys with --host {self.host}, since other machines can"
                 " reach it, or --allow-anyone to let them all in; got none of them"
@@ -173,7 +174,8 @@ class ServerSettings:
             raise InvalidArgumentError("--admin-key: expected a key that no client has, got one of theirs")
 
     @property
-    def _has_keys(self) -> bool:
+    def has_keys(self) -> bool:
+        """Whether clients need one."""
         return self.api_key is not None or bool(self.keys)
 
     @property
@@ -186,14 +188,14 @@ class ServerSettings:
             known.append((digest_of(self.api_key), everybody))
         if self.admin_key is not None:
             known.append((digest_of(self.admin_key), Caller(is_operator=True, sees_others=True)))
-        if self._has_keys:
+        if self.has_keys:
             return Callers(known, None)
         return Callers(known, replace(everybody, sees_others=not has_operator and is_loopback(self.host)))
 
     @property
     def hosts(self) -> HostCheck | None:
         """By which names requests may ask; None: by any."""
-        if self.allowed_hosts or (is_loopback(self.host) and not self._has_keys):
+        if self.allowed_hosts or (is_loopback(self.host) and not self.has_keys):
             return HostCheck((*self.allowed_hosts, self.host))
         return None
 

@@ -97,6 +97,11 @@ class Tokenizer:
         return self._template is not None
 
     @property
+    def definition(self) -> str:
+        """What tokenizer.json says, as text. O(vocabulary)."""
+        return self._markup.to_str()
+
+    @property
     def chat_template(self) -> str | None:
         """The template's source; None if there is none."""
         return None if self._template is None else self._template.source

@@ -77,6 +77,7 @@ class Seeker:
         self._num_resets = tiers.num_resets
         self._must_delete = False
         self._is_open = True
+        store.on_failure = lambda: self._queue.put(None)  # so that the thread knows when to try it
         self._thread = threading.Thread(target=self._run, name=f"kvblocks-{name}-lookups", daemon=True)
         self._thread.start()
 

@@ -12,7 +12,7 @@ from kvblocks.replay.report.charts import patterns
 from kvblocks.replay.report.markup import Attributes, Element, count, element, label, percent, span, to_html
 from kvblocks.replay.result import Result
 
-__all__ = ["render_report"]
+__all__ = ["render_report", "style_sheet"]
 
 
 def render_report(result: Result) -> str:
@@ -36,7 +36,7 @@ def render_report(result: Result) -> str:
         element("meta", {"charset": "utf-8"}),
         element("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
         element("title", {}, f"{title} - kvblocks"),
-        element("style", {}, files(__name__).joinpath("style.css").read_text(encoding="utf-8")),
+        element("style", {}, style_sheet("figures.css") + style_sheet("page.css")),
     )
     body = element(
         "body",
@@ -47,6 +47,11 @@ def render_report(result: Result) -> str:
         element("footer", {}, element("p", {}, _conditions(result))),
     )
     return to_html(element("html", {"lang": "en"}, head, body))
+
+
+def style_sheet(name: str) -> str:
+    """Return one of the two style sheets: "figures.css" or "page.css"."""
+    return files(__name__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _facts(result: Result) -> Element:

@@ -1,7 +1,7 @@
 """Lines, stacked bars and legends, as SVG.
 
 What a reader must tell apart differs in more than its colour: lines in their marks and dashes, parts of bars in their
-patterns. Colours are classes; `style.css` gives them, for light and dark.
+patterns. Colours are classes; `figures.css` gives them, for light and dark.
 """
 
 from collections.abc import Callable, Iterable

@@ -12,7 +12,7 @@ What the store holds is a cache: others write there, it evicts, and may lose eve
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,11 +50,12 @@ class SharedStore:
     """A store's blocks of one fingerprint and secret. Any thread may call it, but no two for the same kind of thing.
 
     address: of the store. sealer: makes and checks the records of blocks. clients: for lookups, loads and stores, with
-    deletions; closed by `close`. Raises nothing but what it says.
+    deletions; closed by `close`. on_failure: called, on the thread that found out, when it is time to think of `probe`.
     """
 
     def __init__(self, address: StoreAddress, sealer: Sealer, clients: tuple[Client, Client, Client]) -> None:
         self.address = address
+        self.on_failure: Callable[[], None] = lambda: None
         self._sealer = sealer
         self._names = StoreNames(sealer)
         self._lookups, self._loads, self._stores = clients
@@ -309,6 +310,7 @@ class SharedStore:
             self._count_locked(num_failures=1)
             self._breaker.note_failure()
             self._complaints.warn("failure", f"{error}: prompts are computed meanwhile")
+        self.on_failure()
 
     def _note_refused(self, answers: Sequence[Any]) -> int:
         """Return how many answers are none, and warn of those that are refusals."""

@@ -11,9 +11,10 @@ from engine.small_models import BLOCK_SIZE, CONFIGS, EVEN, packed, prefill, rand
 from kvblocks.engine.attention.attention import TorchAttention
 from kvblocks.engine.attention.batch import SequenceRows
 from kvblocks.engine.errors import ModelError
+from kvblocks.engine.model.products import product
 from kvblocks.engine.run.determinism import choose_determinism, packed_rows_hold
 from kvblocks.engine.run.forward import DecoderModel
-from kvblocks.engine.run.rows import FIXED64, NATURAL, PACKED16, TILE16
+from kvblocks.engine.run.rows import FIXED64, NATURAL, PACKED2, PACKED16, TILE16
 from kvblocks.errors import InvalidArgumentError
 
 NUM_TOKENS = 150
@@ -144,6 +145,17 @@ def row_by_row(rows, weight, bias):
     return torch.stack([F.linear(row.clone(), weight, bias) for row in rows])
 
 
+def test_packed2_is_for_packed_weights():
+    weights = random_weights(EVEN)
+    if packed(weights).lm_head.is_mkldnn:
+        assert choose_determinism(EVEN, packed(weights), linear=plain_row_by_row).name == "packed2"
+    assert choose_determinism(EVEN, weights, linear=row_by_row).name == "packed16"
+
+
+def plain_row_by_row(rows, weight, bias):
+    return row_by_row(rows, weight.to_dense(), bias)
+
+
 def test_packed16_is_chosen_where_rows_are_independent():
     weights = random_weights(EVEN)
     strategy = choose_determinism(EVEN, weights, linear=row_by_row)
@@ -227,21 +239,24 @@ def test_fixed64_has_the_same_bits_however_a_prompt_is_cut():
     assert torch.equal(prefill(model, cache, prompt, A), prefill(model, cache, prompt, B, cuts=(1, 40)))
 
 
-def test_the_check_covers_every_row_count_that_a_step_uses():
-    weights = random_weights(EVEN)
+@pytest.mark.parametrize("strategy", [PACKED2, PACKED16], ids=lambda strategy: strategy.name)
+def test_the_check_covers_every_row_count_that_a_step_uses(strategy):
+    weights = packed(random_weights(EVEN)) if strategy is PACKED2 else random_weights(EVEN)
+    if strategy is PACKED2 and not packed_rows_hold(EVEN, weights, strategy):
+        pytest.skip("packed2 is not for this machine")  # the check ends at the first count that fails
     checked, used = set(), set()
 
     def record(counts):
         def linear(rows, weight, bias):
             counts.add((len(rows), tuple(weight.shape)))
-            return F.linear(rows, weight, bias)
+            return product(rows, weight, bias)
 
         return linear
 
-    packed_rows_hold(EVEN, weights, PACKED16, linear=record(checked))
-    model = DecoderModel(EVEN, weights, strategy=PACKED16, linear=record(used))
+    packed_rows_hold(EVEN, weights, strategy, linear=record(checked))
+    model = DecoderModel(EVEN, weights, strategy=strategy, linear=record(used))
     cache = model.new_kv_cache(num_blocks=64, block_size=BLOCK_SIZE)
-    for num_tokens in range(1, 600, 9):
+    for num_tokens in (*range(2, 33, 2), *range(1, 600, 9)):
         prefill(model, cache, random_tokens(EVEN, num_tokens), list(range(40)))
     for num_sequences in range(1, 80, 13):
         step(model, cache, *(SequenceRows([1], 0, [block]) for block in range(min(num_sequences, 64))))

@@ -237,7 +237,7 @@ def test_a_web_page_cannot_use_the_server(server):
 
 def test_health_and_metrics(server, client, cold):
     with server.http() as http:
-        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/health").json() == {"status": "ok", "needs_key": False}
         before = _metrics(http)
         client.completions.create(prompt="hello", max_tokens=5, **GREEDY)
         after = _metrics(http)

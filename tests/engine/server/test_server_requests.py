@@ -181,7 +181,7 @@ WRONG = {
     "repetition_penalty": [0, -1, "x", float("inf")],
     "logit_bias": [{"5": 1}],
     "tools": [[{"type": "function"}]],
-    "response_format": [{"type": "json_object"}],
+    "response_format": [5, "json_object"],
     "best_of": [2],
     "no_stop_trim": [True],
     "separate_reasoning": ["yes"],

@@ -3,6 +3,7 @@
 import pytest
 
 from kvblocks.engine.server.access.hosts import is_loopback
+from kvblocks.engine.server.run import warm_up
 from kvblocks.engine.server.settings import CacheSettings, ServerSettings, parse_memory, read_secret
 from kvblocks.errors import InvalidArgumentError
 
@@ -101,3 +102,14 @@ def test_a_secret_comes_from_a_file_or_the_environment(tmp_path):
 def test_what_is_no_memory_is_refused_before_a_model_is_loaded(memory):
     with pytest.raises(InvalidArgumentError, match="kv_cache_memory: expected bytes"):
         CacheSettings(kv_cache_memory=memory)
+
+
+def test_a_warm_up_tells_what_took_long():
+    class Warmed:
+        def warm_up(self, on_step):
+            on_step("prompts", 0, 1)
+            return {"store_kernel": 1.26, "extend_kernel": 12.5, "stream_kernel": 0.0}
+
+    line = warm_up(Warmed())
+    assert line.startswith("warmed up in ")
+    assert line.endswith(" s; seconds of compiling: extend_kernel 12.5, store_kernel 1.3, stream_kernel 0.0")

@@ -3,13 +3,12 @@
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from importlib.resources import files
 
 import pytest
 from hypothesis import given, settings
 from replay.results import NASTY, make_result, results
 
-from kvblocks.replay.report import render_report
+from kvblocks.replay.report import render_report, style_sheet
 from kvblocks.replay.report.axes import spread, ticks
 from kvblocks.replay.report.markup import count, label, percent, short, span
 from kvblocks.replay.result import PrefixNode
@@ -174,8 +173,7 @@ def luminance(colour: str) -> float:
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 def test_colours_can_be_told_from_the_page(scheme):
     """WCAG 2.2: 4.5 to 1 for texts, 3 to 1 for what pictures are made of."""
-    style = files("kvblocks.replay.report").joinpath("style.css").read_text()
-    roots = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    roots = re.findall(r":root \{(.*?)\}", style_sheet("figures.css"), re.DOTALL)
     assert len(roots) == 2
     colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", roots[scheme]))
     page = luminance(colours["page"])

@@ -18,7 +18,7 @@ _NO_TOOLS = "this server calls no tools"
 _NO_REASONING = "this server doesn't tell reasoning from answers"
 _NO_BEAMS = "this server has no beam search"
 _NO_STOP_TEXT = "an answer's text ends before what stops it"
-_NO_CONSTRAINTS = "this server doesn't constrain what is generated"
+_NO_CONSTRAINTS = "this server takes response_format or structured_outputs"
 _NO_CHOICE = "this server chooses among all tokens"
 _TEXT_ONLY = "this server reads and generates text"
 _NO_TRANSFER = "this server computes and generates by itself"
@@ -33,8 +33,6 @@ REFUSED: Refused = {
     "tool_choice": (("none", "auto"), _NO_TOOLS),
     "functions": (([],), "this server calls no functions"),
     "function_call": (("none", "auto"), "this server calls no functions"),
-    "response_format": (({"type": "text"},), _NO_CONSTRAINTS),
-    "structured_outputs": (({},), _NO_CONSTRAINTS),
     "regex": ((), _NO_CONSTRAINTS),
     "ebnf": ((), _NO_CONSTRAINTS),
     "json_schema": ((), _NO_CONSTRAINTS),
