@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--policies", nargs="+", choices=(*POLICIES, KNOWN), default=[*POLICIES, KNOWN])
     parser.add_argument("--json", type=Path, help="write the rows here")
     given = parser.parse_args(arguments)
-    trace = read_trace(given.trace, given.block_size)
+    trace = read_trace(given.trace, given.block_size).with_durations(0.0)
     if given.sessions is not None:
         first, last = given.sessions.split(":")
         trace = trace.take_sessions(int(first), int(last))
