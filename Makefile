@@ -23,7 +23,7 @@ CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers te
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help demo test test-all test-compiled test-vllm test-wire gpu-test check format clean distclean
+.PHONY: help demo test test-all test-compiled test-vllm test-wire test-clients gpu-test soak check format clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,8 @@ help:
 	@echo 'make test-vllm  the integration into vLLM, under a real vLLM (3.5 GB in .venv-vllm, the first time)'
 	@echo 'make test-wire  Dynamo'"'"'s own indexer, which reads our events (130 MB in .venv-wire, the first time)'
 	@echo 'make gpu-test  the kernels and the engine on a GPU, and what they reach there'
+	@echo 'make test-clients  clients of the server that others wrote (2 GB in .venv-clients and .venv-guidellm, the first time)'
+	@echo 'make soak MINUTES=60  a server among clients of all kinds, killed and started again: what does it need ever more of?'
 	@echo 'make check   format, lint, types, floors and the contents of the wheel: what CI asks beside the tests'
 	@echo 'make format  rewrite the sources as `make check` wants them'
 	@echo 'make clean   remove caches and build outputs; make distclean: .venv, .venv-vllm and .venv-wire too'
@@ -53,7 +55,7 @@ demo: $(ENGINE_STAMP)
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not exhaustive' $(PYTEST_ARGS)
 
-test-all: $(DEV_STAMP) test-compiled test-vllm test-wire
+test-all: $(DEV_STAMP) test-compiled test-vllm test-wire test-clients
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 # The compiled build goes to a folder of its own, in front of the sources on the path. Not `python -m pytest`, which would
@@ -86,6 +88,17 @@ WIRE_PIP = $(WIRE_VENV)/bin/python -m pip --disable-pip-version-check $$(test -t
 test-wire: $(WIRE_STAMP)
 	$(WIRE_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/wire/test_dynamo.py tests/wire/test_names.py
 
+# The clients that tests/clients/versions.txt names, in environments of their own: guidellm brings torch. The newest Node there
+# is runs the npm one. vLLM's bench is that of test-vllm.
+CLIENTS_VENV := .venv-clients
+GUIDELLM_VENV := .venv-guidellm
+CLIENTS := tests/clients/versions.txt
+CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
+CLIENTS_PIP = -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) $(PIP_ARGS)
+
+test-clients: $(DEV_STAMP) $(CLIENTS_STAMP)
+	KVBLOCKS_CLIENTS=required $(BIN)/python -m pytest $(PYTEST_ARGS) tests/clients
+
 # Without torch's caching of memory, so that every tensor has bounds that the sanitizer knows.
 SANITIZED := $(addprefix tests/kernels/test_,store.py decode.py extend.py prefix_decode.py copy.py merge.py)
 
@@ -98,6 +111,12 @@ gpu-test: $(DEV_STAMP)
 	else echo 'compute-sanitizer was not found: what the kernels touch out of bounds is not looked for'; fi
 	$(BIN)/python -m bench.attention --json bench/results/attention.json
 	$(BIN)/python -m bench.attention.engine_gpu --json bench/results/engine-gpu.json
+
+# A server for MINUTES among clients of all kinds. What it found goes to bench/results/soak.json.
+MINUTES ?= 60
+
+soak: $(DEV_STAMP)
+	$(BIN)/python -m bench.serving.soak --minutes $(MINUTES) --json bench/results/soak.json
 
 check: $(DEV_STAMP)
 	$(BIN)/python -m ruff format --check .
@@ -114,7 +133,7 @@ clean:
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(VLLM_VENV) $(WIRE_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(WIRE_VENV) $(CLIENTS_VENV) $(GUIDELLM_VENV)
 
 # Interpreter and venv in one step; a .venv whose interpreter has gone is made anew.
 define make_venv
@@ -156,6 +175,21 @@ $(WIRE_STAMP): $(PINS) Makefile
 		> $(WIRE_VENV)/requirements.txt
 	@$(WIRE_PIP) install $(PIP_ARGS) -r $(WIRE_VENV)/requirements.txt ai-dynamo-runtime==$(DYNAMO_VERSION)
 	@$(WIRE_PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(CLIENTS_STAMP): Makefile $(CLIENTS)
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo 'kvblocks: expected Python 3.11 or newer; name one: make PYTHON=/path/to/python3 test-clients' >&2; exit 1; }
+	@for venv in $(CLIENTS_VENV) $(GUIDELLM_VENV); do \
+		$$venv/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $$venv || exit 1; done
+	@echo '[1/3] installing clients from PyPI'
+	@grep -E '^[a-z-]+==' $(CLIENTS) | grep -v -E '^(guidellm|torch)==' > $(CLIENTS_VENV)/requirements.txt
+	@$(CLIENTS_VENV)/bin/python $(CLIENTS_PIP) -r $(CLIENTS_VENV)/requirements.txt
+	@echo '[2/3] installing guidellm and torch, of which no CUDA is needed (the largest download)'
+	@$(GUIDELLM_VENV)/bin/python $(CLIENTS_PIP) $$(grep '^torch==' $(CLIENTS))
+	@$(GUIDELLM_VENV)/bin/python $(CLIENTS_PIP) $$(grep '^guidellm==' $(CLIENTS))
+	@echo '[3/3] installing the client from npm'
+	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS_VENV)/npm $$(sed -n 's/^# npm: //p' $(CLIENTS))
 	@touch $@
 
 $(VLLM_STAMP): Makefile pyproject.toml tools/fetch_sdist.py

@@ -1,7 +1,7 @@
 """Decoding where requests share blocks: one pass over what groups share, one over what each has alone, and a merge.
 
 The result is that of `decode`. It pays where many requests share many blocks: `decode` reads these once for each, this
-reads them once for each group. The merge takes the parts of all levels and splits in one launch.
+reads them once for each group. The last merge takes the partial results of all levels in one launch.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kvblocks.kernels.decode import decode
+from kvblocks.kernels.device.tiles import LN_2, LOG2_E
+from kvblocks.kernels.launching import Shares
 from kvblocks.kernels.layout import check_devices, check_dtype, check_indices, check_last_stride, check_shape
 from kvblocks.kernels.prefix_decode import prefix_decode
 from kvblocks.kernels.runs import SharedRuns
 
 _TILE_HEADS = 4
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
+_LEVELS = 4
+"""Levels whose partial results are read at once; more are rare."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,10 @@ class OwnParts:
     seq_lens: Tensor
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride_table", "stride_own_table"],
+    do_not_specialize_on_alignment=["table_ptr", "len_ptr", "num_shared_ptr", "own_table_ptr", "own_len_ptr"],
+)
 def own_parts_kernel(
     table_ptr,
     len_ptr,
@@ -55,7 +60,7 @@ def own_parts_kernel(
     tl.store(own_len_ptr + row, seq_len)
 
 
-@triton.jit(do_not_specialize=["num_states", "num_rows"])
+@triton.jit(do_not_specialize=["num_levels", "num_rows"], do_not_specialize_on_alignment=["num_shared_ptr"])
 def merge_shared_kernel(
     own_ptr,
     own_lse_ptr,
@@ -64,45 +69,48 @@ def merge_shared_kernel(
     num_shared_ptr,
     output_ptr,
     lse_ptr,
-    num_states,
+    num_levels,
     num_rows,
     num_heads,
     HEAD_DIM: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     """Merge TILE_HEADS heads of one row. Grid: (num_rows, ceil(num_heads / TILE_HEADS)); everything is contiguous.
 
-    own, output: [num_rows, num_heads, HEAD_DIM]; part: fp32 [num_states, num_rows, num_heads, HEAD_DIM], read where its
-    lse is above -inf.
+    own, output: [num_rows, num_heads, HEAD_DIM]; part: fp32 [num_levels, num_rows, num_heads, HEAD_DIM], read where its
+    lse is above -inf, LEVELS at once.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
-    element = tl.arange(0, HEAD_DIM)[None, :]
+    element = tl.arange(0, HEAD_DIM)
     is_head = head < num_heads
     at = row * num_heads + head
-    top = tl.load(own_lse_ptr + at, mask=is_head, other=-float("inf")) * _LOG2_E
+    top = tl.load(own_lse_ptr + at, mask=is_head, other=-float("inf")) * LOG2_E
     total = tl.where(top > -float("inf"), 1.0, 0.0)
-    output = tl.load(own_ptr + at[:, None] * HEAD_DIM + element, mask=is_head[:, None], other=0.0).to(tl.float32)
+    output_at = at[:, None] * HEAD_DIM + element[None, :]
+    output = tl.load(own_ptr + output_at, mask=is_head[:, None], other=0.0).to(tl.float32)
     if tl.load(num_shared_ptr + row) == 0:
-        num_states = 0
-    for state in tl.range(0, num_states):
-        part_at = (state * num_rows + row) * num_heads + head
-        lse = tl.load(part_lse_ptr + part_at, mask=is_head, other=-float("inf")) * _LOG2_E
-        is_part = (lse > -float("inf"))[:, None]
-        part = tl.load(part_ptr + part_at[:, None] * HEAD_DIM + element, mask=is_part, other=0.0)
-        new_top = tl.maximum(top, lse)
+        num_levels = 0
+    for first in tl.range(0, num_levels, LEVELS):
+        level = first + tl.arange(0, LEVELS)
+        part_at = (level[:, None] * num_rows + row) * num_heads + head[None, :]
+        is_there = (level < num_levels)[:, None] & is_head[None, :]
+        lse = tl.load(part_lse_ptr + part_at, mask=is_there, other=-float("inf")) * LOG2_E
+        rows_at = part_ptr + part_at[:, :, None] * HEAD_DIM + element[None, None, :]
+        rows = tl.load(rows_at, mask=(lse > -float("inf"))[:, :, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         kept = tl.exp2(top - base)
-        weight = tl.exp2(lse - base)
-        output = output * kept[:, None] + part * weight[:, None]
-        total = total * kept + weight
+        weights = tl.exp2(lse - base[None, :])
+        output = output * kept[:, None] + tl.sum(rows * weights[:, :, None], 0)
+        total = total * kept + tl.sum(weights, 0)
         top = new_top
     has_seen = total > 0
     divisor = tl.where(has_seen, total, 1.0)
     output = output / divisor[:, None]
-    lse = tl.where(has_seen, (top + tl.log2(divisor)) * _LN_2, -float("inf"))
-    output_at = output_ptr + at[:, None] * HEAD_DIM + element
-    tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_head[:, None])
+    lse = tl.where(has_seen, (top + tl.log2(divisor)) * LN_2, -float("inf"))
+    tl.store(output_ptr + output_at, output.to(output_ptr.dtype.element_ty), mask=is_head[:, None])
     tl.store(lse_ptr + at, lse, mask=is_head)
 
 
@@ -145,19 +153,21 @@ def cascade_decode(
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    num_splits: int | None = None,
+    shares: tuple[Shares, Shares] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`decode` for a batch in which requests share runs of blocks.
 
     query: [num_rows, num_heads, head_dim], one row a request; key_cache, value_cache: as in `decode`; own:
     `own_parts(block_tables, seq_lens, runs, block_size)`; block_tables: int32 [num_rows, max_blocks]; `runs`: see
-    there. There is no window: where a row's window has left a shared run, its group is no group.
+    there. There is no window: where a row's window has left a shared run, its group is no group. shares: what
+    `share_runs` made for the runs and `share_decodes` for `own`, where all layers of a step have the same.
 
     Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and the natural logarithm of what it was
-    divided by, fp32 [num_rows, num_heads]. Three passes: launches as `decode` and two more. Raises KernelArgumentError.
-    Changes nothing, and never waits for the device.
+    divided by, fp32 [num_rows, num_heads]. Three passes: twice as many launches as `decode`, and one more. Raises
+    KernelArgumentError. Changes nothing, and never waits for the device.
     """
     check_shape("own.seq_lens", own.seq_lens, (block_tables.shape[0],))
+    of_runs, of_own = shares or (None, None)
     tensors = (query, key_cache, value_cache)
     parts, part_lse = prefix_decode(
         *(*tensors, block_tables, runs),
@@ -165,7 +175,7 @@ def cascade_decode(
         softcap=softcap,
         k_scale=k_scale,
         v_scale=v_scale,
-        num_splits=num_splits,
+        shares=of_runs,
     )
     alone = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     _, alone_lse = decode(
@@ -176,6 +186,7 @@ def cascade_decode(
         k_scale=k_scale,
         v_scale=v_scale,
         output=alone,
+        shares=of_own,
     )
     return _merge_shared((alone, alone_lse), (parts, part_lse), runs, query.dtype)
 
@@ -192,6 +203,7 @@ def _merge_shared(
             *(*alone, *parts, runs.num_shared, output, lse, parts[0].shape[0], num_rows, num_heads),
             HEAD_DIM=head_dim,
             TILE_HEADS=_TILE_HEADS,
+            LEVELS=_LEVELS,
             num_warps=4,
         )
     return output, lse

@@ -79,7 +79,7 @@ class CacheTable:
         return len(self.caches) * self.block_bytes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["address_ptr", "pair_ptr"])
 def copy_kernel(address_ptr, pair_ptr, num_pairs, block_words, stride_words, CHUNK: tl.constexpr):
     """Copy one chunk of every pair's block in one cache, pair after pair. Grid: (chunks of a block, num_caches).
 
@@ -98,7 +98,7 @@ def copy_kernel(address_ptr, pair_ptr, num_pairs, block_words, stride_words, CHU
         tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["address_ptr", "id_ptr"])
 def stage_kernel(
     address_ptr, id_ptr, staging_ptr, block_words, stride_words, CHUNK: tl.constexpr, GATHERING: tl.constexpr
 ):

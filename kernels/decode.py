@@ -2,11 +2,7 @@
 
 The keys of a sequence are split over several programs, whose parts a second launch merges. There are two ways to split:
 
-* Stream-K, the default: a fixed number of programs share the tiles of all sequences and heads evenly. The tiles stand
-  in one row, sequence by sequence, head by head, and a program takes the next so many. So at most one head's tiles
-  begin before the program's and at most one's go on after them: at most two parts. A head that a program has to itself
-  is written straight to the output. Where the shares lie follows from the lengths alone, so the merge works it out
-  again: no atomics, no plan from the host. (After Osama and others, "Stream-K", 2023, which splits matrix products.)
+* By even shares, the default: a fixed number of programs share the tiles of all sequences and heads (`device.shares`).
 * Splits of a fixed number of keys: which splits a sequence has, and the order in which they are merged, depends on its
   own length only. So its bits do not depend on the batch. The price is unequal work, and parts for every split.
 
@@ -18,7 +14,23 @@ import torch
 import triton
 from torch import Tensor
 
-from kvblocks.kernels.decode_kernels import split_kernel, split_merge_kernel, stream_kernel, stream_merge_kernel
+from kvblocks.kernels.device.decode import (
+    decode_ends_kernel,
+    split_kernel,
+    split_merge_kernel,
+    stream_kernel,
+    stream_merge_kernel,
+)
+from kvblocks.kernels.launching import (
+    CHUNK,
+    Shares,
+    empty_parts,
+    find_launch,
+    numbers,
+    parts_at_once,
+    strides,
+    tile_constants,
+)
 from kvblocks.kernels.layout import (
     QUERY_DTYPES,
     AttentionOptions,
@@ -27,13 +39,32 @@ from kvblocks.kernels.layout import (
     check_attention,
     check_devices,
     check_dtype,
+    check_indices,
     check_last_stride,
     check_shape,
-    is_interpreted,
 )
-from kvblocks.kernels.table import DECODE, Launch, count_programs, find
+from kvblocks.kernels.table import DECODE, Launch
 
-_INTERPRETED = is_interpreted()
+
+def share_decodes(
+    query: Tensor, key_cache: Tensor, seq_lens: Tensor, *, window: int | None = None, launch: Launch | None = None
+) -> Shares:
+    """How `decode` shares out its work, for all calls with these lengths and this window; the shapes are as there.
+
+    A layer's call makes it itself where it isn't given; of a model's layers all of one window can have the same.
+    launch: instead of the table's entry. One launch of one program. Changes nothing, and never waits for the device.
+    """
+    launch = find_launch(DECODE, query, key_cache) if launch is None else launch
+    ends = torch.empty_like(seq_lens)
+    if len(seq_lens) > 0:
+        decode_ends_kernel[(1,)](
+            *(seq_lens, ends, len(seq_lens), window or 0),
+            NUM_KV_HEADS=key_cache.shape[2],
+            TILE_N=launch.tile_keys,
+            HAS_WINDOW=window is not None,
+            CHUNK=CHUNK,
+        )
+    return Shares(ends, launch)
 
 
 def decode(
@@ -52,6 +83,7 @@ def decode(
     split_keys: int | None = None,
     output: Tensor | None = None,
     launch: Launch | None = None,
+    shares: Shares | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each sequence's last position over all its keys.
 
@@ -63,7 +95,8 @@ def decode(
 
     split_keys: None shares the work evenly; a number splits sequences into so many keys, and their bits then do not
     depend on the batch. output: where to write, or None; any supported dtype, fp32 say for parts that will be merged.
-    launch: instead of the table's entry.
+    launch: instead of the table's entry. shares: what `share_decodes` made for these lengths and this window; its
+    launch counts then.
 
     Returns the output, [num_seqs, num_heads, head_dim], and the natural logarithm of what it was divided by, fp32
     [num_seqs, num_heads]. Raises KernelArgumentError. Changes `output` only, and never waits for the device.
@@ -80,15 +113,16 @@ def decode(
     check_last_stride("output", output)
     check_devices(query=query, output=output)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    if launch is None:
-        # With queries in fp32 the tiles are computed in fp32, whatever K and V are stored as.
-        element_bytes = 4 if query.dtype == torch.float32 else key_cache.element_size()
-        launch = find(DECODE, query.device, shape.cache.head_dim, element_bytes)
     if shape.num_seqs > 0:
         tensors = (query, key_cache, value_cache, block_tables, seq_lens)
         if split_keys is None:
-            _decode_stream(tensors, options, shape, launch, (output, lse))
+            if shares is None:
+                shares = share_decodes(query, key_cache, seq_lens, window=window, launch=launch)
+            check_indices("shares.ends", shares.ends, shape.num_seqs)
+            check_devices(query=query, shares=shares.ends)
+            _decode_stream(tensors, options, shape, shares, (output, lse))
         else:
+            launch = find_launch(DECODE, query, key_cache) if launch is None else launch
             _decode_split(tensors, options, shape, launch, (output, lse), split_keys)
     return output, lse
 
@@ -97,36 +131,30 @@ _Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _decode_stream(
-    tensors: _Inputs, options: AttentionOptions, shape: AttentionShape, launch: Launch, results: tuple[Tensor, Tensor]
+    tensors: _Inputs, options: AttentionOptions, shape: AttentionShape, shares: Shares, results: tuple[Tensor, Tensor]
 ) -> None:
-    """Stream-K. Changes `results`, the output and the lse."""
-    query, key_cache, value_cache, block_tables, seq_lens = tensors
+    """Even shares. Changes `results`, the output and the lse."""
+    query, *caches, _seq_lens = tensors
     output, lse = results
-    group_size, head_dim, num_kv_heads = shape.group_size, shape.cache.head_dim, shape.cache.num_kv_heads
-    num_programs = count_programs(query.device, launch)
-    parts = torch.empty(num_programs, 2, group_size, head_dim, dtype=torch.float32, device=query.device)
-    part_lse = torch.empty(num_programs, 2, group_size, dtype=torch.float32, device=query.device)
-    window = options.window or 0
-    constants = {
-        "MAX_SEQS": triton.next_power_of_2(shape.num_seqs),
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": group_size,
-        "HEAD_DIM": head_dim,
-        "TILE_N": launch.tile_keys,
-        "HAS_WINDOW": options.window is not None,
-        "HAS_SINKS": options.sinks is not None,
-    }
+    num_programs, parts, part_lse = empty_parts(query, shares.launch, shape.group_size)
+    heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
     stream_kernel[(num_programs,)](
-        *(query, key_cache, value_cache, block_tables, seq_lens, options.sinks, output, lse, parts, part_lse),
-        *(shape.num_seqs, window, *_numbers(options), *_strides(tensors), *output.stride()[:2]),
-        **constants,
-        **_tile_constants(options, shape, launch),
+        *(*tensors, shares.ends, options.sinks, output, lse, parts, part_lse),
+        *(shape.num_seqs, options.window or 0, *numbers(options), *strides(query, *caches), *output.stride()[:2]),
+        **heads,
+        **tile_constants(shape, shares.launch, options),
+        HAS_WINDOW=options.window is not None,
+        HAS_SINKS=options.sinks is not None,
     )
-    stream_merge_kernel[(shape.num_seqs, shape.num_heads)](
-        *(seq_lens, options.sinks, output, lse, parts, part_lse),
-        *(shape.num_seqs, num_programs, window, *output.stride()[:2]),
-        **constants,
-    )
+    if num_programs > 1:
+        stream_merge_kernel[(num_programs - 1, shape.group_size)](
+            *(shares.ends, output, lse, parts, part_lse, shape.num_seqs, num_programs, *output.stride()[:2]),
+            **heads,
+            GROUP=shape.group_size,
+            HEAD_DIM=shape.cache.head_dim,
+            PARTS=parts_at_once(1, shape.cache.head_dim),
+            num_warps=4,
+        )
 
 
 def _decode_split(
@@ -138,54 +166,30 @@ def _decode_split(
     split_keys: int,
 ) -> None:
     """Splits of a fixed number of keys. Changes `results`, the output and the lse."""
-    query, key_cache, value_cache, block_tables, seq_lens = tensors
+    query, *caches, seq_lens = tensors
     output, lse = results
     max_keys = shape.max_blocks * shape.cache.block_size
     if options.window is not None:
         max_keys = min(max_keys, options.window)
     max_splits = max(1, triton.cdiv(max_keys, split_keys))
-    grid = (shape.num_seqs, shape.cache.num_kv_heads, max_splits)
-    part_shape = (*grid, shape.group_size)
+    num_kv_heads = shape.cache.num_kv_heads
+    part_shape = (shape.num_seqs, num_kv_heads, max_splits, shape.group_size)
     parts = torch.empty(*part_shape, shape.cache.head_dim, dtype=torch.float32, device=query.device)
     part_lse = torch.empty(part_shape, dtype=torch.float32, device=query.device)
     window = options.window or 0
-    constants = {
-        "GROUP": shape.group_size,
-        "HEAD_DIM": shape.cache.head_dim,
-        "HAS_WINDOW": options.window is not None,
-        "HAS_SINKS": options.sinks is not None,
-    }
-    split_kernel[grid](
-        *(query, key_cache, value_cache, block_tables, seq_lens, options.sinks, parts, part_lse),
-        *(window, split_keys, *_numbers(options), *_strides(tensors)),
-        **constants,
-        TILE_N=launch.tile_keys,
-        **_tile_constants(options, shape, launch),
+    flags = {"HAS_WINDOW": options.window is not None, "HAS_SINKS": options.sinks is not None}
+    split_kernel[(shape.num_seqs * num_kv_heads * max_splits,)](
+        *(*tensors, options.sinks, parts, part_lse),
+        *(num_kv_heads, max_splits, window, split_keys, *numbers(options), *strides(query, *caches)),
+        **flags,
+        **tile_constants(shape, launch, options),
     )
     split_merge_kernel[(shape.num_seqs, shape.num_heads)](
         *(seq_lens, options.sinks, output, lse, parts, part_lse),
         *(window, split_keys, max_splits, *output.stride()[:2]),
-        **constants,
+        **flags,
+        GROUP=shape.group_size,
+        HEAD_DIM=shape.cache.head_dim,
+        PARTS=parts_at_once(1, shape.cache.head_dim),
+        num_warps=4,
     )
-
-
-def _numbers(options: AttentionOptions) -> tuple[float, float, float]:
-    return options.scale * options.k_scale, options.softcap or 0.0, options.v_scale
-
-
-def _strides(tensors: _Inputs) -> tuple[int, ...]:
-    query, key_cache, value_cache, block_tables, _ = tensors
-    caches = (*key_cache.stride()[:3], *value_cache.stride()[:3])
-    return (*query.stride()[:2], *caches, block_tables.stride(0))
-
-
-def _tile_constants(options: AttentionOptions, shape: AttentionShape, launch: Launch) -> dict[str, int | bool]:
-    return {
-        "BLOCK_SIZE": shape.cache.block_size,
-        # 16 rows are the least that tensor cores multiply.
-        "TILE_M": max(16, triton.next_power_of_2(shape.group_size)),
-        "STAGES": launch.num_stages,
-        "HAS_SOFTCAP": options.softcap is not None,
-        "INTERPRETED": _INTERPRETED,
-        "num_warps": launch.num_warps,
-    }

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvblocks.kernels.device.tiles import LN_2, LOG2_E
 from kvblocks.kernels.layout import (
     HEAD_DIMS,
     QUERY_DTYPES,
@@ -22,8 +23,6 @@ from kvblocks.kernels.layout import (
 )
 
 _TILE_HEADS = 4
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -56,8 +55,8 @@ def merge_kernel(
     element = tl.arange(0, HEAD_DIM)[None, :]
     is_head = head < num_heads
     nothing = -float("inf")
-    first_lse = tl.load(first_lse_ptr + row * stride_first_lse + head, mask=is_head, other=nothing) * _LOG2_E
-    second_lse = tl.load(second_lse_ptr + row * stride_second_lse + head, mask=is_head, other=nothing) * _LOG2_E
+    first_lse = tl.load(first_lse_ptr + row * stride_first_lse + head, mask=is_head, other=nothing) * LOG2_E
+    second_lse = tl.load(second_lse_ptr + row * stride_second_lse + head, mask=is_head, other=nothing) * LOG2_E
     top = tl.maximum(first_lse, second_lse)
     has_keys = top > nothing
     top = tl.where(has_keys, top, 0.0)
@@ -70,7 +69,7 @@ def merge_kernel(
     first = tl.load(first_at, mask=(first_lse > nothing)[:, None], other=0.0).to(tl.float32)
     second = tl.load(second_at, mask=(second_lse > nothing)[:, None], other=0.0).to(tl.float32)
     output = first * (first_weight / total)[:, None] + second * (second_weight / total)[:, None]
-    lse = tl.where(has_keys, (top + tl.log2(total)) * _LN_2, nothing)
+    lse = tl.where(has_keys, (top + tl.log2(total)) * LN_2, nothing)
     output_at = output_ptr + row * stride_output_row + head[:, None] * stride_output_head + element
     tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_head[:, None])
     tl.store(lse_ptr + row * num_heads + head, lse, mask=is_head)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         InvalidArgumentError,
         InvalidTokensError,
         KVBlocksError,
+        NoTokensError,
         PinBudgetError,
         PoolExhaustedError,
         SequenceStateError,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from kvblocks.retention.holds import BlockHold, BlockHolds
     from kvblocks.retention.pins import Pin
     from kvblocks.retention.policies.policy import CacheView, EvictionPolicy, FreeBlock
+    from kvblocks.retention.sessions import Sessions
     from kvblocks.stats import CacheStats, GroupUsage, MetricsSnapshot, QuotaUsage, Refusal, TierPart, TierStats
     from kvblocks.tiers.identity import BlockIdentity
     from kvblocks.tiers.tier import Tier
@@ -78,6 +80,7 @@ _HOMES = {
         "InvalidArgumentError",
         "InvalidTokensError",
         "KVBlocksError",
+        "NoTokensError",
         "PinBudgetError",
         "PoolExhaustedError",
         "SequenceStateError",
@@ -98,6 +101,7 @@ _HOMES = {
     "retention.holds": ("BlockHold", "BlockHolds"),
     "retention.pins": ("Pin",),
     "retention.policies.policy": ("CacheView", "EvictionPolicy", "FreeBlock"),
+    "retention.sessions": ("Sessions",),
     "tiers.identity": ("BlockIdentity",),
     "tiers.tier": ("Tier",),
     "tiers.tiers": ("Tiers",),
@@ -142,6 +146,7 @@ __all__ = [
     "KVLayer",
     "Loaded",
     "MetricsSnapshot",
+    "NoTokensError",
     "Pin",
     "PinBudgetError",
     "PinnedPrefix",
@@ -155,6 +160,7 @@ __all__ = [
     "Refusal",
     "Sequence",
     "SequenceStateError",
+    "Sessions",
     "SharedPrefix",
     "SlidingWindow",
     "StaleHitError",

@@ -17,6 +17,10 @@ class InvalidTokensError(InvalidArgumentError):
     """Token ids that are not integers from 0 to 2**32 - 1, or none at all."""
 
 
+class NoTokensError(InvalidTokensError):
+    """No token ids, where at least one is needed."""
+
+
 class SequenceStateError(KVBlocksError):
     """The sequence is not in the state that the call needs: unknown, foreign, freed, or already allocated."""
 

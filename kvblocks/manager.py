@@ -32,6 +32,7 @@ from kvblocks.arguments import (
     check_clock,
     check_count,
     check_flag,
+    check_id,
     check_integer,
     check_name,
     check_number,
@@ -41,7 +42,7 @@ from kvblocks.arguments import (
     shown,
     wrong,
 )
-from kvblocks.core.block import ROOT, KVCacheBlock
+from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.caching import find_blocks, forget_unwritten
 from kvblocks.core.change import CHANGING, DEBUGGING, IDLE, Changeable
 from kvblocks.core.hashing import HashFunction, Names, PositionKey
@@ -61,17 +62,17 @@ if TYPE_CHECKING:  # what only some managers need is imported by those
     from kvblocks.groups.kinds import Group
     from kvblocks.observe.block_callbacks import BlockCallback, BlockCallbacks
     from kvblocks.observe.block_sampler import BlockSampler
-    from kvblocks.observe.event_log import Records
     from kvblocks.observe.explanation import Explanation
     from kvblocks.observe.picture import PrefixRow
+    from kvblocks.observe.recording import Recording
     from kvblocks.observe.removal_history import RemovalHistory
-    from kvblocks.observe.shared_names import SharedNames
     from kvblocks.observe.shared_prefixes import SharedPrefix
     from kvblocks.retention.eviction import Eviction
     from kvblocks.retention.holds import BlockHolds
     from kvblocks.retention.pins import Pin, Pins, Priority
     from kvblocks.retention.policies.policy import PolicyFactory
     from kvblocks.retention.quotas import TenantQuotas
+    from kvblocks.retention.sessions import Sessions
     from kvblocks.tiers.calls import ManagerCalls
     from kvblocks.tiers.tier import Tier
     from kvblocks.tiers.tiers import Tiers
@@ -149,7 +150,7 @@ class KVCacheManager(Changeable):
         self.enable_caching = caches
         self._max_pinned_blocks = max_pinned
         self._history = None if not num_remembered else self._make_history(num_remembered)
-        self._events, self._shared_names = self._record_events(options, names)
+        self._recording = None if options is None else self._start_recording(options, names)
         self._now: int | float = 0.0
         self._eviction = None if eviction is None else self._make_eviction(eviction)
         self._traffic: Traffic | None = None
@@ -158,6 +159,7 @@ class KVCacheManager(Changeable):
         self._pins: Pins | None = None
         self._holds: BlockHolds | None = None
         self._quotas: TenantQuotas | None = None
+        self._sessions: Sessions | None = None
         self._groups: tuple[Group, ...] | None = self._slots.groups  # None: one of full attention
         self._in_flight = InFlight(self._index, self)
         self._sequences: dict[Hashable, Sequence] = {}
@@ -598,9 +600,13 @@ class KVCacheManager(Changeable):
         if sequence.side_tables is not None:
             sequence.side_tables.check_back(num_left, sequence.sequence_id, "truncate")
         self.begin_change()
+        if self._eviction is not None:
+            self._eviction.giver = sequence
         if num_computed_tokens is not None:
             self._forget_unwritten(sequence, written)
         self._slots.truncate(sequence, end)
+        if self._eviction is not None:
+            self._eviction.giver = None
         self._in_flight.note(sequence)
         if self._traffic is not None:
             self._traffic.note_cut(sequence)
@@ -729,6 +735,15 @@ class KVCacheManager(Changeable):
 
             self._holds = Holds(self, self._slots, self._check_owned, self.free, self._end)
         return self._holds
+
+    @property
+    def sessions(self) -> Sessions:
+        """What is told of conversations, for eviction policies that listen: that one pauses, or has ended. O(1)."""
+        if self._sessions is None:
+            from kvblocks.retention.sessions import Sessions as Made
+
+            self._sessions = Made(self, self._eviction, self._end)
+        return self._sessions
 
     @property
     def tiers(self) -> Tiers:
@@ -891,6 +906,16 @@ class KVCacheManager(Changeable):
         parts = tuple([found.part() for found in below])
         return explain(self._index, self._slots, self._history, own, parts)
 
+    def sequence(self, sequence_id: Hashable) -> Sequence | None:
+        """Return the sequence that holds blocks under this id, so that it can be freed, say; None: there is none.
+
+        Its owner may have lost it. Raises InvalidArgumentError, and what the id's hash and comparison raise. Changes
+        nothing. O(1).
+        """
+        self.check_whole()
+        check_id("sequence_id", sequence_id)
+        return self._sequences.get(sequence_id)
+
     def block_hashes(self, sequence: Given[Sequence]) -> list[bytes]:
         """Return the digests of a sequence's full blocks of known tokens, allocated or not, cached or not.
 
@@ -898,11 +923,22 @@ class KVCacheManager(Changeable):
         Raises InvalidArgumentError, and what the hash function raises. Changes nothing. O(tokens).
         """
         self.check_whole()
-        own, size = as_sequence("block_hashes", sequence), self.block_size
-        num_blocks = own.num_tokens // size
-        digests = self._index.digests(ROOT, own.packed_tokens(), own.encoded_keys(size), 0, num_blocks)
-        length = self._index.epoch.num_digest_bytes
-        return [bytes(digests[i * length : (i + 1) * length]) for i in range(num_blocks)]
+        own = as_sequence("block_hashes", sequence)
+        from kvblocks.observe.digests import block_digests
+
+        return block_digests(self._index, own)
+
+    def find_block(self, digest: Given[bytes]) -> KVCacheBlock | None:
+        """Return the cached block of that digest, as `block_hashes` and events say it; None if none is cached under it.
+
+        With duplicates the one that hits get. Raises InvalidArgumentError. Changes nothing. For people and tools:
+        digests decide no hit, so there is no map of them, and this is O(cached blocks), the first time O(cached
+        tokens).
+        """
+        self.check_whole()
+        from kvblocks.observe.digests import find_by_digest
+
+        return find_by_digest(self._index, digest)
 
     def take_events(self) -> list[CacheEvent]:
         """Return the changes of the cached set since the last call, oldest first, and forget them. O(1).
@@ -910,13 +946,10 @@ class KVCacheManager(Changeable):
         With vLLM's names, which several prefixes may share, the set is of names, and that costs O(blocks in them).
         Raises InvalidArgumentError unless the manager was made with enable_events=True.
         """
-        log = self._events
-        if log is None:
+        if self._recording is None:
             raise InvalidArgumentError("take_events: expected enable_events=True when the manager was made, got False")
         self.begin_change()
-        events = log.take()
-        if self._shared_names is not None:
-            events = self._shared_names.told(events)
+        events = self._recording.take()
         self._end()
         return events
 
@@ -1029,12 +1062,18 @@ class KVCacheManager(Changeable):
     ) -> list[KVCacheBlock] | None:
         epoch = self._index.epoch if self.enable_caching else None
         self._claim(sequence, "allocate_slots")
+        if self._eviction is not None:
+            self._eviction.note_start(sequence)
         try:
             blocks = self._slots.start(sequence, epoch, end, num_slots, hit, delayed=delayed)
         except BaseException:
+            if self._eviction is not None:
+                self._eviction.note_start(None)
             if sequence.owner is None:  # nothing was changed yet
                 self._unclaim(sequence)
             raise
+        if self._eviction is not None:
+            self._eviction.note_start(None)
         if blocks is None:
             self._unclaim(sequence)
             return None
@@ -1043,8 +1082,8 @@ class KVCacheManager(Changeable):
         if hit is not None and hit.blocks:
             self._num_hits += 1
             self._num_hit_tokens += hit.num_tokens
-            if self._events is not None and self._events.options.hits:
-                self._events.note_hit(hit)
+            if self._recording is not None and self._recording.log.options.hits:
+                self._recording.log.note_hit(hit)
             if self._eviction is not None:
                 self._eviction.note_hit(hit.blocks)
             if self._traffic is not None:
@@ -1168,6 +1207,8 @@ class KVCacheManager(Changeable):
         except BaseException:
             self._keep(own)
             raise
+        if self._eviction is not None:
+            self._eviction.giver = own
         if num_computed_tokens is not None:
             self._forget_unwritten(own, num_computed_tokens)
         if self._last_step[0]:
@@ -1177,6 +1218,8 @@ class KVCacheManager(Changeable):
         if self._traffic is not None:
             self._traffic.note_end(own)
         self._slots.release(own)
+        if self._eviction is not None:
+            self._eviction.giver = None
         self.change_state = self._rest_state  # `_end`, without the call
         if self.change_state:
             self.check()
@@ -1193,8 +1236,12 @@ class KVCacheManager(Changeable):
 
     def _go_back(self, sequence: Sequence, num_tokens: int) -> None:
         """Give back the slots behind the first tokens, which end with a block; what is cached there is forgotten."""
+        if self._eviction is not None:
+            self._eviction.giver = sequence
         self._forget_unwritten(sequence, num_tokens)
         self._slots.rewind(sequence, num_tokens)
+        if self._eviction is not None:
+            self._eviction.giver = None
         self._in_flight.note(sequence)
 
     def _commit(self, prepared: Commit) -> None:
@@ -1210,23 +1257,11 @@ class KVCacheManager(Changeable):
         self._index.watch(made)
         return made
 
-    def _record_events(self, options: EventOptions | None, names: Names) -> tuple[Records | None, SharedNames | None]:
-        """Have what is cached and removed recorded from now on; returns where, and the counts of names if shared."""
-        if options is None:
-            return None, None
-        from kvblocks.observe.event_log import Records as Log
+    def _start_recording(self, options: EventOptions, names: Names) -> Recording:
+        """Have what is cached and removed recorded from now on."""
+        from kvblocks.observe.recording import start_recording
 
-        log = Log(options)
-        if self._slots.has_side_groups:
-            from kvblocks.observe.group_log import make_group_log
-
-            log = make_group_log(options, self._index)
-        self._index.record(log, names)
-        if names.are_unique:
-            return log, None
-        from kvblocks.observe.shared_names import SharedNames as Counts
-
-        return log, Counts()
+        return start_recording(options, self._index, names, has_side_groups=self._slots.has_side_groups)
 
     def _make_traffic(self, tiers: Iterable[Tier]) -> Traffic:
         from kvblocks.tiers.tier import check_tiers

@@ -151,6 +151,16 @@ class HitCounts:
         """Share of the queries that came with a hit, 0.0 to 1.0; 0.0 if there are none."""
         return self.num_hits / self.num_queries if self.num_queries else 0.0
 
+    @property
+    def mean_match_length(self) -> float:
+        """Mean number of tokens a query that needed no computing, queries without a hit included; 0.0 without any."""
+        return self.num_hit_tokens / self.num_queries if self.num_queries else 0.0
+
+    @property
+    def mean_hit_length(self) -> float:
+        """The same of the queries that came with a hit; 0.0 without any."""
+        return self.num_hit_tokens / self.num_hits if self.num_hits else 0.0
+
     def plus(self, other: "HitCounts", sign: int = 1) -> "HitCounts":
         """Return the sum, or with sign -1 the difference."""
         return HitCounts(

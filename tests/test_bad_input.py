@@ -72,6 +72,7 @@ class World:
                 (self.transfer,) = self.tiered.tiers.take_transfers()
                 if name == "stored":
                     self.tiered.tiers.complete(self.transfer, ok=True)
+        self.sharing = KVCacheManager(8, 4, tiers=[Tier("shared", 8, 100, is_shared=True)])
         filler = Sequence("filler", range(100, 127))
         assert self.tiered.allocate_slots(filler) is not None
         self.tiered.abort(filler, 0)
@@ -91,7 +92,7 @@ class World:
         return sequence
 
     def check(self) -> None:
-        for manager in (self.manager, self.other, self.sampled, self.tiered):
+        for manager in (self.manager, self.other, self.sampled, self.tiered, self.sharing):
             manager.check()
         self.cache.check()
 
@@ -107,7 +108,7 @@ class World:
             manager.prefix_rows(),
         ]
         below = self.tiered.tiers
-        seen += [*below, below.num_stale_answers, *map(below.quotas, ("host", "disk"))]
+        seen += [*below, below.num_stale_answers, *map(below.quotas, ("host", "disk")), *self.sharing.tiers]
         for each in (manager, self.other, self.sampled, self.tiered):
             seen += [each.stats, each.free_block_ids(), each.quotas(), each.last_refusal]
             seen += [(id(pin), pin.num_held_blocks, pin.expires_at) for pin in each.pins]
@@ -152,6 +153,10 @@ def of_holds(name: str, **parameters: Parameter) -> tuple[str, Call]:
     return f"BlockHolds.{name}", Call(lambda world: getattr(world.manager.holds, name), parameters)
 
 
+def of_sessions(name: str, **parameters: Parameter) -> tuple[str, Call]:
+    return f"Sessions.{name}", Call(lambda world: getattr(world.manager.sessions, name), parameters)
+
+
 def of_tiers(name: str, **parameters: Parameter) -> tuple[str, Call]:
     return f"Tiers.{name}", Call(lambda world: getattr(world.tiered.tiers, name), parameters)
 
@@ -174,6 +179,7 @@ FLAG = constant(False, "flag")
 TEXT = constant(None, "text none")
 TOKENS = constant([1, 2, 3, 4, 5], "tokens")
 KEYS = constant([(0, 1, b"key")], "empty")
+PROMPT = constant([1, 2, 3, 4, 5], "tokens empty")
 NAMES: dict[str, Parameter] = {"salt": TEXT, "lora": TEXT, "extra_keys": KEYS}
 RUNNING = of_world("running")
 BATCH = Parameter(lambda world: [world.running, world.filling, world.growing])
@@ -246,6 +252,8 @@ CALLS: dict[str, Call] = dict(
         of_manager("evict_blocks", block_ids=constant([1], "ints empty")),
         of_manager("forget_salt", salt=constant("mine", "text none")),
         of_manager("block_hashes", sequence=of_world("waiting", "sequence")),
+        of_manager("find_block", digest=constant(b"", "bytes")),
+        of_manager("sequence", sequence_id=constant("running", "id")),
         of_holds("read", sequence=RUNNING, num_tokens=MAYBE_INT),
         of_holds("write", sequence=RUNNING, num_tokens=MAYBE_INT),
         of_holds("detach", sequence=RUNNING),
@@ -264,6 +272,7 @@ CALLS: dict[str, Call] = dict(
                     "bytes_per_second": constant(None, "int number none"),
                     "max_transfer_blocks": INT,
                     "is_persistent": FLAG,
+                    "is_shared": constant(False, "flag"),
                     "medium": TEXT,
                 },
             ),
@@ -282,6 +291,8 @@ CALLS: dict[str, Call] = dict(
                 {name: constant(b"", "bytes") for name in ("parent", "extra_keys", "tokens")},
             ),
         ),
+        of_sessions("pause", session=constant("chat", "id"), reason=constant("tool_use", "text"), salt=TEXT),
+        of_sessions("end", session=constant("chat", "id"), salt=TEXT),
         of_tiers("find", hit=of_world("tier_hit")),
         of_tiers("worth_loading", loads=of_world("loads", "empty")),
         of_tiers("note_computed", num_tokens=INT, seconds=constant(1.5, "int number")),
@@ -293,6 +304,18 @@ CALLS: dict[str, Call] = dict(
         of_tiers("quotas", tier=constant("host")),
         of_tiers("empty_slots", tier=constant("disk")),
         of_tiers("restore", tier=constant("disk"), slots=constant([(3, IDENTITY)], "empty")),
+        (
+            "Tiers.note_found",
+            Call(
+                lambda world: world.sharing.tiers.note_found,
+                {
+                    "tier": constant("shared"),
+                    "sequence": of_world("below", "sequence"),
+                    "num_blocks": INT,
+                    "attached": constant([(0, 1)], "empty"),
+                },
+            ),
+        ),
         ("BlockHold.group_block_ids", Call(lambda world: world.held.group_block_ids, {"group": constant(0, "int")})),
         of_manager(
             "shared_prefixes",
@@ -335,7 +358,15 @@ CALLS: dict[str, Call] = dict(
         ),
         (
             "Sequence",
-            Call(lambda _: Sequence, {"sequence_id": constant("s", "id"), "prompt_token_ids": TOKENS, **NAMES}),
+            Call(
+                lambda _: Sequence,
+                {
+                    "sequence_id": constant("s", "id"),
+                    "prompt_token_ids": TOKENS,
+                    **NAMES,
+                    "session": constant("chat", "id none"),
+                },
+            ),
         ),
         of_sequence("group_block_ids", group=constant(0, "int")),
         of_sequence("group_blocks", group=constant(0, "int")),
@@ -350,12 +381,20 @@ CALLS: dict[str, Call] = dict(
             "PrefixCache",
             Call(
                 lambda _: PrefixCache,
-                {"max_blocks": INT, "block_size": INT, "eviction": constant("s3fifo", "none callable")},
+                {
+                    "max_blocks": INT,
+                    "block_size": INT,
+                    "eviction": constant("s3fifo", "none callable"),
+                    "pin_budget": constant(0.5, "int number"),
+                    "hash_algorithm": constant("sha256"),
+                    "enable_events": FLAG,
+                    "num_history_blocks": INT,
+                },
             ),
         ),
         ("PrefixCache.now", Call(lambda world: lambda now: setattr(world.cache, "now", now), {"now": NUMBER})),
         ("KVCacheManager.now", Call(lambda world: lambda now: setattr(world.manager, "now", now), {"now": NUMBER})),
-        of_cache("match_prefix", token_ids=TOKENS, **NAMES),
+        of_cache("match_prefix", token_ids=PROMPT, **NAMES),
         of_cache(
             "match_many",
             prompts=constant([[1, 2, 3], [4]], "prompts empty"),
@@ -363,13 +402,17 @@ CALLS: dict[str, Call] = dict(
             lora=TEXT,
             extra_keys=constant([[], [(0, 1, "key")]], "empty empties"),
         ),
-        of_cache("query_match_len", token_ids=TOKENS, **NAMES),
-        of_cache("insert_prefix", token_ids=TOKENS, kv_block_ids=constant([7], "ints"), pin=FLAG, **NAMES),
-        of_cache("attach", token_ids=TOKENS, payload=constant("any", "any"), **NAMES),
+        of_cache("query_match_len", token_ids=PROMPT, **NAMES),
+        of_cache("insert_prefix", token_ids=PROMPT, kv_block_ids=constant([7], "ints"), pin=FLAG, **NAMES),
+        of_cache("attach", token_ids=PROMPT, payload=constant("any", "any"), **NAMES),
         of_cache("evict_lru", num_blocks=INT),
-        of_cache("pin_prefix", token_ids=TOKENS, description=TEXT, **NAMES),
-        of_cache("unpin_prefix", token_ids=TOKENS, **NAMES),
+        of_cache("pin_prefix", token_ids=PROMPT, description=TEXT, **NAMES),
+        of_cache("unpin_prefix", token_ids=PROMPT, **NAMES),
         of_cache("contains_block", kv_block_id=INT),
+        of_cache("block_hashes", token_ids=PROMPT, **NAMES),
+        of_cache("find_block", digest=constant(b"", "bytes")),
+        of_cache("explain", token_ids=PROMPT, **NAMES),
+        of_cache("to_dot", max_nodes=MAYBE_INT),
         (
             "CacheMetrics",
             Call(
@@ -513,6 +556,7 @@ EXEMPT = {
     "KVCacheBlock.__init__": "Made by a pool",
     "Loaded.__init__": "Made by `manager.tiers`",
     "TierHit.__init__": "Made by `manager.tiers.find`",
+    "Sessions.__init__": "Made by a manager",
     "Tiers.__init__": "Made by a manager",
     "Transfer.__init__": "Made by `manager.tiers`",
     "Pin.__init__": "Made by `KVCacheManager.pin`",

@@ -583,3 +583,37 @@ class TestEventsAndStats:
         assert stats.hit_rate == pytest.approx(8 / 30)
         assert (stats.num_taken_blocks, stats.num_evicted_blocks) == (7, 1)
         assert (stats.num_blocks, stats.num_free_blocks, stats.num_cached_blocks) == (4, 1, 3)
+
+
+def test_a_sequence_is_found_by_its_id_while_it_holds_blocks():
+    """So what its caller lost can be freed."""
+    manager = KVCacheManager(8, 2)
+    manager.allocate_slots(Sequence(("lost", 1), [1, 2, 3]))
+    lost = manager.sequence(("lost", 1))
+    assert lost is not None and lost.token_ids() == [1, 2, 3]
+    assert manager.sequence("other") is None
+    manager.free(lost)
+    assert manager.sequence(("lost", 1)) is None and manager.num_free_blocks == 8
+    with pytest.raises(InvalidArgumentError, match="sequence_id: expected something hashable"):
+        manager.sequence([])
+
+
+def test_a_block_is_found_by_its_digest_while_it_is_cached():
+    """With duplicates the one that hits get; never one of before a reset."""
+    manager = KVCacheManager(8, 2)
+    first, second = Sequence("first", [1, 2, 3]), Sequence("second", [1, 2, 4])
+    manager.allocate_slots(first)
+    manager.allocate_slots(second, num_new_tokens=3, hit=None)
+    (name,) = manager.block_hashes(first)
+    assert manager.find_block(name) is first.blocks[0] is not second.blocks[0]
+    assert manager.find_block(name[::-1]) is None
+    manager.free(first)
+    assert manager.find_block(name) is first_cached(manager, [1, 2])
+    manager.reset_prefix_cache()
+    assert manager.find_block(name) is None
+    with pytest.raises(InvalidArgumentError, match="digest: expected bytes, got 'name'"):
+        manager.find_block("name")
+
+
+def first_cached(manager: KVCacheManager, tokens: list[int]) -> object:
+    return manager.get_computed_blocks(Sequence("look", tokens)).blocks[0]

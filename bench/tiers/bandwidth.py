@@ -12,6 +12,7 @@ from kvblocks import BlockIdentity
 from kvblocks.engine.attention.attention import KVCache
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.tiers.block_bytes import BlockBytes
+from kvblocks.engine.tiers.carrier import Move
 from kvblocks.engine.tiers.places import DiskPlace, HostPlace
 from kvblocks.tiers.disk import DiskStore
 
@@ -60,21 +61,21 @@ def time_bandwidth(block_bytes: int, num_rounds: int) -> dict[str, Spread]:
         disk, sealed = (DiskPlace(block_bytes_of, store, BATCH, (block_bytes,)) for store in stores)
         for place in (host, disk, sealed):
             for _ in range(NUM_BATCHES):
-                place.store(*batch(), None)
+                place.store(Move(*batch()))
         for _ in range(NUM_BATCHES):
             _write_file(files / "file", block_bytes_of, batch())
         cases = {
             "one copy": Case(lambda at: copied[at[0]].copy_(whole[at[1]]), BATCH * block_bytes, places),
-            "host, store": Case(lambda at: host.store(*at, None), BATCH * block_bytes, batch),
-            "host, load": Case(lambda at: host.load(*at, None), BATCH * block_bytes, batch),
+            "host, store": Case(lambda at: host.store(Move(*at)), BATCH * block_bytes, batch),
+            "host, load": Case(lambda at: host.load(Move(*at)), BATCH * block_bytes, batch),
             "a file, write": Case(
                 lambda at: _write_file(files / "file", block_bytes_of, at), BATCH * block_bytes, batch
             ),
             "a file, read": Case(lambda at: _read_file(files / "file", block_bytes_of, at), BATCH * block_bytes, batch),
-            "disk, store": Case(lambda at: disk.store(*at, None), BATCH * block_bytes, batch),
-            "disk, load": Case(lambda at: _check(disk.load(*at, None)), BATCH * block_bytes, batch),
-            "disk keyed, store": Case(lambda at: sealed.store(*at, None), BATCH * block_bytes, batch),
-            "disk keyed, load": Case(lambda at: _check(sealed.load(*at, None)), BATCH * block_bytes, batch),
+            "disk, store": Case(lambda at: disk.store(Move(*at)), BATCH * block_bytes, batch),
+            "disk, load": Case(lambda at: _check(disk.load(Move(*at))), BATCH * block_bytes, batch),
+            "disk keyed, store": Case(lambda at: sealed.store(Move(*at)), BATCH * block_bytes, batch),
+            "disk keyed, load": Case(lambda at: _check(sealed.load(Move(*at))), BATCH * block_bytes, batch),
         }
         found = measure(cases, num_rounds, 2)
         disk.close()

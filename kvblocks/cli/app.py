@@ -20,6 +20,7 @@ except ModuleNotFoundError as _error:
 
 from kvblocks.cli.cache import cache_commands  # noqa: E402  # these need typer too
 from kvblocks.cli.models import ModelOption, load_model, show_progress  # noqa: E402
+from kvblocks.cli.replay import replay_commands  # noqa: E402
 from kvblocks.cli.server import server_commands  # noqa: E402
 
 _SERVER_PACKAGES = frozenset({"starlette", "uvicorn", "httpx2"})
@@ -126,6 +127,7 @@ def generate(
 
 
 app.add_typer(server_commands)
+app.add_typer(replay_commands)
 app.add_typer(cache_commands, name="cache")
 
 

@@ -69,15 +69,21 @@ def pin(
     description: Annotated[str | None, typer.Option(help="What it is, for list-pinned.")] = None,
     ttl: Annotated[float | None, typer.Option(help="Seconds until it ends. Default: never.")] = None,
     priority: Annotated[int, typer.Option(min=0, max=100, help="Who gives way first; 100 never does.")] = 50,
+    warm: Annotated[bool, typer.Option("--warm", help="Compute it now, so that it is held at once.")] = False,
     salt: _Salt = None,
     url: _Url = _URL,
     api_key: _Key = None,
     json: _Json = False,
 ) -> None:
-    """Keep a prefix cached: a system prompt by default, or with --raw any text. Prints the pin's id."""
+    """Keep a prefix cached: a system prompt by default, or with --raw any text. Prints the pin's id.
+
+    What isn't cached yet is held from when a request computes it, or at once with --warm.
+    """
     prefix = _prefix(text, file, tokens, "text" if raw else "system")
     options = {"description": description, "ttl_s": ttl, "priority": priority, "cache_salt": salt}
     with _client(url, api_key) as client:
+        if warm:
+            _ask(client, "prompts", "POST", "/v1/cache/warm", {"prompts": [prefix], "cache_salt": salt})
         entry = _ask(client, "id", "POST", "/v1/cache/pins", {**prefix, **options})
     print(json_module.dumps(entry) if json else _pin_line(entry))
 
@@ -264,7 +270,7 @@ def _read(path: Path) -> str:
 
 
 def _tier_line(tier: dict[str, Any]) -> str:
-    moved, disk = tier["num_bytes"], tier["disk"]
+    moved, disk, store = tier["num_bytes"], tier["disk"], tier.get("store")
     line = (
         f"{tier['num_cached_blocks']} of {tier['num_blocks']} slots used;"
         f" loaded {tier['num_loaded_blocks']} blocks ({_mb(moved['load'])}),"
@@ -272,6 +278,13 @@ def _tier_line(tier: dict[str, Any]) -> str:
         f" {tier['num_evicted_blocks']} evicted, {tier['num_dropped_blocks']} dropped,"
         f" {tier['num_failed_blocks']} failed"
     )
+    if store is not None:
+        state = "unreachable now" if store["is_away"] else "reachable"
+        return (
+            f"{line}; {state}, {store['num_failures']} calls failed, {store['num_skipped']} not made;"
+            f" {store['num_missing_blocks']} blocks gone, {store['num_damaged_blocks']} damaged,"
+            f" {store['num_refused_blocks']} refused, {store['num_present_blocks']} there already"
+        )
     if disk is None:
         return line
     failures = f"{disk['num_failed_writes']} writes and {disk['num_failed_syncs']} syncs failed"
@@ -282,6 +295,8 @@ def _pin_line(entry: dict[str, Any]) -> str:
     left = entry["expires_in_s"]
     until = "no end" if left is None else f"ends in {left:.0f} s"
     held = f"{entry['num_held_blocks']} of {entry['num_blocks']} blocks held"
+    if entry["num_held_blocks"] < entry["num_blocks"]:
+        held += " (the rest from when a request computes it; see --warm)"
     line = f"{entry['id']}  {entry['num_tokens']} tokens, {held}, priority {entry['priority']}, {until}"
     return f"{line}  {entry['description']}".rstrip()
 

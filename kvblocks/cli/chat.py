@@ -5,6 +5,7 @@ What it says is separate from where answers come from: a server, or an engine in
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -121,11 +122,13 @@ def chat(
     *,
     system: str | None = None,
     note: Callable[[str], None] | None = None,
+    while_answering: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[Turn]:
     """Chat until a line is empty or there is none, and return the turns.
 
     lines: what the user says, one turn each. write: gets the answers' text as it comes; note: a line about each turn,
-    by default as `write`. A turn that fails is said so and forgotten; the chat goes on.
+    by default as `write`. while_answering: entered for as long as an answer is written, and its note. A turn that
+    fails is said so and forgotten; the chat goes on.
     """
     remark = note or (lambda text: write(f"[{text}]\n"))
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -135,14 +138,15 @@ def chat(
         if not question:
             break
         asked = [*messages, {"role": "user", "content": question}]
-        try:
-            turn = _show(answerer.answer(asked), write)
-        except KVBlocksError as error:
+        with while_answering():
+            try:
+                turn = _show(answerer.answer(asked), write)
+            except KVBlocksError as error:
+                write("\n")
+                remark(f"no answer: {error}")
+                continue
             write("\n")
-            remark(f"no answer: {error}")
-            continue
-        write("\n")
-        remark(str(turn))
+            remark(str(turn))
         messages = [*asked, {"role": "assistant", "content": turn.text}]
         turns.append(turn)
     return turns

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +38,14 @@ def serve(
             rich_help_panel=_CACHE,
         ),
     ] = 10_000,
+    eviction: Annotated[
+        str | None,
+        typer.Option(
+            help="Which cached block goes first: lru, slru, s3fifo, or sessions, which goes by prompt_cache_key."
+            " Default: the least recently used. See docs/policies.md.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = None,
     host_cache: Annotated[
         str | None,
         typer.Option(
@@ -59,6 +66,23 @@ def serve(
             rich_help_panel=_TIERS,
         ),
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVBLOCKS_STORE",
+            help="A Valkey or Redis for blocks, which servers share: valkey://host:6379. See docs/store.md. The"
+            " environment hides a password from other users' `ps`. Needs kvblocks[valkey].",
+            rich_help_panel=_TIERS,
+        ),
+    ] = None,
+    store_secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of at least 16 bytes that only the servers of this store know, so that nobody else can plant"
+            " blocks there. Or $KVBLOCKS_STORE_SECRET.",
+            rich_help_panel=_TIERS,
+        ),
+    ] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a step.", rich_help_panel=_WORK)] = 512,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in a step.", rich_help_panel=_WORK)] = 64,
     schedule: Annotated[
@@ -69,6 +93,10 @@ def serve(
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto.", rich_help_panel=_WORK)] = "auto",
     attention: Annotated[str, typer.Option(help="torch, triton, flash-attn or auto.", rich_help_panel=_WORK)] = "auto",
+    warm_up: Annotated[
+        bool,
+        typer.Option("--warm-up", help="Compile kernels before serving, not while.", rich_help_panel=_WORK),
+    ] = False,
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16. Default: as Engine's.", rich_help_panel=_WORK)
     ] = None,
@@ -77,6 +105,13 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.", rich_help_panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0: any free one.", rich_help_panel=_SERVER)] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What clients call the model, instead of its folder's name; may be given several times.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     api_key: ApiKeyOption = None,
     keys: Annotated[
         Path | None,
@@ -114,6 +149,17 @@ def serve(
     grace_period: Annotated[
         float, typer.Option(help="Seconds that running requests get after SIGTERM.", rich_help_panel=_SERVER)
     ] = 30.0,
+    log_level: Annotated[
+        str,
+        typer.Option(help="debug, info (each request in a line), warning or error.", rich_help_panel=_SERVER),
+    ] = "warning",
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file that gets a line for each request, without its text, for `kvblocks replay`.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     kv_events: Annotated[
         str | None,
         typer.Option(
@@ -141,39 +187,38 @@ def serve(
 
     SIGTERM or Ctrl-C lets running requests finish; a second one doesn't.
     """
+    from kvblocks.engine.server import settings
     from kvblocks.engine.server.access.keys_file import read_keys
-    from kvblocks.engine.server.settings import (
-        CacheSettings,
-        EventSettings,
-        ServerSettings,
-        parse_memory,
-        read_key,
-        read_secret,
-    )
 
     environment = None if disk_cache is None else os.environ.get("KVBLOCKS_DISK_CACHE_SECRET")
-    cache = CacheSettings(
+    store_environment = None if store is None else os.environ.get("KVBLOCKS_STORE_SECRET")
+    cache = settings.CacheSettings(
         block_size=block_size,
         num_blocks=num_blocks,
-        kv_cache_memory=None if kv_cache_memory is None else parse_memory(kv_cache_memory),
+        kv_cache_memory=None if kv_cache_memory is None else settings.parse_memory(kv_cache_memory),
         prefix_caching=not no_prefix_caching,
         num_history_blocks=num_history_blocks,
         schedule=schedule,
+        eviction=eviction,
         deterministic=deterministic,
         device=device,
         attention=attention,
+        warm_up=warm_up,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
-        host_cache=None if host_cache is None else parse_memory(host_cache),
+        host_cache=None if host_cache is None else settings.parse_memory(host_cache),
         disk_cache=disk_cache,
         disk_cache_size=disk_cache_size,
-        disk_cache_secret=read_secret(disk_cache_secret_file, environment, "--disk-cache-secret-file"),
+        disk_cache_secret=settings.read_secret(disk_cache_secret_file, environment, "--disk-cache-secret-file"),
+        store=store,
+        store_secret=settings.read_secret(store_secret_file, store_environment, "--store-secret-file"),
     )
-    server = ServerSettings(
+    server = settings.ServerSettings(
         host=host,
         port=port,
+        model_names=tuple(served_model_name or ()),
         api_key=api_key,
-        admin_key=read_key(admin_key_file, admin_key, "--admin-key-file"),
+        admin_key=settings.read_key(admin_key_file, admin_key, "--admin-key-file"),
         keys=() if keys is None else read_keys(keys),
         allowed_hosts=tuple(allowed_host or ()),
         allow_anyone=allow_anyone,
@@ -182,8 +227,10 @@ def serve(
         max_connections=max_connections,
         request_timeout_s=request_timeout,
         grace_s=grace_period,
+        log_level=log_level,
+        record=record,
     )
-    events = EventSettings(endpoint=kv_events, replay=kv_replay, topic=kv_topic, allow_remote=kv_allow_remote)
+    events = settings.EventSettings(endpoint=kv_events, replay=kv_replay, topic=kv_topic, allow_remote=kv_allow_remote)
     import torch
 
     from kvblocks.engine.server.run import serve as run_server
@@ -219,8 +266,10 @@ def chat(
     """
     from kvblocks.cli.chat import EngineAnswerer, ServerAnswerer
     from kvblocks.cli.chat import chat as run_chat
+    from kvblocks.cli.terminal import Terminal
     from kvblocks.errors import InvalidArgumentError
 
+    terminal = Terminal()
     if url is None:
         if salt is not None:
             raise InvalidArgumentError("expected --salt with --url only: a chat in this process shares with nobody")
@@ -228,24 +277,11 @@ def chat(
 
         engine = Engine(load_model(model))
         answerer = EngineAnswerer(engine, max_tokens=max_tokens, temperature=temperature, seed=seed)
-        run_chat(answerer, _read_lines(), _write, system=system)
+        run_chat(answerer, terminal.read_lines(), terminal.write, system=system, while_answering=terminal.hold_typing)
         return
     from kvblocks.cli.client import ServerClient
 
     with ServerClient(url, api_key) as client:
         remote = ServerAnswerer(client, max_tokens=max_tokens, temperature=temperature, seed=seed, salt=salt)
         client.ask("GET", "/v1/models")  # says at once if there is no server, or another key is needed
-        run_chat(remote, _read_lines(), _write, system=system)
-
-
-def _read_lines() -> Iterator[str]:
-    """The lines that the user types, until Ctrl-D."""
-    while True:
-        try:
-            yield input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)
+        run_chat(remote, terminal.read_lines(), terminal.write, system=system, while_answering=terminal.hold_typing)

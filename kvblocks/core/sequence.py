@@ -62,7 +62,9 @@ class Sequence:
     buffer (see `tokens.pack_tokens`), which is used without a copy and must not change while the sequence is in use.
     At least one token, each 0 to 2**32 - 1. salt: sequences with different salts (None is one of them) never share a
     block. lora: the adapter's name, likewise. extra_keys: (start, end, key) for spans of tokens whose KV depends on
-    more than their ids, such as the placeholders of an image and its hash; key is a str or bytes.
+    more than their ids, such as the placeholders of an image and its hash; key is a str or bytes. session: the
+    conversation that it is a request of, hashable; None: of none. It makes no difference to what is shared; policies
+    may know by it what is wanted again (see `manager.sessions`).
 
     Raises InvalidTokensError and InvalidArgumentError. O(tokens) for ints; O(1) for a buffer of 4-byte integers.
     num_prompt_tokens: given at first. blocks: those of the block table, in order. num_computed_tokens: tokens whose KV
@@ -86,6 +88,7 @@ class Sequence:
         "owner",
         "run",
         "sequence_id",
+        "session",
         "side_tables",
         "tail_owner",
         "tokens",
@@ -100,10 +103,14 @@ class Sequence:
         salt: Text | None = None,
         lora: Text | None = None,
         extra_keys: Iterable[PositionKey] = _NO_KEYS,
+        session: Hashable = None,
     ) -> None:
         if type(sequence_id) is not str and type(sequence_id) is not int:
             check_id("sequence_id", sequence_id)
+        if session is not None:
+            check_id("session", session)
         self.sequence_id = sequence_id
+        self.session = session
         ids: Any = prompt_token_ids  # what `pack_tokens` does with an array, without the call
         is_packed = type(ids) is array and ids.typecode == "I" and ids
         self.tokens: array[int] | memoryview[int] = memoryview(ids) if is_packed else pack_tokens(ids)
@@ -289,6 +296,7 @@ class Sequence:
         """
         own = self.tokens
         twin = Sequence(sequence_id, own)
+        twin.session = self.session
         twin.tokens = own[:] if isinstance(own, array) else own
         twin.keys = self.keys
         twin.num_prompt_tokens = self.num_prompt_tokens

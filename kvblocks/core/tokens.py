@@ -11,7 +11,7 @@ from operator import index
 from typing import Any, NoReturn, Protocol, SupportsIndex
 
 from kvblocks.arguments import is_a, shown
-from kvblocks.errors import InvalidTokensError
+from kvblocks.errors import InvalidTokensError, NoTokensError
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError(f"kvblocks: expected a little-endian machine, got a {sys.byteorder}-endian one")
@@ -45,8 +45,8 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
 
     4-byte buffers and bytes are not copied; the caller must not change them. O(1) for bytes and unsigned integers;
     O(tokens) for all else, from the cheapest on: int32 (a look at the signs), int64, lists. Raises InvalidTokensError
-    for anything but 1 or more ids from 0 to 2**32 - 1. An int is what has `__index__`; in a list that includes a bool,
-    as 0 or 1, since to look at each item would cost as much as all the rest.
+    for anything but 1 or more ids from 0 to 2**32 - 1 (NoTokensError for none). An int is what has `__index__`; in a
+    list that includes a bool, as 0 or 1, since to look at each item would cost as much as all the rest.
     """
     given: Any = token_ids
     if type(given) is array and given.typecode == "I" and given:
@@ -120,7 +120,7 @@ def _pack_ints(token_ids: "list[Any] | tuple[Any, ...]") -> "array[int]":
     except (TypeError, OverflowError, ValueError):
         raise InvalidTokensError(_describe_bad_id(token_ids)) from None
     if not packed:
-        raise InvalidTokensError("token ids: expected at least one, got none")
+        raise NoTokensError("token ids: expected at least one, got none")
     return packed
 
 
@@ -136,7 +136,9 @@ def _describe_bad_id(token_ids: "list[Any] | tuple[Any, ...]") -> str:
 
 
 def _pack_bytes(view: memoryview) -> "memoryview[int]":
-    if not view.nbytes or view.nbytes % 4:
+    if not view.nbytes:
+        raise NoTokensError("token ids: expected packed u32, 4 bytes for each of 1 or more, got none")
+    if view.nbytes % 4:
         raise InvalidTokensError(
             f"token ids: expected packed u32, 4 bytes for each of 1 or more, got {view.nbytes} bytes"
         )
@@ -147,7 +149,7 @@ def _pack_buffer(view: memoryview) -> "array[int] | memoryview[int]":
     if view.ndim != 1:
         raise InvalidTokensError(f"token ids: expected one dimension, got shape {view.shape}")
     if not view.nbytes:
-        raise InvalidTokensError("token ids: expected at least one, got none")
+        raise NoTokensError("token ids: expected at least one, got none")
     kind = view.format.removeprefix("@")
     if len(kind) != 1 or kind not in "hHiIlLqQnN":  # of one byte it could be ids, or packed ones as bytes are
         raise InvalidTokensError(

@@ -33,9 +33,15 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvblocks.engine import completion, engine, errors, generation, options
-    from kvblocks.engine.run import runner
-    from kvblocks.engine.schedule import step
+    try:
+        from kvblocks.engine import completion, engine, errors, generation, options
+        from kvblocks.engine.run import runner
+        from kvblocks.engine.schedule import step
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "kvblocks":
+            raise  # ours, so a bug
+        message = f"kvblocks.engine: expected the package {error.name}, got none: pip install 'kvblocks[engine]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
 
     for module in (completion, engine, errors, generation, options, runner, step):
         if name in vars(module):

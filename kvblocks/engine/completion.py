@@ -17,7 +17,8 @@ class Completion:
     those recomputed after a preemption included; the last one generated never does. ttft_s: seconds from the call to
     the first token, waiting included; where none was asked for, until the prompt was computed. finish_reason: "stop" or
     "length". num_loaded_tokens: of the cached tokens, those that were loaded from below the device, by tier ("host",
-    "disk"). logprobs: for each of token_ids, if the request asked for them, else None.
+    "disk"). logprobs: for each of token_ids, if the request asked for them, else None. prompt_logprobs: likewise, for
+    each token of the prompt; the first one, which nothing comes before, has None.
     """
 
     text: str
@@ -29,6 +30,7 @@ class Completion:
     finish_reason: FinishReason
     num_loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Piece:
     """One generated token. text: what it makes certain, or "". completion: with the last one.
 
     prompt_index, sample_index: whose it is; samples of a prompt count from 0. logprobs: if they were asked for.
+    prompt_logprobs: with the first one, if they were asked for.
     """
 
     prompt_index: int
@@ -44,3 +47,4 @@ class Piece:
     completion: Completion | None = None
     sample_index: int = 0
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None

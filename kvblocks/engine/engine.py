@@ -23,7 +23,7 @@ from kvblocks.engine.intake import Intake, Prompt
 from kvblocks.engine.model.dtypes import parse_dtype
 from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.options import GenerationOptions, OptionValues
-from kvblocks.engine.run.backends import Backend
+from kvblocks.engine.run.backends import Backend, watch_compiling
 from kvblocks.engine.run.cache_plan import plan_cache
 from kvblocks.engine.run.memory import check_memory, read_memory
 from kvblocks.engine.run.runner import LoadedModel
@@ -40,6 +40,7 @@ from kvblocks.events import CacheEvent, EventOptions
 from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 from kvblocks.observe.metrics import CacheMetrics
+from kvblocks.retention.policies.policy import PolicyFactory
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 
@@ -73,11 +74,15 @@ class Engine:
     cuda_graphs: whether decode steps are captured and replayed, where there is CUDA and attention is triton.
     schedule: in which order prompts that wait are begun: "fcfs", first come first served; "longest-prefix", those first
     of which most is cached; "grouped", those together that share a prefix. See `engine.order`.
+    eviction: which cached block goes first when the pool needs one, as of a `KVCacheManager`; its clock is
+    `time.monotonic`. "sessions" goes by the option `session` of prompts.
     num_history_blocks: how many evicted blocks `manager.explain` remembers.
     host_cache: host memory for blocks that don't fit the pool: bytes, a text such as "2GiB", or a share of what is
     free. disk_cache: a folder for blocks, which the next engine finds again. disk_cache_size: what it may take in all,
-    "8GiB" by default. disk_cache_secret: at least 16 bytes, so that nobody who can write there can plant KV. An engine
-    with tiers is to be closed (`close`, or `with`): what isn't stored by then isn't there for the next one.
+    "8GiB" by default. disk_cache_secret: at least 16 bytes, so that nobody who can write there can plant KV. store: the
+    URL of a Valkey or Redis that servers share, such as "valkey://host:6379" (docs/store.md). store_secret: as
+    disk_cache_secret, the same for all of them. An engine with tiers is to be closed (`close`, or `with`): what isn't
+    stored by then isn't there for the next one.
     on_events: is given what became cached and what is cached no more, on the device and in tiers, after the step that
     did it: an `EventPublisher`'s `publish`, say. It must neither wait nor raise. None: nothing is recorded.
 
@@ -100,11 +105,14 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         cuda_graphs: bool = True,
         schedule: str = "fcfs",
+        eviction: str | PolicyFactory | None = None,
         num_history_blocks: int = 0,
         host_cache: float | str | None = None,
         disk_cache: str | Path | None = None,
         disk_cache_size: int | str | None = None,
         disk_cache_secret: bytes | None = None,
+        store: str | None = None,
+        store_secret: bytes | None = None,
         on_events: Callable[[list[CacheEvent]], object] | None = None,
     ) -> None:
         if on_events is not None and not callable(on_events):
@@ -114,13 +122,12 @@ class Engine:
             disk_cache=disk_cache,
             disk_cache_size=disk_cache_size,
             disk_cache_secret=disk_cache_secret,
+            store=store,
+            store_secret=store_secret,
         )
         order = make_order(schedule)
-        chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
         check_count("block_size", block_size, 1)
-        self.model = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
-        if parse_dtype(dtype) not in {None, self.model.dtype}:
-            raise InvalidArgumentError(f"dtype: expected {self.model.dtype}, the loaded model's, got {dtype!r}")
+        self.model = _load(model, device, dtype)
         backend = Backend(attention, deterministic, cuda_graphs)
         backend.choose_attention(self.model, block_size)  # before anything large is made
         self.plan = _plan(self.model, num_blocks, kv_cache_memory, block_size)
@@ -130,17 +137,17 @@ class Engine:
                 self.plan.num_blocks,
                 groups=self.plan.groups,
                 enable_caching=enable_prefix_caching,
+                eviction=eviction,
                 enable_events=False if on_events is None else EventOptions(tiers=True),
                 num_history_blocks=num_history_blocks,
                 tiers=built.tiers,
             )
             self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
             self.scheduler = Scheduler(self.manager, self.model.config.max_position_embeddings, order=order)
-            locations = [LayerLocation(*location) for location in self.plan.layer_groups]
-            self.runner = backend.make_runner(self.model, self.manager, locations)
+            located = [LayerLocation(*location) for location in self.plan.layer_groups]
+            self.runner = backend.make_runner(self.model, self.manager, located)
             self.offload = built.begin(self.manager, self.runner)
-        self._intake = Intake(self.model, self.scheduler)
-        self._stepper = Stepper(self.scheduler)
+        self._intake, self._stepper = Intake(self.model, self.scheduler), Stepper(self.scheduler)
         self._on_events = on_events
         self._tell_events()  # of what a disk has
 
@@ -170,8 +177,8 @@ class Engine:
 
         prompts: texts, encoded as they are (see `engine.model.tokenizer.apply_chat_template` for chats), or token ids.
         options: n=1, max_tokens=64, temperature=0.0, top_p, top_k, min_p, presence_penalty, frequency_penalty,
-        repetition_penalty, logprobs, seed, stop, ignore_eos, salt; see `GenerationOptions`. The first sample's
-        completion counts what the prompt cost.
+        repetition_penalty, logprobs, seed, stop, ignore_eos, min_tokens, stop_token_ids, skip_special_tokens, salt; see
+        `GenerationOptions`. The first sample's completion counts what the prompt cost.
 
         Raises, before anything is computed, InvalidArgumentError (a prompt that is empty or unreadable, or could never
         fit, and options out of range), PoolExhaustedError (it can't fit while the present pins stand) and ModelError
@@ -190,6 +197,27 @@ class Engine:
         computed. prompts, salt and what is raised: as of `generate`.
         """
         return self.generate(prompts, max_tokens=0, salt=salt)
+
+    def warm_up(self, on_step: Callable[[str, int, int], object] | None = None) -> dict[str, float]:
+        """Have all kernels compiled and decode steps captured now, rather than when the first requests need them.
+
+        For steps of `limits.max_num_seqs` sequences, before anything is submitted. on_step: is given what comes next,
+        how many steps are done, and how many there are. Returns the seconds that each kernel took to be compiled, by
+        name; 0 for what Triton's cache on disk has. Nothing where attention isn't triton. Raises InvalidArgumentError
+        if anything is running, and what a step does. Changes nothing that counts.
+        """
+        self._check_open()
+        if on_step is not None and not callable(on_step):
+            raise wrong("on_step", "a callable or None", on_step)
+        if self.has_work:
+            raise InvalidArgumentError("warm_up: expected an engine with nothing to do, got unfinished work")
+        steps = self.runner.warm_up_steps(self.limits.max_num_seqs)
+        with watch_compiling(self.runner.model.attention) as seconds:
+            for done, (name, run) in enumerate(steps):
+                if on_step is not None:
+                    on_step(name, done, len(steps))
+                run()
+        return seconds
 
     def stream(self, prompts: Sequence[Prompt], **options: Unpack[OptionValues]) -> Iterator[Piece]:
         """Answer all prompts, giving every token as it comes; the last piece of an answer has its completion.
@@ -235,6 +263,9 @@ class Engine:
         step tries again.
         """
         self._check_open()
+        self.manager.now = time.monotonic()
+        if self.offload is not None:
+            self.offload.seek(self.scheduler)
         changed = self._stepper.step(self.runner)
         if self.offload is not None:
             self._move(self.offload)
@@ -260,7 +291,7 @@ class Engine:
         number = self.manager.forget_salt(salt)
         self._tell_events()
         if self.offload is not None:
-            self.offload.erase_forgotten(_ERASE_S)
+            self.offload.erase_forgotten(salt, _ERASE_S)
         return number
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -294,7 +325,7 @@ class Engine:
         """Begin transfers behind the step, and take note of those that have ended."""
         for loaded in offload.advance():
             self.scheduler.note_loaded(loaded)
-        if self.scheduler.is_waiting_for_loads:
+        if self.scheduler.is_waiting_for_loads or (offload.is_seeking and not self.scheduler.running):
             offload.wait(_WAIT_S)
 
     def _read(self, prompts: Sequence[Prompt], options: GenerationOptions) -> list[Generation]:
@@ -348,6 +379,15 @@ def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | s
         name = "kv_cache_memory" if num_blocks is None else "num_blocks"
         check_memory(name, chosen.num_bytes, chosen.num_blocks, model.device)
     return chosen
+
+
+def _load(model: str | Path | LoadedModel, device: str, dtype: str | torch.dtype | None) -> LoadedModel:
+    """The model, loaded if it isn't. Raises InvalidArgumentError for one that is elsewhere, or of another dtype."""
+    chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
+    loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
+    if parse_dtype(dtype) not in {None, loaded.dtype}:
+        raise InvalidArgumentError(f"dtype: expected {loaded.dtype}, the loaded model's, got {dtype!r}")
+    return loaded
 
 
 def choose_device(device: str, loaded: torch.device | None = None) -> torch.device:

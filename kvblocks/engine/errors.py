@@ -11,5 +11,9 @@ class BrokenLogitsError(ModelError):
     """The model computed NaN: its weights or the KV cache are broken."""
 
 
+class GrammarError(KVBlocksError):
+    """An answer of a given form can't go on: finding its next token takes more work than one token may."""
+
+
 class RequestTooLongError(InvalidArgumentError):
     """A prompt and what is to be generated are more than the model's context, or the whole pool, has room for."""

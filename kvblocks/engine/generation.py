@@ -4,6 +4,7 @@ from collections import deque
 
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.sampling.drawn import Drawn, TokenLogprobs
+from kvblocks.engine.sampling.prompt_scores import PromptScores
 from kvblocks.engine.sampling.sampler import Draw, Sampler
 from kvblocks.engine.schedule.request import FinishReason, Request
 from kvblocks.engine.text.stop_strings import StopMatcher
@@ -13,10 +14,11 @@ from kvblocks.engine.text.tokenizer import StreamDecoder
 class Generation:
     """A request on its way to a completion. Read it, and take its pieces; the engine writes it.
 
-    prompt_index, sample_index: which answer of the call it is. pieces: those that nobody has taken yet. text: all that
-    they said so far. completion: once it has all its tokens. error: why it failed, if its finish_reason is "error".
-    is_submitted: whether a failure is its own end, or is raised to the caller that steps. start_s: when it was queued,
-    on the clock of `record`.
+    prompt_index, sample_index: which answer of the call it is. scores: of the prompt, shared with its other samples;
+    None, or given before it is queued. pieces: those that nobody has taken yet. text: all that they said so far.
+    completion: once it has all its tokens. error: why it failed, if its finish_reason is "error". is_submitted: whether
+    a failure is its own end, or is raised to the caller that steps. start_s: when it was queued, on the clock of
+    `record`.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class Generation:
         self.sample_index = sample_index
         self.request = request
         self.sampler = sampler
+        self.scores: PromptScores | None = None
         self.pieces: deque[Piece] = deque()
         self.text = ""
         self.completion: Completion | None = None
@@ -62,8 +65,10 @@ class Generation:
 
         A stop string completes it too, though its request is unfinished then: the caller ends that.
         """
+        of_prompt = None
         if self._ttft_s is None:
             self._ttft_s = now_s - self.start_s
+            of_prompt = self._prompt_logprobs
         text = self._certain_text(drawn.token_id)
         self.text += text
         if self._logprobs is not None and drawn.logprobs is not None:
@@ -71,8 +76,9 @@ class Generation:
         reason: FinishReason | None = "stop" if self._stops.is_matched else self.request.finish_reason
         if reason is not None:
             self.completion = self._complete(reason, self._ttft_s)
+        own = drawn.logprobs
         self.pieces.append(
-            Piece(self.prompt_index, drawn.token_id, text, self.completion, self.sample_index, drawn.logprobs)
+            Piece(self.prompt_index, drawn.token_id, text, self.completion, self.sample_index, own, of_prompt)
         )
 
     def end(self, now_s: float) -> None:
@@ -90,13 +96,18 @@ class Generation:
             finish_reason=reason,
             num_loaded_tokens=dict(self.request.num_loaded_tokens),
             logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
+    @property
+    def _prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        return None if self.scores is None else self.scores.logprobs
+
     def _certain_text(self, token_id: int) -> str:
-        """The text that the token makes certain; with the last one, all that is left."""
+        """The text that the token makes certain; with the last one, all that is left. A stop token has none."""
         if self._decoder is None:
             return ""
-        text = self._decoder.feed([token_id])
+        text = "" if self.request.finish_reason == "stop" else self._decoder.feed([token_id])
         if self.request.finish_reason is None:
             return self._stops.feed(text)
         return self._stops.feed(text + self._decoder.finish()) + self._stops.finish()

@@ -7,14 +7,16 @@ from typing import Any
 from kvblocks.core.sequence import Sequence as KVSequence
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.generation import Generation
+from kvblocks.engine.grammar.grammar import Grammar
 from kvblocks.engine.options import GenerationOptions
 from kvblocks.engine.run.runner import LoadedModel
-from kvblocks.engine.sampling.sampler import make_samplers
+from kvblocks.engine.sampling.prompt_scores import PromptScores
+from kvblocks.engine.sampling.sampler import Sampler, make_samplers
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.text.stop_strings import StopMatcher
 from kvblocks.engine.text.tokenizer import StreamDecoder
-from kvblocks.errors import InvalidTokensError, KVBlocksError
+from kvblocks.errors import InvalidArgumentError, InvalidTokensError, KVBlocksError
 
 Prompt = str | Sequence[int]
 
@@ -37,36 +39,52 @@ class Intake:
         prompt).
         """
         samplers = make_samplers(options.sampling, options.seed, options.n)
-        tokenizer = self._model.tokenizer
+        tokenizer, skips = self._model.tokenizer, options.skip_special_tokens
         if options.stop and tokenizer is None:
             raise ModelError("stop: expected none, since the model's folder has no tokenizer.json; got strings")
         try:
             request = self._new_request(prompt, options)
         except KVBlocksError as error:
             raise type(error)(f"{name}: {error}") from error
+        if options.grammar is not None:
+            _constrain(samplers, options.grammar, self._model.config.vocab_size)
+        _ban_stops(samplers, request, options, self._model.config.vocab_size)
         requests = [request, *(request.add_sample(next(self._sequence_ids)) for _ in samplers[1:])]
-        return [
+        generations = [
             Generation(
                 prompt_index,
                 number,
                 sample,
                 sampler,
-                None if tokenizer is None else StreamDecoder(tokenizer),
-                StopMatcher(options.stops),
+                None if tokenizer is None else StreamDecoder(tokenizer, skip_special_tokens=skips),
+                StopMatcher(options.stops, options.min_tokens),
             )
             for number, (sample, sampler) in enumerate(zip(requests, samplers, strict=True))
         ]
+        if options.prompt_logprobs is not None:
+            scores = PromptScores(request.sequence.num_prompt_tokens, options.prompt_logprobs)
+            for generation in generations:
+                generation.scores = scores
+        return generations
 
     def _new_request(self, prompt: Prompt, options: GenerationOptions) -> Request:
-        sequence = KVSequence(next(self._sequence_ids), self._encode(prompt), salt=options.salt)
-        stop_token_ids = frozenset[int]() if options.ignore_eos else self._model.stop_token_ids
+        sequence = KVSequence(
+            next(self._sequence_ids), self._encode(prompt), salt=options.salt, session=options.session
+        )
+        vocab_size, own_stops = self._model.config.vocab_size, frozenset(options.stop_token_ids)
+        if own_stops and max(own_stops) >= vocab_size:
+            raise InvalidTokensError(
+                f"stop_token_ids: expected token ids below {vocab_size}, the vocabulary's size, got {max(own_stops)}"
+            )
+        stop_token_ids = own_stops if options.ignore_eos else own_stops | self._model.stop_token_ids
         # A prompt that fills the context gets 1, which `check_fits` refuses. What pins keep counts as taken, though a
         # prompt that begins with it would have a little more room.
         most = options.max_tokens
         if most is None:
             most = max(1, self._scheduler.max_request_tokens - sequence.num_tokens)
         request = Request(sequence, most, stop_token_ids)
-        vocab_size = self._model.config.vocab_size
+        if options.prompt_logprobs is not None and sequence.num_tokens > 1:
+            request.max_hit_tokens = 0
         largest = max(sequence.token_ids())
         if largest >= vocab_size:
             raise InvalidTokensError(f"expected token ids below {vocab_size}, the vocabulary's size, got {largest}")
@@ -79,3 +97,24 @@ class Intake:
         if self._model.tokenizer is None:
             raise ModelError("expected token ids, since the model's folder has no tokenizer.json; got text")
         return self._model.tokenizer.encode(prompt)
+
+
+def _constrain(samplers: Sequence[Sampler], grammar: Grammar, vocab_size: int) -> None:
+    """Have each answer be of the grammar's form. Raises InvalidArgumentError for a grammar of another model."""
+    if grammar.vocab_size != vocab_size:
+        raise InvalidArgumentError(
+            f"grammar: expected one for the model's vocabulary of {vocab_size}, got one for {grammar.vocab_size}"
+        )
+    for sampler in samplers:
+        sampler.constraint = grammar.start()
+
+
+def _ban_stops(samplers: Sequence[Sampler], request: Request, options: GenerationOptions, vocab_size: int) -> None:
+    """Have no token end an answer before it has `min_tokens`. Raises InvalidArgumentError if all of them would."""
+    if not options.min_tokens:
+        return
+    stops = [token for token in request.stop_token_ids if token < vocab_size]
+    if len(stops) == vocab_size:
+        raise InvalidArgumentError("min_tokens: expected 0, since each token of the vocabulary ends an answer")
+    for sampler in samplers:
+        sampler.ban(stops, options.min_tokens)

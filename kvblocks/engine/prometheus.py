@@ -77,6 +77,18 @@ _DISK_COUNTERS = (
     ("num_failed_syncs", "tier_failed_syncs", "Syncs of the disk that failed."),
 )
 
+_STORE_COUNTERS = (
+    ("num_lookups", "store_lookups", "Batches of blocks that the store was asked for."),
+    ("num_present_blocks", "store_present_blocks", "Blocks not sent, since the store had them or somebody sent them."),
+    ("num_missing_blocks", "store_missing_blocks", "Blocks that were to be loaded and were gone."),
+    ("num_damaged_blocks", "store_damaged_blocks", "Blocks in the store that were not what they should be."),
+    ("num_refused_blocks", "store_refused_blocks", "Blocks that the store refused to take, as a full one does."),
+    ("num_trimmed_blocks", "store_trimmed_blocks", "Blocks that were deleted to keep a tenant's quota."),
+    ("num_failures", "store_failures", "Calls of the store that ended without all answers."),
+    ("num_skipped", "store_skipped", "Calls that weren't made, since the store had failed."),
+)
+_STORE_GAUGES = (("is_away", "store_away", "1 while the store counts as unreachable."),)
+
 TenantLabel = Callable[[str | None], str | None]
 """From a salt (None: sequences without one) to what is shown of it; None: nothing is."""
 
@@ -166,6 +178,9 @@ class OffloadCollector(Collector):
         yield seconds
         disks = [(one.tier, one.disk) for one in traffic if one.disk is not None]
         yield from _by_tier(CounterMetricFamily, disks, _DISK_COUNTERS)
+        stores = [(one.tier, one.store) for one in traffic if one.store is not None]
+        yield from _by_tier(CounterMetricFamily, stores, _STORE_COUNTERS)
+        yield from _by_tier(GaugeMetricFamily, stores, _STORE_GAUGES)
 
 
 def _by_tier(

@@ -19,6 +19,7 @@ from kvblocks.engine.generation import Generation
 from kvblocks.engine.run.runner import ModelRunner
 from kvblocks.engine.sampling.batch_sampler import BatchSampler
 from kvblocks.engine.sampling.drawn import Outcome
+from kvblocks.engine.sampling.prompt_scores import ScoredRows, Scorer
 from kvblocks.engine.schedule.capacity import StalledError
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
@@ -78,15 +79,18 @@ class Stepper:
         sampling = [
             [self._generations[request] for request in chunk.sampled_requests] for chunk in chunks if chunk.samples
         ]
+        scorer = self._make_scorer(chunks)
         start_s = time.perf_counter()
         try:
-            logits = runner.run(chunks)
+            logits = runner.run(chunks) if scorer is None else runner.run(chunks, scorer)
             outcomes = self.sampler.sample(logits, [[generation.next_draw() for generation in row] for row in sampling])
             self.scheduler.note_step(chunks, time.perf_counter() - start_s)
         except BaseException as error:
             self.scheduler.abort(chunks)
             if not isinstance(error, Exception):
                 raise
+            if isinstance(error, BrokenLogitsError):
+                self.scheduler.manager.reset_prefix_cache()
             return self._fail(
                 [request for chunk in chunks for request in (chunk.request, *chunk.request.siblings)], error
             )
@@ -96,12 +100,35 @@ class Stepper:
         self._raise_if_streamed(results, chunks)
         tokens = [None if isinstance(outcome, Exception) else outcome.token_id for outcome in outcomes]
         self.scheduler.complete(chunks, tokens)
+        if scorer is not None:
+            self._note_scores(scorer, chunks)
         for generation, outcome in results:
             self._record(generation, outcome)
         ended = [self._generations.pop(chunk.request) for chunk in chunks if chunk.is_all]
         for generation in ended:
             generation.end(time.perf_counter())
         return [*(generation for generation, _ in results), *ended]
+
+    def _make_scorer(self, chunks: Sequence[ScheduledChunk]) -> Scorer | None:
+        """What scores the rows of prompts whose tokens' log probabilities are wanted; None if there are none."""
+        wanted, first_row = [], 0
+        for chunk in chunks:
+            scores = self._generations[chunk.request].scores
+            if scores is not None:
+                rows = scores.rows(chunk.start, chunk.start + chunk.num_tokens)
+                if rows:
+                    targets = chunk.request.sequence.token_ids(rows.start + 1, rows.stop + 1)
+                    wanted.append(ScoredRows(scores, first_row + rows.start - chunk.start, targets))
+            first_row += chunk.num_tokens
+        return Scorer(wanted) if wanted else None
+
+    def _note_scores(self, scorer: Scorer, chunks: Sequence[ScheduledChunk]) -> None:
+        """Keep what was scored, and let the requests hit as much of the cache."""
+        scorer.commit()
+        for chunk in chunks:
+            scores = self._generations[chunk.request].scores
+            if scores is not None:
+                chunk.request.max_hit_tokens = None if scores.is_whole else scores.num_scored
 
     def _raise_if_streamed(self, results: Outcomes, chunks: list[ScheduledChunk]) -> None:
         """Undo the step and raise if there is no token for a generation whose caller wants to hear of it."""

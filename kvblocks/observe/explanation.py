@@ -112,6 +112,12 @@ def explain(
     return replace(explanation, tiers=tiers) if tiers else explanation
 
 
+def explain_miss(index: PrefixIndex, history: RemovalHistory | None, sequence: Sequence) -> Explanation:
+    """The same of a `PrefixCache`, which has no groups and no tiers."""
+    now = 0 if history is None else history.num_taken_blocks
+    return _explain_miss(index, history, sequence, find_blocks(index, sequence), now)
+
+
 def _explain_hit(
     index: PrefixIndex, slots: SlotAllocator, history: RemovalHistory | None, sequence: Sequence
 ) -> Explanation:

@@ -28,7 +28,7 @@ class PrefixRow(NamedTuple):
 
     parent: index of the row that this one follows; None: it begins a prefix. depth: how many rows come before it in its
     prefixes. start_token: its first token's position in the prefix. num_tokens: in its blocks. num_blocks: those that
-    hits get. num_duplicates: further blocks that hold the same. num_owned: how many of both kinds sequences hold; the
+    hits get. num_duplicates: further blocks that hold the same. num_owned: how many of both kinds anybody holds; the
     others are free. first_tokens: ids of the first tokens, at most 8. extra_keys: those of its blocks, each once, with
     spans as (first position in the prefix, length).
     """

@@ -22,30 +22,42 @@ from contextlib import AbstractContextManager
 from threading import RLock
 from typing import Any, SupportsFloat, SupportsIndex
 
-from kvblocks.arguments import Flag, Text, check_count, check_flag, check_name, check_number, listed
+from kvblocks.arguments import Flag, Given, Text, check_count, check_flag, check_name, check_number, check_share, listed
+from kvblocks.core.caching import digests_ahead
 from kvblocks.core.change import CHANGING, IDLE, Changeable
-from kvblocks.core.hashing import PositionKeys
+from kvblocks.core.hashing import HashFunction, Names, PositionKeys
 from kvblocks.core.sequence import Sequence
 from kvblocks.core.tokens import TokenIds
 from kvblocks.errors import BlockStateError, InvalidArgumentError, StaleHitError
+from kvblocks.events import CacheEvent, EventOptions
+from kvblocks.hashing import get_names
+from kvblocks.observe.digests import block_digests, find_by_digest
+from kvblocks.observe.event_log import Records
+from kvblocks.observe.explanation import Explanation, explain_miss
+from kvblocks.observe.picture import PrefixRow, prefix_rows, to_dot
+from kvblocks.observe.recording import Recording
+from kvblocks.observe.removal_history import RemovalHistory
 from kvblocks.prefix_cache.block_ids import BlockIds, check_block_ids
 from kvblocks.prefix_cache.match import Hold, PrefixInsert, PrefixMatch, ids_of
 from kvblocks.prefix_cache.pins import PinnedPrefix, PrefixPins
+from kvblocks.prefix_cache.prompts import make_prompt
 from kvblocks.prefix_cache.store import PrefixStore
 from kvblocks.retention.eviction import Eviction
 from kvblocks.retention.policies.policy import PolicyFactory
+from kvblocks.stats import HitCounts
 
-_NAME = "prefix"
 _MAX_ID = 2**63 - 1
+_SHARE = "a share of the cache from 0.0 to 1.0"
 
 
 class PrefixCache(Changeable):
     """Knows which of the engine's blocks hold which prefixes: at most `max_blocks` blocks of `block_size` tokens.
 
     Wherever tokens are given, salt, lora and extra_keys say what else their KV depends on, as in `Sequence`; prefixes
-    are equal only where all of it is. Tokens come in any form that `tokens.pack_tokens` takes, at least one. Only full
-    blocks are cached. Raises InvalidArgumentError. Takes no memory for blocks that were never inserted. What it costs
-    to let go of a match falls to a later call: O(1) for each that was left, and for each block that nothing then holds.
+    are equal only where all of it is. Tokens come in any form that `tokens.pack_tokens` takes; without any, nothing is
+    found. Only full blocks are cached. max_blocks: 0 turns the cache off: nothing is found, and no id is taken. Raises
+    InvalidArgumentError. Takes no memory for blocks that were never inserted. What it costs to let go of a match falls
+    to a later call: O(1) for each that was left, and for each block that nothing then holds.
     """
 
     def __init__(
@@ -54,22 +66,35 @@ class PrefixCache(Changeable):
         block_size: SupportsIndex = 16,
         *,
         eviction: Text | PolicyFactory | None = None,
+        pin_budget: SupportsFloat = 0.5,
+        hash_algorithm: Text | HashFunction | Names = "xxh3_128",
+        enable_events: Flag = False,
+        num_history_blocks: SupportsIndex = 0,
     ) -> None:
-        """eviction: which blocks go first: a name, or what makes an `EvictionPolicy`, as of a `KVCacheManager`.
+        """eviction, pin_budget, hash_algorithm, enable_events, num_history_blocks: as of a `KVCacheManager`.
 
-        None: the least recently used. A policy's calls come under the cache's lock.
+        eviction: which blocks go first. A policy's calls come under the cache's lock. pin_budget: share of `max_blocks`
+        that pins may hold together. hash_algorithm: names blocks for events, `block_hashes` and `find_block`; decides
+        no hit. enable_events: whether `take_events` has anything to tell. num_history_blocks: how many prefixes that
+        are cached no more `explain` remembers.
         """
         super().__init__("cache")
-        self.max_blocks = check_count("max_blocks", max_blocks, 1)
+        self.max_blocks = check_count("max_blocks", max_blocks, 0)
         self.block_size = check_count("block_size", block_size, 1)
+        share, records = check_share("pin_budget", pin_budget, _SHARE), check_flag("enable_events", enable_events)
+        num_remembered, names = check_count("num_history_blocks", num_history_blocks, 0), get_names(hash_algorithm)
         self._lock: Any = RLock()  # Any: what RLock is differs between versions of Python
-        self._eviction = None if eviction is None else Eviction(eviction, self.max_blocks, _MAX_ID + 1)
+        self._eviction = None if eviction is None else Eviction(eviction, max(self.max_blocks, 1), _MAX_ID + 1)
         self._now: int | float = 0.0
-        self._store = PrefixStore(self.max_blocks, self.block_size, self._eviction)
-        self._pins = PrefixPins(self.block_size)
+        self._store = PrefixStore(self.max_blocks, self.block_size, names, self._eviction)
+        self._history = RemovalHistory(num_remembered) if num_remembered else None
+        if self._history is not None:
+            self._store.index.watch(self._history)
+        self._recording = Recording(Records(EventOptions()), self._store.index, names) if records else None
+        self._pins = PrefixPins(self.block_size, int(share * self.max_blocks + 1e-6))  # 0.29 of 100 is 29
         self._holds: dict[Hold, None] = {}
         self._left: deque[Hold] = deque()  # of matches that were left, until the next call lets go of them
-        self._num_queries = self._num_queried_tokens = self._num_hit_tokens = 0
+        self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
 
     def match_prefix(
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
@@ -81,7 +106,7 @@ class PrefixCache(Changeable):
         InvalidArgumentError. A dict lookup and a memcmp for each run of blocks that were inserted together, and
         O(blocks found).
         """
-        sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
+        sequence = make_prompt(token_ids, salt, lora, extra_keys)
         with self._lock:
             return self._match(sequence)
 
@@ -100,10 +125,7 @@ class PrefixCache(Changeable):
         )
         if keys and len(keys) != len(items):
             raise InvalidArgumentError(f"extra_keys: expected them for {len(items)} prompts, got {len(keys)}")
-        sequences = [
-            Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=keys[i] if keys else ())
-            for i, token_ids in enumerate(items)
-        ]
+        sequences = [make_prompt(token_ids, salt, lora, keys[i] if keys else ()) for i, token_ids in enumerate(items)]
         with self._lock:
             return [self._match(sequence) for sequence in sequences]
 
@@ -111,7 +133,7 @@ class PrefixCache(Changeable):
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
     ) -> int:
         """Return how many tokens `match_prefix` would find. Changes nothing, neither recency nor what is counted."""
-        sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
+        sequence = make_prompt(token_ids, salt, lora, extra_keys)
         with self._lock:
             self.check_whole()
             return len(self._store.find(sequence)) * self.block_size
@@ -131,16 +153,17 @@ class PrefixCache(Changeable):
         kv_block_ids: one for each full block, none for a partial one at the end; ints, or a buffer of them (see
         `block_ids.check_block_ids`). Where a prefix is cached already, its block stays and the given id is not taken.
         When the cache is full, blocks that nothing holds are evicted, least recently used first; if that isn't enough,
-        the longest prefix that fits is cached. pin: pin what is cached, as `pin_prefix` does.
+        the longest prefix that fits is cached. pin: pin what is cached, as `pin_prefix` does; the budget must have room
+        for all of its full blocks.
 
         The result's `match` is what `match_prefix` of these tokens would find now, without another lookup, and counted
         by no rate. It holds nothing until it is entered. Where other threads evict, use `exclusive` for both. It has a
         copy of the tokens, so a buffer may change when this call has returned.
 
-        Raises InvalidTokensError, InvalidArgumentError, and BlockStateError for an id that holds another prefix.
-        O(tokens).
+        Raises InvalidTokensError, InvalidArgumentError, BlockStateError for an id that holds another prefix, and
+        PinBudgetError. O(tokens).
         """
-        sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
+        sequence = make_prompt(token_ids, salt, lora, extra_keys)
         ids = check_block_ids(kv_block_ids, sequence.num_tokens // self.block_size, self.block_size)
         pins = check_flag("pin", pin)
         if not isinstance(sequence.tokens, array):  # the caller's, who may want to append to it
@@ -151,8 +174,14 @@ class PrefixCache(Changeable):
             found = store.find(sequence)
             num_found, path_ids = len(found), ids_of(found)
             unused = store.check_insertable(ids, path_ids)
+            if pins:
+                self._pins.check_room(len(ids))
+            digests = None
+            if store.index.needs_digests:
+                num_tokens = len(ids) * self.block_size
+                digests = digests_ahead(store.index, sequence, store.index.epoch, found, num_found, num_tokens)
             self.begin_change()
-            path, evicted = store.cache(sequence, ids, found, is_held=pins)
+            path, evicted = store.cache(sequence, ids, found, digests, is_held=pins)
             path_ids += ids[num_found : len(path)]
             if pins and path:
                 self._pins.add(sequence, path, None)
@@ -183,10 +212,11 @@ class PrefixCache(Changeable):
     ) -> bool:
         """Leave `payload` for matches of exactly these tokens, a partial last block's included; None takes it away.
 
-        It is kept with the last full block: one a block, the latest, until that is evicted. Whether it was attached:
-        not when some full block isn't cached, or there is none. Uses and counts nothing. O(tokens).
+        It is kept with the last full block until that is evicted: at most 16 a block, the latest. Prompts below a block
+        keep theirs together, at most `max_blocks` of them, until `clear`. Whether it was attached: not when some full
+        block isn't cached. Uses and counts nothing. O(tokens).
         """
-        sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
+        sequence = make_prompt(token_ids, salt, lora, extra_keys)
         with self._lock:
             self.check_whole()
             attached = self._store.attach(sequence, payload)
@@ -223,12 +253,13 @@ class PrefixCache(Changeable):
         isn't pinned with it. description: for `list_pinned`. Raises InvalidTokensError and InvalidArgumentError.
         O(tokens).
         """
-        sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
+        sequence = make_prompt(token_ids, salt, lora, extra_keys)
         name = check_name("description", description)
         with self._lock:
             self._catch_up()
             path = self._store.find(sequence)
             if path:
+                self._pins.check_room(len(path))
                 self.begin_change()
                 self._store.hold(path)
                 self._pins.add(sequence, path, name)
@@ -243,7 +274,7 @@ class PrefixCache(Changeable):
         The tokens are those that were pinned; a partial last block makes no difference. Returns how many were pinned;
         0: there was no such pin. Raises InvalidTokensError, InvalidArgumentError. O(tokens).
         """
-        sequence = Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
+        sequence = make_prompt(token_ids, salt, lora, extra_keys)
         with self._lock:
             self._catch_up()
             self.begin_change()
@@ -277,22 +308,72 @@ class PrefixCache(Changeable):
             self._catch_up()
             return self._store.num_evictable_blocks
 
-    def get_hit_rate(self) -> float:
-        """Return the share of the tokens looked up that were cached, 0.0 to 1.0; 0.0 before the first lookup. O(1)."""
+    @property
+    def stats(self) -> HitCounts:
+        """What lookups found since the cache was made: hits and tokens, and the rates of both. O(1)."""
         with self._lock:
             self.check_whole()
-            return self._num_hit_tokens / self._num_queried_tokens if self._num_queried_tokens else 0.0
+            return HitCounts(self._num_queries, self._num_hits, self._num_queried_tokens, self._num_hit_tokens)
+
+    def get_hit_rate(self) -> float:
+        """Return `stats.hit_rate`: the share of the tokens looked up that were cached."""
+        return self.stats.hit_rate
 
     def get_avg_match_length(self) -> float:
-        """Return the mean number of tokens found by a lookup, misses included; 0.0 before the first one. O(1)."""
-        with self._lock:
-            self.check_whole()
-            return self._num_hit_tokens / self._num_queries if self._num_queries else 0.0
+        """Return `stats.mean_match_length`: the mean number of tokens found by a lookup, misses included."""
+        return self.stats.mean_match_length
 
     def eviction_failure_count(self) -> int:
         """Return how often an eviction policy raised, or named no block that it had been told of. O(1)."""
         with self._lock:
             return 0 if self._eviction is None else self._eviction.num_failures
+
+    def block_hashes(
+        self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
+    ) -> list[bytes]:
+        """Return the digests of the tokens' full blocks, cached or not, as events name them. O(tokens)."""
+        sequence = make_prompt(token_ids, salt, lora, extra_keys)
+        with self._lock:
+            self.check_whole()
+            return block_digests(self._store.index, sequence)
+
+    def find_block(self, digest: Given[bytes]) -> int | None:
+        """Return the id of the cached block of that digest, None if there is none. As `KVCacheManager.find_block`."""
+        with self._lock:
+            self.check_whole()
+            block = find_by_digest(self._store.index, digest)
+            return None if block is None else block.block_id
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return the changes of what is cached since the last call. As `KVCacheManager.take_events`."""
+        with self._lock:
+            if self._recording is None:
+                raise InvalidArgumentError(
+                    "take_events: expected enable_events=True when the cache was made, got False"
+                )
+            self.begin_change()
+            events = self._recording.take()
+            self.end_change()
+            return events
+
+    def explain(
+        self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
+    ) -> Explanation:
+        """Say why the longest cached prefix of the tokens ends where it does. As `KVCacheManager.explain`."""
+        sequence = make_prompt(token_ids, salt, lora, extra_keys)
+        with self._lock:
+            self.check_whole()
+            return explain_miss(self._store.index, self._history, sequence)
+
+    def prefix_rows(self) -> list[PrefixRow]:
+        """Return what is cached as the rows of a table, for people. Changes nothing. O(cached blocks)."""
+        with self._lock:
+            self._catch_up()
+            return prefix_rows(self._store.index)
+
+    def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
+        """Return what is cached as a Graphviz document, of at most `max_nodes` nodes. As `prefix_rows`."""
+        return to_dot(self.prefix_rows(), max_nodes)
 
     @property
     def now(self) -> int | float:
@@ -324,7 +405,7 @@ class PrefixCache(Changeable):
             for path in self._pins.paths():
                 self._store.let_go(path)
             self._pins.clear()
-            evicted = self._store.evict(self._store.num_evictable_blocks)
+            evicted = self._store.clear()
             self.end_change()
             self._store.drop_payloads()
             return evicted
@@ -375,6 +456,8 @@ class PrefixCache(Changeable):
             self._eviction.note_hit(blocks)
         store.renew(blocks)
         self._num_queries += 1
+        if blocks:
+            self._num_hits += 1
         self._num_queried_tokens += sequence.num_tokens
         self._num_hit_tokens += len(blocks) * self.block_size
         self.change_state = IDLE

@@ -8,6 +8,7 @@ the middle of anything.
 
 from array import array
 from typing import Any, NamedTuple, Protocol, Self
+from warnings import warn
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
@@ -58,8 +59,8 @@ class PrefixMatch:
     )
 
     def __init__(self, holder: MatchHolder, sequence: Sequence) -> None:
+        self._holds: list[Hold] = []  # first of all, since a finalizer looks at it
         self._holder = holder
-        self._holds: list[Hold] = []
         self._packed_ids: array[int] | None = None  # made when first asked for; they can't change any more then
         self._payload: Any = None
         self.sequence = sequence
@@ -127,6 +128,18 @@ class PrefixMatch:
             raise BlockStateError(f"expected a match that was entered, got {self}")
         self._holder.let_go(self._holds[-1])  # before it is forgotten here, so that an interrupt can't lose it
         self._holds.pop()
+
+    def __del__(self) -> None:
+        """Let go of what is still held, and say so: whoever entered it by hand has forgotten to leave it."""
+        if self._holds:
+            for hold in self._holds:
+                self._holder.let_go(hold)
+            warn(
+                f"{self} was entered and never left; its blocks are free again",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
 
     def show(
         self, blocks: list[KVCacheBlock], kv_block_ids: list[int], block_size: int, version: int, payload: Any

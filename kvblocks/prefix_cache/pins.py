@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
+from kvblocks.errors import PinBudgetError
 
 PinKey = tuple[bytes, tuple[tuple[int, bytes], ...]]
 """A prefix's full blocks: their packed tokens, and encoded keys by block."""
@@ -25,14 +26,28 @@ class PinnedPrefix(NamedTuple):
 
 
 class PrefixPins:
-    """Pins by prefix, several for one if it was pinned as often. Whoever adds one holds its path, here and outside."""
+    """Pins by prefix, several for one if it was pinned as often. Whoever adds one holds its path, here and outside.
 
-    def __init__(self, block_size: int) -> None:
+    max_blocks: for all pins together, where a block counts once for each pin that has it.
+    """
+
+    def __init__(self, block_size: int, max_blocks: int) -> None:
         self._block_size = block_size
+        self._max_blocks = max_blocks
+        self._num_blocks = 0
         self._pins: dict[PinKey, list[tuple[Path, str | None]]] = {}
 
+    def check_room(self, num_blocks: int) -> None:
+        """Raise PinBudgetError unless a pin of so many more blocks is within the budget. O(1)."""
+        if self._num_blocks + num_blocks > self._max_blocks:
+            raise PinBudgetError(
+                f"pin_prefix: expected pins of at most {self._max_blocks} blocks together, got {num_blocks} more than "
+                f"the {self._num_blocks} that are pinned"
+            )
+
     def add(self, sequence: Sequence, path: Path, description: str | None) -> None:
-        """Pin the cached `path` of a sequence. O(tokens)."""
+        """Pin the cached `path` of a sequence, for which there is room. O(tokens)."""
+        self._num_blocks += len(path)
         self._pins.setdefault(self._key(sequence), []).append((path, description))
 
     def remove(self, sequence: Sequence) -> Path:
@@ -42,6 +57,7 @@ class PrefixPins:
             return []
         pins = self._pins[key]
         path, _ = pins.pop()
+        self._num_blocks -= len(path)
         if not pins:
             del self._pins[key]
         return path
@@ -49,6 +65,7 @@ class PrefixPins:
     def clear(self) -> None:
         """Take back all pins."""
         self._pins.clear()
+        self._num_blocks = 0
 
     def paths(self) -> list[Path]:
         """Return the path of each pin. O(pins)."""

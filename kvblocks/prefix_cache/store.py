@@ -17,8 +17,6 @@ from collections.abc import Sequence as Items
 from operator import length_hint
 from typing import Any, NoReturn
 
-from xxhash import xxh3_128_digest
-
 from kvblocks.core.block import ROOT, KVCacheBlock
 from kvblocks.core.caching import find_blocks
 from kvblocks.core.free_queue import FreeBlockQueue
@@ -26,6 +24,7 @@ from kvblocks.core.hashing import Names
 from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import BlockStateError, InvalidArgumentError
+from kvblocks.prefix_cache.payloads import Payloads
 from kvblocks.retention.eviction import Eviction
 
 
@@ -108,21 +107,21 @@ class RecencyQueue(FreeBlockQueue):
 class PrefixStore:
     """At most `max_blocks` blocks of `block_size` tokens. ids: of those that are here. index: what they hold.
 
-    eviction: who says which go first; None: the least recently used.
+    names: by which its changes are told to whoever watches `index`. eviction: who says which go first; None: the least
+    recently used.
 
     Many lines here are one call for all blocks of a path: with one token a block, a loop is what an insertion costs.
     """
 
-    def __init__(self, max_blocks: int, block_size: int, eviction: Eviction | None = None) -> None:
+    def __init__(self, max_blocks: int, block_size: int, names: Names, eviction: Eviction | None = None) -> None:
         self.max_blocks = max_blocks
         self._eviction = eviction
         self.block_size = block_size
         self.ids: set[int] = set()
-        self.index = PrefixIndex(block_size, Names(xxh3_128_digest, 16))  # nothing here ever asks for a digest
+        self.index = PrefixIndex(block_size, names)
         self._queue = RecencyQueue(())
         self._stock: list[KVCacheBlock] = []  # ref_cnt 1, as they come off the queue and as they go into it
-        self._payloads: dict[KVCacheBlock, tuple[bytes, bytes | None, Any]] = {}
-        self._dropped: list[Any] = []
+        self._payloads = Payloads(block_size, max_blocks)
 
     @property
     def num_evictable_blocks(self) -> int:
@@ -153,11 +152,18 @@ class PrefixStore:
             self._eviction.note_released(path[::-1])
 
     def cache(
-        self, sequence: Sequence, kv_block_ids: list[int], path: list[KVCacheBlock], *, is_held: bool
+        self,
+        sequence: Sequence,
+        kv_block_ids: list[int],
+        path: list[KVCacheBlock],
+        digests: bytearray | None,
+        *,
+        is_held: bool,
     ) -> tuple[list[KVCacheBlock], list[int]]:
         """Cache as much of the sequence's full blocks as there is room for, evicting what nothing holds.
 
         kv_block_ids: one for each full block, that passed `check_insertable`. path: what is found of the sequence.
+        digests: of the full blocks behind it, where changes are named.
         Returns the path that is cached then, and the ids that were evicted. is_held: whether the path is held once;
         else it is the most recently used. O(blocks).
         """
@@ -173,10 +179,14 @@ class PrefixStore:
             evicted = self.evict(min(num_missing, self._queue.num_free_blocks - num_queued))
         room = self.max_blocks - len(self.ids)
         new = self._take(kv_block_ids[num_found : num_found + room])
+        if self.index.watcher is not None:
+            self.index.watcher.note_taking(len(new), None)
         if new:
             node = path[-1].node if path else ROOT
             keys = sequence.encoded_keys(self.block_size)
-            self.index.cache(node, new, sequence.packed_tokens(), keys, num_found)
+            if digests is not None:  # perhaps there is no room for all
+                del digests[len(new) * self.index.epoch.num_digest_bytes :]
+            self.index.cache(node, new, sequence.packed_tokens(), keys, num_found, digests)
         if is_held:
             self.hold(path)  # for the first new block, which is held; without new blocks for the path itself
         else:
@@ -187,20 +197,29 @@ class PrefixStore:
     def evict(self, num_blocks: int) -> list[int]:
         """Give up at most `num_blocks` blocks that nothing holds, least recently used first unless a policy says.
 
-        Returns their ids.
-
-        Payloads that go with them are kept until `drop_payloads`. O(blocks).
+        Returns their ids. Payloads that go with them are kept until `drop_payloads`. O(blocks).
         """
         number = min(num_blocks, self._queue.num_free_blocks)
         blocks = self._queue.popleft_n(number) if self._eviction is None else self._choose(self._eviction, number)
         num_evicted = self.index.evict(blocks)
         assert num_evicted == len(blocks), f"evict: {num_evicted} blocks went with {len(blocks)} leaves"
+        return self._put_away(blocks)
+
+    def clear(self) -> list[int]:
+        """Give up all blocks, none of which is held, as one reset. Returns their ids. O(blocks)."""
+        blocks = self._queue.popleft_n(self._queue.num_free_blocks)
+        if self._eviction is not None:
+            self._eviction.note_clearing(self.index.runs())
+        self.index.clear()
+        self.index.evict(blocks)  # what they held is of before the reset
+        self._payloads.clear()
+        return self._put_away(blocks)
+
+    def _put_away(self, blocks: list[KVCacheBlock]) -> list[int]:
+        """Keep blocks that hold nothing any more for later; returns their ids. O(blocks)."""
         kv_block_ids = [block.block_id for block in blocks]
         self.ids.difference_update(kv_block_ids)
-        if self._payloads:
-            for block in blocks:
-                if block in self._payloads:
-                    self._dropped.append(self._payloads.pop(block))
+        self._payloads.forget(blocks)
         self._stock += blocks
         return kv_block_ids
 
@@ -217,27 +236,21 @@ class PrefixStore:
         return taken
 
     def attach(self, sequence: Sequence, payload: Any) -> bool:
-        """Keep `payload` with the sequence's last full block; None: keep nothing. Whether that block is here."""
+        """Keep `payload` for exactly this sequence; None: keep nothing. Whether its full blocks are here."""
         path = self.find(sequence)
-        if not path or len(path) < sequence.num_tokens // self.block_size:
+        if len(path) < sequence.num_tokens // self.block_size:
             return False
-        if payload is None:
-            self._dropped.append(self._payloads.pop(path[-1], None))
-        else:
-            tail, tail_key = self._tail(sequence)
-            self._payloads[path[-1]] = tail, tail_key, payload
-        return True
+        return self._payloads.attach(sequence, path, payload)
 
     def payload(self, sequence: Sequence, path: list[KVCacheBlock]) -> Any:
         """Return what was attached to exactly this sequence, whose cached blocks are `path`. O(block_size)."""
-        if not self._payloads or not path or len(path) < sequence.num_tokens // self.block_size:
+        if self._payloads.is_empty or len(path) < sequence.num_tokens // self.block_size:
             return None
-        kept = self._payloads.get(path[-1])
-        return kept[2] if kept is not None and kept[:2] == self._tail(sequence) else None
+        return self._payloads.find(sequence, path)
 
     def drop_payloads(self) -> None:
         """Forget what evicted blocks carried. Called last, since a payload's finalizer may call the cache again."""
-        self._dropped.clear()
+        self._payloads.drop()
 
     def check(self, holds: Iterable[list[KVCacheBlock]]) -> None:
         """Raise AssertionError unless all here agrees, and the paths that are held are `holds`. O(blocks)."""
@@ -267,7 +280,7 @@ class PrefixStore:
         assert self.index.num_cached_blocks == len(self.ids), f"index: {self.index.num_cached_blocks} cached"
         assert len(self.ids) + len(self._stock) <= self.max_blocks, f"store: more than {self.max_blocks} blocks"
         assert all(block.run is None and block.ref_cnt == 1 for block in self._stock), "store: the stock is in use"
-        assert self._payloads.keys() <= num_holds.keys(), "store: a payload without its block"
+        self._payloads.check(num_holds.keys())
 
     def check_insertable(self, kv_block_ids: list[int], found: list[int]) -> list[int]:
         """Return those of the ids for whose position there is another one in `found`, the ids of what is cached.
@@ -312,13 +325,6 @@ class PrefixStore:
             blocks.append(block)
         self.ids.update(kv_block_ids)
         return blocks
-
-    def _tail(self, sequence: Sequence) -> tuple[bytes, bytes | None]:
-        """What a sequence has after its last full block: tokens, and their encoded keys."""
-        num_blocks = sequence.num_tokens // self.block_size
-        keys = sequence.encoded_keys(self.block_size)
-        tail = bytes(sequence.packed_tokens()[4 * self.block_size * num_blocks :])
-        return tail, None if keys is None else keys.get(num_blocks)
 
 
 def _parent(block: KVCacheBlock) -> KVCacheBlock | None:

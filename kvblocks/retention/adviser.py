@@ -5,7 +5,7 @@ told of, is counted, and the advice is then None. KeyboardInterrupt and the like
 call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from operator import index
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvblocks.errors import InvalidArgumentError
 from kvblocks.retention.policies.policy import FreeBlock
 
 _CALLS = ("free", "use", "remove", "victim")
+_MORE_CALLS = ("begin", "pause", "end")  # a policy may have these
 
 
 class Setting:
@@ -66,7 +67,11 @@ class Adviser:
         calls: list[Any] = [getattr(policy, name, None) for name in _CALLS]
         if not all(map(callable, calls)):
             raise wrong("eviction", f"a factory of policies, which have {', '.join(_CALLS)}; one made", policy)
+        more: list[Any] = [getattr(policy, name, None) for name in _MORE_CALLS]
+        if not all([call is None or callable(call) for call in more]):  # noqa: C419
+            raise wrong("eviction", f"policies whose {', '.join(_MORE_CALLS)} can be called; one made", policy)
         self._free, self._use, self._remove, self._victim = calls
+        self._begin, self._pause, self._end = more
 
     def free(self, blocks: list[KVCacheBlock], records: list[FreeBlock]) -> None:
         """Tell of blocks that became free, with a record of each. O(blocks)."""
@@ -84,6 +89,30 @@ class Adviser:
     def remove(self, block_ids: list[int]) -> None:
         """Tell of blocks that it knew and that are cached no more. O(blocks)."""
         self._forget(self._remove, block_ids)
+
+    def begin(self, session: Hashable, tenant: str | None) -> None:
+        """Tell that a session's request begins, if the policy wants to know. O(1)."""
+        if self._begin is not None:
+            try:
+                self._begin(session, tenant)
+            except Exception:  # noqa: BLE001
+                self._setting.num_failures += 1
+
+    def pause(self, session: Hashable, tenant: str | None, reason: str) -> None:
+        """Tell that a session pauses, if the policy wants to know. O(1)."""
+        if self._pause is not None:
+            try:
+                self._pause(session, tenant, reason)
+            except Exception:  # noqa: BLE001
+                self._setting.num_failures += 1
+
+    def end(self, session: Hashable, tenant: str | None) -> None:
+        """Tell that a session has ended, if the policy wants to know. O(1)."""
+        if self._end is not None:
+            try:
+                self._end(session, tenant)
+            except Exception:  # noqa: BLE001
+                self._setting.num_failures += 1
 
     def ask(self, num_blocks: int) -> KVCacheBlock | None:
         """Return the block that is to go, free and cached; None: the policy doesn't say, or what it says is no use."""

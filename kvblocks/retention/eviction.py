@@ -19,7 +19,9 @@ from typing import Any
 from kvblocks.core.block import KVCacheBlock, Run
 from kvblocks.core.free_queue import FreeBlockQueue
 from kvblocks.core.hooks import Accounts
+from kvblocks.core.sequence import Sequence
 from kvblocks.retention.adviser import Adviser, Setting, find_factory
+from kvblocks.retention.givers import Givers
 from kvblocks.retention.policies import NAMED
 from kvblocks.retention.policies.policy import FreeBlock
 from kvblocks.retention.quotas import TenantQuotas
@@ -29,7 +31,7 @@ from kvblocks.retention.tenant import Tenant
 
 
 class Eviction(Accounts):
-    """The eviction policies of one pool. session: of the sequence that is letting go of blocks; None: it has none."""
+    """The eviction policies of one pool. giver: the sequence that is letting go of blocks; None: it is none."""
 
     def __init__(self, eviction: Any, num_blocks: int, end_block_id: int) -> None:
         """eviction: a name, or what makes a policy. Raises InvalidArgumentError, and what that raises."""
@@ -43,7 +45,9 @@ class Eviction(Accounts):
         self._hits: dict[int, int] = {}
         self._passing: Items[KVCacheBlock] = ()
         self._quotas: TenantQuotas | None = None
-        self.session: Hashable | None = None
+        self._givers = Givers()
+        self._starting: Sequence | None = None
+        self.giver: Sequence | None = None
 
     @property
     def now(self) -> Any:
@@ -63,8 +67,24 @@ class Eviction(Accounts):
         """Put quotas, counted anew, into force. Tenants' own policies begin anew. O(salts)."""
         self._quotas = quotas
         self._own.clear()
-        for tenant in [] if quotas is None else quotas.tenants():
-            tenant.adviser = None
+        if quotas is not None:
+            quotas.forget_advisers()
+
+    def pause(self, session: Hashable, tenant: str | None, reason: str) -> None:
+        """Tell the policies that have a tenant's blocks that a session of its pauses. O(1), beside them."""
+        for adviser in self._advisers_of(tenant):
+            adviser.pause(session, tenant, reason)
+
+    def end(self, session: Hashable, tenant: str | None) -> None:
+        """Tell the policies that have a tenant's blocks that a session of its has ended. O(1), beside them."""
+        for adviser in self._advisers_of(tenant):
+            adviser.end(session, tenant)
+
+    def _advisers_of(self, tenant: str | None) -> list[Adviser]:
+        account = None if self._quotas is None else self._quotas.find(tenant)
+        if account is None or account.adviser is None:
+            return [self._main]
+        return [account.adviser, self._main]
 
     # What it is asked.
 
@@ -79,6 +99,8 @@ class Eviction(Accounts):
 
     def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:
         """Take what holds nothing, else what goes for a victim. O(blocks + branches below it) beside the policy."""
+        if self._starting is not None:
+            self._tell_begin(self._starting)
         taken = queue.popleft_empty(max_blocks)
         if not taken:
             first = queue.first
@@ -122,6 +144,10 @@ class Eviction(Accounts):
 
     # What it is told.
 
+    def note_start(self, sequence: Sequence | None) -> None:
+        """A sequence is about to begin: policies are told once it touches or takes blocks. None: it has begun. O(1)."""
+        self._starting = None if sequence is None or sequence.session is None else sequence
+
     def note_hit(self, blocks: Items[KVCacheBlock]) -> None:
         """A sequence has hit these blocks. O(blocks)."""
         for block in blocks:
@@ -139,6 +165,8 @@ class Eviction(Accounts):
             self._quotas.note_released(blocks)
         if passing:
             blocks = [block for block in blocks if block not in passing]
+        if self.giver is not None:
+            self._note_giver(blocks, self.giver.session)
         freed: list[KVCacheBlock] = []
         released, number = self._released, self._num_released
         for block in blocks:
@@ -157,6 +185,8 @@ class Eviction(Accounts):
 
     def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
         """Tell of those that were free. O(blocks)."""
+        if self._starting is not None and blocks:
+            self._tell_begin(self._starting)
         used = self._leave(blocks)
         if used:
             self._main.use(used)
@@ -179,6 +209,7 @@ class Eviction(Accounts):
         self._released.clear()
         self._own.clear()
         self._hits.clear()
+        self._givers.clear()
         if self._quotas is not None:
             self._quotas.note_clearing(runs)
 
@@ -202,6 +233,7 @@ class Eviction(Accounts):
         if self._hits:
             for block in blocks:
                 self._hits.pop(block.block_id, None)
+        self._givers.forget(blocks)
         gone = self._leave(blocks)
         if gone:
             self._main.remove(gone)
@@ -221,6 +253,20 @@ class Eviction(Accounts):
                 if adviser is not None:
                     theirs.setdefault(adviser, []).append(block_id)
         return [*theirs.items()]
+
+    def _note_giver(self, blocks: Items[KVCacheBlock], session: Hashable) -> None:
+        """Note whose sequence gave these back, of those that are cached. O(blocks)."""
+        cached = [block for block in blocks if block.run is not None and block.run.epoch.is_current]
+        try:
+            self._givers.note(cached, session)
+        except Exception:  # noqa: BLE001  # the session's own comparison
+            self._setting.num_failures += 1
+
+    def _tell_begin(self, sequence: Sequence) -> None:
+        """Tell that a request of a session begins, once."""
+        self._starting = None
+        for adviser in self._advisers_of(sequence.salt):
+            adviser.begin(sequence.session, sequence.salt)
 
     def _tell_tenants(self, freed: list[KVCacheBlock], records: list[FreeBlock]) -> None:
         """Tell the tenants' own policies, where there are any, of theirs."""
@@ -242,7 +288,7 @@ class Eviction(Accounts):
         records: list[FreeBlock] = []
         last: Run | None = None
         first, tenant = 0, None
-        hits, session = self._hits, self.session
+        hits, givers = self._hits, self._givers
         for block in blocks:
             run = block.run
             assert run is not None, f"{block}: isn't cached"
@@ -254,7 +300,8 @@ class Eviction(Accounts):
                     tenant = salt_in(run.first_keys)
                 last = run
             block_id = block.block_id
-            fields = block_id, first + block.index, tenant, session, hits.get(block_id, 0)
+            sessions = givers.of(block_id)
+            fields = block_id, first + block.index, tenant, sessions[-1], hits.get(block_id, 0), sessions[:-1]
             records.append(tuple.__new__(FreeBlock, fields))  # half the price of FreeBlock(...)
         return records
 

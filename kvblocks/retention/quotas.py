@@ -81,6 +81,15 @@ class TenantQuotas(Accounts):
             tenant = self._tenants[salt] = Tenant(salt, self.default_max_blocks, self._over)
         return tenant
 
+    def find(self, salt: str | None) -> Tenant | None:
+        """Return the tenant of a salt, None if nothing has asked for it. O(1)."""
+        return self._tenants.get(salt)
+
+    def forget_advisers(self) -> None:
+        """Let all tenants' eviction policies be made anew, also of those that have nothing cached. O(salts)."""
+        for tenant in self._tenants.values():
+            tenant.adviser = None
+
     def recount(self, runs: list[tuple[Run, int]], free_blocks: Items[KVCacheBlock]) -> None:
         """Count anew. runs: all, parents first, with how much each has cached. free_blocks: in their order. O(both)."""
         self._over.reorder([])

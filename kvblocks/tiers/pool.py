@@ -38,6 +38,7 @@ class TierPool:
         self.num_block_bytes: int = tier.num_block_bytes
         self.stores_reused = tier.store == "reused"
         self.stores_computed = tier.store == "computed"
+        self.is_shared: bool = tier.is_shared
         self.min_store_tokens: int | None = tier.min_store_tokens
         self.window_store_tokens: int | None = tier.window_store_tokens
         self.max_transfer_blocks: int = tier.max_transfer_blocks
@@ -104,6 +105,11 @@ class TierPool:
         """Put changed quotas into force. O(slots)."""
         self.quotas = charge(self.pool, quotas)
 
+    def max_blocks_of(self, salt: str | None) -> int | None:
+        """Return the quota of a salt, None without one. O(1)."""
+        tenant = None if self.quotas is None else self.quotas.tenant_of(salt)
+        return None if tenant is None else tenant.max_cached_blocks
+
     def num_ahead(self, blocks: list[KVCacheBlock]) -> int:
         """Return how many slots are reused before the first of these, which hold one prefix, as things stand. O(slots).
 
@@ -152,6 +158,13 @@ class TierPool:
         One group has no columns.
         """
         return False
+
+    def is_attached(self, primary: KVCacheBlock, column: int) -> bool:  # noqa: ARG002  # several groups know
+        """Whether anything is attached to a cached slot in a column. O(1)."""
+        return False
+
+    def note_attached(self, chain: list[KVCacheBlock], tokens: bytearray, column: int) -> None:
+        """Have events say that something was attached behind a chain of slots. tokens: the chain's, at least."""
 
     def is_used_with_prefix(self, column: int) -> bool:  # noqa: ARG002  # several groups do
         """Whether who uses a longer prefix uses what is attached in a column, too. O(groups)."""

@@ -1,6 +1,10 @@
-"""Building a tier's map anew from what was remembered of its slots: ids and identities, the oldest first.
+"""Building a tier's map from what somebody says that it holds: what was remembered, or what was found there.
 
-Nothing here makes an object for each slot where a list of numbers does: a tier may have millions.
+Remembered are ids and identities, the oldest first. Nothing here makes an object for each slot where a list of numbers
+does: a tier may have millions.
+
+Found is what a tier has that others fill, too: blocks that this manager never stored are there, and some that it did
+are gone. Who moves the bytes asks before a lookup counts, and says here what the answer was. A load checks it.
 """
 
 from collections import Counter
@@ -10,9 +14,11 @@ from typing import Any, SupportsIndex
 from kvblocks.arguments import check_count, is_a, listed, wrong
 from kvblocks.core.block import ROOT, KVCacheBlock
 from kvblocks.core.hashing import decode_extra_keys
+from kvblocks.core.sequence import Sequence
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
+from kvblocks.tiers.wishes import Prefix
 
 _EXPECTED = "pairs of a slot's id and a BlockIdentity"
 
@@ -173,3 +179,71 @@ def has_keys(identity: BlockIdentity) -> bool:
     except InvalidArgumentError:
         return False
     return True
+
+
+def first_names(pool: TierPool, prefix: Prefix, num_blocks: int) -> bytearray | None:
+    """Return what events call the first blocks of a prefix, None where nobody asks. O(tokens)."""
+    index = pool.index
+    if index.events is None:
+        return None
+    keys = prefix.extra_keys or {}
+    names = index.epoch.names
+    return names.chain(b"", prefix.tokens, keys, keys.get(0), 4 * index.block_size, range(num_blocks))
+
+
+def known_prefix(sequence: Sequence, block_size: int) -> Prefix:
+    """Return the full blocks of a sequence that a tier may be asked for: not the last known token. O(tokens)."""
+    num_blocks = max(0, sequence.num_tokens - 1) // block_size
+    tokens = bytearray(sequence.packed_tokens()[: 4 * block_size * num_blocks])
+    return Prefix(tokens, sequence.encoded_keys(block_size), [])
+
+
+def note_found(
+    pool: TierPool, prefix: Prefix, num_blocks: int, attached: list[tuple[int, int]], names: bytearray | None
+) -> int:
+    """Have a tier's map say that it holds the first `num_blocks` blocks of a prefix, and nothing behind them.
+
+    attached: of other groups' blocks those that are there, as the index of the block that they end in and their column.
+    names: as `first_names` returned. Slots are taken as for a store, so there may be fewer. Returns how many first
+    blocks the map has then. O(blocks).
+    """
+    size, tokens = pool.index.block_size, prefix.token_view()
+    num_known = len(prefix.tokens) // (4 * size)
+    held = pool.match(tokens, prefix.extra_keys, num_known)
+    if len(held) > num_blocks:
+        pool.drop_prefix(tokens, prefix.extra_keys, num_blocks + 1)
+        held = held[:num_blocks]
+    pool.hold(held)
+    slots = _take(pool, num_blocks - len(held), prefix.salt)
+    if slots:
+        node = held[-1].node if held else ROOT
+        pool.index.cache(
+            node,
+            slots,
+            memoryview(prefix.tokens),
+            prefix.extra_keys,
+            len(held),
+            None if names is None else names[len(held) * pool.index.epoch.num_digest_bytes :],
+        )
+    found = [*held, *slots]
+    beside = _attach(pool, prefix, found, attached)
+    pool.let_go(found)
+    pool.let_go(beside)
+    return len(found)
+
+
+def _take(pool: TierPool, num_blocks: int, salt: str | None) -> list[KVCacheBlock]:
+    return pool.take(min(num_blocks, pool.pool.num_free_blocks), salt)
+
+
+def _attach(
+    pool: TierPool, prefix: Prefix, found: list[KVCacheBlock], attached: list[tuple[int, int]]
+) -> list[KVCacheBlock]:
+    """Attach slots where other groups' blocks were found, and return them. O(attached)."""
+    missing = [(index, column) for index, column in attached if index < len(found)]
+    missing = [(index, column) for index, column in missing if not pool.is_attached(found[index], column)]
+    slots = _take(pool, len(missing), prefix.salt)
+    for (index, column), slot in zip(missing, slots, strict=False):  # quotas may have left fewer
+        if pool.attach(found[index], column, slot):
+            pool.note_attached(found[: index + 1], prefix.tokens, column)
+    return slots

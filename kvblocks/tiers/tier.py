@@ -37,7 +37,9 @@ class Tier:
     only. bytes_per_second: how fast a load is expected to be, until
     that is learned; None: not known. max_transfer_blocks: of one transfer; what fails, fails by so many. is_persistent:
     whether it outlives the manager; `tiers.take_changes` then says what to remember, and `tiers.restore` takes it back.
-    medium: what events call it; None: "STORAGE" if it is persistent, else "CPU", which are vLLM's words.
+    is_shared: whether others store in it, too, and may take from it; `tiers.note_found` says what it has then. Such a
+    tier isn't persistent: its slots are what this manager knows of it. medium: what events call it; None: "EXTERNAL" if
+    it is shared, as SGLang says, "STORAGE" if it is persistent, else "CPU", which are vLLM's words.
     Raises InvalidArgumentError.
 
     The order of a manager's tiers is that of preference, the quickest first.
@@ -55,6 +57,7 @@ class Tier:
         bytes_per_second: SupportsFloat | None = None,
         max_transfer_blocks: SupportsIndex = 32,
         is_persistent: Flag = False,
+        is_shared: Flag = False,
         medium: Text | None = None,
     ) -> None:
         given = plain_text(name) if is_a(name, str) else ""
@@ -80,8 +83,11 @@ class Tier:
             self.bytes_per_second = float(rate)
         self.max_transfer_blocks = check_count("Tier: max_transfer_blocks", max_transfer_blocks, 1)
         self.is_persistent = check_flag("Tier: is_persistent", is_persistent)
+        self.is_shared = check_flag("Tier: is_shared", is_shared)
+        if self.is_shared and self.is_persistent:
+            raise InvalidArgumentError("Tier: expected is_persistent or is_shared, got both")
         place = check_name("Tier: medium", medium)
-        self.medium = place or ("STORAGE" if self.is_persistent else "CPU")
+        self.medium = place or ("EXTERNAL" if self.is_shared else "STORAGE" if self.is_persistent else "CPU")
 
     def __repr__(self) -> str:
         return f"Tier({self.name!r}, {self.num_blocks} blocks)"

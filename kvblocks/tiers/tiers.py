@@ -21,6 +21,7 @@ from kvblocks.arguments import (
     check_name,
     check_number,
     is_a,
+    listed,
     plain_text,
     wrong,
 )
@@ -34,7 +35,7 @@ from kvblocks.tiers.calls import ManagerCalls
 from kvblocks.tiers.identity import BlockIdentity
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.rates import MOST_NUMBER, Rate, num_worth_loading
-from kvblocks.tiers.restoring import check_slots, restore_slots
+from kvblocks.tiers.restoring import check_slots, first_names, known_prefix, note_found, restore_slots
 from kvblocks.tiers.telling import try_names
 from kvblocks.tiers.traffic import Traffic
 from kvblocks.tiers.transfer import Loaded, TierHit, Transfer
@@ -68,6 +69,11 @@ class Tiers:
         What a tier stores as it is computed is found out by `take_transfers` alone.
         """
         return self._traffic.is_busy
+
+    @property
+    def num_resets(self) -> int:
+        """How often all that tiers have was forgotten (`reset_prefix_cache`). What others share is theirs to delete."""
+        return self._traffic.num_clears
 
     # Lookups.
 
@@ -162,6 +168,40 @@ class Tiers:
             raise not_a_sequence("tiers.is_loading", sequence)
         own: Sequence = sequence  # type: ignore[assignment]
         return self._traffic.is_loading(own)
+
+    # What others store, too.
+
+    def note_found(
+        self,
+        tier: Text,
+        sequence: Given[Sequence],
+        num_blocks: SupportsIndex,
+        attached: Iterable[tuple[SupportsIndex, SupportsIndex]] = (),
+    ) -> int:
+        """Say that a shared tier has the first `num_blocks` full blocks of a sequence now, and nothing behind them.
+
+        tier: its name. attached: of other groups' blocks those that it has, as the index of the block that they end in
+        and their column (`BlockIdentity`). `find` counts on that from now on, and a load checks it. Slots are taken as
+        for a store, within quotas, so the answer may be less: how many first blocks are known to be there. Call it
+        when somebody has looked, before `find`; what `evict_blocks` took back is to be deleted there first. Raises
+        InvalidArgumentError. O(tokens).
+        """
+        self._manager.check_whole()
+        pool = self._check_tier("note_found", tier)
+        if not pool.is_shared:
+            raise wrong("tiers.note_found", "the name of a tier that is shared (is_shared=True)", tier)
+        if not is_a(sequence, Sequence):
+            raise not_a_sequence("tiers.note_found", sequence)
+        own: Sequence = sequence  # type: ignore[assignment]
+        prefix = known_prefix(own, pool.index.block_size)
+        most = len(prefix.tokens) // (4 * pool.index.block_size)
+        number = check_count("num_blocks", num_blocks, 0, most)
+        columns = _check_attached(attached, number)
+        names = first_names(pool, prefix, number)
+        self._manager.begin_change()
+        found = note_found(pool, prefix, number, columns, names)
+        self._calls.end()
+        return found
 
     # What outlives the manager.
 
@@ -259,6 +299,18 @@ class Tiers:
         if own.pool not in self._traffic.pools:
             raise InvalidArgumentError(f"tiers.complete: expected a transfer of this manager's tiers, got {own}")
         return own
+
+
+def _check_attached(attached: object, num_blocks: int) -> list[tuple[int, int]]:
+    expected = "pairs of a block's index and a column"
+    checked: list[tuple[int, int]] = []
+    for given in listed("attached", expected, attached):
+        pair: Any = given
+        if not is_a(pair, tuple) or len(pair) != 2:
+            raise wrong("attached", expected, pair)
+        index = check_count("attached: index", pair[0], 0, max(0, num_blocks - 1))
+        checked.append((index, check_count("attached: column", pair[1], 1)))
+    return checked
 
 
 def _check_seconds(seconds: SupportsFloat) -> float:

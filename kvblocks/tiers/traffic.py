@@ -60,6 +60,7 @@ class Traffic:
         self._loading: dict[Sequence, LoadJob] = {}
         self._noted: dict[Sequence, int] = {}  # how many blocks were cached at the last look, where that is looked at
         self._generation = 0
+        self.num_clears = 0
 
     # What `Tiers` asks and says.
 
@@ -272,6 +273,7 @@ class Traffic:
         Loads that have begun go on, since their sequences are of before, too. Stores and wishes are for nothing: what
         they read is cached no more.
         """
+        self.num_clears += 1
         for pool in self.pools:
             pool.clear()
 

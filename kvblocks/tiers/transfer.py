@@ -85,6 +85,21 @@ class Transfer:
         self.state = QUEUED
         self.has_arrived = False
 
+    @property
+    def salt(self) -> str | None:
+        """Whose blocks they are. O(length of the salt)."""
+        return self.prefix.salt
+
+    @property
+    def max_blocks(self) -> int | None:
+        """The quota of its salt in the tier, None without one. O(1)."""
+        return self.pool.max_blocks_of(self.prefix.salt)
+
+    def digests_before(self) -> list[bytes]:
+        """Return the SHA-256 of each block of the prefix before its blocks. O(those), as `identities`."""
+        before = self.prefix.identities(0, self.position, self.pool.index.block_size)
+        return [identity.digest() for identity in before]
+
     def identities(self) -> list[BlockIdentity]:
         """Return who its blocks are: what a tier that outlives the manager keeps beside their bytes, and compares.
 

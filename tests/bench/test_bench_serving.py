@@ -1,6 +1,8 @@
 """The serving bench runs on a tiny model, says what it measured, and judges it right. No test asks how long it took."""
 
 import importlib
+import io
+import itertools
 import json
 from pathlib import Path
 
@@ -139,3 +141,19 @@ def turn_of(kind, ttft_s=0.1, health_s=0.1, peak_mb=1000.0):
 def test_it_says_which_bounds_are_not_held(bounds, loud, is_beyond):
     turns = [turn_of(None), turn_of("digits", **loud), turn_of("lists")]
     assert bounds.judge(turns) == (["digits"] if is_beyond else [])
+
+
+def test_labels_of_the_picture_stand_apart(bench):
+    """Of ranges narrow and wide, as they come: measured on the picture itself."""
+    plot = importlib.import_module("bench.serving.plot")
+    for low, high in ((0.2, 60.0), (1.05, 1.9), (1.0, 1.001), (0.0004, 900.0), (5.0, 5.0), (0.09, 0.31)):
+        times = [low * (high / low) ** (place / 20) for place in range(21)]
+        row = {"without": {"ttft_s": times}, "with": {"ttft_s": times}}
+        row |= {"workload": "one", "ratios": {"ttft_p50_s": 1.0}}
+        figure = plot.draw({"results": [row] * 3, "conditions": {"model": "m", "cpu": "c", "rate": 1 / 3}})
+        figure.savefig(io.BytesIO())
+        for panel in figure.axes:
+            shown = [label for label in panel.get_xticklabels(which="both") if label.get_text()]
+            boxes = [label.get_window_extent() for label in shown]
+            assert 2 <= len(boxes) <= 8, (low, high)
+            assert all(left.x1 + 2 < right.x0 for left, right in itertools.pairwise(boxes)), (low, high)

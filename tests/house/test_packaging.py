@@ -22,7 +22,7 @@ import kvblocks
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-PINNED_EXTRAS = ("engine", "server", "bench", "test", "dev")
+PINNED_EXTRAS = ("engine", "server", "bench", "replay", "test", "dev")
 PINNED_BY_TORCH = ("cuda-", "nvidia-", "triton")  # what a CUDA build of torch brings, in versions of its own choice
 UNSHIPPED = ("__pycache__", "*.pyc", "*.so", "*.pyd", "*.egg-info")
 
@@ -103,7 +103,7 @@ def test_the_wheel_says_what_it_needs(metadata):
     assert metadata["Requires-Python"] == ">=3.11"
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     assert [requirement.name for requirement in requirements if requirement.marker is None] == ["xxhash"]
-    extras = {"engine", "server", "wire", "gpu", "flash-attn", "bench", "test", "dev"}
+    extras = {"engine", "server", "structured", "wire", "valkey", "gpu", "flash-attn", "bench", "replay", "test", "dev"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
 
 
@@ -145,6 +145,40 @@ def test_an_installed_wheel_is_importable(wheel, tmp_path):
         (tmp_path / name).write_bytes(content)
     package = tmp_path / "kvblocks"
     assert where(tmp_path) == [kvblocks.__version__, str(package / "__init__.py"), str(package / "kernels")]
+
+
+# Runs `kvblocks` with a command line, where the modules named first can't be imported.
+WITHOUT = """
+import sys
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in refused:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+refused = {*sys.argv[1].split(",")}
+sys.meta_path.insert(0, Refused())
+from kvblocks.cli import main
+main(sys.argv[2:])
+"""
+
+
+def test_the_extra_replay_is_enough_to_replay(tmp_path):
+    wanted = [Requirement(line).name for line in PYPROJECT["project"]["optional-dependencies"]["replay"]]
+    needed, waiting = {"kvblocks", "xxhash"}, [*wanted]
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        needed.add(name)
+        needs = [Requirement(line) for line in importlib.metadata.requires(name) or []]
+        waiting += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    owners = importlib.metadata.packages_distributions()
+    pytest.importorskip("torch", reason="needs the extra kvblocks[engine]")
+    refused = {module for module, names in owners.items() if not {canonicalize_name(name) for name in names} & needed}
+    assert {"torch", "tokenizers", "starlette"} <= refused
+    assert not {"numpy", "rich", "typer"} & refused
+    sample = ROOT / "kvblocks" / "replay" / "sample.jsonl.gz"
+    rows = tmp_path / "rows.json"
+    replayed = ["replay", str(sample), "--sizes", "2%", "--policies", "lru", "--quick", "--json", str(rows)]
+    run_python("-c", WITHOUT, ",".join(sorted(refused)), *replayed, cwd=ROOT)
+    assert rows.is_file()
 
 
 def test_an_editable_install_finds_the_kernels_in_their_folder(checkout, tmp_path):

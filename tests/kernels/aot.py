@@ -1,8 +1,9 @@
-"""Compile the kernels for GPUs that are not there: every entry of the table, down to machine code.
+"""Compile the kernels for GPUs that are not there, down to machine code: what the calls of aot_calls.py launch.
 
 `python tests/kernels/aot.py` prints what each became: registers, spills, shared memory, tensor-core instructions. It
 must run without TRITON_INTERPRET, which is why test_aot.py starts it as a process: the interpreter takes the place of
-the compiler for a whole process. `--only NAME` compiles the kernels whose name begins so; `--json` prints JSON.
+the compiler for a whole process. `--all`: all calls rather than the usual ones; `--only TEXT`: those with this text in
+their line; `--json`: print JSON. Triton's cache is used, and kept, where TRITON_CACHE_DIR names one.
 """
 
 import argparse
@@ -13,12 +14,17 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import aot_tasks
-from aot_tasks import Compilation
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import aot_calls
+
+from bench.attention import sass
+from bench.attention.recording import record
 
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
@@ -31,49 +37,61 @@ INSTRUCTIONS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What came of it. `error` is the compiler's, and the rest then says nothing."""
+    """What came of a kernel. `error` is the compiler's, and the rest then says nothing.
 
-    name: str
+    call: what launched it; programs: how many the launch's fixed grid counts on for each SM, or 0; fitting: how many
+    fit on one.
+    """
+
+    call: str
+    kernel: str
     target: str
     registers: int = 0
     spilled: int = 0
     shared: int = 0
+    programs: int = 0
+    fitting: int = 0
     instructions: dict[str, int] = field(default_factory=dict)
     error: str | None = None
 
 
-def compile_one(task: Compilation) -> Compiled:
+def compile_call(call: aot_calls.Call) -> list[Compiled]:
+    """Record a call, and compile what it launches."""
+    target, make, model = call
+    with record(target) as recording:
+        make(model)
+    name = f"{make.__name__.removeprefix('make_')}, {model}"
+    sms = recording.count_sms
+    return [compile_one(name, launched, grid, target, sms) for launched, grid in recording.first_launches()]
+
+
+def compile_one(call, launched, grid, target, sms) -> Compiled:
     """Compile, and read the machine code's use of resources."""
-    import importlib
-
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = getattr(importlib.import_module(f"kvblocks.kernels.{task.module}"), task.function)
-    signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        signature[name] = "constexpr" if name in task.constants else task.types.get(name, "i32")
-        # As at run time: allocations are aligned, and so are all strides of usual head_dims.
-        if signature[name].startswith("*") or name.startswith("stride_"):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constexprs=task.constants, attrs=attributes)
-    is_amd = task.target.startswith("gfx")
-    target = GPUTarget("hip", task.target, 64) if is_amd else GPUTarget("cuda", int(task.target[2:]), 32)
+    name = launched.name
     try:
-        compiled = triton.compile(source, target=target, options={"num_warps": task.num_warps})
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is this entry's result
-        return Compiled(task.name, task.target, error=f"{type(error).__name__}: {error}"[-2000:])
+        compiled = sass.build(launched, target)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is this kernel's result
+        return Compiled(call, name, target, error=f"{type(error).__name__}: {error}"[-2000:])
+    is_amd = target.startswith("gfx")
     text = compiled.asm["amdgcn" if is_amd else "ptx"]
-    found = {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()}
+    found = {kind: len(re.findall(pattern, text)) for kind, pattern in INSTRUCTIONS.items()}
     registers, spilled = _amd_registers(text) if is_amd else _cuda_registers(compiled.asm["cubin"])
+    shared = compiled.metadata.shared
+    counted = sass.Counted(registers, spilled, shared, compiled.metadata.num_warps, 1)
+    is_shared_out = "part_ptr" in launched.function.arg_names and name.endswith(
+        ("stream_kernel", "extend_kernel", "prefix_kernel")
+    )
+    is_shared_out &= not launched.named_constants.get("UNIFORM", False)
     return Compiled(
-        task.name,
-        task.target,
+        call,
+        name,
+        target,
         registers,
         spilled,
-        shared=compiled.metadata.shared,
-        instructions={name: count for name, count in found.items() if count},
+        shared,
+        grid[0] // sms if is_shared_out else 0,
+        0 if is_amd else counted.programs_per_sm(target),
+        {kind: number for kind, number in found.items() if number},
     )
 
 
@@ -97,32 +115,38 @@ def _cuda_registers(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack) + int(local)
 
 
-def compile_all(only: str = "", num_processes: int | None = None) -> list[Compiled]:
-    """Compile every task whose name begins with `only`, in a few processes and with a cache that is thrown away."""
-    tasks = [task for task in aot_tasks.all_tasks() if task.name.startswith(only)]
+def compile_all(calls: list[aot_calls.Call], num_processes: int | None = None) -> Iterator[Compiled]:
+    """Compile what calls launch, in a few processes, with Triton's cache or one that is thrown away."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="kvblocks-aot-") as folder:
-        os.environ["TRITON_CACHE_DIR"] = folder
+        os.environ.setdefault("TRITON_CACHE_DIR", folder)
         with ProcessPoolExecutor(num_processes or min(4, os.cpu_count() or 1), context) as pool:
-            return list(pool.map(compile_one, tasks))
+            for found in pool.map(compile_call, calls):
+                yield from found
 
 
 def main() -> None:
-    """Print what every task became."""
+    """Print what every kernel became."""
     parser = argparse.ArgumentParser(prog="aot.py")
+    parser.add_argument("--all", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--processes", type=int)
     given = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         sys.exit("aot.py: expected TRITON_INTERPRET to be unset: the interpreter takes the compiler's place")
-    results = compile_all(given.only, given.processes)
+    calls = list(aot_calls.all_calls() if given.all else aot_calls.usual_calls())
+    calls = [call for call in calls if given.only in f"{call[0]} {call[1].__name__}, {call[2]}"]
+    results = compile_all(calls, given.processes)
     if given.json:
         print(json.dumps([asdict(result) for result in results]))
         return
     for result in results:
-        got = result.error or f"{result.registers:>4} {result.spilled:>5} {result.shared:>7}  {result.instructions}"
-        print(f"{result.target:<7} {result.name:<40.40} {got}")
+        got = result.error or (
+            f"{result.registers:>4} {result.spilled:>5} {result.shared:>7} {result.programs}/{result.fitting}"
+            f"  {result.instructions}"
+        )
+        print(f"{result.target:<7} {result.kernel:<20} {result.call:<60} {got}", flush=True)
 
 
 if __name__ == "__main__":

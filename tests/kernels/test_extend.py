@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from model.paged_batch import SUM_ERROR, PagedBatch, slots_owned, slots_read, store_fp8
 
 from kvblocks.kernels import extend as extend_module
-from kvblocks.kernels.extend import extend
+from kvblocks.kernels.extend import extend, share_rows
 from kvblocks.kernels.layout import KernelArgumentError
+from kvblocks.kernels.table import Launch
 
 RAGGED = [(20, 20), (1, 33), (0, 5), (7, 150), (0, 0), (70, 70), (1, 1)]
 """A prefill, a decode, sequences without rows, a chunk, a prefill of several tiles, and a first token."""
 
 
-def check(batch, *, sum_error=SUM_ERROR, **options):
-    output, lse = extend(*batch.tensors, scale=batch.scale, **options)
+def check(batch, *, sum_error=SUM_ERROR, launch=None, **options):
+    output, lse = extend(*batch.tensors, scale=batch.scale, launch=launch, **options)
     assert output.dtype == batch.query.dtype and lse.dtype == torch.float32
     batch.check(output, lse, sum_error=sum_error, **options)
 
@@ -158,6 +159,41 @@ def test_both_tiles_give_the_same(device, monkeypatch, tile):
         check(PagedBatch(RAGGED, device=device, dtype=dtype, head_dim=128), window=50)
 
 
+def small(num_programs, tile_rows=16):
+    """Small tiles, shared among so many programs."""
+    return Launch(16, 4, 2, tile_rows=tile_rows, programs_per_sm=num_programs)
+
+
+@pytest.mark.parametrize("num_programs", [1, 3, 8, 13])
+@pytest.mark.parametrize("window", [None, 37])
+def test_work_shared_among_any_number_of_programs(device, num_programs, window):
+    batch = PagedBatch([*RAGGED, (3, 0)], device=device, num_padding_rows=9)
+    check(batch, launch=small(num_programs), window=window, sinks=batch.sinks)
+
+
+def test_a_few_rows_on_a_long_context_are_split_evenly(device):
+    batch = PagedBatch([(5, 2000), (1, 17)], device=device, heads=(2, 1))
+    launch = small(25)
+    ends = share_rows(batch.query, batch.key_cache, *batch.tensors[4:], launch=launch).ends
+    assert ends.tolist()[:1] == [125] and ends.tolist()[-1] == 125 + 2  # 2000 / 16 tiles of keys, and 2 of the other
+    check(batch, launch=launch)  # 50 programs of 2 or 3 tiles: more parts than a merge reads at once
+
+
+def test_shares_of_one_call_serve_others_of_the_same_lengths(device):
+    batch = PagedBatch(RAGGED, device=device)
+    lengths = (batch.query_start, batch.seq_lens)
+    for window, batch_invariant in ((None, False), (20, False), (20, True)):
+        options = {"window": window, "batch_invariant": batch_invariant}
+        expected, _ = extend(*batch.tensors, scale=batch.scale, **options)
+        shares = share_rows(batch.query, batch.key_cache, *lengths, **options)
+        for _ in range(2):
+            again, _ = extend(*batch.tensors, scale=batch.scale, shares=shares, **options)
+            assert torch.equal(again, expected)
+    fewer = PagedBatch(RAGGED[:3], device=device)
+    with pytest.raises(KernelArgumentError, match=r"shares.ends: expected the shape \(\d+,\), got"):
+        extend(*fewer.tensors, scale=batch.scale, shares=shares)
+
+
 sequences = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 90)).map(lambda pair: (pair[0], max(pair))), min_size=1, max_size=4
 )
@@ -172,12 +208,17 @@ sequences = st.lists(
     softcap=st.none() | st.just(4.0),
     has_sinks=st.booleans(),
     num_padding_rows=st.integers(0, 5),
+    num_programs=st.integers(0, 6),
     seed=st.integers(0, 1 << 16),
 )
-def test_small_random_batches(device, lengths, heads, block_size, window, softcap, has_sinks, num_padding_rows, seed):
+def test_small_random_batches(
+    device, lengths, heads, block_size, window, softcap, has_sinks, num_padding_rows, num_programs, seed
+):
+    """num_programs: of small tiles; 0: as the table has it."""
+    launch = small(num_programs) if num_programs else None
     shape = {"heads": heads, "block_size": block_size, "num_padding_rows": num_padding_rows}
     batch = PagedBatch(lengths, device=device, seed=seed, **shape)
-    check(batch, window=window, softcap=softcap, sinks=batch.sinks if has_sinks else None)
+    check(batch, launch=launch, window=window, softcap=softcap, sinks=batch.sinks if has_sinks else None)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from model.paged_batch import ROUNDING, PagedBatch, check_close, slots_owned, sl
 
 from kvblocks.kernels import oracle
 from kvblocks.kernels.cascade import cascade_decode, own_parts
-from kvblocks.kernels.decode import decode
+from kvblocks.kernels.decode import decode, share_decodes
 from kvblocks.kernels.layout import KernelArgumentError
 from kvblocks.kernels.merge import merge_state
-from kvblocks.kernels.prefix_decode import prefix_decode
+from kvblocks.kernels.prefix_decode import prefix_decode, share_runs
 from kvblocks.kernels.runs import SharedRuns
+from kvblocks.kernels.table import Launch
 
 # Six requests share three blocks, of which two groups share more; two requests share nothing.
 NESTED = [([0, 2, 3, 5, 6, 7], 0, 3), ([0, 3], 3, 8), ([2, 5, 7], 3, 4), ([5, 7], 4, 5)]
@@ -31,14 +32,19 @@ def share(lengths, groups, *, device, **shape):
     return batch, SharedRuns.build(groups, len(lengths), device)
 
 
-def run_cascade(batch, runs, **options):
+def run_cascade(batch, runs, *, num_programs=None, **options):
+    """num_programs: share the runs among so many, in tiles of 16 keys."""
     query, key_cache, value_cache, block_tables, _, seq_lens = batch.tensors
     own = own_parts(block_tables, seq_lens, runs, key_cache.shape[1])
+    if num_programs is not None:
+        launch = Launch(16, 4, 2, tile_rows=16, programs_per_sm=num_programs)
+        shares = (share_runs(query, key_cache, runs, launch=launch), share_decodes(query, key_cache, own.seq_lens))
+        options["shares"] = shares
     return cascade_decode(query, key_cache, value_cache, own, block_tables, runs, scale=batch.scale, **options)
 
 
-def check(batch, runs, *, num_splits=None, **options):
-    output, lse = run_cascade(batch, runs, num_splits=num_splits, **options)
+def check(batch, runs, *, num_programs=None, **options):
+    output, lse = run_cascade(batch, runs, num_programs=num_programs, **options)
     assert output.dtype == batch.query.dtype and lse.dtype == torch.float32
     batch.check(output, lse, **options)
 
@@ -49,9 +55,9 @@ def test_poison_is_where_nobody_owns_a_slot(device):
     assert set(is_clean.nonzero().flatten().tolist()) == slots_owned(batch)
 
 
-@pytest.mark.parametrize("num_splits", [None, 1, 3, 7])
-def test_nested_groups(device, num_splits):
-    check(*share(NESTED_LENGTHS, NESTED, device=device), num_splits=num_splits)
+@pytest.mark.parametrize("num_programs", [None, 1, 3, 13])
+def test_nested_groups(device, num_programs):
+    check(*share(NESTED_LENGTHS, NESTED, device=device), num_programs=num_programs)
 
 
 @pytest.mark.parametrize(
@@ -100,21 +106,19 @@ def test_softcap_and_sinks(device):
 def test_parts_are_attention_over_the_runs_alone(device):
     batch, runs = share(NESTED_LENGTHS, NESTED, device=device)
     query, key_cache, value_cache, tables, *_ = batch.tensors
-    num_splits = 2
-    outputs, lses = prefix_decode(query, key_cache, value_cache, tables, runs, scale=0.1, num_splits=num_splits)
-    assert outputs.shape == (3 * num_splits, 8, 4, 64) and outputs.dtype == torch.float32
+    outputs, lses = prefix_decode(query, key_cache, value_cache, tables, runs, scale=0.1)
+    assert outputs.shape == (3, 8, 4, 64) and outputs.dtype == torch.float32
     unseen = torch.ones(lses.shape[:2], dtype=torch.bool)
     for (members, start, stop), level in zip(NESTED, runs.level.tolist(), strict=True):
-        states = slice(level * num_splits, (level + 1) * num_splits)
         for row in members:
             one = (query[row : row + 1], key_cache, value_cache, tables[row : row + 1, start:stop])
             lengths = torch.tensor([0, 1]), torch.tensor([(stop - start) * 16])
             expected = oracle.attention(*one, *lengths, scale=0.1)
             weighed, _ = oracle.attention(*one[:2], value_cache.abs(), one[3], *lengths, scale=0.1)
-            parts = [part[row : row + 1] for part in outputs[states]], [part[row : row + 1] for part in lses[states]]
-            check_close(*oracle.merge(*parts), *expected, weighed, ROUNDING[torch.float32])
-            unseen[states, row] = False
-    assert (lses.cpu()[unseen] == -torch.inf).all() and unseen.sum() == num_splits * (3 * 8 - 13)
+            part = (outputs[level, row : row + 1], lses[level, row : row + 1])
+            check_close(*part, *expected, weighed, ROUNDING[torch.float32])
+            unseen[level, row] = False
+    assert (lses.cpu()[unseen] == -torch.inf).all() and unseen.sum() == 3 * 8 - 13
 
 
 def test_parts_merge_with_merge_state_too(device):
@@ -131,7 +135,7 @@ def test_parts_merge_with_merge_state_too(device):
 @pytest.mark.parametrize("cache", ["key_cache", "value_cache"])
 def test_no_slot_is_read_that_no_request_owns(device, monkeypatch, cache):
     batch, runs = share(NESTED_LENGTHS, NESTED, device=device)
-    read = slots_read(monkeypatch, getattr(batch, cache), lambda: run_cascade(batch, runs, num_splits=3))
+    read = slots_read(monkeypatch, getattr(batch, cache), lambda: run_cascade(batch, runs, num_programs=3))
     assert read == slots_owned(batch)
 
 
@@ -186,10 +190,10 @@ def forests(draw):
 
 
 @settings(max_examples=25)
-@given(forest=forests(), num_splits=st.integers(1, 4), has_sinks=st.booleans(), seed=st.integers(0, 1 << 16))
-def test_small_random_forests(device, forest, num_splits, has_sinks, seed):
+@given(forest=forests(), num_programs=st.integers(1, 6), has_sinks=st.booleans(), seed=st.integers(0, 1 << 16))
+def test_small_random_forests(device, forest, num_programs, has_sinks, seed):
     batch, runs = share(*forest, device=device, seed=seed)
-    check(batch, runs, num_splits=num_splits, sinks=batch.sinks if has_sinks else None)
+    check(batch, runs, num_programs=num_programs, sinks=batch.sinks if has_sinks else None)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ class ModelSequence:
     is_of_this_epoch: bool = False
     delayed: int | None = None  # the first token that isn't to be cached yet
     in_flight: int = 0  # how many of its last tokens the next call that makes room is told to be in flight
+    session: object = None
 
     @property
     def written(self) -> int:
@@ -395,6 +396,7 @@ class DumbModel:
             is_allocated=True,
             is_of_this_epoch=sequence.is_of_this_epoch,
             delayed=sequence.delayed,
+            session=sequence.session,
         )
 
     def truncate(self, sequence: ModelSequence, num_tokens: int, num_computed: int | None) -> None:

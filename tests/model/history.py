@@ -70,6 +70,8 @@ class FragileHash:
 
 
 class History(Transfers):
+    sessions: tuple[Any, ...] = (None,)  # which the sequences are of, in turns
+
     def __init__(self, num_blocks: int, block_size: int, *, enable_caching: bool = True, **options: Any) -> None:
         super().__init__()
         first_block = options.get("first_block_id", 0)
@@ -122,8 +124,9 @@ class History(Transfers):
     def add(self, tokens: list[int], salt: str | None, lora: str | None, spans: set[tuple[int, int, str]]) -> None:
         self.num_made += 1
         name = f"sequence-{self.num_made}"
-        sequence = kvblocks.Sequence(name, tokens, salt=salt, lora=lora, extra_keys=spans)
-        model = ModelSequence(name, list(tokens), salt, lora, tuple(spans), num_prompt=len(tokens))
+        session = self.sessions[self.num_made % len(self.sessions)]
+        sequence = kvblocks.Sequence(name, tokens, salt=salt, lora=lora, extra_keys=spans, session=session)
+        model = ModelSequence(name, list(tokens), salt, lora, tuple(spans), num_prompt=len(tokens), session=session)
         self.pairs.append((sequence, model))
         waiting = [pair for pair in self.pairs if not pair[1].is_allocated]
         for pair in waiting[: len(waiting) - MAX_WAITING]:

@@ -16,7 +16,9 @@ class CacheWorld:
     """A full cache with pins, a payload, a match that is held, and one that was left and not let go of yet."""
 
     def __init__(self, eviction: str | None = None) -> None:
-        self.cache = cache = PrefixCache(10, 4, eviction=eviction)
+        self.cache = cache = PrefixCache(
+            10, 4, eviction=eviction, pin_budget=0.6, enable_events=eviction is not None, num_history_blocks=4
+        )
         cache.insert_prefix(LONG, [0, 1, 2])
         cache.insert_prefix(OTHER, [10, 11, 12], pin=True)
         cache.insert_prefix([*LONG[:8], 90, 91, 92, 93], [0, 1, 20])
@@ -44,7 +46,10 @@ class CacheWorld:
             "rates": (cache.get_hit_rate(), cache.get_avg_match_length()),
             "runs": [(bytes(run.tokens), [block.block_id for block in run.blocks]) for run in store.index.runs()],
             "known": store._eviction and list(store._eviction._main.blocks),  # noqa: SLF001
-            "payloads": sorted([block.block_id for block in store._payloads]),  # noqa: SLF001
+            "payloads": sorted([block.block_id for block in store._payloads._by_block]),  # noqa: SLF001
+            "records": cache._recording and [*cache._recording.log.records],  # noqa: SLF001
+            "removals": len(cache._history),  # noqa: SLF001
+            "names": store.index.needs_digests and [bytes(run.digests) for run in store.index.runs()],
         }
 
     def calls(self) -> dict[str, Callable[[], Any]]:
@@ -65,6 +70,12 @@ class CacheWorld:
             "evictable_count": cache.evictable_count,
             "get_hit_rate": cache.get_hit_rate,
             "get_avg_match_length": cache.get_avg_match_length,
+            "stats": lambda: cache.stats,
+            "block_hashes": lambda: cache.block_hashes(LONG),
+            "find_block": lambda: cache.find_block(b"name"),
+            "explain": lambda: cache.explain(LONG),
+            "prefix_rows": cache.prefix_rows,
+            "to_dot": cache.to_dot,
             "clear": cache.clear,
             "check": cache.check,
             "entering a match": self.other.__enter__,
@@ -82,6 +93,7 @@ CALLS: dict[str, Callable[[CacheWorld], Any]] = {
     "pin_prefix": lambda w: w.cache.pin_prefix(LONG, "description"),
     "unpin_prefix": lambda w: w.cache.unpin_prefix(OTHER),
     "clear": lambda w: w.cache.clear(),
+    "take_events": lambda w: w.cache.take_events(),
     "insert_prefix of buffers": lambda w: w.cache.insert_prefix(array("I", [*LONG[:8], 7, 7, 7, 7]), IDS),
     "entering a match": lambda w: w.other.__enter__(),
     "entering an insertion's match": lambda w: w.inserted.__enter__(),

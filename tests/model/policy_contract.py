@@ -44,6 +44,20 @@ class Logged:
         self.log += [("remove", block_id) for block_id in sorted(block_ids)]
         self.policy.remove(sorted(block_ids))  # what is chained to one block goes in no particular order
 
+    def begin(self, *told: Any) -> None:
+        self.tell("begin", told)
+
+    def pause(self, *told: Any) -> None:
+        self.tell("pause", told)
+
+    def end(self, *told: Any) -> None:
+        self.tell("end", told)
+
+    def tell(self, call: str, told: tuple[Any, ...]) -> None:
+        self.log.append((call, *told))
+        if hasattr(self.policy, call):
+            getattr(self.policy, call)(*told)
+
     def victim(self, num_blocks: int) -> int | None:
         self.log.append(("asked for", num_blocks))
         return self.policy.victim(num_blocks)
@@ -76,9 +90,9 @@ class DumbAdviser:
             self.tell(tell, theirs)
         self.known = [block for block in self.known if block not in theirs]
 
-    def tell(self, call: Any, what: list[Any]) -> None:
+    def tell(self, call: Any, *what: Any) -> None:
         try:
-            call(what)
+            call(*what)
         except Exception:  # noqa: BLE001
             self.model.num_failures += 1
 
@@ -104,6 +118,9 @@ class Advised:
         self.num_failures = 0
         self.now = 0.0
         self.hits: Counter[int] = Counter()
+        self.givers: dict[int, list[Any]] = {}
+        self.giver: ModelSequence | None = None
+        self.starting: ModelSequence | None = None
         self.own: dict[str | None, DumbAdviser] = {}
         self.main = DumbAdviser(self, num_blocks)
 
@@ -113,12 +130,39 @@ class Advised:
     # What policies are told.
 
     def hold(self, blocks: list[int]) -> None:
+        if blocks:
+            self.tell_begin()
         super().hold(blocks)
         for adviser in (self.main, *self.own.values()):
             adviser.leave(adviser.policy.use, blocks)
 
+    def tell_begin(self) -> None:
+        sequence, self.starting = self.starting, None
+        if sequence is not None:
+            self.tell_session(sequence.salt, "begin", sequence.session, sequence.salt)
+
+    def tell_session(self, salt: str | None, call: str, *told: Any) -> None:
+        own = [self.own[salt]] if salt in self.own else []
+        for adviser in (*own, self.main):
+            adviser.tell(getattr(adviser.policy, call), *told)
+
+    def free(self, sequence: ModelSequence) -> None:
+        self.giver = sequence
+        super().free(sequence)
+        self.giver = None
+
+    def truncate(self, sequence: ModelSequence, *to: Any) -> None:
+        self.giver = sequence
+        super().truncate(sequence, *to)
+        self.giver = None
+
     def drop(self, blocks: list[int]) -> None:
         super().drop(blocks)
+        if self.giver is not None:
+            for block in blocks:
+                if block in self.content:
+                    before = [session for session in self.givers.get(block, []) if session != self.giver.session]
+                    self.givers[block] = [*before, self.giver.session][-8:]
         freed = [b for b in reversed(blocks) if not self.owners[b] and b in self.content and b < self.num_blocks_end]
         records = [self.record(block) for block in freed]
         for salt, adviser in self.own.items():
@@ -130,7 +174,8 @@ class Advised:
 
     def record(self, block: int) -> FreeBlock:
         prefix = self.content[block]
-        return FreeBlock(block, len(prefix[2]) // self.block_size - 1, prefix[0], None, self.hits[block])
+        depth, givers = len(prefix[2]) // self.block_size - 1, self.givers.get(block, [None])
+        return FreeBlock(block, depth, prefix[0], givers[-1], self.hits[block], tuple(givers[:-1]))
 
     def requeue_detached(self) -> None:
         self.tell_gone(sorted(self.detached))
@@ -139,6 +184,7 @@ class Advised:
     def tell_gone(self, blocks: list[int]) -> None:
         for block in blocks:
             self.hits.pop(block, None)
+            self.givers.pop(block, None)
         for adviser in (self.main, *self.own.values()):
             adviser.leave(adviser.policy.remove, blocks)
 
@@ -146,6 +192,7 @@ class Advised:
         self.main.leave(self.main.policy.remove, list(self.main.known))
         self.own.clear()
         self.hits.clear()
+        self.givers.clear()
         super().reset(sequences)
 
     def set_quota(self, salt: str | None, quota: int | None) -> None:
@@ -158,7 +205,9 @@ class Advised:
 
     def grow(self, sequence: ModelSequence, end: int, hit: list[int], *how: Any) -> bool:
         is_start = not sequence.is_allocated
+        self.starting = sequence if is_start and sequence.session is not None else None
         done = super().grow(sequence, end, hit, *how)
+        self.starting = None
         if done and is_start:
             self.hits.update(block for block in hit if block < self.num_blocks_end)
         return done
@@ -166,6 +215,7 @@ class Advised:
     # What they are asked.
 
     def take_next(self, max_blocks: int) -> list[int]:
+        self.tell_begin()
         order = self.order_of_reuse()
         if order[0] not in self.content:
             blocks = list(takewhile(lambda block: block not in self.content, order))[:max_blocks]
@@ -247,6 +297,7 @@ class Contract:
         self.real: Log = []
         self.dumb: Log = []
         first = history.manager.first_block_id
+        history.sessions = (None, "a", "b", "a", "c")
         model.begin(logged(make, self.dumb), first + history.manager.num_blocks, history.manager.num_blocks)
         history.model = model
         self.counts: Counter[str] = Counter()
@@ -259,11 +310,25 @@ class Contract:
                 history.reset(chooser)
             if number % 10 == 0:
                 history.manager.now = history.model.now = number
+            if number % 7 == 0:
+                self.tell(number)
             self.check()
+
+    def tell(self, number: int) -> None:
+        """Let a session pause or end: one that there is or isn't, of this tenant or that."""
+        session, salt, model = "abcd"[number % 4], (None, "salt", "other salt")[number % 3], self.history.model
+        if number % 5 == 0:
+            self.history.manager.sessions.end(session, salt)
+            model.tell_session(salt, "end", session, salt)
+        else:
+            reason = ("stop", "tool_use")[number % 2]
+            self.history.manager.sessions.pause(session, reason, salt)
+            model.tell_session(salt, "pause", session, salt, reason)
 
     def check(self) -> None:
         self.history.check()
-        for kind in ("free", "use", "remove"):  # the order between kinds is not promised, that within one is
+        # The order between kinds is not promised, that within one is.
+        for kind in ("free", "use", "remove", "begin", "pause", "end"):
             told = [[entry for entry in log if entry[0] == kind] for log in (self.real, self.dumb)]
             if kind == "remove":
                 told = [sorted(entries) for entries in told]
@@ -273,7 +338,8 @@ class Contract:
         assert asked[0] == asked[1]
         self.counts["asked"] += len(asked[0])
         self.counts["several wanted"] += sum(number > 1 for _, number in asked[0])
-        self.counts["hit"] += sum(entry[0] == "free" and entry[-1] > 0 for entry in self.real)
+        self.counts["hit"] += sum(entry[0] == "free" and entry[5] > 0 for entry in self.real)
+        self.counts["of sessions"] += sum(entry[0] == "free" and len({entry[4], *entry[6]}) > 1 for entry in self.real)
         self.counts["of tenants"] += len(self.history.model.own)
         self.real.clear()
         self.dumb.clear()
@@ -410,6 +476,7 @@ def check_policy_in_cache(make: Make, max_blocks: int, block_size: int, num_oper
             history.cache.now = history.model.now = number
         assert history.cache.eviction_failure_count() == history.model.num_failures
     history.met["failures"] = history.model.num_failures
+    history.end()
     return history.met
 
 

@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 
-from kvblocks import BlockStateError, FullAttention, InvalidArgumentError, PrefixCache, PrefixMatch, StaleHitError
+from kvblocks import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStateError,
+    BlockStored,
+    FullAttention,
+    InvalidArgumentError,
+    PinBudgetError,
+    PrefixCache,
+    PrefixMatch,
+    StaleHitError,
+)
+from kvblocks.prefix_cache.payloads import MAX_PAYLOADS_A_BLOCK
+from kvblocks.stats import HitCounts
 from model.dumb_model import ModelSequence, Prefix
 from model.history import Chooser
 from model.kv_memory import KVMemory
@@ -26,14 +39,15 @@ class Prompt(ModelSequence):
 
 
 class PrefixModel:
-    def __init__(self, max_blocks: int, block_size: int) -> None:
+    def __init__(self, max_blocks: int, block_size: int, pin_budget: float = 0.5) -> None:
         self.max_blocks = max_blocks
+        self.max_pinned = int(max_blocks * pin_budget)
         self.block_size = block_size
         self.holders: dict[Prefix, int] = {}
         self.queue: list[Prefix] = []
         self.num_holds: Counter[Prefix] = Counter()
-        self.payloads: dict[Prefix, tuple[Prefix, object]] = {}
-        self.num_queries = self.num_queried = self.num_hit = 0
+        self.payloads: dict[Prefix | None, dict[Prefix, object]] = {}
+        self.num_queries = self.num_hits = self.num_queried = self.num_hit = 0
 
     def path(self, prompt: ModelSequence) -> list[Prefix]:
         """The full blocks, as prefixes."""
@@ -57,14 +71,24 @@ class PrefixModel:
 
     def payload(self, prompt: ModelSequence) -> object:
         path = self.path(prompt)
-        whole, payload = self.payloads.get(path[-1], (None, None)) if path else (None, None)
-        return payload if whole == self.whole(prompt) else None
+        return self.payloads.get(path[-1] if path else None, {}).get(self.whole(prompt))
+
+    def attach(self, prompt: ModelSequence, payload: object) -> None:
+        path = self.path(prompt)
+        kept = self.payloads.setdefault(path[-1] if path else None, {})
+        kept.pop(self.whole(prompt), None)
+        if payload is not None:
+            limit = MAX_PAYLOADS_A_BLOCK if path else self.max_blocks
+            for oldest in [*kept][: max(len(kept) + 1 - limit, 0)]:
+                del kept[oldest]
+            kept[self.whole(prompt)] = payload
 
     def look_up(self, prompt: ModelSequence) -> list[Prefix]:
         path = self.find(prompt)
         self.hold(path)
         self.let_go(path)
         self.num_queries += 1
+        self.num_hits += bool(path)
         self.num_queried += len(prompt.tokens)
         self.num_hit += len(path) * self.block_size
         return path
@@ -107,8 +131,12 @@ class PrefixHistory:
     """Operations on both. Each does nothing when there is nothing to do it to."""
 
     def __init__(self, max_blocks: int, block_size: int, **options: Any) -> None:
-        self.cache = PrefixCache(max_blocks, block_size, **options)
-        self.model = PrefixModel(max_blocks, block_size)
+        self.cache = PrefixCache(max_blocks, block_size, enable_events=True, num_history_blocks=4, **options)
+        self.model = PrefixModel(max_blocks, block_size, options.get("pin_budget", 0.5))
+        self.names: dict[bytes, int] = {}  # what the events say is cached
+        self.name_of: dict[Prefix, bytes] = {}
+        self.num_checks = 0
+        self.names_are_unique = "hash_algorithm" not in options
         self.prompts: list[Prompt] = []
         self.matches: list[tuple[PrefixMatch, Prompt, list[int] | None]] = []  # and the ids that were read, if any
         self.inserted: dict[int, PrefixMatch] = {}  # matches that came from an insertion
@@ -125,17 +153,20 @@ class PrefixHistory:
         if self.prompts and chooser.integer(0, 3):  # like another, so that prefixes meet and part at every position
             other = chooser.choose(self.prompts)
             more = [chooser.integer(0, 1) for _ in range(chooser.integer(0, 6))]
-            tokens = (other.tokens[: chooser.integer(0, len(other.tokens))] + more)[:MAX_TOKENS] or [0]
+            tokens = (other.tokens[: chooser.integer(0, len(other.tokens))] + more)[:MAX_TOKENS]
             spans = {(start, min(end, len(tokens)), key) for start, end, key in other.keys if start < len(tokens)}
             salt, lora = chooser.choose([other.salt, other.salt, "salt"]), other.lora
         else:
-            tokens = [chooser.integer(0, 1) for _ in range(chooser.integer(1, MAX_TOKENS))]
+            tokens = [chooser.integer(0, 1) for _ in range(chooser.integer(0, MAX_TOKENS))]
             salt, lora, spans = chooser.choose([None, None, "salt"]), chooser.choose([None, None, "lora"]), set()
-        if not chooser.integer(0, 5):
+        if tokens and not chooser.integer(0, 5):
             start = chooser.integer(0, len(tokens) - 1)
             spans.add((start, chooser.integer(start + 1, len(tokens)), chooser.choose("xy")))
-        self.prompts.append(Prompt("", tokens, salt, lora, tuple(spans)))
+        prompt = Prompt("", tokens, salt, lora, tuple(spans))
+        self.prompts.append(prompt)
         del self.prompts[:-MAX_PROMPTS]
+        names = self.cache.block_hashes(prompt.tokens, **prompt.options())
+        self.name_of.update(zip(self.model.path(prompt), names, strict=True))
 
     def pick(self, chooser: Chooser) -> Prompt:
         """A prompt, more likely one that is wholly cached."""
@@ -183,7 +214,7 @@ class PrefixHistory:
     def enter(self, chooser: Chooser) -> None:
         if not self.matches:
             return
-        match, prompt, ids = chooser.choose(self.matches)
+        match, prompt, ids = self.matches[chooser.integer(0, len(self.matches) - 1)]
         path = self.model.find(prompt)
         if ids is not None and self.model.ids(path)[: len(ids)] != ids:
             self.met["stale"] += 1
@@ -205,11 +236,34 @@ class PrefixHistory:
 
     def leave(self, chooser: Chooser) -> None:
         if self.held:
-            match, _ = chooser.choose(self.held)
+            match, _ = self.held[chooser.integer(0, len(self.held) - 1)]
             last = max(i for i, (held, _) in enumerate(self.held) if held is match)  # nested: the last one first
             _, path = self.held.pop(last)
             match.__exit__(None, None, None)
             self.model.let_go(path)
+
+    def drop(self, chooser: Chooser) -> None:
+        """Forget a match that was entered and not left: it lets go of what it holds, and warns."""
+        if not self.held or chooser.integer(0, 2):
+            return
+        index = chooser.integer(0, len(self.held) - 1)  # a chooser keeps what it chose
+        number = id(self.held[index][0])
+        for path in [path for match, path in self.held if id(match) == number]:
+            self.model.let_go(path)
+        with pytest.warns(ResourceWarning, match="entered and never left"):
+            self.forget(number)
+        self.met["dropped"] += 1
+
+    def forget(self, number: int) -> None:
+        """Drop every reference to the match of this `id`."""
+        self.held[:] = [entry for entry in self.held if id(entry[0]) != number]
+        self.matches[:] = [entry for entry in self.matches if id(entry[0]) != number]
+        self.inserted.pop(number, None)
+
+    def end(self) -> None:
+        """Leave what is held."""
+        while self.held:
+            self.held.pop()[0].__exit__(None, None, None)
 
     def insert(self, chooser: Chooser) -> None:
         if not self.prompts:
@@ -221,6 +275,10 @@ class PrefixHistory:
         if any(block_id in known and found[i : i + 1] != [block_id] for i, block_id in enumerate(ids)):
             self.met["conflicts"] += 1
             with self.unchanged(), pytest.raises(BlockStateError, match="hold no other prefix"):
+                self.cache.insert_prefix(prompt.tokens, ids, pin=pin, **prompt.options())
+            return
+        if pin and not self.can_pin(len(ids)):
+            with self.unchanged(), pytest.raises(PinBudgetError, match=f"got {len(ids)} more than"):
                 self.cache.insert_prefix(prompt.tokens, ids, pin=pin, **prompt.options())
             return
         self.memory.store([None if i in known else i for i in ids], self.numbers(prompt))
@@ -268,16 +326,26 @@ class PrefixHistory:
             return
         prompt, payload = self.pick(chooser), chooser.choose([None, 1, 2, 3])
         path = self.model.path(prompt)
-        can_attach = bool(path) and path[-1] in self.model.holders
+        can_attach = not path or path[-1] in self.model.holders
         assert self.cache.attach(prompt.tokens, payload, **prompt.options()) == can_attach
         if can_attach:
-            self.model.payloads[path[-1]] = self.model.whole(prompt), payload
+            self.model.attach(prompt, payload)
+
+    def can_pin(self, num_blocks: int) -> bool:
+        """Whether the budget has room for a pin of so many blocks."""
+        can = sum([len(path) for _, path, _ in self.pins]) + num_blocks <= self.model.max_pinned
+        self.met["beyond the pin budget"] += not can
+        return can
 
     def pin(self, chooser: Chooser) -> None:
         if not self.prompts:
             return
         prompt, description = chooser.choose(self.prompts), chooser.choose([None, "a", "b"])
         path = self.model.find(prompt)
+        if path and not self.can_pin(len(path)):
+            with self.unchanged(), pytest.raises(PinBudgetError, match=f"got {len(path)} more than"):
+                self.cache.pin_prefix(prompt.tokens, description, **prompt.options())
+            return
         num_tokens = self.cache.pin_prefix(prompt.tokens, description, **prompt.options())
         assert num_tokens == len(path) * self.model.block_size
         self.model.hold(path)
@@ -321,8 +389,8 @@ class PrefixHistory:
             lambda: cache.insert_prefix(tokens, [1, 2, 3]),
             lambda: cache.insert_prefix(tokens, [1, -1]),
             lambda: cache.insert_prefix(tokens, [1, 1]),
-            lambda: cache.insert_prefix([], []),
-            lambda: cache.match_prefix([]),
+            lambda: cache.insert_prefix([], [1]),
+            lambda: cache.match_prefix([], extra_keys=[(0, 1, "x")]),
             lambda: cache.match_many([[1], [-1]]),
             lambda: cache.evict_lru(-1),
             lambda: cache.pin_prefix(tokens, ""),
@@ -351,17 +419,47 @@ class PrefixHistory:
         assert cache.evictable_count() == len(model.queue)
         assert [i for i in self.all_ids if cache.contains_block(i)] == sorted(model.holders.values())
         assert sorted([*self.free_ids, *model.holders.values()]) == self.all_ids
+        assert cache.stats == HitCounts(model.num_queries, model.num_hits, model.num_queried, model.num_hit)
         assert cache.get_hit_rate() == (model.num_hit / model.num_queried if model.num_queried else 0)
         assert cache.get_avg_match_length() == (model.num_hit / model.num_queries if model.num_queries else 0)
         for prompt in self.prompts:
             found = len(model.find(prompt)) * model.block_size
             assert cache.query_match_len(prompt.tokens, **prompt.options()) == found
+        if self.num_checks % 4 == 0:
+            self.check_explanations()
+            self.check_names()
+        self.num_checks += 1
         self.check_memory()
         expected = [(list(path[-1][2]), model.ids(path), name) for _, path, name in self.pins]  # type: ignore[call-overload]
         assert sorted(map(repr, cache.list_pinned())) == sorted(
             f"PinnedPrefix(token_ids={tokens}, kv_block_ids={ids}, description={name!r})"
             for tokens, ids, name in expected
         )
+
+    def check_explanations(self) -> None:
+        """They say how much is cached, and speak of a miss where there is one."""
+        for prompt in self.prompts:
+            explanation = self.cache.explain(prompt.tokens, **prompt.options())
+            assert explanation.num_cached_blocks == len(self.model.find(prompt))
+            assert explanation.num_full_blocks == len(self.model.path(prompt))
+            assert (explanation.cause == "no miss") == (explanation.num_cached_blocks == explanation.num_full_blocks)
+
+    def check_names(self) -> None:
+        """What the events have said is cached is cached, in these blocks; and digests find them."""
+        if not self.names_are_unique:
+            return
+        for event in self.cache.take_events():
+            if isinstance(event, BlockStored):
+                self.names.update(zip(event.block_hashes, event.block_ids, strict=True))
+            elif isinstance(event, BlockRemoved):
+                for name in event.block_hashes:
+                    del self.names[name]
+            else:
+                assert isinstance(event, AllBlocksCleared)
+                self.names.clear()
+        assert self.names == {self.name_of[prefix]: block_id for prefix, block_id in self.model.holders.items()}
+        for name, block_id in self.names.items():
+            assert self.cache.find_block(name) == block_id
 
     def numbers(self, prompt: ModelSequence) -> list[int]:
         return self.memory.chain(prompt.salt, prompt.lora, prompt.tokens, prompt.keys)
@@ -383,6 +481,7 @@ OPERATIONS: tuple[tuple[Callable[[PrefixHistory, Chooser], None], int], ...] = (
     (PrefixHistory.match_many, 2),
     (PrefixHistory.enter, 5),
     (PrefixHistory.leave, 6),
+    (PrefixHistory.drop, 1),
     (PrefixHistory.insert, 12),
     (PrefixHistory.evict, 3),
     (PrefixHistory.attach, 6),

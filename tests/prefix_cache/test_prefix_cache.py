@@ -20,18 +20,23 @@ from model.history import RandomChooser
 from model.prefix_history import OPERATIONS, PrefixHistory
 
 from kvblocks import (
+    AllBlocksCleared,
+    BlockRemoved,
     BlockStateError,
+    BlockStored,
     InvalidArgumentError,
     InvalidTokensError,
     KVCacheBlock,
+    KVCacheManager,
+    PinBudgetError,
     PinnedPrefix,
     PrefixCache,
     PrefixMatch,
+    Sequence,
     StaleHitError,
 )
 from kvblocks.core.hashing import sha256_digest
-from kvblocks.core.prefix_index import PrefixIndex
-from kvblocks.hashing import get_names
+from kvblocks.stats import HitCounts
 
 
 def three_bit_hash(preimage: bytes) -> bytes:
@@ -41,7 +46,7 @@ def three_bit_hash(preimage: bytes) -> bytes:
 
 def filled(max_blocks: int = 8, *prefixes: tuple[list[int], list[int]]) -> PrefixCache:
     """A cache with blocks of two tokens that these prefixes were inserted in."""
-    cache = PrefixCache(max_blocks, 2)
+    cache = PrefixCache(max_blocks, 2, pin_budget=1.0)
     for tokens, ids in prefixes:
         cache.insert_prefix(tokens, ids)
     cache.check()
@@ -134,11 +139,11 @@ def test_what_is_extended_goes_after_its_extension():
 
 def test_the_longest_prefix_that_fits_is_inserted():
     cache = filled(4, (ABC, [0, 1, 2]))
-    assert cache.pin_prefix(ABC) == 6
-    assert cache.insert_prefix([9, 9, 8, 8, 7, 7], [3, 4, 5])[:4] == (1, 1, [4, 5], [])
-    assert cache.insert_prefix([7, 7, 7, 7], [4, 5], pin=True)[:4] == (1, 1, [5], [3])
-    assert cache.insert_prefix([8, 8], [5], pin=True)[:4] == (0, 0, [5], [])
-    assert len(cache.list_pinned()) == 2
+    with cache.match_prefix(ABC):
+        assert cache.insert_prefix([9, 9, 8, 8, 7, 7], [3, 4, 5])[:4] == (1, 1, [4, 5], [])
+        assert cache.insert_prefix([7, 7, 7, 7], [4, 5], pin=True)[:4] == (1, 1, [5], [3])
+        assert cache.insert_prefix([8, 8], [5], pin=True)[:4] == (0, 0, [5], [])
+    assert len(cache.list_pinned()) == 1
     assert PrefixCache(2, 2).insert_prefix(ABC, [0, 1, 2])[:4] == (2, 2, [2], [])
     cache.check()
 
@@ -149,7 +154,34 @@ def test_a_prompt_without_a_full_block():
     assert cache.insert_prefix([1], [], pin=True)[:4] == (0, 0, [], [])
     assert cache.list_pinned() == []
     assert cache.pin_prefix([1]) == cache.unpin_prefix([1]) == 0
-    assert not cache.attach([1], "payload")
+
+
+def test_an_empty_prompt_is_an_empty_match():
+    cache = filled(8, (ABC, [0, 1, 2]))
+    for tokens in ([], (), iter([]), b"", array("I"), array("q")):
+        match = cache.match_prefix(tokens)
+        assert (match.match_length, match.matched_kv_blocks, match.remaining_tokens) == (0, [], [])
+        with match:
+            assert cache.evictable_count() == 3
+    assert cache.match_many([[], ABC])[1].match_length == 6
+    assert cache.query_match_len([], salt="a") == cache.pin_prefix([]) == cache.unpin_prefix([]) == 0
+    assert cache.insert_prefix([], [], pin=True)[:4] == (0, 0, [], [])
+    assert cache.block_hashes([]) == []
+    assert cache.explain([]).cause == "no miss"
+    with pytest.raises(InvalidArgumentError, match="expected none for a prompt without tokens, got 1"):
+        cache.match_prefix([], extra_keys=[(0, 1, "image")])
+    cache.check()
+
+
+@pytest.mark.parametrize("policy", [None, "lru", "slru", "s3fifo"])
+def test_a_cache_of_no_blocks_finds_and_takes_nothing(policy):
+    cache = PrefixCache(0, 2, eviction=policy)
+    assert cache.insert_prefix(ABC, [0, 1, 2])[:4] == (0, 0, [0, 1, 2], [])
+    with cache.match_prefix(ABC) as match:
+        assert match.match_length == 0
+    assert cache.evict_lru(3) == cache.clear() == []
+    assert cache.pin_prefix(ABC) == 0
+    cache.check()
 
 
 def test_match_many_is_match_prefix_of_each():
@@ -327,17 +359,17 @@ def test_an_id_holds_one_prefix(wrong):
     assert cache.evict_lru(1) == [1]  # nor was anything used
 
 
-@pytest.mark.parametrize("bad", [(0, 16), (1, 0), (1.5, 16), ("8", 16), (True, 16)])
+@pytest.mark.parametrize("bad", [(-1, 16), (1, 0), (1.5, 16), ("8", 16), (True, 16)])
 def test_bad_sizes(bad):
-    with pytest.raises(InvalidArgumentError, match="expected an int of at least 1"):
+    with pytest.raises(InvalidArgumentError, match=r"expected an int of at least [01]"):
         PrefixCache(*bad)
 
 
 def test_bad_arguments():
     cache = filled()
     for call in (cache.match_prefix, cache.query_match_len, cache.pin_prefix, cache.unpin_prefix):
-        with pytest.raises(InvalidTokensError, match="expected at least one"):
-            call([])
+        with pytest.raises(InvalidTokensError, match="expected integers, got str"):
+            call(["1"])
         with pytest.raises(InvalidArgumentError, match="salt: expected a non-empty str"):
             call([1], salt="")
     with pytest.raises(InvalidArgumentError, match="num_blocks: expected an int of at least 0, got -1"):
@@ -372,6 +404,21 @@ def test_a_match_is_left_when_the_body_raises():
         _ = match.match_length / cache.evictable_count()
     assert cache.evictable_count() == 3
     cache.check()
+
+
+def test_a_match_that_is_dropped_while_it_is_held_lets_go_and_warns():
+    cache = filled(8, (ABC, [0, 1, 2]), ([9, 9], [3]))
+    match = cache.match_prefix(ABC)
+    match.__enter__()
+    match.__enter__()
+    assert cache.evictable_count() == 1
+    with pytest.warns(ResourceWarning, match=r"PrefixMatch\(6 of 6 tokens, held\) was entered and never left"):
+        del match
+    assert cache.evictable_count() == 4
+    cache.check()
+    with cache.match_prefix(ABC):
+        pass  # no warning, which would be an error here
+    cache.match_prefix(ABC)
 
 
 def test_a_match_may_be_entered_again():
@@ -559,6 +606,105 @@ def test_a_buffer_of_tokens_is_the_caller_s_again_after_an_insertion(typecode):
         assert match.remaining_tokens == ABC[4:]
 
 
+# What people and other systems look at
+
+
+def test_rates_by_request_and_by_token():
+    cache = filled(8, (ABC, [0, 1, 2]))
+    assert cache.stats == HitCounts()
+    assert (cache.stats.mean_hit_length, cache.stats.mean_match_length, cache.stats.request_hit_rate) == (0, 0, 0)
+    for prompt in (ABC, [*ABC[:4], 9, 9], [9, 9, 9, 9]):
+        cache.match_prefix(prompt)
+    assert cache.stats == HitCounts(3, 2, 16, 10)
+    assert cache.stats.request_hit_rate == 2 / 3
+    assert cache.stats.hit_rate == cache.get_hit_rate() == 10 / 16
+    assert cache.stats.mean_match_length == cache.get_avg_match_length() == 10 / 3
+    assert cache.stats.mean_hit_length == 5
+
+
+def test_events_follow_what_is_cached():
+    """In the order in which it happened, under the names that `block_hashes` and `find_block` know."""
+    cache = PrefixCache(3, 2, enable_events=True)
+    cache.insert_prefix(ABC, [10, 11, 12], salt="a", lora="pirate")
+    one, two, three = cache.block_hashes(ABC, salt="a", lora="pirate")
+    (stored,) = cache.take_events()
+    assert isinstance(stored, BlockStored)
+    assert (stored.block_hashes, stored.parent_block_hash) == ((one, two, three), None)
+    assert (stored.block_ids, stored.token_ids, stored.salt, stored.lora) == ((10, 11, 12), ABC, "a", "pirate")
+    assert [cache.find_block(name) for name in (one, two, three, b"other")] == [10, 11, 12, None]
+    cache.insert_prefix([*ABC[:4], 9, 9], [10, 11, 13], salt="a", lora="pirate")
+    removed, stored = cache.take_events()
+    assert removed == BlockRemoved((three,))
+    assert stored.parent_block_hash == two and stored.block_ids == (13,)
+    assert cache.evict_lru(1) == [13]
+    assert cache.take_events() == [BlockRemoved(stored.block_hashes)]
+    cache.clear()
+    assert cache.take_events() == [AllBlocksCleared()]
+    assert cache.take_events() == []
+    with pytest.raises(InvalidArgumentError, match="expected enable_events=True when the cache was made, got False"):
+        PrefixCache(3, 2).take_events()
+
+
+def test_names_are_those_of_a_manager_with_the_same_algorithm():
+    for algorithm in ("xxh3_128", "sha256"):
+        cache = PrefixCache(8, 2, hash_algorithm=algorithm)
+        manager = KVCacheManager(8, 2, hash_algorithm=algorithm)
+        sequence = Sequence("s", ABC, salt="a", extra_keys=[(1, 3, "image")])
+        names = cache.block_hashes(ABC, salt="a", extra_keys=[(1, 3, "image")])
+        assert names == manager.block_hashes(sequence)
+        manager.allocate_slots(sequence)
+        assert [manager.find_block(name) for name in names] == sequence.blocks
+        assert manager.find_block(b"other") is None
+        cache.insert_prefix(ABC, [7, 8, 9], salt="a", extra_keys=[(1, 3, "image")])
+        assert [cache.find_block(name) for name in names] == [7, 8, 9]
+
+
+def test_a_hash_function_that_raises_changes_nothing():
+    def broken(preimage: bytes) -> bytes:
+        if b"\x09" in preimage:
+            raise RuntimeError("broken")
+        return sha256_digest(preimage)
+
+    cache = PrefixCache(3, 2, hash_algorithm=broken, enable_events=True)
+    cache.insert_prefix(ABC, [0, 1, 2])
+    with pytest.raises(RuntimeError, match="broken"):
+        cache.insert_prefix([9, 9], [3])
+    assert cache.cached_block_count() == 3 and len(cache.take_events()) == 1
+    cache.check()
+
+
+def test_explanations_of_misses():
+    cache = PrefixCache(4, 2, num_history_blocks=8)
+    assert str(cache.explain(ABC)) == "0 of 3 full blocks are cached; block 0 was never cached, as far as is remembered"
+    cache.insert_prefix(ABC, [0, 1, 2])
+    assert cache.explain(ABC).cause == "no miss"
+    assert cache.explain(ABC, salt="a").cause == "other keys"
+    assert cache.explain([*ABC[:3], 9]).cause == "partly equal"
+    cache.insert_prefix([7, 7, 8, 8], [5, 6])
+    explanation = cache.explain(ABC)
+    assert (explanation.cause, explanation.num_cached_blocks, explanation.num_blocks_since) == ("evicted", 2, 2)
+    cache.insert_prefix([9, 9], [7])
+    assert str(cache.explain(ABC)).endswith("block 1 was evicted, 1 blocks ago")
+    assert "block 2" not in str(cache.explain(ABC[:4]))
+    cache.clear()
+    assert cache.explain([9, 9]).cause == "reset"
+    assert PrefixCache(4, 2).explain(ABC).cause == "never cached"
+
+
+def test_a_picture_of_what_is_cached():
+    cache = filled(8, (ABC, [0, 1, 2]), ([*ABC[:4], 9, 9], [0, 1, 3]))
+    with cache.match_prefix(ABC[:4]):
+        rows = cache.prefix_rows()
+        assert [(row.num_blocks, row.num_owned, row.first_tokens) for row in rows] == [
+            (2, 2, (1, 2, 3, 4)),
+            (1, 0, (5, 6)),
+            (1, 0, (9, 9)),
+        ]
+        assert "4 blocks (2 owned, 2 free)" in cache.to_dot()
+        assert "left out: 2 nodes" in cache.to_dot(max_nodes=1)
+    assert [row.num_owned for row in cache.prefix_rows()] == [0, 0, 0]
+
+
 # Payloads
 
 
@@ -571,11 +717,43 @@ def test_a_payload_comes_back_for_exactly_its_tokens():
     assert [cache.match_prefix(other).payload for other in others] == [None] * 5
     assert cache.match_prefix(tokens, salt="a").payload is None
     assert cache.match_prefix(tokens, extra_keys=[(6, 7, "image")]).payload is None
-    assert cache.attach(tokens, "of an image", extra_keys=[(6, 7, "image")])  # one a block: the latest
+    assert cache.attach(tokens, "of an image", extra_keys=[(6, 7, "image")])  # beside the other, with the same block
     assert cache.match_prefix(tokens, extra_keys=[(6, 7, "image")]).payload == "of an image"
-    assert cache.match_prefix(tokens).payload is None
+    assert cache.match_prefix(tokens).payload == "next"
     assert cache.attach(ABC, "whole blocks") and cache.match_prefix(ABC).payload == "whole blocks"
     assert cache.attach(ABC, None) and cache.match_prefix(ABC).payload is None
+
+
+def test_prompts_that_end_in_one_block_keep_their_payloads_up_to_sixteen():
+    cache = filled(8, (ABC, [0, 1, 2]))
+    for token in range(17):
+        assert cache.attach([*ABC, token], token)
+    assert [cache.match_prefix([*ABC, token]).payload for token in range(17)] == [None, *range(1, 17)]
+    cache.attach([*ABC, 1], "again")  # the latest now
+    cache.attach([*ABC, 0], 0)
+    assert [cache.match_prefix([*ABC, token]).payload for token in range(4)] == [0, "again", None, 3]
+    assert cache.attach([*ABC, 3], None)
+    assert cache.match_prefix([*ABC, 3]).payload is None
+    cache.check()
+
+
+def test_a_prompt_below_a_block_keeps_its_payload_until_there_are_too_many():
+    cache = filled(3, (ABC, [0, 1, 2]))
+    assert cache.attach([1], "one") and cache.attach([1], "salted", salt="a") and cache.attach([], "nothing")
+    assert cache.match_prefix([1]).payload == "one"
+    assert cache.match_prefix([1], salt="a").payload == "salted"
+    assert cache.match_prefix([1], salt="b").payload is None
+    assert cache.match_prefix([]).payload == "nothing"
+    assert cache.match_prefix([7, 7]).payload is None  # a full block that isn't cached
+    cache.attach([2], "two")  # a fourth, of three at most
+    assert cache.match_prefix([1]).payload is None
+    assert cache.match_prefix([2]).payload == "two"
+    cache.evict_lru(3)
+    assert cache.match_prefix([2]).payload == "two"
+    cache.check()
+    cache.clear()
+    assert cache.match_prefix([2]).payload is None
+    assert not PrefixCache(0, 2).attach([2], "two")
 
 
 def test_a_payload_needs_all_full_blocks():
@@ -681,6 +859,28 @@ def test_keys_tell_pins_apart():
     assert cache.unpin_prefix(ABC, extra_keys=[(1, 3, "x")]) == 6
 
 
+def test_pins_stay_within_their_budget():
+    """So that pins can't fill the cache, and the next insertion finds room."""
+    cache = PrefixCache(4, 2)
+    cache.insert_prefix([*ABC, 7, 7], [0, 1, 2, 3])
+    assert cache.pin_prefix(ABC[:2]) == 2
+    with pytest.raises(PinBudgetError, match="of at most 2 blocks together, got 3 more than the 1 that are pinned"):
+        cache.pin_prefix(ABC)
+    with pytest.raises(PinBudgetError, match="got 2 more than the 1 that are pinned"):
+        cache.insert_prefix([9, 9, 8, 8], [4, 5], pin=True)
+    assert cache.query_match_len([9, 9]) == 0
+    assert cache.pin_prefix(ABC[:2], "again") == 2  # it counts for each pin
+    with pytest.raises(PinBudgetError):
+        cache.pin_prefix(ABC[:2])
+    assert cache.unpin_prefix(ABC[:2]) == 2
+    assert cache.insert_prefix([9, 9], [4], pin=True)[:4] == (1, 1, [], [3])
+    cache.clear()
+    assert cache.insert_prefix([9, 9, 8, 8], [4, 5], pin=True).num_cached_blocks == 2
+    assert PrefixCache(100, 2, pin_budget=0.29)._pins._max_blocks == 29  # noqa: SLF001
+    with pytest.raises(InvalidArgumentError, match="pin_budget: expected a share of the cache from"):
+        PrefixCache(4, 2, pin_budget=2)
+
+
 def test_clear_unpins_and_evicts_everything():
     cache = filled(8, (ABC, [0, 1, 2]), ([9, 9], [3]))
     cache.pin_prefix(ABC)
@@ -721,10 +921,8 @@ class DataChooser:
 
 
 def make_history(max_blocks: int, block_size: int, weak_hash: bool) -> PrefixHistory:
-    history = PrefixHistory(max_blocks, block_size)
-    if weak_hash:  # there is no parameter for it, because no digest is ever asked for
-        history.cache._store.index = PrefixIndex(block_size, get_names(three_bit_hash))  # noqa: SLF001
-    return history
+    options = {"hash_algorithm": three_bit_hash} if weak_hash else {}
+    return PrefixHistory(max_blocks, block_size, pin_budget=0.75, **options)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -750,6 +948,10 @@ class CacheMachine(RuleBasedStateMachine):
         if hasattr(self, "history"):
             self.history.check()
 
+    def teardown(self) -> None:
+        if hasattr(self, "history"):
+            self.history.end()
+
 
 @pytest.mark.parametrize("weak_hash", [False, True])
 def test_machine_agrees_with_the_dumb_model(weak_hash):
@@ -771,7 +973,8 @@ def test_long_walks_agree_with_the_dumb_model(max_blocks, block_size, weak_hash)
             history.check()
     # A walk that never met these would prove little.
     expected = {"hits", "payloads", "stale", "conflicts", "evicting", "cut short", "too few evictable", "unpinned"}
-    expected |= {"stale, of an insertion", "held, of an insertion"}
+    expected |= {"stale, of an insertion", "held, of an insertion", "dropped", "beyond the pin budget"}
+    history.end()
     assert {name for name, times in history.met.items() if times > 10} >= expected, history.met
 
 

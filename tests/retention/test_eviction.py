@@ -197,7 +197,9 @@ def test_a_numpy_integer_is_an_id(told: type[Told]) -> None:
 @pytest.mark.parametrize("eviction", ["mru", "", 1, object(), ["lru"], b"lru"])
 def test_what_is_no_policy_is_refused(eviction: Any) -> None:
     for make in (lambda: KVCacheManager(4, eviction=eviction), lambda: PrefixCache(4, eviction=eviction)):
-        with pytest.raises(InvalidArgumentError, match=r"eviction: expected None, 'lru', 'slru', 's3fifo', or what"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"eviction: expected None, 'lru', 'slru', 's3fifo', 'sessions', or what"
+        ):
             make()
 
 

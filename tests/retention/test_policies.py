@@ -45,6 +45,7 @@ def test_manager_and_dumb_model_agree(name: str, num_blocks: int, block_size: in
     assert contract.counts["hit"] > 20
     assert contract.counts["use"] > 20
     assert contract.counts["of tenants"] > 100
+    assert contract.counts["of sessions"] > 5
     assert (contract.counts["failures"] > 50) == (name == "malicious")
 
 
@@ -84,6 +85,7 @@ def test_lru_is_what_there_is_without_a_policy(policy: str | None) -> None:
         if number % 100 == 0:
             cached.clear(chooser)
         cached.check()
+    cached.end()
 
 
 def make_machine(seed: int, policy: Any) -> TierMachine:

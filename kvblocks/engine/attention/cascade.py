@@ -80,6 +80,11 @@ class CascadePlanner:
 
         return TritonAttention().begin_cascade(batch, kv_cache, runs, self._group)
 
+    def begin_any(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
+        """Begin a decode step whose sequences share their first block, as if it were worth it: for warming up."""
+        num_seqs = batch.seq_lens.shape[0]
+        return self.begin(batch, kv_cache, SharedRuns.build([(range(num_seqs), 0, 1)], num_seqs, self._device))
+
     def _is_as_before(self, tables: list[list[int]], sequences: Items[Sequence]) -> bool:
         return (
             len(tables) == len(self._tables)

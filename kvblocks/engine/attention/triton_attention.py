@@ -5,17 +5,19 @@ Which kernel computes what:
 - A step in which every sequence has one row is a decode step: `decode` (stream-K), which spreads all contexts evenly
   over the GPU, or `cascade_decode` where the step begins with groups that share blocks.
 - In any other step the sequences in front that have one row each still go through `decode`, and `extend` takes the
-  rest. `extend` could take all of it in one launch, but there one program reads the whole context of a decode, alone.
-  The scheduler puts running requests first, so those in front are nearly always all the decodes there are.
+  rest. `extend` could take all of it in one launch, but its tiles of many rows are for prompts. The scheduler puts
+  running requests first, so those in front are nearly always all the decodes there are.
 - Batch-invariant (`is_tiled`): `extend` for everything, in its batch-invariant form. A row then goes through the same
   operations whether it is decoded, prefilled, or computed again behind a cached prefix, and has the same bits. `decode`
   with splits of a fixed size does not depend on the batch either, but its bits are not those of a prefill.
 
+How the work is shared out among programs is the same in all layers of one window: the first of them works it out.
 Nothing here reads a tensor on the host.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,11 +29,17 @@ from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerAttention
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels.cascade import OwnParts, cascade_decode, own_parts
-from kvblocks.kernels.decode import decode
-from kvblocks.kernels.extend import extend
+from kvblocks.kernels.compiling import compile_seconds
+from kvblocks.kernels.decode import decode, share_decodes
+from kvblocks.kernels.extend import extend, share_rows
+from kvblocks.kernels.launching import Shares
 from kvblocks.kernels.layout import BLOCK_SIZES, HEAD_DIMS, QUERY_DTYPES, is_interpreted
+from kvblocks.kernels.prefix_decode import share_runs
 from kvblocks.kernels.runs import SharedRuns
 from kvblocks.kernels.store import store
+
+_Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""A query, the caches of K and of V, block tables and lengths."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +73,17 @@ class TritonAttention:
 
 @dataclass(frozen=True)
 class _TritonStep:
-    """A step. The first `num_decodes` sequences are decodes; `rest_start` are the first rows of the others."""
+    """A step. The first `num_decodes` sequences are decodes; `rest_start` are the first rows of the others.
+
+    shares: by what they are of, and by window.
+    """
 
     batch: StepBatch
     kv_cache: KVCache
     num_decodes: int
     rest_start: Tensor
     batch_invariant: bool
+    shares: dict[tuple[str, int | None], Shares] = field(default_factory=dict, kw_only=True)
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         store(key, value, self.kv_cache.keys[layer], self.kv_cache.values[layer], slot_mapping)
@@ -79,17 +91,32 @@ class _TritonStep:
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
         caches = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         tables, seq_lens, num_decodes = self.batch.block_tables[how.group], self.batch.seq_lens, self.num_decodes
-        options = _options(how)
         if num_decodes == seq_lens.shape[0]:
-            return decode(query, *caches, tables, seq_lens, **options)[0]
+            return self._decode((query, *caches, tables, seq_lens), how)
         if not num_decodes:
-            options["batch_invariant"] = self.batch_invariant
-            return extend(query, *caches, tables, self.rest_start, seq_lens, **options)[0]
+            return self._extend((query, *caches, tables, seq_lens), how)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decodes, rest = slice(None, num_decodes), slice(num_decodes, None)
-        decode(query[decodes], *caches, tables[decodes], seq_lens[decodes], output=output[decodes], **options)
-        output[rest] = extend(query[rest], *caches, tables[rest], self.rest_start, seq_lens[rest], **options)[0]
+        self._decode((query[decodes], *caches, tables[decodes], seq_lens[decodes]), how, output[decodes])
+        output[rest] = self._extend((query[rest], *caches, tables[rest], seq_lens[rest]), how)
         return output
+
+    def _decode(self, tensors: _Tensors, how: LayerAttention, output: Tensor | None = None) -> Tensor:
+        query, keys, *_, seq_lens = tensors
+        kind = "decodes", how.window
+        if kind not in self.shares:
+            self.shares[kind] = share_decodes(query, keys, seq_lens, window=how.window)
+        return decode(*tensors, output=output, shares=self.shares[kind], **_options(how))[0]
+
+    def _extend(self, tensors: _Tensors, how: LayerAttention) -> Tensor:
+        query, keys, values, tables, seq_lens = tensors
+        kind = "rows", how.window
+        start, is_fixed = self.rest_start, self.batch_invariant
+        if kind not in self.shares:
+            rows = (query, keys, start, seq_lens)
+            self.shares[kind] = share_rows(*rows, window=how.window, batch_invariant=is_fixed)
+        options = _options(how) | {"batch_invariant": is_fixed, "shares": self.shares[kind]}
+        return extend(query, keys, values, tables, start, seq_lens, **options)[0]
 
 
 @dataclass(frozen=True)
@@ -108,8 +135,17 @@ class _CascadeStep(_TritonStep):
             self.kv_cache.values[layer],
             self.batch.block_tables[self.group],
         )
+        if ("runs", None) not in self.shares:
+            self.shares["runs", None] = share_runs(query, keys, self.runs)
+            self.shares["own", None] = share_decodes(query, keys, self.own.seq_lens)
         options: dict[str, Any] = {"scale": how.scale, "softcap": how.softcap}
+        options["shares"] = self.shares["runs", None], self.shares["own", None]
         return cascade_decode(query, keys, values, self.own, tables, self.runs, **options)[0]
+
+
+def watch_compiling() -> AbstractContextManager[dict[str, float]]:
+    """The seconds that each kernel takes to be compiled meanwhile: see `kernels.compiling`."""
+    return compile_seconds()
 
 
 def check_supported(config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:

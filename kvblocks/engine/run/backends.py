@@ -4,6 +4,7 @@ Kernels are imported only when they are chosen: the engine works without triton,
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -19,6 +20,15 @@ from kvblocks.errors import InvalidArgumentError
 from kvblocks.manager import KVCacheManager
 
 ATTENTIONS = ("auto", "triton", "torch", "flash-attn")
+
+
+def watch_compiling(attention: AttentionBackend) -> AbstractContextManager[dict[str, float]]:
+    """The seconds that each Triton kernel takes to be compiled meanwhile; nothing for attentions without any."""
+    if isinstance(attention, TorchAttention | FlashAttention):
+        return nullcontext({})
+    from kvblocks.engine.attention import triton_attention
+
+    return triton_attention.watch_compiling()
 
 
 @dataclass(frozen=True)

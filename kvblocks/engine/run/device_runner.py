@@ -6,19 +6,21 @@ prefixes that are worth it by cascade; another decode step by its bucket, in buf
 be a CUDA graph; anything else as it comes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kvblocks.engine.attention.batch import SequenceRows
+from kvblocks.engine.attention.batch import SequenceRows, StepBatch
 from kvblocks.engine.attention.cascade import CascadePlanner
 from kvblocks.engine.run.decode_step import Capture, DecodeBuckets, bucket_of
-from kvblocks.engine.run.forward import DecoderModel
+from kvblocks.engine.run.forward import DecoderModel, Score
 from kvblocks.engine.run.resident_table import ResidentTable
 from kvblocks.engine.run.runner import ModelRunner
-from kvblocks.engine.run.step_upload import StepUploader, UploadCounts
+from kvblocks.engine.run.step_upload import DECODE_COLUMNS, StepUploader, UploadCounts
+from kvblocks.engine.run.warm_up import WarmUpStep, batches, padding_batch
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.errors import InvalidArgumentError
 
@@ -65,7 +67,7 @@ class DeviceRunner(ModelRunner):
         return self._uploader.counts
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+    def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None) -> Tensor:
         """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
 
         The logits are good until the next step. Raises InvalidArgumentError, before anything is written, for a token id
@@ -75,10 +77,61 @@ class DeviceRunner(ModelRunner):
         self._check_rows(rows)
         with self._on_device():
             self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
-            if all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
+            if score is None and all(chunk.num_tokens == 1 and chunk.samples for chunk in chunks):
                 return self._decode(chunks, rows)
-            batch = self._uploader.batch(self._uploader.upload(rows))
-            return self.model.compute(batch, self.model.attention.begin(batch, self.kv_cache))
+            return self._compute(self._uploader.batch(self._uploader.upload(rows)), score)
+
+    def warm_up_steps(self, max_num_seqs: int) -> list[WarmUpStep]:
+        """Prompts, decodes behind which prompts come, decode steps of all buckets, cascades, and copies of blocks."""
+        tables, size = self._uploader.tables, self.kv_cache.block_size
+        steps: list[WarmUpStep] = [
+            (name, partial(self._compute, batch))
+            for name, batch in batches(tables, size, self.model.config.max_position_embeddings)
+        ]
+        for table in tables:
+            table.reserve(max_num_seqs)  # growing later would drop what was captured
+        sizes = map(bucket_of, range(1, max_num_seqs + 1))
+        buckets = sorted({bucket for bucket in sizes if bucket is not None})
+        if self._buckets is None:
+            decodes = padding_batch(tables, size, [1, 1], 1)
+            steps.append(("decodes", partial(self._compute, decodes)))
+        else:
+            steps += [(f"decodes of {bucket}", partial(self._replay, bucket)) for bucket in buckets]
+        if self._cascade is not None:
+            steps.append(("cascades", self._cascade_once))
+        steps.append(("copies", self._copy_once))
+        return [(name, partial(self._run_on_device, step)) for name, step in steps]
+
+    @torch.inference_mode()
+    def _run_on_device(self, step: Callable[[], object]) -> None:
+        with self._on_device():
+            step()
+
+    def _compute(self, batch: StepBatch, score: Score | None = None) -> Tensor:
+        return self.model.compute(batch, self.model.attention.begin(batch, self.kv_cache), score)
+
+    def _replay(self, bucket: int) -> Tensor:
+        """Run a bucket's step on padding."""
+        assert self._buckets is not None
+        num_columns = DECODE_COLUMNS + len(self._uploader.tables)
+        columns = torch.zeros(num_columns, bucket, dtype=torch.int32, device=self._device)
+        columns[DECODE_COLUMNS - 1] = 1
+        return self._buckets.run(columns, bucket)
+
+    def _copy_once(self) -> None:
+        """Copy a block onto itself, within the caches and by way of a buffer."""
+        cache = self.kv_cache
+        cache.copy_blocks([(0, 0)])
+        staging = torch.empty(1, cache.num_block_bytes, dtype=torch.uint8, device=self._device)
+        block_id = torch.zeros(1, dtype=torch.int64)
+        cache.gather_blocks(block_id, staging)
+        cache.scatter_blocks(block_id, staging)
+
+    def _cascade_once(self) -> Tensor:
+        """Run a decode step of two sequences that share a block."""
+        assert self._cascade is not None
+        batch = padding_batch(self._uploader.tables, self.kv_cache.block_size, [1, 1], self.kv_cache.block_size)
+        return self.model.compute(batch, self._cascade.begin_any(batch, self.kv_cache))
 
     def _decode(self, chunks: Sequence[ScheduledChunk], rows: list[SequenceRows]) -> Tensor:
         """Compute one token of each sequence."""
@@ -90,8 +143,7 @@ class DeviceRunner(ModelRunner):
                 return self.model.compute(batch, self._cascade.begin(batch, self.kv_cache, runs))
         bucket = bucket_of(len(rows))
         if self._buckets is None or bucket is None:
-            batch = self._uploader.batch(self._uploader.upload(rows))
-            return self.model.compute(batch, self.model.attention.begin(batch, self.kv_cache))
+            return self._compute(self._uploader.batch(self._uploader.upload(rows)))
         columns = self._uploader.upload(rows, num_padded=bucket).decode_columns
         assert columns is not None
         return self._buckets.run(columns, len(rows))

@@ -4,7 +4,7 @@ The pass is split in two kinds of work. Row-wise work (`layers`) is handed over 
 the backend's. In float32 with the natural strategy on a CPU, the logits are meant to equal those of `transformers`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +28,9 @@ from kvblocks.engine.model.rope_config import RopeConfig
 from kvblocks.engine.model.weights import ModelWeights
 from kvblocks.engine.run.rows import NATURAL, RowLayout, RowStrategy, chunks, pad_rows
 from kvblocks.errors import InvalidArgumentError
+
+Score = Callable[[Tensor, Callable[[Tensor], Tensor]], None]
+"""Looks at the last layer's output of all rows of a step, [num_tokens, hidden], with what gives rows' logits."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,10 @@ class DecoderModel:
         )
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv_cache: KVCache) -> Tensor:
+    def forward(self, batch: StepBatch, kv_cache: KVCache, score: Score | None = None) -> Tensor:
         """Run one step: float32 [num_logits, vocab], a row for each of `batch.logits_rows`.
 
+        score: for who wants logits of more rows than there is memory for at a time.
         Raises InvalidArgumentError, before anything is written, if a token id is not in the vocabulary, a position is
         not below max_position_embeddings, a block is not in the cache, or a group has no block tables: this is the last
         guard, so that no caller can read or write out of bounds; a scheduler should refuse such a request when it
@@ -99,10 +103,10 @@ class DecoderModel:
         Changes the cache: K and V of every row with a slot.
         """
         self._check(batch, kv_cache)
-        return self.compute(batch, self.attention.begin(batch, kv_cache))
+        return self.compute(batch, self.attention.begin(batch, kv_cache), score)
 
     @torch.inference_mode()
-    def compute(self, batch: StepBatch, step: StepAttention) -> Tensor:
+    def compute(self, batch: StepBatch, step: StepAttention, score: Score | None = None) -> Tensor:
         """As `forward`, with an attention that was begun and without its guards: for a caller that has checked.
 
         Reads no value of a tensor on the host, so it never waits for a GPU and can be captured in a CUDA graph; only a
@@ -122,6 +126,8 @@ class DecoderModel:
             attended = layout.put_own(step.attend(index, layout.take_own(query), how))
             for part in parts:
                 self._layers.mix(layer, part.hidden, attended[part.rows])
+        if score is not None:
+            score(layout.take_own(hidden), self._logits)
         return self._logits(hidden.index_select(0, layout.logits_rows))
 
     def _cut(self, layout: RowLayout, hidden: Tensor) -> list["_Part"]:

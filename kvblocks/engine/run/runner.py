@@ -4,6 +4,7 @@ The scheduler speaks of requests and chunks, the model of tensors; this is where
 engine doesn't know the model, and the model doesn't know requests.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,13 @@ from kvblocks.engine.model.dtypes import parse_dtype, stored_dtype
 from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model
 from kvblocks.engine.model.loader import load_weights
 from kvblocks.engine.model.weights import ModelWeights
-from kvblocks.engine.run.forward import DecoderModel
+from kvblocks.engine.run.forward import DecoderModel, Score
+from kvblocks.engine.run.warm_up import WarmUpStep
 from kvblocks.engine.schedule.step import ScheduledChunk
 from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import InvalidArgumentError
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class LoadedModel:
             folder = Path(model).expanduser()
             if not folder.is_dir():
                 known = ", ".join(sorted(KNOWN_MODELS))
-                raise ModelError(f"expected a known model ({known}) or a Hugging Face folder, got {str(model)!r}")
+                message = f"expected a known model ({known}) or a Hugging Face folder, got {str(model)!r}"
+                raise ModelError(message + _how_to_get(str(model)))
         wanted = parse_dtype(dtype)
         if wanted is None:
             wanted = torch.float32 if torch.device(device).type == "cpu" else stored_dtype(folder)
@@ -85,15 +90,24 @@ class ModelRunner:
         self.model = model
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
 
-    def run(self, chunks: Sequence[ScheduledChunk]) -> Tensor:
+    def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None) -> Tensor:
         """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
 
-        Copies what the chunks say first: blocks that were shared until now, and that this step writes to.
+        Copies what the chunks say first: blocks that were shared until now, and that this step writes to. score: looks
+        at all rows, chunk by chunk.
         """
         rows = [self.rows_of(chunk, self.model.num_groups) for chunk in chunks]
         batch = StepBatch.build(rows, self.kv_cache.block_size, self.model.weights.embedding.device)
         self.kv_cache.copy_blocks([pair for chunk in chunks for pair in chunk.copies])
-        return self.model.forward(batch, self.kv_cache)
+        return self.model.forward(batch, self.kv_cache, score)
+
+    def warm_up_steps(self, max_num_seqs: int) -> list[WarmUpStep]:
+        """Steps that have everything compiled and captured that steps of so many sequences need: none for plain torch.
+
+        They change nothing that counts, while nothing is cached or running.
+        """
+        del max_num_seqs
+        return []
 
     @staticmethod
     def rows_of(chunk: ScheduledChunk, num_groups: int = 1) -> SequenceRows:
@@ -107,3 +121,14 @@ class ModelRunner:
             wants_logits=chunk.samples,
             other_block_ids=[sequence.group_block_ids(group) for group in range(1, num_groups)],
         )
+
+
+def _how_to_get(model: str) -> str:
+    """What to add for a name that could be one on Hugging Face's hub: this package downloads nothing from there."""
+    if not _HUB_NAME.fullmatch(model):
+        return ""
+    folder = model.rpartition("/")[2]
+    return (
+        f": a model on Hugging Face's hub is downloaded first, `pip install huggingface_hub` and"
+        f" `hf download {model} --local-dir {folder}`, and then given as the folder, ./{folder}"
+    )

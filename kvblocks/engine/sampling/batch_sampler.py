@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,12 +22,14 @@ from kvblocks.engine.sampling.params import SamplingParams
 from kvblocks.engine.sampling.sampler import Draw
 from kvblocks.engine.sampling.weights import (
     Columns,
+    ban,
     below_largest,
     logprobs_of,
     penalize,
     pick_greedy,
     pick_limited,
     pick_plain,
+    restrict,
     to_device,
 )
 from kvblocks.engine.sampling.workspace import Workspace
@@ -108,12 +111,15 @@ def _is_limited(params: SamplingParams, vocab_size: int) -> bool:
 
 
 class Group(NamedTuple):
-    """Draws that need the same work. width: of how many most likely tokens logarithms are wanted, at most; -1: none."""
+    """Draws that need the same work. width: of how many most likely tokens logarithms are wanted, at most; -1: none.
+
+    is_changed: whether logits are changed before anything is drawn: by penalties, or for tokens that can't be.
+    """
 
     slots: list[Slot]
     is_greedy: bool
     is_limited: bool
-    is_penalized: bool
+    is_changed: bool
     num_likely: int
     width: int
 
@@ -125,7 +131,7 @@ class Group(NamedTuple):
     @property
     def is_bare(self) -> bool:
         """Whether nothing is wanted but the most likely token."""
-        return self.is_greedy and not self.is_penalized and self.width < 0
+        return self.is_greedy and not self.is_changed and self.width < 0
 
 
 def group_slots(slots: Sequence[Slot], vocab_size: int) -> Iterator[Group]:
@@ -134,11 +140,12 @@ def group_slots(slots: Sequence[Slot], vocab_size: int) -> Iterator[Group]:
     for slot in slots:
         params = slot.draw.params
         is_limited = _is_limited(params, vocab_size)
-        key = (params.is_greedy, is_limited, params.is_penalized, slot.num_likely, params.logprobs is not None)
+        is_changed = params.is_penalized or bool(slot.draw.banned) or slot.draw.allowed is not None
+        key = (params.is_greedy, is_limited, is_changed, slot.num_likely, params.logprobs is not None)
         groups.setdefault(key, []).append(slot)
-    for (is_greedy, is_limited, is_penalized, num_likely, has_logprobs), members in groups.items():
+    for (is_greedy, is_limited, is_changed, num_likely, has_logprobs), members in groups.items():
         width = max(_num_named(slot, vocab_size) for slot in members) if has_logprobs else -1
-        yield Group(members, is_greedy, is_limited, is_penalized, num_likely, width)
+        yield Group(members, is_greedy, is_limited, is_changed, num_likely, width)
 
 
 def _num_named(slot: Slot, vocab_size: int) -> int:
@@ -165,9 +172,11 @@ def _draw(logits: Tensor, tile: Group, memory: Workspace) -> Tensor:
     if tile.is_bare:
         return _facts(*pick_greedy(own))
     columns, changed = Columns.upload(draws, vocab_size, device), own
-    if tile.is_penalized:
+    if tile.is_changed:
         changed = memory.take("changed", (len(draws), vocab_size), torch.float32, device).copy_(own)
         penalize(changed, to_device(_entries(draws), device), columns)
+        ban(changed, to_device(_banned(draws), device))
+        _restrict(changed, draws)
     if tile.is_greedy:
         token, is_broken = pick_greedy(changed)
         is_certain = torch.ones_like(is_broken)
@@ -207,6 +216,24 @@ def _entries(draws: Sequence[Draw]) -> Tensor:
         if (seen := draw.seen) is not None and seen.tokens
     ]
     return torch.cat(parts, 1) if parts else torch.empty(3, 0, dtype=torch.int64)
+
+
+def _banned(draws: Sequence[Draw]) -> Tensor:
+    """What each draw can't be: int64 [2, number], as `ban` takes them."""
+    pairs = [(index, token) for index, draw in enumerate(draws) for token in draw.banned]
+    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous()
+
+
+def _restrict(logits: Tensor, draws: Sequence[Draw]) -> None:
+    """Leave of those rows that say so what they allow."""
+    words = [(index, draw.allowed) for index, draw in enumerate(draws) if draw.allowed is not None]
+    if words:
+        rows = torch.tensor([index for index, _ in words])
+        octets = torch.stack([allowed for _, allowed in words]).view(torch.uint8).numpy()
+        # Some ten times as fast as shifting all words by all places.
+        bits = np.unpackbits(octets, axis=1, count=logits.shape[1], bitorder="little")
+        is_allowed = torch.from_numpy(bits).view(torch.bool)
+        restrict(logits, to_device(rows, logits.device), to_device(is_allowed, logits.device))
 
 
 def _copied(values: "array[int]") -> Tensor:

@@ -2,7 +2,11 @@
 
 import secrets
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
 
 from kvblocks.arguments import as_int, wrong
 from kvblocks.core.sequence import Sequence
@@ -45,17 +49,32 @@ class TokenCounts:
         self._is_whole = True
 
 
+class Constraint(Protocol):
+    """Where one answer stands whose tokens must make up a text of some form."""
+
+    def allowed(self, sequence: Sequence) -> Tensor:
+        """Return which tokens may be the next one: a bit each, int32 [vocab / 32] on the host, until the next call."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What is to be drawn from a row of logits. uniform: its random number. seen: only where there are penalties."""
+    """What is to be drawn from a row of logits. uniform: its random number. seen: only where there are penalties.
+
+    banned: tokens that it can't be. allowed: a bit for each token that it can be, as `Constraint` has them; None: any.
+    """
 
     params: SamplingParams
     uniform: float = 0.0
     seen: TokenCounts | None = None
+    banned: tuple[int, ...] = ()
+    allowed: Tensor | None = None
 
 
 class Sampler:
-    """What one request draws by. seed: 0 to 2**64 - 1; None: one that nobody knows. Raises InvalidArgumentError."""
+    """What one request draws by. seed: 0 to 2**64 - 1; None: one that nobody knows. Raises InvalidArgumentError.
+
+    ban: keeps tokens from the beginning of an answer. constraint: what its text must be like; None: anything.
+    """
 
     def __init__(self, params: SamplingParams = GREEDY, seed: int | None = None) -> None:
         number = secrets.randbits(64) if seed is None else as_int(seed)
@@ -64,15 +83,23 @@ class Sampler:
         self.params = params
         self.seed = number
         self._seen = TokenCounts(with_prompt=params.repetition_penalty != 1) if params.is_penalized else None
+        self.constraint: Constraint | None = None
+        self._banned: tuple[int, ...] = ()
+        self._num_without = 0
+
+    def ban(self, tokens: Collection[int], num_tokens: int) -> None:
+        """Let none of `tokens`, which aren't the whole vocabulary, be among the first `num_tokens` of the answer."""
+        self._banned, self._num_without = tuple(tokens), num_tokens
 
     def next_draw(self, sequence: Sequence) -> Draw:
         """What the next token of `sequence` is drawn by. The same again until it has that. O(tokens new to it)."""
         if self._seen is not None:
             self._seen.catch_up(sequence)
-        if self.params.is_greedy:
-            return Draw(self.params, seen=self._seen)
         position = sequence.num_tokens - sequence.num_prompt_tokens
-        return Draw(self.params, uniform(self.seed, position), self._seen)
+        banned = self._banned if position < self._num_without else ()
+        number = 0.0 if self.params.is_greedy else uniform(self.seed, position)
+        allowed = None if self.constraint is None else self.constraint.allowed(sequence)
+        return Draw(self.params, number, self._seen, banned, allowed)
 
 
 def make_samplers(params: SamplingParams, seed: int | None, num_samples: int) -> list[Sampler]:

@@ -107,6 +107,26 @@ def penalize(logits: Tensor, entries: Tensor, columns: Columns) -> None:
     flat[places] = values
 
 
+def ban(logits: Tensor, entries: Tensor) -> None:
+    """Make tokens impossible in float32 `logits` [num_draws, vocab]; a NaN stays one. O(entries).
+
+    entries: int64 [2, number]: which draw, and a token.
+    """
+    draws, tokens = entries
+    flat, places = logits.view(-1), draws * logits.shape[1] + tokens
+    values = flat[places]
+    flat[places] = values.masked_fill(~values.isnan(), -torch.inf)
+
+
+def restrict(logits: Tensor, rows: Tensor, is_allowed: Tensor) -> None:
+    """Make tokens impossible in some rows of float32 `logits` [num_draws, vocab]; a NaN stays one. O(rows x vocab).
+
+    rows: int64 [number]. is_allowed: bool [number, vocab].
+    """
+    own = logits.index_select(0, rows)
+    logits.index_copy_(0, rows, own.masked_fill(is_allowed.logical_or(own.isnan()).logical_not_(), -torch.inf))
+
+
 def pick_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Of each row the first of the largest logits, and whether the row has a NaN: int64 and bool [num_draws, 1]."""
     tokens = logits.argmax(-1, keepdim=True)  # which takes NaN for the largest

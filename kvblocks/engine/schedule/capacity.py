@@ -133,5 +133,6 @@ def _kept_blocks(manager: KVCacheManager) -> set[KVCacheBlock]:
 def _find_cached(manager: KVCacheManager, request: Request) -> tuple[list[KVCacheBlock], int]:
     """The blocks that the request would hit if it started now, and how many tokens it would not compute."""
     sequence = request.sequence
-    hit = manager.get_computed_blocks(sequence.fork("probe") if sequence.is_allocated else sequence)
+    probe = sequence.fork("probe") if sequence.is_allocated else sequence
+    hit = manager.get_computed_blocks(probe, request.max_hit_tokens)
     return blocks_of(manager, hit), hit.num_tokens

@@ -22,7 +22,10 @@ class Lookups:
         """Return the longest cached prefix of a request that holds no blocks. A lookup, or O(1) until `forget`."""
         hit = self._hits.get(request)
         if hit is None:
-            hit = self._hits[request] = self.manager.get_computed_blocks(request.sequence)
+            most = request.max_hit_tokens
+            look_up = self.manager.get_computed_blocks
+            hit = look_up(request.sequence) if most is None else look_up(request.sequence, most)
+            self._hits[request] = hit
         return hit
 
     def forget(self) -> None:

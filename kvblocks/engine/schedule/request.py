@@ -31,8 +31,10 @@ class Request:
     it is unfinished; "stop" and "length" say that it has all its tokens, the others that it got no further. deadline:
     when `Scheduler.expire` cancels it, on the caller's clock, and set before it is queued; None: never. siblings: the
     other samples of the prompt, until that is computed. was_admitted: whether it ever ran. num_overtakes: how many
-    behind it in the queue were admitted before it. sequence: another object once the request was forked. Raises
-    InvalidArgumentError.
+    behind it in the queue were admitted before it. was_sought: whether a store that servers share was asked for it.
+    is_sought: whether the answer is waited for, before which it isn't admitted. sequence: another object once the
+    request was forked. max_hit_tokens: how many of its tokens it may take from the cache when it is admitted, since it
+    needs the logits of the others; its caller lets it grow; None: any. Raises InvalidArgumentError.
     """
 
     sequence: Sequence
@@ -47,6 +49,9 @@ class Request:
     siblings: "list[Request]" = field(default_factory=list)
     was_admitted: bool = False
     num_overtakes: int = 0
+    max_hit_tokens: int | None = None
+    was_sought: bool = False
+    is_sought: bool = False
 
     def __post_init__(self) -> None:
         check_count("max_tokens", self.max_tokens, 0)

@@ -108,7 +108,8 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> list[ScheduledChunk]:
-        """Return what the next step computes, with slots for all of it; empty only if there is no work.
+        """Return what the next step computes, with slots for all of it; empty only if there is no work, or if all of it
+        waits for transfers, or for what a store says (`Request.is_sought`).
 
         Allocates, and preempts the youngest requests when the pool runs dry. Raises StalledError, a PoolExhaustedError,
         changing nothing, when pins keep so much that not even its `request` can go on, the oldest or the next in line;
@@ -145,7 +146,7 @@ class Scheduler:
 
     @property
     def is_waiting_for_loads(self) -> bool:
-        """Whether there is nothing to compute before a transfer ends. O(running requests)."""
+        """Whether there is nothing to compute before a transfer ends, unless somebody waits. O(running requests)."""
         return self.is_moving and all(self._is_loading(request) for request in self.running)
 
     def note_loaded(self, loaded: Loaded) -> None:
@@ -286,7 +287,11 @@ class Scheduler:
             request = next(candidates, None)
             if request is None:
                 return None
-            is_pending = self.limits.wait_for_prefixes and self.lookups.find(request).pending_tokens
+            if request.is_sought:
+                num_passed += 1
+                continue
+            may_wait = self.limits.wait_for_prefixes and request.max_hit_tokens is None
+            is_pending = may_wait and self.lookups.find(request).pending_tokens
             if is_pending and not self.order.is_overdue(request):
                 num_passed += 1
                 continue
@@ -319,7 +324,8 @@ class Scheduler:
         hit = self.lookups.find(request)
         if not watermark.admits(request, hit):
             return None
-        loads = [] if self._tiers is None else self._tiers.worth_loading(self._tiers.find(hit))
+        tiers = self._tiers if request.max_hit_tokens is None else None
+        loads = [] if tiers is None else tiers.worth_loading(tiers.find(hit))
         num_left = request.sequence.num_tokens - hit.num_tokens
         num_tokens = self._fitting_tokens(request, min(self.limits.chunk_tokens(budget), num_left))
         try:
@@ -373,6 +379,9 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
             self.manager.free(request.sequence)
+            sequence, reason = request.sequence, request.finish_reason
+            if sequence.session is not None and reason is not None:
+                self.manager.sessions.pause(sequence.session, reason, sequence.salt)
         elif request in self.waiting:
             self.waiting.remove(request)
         else:
@@ -411,5 +420,5 @@ def _hand_over(request: Request) -> Request:
     heir.num_cached_tokens, heir.num_computed_tokens = request.num_cached_tokens, request.num_computed_tokens
     heir.num_loaded_tokens = dict(request.num_loaded_tokens)
     heir.num_preemptions, heir.num_overtakes = request.num_preemptions, request.num_overtakes
-    heir.was_admitted = request.was_admitted
+    heir.was_admitted, heir.max_hit_tokens = request.was_admitted, request.max_hit_tokens
     return heir

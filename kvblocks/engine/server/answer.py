@@ -7,40 +7,54 @@ asked.
 import asyncio
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 
 from kvblocks.engine.completion import Completion, Piece
+from kvblocks.engine.server.answers.logprobs import ChoiceWriter, Echo
 from kvblocks.engine.server.errors import ApiError
-from kvblocks.engine.server.requests import AnswerRequest
+from kvblocks.engine.server.requests import AnswerKind, AnswerRequest
 from kvblocks.engine.server.service_metrics import Outcome
 from kvblocks.engine.server.wire import Json
+from kvblocks.engine.text.tokenizer import Tokenizer
 
 _PREFIXES = {"completion": "cmpl-", "chat": "chatcmpl-", "warm": "warm-"}
+_NO_TOKEN = -1
 
 
 class Answer:
     """The answer to `asked` by a model of this name: one choice for each sample of each prompt.
 
-    tiers: names of those that the engine has below the device; what was cached is told by them.
+    tiers: names of those that the engine has below the device; what was cached is told by them. tokenizer: what
+    tokens are shown by, where log probabilities or an echo are.
 
     answer_id: what clients and logs know it by. start_s: when its request came, on `time.monotonic`; None: now.
-    has_begun: whether any token has come. outcome: None while it goes on. timer: ends it in time.
+    prompts: as tokens, from when it was submitted. has_begun: whether any token has come. outcome: None while it goes
+    on. timer: ends it in time.
     """
 
     def __init__(
-        self, asked: AnswerRequest, model: str, tiers: tuple[str, ...] = (), *, start_s: float | None = None
+        self,
+        asked: AnswerRequest,
+        model: str,
+        tiers: tuple[str, ...] = (),
+        tokenizer: Tokenizer | None = None,
+        *,
+        start_s: float | None = None,
     ) -> None:
         self.asked = asked
+        self.prompts: list[list[int]] = []
         self._tiers = tiers
+        self._tokenizer = tokenizer
         self.answer_id = _PREFIXES[asked.kind] + uuid.uuid4().hex
         self.start_s = time.monotonic() if start_s is None else start_s
         self.has_begun = False
         self.outcome: Outcome | None = None
         self.timer: asyncio.TimerHandle | None = None
+        self._num_said: Counter[int] = Counter()  # tokens of each choice that a stream has told of
         self._head: Json = {"id": self.answer_id, "object": "", "created": int(time.time()), "model": model}
         self._pieces: deque[Piece] = deque()  # that nobody has taken
         self._completions: dict[int, Completion] = {}  # by choice
-        self._opened: set[int] = set()  # choices of which a stream has said something
+        self._writers: dict[int, ChoiceWriter] = {}  # of choices of which a stream has said something
         self._error: ApiError | None = None
         self._news = asyncio.Event()
 
@@ -60,6 +74,10 @@ class Answer:
     def put_warmed(self, prompt_index: int, completion: Completion) -> None:
         """Note that a prompt was computed of which nothing is to be generated. O(1)."""
         self._completions[prompt_index] = completion
+        if self.asked.kind != "warm":  # an echo alone
+            of_prompt = completion.prompt_logprobs
+            self._pieces.append(Piece(prompt_index, _NO_TOKEN, "", completion, prompt_logprobs=of_prompt))
+            self._news.set()
 
     def end(self, outcome: Outcome, error: ApiError | None = None) -> None:
         """Note that nothing more will come, once. error: why it isn't whole, for the client. O(1)."""
@@ -84,28 +102,42 @@ class Answer:
         """Return all of it, once it is whole. O(tokens)."""
         if self.asked.kind == "warm":
             return {"prompts": [self._warmed_json(completion) for _, completion in sorted(self._completions.items())]}
-        choices = []
-        for index, completion in sorted(self._completions.items()):
-            text: Json = {"text": completion.text}
-            if self.asked.kind == "chat":
-                text = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
-            choices.append(self._choice_json(index, text, completion.finish_reason, completion.token_ids))
+        choices = [self._whole_choice(index, completion) for index, completion in sorted(self._completions.items())]
         kind = "chat.completion" if self.asked.kind == "chat" else "text_completion"
         return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+
+    def _whole_choice(self, index: int, completion: Completion) -> Json:
+        written, logprobs = self._new_writer(index).write(
+            completion.text, completion.token_ids, completion.logprobs, completion.prompt_logprobs
+        )
+        text: Json = {"text": written}
+        if self.asked.kind == "chat":
+            text = {"message": {"role": "assistant", "content": written, "refusal": None}}
+        choice = {"index": index, **text, "logprobs": logprobs, "finish_reason": completion.finish_reason}
+        return self._with_ids(choice, completion.token_ids)
 
     def chunks(self, piece: Piece) -> list[Json]:
         """Return what a stream says of a piece, as they come: nothing, if it is a part of a character only. O(1)."""
         choice, completion, is_chat = self._choice(piece), piece.completion, self.asked.kind == "chat"
         chunks = []
-        if is_chat and choice not in self._opened:
-            opening = {"delta": {"role": "assistant", "content": ""}}
-            chunks.append(self._chunk([self._choice_json(choice, opening, None, [])]))
-        self._opened.add(choice)
-        if piece.text or completion is not None or self.asked.return_token_ids:
-            content = {"content": piece.text} if piece.text or completion is None else {}
-            text: Json = {"delta": content} if is_chat else {"text": piece.text}
+        if choice not in self._writers:
+            self._writers[choice] = self._new_writer(choice)
+            if is_chat:
+                opening = {"index": choice, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+                said = self._with_ids({**opening, "finish_reason": None}, [])
+                chunks.append(self._chunk([said], self._usage_so_far(piece)))
+        writer = self._writers[choice]
+        token_ids = [] if piece.token_id == _NO_TOKEN else [piece.token_id]
+        self._num_said[choice] += len(token_ids)
+        if piece.text or completion is not None or self.asked.return_token_ids or writer.must_write:
+            written, logprobs = writer.write(
+                piece.text, token_ids, None if piece.logprobs is None else [piece.logprobs], piece.prompt_logprobs
+            )
+            content = {"content": written} if written or completion is None else {}
+            text: Json = {"delta": content} if is_chat else {"text": written}
             reason = None if completion is None else completion.finish_reason
-            chunks.append(self._chunk([self._choice_json(choice, text, reason, [piece.token_id])]))
+            said = {"index": choice, **text, "logprobs": logprobs, "finish_reason": reason}
+            chunks.append(self._chunk([self._with_ids(said, token_ids)], self._usage_so_far(piece)))
         return chunks
 
     def usage_chunk(self) -> Json:
@@ -116,14 +148,29 @@ class Answer:
         """Which choice a piece is of."""
         return piece.prompt_index * self.asked.options["n"] + piece.sample_index
 
-    def _choice_json(self, index: int, text: Json, finish_reason: str | None, token_ids: list[int]) -> Json:
-        choice = {"index": index, **text, "logprobs": None, "finish_reason": finish_reason}
+    def _new_writer(self, choice: int) -> ChoiceWriter:
+        """What writes a choice from its beginning."""
+        asked, index = self.asked, choice // self.asked.options["n"]
+        echo = Echo.of(asked.prompts[index], self.prompts[index], self._tokenizer) if asked.echo else None
+        kind: AnswerKind = "chat" if asked.kind == "chat" else "completion"
+        has_logprobs = asked.options.get("logprobs") is not None
+        skips = asked.options.get("skip_special_tokens", True)
+        return ChoiceWriter(kind, self._tokenizer, has_logprobs=has_logprobs, echo=echo, skip_special_tokens=skips)
+
+    def _with_ids(self, choice: Json, token_ids: list[int]) -> Json:
         return {**choice, "token_ids": token_ids} if self.asked.return_token_ids else choice
 
-    def _chunk(self, choices: list[Json]) -> Json:
+    def _chunk(self, choices: list[Json], so_far: Json | None = None) -> Json:
         kind = "chat.completion.chunk" if self.asked.kind == "chat" else "text_completion"
-        usage: Json = {"usage": None} if self.asked.include_usage else {}
+        usage: Json = {"usage": so_far} if self.asked.include_usage else {}
         return {**self._head, "object": kind, "choices": choices, **usage}
+
+    def _usage_so_far(self, piece: Piece) -> Json | None:
+        """As in vLLM, the tokens of one choice: of its prompt, and those that the stream has told of."""
+        if not self.asked.continuous_usage:
+            return None
+        prompt, generated = len(self.prompts[piece.prompt_index]), self._num_said[self._choice(piece)]
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
     def _usage(self) -> Json:
         """The tokens of all choices; a prompt counts once, with its first sample, however many it has."""

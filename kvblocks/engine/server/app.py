@@ -6,7 +6,7 @@ goes away its answer is dropped at once, whatever it was waiting for.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -19,20 +19,28 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvblocks.engine.completion import Piece
+from kvblocks.engine.server.access.access_log import AccessLog
 from kvblocks.engine.server.access.bodies import Load
 from kvblocks.engine.server.access.gate import Gate, caller_of
 from kvblocks.engine.server.answer import Answer
 from kvblocks.engine.server.cache_api import CacheApi
+from kvblocks.engine.server.endpoints.about import About, check_model
+from kvblocks.engine.server.endpoints.tokens import TokensApi
 from kvblocks.engine.server.errors import ApiError, as_api_error, late_error
 from kvblocks.engine.server.fields import show
+from kvblocks.engine.server.page import show_page
 from kvblocks.engine.server.requests import AnswerRequest, parse_chat, parse_completion, parse_warm
-from kvblocks.engine.server.service import Service
+from kvblocks.engine.server.service import Service, outcome_of
 from kvblocks.engine.server.service_metrics import Outcome
 from kvblocks.engine.server.wire import (
     DONE,
     encode_event,
+    encode_in_parts,
+    encode_json,
     error_response,
     json_response,
+    send_encoded,
     send_head,
     send_json,
     send_part,
@@ -41,9 +49,15 @@ from kvblocks.errors import KVBlocksError
 
 STOP_TIMEOUT_S = 30.0
 
+Prepared = tuple[AnswerRequest, list[list[int]]]
+"""What is asked, ready for the engine, and its prompts as tokens."""
+
 
 def make_app(service: Service, model: str) -> Starlette:
-    """Return the application that serves `service` under the name `model`. It starts and stops the service."""
+    """Return the application that serves `service`, under the name `model` unless its settings say others.
+
+    It starts and stops the service.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -52,12 +66,22 @@ def make_app(service: Service, model: str) -> Starlette:
         yield
         await service.stop(STOP_TIMEOUT_S)
 
-    api, cache = Api(service, model), CacheApi(service)
+    names = service.settings.model_names or (model,)
+    api, cache, about, tokens = Api(service, names), CacheApi(service), About(service, names), TokensApi(service, names)
     routes = [
+        Route("/", show_page),
         Route("/health", api.health),
         Route("/metrics", api.metrics),
-        Route("/v1/models", api.models),
-        Route("/v1/models/{name:path}", api.model),
+        Route("/version", about.version),
+        Route("/model_info", about.model_info),
+        Route("/get_model_info", about.model_info),
+        Route("/server_info", about.server_info),
+        Route("/get_server_info", about.server_info),
+        Route("/tokenizer_info", tokens.tokenizer_info),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/v1/models", about.models),
+        Route("/v1/models/{name:path}", about.model),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/cache/stats", cache.stats),
@@ -78,39 +102,29 @@ def make_app(service: Service, model: str) -> Starlette:
         Exception: _show_bug,
     }
     settings = service.settings
-    middleware = [Middleware(Gate, callers=settings.callers, hosts=settings.hosts)]
+    middleware = [Middleware(AccessLog), Middleware(Gate, callers=settings.callers, hosts=settings.hosts)]
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
 
 
 class Api:
     """The endpoints of OpenAI's API, and those that watch the server."""
 
-    def __init__(self, service: Service, model: str) -> None:
+    def __init__(self, service: Service, names: Sequence[str]) -> None:
         self._service = service
-        self._model = model
+        self._names = names
         self._tiers = tuple([tier.name for tier in service.engine.manager.tiers])
-        self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are taken, else 503."""
+        """200 while requests are taken, else 503; and whether they want a key."""
         del request
-        is_healthy = self._service.is_healthy
-        return json_response({"status": "ok" if is_healthy else "stopping"}, 200 if is_healthy else 503)
+        is_healthy, has_keys = self._service.is_healthy, self._service.settings.has_keys
+        status = "ok" if is_healthy else "stopping"
+        return json_response({"status": status, "needs_key": has_keys}, 200 if is_healthy else 503)
 
     async def metrics(self, request: Request) -> Response:
         """All metrics in Prometheus' text format."""
         del request
         return Response(self._service.metrics.scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def models(self, request: Request) -> Response:
-        """The one model there is."""
-        del request
-        return json_response({"object": "list", "data": [self._model_json()]})
-
-    async def model(self, request: Request) -> Response:
-        """The model, by name."""
-        self._check_model(request.path_params["name"])
-        return json_response(self._model_json())
 
     async def completions(self, request: Request) -> ASGIApp:
         """Continue prompts."""
@@ -135,11 +149,16 @@ class Api:
             async with asyncio.timeout(seconds):
                 asked, load = await self._read(parse, Request(scope, receive))
                 gone = asyncio.create_task(_wait_until_gone(receive))
-                prompts = await self._encode(asked, load, gone)
+                asked, prompts = await self._encode(asked, load, gone)
         except TimeoutError:
             service.metrics.count(Outcome.TIMED_OUT)
             raise late_error(seconds) from None
-        answer = Answer(asked, self._model, self._tiers, start_s=start_s)
+        except Exception as error:
+            # Who has gone, and what there was no room for, is counted where it is found.
+            if not isinstance(error, ClientDisconnect) and as_api_error(error).status != 429:
+                service.metrics.count(outcome_of(as_api_error(error)))
+            raise
+        answer = Answer(asked, self._names[0], self._tiers, service.engine.model.tokenizer, start_s=start_s)
         try:
             service.submit(answer, prompts)
             gone.add_done_callback(lambda _: service.drop(answer))
@@ -148,13 +167,14 @@ class Api:
             gone.cancel()
             service.drop(answer)
 
-    async def _encode(self, asked: AnswerRequest, load: Load, gone: "asyncio.Task[None]") -> list[list[int]]:
-        """Return prompts as tokens, with slots taken for them. Raises as `Service.encode`, and if the client has gone.
+    async def _encode(self, asked: AnswerRequest, load: Load, gone: "asyncio.Task[None]") -> Prepared:
+        """Return what is asked and its prompts as tokens, with slots taken for them.
 
-        Nothing is taken then, once the encoding has ended, and `gone` is cancelled.
+        Raises as `Service.encode` and `compile`, and if the client has gone. Nothing is taken then, once the encoding
+        has ended, and `gone` is cancelled.
         """
         service = self._service
-        encoding = asyncio.create_task(service.encode(asked.encode, asked.num_chars, asked.slots, load))
+        encoding = asyncio.create_task(self._prepare(asked, load))
         try:
             await asyncio.wait({encoding, gone}, return_when=asyncio.FIRST_COMPLETED)
             return _result(encoding)
@@ -166,6 +186,13 @@ class Api:
                 service.metrics.count(Outcome.CANCELLED)
             raise
 
+    async def _prepare(self, asked: AnswerRequest, load: Load) -> Prepared:
+        """Encode prompts, and then compile what the answer is to be like."""
+        prompts = await self._service.encode(asked.encode, asked.num_chars, asked.slots, load)
+        if asked.form is not None:
+            asked = asked.constrained(await self._service.compile(asked.form, asked.slots))
+        return asked, prompts
+
     async def _read(self, parse: Callable[[Any], AnswerRequest], request: Request) -> tuple[AnswerRequest, Load]:
         """Return what a body asks for, and its bytes, which count until they are released. Raises ApiError."""
         try:
@@ -176,30 +203,15 @@ class Api:
             raise
         try:
             asked = parse(body).asked_by(caller_of(request.scope))
-            if asked.model is not None:
-                self._check_model(asked.model)
+            request.scope["state"]["request_id"] = asked.request_id
+            check_model(self._names, asked.model)
         except BaseException:
             load.release()
             raise
         return asked, load
 
-    def _check_model(self, name: str) -> None:
-        if name != self._model:
-            message = f"model: expected {self._model!r}, the one that is served, got {show(name)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _model_json(self) -> dict[str, object]:
-        context = self._service.engine.model.config.max_position_embeddings
-        return {
-            "id": self._model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "kvblocks",
-            "max_model_len": context,
-        }
-
-
-def _result(encoding: "asyncio.Task[list[list[int]]]") -> list[list[int]]:
+def _result(encoding: "asyncio.Task[Prepared]") -> Prepared:
     """Return what came of it. Raises what it raised, and ClientDisconnect if it isn't done: the client has gone."""
     if not encoding.done():
         raise ClientDisconnect
@@ -220,7 +232,13 @@ async def _send_whole(answer: Answer, send: Send) -> None:
         await _send_error(send, error, answer)
         return
     if answer.outcome is Outcome.FINISHED:  # else the client has gone
-        await send_json(send, answer.body(), headers={"x-request-id": answer.answer_id})
+        body = await _make(answer, partial(_encode_whole, answer))
+        await send_encoded(send, body, headers={"x-request-id": answer.answer_id})
+
+
+async def _make(answer: Answer, make: Callable[[], bytes]) -> bytes:
+    """Return what `make` returns; where that may be megabytes, others are served meanwhile."""
+    return await asyncio.to_thread(make) if answer.asked.is_long else make()
 
 
 async def _stream(answer: Answer, send: Send) -> None:
@@ -230,9 +248,9 @@ async def _stream(answer: Answer, send: Send) -> None:
             if not has_begun:
                 has_begun = True
                 await _begin_stream(answer, send)
-            events = [encode_event(chunk) for piece in pieces for chunk in answer.chunks(piece)]
+            events = await _make(answer, partial(_encode_pieces, answer, pieces))
             if events:
-                await send_part(send, b"".join(events))
+                await send_part(send, events)
     except ApiError as error:
         if not has_begun:
             await _send_error(send, error, answer)
@@ -244,6 +262,15 @@ async def _stream(answer: Answer, send: Send) -> None:
         ending = encode_event(answer.usage_chunk()) if answer.asked.include_usage else b""
         ending += DONE
     await send_part(send, ending, is_last=True)
+
+
+def _encode_whole(answer: Answer) -> bytes:
+    body = answer.body()
+    return encode_in_parts(body, "choices") if "choices" in body else encode_json(body)
+
+
+def _encode_pieces(answer: Answer, pieces: list[Piece]) -> bytes:
+    return b"".join([encode_event(chunk) for piece in pieces for chunk in answer.chunks(piece)])
 
 
 async def _begin_stream(answer: Answer, send: Send) -> None:

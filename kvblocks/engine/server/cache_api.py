@@ -26,6 +26,9 @@ from kvblocks.observe.explanation import Explanation
 if TYPE_CHECKING:
     from kvblocks.wire.publisher import EventPublisher
 
+MAX_DESCRIPTION = 256
+"""Characters of a pin's description: it is kept as long as the pin stands."""
+
 
 class CacheApi:
     """The endpoints below /v1/cache."""
@@ -73,7 +76,7 @@ class CacheApi:
         offload = self._engine.offload
         traffic = {} if offload is None else {moved.tier: asdict(moved) for moved in offload.traffic()}
         return [
-            {**tier, **{name: traffic[tier["name"]][name] for name in ("num_bytes", "seconds", "disk")}}
+            {**tier, **{name: traffic[tier["name"]][name] for name in ("num_bytes", "seconds", "disk", "store")}}
             for tier in tiers
         ]
 
@@ -83,6 +86,8 @@ class CacheApi:
         prefix = parse_prefix(fields, "pin")
         caller = caller_of(request.scope)
         salt, description = caller.salt_for(fields.text("cache_salt")), fields.text("description") or ""
+        if len(description) > MAX_DESCRIPTION:
+            raise fields.error("description", f"a text of at most {MAX_DESCRIPTION} characters")
         ttl_s, priority = fields.number("ttl_s", 0.0), fields.count("priority", 0, 100)
         if ttl_s == 0:
             raise fields.error("ttl_s", "seconds, more than 0")

@@ -25,6 +25,7 @@ from kvblocks.engine.server.arrivals import Arrivals
 from kvblocks.engine.server.errors import ApiError, as_api_error, step_error, stopping_error
 from kvblocks.engine.server.pin_book import PinBook
 from kvblocks.errors import KVBlocksError
+from kvblocks.replay.recorder import TraceRecorder
 from kvblocks.wire.hints import HintExecutor, HintLimits
 
 logger = logging.getLogger("kvblocks.server")
@@ -60,11 +61,14 @@ class EngineThread:
     on this thread when it ends by an error, which is a bug; all answers have been closed by then. arrivals, pins,
     hints: for functions given to `call`; `arrivals.num_lookups_and_seconds`, and hint_stats, of the last step, may be
     read from anywhere. close_by: until when, on `time.monotonic`, the end waits for what tiers have to store; anybody
-    may change it.
+    may change it. recorder: told of each prompt that was begun, when its first sample ends.
     """
 
-    def __init__(self, engine: Engine, publish: Publish, *, keep_reasons: bool = True) -> None:
+    def __init__(
+        self, engine: Engine, publish: Publish, *, keep_reasons: bool = True, recorder: TraceRecorder | None = None
+    ) -> None:
         self.engine = engine
+        self._recorder = recorder
         self.arrivals = Arrivals(engine.scheduler.lookups, keep_reasons=keep_reasons and engine.manager.enable_caching)
         self.pins = PinBook(engine.manager)
         # A quarter of what all pins may have, for each salt; and an operator may push anybody's blocks out.
@@ -176,6 +180,7 @@ class EngineThread:
         if reason is None:
             return
         del self._unfinished[answer][generation], self._answers[generation]
+        self._record(generation, reason)
         if generation.completion is None:
             error = generation.error or RuntimeError(f"the generation ended with {reason!r}")
             logger.error("request %s failed", answer.answer_id, exc_info=error)
@@ -187,6 +192,14 @@ class EngineThread:
             self.arrivals.finish(answer.answer_id, generation.prompt_index, generation.completion)
         if not self._unfinished[answer]:
             self._close(answer)
+
+    def _record(self, generation: Generation, reason: str) -> None:
+        """Record a prompt that has ended. One that never ran needed nothing of the cache."""
+        if self._recorder is None or generation.sample_index or not generation.request.was_admitted:
+            return
+        seconds = time.perf_counter() - generation.start_s
+        sequence = generation.request.sequence
+        self._recorder.record(sequence, arrived_s=time.time() - seconds, seconds=seconds, stop=reason)
 
     def _submit(self, answer: Answer, prompts: list[list[int]]) -> None:
         unfinished = self._unfinished[answer] = {}
@@ -220,6 +233,7 @@ class EngineThread:
         # Samples before the one that computes the prompt for them.
         for generation in reversed(self._unfinished.pop(answer)):
             del self._answers[generation]
+            self._record(generation, "cancelled")
             self.engine.cancel(generation)
         self._put(answer, Mark.CLOSED)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kvblocks.engine.errors import ModelError, RequestTooLongError
+from kvblocks.engine.errors import GrammarError, ModelError, RequestTooLongError
 from kvblocks.errors import InvalidArgumentError, KVBlocksError, PinBudgetError, PoolExhaustedError
 
 _TYPES = {
@@ -64,6 +64,8 @@ def step_error(error: Exception) -> ApiError:
     """Return what a client is told when the step that computed its request failed."""
     if isinstance(error, PoolExhaustedError):
         return as_api_error(error)
+    if isinstance(error, GrammarError):
+        return ApiError(400, str(error), code="grammar_too_complex")
     message = f"expected a step to succeed, got {type(error).__name__}: the server's log has more"
     return ApiError(500, message, code="step_failed", headers={"x-should-retry": "false"})
 
@@ -80,7 +82,9 @@ def busy_error(message: str, code: str, retry_after_s: int) -> ApiError:
 
 def length_error(message: str, param: str | None) -> ApiError:
     """The error of a prompt that the model's context has no room for."""
-    return ApiError(400, message, param=param, code="context_length_exceeded")
+    # litellm knows such errors by these words, and not by the code.
+    full = f"{message}, which is over this model's maximum context limit"
+    return ApiError(400, full, param=param, code="context_length_exceeded")
 
 
 def late_error(seconds: float) -> ApiError:

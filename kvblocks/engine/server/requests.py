@@ -1,16 +1,28 @@
 """What a body asks for that is to be computed, checked; nothing here computes, or knows of HTTP.
 
 Fields that would change an answer and that this engine doesn't have are refused by name, unless their value asks for
-nothing. Fields that change nothing are let pass. The fields are OpenAI's; `cache_salt`, `top_k`,
-`ignore_eos` and `return_token_ids` are extras, named as vLLM names them.
+nothing. Fields that change nothing are let pass. The fields are OpenAI's; extras, such as `cache_salt`, `top_k`,
+`min_tokens` and `return_token_ids`, are named as vLLM names them.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
+from kvblocks.engine.grammar.grammar import Grammar
 from kvblocks.engine.options import OptionValues
 from kvblocks.engine.server.access.callers import ANYONE, Caller, Slots
+from kvblocks.engine.server.body.messages import (
+    Message,
+    check_number,
+    num_chars,
+    num_message_chars,
+    parse_messages,
+    parse_template_values,
+)
+from kvblocks.engine.server.body.neutral import REFUSED, WITHOUT_EFFECT
+from kvblocks.engine.server.body.response_format import Form, parse_form
+from kvblocks.engine.server.body.sampling import check_size, parse_echo, parse_logprobs, parse_sampling
 from kvblocks.engine.server.errors import ApiError, as_api_error
 from kvblocks.engine.server.fields import Fields, is_unicode, show
 from kvblocks.engine.text.tokenizer import Tokenizer
@@ -18,42 +30,15 @@ from kvblocks.errors import KVBlocksError
 
 MAX_SAMPLES = 128
 MAX_STOPS = 16
-MAX_ITEMS = 10_000
-"""Messages of a chat, parts of a message, or prompts of a body: checking each takes some microseconds."""
+MAX_STOP_IDS = 128
+MAX_REQUEST_ID = 256
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
-Kind = Literal["completion", "chat", "warm"]
+AnswerKind = Literal["completion", "chat"]
+Kind = AnswerKind | Literal["warm"]
 Prompt = str | list[int]
-Message = dict[str, str]
 
 _PREFIX_KINDS = ("text", "system", "messages", "token_ids")
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-# What clients send along and no answer depends on.
-_WITHOUT_EFFECT = (
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    "parallel_tool_calls",
-)
-# Fields that would change an answer, and their values that don't.
-_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "logprobs": ((False,), "this server returns no log probabilities"),
-    "top_logprobs": ((0,), "this server returns no log probabilities"),
-    "echo": ((False,), "this server doesn't repeat prompts"),
-    "suffix": (("",), "this server doesn't fill in the middle"),
-    "presence_penalty": ((0, 0.0), "this server has no penalties"),
-    "frequency_penalty": ((0, 0.0), "this server has no penalties"),
-    "logit_bias": (({},), "this server has no bias of tokens"),
-    "tools": (([],), "this server calls no tools"),
-    "tool_choice": (("none", "auto"), "this server calls no tools"),
-    "functions": (([],), "this server calls no functions"),
-    "function_call": (("none", "auto"), "this server calls no functions"),
-    "response_format": (({"type": "text"},), "this server doesn't constrain what is generated"),
-    "modalities": ((["text"],), "this server generates text"),
-    "audio": ((), "this server generates text"),
-    "prediction": ((), "this server has no predicted outputs"),
-    "reasoning_effort": (("none",), "this server has no reasoning models"),
-    "verbosity": ((), "this server has no such models"),
-    "web_search_options": ((), "this server searches nothing"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +53,7 @@ class Prefix:
         """How much text it is, in characters. O(messages)."""
         if self.kind == "token_ids":
             return 0
-        return _num_chars(self.value) if self.kind == "messages" else len(self.value)
+        return num_message_chars(self.value) if self.kind == "messages" else len(self.value)
 
     def encode(self, tokenizer: Tokenizer | None) -> list[int]:
         """Return its tokens; of a system prompt, what all chats with it begin with. Raises ApiError. O(length)."""
@@ -92,7 +77,10 @@ class Prefix:
 class AnswerRequest:
     """One body, checked. Of `prompts`, `messages` and `prefixes` one isn't empty, by `kind`.
 
-    options: all of them, for each prompt. salts: of prefixes, one for each. caller: who asks.
+    options: all of them, for each prompt. salts: of prefixes, one for each. caller: who asks. include_usage: at a
+    stream's end; continuous_usage: in each of its chunks too. template_values: what a chat's template may look at.
+    add_special_tokens: whether texts get what the tokenizer adds to prompts. request_id: the client's own, for logs.
+    echo: whether answers begin with their prompts. form: what they are to be like, before it is compiled.
     """
 
     kind: Kind
@@ -103,6 +91,12 @@ class AnswerRequest:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    echo: bool = False
+    form: Form | None = None
+    continuous_usage: bool = False
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = True
+    request_id: str | None = None
     prefixes: tuple[Prefix, ...] = ()
     salts: tuple[str | None, ...] = ()
     caller: Caller = ANYONE
@@ -112,10 +106,19 @@ class AnswerRequest:
         options = OptionValues(**{**self.options, "salt": caller.salt_for(self.options.get("salt"))})
         return replace(self, caller=caller, options=options, salts=tuple(map(caller.salt_for, self.salts)))
 
+    def constrained(self, grammar: Grammar) -> Self:
+        """Return it with its form as a grammar."""
+        return replace(self, options=OptionValues(**{**self.options, "grammar": grammar}))
+
     @property
     def slots(self) -> Slots:
         """What it takes of those answers that may be unfinished."""
         return Slots(self.caller, self.num_choices)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its answer may be megabytes: with log probabilities of prompts."""
+        return self.options.get("prompt_logprobs") is not None
 
     @property
     def num_choices(self) -> int:
@@ -130,7 +133,7 @@ class AnswerRequest:
     def num_chars(self) -> tuple[int, ...]:
         """How much text each prompt is, in characters; 0 for token ids. O(prompts + messages)."""
         if self.kind == "chat":
-            return (_num_chars(self.messages),)
+            return (num_message_chars(self.messages) + num_chars(self.template_values),)
         if self.kind == "warm":
             return tuple([prefix.num_chars for prefix in self.prefixes])
         return tuple([len(prompt) if isinstance(prompt, str) else 0 for prompt in self.prompts])
@@ -140,19 +143,25 @@ class AnswerRequest:
         if self.kind == "warm":
             return [prefix.encode(tokenizer) for prefix in self.prefixes]
         if self.kind == "completion":
-            return [encode_prompt(prompt, tokenizer) for prompt in self.prompts]
+            adds = self.add_special_tokens
+            prompts = [encode_prompt(prompt, tokenizer, add_special_tokens=adds) for prompt in self.prompts]
+            check_size(prompts, self.options["n"], self.options["prompt_logprobs"])
+            return prompts
         if tokenizer is None or not tokenizer.has_chat_template:
             raise ApiError(400, "expected /v1/completions, since this model has no chat template", param="messages")
-        return [tokenizer.apply_chat_template(list(self.messages))]
+        return [tokenizer.apply_chat_template(list(self.messages), variables=self.template_values)]
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
-    """Return a prompt as tokens. Raises ApiError for a text without a tokenizer, or one that has no tokens."""
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> list[int]:
+    """Return a prompt as tokens. Special tokens that a text spells are read as such, as in vLLM.
+
+    Raises ApiError for a text without a tokenizer, or one that has no tokens.
+    """
     if not isinstance(prompt, str):
         return prompt
     if tokenizer is None:
         raise ApiError(400, "prompt: expected token ids, since this model has no tokenizer", param="prompt")
-    tokens = tokenizer.encode(prompt)
+    tokens = tokenizer.encode(prompt, parse_special=True, add_special_tokens=add_special_tokens)
     if not tokens:
         raise ApiError(400, "prompt: expected at least one token, got an empty text", param="prompt")
     return tokens
@@ -166,7 +175,8 @@ def parse_completion(body: Any) -> AnswerRequest:
     best_of = fields.count("best_of", 1, MAX_SAMPLES)
     if best_of is not None and best_of != n:
         raise fields.error("best_of", f"none or n ({n}), since this server doesn't choose among answers")
-    max_tokens = fields.count("max_tokens", 1) or DEFAULT_COMPLETION_TOKENS
+    max_tokens = fields.count("max_tokens", 0)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens
     return _finish("completion", fields, prompts, (), n, max_tokens)
 
 
@@ -188,7 +198,7 @@ def parse_warm(body: Any) -> AnswerRequest:
     fields.refuse_unknown()
     if not isinstance(items, list) or not items:
         raise fields.error("prompts", "a list of prompts")
-    _check_number("prompts", items)
+    check_number("prompts", items)
     prefixes, salts = [], []
     for index, item in enumerate(items):
         own = Fields({"text": item} if isinstance(item, str) else item, f"prompts[{index}]")
@@ -251,38 +261,39 @@ def parse_prompts(value: Any) -> tuple[Prompt, ...]:
             f"prompt: expected a text, a list of token ids, or a list of such prompts, got {show(value)}",
             param="prompt",
         )
-    _check_number("prompt", value)
+    check_number("prompt", value)
     return tuple(_parse_prompt(item, f"prompt[{index}]") for index, item in enumerate(value))
 
 
-def parse_messages(value: Any) -> tuple[Message, ...]:
-    """Read the messages of a chat: those of text. Raises ApiError."""
-    if not isinstance(value, list) or not value:
-        raise ApiError(400, f"messages: expected a list of messages, got {show(value)}", param="messages")
-    _check_number("messages", value)
-    return tuple(_parse_message(item, f"messages[{index}]") for index, item in enumerate(value))
-
-
 def _finish(
-    kind: Kind, fields: Fields, prompts: tuple[Prompt, ...], messages: tuple[Message, ...], n: int, most: int | None
+    kind: AnswerKind,
+    fields: Fields,
+    prompts: tuple[Prompt, ...],
+    messages: tuple[Message, ...],
+    n: int,
+    most: int | None,
 ) -> AnswerRequest:
     """Read the fields that both kinds have, and refuse all that is left."""
-    temperature, top_p = fields.number("temperature", 0.0), fields.number("top_p", 0.0, 1.0)
-    if top_p == 0:
-        raise fields.error("top_p", "a number above 0, up to 1")
+    echo, logprobs = parse_echo(kind, fields), parse_logprobs(kind, fields)
+    if most == 0 and (n > 1 or not echo):
+        raise fields.error("max_tokens", "at least 1, unless a prompt is only to be repeated once (echo, and n of 1)")
     options = OptionValues(
+        **parse_sampling(fields),
         n=n,
         max_tokens=most,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
-        top_k=fields.count("top_k", 1),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else None,
         seed=fields.count("seed", 0, 2**64 - 1),
         stop=fields.texts("stop", MAX_STOPS),
         ignore_eos=fields.flag("ignore_eos"),
+        min_tokens=_parse_min_tokens(fields, most),
+        stop_token_ids=_parse_stop_ids(fields),
+        skip_special_tokens=_parse_skip_special(fields),
         salt=fields.text("cache_salt"),
+        session=fields.text("prompt_cache_key"),
     )
     stream = fields.flag("stream")
-    include_usage = _parse_stream_options(fields, stream=stream)
+    include_usage, continuous_usage = _parse_stream_options(fields, stream=stream)
     request = AnswerRequest(
         kind=kind,
         model=fields.text("model"),
@@ -292,24 +303,73 @@ def _finish(
         stream=stream,
         include_usage=include_usage,
         return_token_ids=fields.flag("return_token_ids"),
+        echo=echo,
+        form=parse_form(fields),
+        continuous_usage=continuous_usage,
+        template_values=parse_template_values(fields) if kind == "chat" else {},
+        add_special_tokens=_parse_add_special(fields, kind),
+        request_id=_parse_request_id(fields),
     )
-    fields.refuse_all(_REFUSED)
-    fields.ignore(_WITHOUT_EFFECT)
+    fields.refuse_all(REFUSED)
+    fields.ignore(WITHOUT_EFFECT)
     fields.refuse_unknown()
     return request
 
 
-def _parse_stream_options(fields: Fields, *, stream: bool) -> bool:
+def _parse_min_tokens(fields: Fields, most: int | None) -> int:
+    value = fields.count("min_tokens", 0) or 0
+    if most is not None and value > most:
+        raise fields.error("min_tokens", f"at most max_tokens ({most})")
+    return value
+
+
+def _parse_stop_ids(fields: Fields) -> tuple[int, ...]:
+    value = fields.take("stop_token_ids")
+    if value is None:
+        return ()
+    is_list = isinstance(value, list) and len(value) <= MAX_STOP_IDS
+    if not is_list or not all(type(item) is int and 0 <= item < 2**32 for item in value):
+        raise fields.error("stop_token_ids", f"a list of at most {MAX_STOP_IDS} token ids")
+    return tuple(value)
+
+
+def _parse_skip_special(fields: Fields) -> bool:
+    skips = fields.take("skip_special_tokens") is None or fields.flag("skip_special_tokens")
+    spaced = fields.take("spaces_between_special_tokens") is None or fields.flag("spaces_between_special_tokens")
+    if not spaced and not skips:
+        raise fields.error("spaces_between_special_tokens", "true, since texts are as the tokenizer decodes them")
+    return skips
+
+
+def _parse_add_special(fields: Fields, kind: Kind) -> bool:
+    """A chat's template decides which special tokens a prompt has, a completion's tokenizer unless it is told."""
+    if kind == "chat":
+        fields.refuse("add_special_tokens", (False,), "the chat template has them")
+        return False
+    return fields.take("add_special_tokens") is None or fields.flag("add_special_tokens")
+
+
+def _parse_request_id(fields: Fields) -> str | None:
+    """The client's own name of a request: vLLM's field, or SGLang's."""
+    given = [text for text in (fields.text("request_id"), fields.text("rid")) if text is not None]
+    for name in ("request_id", "rid"):
+        if len(fields.take(name) or "") > MAX_REQUEST_ID:
+            raise fields.error(name, f"a text of at most {MAX_REQUEST_ID} characters")
+    return given[0] if given else None
+
+
+def _parse_stream_options(fields: Fields, *, stream: bool) -> tuple[bool, bool]:
+    """Return whether a stream's end tells the usage, and whether each chunk does."""
     value = fields.take("stream_options")
     if value is None:
-        return False
+        return False, False
     if not stream:
         raise fields.error("stream_options", "none without stream")
     options = Fields(value, "stream_options")
-    include_usage = options.flag("include_usage")
+    include_usage, continuous = options.flag("include_usage"), options.flag("continuous_usage_stats")
     options.ignore(("include_obfuscation",))
     options.refuse_unknown()
-    return include_usage
+    return include_usage, include_usage and continuous  # as in vLLM, the second means nothing without the first
 
 
 def _parse_prompt(value: Any, name: str) -> Prompt:
@@ -323,49 +383,3 @@ def _parse_prompt(value: Any, name: str) -> Prompt:
         f"{name}: expected a text of valid Unicode or a list of token ids, not empty, got {show(value)}",
         param="prompt",
     )
-
-
-def _parse_message(value: Any, name: str) -> Message:
-    fields = Fields(value, name)
-    role = fields.take("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        # A template may build markup out of a role, so the client doesn't choose it freely.
-        raise fields.error("role", f"one of {', '.join(_ROLES)}")
-    message = {"role": _ROLES[role], "content": _parse_content(fields)}
-    sender = fields.text("name")
-    fields.refuse("tool_calls", ([],), "this server calls no tools")
-    fields.refuse("function_call", (), "this server calls no functions")
-    fields.refuse("audio", (), "this server reads text")
-    fields.ignore(("tool_call_id", "refusal", "annotations"))
-    fields.refuse_unknown()
-    return message if sender is None else {**message, "name": sender}
-
-
-def _parse_content(fields: Fields) -> str:
-    """Read a text, or parts that are texts, joined."""
-    content = fields.take("content")
-    parts = [content] if isinstance(content, str) else content
-    if not isinstance(parts, list) or not parts:
-        raise fields.error("content", "a text or a list of parts")
-    _check_number("content", parts)
-    texts = [part if isinstance(part, str) else _text_of(part) for part in parts]
-    if not all(text is not None and is_unicode(text) for text in texts):
-        raise fields.error("content", "a text of valid Unicode, or parts of type 'text'")
-    return "".join(text for text in texts if text is not None)
-
-
-def _check_number(name: str, items: list[Any]) -> None:
-    """Raise ApiError for a list of more than MAX_ITEMS."""
-    if len(items) > MAX_ITEMS:
-        raise ApiError(400, f"{name}: expected at most {MAX_ITEMS}, got {len(items)}", param=name)
-
-
-def _num_chars(messages: Iterable[Message]) -> int:
-    return sum(len(text) for message in messages for text in message.values())
-
-
-def _text_of(part: Any) -> str | None:
-    if not isinstance(part, Mapping) or part.get("type") != "text":
-        return None
-    text = part.get("text")
-    return text if isinstance(text, str) else None

@@ -5,21 +5,27 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
+from rich.console import Console
+from rich.progress import Progress
 
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.run.runner import LoadedModel
+from kvblocks.engine.server.access.access_log import configure_logging
 from kvblocks.engine.server.access.connections import bounded, count_connections, log_shortage_seldom
 from kvblocks.engine.server.app import make_app
 from kvblocks.engine.server.service import Service
 from kvblocks.engine.server.settings import NO_EVENTS, CacheSettings, EventSettings, ServerSettings
-from kvblocks.engine.tiers.building import DISK
+from kvblocks.engine.tiers.building import DISK, STORE
 from kvblocks.errors import InvalidArgumentError, KVBlocksError
+from kvblocks.replay.recorder import TraceRecorder
+from kvblocks.tiers.store import parse_address
 
 if TYPE_CHECKING:
     from kvblocks.wire.publisher import EventPublisher
@@ -41,15 +47,36 @@ def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPu
         deterministic=settings.deterministic,
         attention=settings.attention,
         schedule=settings.schedule,
+        eviction=settings.eviction,
         num_history_blocks=settings.num_history_blocks if settings.prefix_caching else 0,
         host_cache=settings.host_cache,
         disk_cache=settings.disk_cache,
         disk_cache_size=settings.disk_cache_size,
         disk_cache_secret=settings.disk_cache_secret,
+        store=settings.store,
+        store_secret=settings.store_secret,
         on_events=None if publisher is None else publisher.publish,
     )
     engine.limits = settings.limits
     return engine
+
+
+def warm_up(engine: Engine) -> str:
+    """Warm the engine up, behind a progress bar on a terminal, and return a line of what it took, for people."""
+    begin_s = time.monotonic()
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("warming up", total=None)
+        seconds = engine.warm_up(
+            lambda name, done, total: progress.update(
+                bar, description=f"warming up: {name}", completed=done, total=total
+            )
+        )
+    slowest = sorted(seconds.items(), key=lambda item: -item[1])
+    kernels = ", ".join(f"{name} {taken:.1f}" for name, taken in slowest)
+    return f"warmed up in {time.monotonic() - begin_s:.1f} s" + (
+        f"; seconds of compiling: {kernels}" if kernels else ""
+    )
 
 
 def make_publisher(settings: EventSettings) -> "EventPublisher | None":
@@ -61,6 +88,16 @@ def make_publisher(settings: EventSettings) -> "EventPublisher | None":
     except ImportError as error:  # it says which package is missing, and how to get it
         raise InvalidArgumentError(f"--kv-events: {error}") from error
     return Made(settings.endpoint, settings.replay, topic=settings.topic, allow_remote=settings.allow_remote)
+
+
+@contextlib.contextmanager
+def make_recorder(settings: ServerSettings, cache: CacheSettings) -> Iterator[TraceRecorder | None]:
+    """Give who records requests; None: nobody is to. Raises InvalidArgumentError for a file that can't be written."""
+    if settings.record is None:
+        yield None
+        return
+    with contextlib.closing(TraceRecorder(settings.record, cache.block_size)) as recorder:
+        yield recorder
 
 
 def model_name(model: str) -> str:
@@ -83,7 +120,7 @@ class KVBlocksServer(uvicorn.Server):
         settings = service.settings
         config = uvicorn.Config(
             make_app(service, model),
-            log_level="warning",
+            log_level=settings.log_level,
             access_log=False,
             server_header=False,
             lifespan="on",
@@ -163,7 +200,12 @@ def serve(
     """
     # Else all texts would share a pool of threads as many as there are cores, and short ones would wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with bind(settings) as listener, make_publisher(events) or contextlib.nullcontext() as publisher:
+    configure_logging(settings.log_level)
+    with (
+        bind(settings) as listener,
+        make_publisher(events) or contextlib.nullcontext() as publisher,
+        make_recorder(settings, cache) as recorder,
+    ):
         engine = make_engine(load(), cache, publisher)
         manager = engine.manager
         most = engine.scheduler.max_request_tokens
@@ -172,6 +214,9 @@ def serve(
             f" have {most} tokens together"
         )
         for tier in manager.tiers:
+            if tier.name == STORE and cache.store is not None:
+                say(f"{tier.name}: {parse_address(cache.store)}, asked for each prompt that isn't cached here")
+                continue
             found = f", {tier.num_cached_blocks} of them found in {cache.disk_cache}" if tier.name == DISK else ""
             say(f"{tier.name} cache: {tier.num_blocks} blocks{found}")
         most_connections = count_connections(settings.max_connections)
@@ -182,8 +227,14 @@ def serve(
                 "" if publisher.replay_endpoint is None else f", replays and snapshots at {publisher.replay_endpoint}"
             )
             say(f"events at {publisher.endpoint}{where}")
-        service = Service(engine, settings, keep_reasons=cache.num_history_blocks > 0, publisher=publisher)
-        server = KVBlocksServer(service, model_name(model), lambda url: say(f"serving {model_name(model)} at {url}/v1"))
+        if cache.warm_up:
+            say(warm_up(engine))
+        if recorder is not None:
+            say(f"requests are recorded in {settings.record}, without their texts")
+        keep_reasons = cache.num_history_blocks > 0
+        service = Service(engine, settings, keep_reasons=keep_reasons, publisher=publisher, recorder=recorder)
+        name = settings.model_names[0] if settings.model_names else model_name(model)
+        server = KVBlocksServer(service, name, lambda url: say(f"serving {name} at {url}/v1"))
         try:
             server.run(sockets=[listener])
         finally:

@@ -16,15 +16,20 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvblocks.engine.completion import Piece
 from kvblocks.engine.engine import Engine
+from kvblocks.engine.grammar.grammar import Grammar, GrammarCompiler
 from kvblocks.engine.server.access.bodies import Bodies, Load
 from kvblocks.engine.server.access.callers import Caller, Slots, set_quotas
+from kvblocks.engine.server.access.compiling import Compilers
 from kvblocks.engine.server.access.encoding import Encoders
 from kvblocks.engine.server.answer import Answer
+from kvblocks.engine.server.body.response_format import Form
 from kvblocks.engine.server.engine_thread import EngineThread, Item, Mark, Warmed
-from kvblocks.engine.server.errors import ApiError, busy_error, late_error, length_error, stopping_error
+from kvblocks.engine.server.errors import ApiError, as_api_error, busy_error, late_error, length_error, stopping_error
 from kvblocks.engine.server.service_metrics import Outcome, ServiceMetrics
 from kvblocks.engine.server.settings import ServerSettings
 from kvblocks.engine.text.tokenizer import Tokenizer
+from kvblocks.errors import KVBlocksError
+from kvblocks.replay.recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from kvblocks.wire.publisher import EventPublisher
@@ -35,8 +40,8 @@ T = TypeVar("T")
 class Service:
     """Answers of an event loop by one engine, which it owns. Make it, `start` it in the loop, and `stop` it there.
 
-    num_open: choices of all open answers. keep_reasons: see `Arrivals`. publisher: of the engine's events. Raises
-    InvalidArgumentError for quotas of tiers that the engine doesn't have.
+    num_open: choices of all open answers. keep_reasons: see `Arrivals`. publisher: of the engine's events. recorder: of
+    requests. Raises InvalidArgumentError for quotas of tiers that the engine doesn't have.
     """
 
     def __init__(
@@ -46,18 +51,21 @@ class Service:
         *,
         keep_reasons: bool = True,
         publisher: "EventPublisher | None" = None,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         set_quotas(engine.manager, settings.keys)
         self.publisher = publisher
         self.engine = engine
         self.settings = settings
-        self.thread = EngineThread(engine, self._publish, keep_reasons=keep_reasons)
+        self.thread = EngineThread(engine, self._publish, keep_reasons=keep_reasons, recorder=recorder)
         self.bodies = Bodies(settings.max_body_bytes)
         self._encoders = Encoders()
+        self._compilers = Compilers()
+        self._grammar_compiler: asyncio.Task[GrammarCompiler] | None = None
         most = engine.scheduler.max_request_tokens  # before there are pins
         # The last token that is generated needs room in the context, and none in the pool.
         self._max_prompt_tokens = most if most == engine.model.config.max_position_embeddings else most - 1
-        self.metrics = ServiceMetrics(engine, lambda: self.num_open, publisher)
+        self.metrics = ServiceMetrics(engine, lambda: self.num_open, publisher, recorder)
         self.is_stopping = False
         self.num_open = 0
         self._open_by: Counter[Caller] = Counter()
@@ -91,6 +99,7 @@ class Service:
         self.is_stopping = True
         self.fail_all()
         self._encoders.stop()
+        self._compilers.stop()
         return await asyncio.to_thread(self.thread.stop, timeout_s)
 
     def open(self, slots: Slots) -> None:
@@ -145,13 +154,40 @@ class Service:
         if any(num_chars):
             prompts = await self._encoders.run(partial(encode, tokenizer), sum(num_chars), give_back)
         else:
-            prompts = encode(tokenizer)
+            try:
+                prompts = encode(tokenizer)
+            except BaseException:
+                give_back()
+                raise
         longest = max(map(len, prompts))
         if longest > self._max_prompt_tokens:
             give_back()
             raise length_error(f"{self._expected_length()}, got {longest}", None)
         load.release()
         return prompts
+
+    async def compile(self, form: Form, slots: Slots) -> Grammar:
+        """Return the grammar of a form of answers.
+
+        Raises ApiError, and gives slots back that were taken for it, but not before nothing is compiled any more.
+        """
+        give_back = partial(self.close, slots)
+        try:
+            compiler = await self._make_compiler()
+        except BaseException as error:
+            give_back()
+            if isinstance(error, KVBlocksError):
+                raise as_api_error(error, param=form.name) from error
+            raise
+        return await self._compilers.run(partial(form.compile, compiler), give_back)
+
+    async def _make_compiler(self) -> GrammarCompiler:
+        """What compiles grammars for the model, made by whoever asks first, once."""
+        if self._grammar_compiler is None:
+            model = self.engine.model
+            make = partial(GrammarCompiler, model.tokenizer, model.config.vocab_size, sorted(model.stop_token_ids))
+            self._grammar_compiler = asyncio.create_task(asyncio.to_thread(make))
+        return await asyncio.shield(self._grammar_compiler)  # which others may wait for
 
     def _check_num_chars(self, num_chars: int, tokenizer: Tokenizer | None) -> None:
         most = self._max_prompt_tokens * (1 if tokenizer is None else tokenizer.longest_token)
@@ -176,6 +212,7 @@ class Service:
             self.close(answer.asked.slots)
             raise stopping_error()
         self._unfinished[answer] = None
+        answer.prompts = prompts
         left_s = answer.start_s + self.settings.request_timeout_s - time.monotonic()
         answer.timer = asyncio.get_running_loop().call_later(left_s, self._time_out, answer)
         self.thread.submit(answer, prompts)
@@ -219,7 +256,7 @@ class Service:
                 if answer.is_whole:
                     self._end(answer, Outcome.FINISHED)
             else:
-                self._end(answer, Outcome.FAILED, item)
+                self._end(answer, outcome_of(item), item)
 
     def _put(self, answer: Answer, piece: Piece) -> None:
         if not answer.has_begun:
@@ -248,3 +285,8 @@ class Service:
         if len(self._ends) < 2:
             return 1
         return min(60, max(1, math.ceil((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1))))
+
+
+def outcome_of(error: ApiError) -> Outcome:
+    """Return how a request ends that gets this error. O(1)."""
+    return Outcome.REJECTED if error.status < 500 else Outcome.FAILED

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from kvblocks.engine.engine import Engine
 from kvblocks.engine.prometheus import KVBlocksCollector, OffloadCollector
+from kvblocks.replay.recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from kvblocks.wire.publisher import EventPublisher
@@ -19,22 +20,34 @@ _TTFT_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class Outcome(Enum):
-    """How a request ended. CANCELLED: the client went away; REFUSED: there was no room for it."""
+    """How a request ended. CANCELLED: the client went away; REFUSED: there was no room for it.
+
+    REJECTED: it was wrong, which is the client's mistake; FAILED: it was not, and got no answer.
+    """
 
     FINISHED = "finished"
     CANCELLED = "cancelled"
     TIMED_OUT = "timed_out"
     FAILED = "failed"
     REFUSED = "refused"
+    REJECTED = "rejected"
 
 
 class ServiceMetrics:
     """The metrics of one server, in a registry of its own. No series names a tenant. Owned by the event loop."""
 
-    def __init__(self, engine: Engine, num_open: Callable[[], int], publisher: "EventPublisher | None" = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        num_open: Callable[[], int],
+        publisher: "EventPublisher | None" = None,
+        recorder: TraceRecorder | None = None,
+    ) -> None:
         registry = self._registry = CollectorRegistry()
         if publisher is not None:
             registry.register(_Events(publisher))
+        if recorder is not None:
+            registry.register(_Recorded(recorder))
         KVBlocksCollector(engine.metrics, registry=registry)
         if engine.offload is not None:
             OffloadCollector(engine.offload, registry=registry)
@@ -73,6 +86,20 @@ class ServiceMetrics:
     def scrape(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class _Recorded(Collector):
+    """What became of the requests that were to be recorded."""
+
+    def __init__(self, recorder: TraceRecorder) -> None:
+        self._recorder = recorder
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families of now."""
+        of = self._recorder
+        yield CounterMetricFamily("kvblocks_recorded_requests", "Requests written to the record.", of.num_recorded)
+        text = "Requests that could not be written to the record, since the disk was full for example."
+        yield CounterMetricFamily("kvblocks_unrecorded_requests", text, of.num_lost)
 
 
 class _Events(Collector):

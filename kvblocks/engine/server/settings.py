@@ -9,18 +9,21 @@ from kvblocks.arguments import check_count, is_number
 from kvblocks.engine.run.memory import read_memory
 from kvblocks.engine.schedule.schedules import SCHEDULES
 from kvblocks.engine.schedule.step import StepLimits
+from kvblocks.engine.server.access.access_log import LOG_LEVELS
 from kvblocks.engine.server.access.callers import Caller, Callers, Tenant, digest_of
 from kvblocks.engine.server.access.hosts import HostCheck, is_host, is_loopback
 from kvblocks.engine.server.access.keys_file import is_key
 from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.retention.policies import NAMED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSettings:
     """The engine's part. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them.
 
-    host_cache, disk_cache, disk_cache_size, disk_cache_secret: as `Engine` takes them.
+    eviction: a policy's name. host_cache, disk_cache, disk_cache_size, disk_cache_secret, store, store_secret: as
+    `Engine` takes them.
     """
 
     block_size: int = 16
@@ -29,7 +32,9 @@ class CacheSettings:
     prefix_caching: bool = True
     num_history_blocks: int = 10_000
     schedule: str = "fcfs"
+    eviction: str | None = None
     deterministic: bool = False
+    warm_up: bool = False
     device: str = "auto"
     attention: str = "auto"
     max_num_batched_tokens: int = 512
@@ -38,6 +43,8 @@ class CacheSettings:
     disk_cache: str | Path | None = None
     disk_cache_size: str | None = None
     disk_cache_secret: bytes | None = field(default=None, repr=False)
+    store: str | None = field(default=None, repr=False)  # a password may stand there
+    store_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_count("--block-size", self.block_size, 1)
@@ -53,6 +60,8 @@ class CacheSettings:
             )
         if self.schedule not in SCHEDULES:
             raise InvalidArgumentError(f"--schedule: expected one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        if self.eviction is not None and self.eviction not in NAMED:
+            raise InvalidArgumentError(f"--eviction: expected one of {', '.join(NAMED)}, got {self.eviction!r}")
         if self.schedule != "fcfs" and not self.prefix_caching:
             raise InvalidArgumentError(
                 f"expected --schedule fcfs with --no-prefix-caching, since the other orders go by what is cached, got"
@@ -73,17 +82,22 @@ class CacheSettings:
                     raise InvalidArgumentError(
                         f"--disk-cache-{flag}: expected --disk-cache, the folder, with it; got none"
                     )
-        if not self.prefix_caching and (self.host_cache, self.disk_cache) != (None, None):
-            got = "--disk-cache" if self.host_cache is None else "--host-cache"
+        if self.store is None and self.store_secret is not None:
+            raise InvalidArgumentError("--store-secret-file: expected --store, its URL, with it; got none")
+        given = {"--host-cache": self.host_cache, "--disk-cache": self.disk_cache, "--store": self.store}
+        got = [flag for flag, value in given.items() if value is not None]
+        if not self.prefix_caching and got:
             raise InvalidArgumentError(
-                f"expected neither --host-cache nor --disk-cache with --no-prefix-caching, since they hold what is"
-                f" cached, got {got}"
+                f"expected none of {', '.join(given)} with --no-prefix-caching, since they hold what is cached, got"
+                f" {got[0]}"
             )
         TierOptions(
             host_cache=self.host_cache,
             disk_cache=self.disk_cache,
             disk_cache_size=self.disk_cache_size,
             disk_cache_secret=self.disk_cache_secret,
+            store=self.store,
+            store_secret=self.store_secret,
         )
 
     @property
@@ -96,14 +110,18 @@ class CacheSettings:
 class ServerSettings:
     """The server's part. port 0: any free one. max_requests: unfinished ones, running and waiting.
 
+    model_names: what the model is served as, the first one in answers; none: its folder's name.
     api_key: one key for all clients; keys: instead, one for each tenant. admin_key: the operator's, for what is about
     the cache; without it, and without keys, whoever is served is an operator. allow_anyone: serve other machines though
     no key keeps them out. allowed_hosts: names, beside the loopback's, that requests may ask by; any will do if there
-    are none, unless only a client's address says who it is: on the loopback, without a key.
+    are none, unless only a client's address says who it is: on the loopback, without a key. log_level: from which on
+    something is logged; at "info" each request is. record: a file that gets a line for each request, for
+    `kvblocks replay`; None: none is written.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    model_names: tuple[str, ...] = ()
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
     keys: tuple[Tenant, ...] = ()
@@ -114,8 +132,12 @@ class ServerSettings:
     max_connections: int = 512
     request_timeout_s: float = 600.0
     grace_s: float = 30.0
+    log_level: str = "warning"
+    record: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.log_level not in LOG_LEVELS:
+            raise InvalidArgumentError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")
         check_count("--port", self.port, 0, 65535)
         check_count("--max-requests", self.max_requests, 1)
         check_count("--max-body-bytes", self.max_body_bytes, 1)
@@ -125,11 +147,14 @@ class ServerSettings:
                 raise InvalidArgumentError(f"{name}: expected seconds, at least 0, got {value!r}")
         if not self.request_timeout_s:
             raise InvalidArgumentError("--request-timeout: expected more than 0 seconds, got 0")
+        for name in self.model_names:
+            if not name or not name.isprintable():
+                raise InvalidArgumentError(f"--served-model-name: expected a name, got {name!r}")
         for name in self.allowed_hosts:
             if not is_host(name):
                 raise InvalidArgumentError(f"--allowed-host: expected a name or an address, without port, got {name!r}")
         self._check_keys()
-        if not is_loopback(self.host) and not self._has_keys and not self.allow_anyone:
+        if not is_loopback(self.host) and not self.has_keys and not self.allow_anyone:
             raise InvalidArgumentError(
                 f"expected --api-key (or $KVBLOCKS_API_KEY) or --keys with --host {self.host}, since other machines can"
                 " reach it, or --allow-anyone to let them all in; got none of them"
@@ -149,7 +174,8 @@ class ServerSettings:
             raise InvalidArgumentError("--admin-key: expected a key that no client has, got one of theirs")
 
     @property
-    def _has_keys(self) -> bool:
+    def has_keys(self) -> bool:
+        """Whether clients need one."""
         return self.api_key is not None or bool(self.keys)
 
     @property
@@ -162,14 +188,14 @@ class ServerSettings:
             known.append((digest_of(self.api_key), everybody))
         if self.admin_key is not None:
             known.append((digest_of(self.admin_key), Caller(is_operator=True, sees_others=True)))
-        if self._has_keys:
+        if self.has_keys:
             return Callers(known, None)
         return Callers(known, replace(everybody, sees_others=not has_operator and is_loopback(self.host)))
 
     @property
     def hosts(self) -> HostCheck | None:
         """By which names requests may ask; None: by any."""
-        if self.allowed_hosts or (is_loopback(self.host) and not self._has_keys):
+        if self.allowed_hosts or (is_loopback(self.host) and not self.has_keys):
             return HostCheck((*self.allowed_hosts, self.host))
         return None
 

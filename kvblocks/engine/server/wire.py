@@ -46,9 +46,20 @@ async def send_part(send: Send, part: bytes, *, is_last: bool = False) -> None:
     await send({"type": "http.response.body", "body": part, "more_body": not is_last})
 
 
+def encode_in_parts(value: Json, name: str) -> bytes:
+    """Return an object as JSON; each item of its list `name` by itself, so that other threads run between two."""
+    items = b",".join([encode_json(item) for item in value[name]])
+    rest = {key: item for key, item in value.items() if key != name}
+    return b"{" + encode_json(name) + b":[" + items + b"]," + encode_json(rest)[1:]
+
+
 async def send_json(send: Send, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
     """Send a whole JSON body, or nothing to a client that has gone."""
-    body = encode_json(value)
+    await send_encoded(send, encode_json(value), status, headers)
+
+
+async def send_encoded(send: Send, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    """Send a whole body that is JSON already, or nothing to a client that has gone."""
     fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
     with contextlib.suppress(OSError):
         await send_head(send, status, fields)

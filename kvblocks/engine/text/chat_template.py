@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
 
 class ChatTemplate:
-    """A compiled chat template. Rendering changes no state."""
+    """A compiled chat template. Rendering changes no state. source: its text."""
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         """`source` is Jinja; `variables` are visible to it by name, such as bos_token.
@@ -63,7 +63,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template does not compile: line {error.lineno}: {error.message}") from error
-        self._source = source
+        self.source = source
         self._variables = dict(variables)
 
     @classmethod
@@ -100,7 +100,7 @@ class ChatTemplate:
         Raises InvalidArgumentError if the messages are not JSON values, or the template refuses them. O(length).
         """
         plain = _plain_copy({**variables, "messages": messages})
-        stand_ins = _StandIns(special_texts, taken=self._source + json.dumps(plain, ensure_ascii=False))
+        stand_ins = _StandIns(special_texts, taken=self.source + json.dumps(plain, ensure_ascii=False))
         protected = stand_ins.protect(plain)
         try:
             text = self._template.render(

@@ -11,11 +11,13 @@ from collections.abc import Iterable
 class StopMatcher:
     """Passes text on up to the first of `stops`, which are not empty.
 
-    is_matched: whether that was found; what is fed then is dropped.
+    num_exempt: so many of the first pieces are passed on as they are; no stop string begins in them.
+    is_matched: whether one was found; what is fed then is dropped.
     """
 
-    def __init__(self, stops: Iterable[str] = ()) -> None:
+    def __init__(self, stops: Iterable[str] = (), num_exempt: int = 0) -> None:
         self._stops = tuple(stops)
+        self._num_exempt = num_exempt
         self._held = ""
         self.is_matched = False
 
@@ -23,6 +25,9 @@ class StopMatcher:
         """Return the text that is certain now. O(text x stops)."""
         if self.is_matched or not self._stops:
             return "" if self.is_matched else text
+        if self._num_exempt:
+            self._num_exempt -= 1
+            return text
         text = self._held + text
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:

@@ -25,6 +25,7 @@ import tokenizers
 
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.text.chat_template import ChatTemplate, Message, token_text
+from kvblocks.engine.text.token_bytes import TokenBytes
 from kvblocks.errors import InvalidArgumentError, InvalidTokensError
 
 __all__ = ["StreamDecoder", "Tokenizer"]
@@ -62,7 +63,9 @@ class Tokenizer:
         vocabulary = self._markup.get_vocab(with_added_tokens=True)
         self.num_tokens = 1 + max(vocabulary.values(), default=-1)
         self.longest_token = max(map(len, vocabulary), default=1)
-        has_byte_fallback = "ByteFallback" in json.dumps(json.loads(definition).get("decoder"))
+        parsed = json.loads(definition)
+        self._bytes = TokenBytes(self._markup, parsed)
+        has_byte_fallback = "ByteFallback" in json.dumps(parsed.get("decoder"))
         self.byte_token_ids = frozenset(
             index for text, index in vocabulary.items() if has_byte_fallback and _BYTE_TOKEN.fullmatch(text)
         )
@@ -92,6 +95,16 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` works; a base model's folder has no template."""
         return self._template is not None
+
+    @property
+    def definition(self) -> str:
+        """What tokenizer.json says, as text. O(vocabulary)."""
+        return self._markup.to_str()
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source; None if there is none."""
+        return None if self._template is None else self._template.source
 
     def encode(self, text: str, *, parse_special: bool = False, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
@@ -124,6 +137,13 @@ class Tokenizer:
     def id_to_token(self, token_id: int) -> str | None:
         """The token with this id as the vocabulary spells it (not as text), or None if no token has it."""
         return self._markup.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; a special token's are its text's, and b"" if no token has this id.
+
+        A character may be spread over several tokens, so they need not be valid UTF-8. O(length of the token).
+        """
+        return self._bytes.of(token_id)
 
     def apply_chat_template(
         self,

@@ -13,41 +13,53 @@ from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.engine.tiers.block_bytes import BlockBytes
 from kvblocks.engine.tiers.carrier import Carrier, Place
 from kvblocks.engine.tiers.fingerprint import fingerprint
-from kvblocks.engine.tiers.offload import Offload
+from kvblocks.engine.tiers.offload import Offload, SharedTier
 from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.engine.tiers.places import DiskPlace, HostPlace
+from kvblocks.engine.tiers.seeker import Seeker
+from kvblocks.engine.tiers.store_place import StorePlace
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.groups.layout import check_groups
 from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 from kvblocks.tiers.disk import DiskStore
+from kvblocks.tiers.sealing import Sealer
+from kvblocks.tiers.store import SharedStore, parse_address
+from kvblocks.tiers.store.client import open_clients
 from kvblocks.tiers.tier import Tier, check_layers
 
-HOST, DISK = "host", "disk"
+HOST, DISK, STORE = "host", "disk", "store"
 
 DISK_MIN_STORE_TOKENS = 256
-"""Prefixes of so many tokens are stored on the disk at once, shorter ones when they are used again."""
+"""Prefixes of so many tokens are stored on the disk, or in a store, at once, shorter ones when they are used again."""
+
+KNOWN_SHARE, LEAST_KNOWN = 4, 4096
+"""Of a shared store as many blocks are known at a time as so many pools have, at least LEAST_KNOWN."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltTiers:
-    """The tiers of an engine whose manager isn't made yet. disk: opened, where there is one.
+    """The tiers of an engine whose manager isn't made yet. disk, store: opened, where there is one.
 
     used_bytes: by a block's column (`BlockIdentity`), how many of its first bytes its group's layers use.
 
-    A context: an error in it closes the disk.
+    A context: an error in it closes the disk and the store.
     """
 
     tiers: tuple[Tier, ...] = ()
     disk: DiskStore | None = None
+    store: SharedStore | None = None
     used_bytes: tuple[int, ...] = ()
 
     def __enter__(self) -> None:
         """Nothing: see the class."""
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None and self.disk is not None:
-            self.disk.close()
+        if kind is not None:
+            if self.store is not None:
+                self.store.close()
+            if self.disk is not None:
+                self.disk.close()
 
     def begin(self, manager: KVCacheManager, runner: ModelRunner) -> Offload | None:
         """Take back what the disk has, and return who carries transfers; None without tiers. O(slots on the disk)."""
@@ -55,22 +67,35 @@ class BuiltTiers:
             return None
         block_bytes, ended = BlockBytes(runner.kv_cache), threading.Event()
         carriers: list[Carrier] = []
+        shared: SharedTier | None = None
         for tier in self.tiers:
             place: Place
             if self.disk is not None and tier.name == DISK:
                 place = DiskPlace(block_bytes, self.disk, tier.max_transfer_blocks, self.used_bytes)
                 with collector_paused():
                     manager.tiers.restore(DISK, self.disk.remembered())
+            elif self.store is not None and tier.name == STORE:
+                place = StorePlace(block_bytes, self.store, tier.max_transfer_blocks, self.used_bytes)
+                loads = Carrier(STORE, place, block_bytes, ended.set)
+                seeker = Seeker(
+                    STORE,
+                    self.store,
+                    manager.tiers,
+                    block_size=manager.block_size,
+                    num_columns=len(self.used_bytes) - 1,
+                    on_end=ended.set,
+                )
+                shared = SharedTier(self.store, loads, seeker)
             else:
                 place = HostPlace(block_bytes, tier.num_blocks)
             carriers.append(Carrier(tier.name, place, block_bytes, ended.set))
-        return Offload(manager.tiers, carriers, ended)
+        return Offload(manager.tiers, carriers, ended, shared)
 
 
 def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: Backend) -> BuiltTiers:
     """Open what the options name, the quickest first. Raises InvalidArgumentError and DiskError.
 
-    O(bytes of the weights) for a disk, whose fingerprint covers them.
+    O(bytes of the weights) for a disk, or a store, whose fingerprint covers them.
     """
     tiers: list[Tier] = []
     disk = None
@@ -79,13 +104,11 @@ def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: B
         tiers.append(Tier(HOST, num_bytes // plan.block_bytes, plan.block_bytes))
     if options.disk_cache is not None:
         check_layers(plan.groups)  # before the folder is opened, which may be another model's
-        block_size = check_groups(plan.groups).block_size
-        layout = f"{model.dtype}, blocks of {block_size}, {plan.groups}, layers {plan.layer_groups}"
         disk = DiskStore(
             Path(options.disk_cache).expanduser(),
-            fingerprint=fingerprint(model, layout, _bits_mode(model, backend)),
+            fingerprint=_fingerprint(model, plan, backend),
             num_block_bytes=plan.block_bytes,
-            block_size=block_size,
+            block_size=check_groups(plan.groups).block_size,
             max_bytes=read_memory(options.disk_bytes, torch.device("cpu"), "disk_cache_size"),
             secret=options.disk_cache_secret,
         )
@@ -99,7 +122,40 @@ def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: B
                 is_persistent=True,
             )
         )
-    return BuiltTiers(tuple(tiers), disk, _used_bytes(plan))
+    store = None
+    if options.store is not None:
+        try:
+            store = _open_store(options.store, options.store_secret, model, plan, backend)
+        except BaseException:
+            if disk is not None:
+                disk.close()
+            raise
+        num_known = max(LEAST_KNOWN, KNOWN_SHARE * plan.num_blocks)
+        tiers.append(
+            Tier(
+                STORE,
+                num_known,
+                plan.block_bytes,
+                store="reused",
+                min_store_tokens=DISK_MIN_STORE_TOKENS,
+                is_shared=True,
+            )
+        )
+    return BuiltTiers(tuple(tiers), disk, store, _used_bytes(plan))
+
+
+def _fingerprint(model: LoadedModel, plan: Plan, backend: Backend) -> bytes:
+    """What names the KV of an engine, on a disk and in a store. O(bytes of the weights)."""
+    block_size = check_groups(plan.groups).block_size
+    layout = f"{model.dtype}, blocks of {block_size}, {plan.groups}, layers {plan.layer_groups}"
+    return fingerprint(model, layout, _bits_mode(model, backend))
+
+
+def _open_store(url: str, secret: bytes | None, model: LoadedModel, plan: Plan, backend: Backend) -> SharedStore:
+    """Return a client of the store, which is connected to later. Raises InvalidArgumentError."""
+    check_layers(plan.groups)
+    address = parse_address(url)
+    return SharedStore(address, Sealer(_fingerprint(model, plan, backend), secret), open_clients(address))
 
 
 def _used_bytes(plan: Plan) -> tuple[int, ...]:

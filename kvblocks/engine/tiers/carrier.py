@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from kvblocks.engine.tiers.block_bytes import BlockBytes
 from kvblocks.tiers.disk import DiskError, DiskStats
 from kvblocks.tiers.identity import BlockIdentity
+from kvblocks.tiers.store import StoreError, StoreStats
 from kvblocks.tiers.transfer import Transfer
 
 logger = logging.getLogger("kvblocks.engine.tiers")
@@ -26,13 +27,39 @@ PATIENCE_S = 1.0
 """What a store is told to remember it makes durable after so many seconds, at the latest."""
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A transfer, as who moves its bytes sees it: block_ids[i] of the device, slots[i] of the tier, who that is.
+
+    after: see `BlockBytes`. salt: whose blocks they are. max_blocks: its quota in the tier, None without one. first:
+    the place of the first of them in its prefix. before: the digests of those before it, where there is a quota.
+    """
+
+    slots: list[int]
+    block_ids: list[int]
+    identities: list[BlockIdentity]
+    after: Any = None
+    salt: str | None = None
+    max_blocks: int | None = None
+    first: int = 0
+    before: Sequence[bytes] = ()
+
+
+def move_of(transfer: Transfer, after: Any) -> Move:
+    """Return what is to be moved of a transfer. On the manager's thread. O(blocks), as `Transfer.identities`."""
+    quota = transfer.max_blocks
+    before = () if quota is None else transfer.digests_before()
+    identities, first = transfer.identities(), transfer.position
+    return Move(transfer.slots, transfer.block_ids, identities, after, transfer.salt, quota, first, before)
+
+
 class Place(Protocol):
-    """Where a tier's bytes are. Only the carrier's thread calls it."""
+    """Where a tier's bytes are. Only a carrier's thread calls it, of several the same one for the same kind of call."""
 
-    def store(self, slots: list[int], block_ids: list[int], identities: list[BlockIdentity], after: Any) -> bool:
-        """Copy blocks to slots, and return whether all are there. after: see `BlockBytes`."""
+    def store(self, move: Move) -> bool:
+        """Copy blocks to slots, and return whether all are there."""
 
-    def load(self, slots: list[int], block_ids: list[int], identities: list[BlockIdentity], after: Any) -> bool:
+    def load(self, move: Move) -> bool:
         """Copy slots to blocks, and return whether all hold what they should."""
 
     def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
@@ -50,6 +77,10 @@ class Place(Protocol):
     @property
     def disk_stats(self) -> DiskStats | None:
         """What a disk counted; None: it is none. Any thread may ask."""
+
+    @property
+    def store_stats(self) -> StoreStats | None:
+        """What a shared store's client counted; None: it is none. Any thread may ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +116,8 @@ class Carrier:
 
     def begin(self, transfer: Transfer) -> None:
         """Have a transfer carried out after everything that is launched on the device so far."""
-        identities, after = transfer.identities(), self._block_bytes.mark()
-        self._commands.put(lambda: self._carry(transfer, identities, after))
+        move = move_of(transfer, self._block_bytes.mark())
+        self._commands.put(lambda: self._carry(transfer, move))
 
     def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
         """Have it remembered what slots hold, after what was begun so far, and made durable soon."""
@@ -98,11 +129,18 @@ class Carrier:
 
         Returns a future that is done when they are, durably, or that has the place's error.
         """
+        return self.call(lambda: self._place.erase(slots))
+
+    def call(self, function: Callable[[], object]) -> "Future[None]":
+        """Have a function called after what was begun so far and before what begins later.
+
+        Returns a future that is done when it has returned, or that has its error.
+        """
         future: Future[None] = Future()
 
         def run() -> None:
             try:
-                self._place.erase(slots)
+                function()
                 future.set_result(None)
             except Exception as error:  # noqa: BLE001  # the caller's to handle
                 future.set_exception(error)
@@ -121,6 +159,11 @@ class Carrier:
     def disk_stats(self) -> DiskStats | None:
         """As `Place`."""
         return self._place.disk_stats
+
+    @property
+    def store_stats(self) -> StoreStats | None:
+        """As `Place`."""
+        return self._place.store_stats
 
     def close(self, *, drops: bool = False) -> None:
         """Make what was stored durable, and end. Waits for that, and does nothing the second time.
@@ -146,15 +189,15 @@ class Carrier:
                 settle_at = time.monotonic() + PATIENCE_S
         self._try(self._place.close)
 
-    def _carry(self, transfer: Transfer, identities: list[BlockIdentity], after: Any) -> None:
+    def _carry(self, transfer: Transfer, move: Move) -> None:
         kind = "load" if transfer.is_load else "store"
         carry = self._place.load if transfer.is_load else self._place.store
         start = time.perf_counter()
         ok = False
         try:
-            ok = not self._is_hurried and carry(transfer.slots, transfer.block_ids, identities, after)
-        except DiskError:
-            pass  # the store counts it, and warns of it now and then
+            ok = not self._is_hurried and carry(move)
+        except (DiskError, StoreError):
+            pass  # it is counted there, and warned of now and then
         except Exception:
             logger.exception("a %s of %d blocks failed in tier %r", kind, len(transfer.slots), self.name)
         seconds = time.perf_counter() - start
@@ -175,7 +218,7 @@ class Carrier:
         """Call a function of the place, and return whether it raised nothing."""
         try:
             function()
-        except DiskError:
+        except (DiskError, StoreError):
             return False  # logged as in `_carry`
         except Exception:
             logger.exception("tier %r could not remember what it holds", self.name)

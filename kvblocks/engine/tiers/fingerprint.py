@@ -26,7 +26,8 @@ def fingerprint(model: LoadedModel, layout: str, mode: str) -> bytes:
     digest = xxh3_128()
     for name, tensor in sorted(_tensors("", model.weights)):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().cpu().contiguous().view(-1)
+        dense = tensor.to_dense() if tensor.is_mkldnn else tensor  # the layout in which it is read says nothing of KV
+        flat = dense.detach().cpu().contiguous().view(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     shape = {**asdict(model.config), "architecture": model.config.architecture.name}
     parts = (_FORMAT, repr(sorted(shape.items())), digest.hexdigest(), layout, mode)

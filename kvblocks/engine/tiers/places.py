@@ -1,11 +1,12 @@
 """Where tiers' bytes are: `HostPlace`, an arena in host memory, and `DiskPlace`, a folder."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from kvblocks.engine.tiers.block_bytes import BlockBytes, Row
+from kvblocks.engine.tiers.carrier import Move
 from kvblocks.tiers.disk import DiskStats, DiskStore
 from kvblocks.tiers.identity import BlockIdentity
+from kvblocks.tiers.store import StoreStats
 
 
 class HostPlace:
@@ -15,14 +16,14 @@ class HostPlace:
         self._block_bytes = block_bytes
         self._arena = block_bytes.new_rows(num_slots)
 
-    def store(self, slots: list[int], block_ids: list[int], identities: list[BlockIdentity], after: Any) -> bool:  # noqa: ARG002
+    def store(self, move: Move) -> bool:
         """As `Place`. It can't fail."""
-        self._block_bytes.read(block_ids, [self._arena[slot] for slot in slots], after)
+        self._block_bytes.read(move.block_ids, [self._arena[slot] for slot in move.slots], move.after)
         return True
 
-    def load(self, slots: list[int], block_ids: list[int], identities: list[BlockIdentity], after: Any) -> bool:  # noqa: ARG002
+    def load(self, move: Move) -> bool:
         """As `Place`. Nobody else has the arena, so what was stored is there."""
-        self._block_bytes.write(block_ids, [self._arena[slot] for slot in slots], after)
+        self._block_bytes.write(move.block_ids, [self._arena[slot] for slot in move.slots], move.after)
         return True
 
     def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
@@ -43,6 +44,11 @@ class HostPlace:
         """None."""
         return None
 
+    @property
+    def store_stats(self) -> StoreStats | None:
+        """None."""
+        return None
+
 
 class DiskPlace:
     """A `DiskStore`. What it finds damaged or can't write makes a transfer fail; it counts and logs that.
@@ -59,24 +65,24 @@ class DiskPlace:
         self._store = store
         self._staging = None if block_bytes.is_on_host else block_bytes.new_rows(max_transfer_blocks)
 
-    def store(self, slots: list[int], block_ids: list[int], identities: list[BlockIdentity], after: Any) -> bool:
+    def store(self, move: Move) -> bool:
         """As `Place`."""
-        rows = self._rows_for(block_ids)
+        rows = self._rows_for(move.block_ids)
         if self._staging is not None:
-            self._block_bytes.read(block_ids, rows, after)
-        for slot, identity, row in zip(slots, identities, rows, strict=True):
+            self._block_bytes.read(move.block_ids, rows, move.after)
+        for slot, identity, row in zip(move.slots, move.identities, rows, strict=True):
             row[self._used_bytes[identity.column] :] = 0  # nobody reads that, on a CPU of the block itself
             self._store.write([slot], [identity], row.data)
         return True
 
-    def load(self, slots: list[int], block_ids: list[int], identities: list[BlockIdentity], after: Any) -> bool:
+    def load(self, move: Move) -> bool:
         """As `Place`."""
-        rows = self._rows_for(block_ids)
-        for slot, identity, row in zip(slots, identities, rows, strict=True):
+        rows = self._rows_for(move.block_ids)
+        for slot, identity, row in zip(move.slots, move.identities, rows, strict=True):
             if not self._store.read([slot], [identity], row.data):
                 return False
         if self._staging is not None:
-            self._block_bytes.write(block_ids, rows, after)
+            self._block_bytes.write(move.block_ids, rows, move.after)
         return True
 
     def _rows_for(self, block_ids: list[int]) -> list[Row]:
@@ -103,3 +109,8 @@ class DiskPlace:
     def disk_stats(self) -> DiskStats | None:
         """As `Place`."""
         return self._store.stats
+
+    @property
+    def store_stats(self) -> StoreStats | None:
+        """None."""
+        return None

@@ -11,7 +11,9 @@ class FreeBlock(NamedTuple):
     """A cached block that nobody owns, as a policy is told of it.
 
     depth: how many blocks come before it in its prefix. tenant: the salt, None for none. session: of the sequence that
-    let go of it last, None if it has none. num_hits: how often sequences have hit it since it was cached.
+    gave it back last, whoever held it after that; None if it has none. num_hits: how often sequences have hit it since
+    it was cached. others: the other sessions whose sequences gave it back since it was cached, the last 7 of them, the
+    last one last; None among them stands for those without a session.
     """
 
     block_id: int
@@ -19,6 +21,7 @@ class FreeBlock(NamedTuple):
     tenant: str | None
     session: Hashable | None
     num_hits: int
+    others: tuple[Hashable, ...] = ()
 
 
 class CacheView(Protocol):
@@ -58,6 +61,10 @@ class EvictionPolicy(Protocol):
 
     def remove(self, block_ids: list[int]) -> None:
         """Take note of blocks that are cached no more: evicted, whoever named them, or forgotten."""
+
+    # A policy may have these three as well, or leave them out: `begin(session, tenant)`, when a request of a session
+    # begins (what it hits comes by `use`), `pause(session, tenant, reason)`, when that has come to its end, and
+    # `end(session, tenant)`, when no other will come. docs/policies.md has more.
 
     def victim(self, num_blocks: int) -> int | None:
         """Return the id of the block that is to go next, of those that it knows; None: the least recently used.

@@ -1,4 +1,4 @@
-"""`Complaints`: warnings that don't fill a log when a disk dies."""
+"""`Complaints`: warnings that don't fill a log when a disk, or a store, dies."""
 
 import logging
 import time
@@ -10,12 +10,18 @@ _LOG = logging.getLogger("kvblocks.tiers.disk")
 class Complaints:
     """Warnings of a store: the first of a kind at once, then at most one in so many seconds, with how many there were.
 
-    clock: in seconds. Not for two threads at once.
+    clock: in seconds. logger: who takes them; a disk's by default. Not for two threads at once.
     """
 
-    def __init__(self, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        logger: logging.Logger = _LOG,
+    ) -> None:
         self._seconds = seconds
         self._clock = clock
+        self._logger = logger
         self._last: dict[str, float] = {}
         self._unsaid: dict[str, int] = {}
 
@@ -27,4 +33,4 @@ class Complaints:
             return
         self._last[kind] = now
         unsaid = self._unsaid.pop(kind, 0)
-        _LOG.warning("%s%s", message, f" (and {unsaid} more like it before)" if unsaid else "")
+        self._logger.warning("%s%s", message, f" (and {unsaid} more like it before)" if unsaid else "")

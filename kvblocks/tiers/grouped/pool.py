@@ -7,6 +7,7 @@ from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.layout import GroupLayout
 from kvblocks.groups.pool import GroupPool
 from kvblocks.tiers.changes import SlotChanges
+from kvblocks.tiers.grouped.telling import note_attached
 from kvblocks.tiers.identity import identity_names
 from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.tier import Tier
@@ -39,6 +40,16 @@ class GroupTierPool(TierPool):
     def attach(self, primary: KVCacheBlock, column: int, slot: KVCacheBlock) -> bool:
         """As `TierPool`, if the layout has such a column, and nothing is in it."""
         return column <= self.group_index.layout.row_size and self.group_index.attach(primary, column - 1, slot)
+
+    def is_attached(self, primary: KVCacheBlock, column: int) -> bool:
+        """As `TierPool`."""
+        is_column = 0 < column <= self.group_index.layout.row_size
+        return is_column and self.group_index.attached(primary, column - 1) is not None
+
+    def note_attached(self, chain: list[KVCacheBlock], tokens: bytearray, column: int) -> None:
+        """As `TierPool`."""
+        if self.group_index.events is not None:
+            note_attached(self.group_index, chain, tokens, column - 1)
 
     def is_used_with_prefix(self, column: int) -> bool:
         """As `TierPool`: what hits at a later end need, or at every so many tokens; not the window of a former end."""

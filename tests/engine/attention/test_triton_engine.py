@@ -106,6 +106,48 @@ def test_the_same_tokens_as_through_torch(model, prompts, scenario):
     assert (max(num_preemptions) > 0) == (scenario == "preempted")
 
 
+def test_warming_up_changes_nothing_and_says_what_comes(model, prompts):
+    triton = make_engine(model, "triton", capture=run_in_place, threshold=ANY_GROUP)
+    triton.limits = StepLimits(max_num_batched_tokens=64, max_num_seqs=5)
+    cache = [tensor.clone() for tensor in triton.runner.kv_cache.memory]
+    told = []
+    assert triton.warm_up(lambda *step: told.append(step)) == {}, "the interpreter compiles nothing"
+    names = ["prompts", "short prompts", "decodes and prompts", *(f"decodes of {n}" for n in (1, 2, 4, 8))]
+    names += ["cascades", "copies"]
+    assert told == [(name, done, len(names)) for done, name in enumerate(names)]
+    assert triton.runner.num_replays == 4 and triton.runner.num_cascades == 0
+    for tensor, before in zip(triton.runner.kv_cache.memory, cache, strict=True):
+        assert torch.equal(tensor, before)
+    assert answers(triton, prompts) == answers(make_engine(model, "torch"), prompts)
+
+
+def test_warming_up_is_for_idle_engines_with_kernels(model, prompts):
+    plain = make_engine(model, "torch")
+    assert plain.warm_up() == {}
+    with pytest.raises(InvalidArgumentError, match="on_step: expected a callable or None, got 3"):
+        plain.warm_up(3)
+    plain.submit(prompts[0])
+    with pytest.raises(InvalidArgumentError, match="warm_up: expected an engine with nothing to do, got unfinished"):
+        plain.warm_up()
+
+
+def test_nothing_is_captured_again_for_as_many_sequences_as_were_warmed_up(model):
+    captured = []
+
+    def capture(step):
+        captured.append(step.columns.shape[1])
+        return lambda: torch.zeros(captured[-1], TINY.vocab_size)
+
+    engine = make_engine(model, "triton", capture=capture, num_blocks=120)
+    for name, run in engine.runner.warm_up_steps(70):  # more than a resident table has rows at first
+        if name.startswith("decodes of"):
+            run()
+    assert captured == [1, 2, 4, 8, 16, 32, 64, 128]
+    engine.limits = StepLimits(max_num_batched_tokens=100, max_num_seqs=70)
+    engine.generate([[n] for n in range(70)], max_tokens=3, ignore_eos=True)
+    assert len(captured) == 8 and engine.runner.num_replays == 8 + 3
+
+
 @pytest.mark.parametrize("way", ["in buckets", "in buckets, preempted", "cascade", "cascade, in buckets"])
 def test_the_same_tokens_however_decode_steps_are_run(model, prompts, way):
     num_blocks = 6 if "preempted" in way else 64

@@ -55,7 +55,8 @@ def any_draw(chooser, seed):
         sequence.append_tokens([chooser.randrange(WIDE) for _ in range(chooser.randrange(1, 20))])
         seen = TokenCounts(with_prompt=True)
         seen.catch_up(sequence)
-    return Draw(params, uniform(seed, chooser.randrange(100)), seen)
+    banned = tuple(chooser.sample(range(WIDE), chooser.choice([0, 0, 1, 50])))
+    return Draw(params, uniform(seed, chooser.randrange(100)), seen, banned)
 
 
 # --- nothing depends on the batch ------------------------------------------------------------------------------------
@@ -332,6 +333,32 @@ def test_logarithms_are_those_of_the_logits_as_they_came(number, options):
         assert [token for token, _ in drawn.logprobs.top] == wanted.indices[:number].tolist()
         for (_, logprob), value in zip(drawn.logprobs.top, wanted.values.tolist(), strict=False):
             assert abs(logprob - value) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9}])
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_what_is_banned_is_as_if_it_were_impossible(options, penalty):
+    """Beside a draw of the same row that may be anything; the logits themselves stay as they are."""
+    logits, params = wide_logits(1), SamplingParams(presence_penalty=penalty, logprobs=2, **options)
+    seen = TokenCounts(with_prompt=False)
+    banned = tuple(int(token) for token in logits[0].topk(300).indices)
+    draws = [Draw(params, uniform(3, number), seen, banned) for number in range(40)]
+    free = [Draw(params, uniform(3, number), seen) for number in range(40)]
+    outcomes = BatchSampler().sample(logits, [draws + free])
+    masked = logits.clone()
+    masked[0, list(banned)] = -torch.inf
+    expected = [one.token_id for one in BatchSampler().sample(masked, [free])]
+    assert [one.token_id for one in outcomes[:40]] == expected
+    assert not set(expected) & set(banned)
+    assert {one.logprobs.top for one in outcomes} == {outcomes[40].logprobs.top}
+    assert logits.isfinite().all()
+
+
+def test_a_ban_hides_no_nan():
+    logits = wide_logits(1)
+    logits[0, 7] = torch.nan
+    (outcome,) = BatchSampler().sample(logits, [[Draw(GREEDY, banned=(7, 8))]])
+    assert isinstance(outcome, BrokenLogitsError)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -16,7 +16,7 @@ import httpx2
 import openai
 
 from kvblocks.engine import LoadedModel
-from kvblocks.engine.server.run import KVBlocksServer, bind, make_engine, make_publisher
+from kvblocks.engine.server.run import KVBlocksServer, bind, make_engine, make_publisher, make_recorder
 from kvblocks.engine.server.service import Service
 from kvblocks.engine.server.settings import NO_EVENTS, CacheSettings, ServerSettings
 
@@ -70,15 +70,18 @@ class RunningServer:
 @contextmanager
 def running_server(model, *, cache=None, events=NO_EVENTS, keep_reasons=True, name=MODEL, **settings):
     """Start a server, and stop it at the end. cache: of `CacheSettings`; settings: of `ServerSettings`."""
-    with make_publisher(events) or nullcontext() as publisher:
-        yield from _run_server(model, cache, publisher, keep_reasons, name, settings)
-
-
-def _run_server(model, cache, publisher, keep_reasons, name, settings):
     cache_settings = CacheSettings(**({"num_blocks": 256, "num_history_blocks": 100} | (cache or {})))
     server_settings = ServerSettings(**({"port": 0, "grace_s": 5.0} | settings))
-    engine = make_engine(model, cache_settings, publisher)
-    service = Service(engine, server_settings, keep_reasons=keep_reasons, publisher=publisher)
+    with (
+        make_publisher(events) or nullcontext() as publisher,
+        make_recorder(server_settings, cache_settings) as recorder,
+    ):
+        engine = make_engine(model, cache_settings, publisher)
+        service = Service(engine, server_settings, keep_reasons=keep_reasons, publisher=publisher, recorder=recorder)
+        yield from _run_server(service, server_settings, name)
+
+
+def _run_server(service, server_settings, name):
     listener = bind(server_settings)
     ready, urls = threading.Event(), []
 

@@ -18,7 +18,7 @@ from engine.server.server_harness import (
 )
 
 from kvblocks.engine.server.access import encoding
-from kvblocks.engine.server.requests import MAX_ITEMS
+from kvblocks.engine.server.body.messages import MAX_ITEMS
 
 CONTEXT = 1024
 

@@ -1,6 +1,7 @@
 """The endpoints below /v1/cache, and `kvblocks cache`, which asks them."""
 
 import json
+import re
 import threading
 import time
 
@@ -195,6 +196,7 @@ def test_pins_beyond_the_budget_are_refused(http):
         ({"text": "a", "ttl_s": "soon"}, "ttl_s: expected"),
         ({"text": "a", "priority": 101}, "priority: expected"),
         ({"text": "a", "colour": "red"}, "got 'colour'"),
+        ({"text": "a", "description": "x" * 257}, "description: expected a text of at most 256 characters"),
     ],
 )
 def test_wrong_pins_are_refused(http, body, words):
@@ -226,6 +228,14 @@ def test_the_commands_pin_list_and_unpin(kvblocks, tmp_path, http):
     code, _, error = kvblocks("unpin", pin_id)
     assert code == 1
     assert error == f"kvblocks: expected the id of a pin that stands, got '{pin_id}'\n"
+
+
+def test_a_pin_says_why_it_holds_nothing_yet_and_a_warm_one_holds_all(kvblocks):
+    _, output, _ = kvblocks("pin", SYSTEM)
+    assert re.search(r", 0 of \d+ blocks held \(the rest from when a request computes it; see --warm\),", output)
+    _, output, _ = kvblocks("pin", SYSTEM + "And more of it.", "--warm", "--description", "y" * 256)
+    held, wanted = map(int, re.search(r", (\d+) of (\d+) blocks held, priority", output).groups())
+    assert held == wanted > 10
 
 
 @pytest.mark.parametrize(

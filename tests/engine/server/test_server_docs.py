@@ -32,6 +32,7 @@ def test_the_guide_to_the_server_runs(tiny_folder, monkeypatch, capsys, tmp_path
             assert not raised.value.code, command
         namespace["client"].close()
         namespace["cache"].close()
+        namespace["server"].close()
     assert "tokens were cached" in capsys.readouterr().out
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends signals to pro
 
 
 def test_serve_until_sigterm(tiny_folder):
-    with serving(tiny_folder, "--grace-period", "20") as (process, url, lines):
+    with serving(tiny_folder, "--grace-period", "20", "--warm-up") as (process, url, lines):
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
             (model,) = client.models.list().data
             assert model.id == tiny_folder.name
@@ -32,7 +32,8 @@ def test_serve_until_sigterm(tiny_folder):
         assert process.stdout.read() == ""
     assert lines[0].startswith("KV cache: 64 blocks of 16 tokens")
     assert "256 tokens together" in lines[0]
-    assert len(lines) == 2
+    assert re.fullmatch(r"warmed up in \d+\.\d s", lines[1].strip())  # plain torch has no kernels
+    assert len(lines) == 3
 
 
 def test_chat_with_a_server_whose_port_is_taken_until_ctrl_c(tiny_folder):
@@ -74,6 +75,11 @@ def test_chat_in_process_until_the_input_ends(tiny_folder):
         (["--disk-cache-size", "1GiB"], "--disk-cache-size: expected --disk-cache, the folder, with it; got none"),
         (["--disk-cache-secret-file", "/no/such"], "--disk-cache-secret-file: expected a file that can be read"),
         (["--disk-cache", "/dev/null"], "/dev/null: expected a folder to read and write"),
+        (
+            ["--model", "org/a-Model.1"],
+            "`hf download org/a-Model.1 --local-dir a-Model.1`, and then given as the folder",
+        ),
+        (["--log-level", "loud"], "--log-level: expected one of debug, info, warning, error, got 'loud'"),
         (["--model", "nonsense"], "expected a known model (smollm2) or a Hugging Face folder, got 'nonsense'"),
         (["--host", "192.0.2.1", "--api-key", "k"], "expected a free address of this machine, got 192.0.2.1 port"),
     ],

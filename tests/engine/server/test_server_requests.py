@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvblocks.engine.server.body.neutral import REFUSED
 from kvblocks.engine.server.errors import ApiError
-from kvblocks.engine.server.requests import MAX_STOPS, parse_chat, parse_completion
+from kvblocks.engine.server.requests import MAX_REQUEST_ID, MAX_STOP_IDS, MAX_STOPS, parse_chat, parse_completion
 
 HELLO = [{"role": "user", "content": "hello"}]
+CALL = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": '{"at": "the hat"}'}}
 
 
 def refused(parse, body):
@@ -24,8 +26,12 @@ def test_a_completion_has_openais_defaults():
     request = parse_completion({"model": "m", "prompt": "hello"})
     assert (request.kind, request.model, request.prompts, request.messages) == ("completion", "m", ("hello",), ())
     sampling = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": None, "seed": None}
-    assert request.options == {**sampling, "stop": (), "ignore_eos": False, "salt": None}
+    extras = {"min_p": 0.0, "min_tokens": 0, "stop_token_ids": (), "skip_special_tokens": True}
+    penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    told = {"logprobs": None, "prompt_logprobs": None, "stop": (), "ignore_eos": False, "salt": None, "session": None}
+    assert request.options == {**sampling, **extras, **penalties, **told}
     assert (request.stream, request.include_usage, request.num_choices) == (False, False, 1)
+    assert (request.add_special_tokens, request.template_values, request.request_id) == (True, {}, None)
 
 
 def test_a_chat_may_answer_as_long_as_there_is_room():
@@ -43,18 +49,41 @@ def test_every_field_is_read():
         "temperature": 0,
         "top_p": 0.5,
         "top_k": 4,
+        "min_p": 0.1,
+        "presence_penalty": -1,
+        "frequency_penalty": 2,
+        "repetition_penalty": 1.5,
+        "logprobs": True,
+        "top_logprobs": 3,
         "seed": 5,
+        "min_tokens": 2,
+        "stop_token_ids": [3, 4],
+        "skip_special_tokens": False,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "request_id": "mine",
         "stop": ["a", "b"],
         "ignore_eos": True,
         "cache_salt": "tenant",
+        "prompt_cache_key": "chat",
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "return_token_ids": True,
     }
     request = parse_chat(body)
     sampling = {"n": 3, "max_tokens": 7, "temperature": 0.0, "top_p": 0.5, "top_k": 4, "seed": 5}
-    assert request.options == {**sampling, "stop": ("a", "b"), "ignore_eos": True, "salt": "tenant"}
-    assert (request.stream, request.include_usage, request.return_token_ids) == (True,) * 3
+    extras = {"min_p": 0.1, "min_tokens": 2, "stop_token_ids": (3, 4), "skip_special_tokens": False}
+    penalties = {"presence_penalty": -1.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
+    told = {
+        "logprobs": 3,
+        "prompt_logprobs": None,
+        "stop": ("a", "b"),
+        "ignore_eos": True,
+        "salt": "tenant",
+        "session": "chat",
+    }
+    assert request.options == {**sampling, **extras, **penalties, **told}
+    assert (request.stream, request.include_usage, request.return_token_ids, request.continuous_usage) == (True,) * 4
+    assert (request.template_values, request.request_id) == ({"enable_thinking": False}, "mine")
     assert request.num_choices == 3
 
 
@@ -108,7 +137,10 @@ def test_a_chats_parts_and_roles_are_read():
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content"),
         ({"role": "user", "content": "\udfff"}, "messages[0].content"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": {}}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "messages[0].content"),
         ({"role": "user", "content": "x", "colour": "red"}, "messages[0].colour"),
     ],
 )
@@ -126,7 +158,14 @@ WRONG = {
     "max_tokens": [0, "5", 2.5],
     "temperature": [-0.1, "hot", float("nan"), float("inf"), True],
     "top_p": [0, 1.1, -1, "x"],
-    "top_k": [0, -1, 1.5],
+    "top_k": [-2, 1.5],
+    "min_p": [-0.1, 1.1, "0"],
+    "min_tokens": [-1, 17, 1.0],
+    "stop_token_ids": [5, [-1], [1.0], [True], ["a"], [2**32], [1] * (MAX_STOP_IDS + 1)],
+    "skip_special_tokens": [1, "no"],
+    "add_special_tokens": [0],
+    "request_id": [5, "", "x" * (MAX_REQUEST_ID + 1)],
+    "rid": [["a", "b"]],
     "seed": [-1, 2**64, 0.5],
     "stop": ["", [""], [1], ["x"] * (MAX_STOPS + 1), {"a": 1}, "\ud800"],
     "ignore_eos": [1, "yes"],
@@ -134,14 +173,23 @@ WRONG = {
     "stream_options": [{"include_usage": True}, 5],
     "cache_salt": ["", 5, "\ud800"],
     "model": [5, ""],
-    "logprobs": [1, True, 0],
-    "echo": [True],
-    "presence_penalty": [0.5],
-    "frequency_penalty": [-1],
+    "logprobs": [-1, 21, True, "2", 1.0],
+    "top_logprobs": [1, True],
+    "echo": [1, "true"],
+    "presence_penalty": [2.5, -3, "x", True],
+    "frequency_penalty": [2.5, -3, "x", True],
+    "repetition_penalty": [0, -1, "x", float("inf")],
     "logit_bias": [{"5": 1}],
     "tools": [[{"type": "function"}]],
-    "response_format": [{"type": "json_object"}],
+    "response_format": [5, "json_object"],
     "best_of": [2],
+    "no_stop_trim": [True],
+    "separate_reasoning": ["yes"],
+    "return_hidden_states": [True],
+    "truncate_prompt_tokens": [-1],
+    "kv_transfer_params": [{"do_remote_decode": True}],
+    "priority": [1, -1],
+    "prompt_logprobs": [1],
 }
 
 
@@ -171,6 +219,114 @@ def test_what_changes_nothing_passes(name, value):
     assert parse_chat({"messages": HELLO, name: value}) == parse_chat({"messages": HELLO})
 
 
+# What vLLM's bench, guidellm and SGLang's router send though nobody asked for it.
+NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "min_p": 0,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "no_stop_trim": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "return_hidden_states": False,
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "stop_token_ids": [],
+    "priority": 0,
+    "tool_choice": "none",
+    "logprobs": False,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1.0,
+    "session_id": "s-1",
+}
+
+
+@pytest.mark.parametrize("top_k", [-1, 0])
+def test_what_other_servers_clients_send_along_passes(top_k):
+    chat = {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}}
+    body = {"messages": HELLO, **NEUTRAL, **chat, "add_special_tokens": False, "top_k": top_k}
+    assert parse_chat(body) == parse_chat({"messages": HELLO, "add_special_tokens": False})
+    body = {"prompt": "a", **NEUTRAL, "add_special_tokens": True, "top_k": top_k}
+    assert parse_completion(body) == parse_completion({"prompt": "a"})
+    for name in REFUSED:
+        for value in REFUSED[name][0]:
+            assert parse_chat({"messages": HELLO, name: value}) == parse_chat({"messages": HELLO})
+
+
+def test_what_is_only_in_a_chat_is_refused_by_name():
+    wrong = {
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "add_special_tokens": True,
+        "chat_template": "{{ messages }}",
+        "chat_template_kwargs": {"messages": []},
+    }
+    for name, value in wrong.items():
+        assert refused(parse_chat, {"messages": HELLO, name: value})["param"] == name
+    assert refused(parse_completion, {"prompt": "a", "chat_template_kwargs": {"a": 1}})["code"] == "unknown"
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("value", [5, "a", [1], {"a": nested(100)}, {"a": nested(900)}, {"eos_token": "</s>"}])
+def test_other_values_for_templates_are_refused(value):
+    assert refused(parse_chat, {"messages": HELLO, "chat_template_kwargs": value})["param"] == "chat_template_kwargs"
+
+
+def test_text_for_templates_counts():
+    plain = parse_chat({"messages": HELLO})
+    said = parse_chat({"messages": HELLO, "chat_template_kwargs": {"tone": ["x" * 1000, {"y": "z" * 50}], "deep": 7}})
+    assert sum(said.num_chars) - sum(plain.num_chars) == 1000 + 51 + len("tone" + "deep" + "7")
+
+
+def test_spaces_between_special_tokens_are_as_the_tokenizer_has_them():
+    parse_completion({"prompt": "a", "spaces_between_special_tokens": False})
+    body = {"prompt": "a", "spaces_between_special_tokens": False, "skip_special_tokens": False}
+    assert refused(parse_completion, body)["param"] == "spaces_between_special_tokens"
+
+
+def test_continuous_usage_means_nothing_without_usage():
+    request = parse_completion({"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}})
+    assert (request.include_usage, request.continuous_usage) == (False, False)
+
+
+def test_what_tools_were_called_and_said_is_passed_on():
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "a cat", "tool_call_id": "call-1"},
+    ]
+    request = parse_chat({"messages": messages, "tool_choice": "none"})
+    called = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": {"at": "the hat"}}}
+    assert request.messages[1:] == (
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": "a cat", "tool_call_id": "call-1"},
+    )
+    assert sum(request.num_chars) > len("call-1 look at the hat a cat")
+
+
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        (5, "messages[0].tool_calls[0]"),
+        ({**CALL, "type": "custom"}, "messages[0].tool_calls[0].type"),
+        ({**CALL, "colour": 1}, "messages[0].tool_calls[0].colour"),
+        ({"function": {"arguments": "{}"}}, "messages[0].tool_calls[0].function.name"),
+        ({"function": {"name": "look", "arguments": "{"}}, "messages[0].tool_calls[0].function.arguments"),
+        ({"function": {"name": "look", "arguments": "[" * 100_000}}, "messages[0].tool_calls[0].function.arguments"),
+        ({"function": {"name": "look", "arguments": "[1]"}}, "messages[0].tool_calls[0].function.arguments"),
+    ],
+)
+def test_other_calls_of_tools_are_refused(call, param):
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert refused(parse_chat, {"messages": messages})["param"] == param
+
+
 def test_an_unknown_field_is_refused_and_the_known_ones_are_named():
     error = refused(parse_completion, {"prompt": "a", "max_token": 5})
     assert (error["code"], error["param"]) == ("unknown", "max_token")
@@ -182,6 +338,30 @@ def test_max_tokens_has_two_names_that_must_agree():
     assert parse_chat({"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 3}).options["max_tokens"] == 3
     error = refused(parse_chat, {"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4})
     assert error["param"] == "max_completion_tokens"
+
+
+def test_a_completion_has_one_number_for_its_log_probabilities_and_those_of_its_prompt():
+    def told(**fields):
+        options = parse_completion({"prompt": "a", **fields}).options
+        return options["logprobs"], options["prompt_logprobs"], options["max_tokens"]
+
+    assert told(logprobs=False) == (None, None, 16)
+    assert told(logprobs=0) == (0, None, 16)
+    assert told(logprobs=5, echo=True) == (5, 5, 16)
+    assert told(echo=True, max_tokens=0) == (None, None, 0)
+    for fields in ({}, {"echo": True, "n": 2}):
+        assert refused(parse_completion, {"prompt": "a", "max_tokens": 0, **fields})["param"] == "max_tokens"
+
+
+def test_a_chat_says_whether_and_how_many():
+    def told(**fields):
+        return parse_chat({"messages": HELLO, **fields}).options["logprobs"]
+
+    assert [told(), told(logprobs=False), told(top_logprobs=0)] == [None] * 3
+    assert [told(logprobs=True), told(logprobs=True, top_logprobs=20)] == [0, 20]
+    wrong = [{"logprobs": 1}, {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}, {"echo": True}]
+    for fields in wrong:
+        assert refused(parse_chat, {"messages": HELLO, **fields})["param"] in fields
 
 
 @pytest.mark.parametrize("body", [None, [], "text", 5])

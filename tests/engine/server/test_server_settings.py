@@ -3,6 +3,7 @@
 import pytest
 
 from kvblocks.engine.server.access.hosts import is_loopback
+from kvblocks.engine.server.run import warm_up
 from kvblocks.engine.server.settings import CacheSettings, ServerSettings, parse_memory, read_secret
 from kvblocks.errors import InvalidArgumentError
 
@@ -13,6 +14,7 @@ from kvblocks.errors import InvalidArgumentError
         ({"num_blocks": 10, "kv_cache_memory": "10"}, ["--num-blocks or --kv-cache-memory", "got both"]),
         ({"prefix_caching": False, "schedule": "grouped"}, ["--schedule fcfs", "--no-prefix-caching", "grouped"]),
         ({"schedule": "random"}, ["--schedule", "longest-prefix", "'random'"]),
+        ({"eviction": "mru"}, ["--eviction", "sessions", "'mru'"]),
         ({"max_num_batched_tokens": 10, "max_num_seqs": 11}, ["--max-num-batched-tokens", "(11)", "got 10"]),
         ({"num_blocks": 0}, ["--num-blocks", "got 0"]),
         ({"block_size": 0}, ["--block-size", "got 0"]),
@@ -100,3 +102,14 @@ def test_a_secret_comes_from_a_file_or_the_environment(tmp_path):
 def test_what_is_no_memory_is_refused_before_a_model_is_loaded(memory):
     with pytest.raises(InvalidArgumentError, match="kv_cache_memory: expected bytes"):
         CacheSettings(kv_cache_memory=memory)
+
+
+def test_a_warm_up_tells_what_took_long():
+    class Warmed:
+        def warm_up(self, on_step):
+            on_step("prompts", 0, 1)
+            return {"store_kernel": 1.26, "extend_kernel": 12.5, "stream_kernel": 0.0}
+
+    line = warm_up(Warmed())
+    assert line.startswith("warmed up in ")
+    assert line.endswith(" s; seconds of compiling: extend_kernel 12.5, store_kernel 1.3, stream_kernel 0.0")

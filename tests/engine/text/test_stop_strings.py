@@ -58,6 +58,15 @@ def test_the_cuts_do_not_matter_and_nothing_is_taken_back(pieces, stops):
     assert (out + matcher.finish(), matcher.is_matched) == (expected, stopped)
 
 
+def test_no_stop_string_begins_in_exempt_pieces():
+    matcher = StopMatcher(["ab", "bc"], 2)
+    assert [matcher.feed(piece) for piece in ("ab", "xa", "bc")] == ["ab", "xa", ""]
+    assert matcher.is_matched
+    matcher = StopMatcher(["ab"], 1)
+    assert [matcher.feed(piece) for piece in ("xa", "bx", "a")] == ["xa", "bx", ""]
+    assert (matcher.finish(), matcher.is_matched) == ("a", False)
+
+
 @given(text=LETTERS, stops=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=3))
 def test_as_much_as_can_be_is_shown(text, stops):
     """What is held back could become a stop string, with the right text behind it."""

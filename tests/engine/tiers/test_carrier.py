@@ -16,7 +16,7 @@ from kvblocks.engine.tiers.offload import Offload
 class Place:
     """Says what it is told; fails where it should. gate: what stores wait for."""
 
-    disk_stats = None
+    disk_stats = store_stats = None
 
     def __init__(self):
         self.calls = []
@@ -24,12 +24,12 @@ class Place:
         self.gate = threading.Event()
         self.gate.set()
 
-    def store(self, slots, block_ids, identities, after):
+    def store(self, move):
         self.gate.wait(10)
-        return self._call("store", slots, len(identities), after)
+        return self._call("store", move.slots, len(move.identities), move.after)
 
-    def load(self, slots, block_ids, identities, after):
-        return self._call("load", slots, len(identities), after)
+    def load(self, move):
+        return self._call("load", move.slots, len(move.identities), move.after)
 
     def remember(self, changes):
         self._call("remember", sorted(changes))

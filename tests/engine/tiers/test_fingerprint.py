@@ -9,6 +9,7 @@ import pytest
 from engine.small_models import EVEN, GEMMA3, random_weights
 
 from kvblocks.engine import LoadedModel
+from kvblocks.engine.model.products import pack
 from kvblocks.engine.tiers.fingerprint import fingerprint
 
 MODEL = LoadedModel(EVEN, random_weights(EVEN))
@@ -28,6 +29,12 @@ def test_it_is_the_same_in_another_process():
     )
     assert done.stdout.strip() == fingerprint(MODEL, "layout", "mode").hex()
     assert len(fingerprint(MODEL, "layout", "mode")) == 32
+
+
+def test_it_is_the_same_however_weights_are_laid_out():
+    layers = tuple(replace(layer, qkv=pack(layer.qkv), down=pack(layer.down)) for layer in MODEL.weights.layers)
+    packed = LoadedModel(EVEN, replace(MODEL.weights, layers=layers))
+    assert fingerprint(packed, "layout", "mode") == fingerprint(MODEL, "layout", "mode")
 
 
 def changed(name):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvblocks.engine.tiers.carrier import Move
 from kvblocks.engine.tiers.places import DiskPlace
 from kvblocks.tiers.disk import DiskStore
 from kvblocks.tiers.identity import BlockIdentity
@@ -41,9 +42,9 @@ def test_what_a_group_does_not_use_of_a_block_is_zeros_on_the_disk(tmp_path, is_
     options = {"fingerprint": bytes(32), "num_block_bytes": NUM_BYTES, "block_size": 4, "max_bytes": 2**23}
     with DiskStore(tmp_path, **options) as store:
         place = DiskPlace(blocks, store, 2, (NUM_BYTES, 3072))
-        assert place.store([0, 1], [2, 3], [FULL, WINDOW], None)
+        assert place.store(Move([0, 1], [2, 3], [FULL, WINDOW]))
         blocks.blocks[:] = 1
-        assert place.load([1, 0], [0, 1], [WINDOW, FULL], None)
-        assert not place.load([1], [2], [FULL], None), "another block is there"
+        assert place.load(Move([1, 0], [0, 1], [WINDOW, FULL]))
+        assert not place.load(Move([1], [2], [FULL])), "another block is there"
     assert (blocks.blocks[1] == 7).all()
     assert (blocks.blocks[0, :3072] == 7).all() and not blocks.blocks[0, 3072:].any()

@@ -103,6 +103,12 @@ class BoundedProtocol(H11Protocol):
         _cancel(self._read_timer)
         super().connection_lost(exc)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing when a client asks for another protocol, and answer in this one.
+
+        uvicorn's advice would be to install something for WebSockets, of which this server has none.
+        """
+
     def _wait_for_head(self) -> None:
         _cancel(self._head_timer)
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._end)

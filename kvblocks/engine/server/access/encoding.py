@@ -28,24 +28,29 @@ class Encoders:
         give_back: called once, in the event loop, if this doesn't return a result: not before the function has ended,
         since a thread can't be stopped. If it hasn't begun when the caller is cancelled, it never does.
         """
-        loop = asyncio.get_running_loop()
-        future = (self._short if num_chars <= LONG_TEXT else self._long).submit(function)
-
-        def end(_: Future[T]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody counts any more
-                loop.call_soon_threadsafe(give_back)
-
-        try:
-            return await asyncio.wrap_future(future)
-        except BaseException:
-            # Who cancels the wait cancels what hasn't begun.
-            if future.done():
-                give_back()
-            else:
-                future.add_done_callback(end)
-            raise
+        return await run_on(self._short if num_chars <= LONG_TEXT else self._long, function, give_back)
 
     def stop(self) -> None:
         """Begin nothing more. Waits for nothing."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def run_on(threads: ThreadPoolExecutor, function: Callable[[], T], give_back: Callable[[], None]) -> T:
+    """Run a function on one of these threads, as `Encoders.run` does."""
+    loop = asyncio.get_running_loop()
+    future = threads.submit(function)
+
+    def end(_: Future[T]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody counts any more
+            loop.call_soon_threadsafe(give_back)
+
+    try:
+        return await asyncio.wrap_future(future)
+    except BaseException:
+        # Who cancels the wait cancels what hasn't begun.
+        if future.done():
+            give_back()
+        else:
+            future.add_done_callback(end)
+        raise

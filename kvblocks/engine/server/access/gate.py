@@ -10,6 +10,16 @@ from kvblocks.engine.server.errors import ApiError
 from kvblocks.engine.server.wire import send_json
 
 _CACHE = "/v1/cache"
+_WITH_KEY = (
+    "/v1",
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
+    "/model_info",
+    "/get_model_info",
+    "/server_info",
+    "/get_server_info",
+)
 # What is about the caller's own prompts alone. Whatever else is below _CACHE is for operators.
 _CACHE_FOR_ALL = frozenset({f"{_CACHE}/explain", f"{_CACHE}/warm"})
 
@@ -17,7 +27,7 @@ _CACHE_FOR_ALL = frozenset({f"{_CACHE}/explain", f"{_CACHE}/warm"})
 class Gate:
     """ASGI middleware that passes a request on, with its Caller in its state, or answers an error and closes.
 
-    hosts: None: any name will do. /health and /metrics need no key: they tell counts only.
+    hosts: None: any name will do. /health, /metrics and /version need no key: they tell counts only.
     """
 
     def __init__(self, app: ASGIApp, callers: Callers, hosts: HostCheck | None) -> None:
@@ -40,7 +50,7 @@ class Gate:
         check_framing(headers)
         if self._hosts is not None:
             self._hosts.check(headers)
-        if path.startswith("/v1"):
+        if path.startswith(_WITH_KEY):
             caller = self._callers.find(headers)
             if path.startswith(_CACHE) and path not in _CACHE_FOR_ALL and not caller.is_operator:
                 raise ApiError(403, f"{path!a:.80}: expected the operator's key, got another one", code="not_operator")
@@ -48,7 +58,7 @@ class Gate:
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Return who sent a request that the gate let in, below /v1."""
+    """Return who sent a request that the gate let in by a key, or that would need one."""
     caller: Caller = scope["state"]["caller"]
     return caller
 

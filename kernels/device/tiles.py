@@ -15,11 +15,8 @@ waiting for, and the compiler pipelines the copies with as few stages as for con
 import triton
 import triton.language as tl
 
-from kvblocks.kernels.layout import AttentionShape
-from kvblocks.kernels.table import Launch
-
 LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -32,6 +29,22 @@ def find_segment(start_ptr, tile, num_segments, TILE: tl.constexpr):
         is_at_or_after = tl.load(start_ptr + middle) // TILE + middle <= tile
         low = tl.where(is_at_or_after, middle, low)
         high = tl.where(is_at_or_after, high, middle)
+    return low
+
+
+@triton.jit
+def find_segments(start_ptr, tile, num_segments, TILE: tl.constexpr):
+    """`find_segment` of several tiles, int32 of any shape: int32 of the same."""
+    width = 1
+    while width < num_segments:
+        width *= 2
+    low = tile * 0
+    while width > 0:
+        middle = low + width
+        is_segment = middle < num_segments
+        is_at_or_after = tl.load(start_ptr + middle, mask=is_segment, other=0) // TILE + middle <= tile
+        low = tl.where(is_segment & is_at_or_after, middle, low)
+        width //= 2
     return low
 
 
@@ -162,23 +175,5 @@ def finish_rows(output, row_max, row_sum):
     """Return the rows' attention and the natural logarithm of what it was divided by: 0 and -inf for unseeing rows."""
     has_seen = row_sum > 0
     divisor = tl.where(has_seen, row_sum, 1.0)
-    lse = tl.where(has_seen, (row_max + tl.log2(divisor)) * _LN_2, -float("inf"))
+    lse = tl.where(has_seen, (row_max + tl.log2(divisor)) * LN_2, -float("inf"))
     return output / divisor[:, None], lse
-
-
-def tile_rows(shape: AttentionShape, launch: Launch) -> int:
-    """TILE_M: the table's, or more where one query has more heads in a group."""
-    return max(launch.tile_rows, 1 << (shape.group_size - 1).bit_length())
-
-
-def tile_constants(shape: AttentionShape, launch: Launch) -> dict[str, int]:
-    """The constants and launch options that `extend` and `prefix_decode` share."""
-    return {
-        "GROUP": shape.group_size,
-        "HEAD_DIM": shape.cache.head_dim,
-        "BLOCK_SIZE": shape.cache.block_size,
-        "TILE_M": tile_rows(shape, launch),
-        "TILE_N": launch.tile_keys,
-        "STAGES": launch.num_stages,
-        "num_warps": launch.num_warps,
-    }

@@ -1,0 +1,224 @@
+"""The clients of bench.serving.soak: those that ask, are slow, go away, are killed, or mean harm.
+
+Each does one thing at a time, for as long as it is let, and notes by a word what came of it.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import struct
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx2
+
+_WORDS = (
+    "kettle",
+    "lid",
+    "cable",
+    "filter",
+    "boils",
+    "litre",
+    "colour",
+    "clean",
+    "warranty",
+    "litres",
+    "sand",
+    "slate",
+)
+_NUM_FAMILIES = 6
+_TIMEOUT_S = 150.0
+_JSON = "Content-Type: application/json\r\n"
+# Each of them is to get an answer below 500, or a closed connection.
+_HOSTILE: dict[str, bytes] = {
+    "not json": b'{"prompt": "a',
+    "nested": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "digits": json.dumps({"messages": [{"role": "user", "content": "1234567890" * 200_000}]}).encode(),
+    "unknown": b'{"prompt": "a", "max_token": 5}',
+    "wrong types": b'{"prompt": {"a": 1}, "n": "many", "temperature": "hot"}',
+    "huge numbers": b'{"prompt": "a", "max_tokens": 99999999999999999999999, "seed": -1}',
+    "surrogates": b'{"prompt": "\\ud800", "stop": "\\udfff"}',
+    "ids": b'{"prompt": [4294967295], "max_tokens": 1}',
+    "many items": json.dumps({"messages": [{"role": "user", "content": "a"}] * 60_000}).encode(),
+    "template": b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": '
+    + b'{"a":' * 900
+    + b"1"
+    + b"}" * 901,
+    "empty": b"",
+    "binary": bytes(range(256)) * 16,
+}
+
+
+class Clients:
+    """Clients of one server after another; `url` is the present one's. counts: what came of requests, by a word."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        self.url = url
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.is_restarting = False
+        self._random = random.Random(seed)
+        self._prefixes = [" ".join(self._random.choices(_WORDS, k=220)) for _ in range(_NUM_FAMILIES)]
+        self._actions: dict[Callable[[httpx2.AsyncClient], Awaitable[str]], int] = {
+            self._ask: 34,
+            self._stream: 20,
+            self._sample: 6,
+            self._hostile: 14,
+            self._slow_head: 3,
+            self._slow_reader: 4,
+            self._killed: 12,
+            self._half_a_body: 4,
+            self._administer: 3,
+        }
+
+    async def run(self, number: int, has_ended: asyncio.Event) -> None:
+        """Have so many clients do one thing after another until it has ended."""
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=number)
+        async with (
+            httpx2.AsyncClient(timeout=_TIMEOUT_S, limits=limits, trust_env=False) as http,
+            asyncio.TaskGroup() as group,
+        ):
+            for _ in range(number):
+                group.create_task(self._client(http, has_ended))
+
+    async def _client(self, http: httpx2.AsyncClient, has_ended: asyncio.Event) -> None:
+        while not has_ended.is_set():
+            (action,) = self._random.choices(list(self._actions), list(self._actions.values()))
+            url = self.url
+            try:
+                outcome = await action(http)
+            except (httpx2.HTTPError, OSError, EOFError) as error:
+                outcome = f"{action.__name__.strip('_')}: {type(error).__name__}"
+                if not self.is_restarting and url == self.url and action in {self._ask, self._stream, self._sample}:
+                    self.problems.append(f"{outcome}: {error}")
+            self.counts[outcome] += 1
+            has_room = not outcome.endswith(("429", "503", "ConnectError", "ConnectionRefusedError"))
+            await asyncio.sleep(0.01 if has_room else 0.5)
+
+    def _prompt(self) -> str:
+        tail = self._random.choices(_WORDS, k=self._random.randrange(1, 30))
+        return " ".join([self._random.choice(self._prefixes), *tail])
+
+    def _body(self, **more: Any) -> dict[str, Any]:
+        salt = self._random.choice([{}, {}, {"cache_salt": "a"}, {"cache_salt": "b"}])
+        return {"max_tokens": self._random.randrange(1, 24), "temperature": self._random.choice([0, 1]), **salt, **more}
+
+    async def _ask(self, http: httpx2.AsyncClient) -> str:
+        if self._random.random() < 0.5:
+            messages = [{"role": "system", "content": self._prompt()}, {"role": "user", "content": "How much?"}]
+            path, body = "/v1/chat/completions", self._body(messages=messages)
+        else:
+            path, body = "/v1/completions", self._body(prompt=self._prompt())
+        return self._status("ask", await http.post(f"{self.url}{path}", json=body))
+
+    async def _sample(self, http: httpx2.AsyncClient) -> str:
+        body = self._body(prompt=[self._prompt(), "the kettle"], n=2, temperature=1, stop=["lid"])
+        return self._status("sample", await http.post(f"{self.url}/v1/completions", json=body))
+
+    async def _stream(self, http: httpx2.AsyncClient) -> str:
+        body = self._body(prompt=self._prompt(), stream=True, stream_options={"include_usage": True})
+        async with http.stream("POST", f"{self.url}/v1/completions", json=body) as response:
+            last = ""
+            async for line in response.aiter_lines():
+                last = line or last
+            if response.status_code == 200 and last != "data: [DONE]" and '"error"' not in last:
+                self.problems.append(f"a stream ended with {last:.200}")
+            return self._status("stream", response, last)
+
+    async def _hostile(self, http: httpx2.AsyncClient) -> str:
+        name = self._random.choice(list(_HOSTILE))
+        path = self._random.choice(["/v1/completions", "/v1/chat/completions", "/v1/cache/warm", "/v1/cache/pins"])
+        headers = {"content-type": "application/json"}
+        if self._random.random() < 0.2:
+            headers["host"] = "evil.example"
+        response = await http.post(f"{self.url}{path}", content=_HOSTILE[name], headers=headers)
+        return self._status("hostile", response)
+
+    async def _administer(self, http: httpx2.AsyncClient) -> str:
+        kind = self._random.choice(["pin", "explain", "stats", "metrics", "forget", "warm", "reset"])
+        if kind in {"stats", "metrics"}:
+            path = "/v1/cache/stats" if kind == "stats" else "/metrics"
+            return self._status("administer", await http.get(f"{self.url}{path}"))
+        if kind == "reset" and self._random.random() < 0.8:
+            kind = "explain"
+        bodies: dict[str, tuple[str, dict[str, Any]]] = {
+            "pin": ("pins", {"text": self._random.choice(self._prefixes), "ttl_s": 5}),
+            "explain": ("explain", {"text": self._prompt()}),
+            "forget": ("forget", {"cache_salt": "b"}),
+            "warm": ("warm", {"prompts": [self._prompt()]}),
+            "reset": ("reset", {}),
+        }
+        path, body = bodies[kind]
+        return self._status("administer", await http.post(f"{self.url}/v1/cache/{path}", json=body))
+
+    async def _killed(self, http: httpx2.AsyncClient) -> str:
+        """What a killed client looks like to a server: its connection is reset, in an answer."""
+        del http
+        reader, writer = await self._connect()
+        self._send(writer, self._body(prompt=self._prompt(), stream=True, max_tokens=200, ignore_eos=True))
+        await asyncio.wait_for(reader.read(200 if self._random.random() < 0.7 else 2000), _TIMEOUT_S)
+        _reset(writer)
+        return "killed"
+
+    async def _half_a_body(self, http: httpx2.AsyncClient) -> str:
+        del http
+        _, writer = await self._connect()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{_JSON}Content-Length: 100000\r\n\r\n"
+        writer.write(head.encode() + b'{"prompt": "')
+        await writer.drain()
+        await asyncio.sleep(self._random.random() * 3)
+        _reset(writer)
+        return "half a body"
+
+    async def _slow_head(self, http: httpx2.AsyncClient) -> str:
+        """A head, a byte at a time, until the server closes."""
+        del http
+        reader, writer = await self._connect()
+        with contextlib.suppress(OSError):
+            for byte in b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: " + b"x" * 1000:
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(0.5)
+                if reader.at_eof():
+                    break
+        writer.close()
+        return "slow head"
+
+    async def _slow_reader(self, http: httpx2.AsyncClient) -> str:
+        """Reads its answer a few bytes at a time, and leaves at last."""
+        del http
+        reader, writer = await self._connect()
+        self._send(writer, self._body(prompt=self._prompt(), stream=True, n=2, max_tokens=60, ignore_eos=True))
+        for _ in range(self._random.randrange(5, 60)):
+            if not await asyncio.wait_for(reader.read(40), _TIMEOUT_S):
+                break
+            await asyncio.sleep(0.1)
+        writer.close()
+        return "slow reader"
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        url = httpx2.URL(self.url)
+        return await asyncio.open_connection(url.host, url.port)
+
+    def _send(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{_JSON}Content-Length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
+
+    def _status(self, kind: str, response: httpx2.Response, said: str | None = None) -> str:
+        """Say what came of a request, and note what shouldn't have. said: where the answer was a stream."""
+        status, said = response.status_code, response.text if said is None else said
+        if status == 500 or (kind != "hostile" and status in {400, 404, 413, 422}):
+            self.problems.append(f"{kind}: {status} {said:.300}")
+        return f"{kind}: {status}"
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Close a connection as the system does for a process that is killed with data unread."""
+    connection = writer.get_extra_info("socket")
+    if connection is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()

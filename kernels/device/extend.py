@@ -1,0 +1,289 @@
+"""The Triton kernels of `extend`: causal attention of ragged rows, shared out evenly or by whole tiles of rows.
+
+A unit of `shares` is a tile of rows of one sequence: `tiles.find_segment` tells which. It runs over its keys in up to
+three parts: those that a window hides from some of its rows, those that all of its rows see, and those around the rows'
+own positions. Only the first and the last pay for masks.
+
+Rows that no sequence has, which a call is padded with, are treated as one more sequence, which sees nothing.
+"""
+
+import triton
+import triton.language as tl
+
+from kvblocks.kernels.device.shares import find_cut, find_heads, find_tiles, merge_rows
+from kvblocks.kernels.device.tiles import LOG2_E, attend_pages, begin_rows, find_segment, find_segments, finish_rows
+
+
+@triton.jit
+def first_key(position, window, TILE_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """The first key that a row at `position` sees, or one before it at a multiple of TILE_N."""
+    first = position * 0
+    if HAS_WINDOW:
+        first = tl.maximum(position - window + 1, 0) // TILE_N * TILE_N
+    return first
+
+
+@triton.jit
+def find_rows(start_ptr, len_ptr, unit, num_rows, num_seqs, TILE_Q: tl.constexpr):
+    """A tile's sequence: its number, first row in the batch and number of rows; the tile's first row of them; and the
+    tokens in context before these rows.
+    """
+    seq = find_segment(start_ptr, unit, num_seqs + 1, TILE_Q)
+    is_seq = seq < num_seqs
+    seq_start = tl.load(start_ptr + seq)
+    seq_rows = tl.load(start_ptr + seq + 1, mask=is_seq, other=num_rows) - seq_start
+    first = (unit - (seq_start // TILE_Q + seq)) * TILE_Q
+    return seq, seq_start, seq_rows, first, tl.load(len_ptr + seq, mask=is_seq, other=0) - seq_rows
+
+
+@triton.jit
+def attend_causal(
+    query,
+    output,
+    row_max,
+    row_sum,
+    position,
+    first_position,
+    last_position,
+    start,
+    stop,
+    table_ptr,
+    k_ptr,
+    v_ptr,
+    stride_k_block,
+    stride_k_slot,
+    stride_v_block,
+    stride_v_slot,
+    scale,
+    softcap,
+    window,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Attention of rows at `position`, int32 [TILE_M], of which the first and the last are given, to their past.
+
+    Of it to the keys from `start` to `stop`, the first a multiple of TILE_N. UNIFORM: all of them are in the part with
+    masks. The rest, and what is returned, as in `attend_pages`. Positions may be below 0: such rows see nothing.
+    """
+    full_stop = tl.minimum(tl.maximum(tl.maximum(first_position + 1, 0) // TILE_N * TILE_N, start), stop)
+    if UNIFORM:
+        full_stop = start
+    elif HAS_WINDOW:
+        full_start = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE_N) * TILE_N
+        full_start = tl.minimum(tl.maximum(full_start, start), full_stop)
+        output, row_max, row_sum = attend_pages(
+            query, output, row_max, row_sum, position, start, full_start, table_ptr, k_ptr, v_ptr,
+            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
+            HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, MASKED=True, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=HAS_WINDOW,
+            INTERPRETED=INTERPRETED,
+        )  # fmt: skip
+        start = full_start
+    if not UNIFORM:
+        output, row_max, row_sum = attend_pages(
+            query, output, row_max, row_sum, position, start, full_stop, table_ptr, k_ptr, v_ptr,
+            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
+            HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, MASKED=False, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=HAS_WINDOW,
+            INTERPRETED=INTERPRETED,
+        )  # fmt: skip
+    output, row_max, row_sum = attend_pages(
+        query, output, row_max, row_sum, position, full_stop, stop, table_ptr, k_ptr, v_ptr,
+        stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
+        HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, MASKED=True, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=HAS_WINDOW,
+        INTERPRETED=INTERPRETED,
+    )  # fmt: skip
+    return output, row_max, row_sum
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_seqs", "num_units", "window"],
+    do_not_specialize_on_alignment=["start_ptr", "len_ptr", "end_ptr"],
+)
+def extend_ends_kernel(
+    start_ptr,
+    len_ptr,
+    end_ptr,
+    num_rows,
+    num_seqs,
+    num_units,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Where each unit's tiles end in the line of all. Grid: (1,). A unit whose rows see nothing has a tile of none.
+
+    UNIFORM: see `extend_kernel`.
+    """
+    total = 0
+    for begin in tl.range(0, num_units, CHUNK):
+        unit = begin + tl.arange(0, CHUNK)
+        seq = find_segments(start_ptr, unit, num_seqs + 1, TILE_Q)
+        is_seq = seq < num_seqs
+        seq_start = tl.load(start_ptr + seq)
+        seq_rows = tl.load(start_ptr + seq + 1, mask=is_seq, other=num_rows) - seq_start
+        first = (unit - (seq_start // TILE_Q + seq)) * TILE_Q
+        before = tl.load(len_ptr + seq, mask=is_seq, other=0) - seq_rows
+        stop = tl.maximum(before + tl.minimum(first + TILE_Q, seq_rows), 0)
+        keys = stop - first_key(before + first, window, TILE_N, HAS_WINDOW)
+        tiles = tl.maximum(tl.cdiv(keys, TILE_N), 1)
+        if UNIFORM:
+            tiles = tl.minimum(tiles, 1)
+        tiles = tl.where((first < seq_rows) & (unit < num_units), tiles * NUM_KV_HEADS, 0)
+        tl.store(end_ptr + unit, total + tl.cumsum(tiles, 0), mask=unit < num_units)
+        total += tl.sum(tiles, 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_seqs", "num_units", "window", "stride_table"],
+    do_not_specialize_on_alignment=["table_ptr", "start_ptr", "len_ptr", "end_ptr", "sink_ptr"],
+)
+def extend_kernel(
+    query_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    start_ptr,
+    len_ptr,
+    end_ptr,
+    sink_ptr,
+    output_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    num_rows,
+    num_seqs,
+    num_units,
+    window,
+    scale,
+    softcap,
+    v_scale,
+    stride_query_row,
+    stride_query_head,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_head,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_head,
+    stride_table,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program's share of all tiles. Grid: (any number of programs,).
+
+    UNIFORM: a head's keys are one tile, so that nothing is split, and a program for each does; those of a prompt's last
+    rows, the longest, begin first.
+
+    Shapes as in `extend`; last strides are 1; output_ptr and lse_ptr are contiguous; part_ptr: fp32 [programs, 2,
+    TILE_M, HEAD_DIM]; part_lse_ptr: fp32 [programs, 2, TILE_M].
+    """
+    TILE_Q: tl.constexpr = TILE_M // GROUP
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    begin, end, first_head, stop_head = find_heads(end_ptr, num_units, program, tl.num_programs(0), NUM_KV_HEADS)
+    packed = tl.arange(0, TILE_M)
+    element = tl.arange(0, HEAD_DIM)
+    # What could be moved out of this loop would take registers throughout the one over keys.
+    for index in tl.range(first_head, stop_head, num_stages=1, disable_licm=True):
+        unit, kv_head, first_tile, last_tile, head_tiles = find_tiles(end_ptr, index, begin, end, NUM_KV_HEADS)
+        seq, seq_start, seq_rows, first, before = find_rows(start_ptr, len_ptr, unit, num_rows, num_seqs, TILE_Q)
+        row = first + packed // GROUP
+        head = kv_head * GROUP + packed % GROUP
+        is_row = (packed < TILE_Q * GROUP) & (row < seq_rows)
+        at_row = (seq_start + row).to(tl.int64)
+        query_at = at_row * stride_query_row + head.to(tl.int64) * stride_query_head
+        query = tl.load(query_ptr + query_at[:, None] + element[None, :], mask=is_row[:, None], other=0.0)
+        output, row_max, row_sum = begin_rows(TILE_M, HEAD_DIM)
+        if HAS_SINKS:
+            sink = tl.load(sink_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+            row_max = tl.where(first_tile == 0, sink, row_max)
+            row_sum = tl.where(first_tile == 0, 1.0, row_sum)
+
+        stop = tl.maximum(before + tl.minimum(first + TILE_Q, seq_rows), 0)
+        start = first_key(before + first, window, TILE_N, HAS_WINDOW)
+        if not UNIFORM:
+            stop = tl.minimum(start + last_tile * TILE_N, stop)
+            start += first_tile * TILE_N
+        output, row_max, row_sum = attend_causal(
+            query, output, row_max, row_sum, before + row, before + first,
+            before + tl.minimum(first + TILE_Q, seq_rows) - 1, start, stop,
+            table_ptr + seq.to(tl.int64) * stride_table,
+            k_ptr + kv_head.to(tl.int64) * stride_k_head, v_ptr + kv_head.to(tl.int64) * stride_v_head,
+            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
+            HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, HAS_SOFTCAP, HAS_WINDOW, UNIFORM, INTERPRETED,
+        )  # fmt: skip
+        output, lse = finish_rows(output * v_scale, row_max, row_sum)
+        if (first_tile == 0) & (last_tile == head_tiles):
+            head_at = at_row * NUM_HEADS + head
+            output_at = output_ptr + (head_at * HEAD_DIM)[:, None] + element[None, :]
+            tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_row[:, None])
+            tl.store(lse_ptr + head_at, lse, mask=is_row)
+        else:
+            part_row = (2 * program + (first_tile == 0).to(tl.int32)) * TILE_M + packed
+            tl.store(part_ptr + part_row[:, None] * HEAD_DIM + element[None, :], output, mask=is_row[:, None])
+            tl.store(part_lse_ptr + part_row, lse, mask=is_row)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_seqs", "num_units", "num_programs"],
+    do_not_specialize_on_alignment=["start_ptr", "len_ptr", "end_ptr"],
+)
+def extend_merge_kernel(
+    start_ptr,
+    len_ptr,
+    end_ptr,
+    output_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    num_rows,
+    num_seqs,
+    num_units,
+    num_programs,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Merge the parts of ROWS rows of a unit's head, if a share begins within it.
+
+    Grid: (num_programs - 1, TILE_M // ROWS); the rest as in `extend_kernel`.
+    """
+    TILE_Q: tl.constexpr = TILE_M // GROUP
+    unit, kv_head, first_part, num_parts = find_cut(
+        end_ptr, num_units, num_programs, tl.program_id(0) + 1, NUM_KV_HEADS
+    )  # fmt: skip
+    if num_parts == 0:
+        return
+    _, seq_start, seq_rows, first, _ = find_rows(start_ptr, len_ptr, unit, num_rows, num_seqs, TILE_Q)
+    packed = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = first + packed // GROUP
+    is_row = (packed < TILE_Q * GROUP) & (row < seq_rows)
+    output, lse = merge_rows(
+        part_ptr, part_lse_ptr, first_part, num_parts, packed, is_row, 2, TILE_M, ROWS, PARTS, HEAD_DIM
+    )  # fmt: skip
+    head_at = (seq_start + row).to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP
+    output_at = output_ptr + (head_at * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_row[:, None])
+    tl.store(lse_ptr + head_at, lse, mask=is_row)

@@ -1,0 +1,232 @@
+"""The Triton kernels of `prefix_decode`: attention of groups of single queries over the runs of blocks that they share.
+
+A unit of `shares` is a tile of a group's members: `tiles.find_segment` tells which group.
+"""
+
+import triton
+import triton.language as tl
+
+from kvblocks.kernels.device.shares import find_cut, find_heads, find_tiles, merge_rows
+from kvblocks.kernels.device.tiles import attend_pages, begin_rows, find_segment, find_segments, finish_rows
+
+
+@triton.jit
+def find_members(start_ptr, unit, num_groups, TILE_Q: tl.constexpr):
+    """A tile's group: its number, its first member and how many it has; and the tile's first of them."""
+    group = find_segment(start_ptr, unit, num_groups, TILE_Q)
+    group_start = tl.load(start_ptr + group)
+    num_members = tl.load(start_ptr + group + 1) - group_start
+    return group, group_start, num_members, (unit - (group_start // TILE_Q + group)) * TILE_Q
+
+
+@triton.jit
+def attend_run(
+    query,
+    output,
+    row_max,
+    row_sum,
+    position,
+    start,
+    stop,
+    table_ptr,
+    k_ptr,
+    v_ptr,
+    stride_k_block,
+    stride_k_slot,
+    stride_v_block,
+    stride_v_slot,
+    scale,
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Attention of rows to all positions from `start` to `stop`; the rest and what is returned as in `attend_pages`."""
+    full_stop = start + (stop - start) // TILE_N * TILE_N
+    output, row_max, row_sum = attend_pages(
+        query, output, row_max, row_sum, position, start, full_stop, table_ptr, k_ptr, v_ptr,
+        stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, 0,
+        HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, MASKED=False, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=False,
+        INTERPRETED=INTERPRETED,
+    )  # fmt: skip
+    output, row_max, row_sum = attend_pages(
+        query, output, row_max, row_sum, position, full_stop, stop, table_ptr, k_ptr, v_ptr,
+        stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, 0,
+        HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, MASKED=True, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=False,
+        INTERPRETED=INTERPRETED,
+    )  # fmt: skip
+    return output, row_max, row_sum
+
+
+@triton.jit(
+    do_not_specialize=["num_groups", "num_units"],
+    do_not_specialize_on_alignment=["start_ptr", "run_start_ptr", "run_stop_ptr", "end_ptr"],
+)
+def prefix_ends_kernel(
+    start_ptr,
+    run_start_ptr,
+    run_stop_ptr,
+    end_ptr,
+    num_groups,
+    num_units,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Where each unit's tiles end in the line of all. Grid: (1,). A group without members has no unit."""
+    total = 0
+    for begin in tl.range(0, num_units, CHUNK):
+        unit = begin + tl.arange(0, CHUNK)
+        group = find_segments(start_ptr, unit, num_groups, TILE_Q)
+        group_start = tl.load(start_ptr + group)
+        num_members = tl.load(start_ptr + group + 1) - group_start
+        first = (unit - (group_start // TILE_Q + group)) * TILE_Q
+        keys = (tl.load(run_stop_ptr + group) - tl.load(run_start_ptr + group)) * BLOCK_SIZE
+        tiles = tl.cdiv(keys, TILE_N) * NUM_KV_HEADS
+        tiles = tl.where((first < num_members) & (unit < num_units), tiles, 0)
+        tl.store(end_ptr + unit, total + tl.cumsum(tiles, 0), mask=unit < num_units)
+        total += tl.sum(tiles, 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_groups", "num_units", "num_rows", "stride_table"],
+    do_not_specialize_on_alignment=[
+        *("table_ptr", "members_ptr", "start_ptr", "run_start_ptr", "run_stop_ptr", "level_ptr", "end_ptr")
+    ],
+)
+def prefix_kernel(
+    query_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    members_ptr,
+    start_ptr,
+    run_start_ptr,
+    run_stop_ptr,
+    level_ptr,
+    end_ptr,
+    output_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    num_groups,
+    num_units,
+    num_rows,
+    scale,
+    softcap,
+    v_scale,
+    stride_query_row,
+    stride_query_head,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_head,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_head,
+    stride_table,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One program's share of all tiles. Grid: (any number of programs,).
+
+    output: fp32 [num_levels, num_rows, NUM_KV_HEADS * GROUP, HEAD_DIM]; lse: fp32 [num_levels, num_rows, NUM_KV_HEADS *
+    GROUP]; both contiguous. part_ptr: fp32 [programs, 2, TILE_M, HEAD_DIM]; part_lse_ptr: fp32 [programs, 2, TILE_M].
+    The rest as in `prefix_decode`.
+    """
+    TILE_Q: tl.constexpr = TILE_M // GROUP
+    program = tl.program_id(0)
+    begin, end, first_head, stop_head = find_heads(end_ptr, num_units, program, tl.num_programs(0), NUM_KV_HEADS)
+    packed = tl.arange(0, TILE_M)
+    element = tl.arange(0, HEAD_DIM)
+    # What could be moved out of this loop would take registers throughout the one over keys.
+    for index in tl.range(first_head, stop_head, num_stages=1, disable_licm=True):
+        unit, kv_head, first_tile, last_tile, head_tiles = find_tiles(end_ptr, index, begin, end, NUM_KV_HEADS)
+        group, group_start, num_members, first = find_members(start_ptr, unit, num_groups, TILE_Q)
+        member = first + packed // GROUP
+        is_row = (packed < TILE_Q * GROUP) & (member < num_members)
+        row = tl.load(members_ptr + group_start + member, mask=is_row, other=0).to(tl.int64)
+        head = kv_head * GROUP + packed % GROUP
+        query_at = row * stride_query_row + head.to(tl.int64) * stride_query_head
+        query = tl.load(query_ptr + query_at[:, None] + element[None, :], mask=is_row[:, None], other=0.0)
+        output, row_max, row_sum = begin_rows(TILE_M, HEAD_DIM)
+        run_start = tl.load(run_start_ptr + group) * BLOCK_SIZE
+        start = run_start + first_tile * TILE_N
+        stop = tl.minimum(run_start + last_tile * TILE_N, tl.load(run_stop_ptr + group) * BLOCK_SIZE)
+        position = packed * 0 + stop  # whatever it is, it lies behind the run
+        output, row_max, row_sum = attend_run(
+            query, output, row_max, row_sum, position, start, stop,
+            table_ptr + tl.load(members_ptr + group_start).to(tl.int64) * stride_table,
+            k_ptr + kv_head.to(tl.int64) * stride_k_head, v_ptr + kv_head.to(tl.int64) * stride_v_head,
+            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap,
+            HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, HAS_SOFTCAP, INTERPRETED,
+        )  # fmt: skip
+        output, lse = finish_rows(output * v_scale, row_max, row_sum)
+        if (first_tile == 0) & (last_tile == head_tiles):
+            level = tl.load(level_ptr + group).to(tl.int64)
+            head_at = (level * num_rows + row) * (NUM_KV_HEADS * GROUP) + head
+            tl.store(output_ptr + (head_at * HEAD_DIM)[:, None] + element[None, :], output, mask=is_row[:, None])
+            tl.store(lse_ptr + head_at, lse, mask=is_row)
+        else:
+            part_row = (2 * program + (first_tile == 0).to(tl.int32)) * TILE_M + packed
+            tl.store(part_ptr + part_row[:, None] * HEAD_DIM + element[None, :], output, mask=is_row[:, None])
+            tl.store(part_lse_ptr + part_row, lse, mask=is_row)
+
+
+@triton.jit(
+    do_not_specialize=["num_groups", "num_units", "num_rows", "num_programs"],
+    do_not_specialize_on_alignment=["members_ptr", "start_ptr", "level_ptr", "end_ptr"],
+)
+def prefix_merge_kernel(
+    members_ptr,
+    start_ptr,
+    level_ptr,
+    end_ptr,
+    output_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    num_groups,
+    num_units,
+    num_rows,
+    num_programs,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Merge the parts of ROWS rows of a unit's head, if a share begins within it.
+
+    Grid: (num_programs - 1, TILE_M // ROWS); the rest as in `prefix_kernel`.
+    """
+    TILE_Q: tl.constexpr = TILE_M // GROUP
+    unit, kv_head, first_part, num_parts = find_cut(
+        end_ptr, num_units, num_programs, tl.program_id(0) + 1, NUM_KV_HEADS
+    )  # fmt: skip
+    if num_parts == 0:
+        return
+    group, group_start, num_members, first = find_members(start_ptr, unit, num_groups, TILE_Q)
+    packed = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    member = first + packed // GROUP
+    is_row = (packed < TILE_Q * GROUP) & (member < num_members)
+    row = tl.load(members_ptr + group_start + member, mask=is_row, other=0).to(tl.int64)
+    output, lse = merge_rows(
+        part_ptr, part_lse_ptr, first_part, num_parts, packed, is_row, 2, TILE_M, ROWS, PARTS, HEAD_DIM
+    )  # fmt: skip
+    level = tl.load(level_ptr + group).to(tl.int64)
+    head_at = (level * num_rows + row) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP
+    tl.store(output_ptr + (head_at * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :], output, mask=is_row[:, None])
+    tl.store(lse_ptr + head_at, lse, mask=is_row)

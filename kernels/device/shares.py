@@ -1,0 +1,158 @@
+"""Even shares of the tiles of keys of a call, for a fixed number of programs: stream-K.
+
+A *unit* is a tile of query rows, with the keys that they attend to: of `decode` a sequence, of `extend` some rows of
+one, of `prefix_decode` some members of a group. For each head of K and V it has the same number of tiles of keys. All
+tiles of a call stand in one line: unit by unit, head by head of it, key by key. Each program takes the next so many of
+the line: all shares are the even one, rounded up for the first programs and down for the others. (After Osama and
+others, "Stream-K", 2023, which splits matrix products.)
+
+So at most one head's tiles begin before the program's, and at most one's go on behind them: at most two *parts*, which
+a second launch merges. A head of a unit that a program has to itself is written straight to the output. Where the
+shares lie follows from `ends` alone, int32 [num_units]: where in the line each unit ends. Lengths make it, on the
+device: no atomics, and no plan from the host. It is the same in every layer, so a step makes it once.
+
+A part is attention of a unit's rows over some of their keys: fp32 rows, divided by their sums, and their lse to base e.
+Number 2 * program goes on from the program before, number 2 * program + 1 begins its head.
+"""
+
+import triton
+import triton.language as tl
+
+from kvblocks.kernels.device.tiles import LN_2, LOG2_E
+
+_SEARCHED = tl.constexpr(128)
+"""Ends that a search looks at together: one load for up to so many units, two for up to their square."""
+_FAR = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def share_begin(program, num_tiles, num_programs):
+    """Where in the line of `num_tiles` a program's share begins; that of the program after it is where it stops."""
+    return program * (num_tiles // num_programs) + tl.minimum(program, num_tiles % num_programs)
+
+
+@triton.jit
+def share_of(tile, num_tiles, num_programs):
+    """The program whose share a tile of the line is in."""
+    least = num_tiles // num_programs
+    num_larger = num_tiles % num_programs
+    in_larger = num_larger * (least + 1)
+    beyond = num_larger + (tile - in_larger) // tl.maximum(least, 1)
+    return tl.where(tile < in_larger, tile // (least + 1), beyond)
+
+
+@triton.jit
+def find_unit(end_ptr, tile, num_units):
+    """The first unit that ends behind a tile of the line. O(log num_units), to base 128."""
+    low = 0
+    size = num_units
+    while size > 1:
+        step = tl.cdiv(size, _SEARCHED)
+        at = (tl.arange(0, _SEARCHED) + 1) * step - 1
+        ends = tl.load(end_ptr + low + at, mask=at < size, other=_FAR)
+        skipped = tl.sum((ends <= tile).to(tl.int32), 0) * step
+        low += skipped
+        size = tl.minimum(step, size - skipped)
+    return low
+
+
+@triton.jit
+def find_work(end_ptr, num_units, tile, NUM_KV_HEADS: tl.constexpr):
+    """Which unit and head a tile of the line belongs to, its number among the head's tiles, and how many these are."""
+    unit = find_unit(end_ptr, tile, num_units)
+    begin = tl.load(end_ptr + unit - 1, mask=unit > 0, other=0)
+    head_tiles = (tl.load(end_ptr + unit) - begin) // NUM_KV_HEADS
+    kv_head = (tile - begin) // head_tiles
+    return unit, kv_head, tile - begin - kv_head * head_tiles, head_tiles
+
+
+@triton.jit
+def find_heads(end_ptr, num_units, program, num_programs, NUM_KV_HEADS: tl.constexpr):
+    """A program's share: where it begins and stops, and of which heads it has tiles, from the first to before the last.
+
+    Heads are counted through all units: unit * NUM_KV_HEADS + head. Some of those between may have no tiles.
+    """
+    num_tiles = tl.load(end_ptr + num_units - 1)
+    begin = share_begin(program, num_tiles, num_programs)
+    stop = share_begin(program + 1, num_tiles, num_programs)
+    highest = tl.maximum(num_tiles - 1, 0)
+    unit, kv_head, _, _ = find_work(end_ptr, num_units, tl.minimum(begin, highest), NUM_KV_HEADS)
+    first = unit * NUM_KV_HEADS + kv_head
+    unit, kv_head, _, _ = find_work(end_ptr, num_units, tl.minimum(tl.maximum(stop - 1, 0), highest), NUM_KV_HEADS)
+    return begin, stop, first, tl.where(begin < stop, unit * NUM_KV_HEADS + kv_head + 1, first)
+
+
+@triton.jit
+def find_tiles(end_ptr, index, begin, stop, NUM_KV_HEADS: tl.constexpr):
+    """Of a head by its number among all: unit, head, its first tile in the share, where to stop, how many it has."""
+    unit = index // NUM_KV_HEADS
+    kv_head = index % NUM_KV_HEADS
+    unit_begin = tl.load(end_ptr + unit - 1, mask=unit > 0, other=0)
+    head_tiles = (tl.load(end_ptr + unit) - unit_begin) // NUM_KV_HEADS
+    head_begin = unit_begin + kv_head * head_tiles
+    return unit, kv_head, tl.maximum(begin - head_begin, 0), tl.minimum(stop - head_begin, head_tiles), head_tiles
+
+
+@triton.jit
+def find_cut(end_ptr, num_units, num_programs, program, NUM_KV_HEADS: tl.constexpr):
+    """The head that was split where the share of `program` begins, if that was the first split of it.
+
+    Returns the unit, the head of K and V, the program that has its first part, and how many parts there are: 0 for
+    nothing to merge. No head is found by two programs, so every program from 1 on is to be asked.
+    """
+    num_tiles = tl.load(end_ptr + num_units - 1)
+    begin = share_begin(program, num_tiles, num_programs)
+    tile = tl.minimum(begin, tl.maximum(num_tiles - 1, 0))
+    unit, kv_head, number, head_tiles = find_work(end_ptr, num_units, tile, NUM_KV_HEADS)
+    first = share_of(tile - number, num_tiles, num_programs)
+    last = share_of(tile - number + head_tiles - 1, num_tiles, num_programs)
+    is_cut = (begin < num_tiles) & (number > 0) & (first == program - 1)
+    return unit, kv_head, first, tl.where(is_cut, last - first + 1, 0)
+
+
+@triton.jit
+def merge_rows(
+    part_ptr,
+    part_lse_ptr,
+    first,
+    num_parts,
+    packed,
+    is_row,
+    STRIDE: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Merge ROWS rows of `num_parts` parts, at least one, PARTS of them read at once.
+
+    part_ptr: fp32 [parts, PART_ROWS, HEAD_DIM]; part_lse_ptr: fp32 [parts, PART_ROWS]; packed: int32 [ROWS], the rows;
+    is_row: which of them to read. With a STRIDE of 1 the parts' numbers are first, first + 1, ...; with 2 they are
+    those of the programs from `first` on. Returns fp32 [ROWS, HEAD_DIM] and the lse, fp32 [ROWS]: 0 and -inf without
+    keys.
+    """
+    element = tl.arange(0, HEAD_DIM)
+    output = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for start in tl.range(0, num_parts, PARTS):
+        index = start + tl.arange(0, PARTS)
+        number = first.to(tl.int64) * STRIDE + index * STRIDE
+        if STRIDE == 2:
+            number += (index == 0).to(tl.int64)
+        row = number[:, None] * PART_ROWS + packed[None, :]
+        is_read = (index < num_parts)[:, None] & is_row[None, :]
+        lse = tl.load(part_lse_ptr + row, mask=is_read, other=-float("inf")) * LOG2_E
+        rows_at = part_ptr + row[:, :, None] * HEAD_DIM + element[None, None, :]
+        rows = tl.load(rows_at, mask=is_read[:, :, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(lse - base[None, :])
+        kept = tl.exp2(top - base)
+        output = output * kept[:, None] + tl.sum(rows * weights[:, :, None], 0)
+        total = total * kept + tl.sum(weights, 0)
+        top = new_top
+    has_seen = total > 0
+    divisor = tl.where(has_seen, total, 1.0)
+    lse = tl.where(has_seen, (top + tl.log2(divisor)) * LN_2, -float("inf"))
+    return output / divisor[:, None], lse

@@ -1,0 +1,84 @@
+"""What the hosts of `decode`, `extend` and `prefix_decode` share: tiles, constants and strides of their launches."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvblocks.kernels import table
+from kvblocks.kernels.layout import AttentionOptions, AttentionShape, is_interpreted
+from kvblocks.kernels.table import Key, Launch, count_programs, find
+
+INTERPRETED = is_interpreted()
+CHUNK = 1024
+"""Units whose ends a program works out at once."""
+MERGED_ROWS = 4
+"""Rows of a tile that a program merges."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How a call's work is shared out: see `device.shares`. Good for calls of the same lengths, shapes and window.
+
+    ends: int32 [num_units], on the device; launch: whose tiles are counted.
+    """
+
+    ends: Tensor
+    launch: Launch
+
+
+def find_launch(kernel: dict[Key, Launch], query: Tensor, key_cache: Tensor) -> Launch:
+    """The table's entry for a query and a cache. With queries in fp32 tiles are computed in fp32, whatever K is."""
+    element_bytes = 4 if query.dtype == torch.float32 else key_cache.element_size()
+    launch = find(kernel, query.device, query.shape[-1], element_bytes)
+    rows = tile_rows(query.shape[1] // key_cache.shape[2], launch)
+    return table.widen(launch, rows, query.shape[-1], element_bytes, table.family(query.device))
+
+
+def tile_rows(group_size: int, launch: Launch) -> int:
+    """TILE_M: the table's, or more where one query has more heads in a group."""
+    return max(launch.tile_rows, 1 << (group_size - 1).bit_length())
+
+
+def tile_queries(query: Tensor, key_cache: Tensor, launch: Launch) -> int:
+    """Queries of a tile of rows, of which each has all heads of a group."""
+    group_size = query.shape[1] // key_cache.shape[2]
+    return tile_rows(group_size, launch) // group_size
+
+
+def tile_constants(shape: AttentionShape, launch: Launch, options: AttentionOptions) -> dict[str, int | bool]:
+    """The constants and launch options of kernels that attend."""
+    return {
+        "GROUP": shape.group_size,
+        "HEAD_DIM": shape.cache.head_dim,
+        "BLOCK_SIZE": shape.cache.block_size,
+        "TILE_M": tile_rows(shape.group_size, launch),
+        "TILE_N": launch.tile_keys,
+        "STAGES": launch.num_stages,
+        "HAS_SOFTCAP": options.softcap is not None,
+        "INTERPRETED": INTERPRETED,
+        "num_warps": launch.num_warps,
+    }
+
+
+def numbers(options: AttentionOptions) -> tuple[float, float, float]:
+    """Scale, softcap or 0, and the scale of V."""
+    return options.scale * options.k_scale, options.softcap or 0.0, options.v_scale
+
+
+def strides(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor) -> tuple[int, ...]:
+    """Of a query's rows and heads, of blocks, slots and heads of K and of V, and of the tables' rows."""
+    return (*query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_tables.stride(0))
+
+
+def empty_parts(query: Tensor, launch: Launch, part_rows: int) -> tuple[int, Tensor, Tensor]:
+    """How many programs share a call's work, and room for their parts: fp32 rows, and their lse."""
+    num_programs = count_programs(query.device, launch)
+    parts = torch.empty(num_programs, 2, part_rows, query.shape[-1], dtype=torch.float32, device=query.device)
+    part_lse = torch.empty(num_programs, 2, part_rows, dtype=torch.float32, device=query.device)
+    return num_programs, parts, part_lse
+
+
+def parts_at_once(rows: int, head_dim: int) -> int:
+    """How many parts of some rows a merge reads at once: 32 registers a thread of 4 warps."""
+    return max(2, 4096 // (rows * head_dim))

@@ -1,0 +1,202 @@
+"""`kvblocks replay`: traces through the production manager. Needs no torch."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvblocks.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from kvblocks.replay.result import Result
+    from kvblocks.replay.sweep import Job, Progress
+
+_TRACE, _MODEL, _OUTPUT = "Trace", "Model", "Output"
+
+replay_commands = typer.Typer()
+
+
+@replay_commands.command()
+def replay(
+    trace: Annotated[
+        str | None,
+        typer.Argument(
+            help="A file: Mooncake's format, agents' sessions, or kvblocks' own; .gz too. Default: a made-up sample.",
+            show_default=False,
+        ),
+    ] = None,
+    sizes: Annotated[
+        str, typer.Option(help="Blocks of the pool: 5000, or 2% of the trace's unique blocks; with commas.")
+    ] = "1%,2%,5%,10%,20%",
+    policies: Annotated[
+        str, typer.Option(help="Eviction policies, with commas: lru, slru, s3fifo, sessions, lru-drop.")
+    ] = "lru,slru,s3fifo,sessions",
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens in a block: a multiple of the trace's. Default: the trace's.", rich_help_panel=_TRACE
+        ),
+    ] = None,
+    sessions: Annotated[
+        str | None, typer.Option(help="FROM:TO: only these sessions, counted from 0.", rich_help_panel=_TRACE)
+    ] = None,
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            help="'recorded', or the mean time in seconds between sessions that begin at random. Default: recorded,"
+            " and 60 where the trace doesn't say when sessions begin.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="For arrivals at random.", rich_help_panel=_TRACE)] = 1,
+    decode_time: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Seconds for each token of an answer, where the trace doesn't say how long a request ran.",
+            rich_help_panel=_TRACE,
+        ),
+    ] = 0.0,
+    closed_loop: Annotated[
+        bool,
+        typer.Option(
+            "--closed-loop",
+            help="A session's next request comes its think time after the last one ended.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = False,
+    session_ends: Annotated[
+        bool,
+        typer.Option(
+            "--session-ends", help="Tell the policy when a session's last request has ended.", rich_help_panel=_MODEL
+        ),
+    ] = False,
+    host_size: Annotated[
+        str | None, typer.Option(help="Blocks of a host tier below the pool, as --sizes.", rich_help_panel=_MODEL)
+    ] = None,
+    groups: Annotated[
+        str | None, typer.Option(help="The model's groups of layers: gemma3-4b.", rich_help_panel=_MODEL)
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Leave out what is attainable, and the comparison in one order.", rich_help_panel=_OUTPUT
+        ),
+    ] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes. Default: one for each core.", rich_help_panel=_OUTPUT)
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the rows as JSON here.", rich_help_panel=_OUTPUT)
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write a report here: one HTML file, with pictures and tables.", rich_help_panel=_OUTPUT),
+    ] = None,
+) -> None:
+    """Replay a trace of requests through the production cache, and compare eviction policies and pool sizes.
+
+    Time is modelled: nothing is computed, and no GPU or model is needed.
+    """
+    from kvblocks.replay.options import check_can_write, parse_arrivals, parse_range, parse_size, parse_sizes
+    from kvblocks.replay.readers import read_trace
+    from kvblocks.replay.report import render_report
+    from kvblocks.replay.sample import SAMPLE
+    from kvblocks.replay.sweep import Options, sweep
+
+    check_can_write(json_file, "--json")
+    check_can_write(report, "--report")
+    try:
+        read = read_trace(SAMPLE if trace is None else Path(trace), block_size)
+    except OSError as error:
+        raise InvalidArgumentError(f"trace: expected a file that can be read, got {trace}: {error.strerror}") from error
+    if sessions is not None:
+        read = read.take_sessions(*parse_range(sessions))
+    read = read.with_durations(decode_time)
+    num_unique = read.num_unique_blocks
+    options = Options(
+        policies=tuple(dict.fromkeys(name.strip() for name in policies.split(","))),
+        sizes=parse_sizes(sizes, num_unique),
+        mean_arrival_s=parse_arrivals(arrivals, read),
+        seed=seed,
+        is_closed=closed_loop,
+        host_blocks=None if host_size is None else parse_size(host_size, num_unique),
+        groups=groups,
+        optima=not quick,
+        tells_ends=session_ends,
+    )
+    with _show_progress() as progress:
+        result = sweep(read, options, jobs, progress)
+    _print(result)
+    if json_file is not None:
+        _write(json_file, json.dumps(result.to_rows(), indent=1) + "\n")
+    if report is not None:
+        _write(report, render_report(result))
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole, or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise InvalidArgumentError(f"expected to write {path}, got {error.strerror}") from error
+
+
+@contextmanager
+def _show_progress() -> Iterator["Progress"]:
+    """Shows a bar for each job on stderr, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    tasks: dict[Job, TaskID] = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+
+        def report(jobs: list[tuple["Job", float]]) -> None:
+            for job, share in jobs:
+                if share and job not in tasks:
+                    tasks[job] = bars.add_task(job.title, total=1.0)
+                if share:
+                    bars.update(tasks[job], completed=share)
+
+        yield report
+
+
+def _print(result: "Result") -> None:
+    """Print the rows as a table."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    facts = result.trace
+    print(
+        f"{facts.name}: {facts.num_requests:,} requests in {facts.num_sessions:,} sessions,"
+        f" {facts.num_references:,} references to {facts.num_unique_blocks:,} blocks of {facts.block_size} tokens;"
+        f" an infinite cache hits {facts.infinite_hit_rate:.3f}"
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("blocks", "share", "policy", "hit rate", "attainable", "bound", "one order", "waited", "refused"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for row in result.rows:
+        fixed = row.fixed_order
+        table.add_row(
+            f"{row.num_blocks:,}",
+            f"{row.share:.1%}",
+            row.policy,
+            f"{row.hit_rate:.3f}",
+            "" if row.attainable is None else f"{row.attainable:.3f}",
+            f"{row.bound:.3f}",
+            "" if fixed is None else f"{fixed.hit_rate:.3f}",
+            f"{row.waits.count:,}",
+            f"{row.waits.refused:,}",
+        )
+    Console(width=None if sys.stdout.isatty() else 100).print(table)

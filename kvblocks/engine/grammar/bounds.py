@@ -1,0 +1,76 @@
+"""What of a schema is taken at all: the rest would take a compiler long, or much memory, in spite of its own limits."""
+
+import json
+from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
+from math import lcm
+from typing import Any
+
+from kvblocks.errors import InvalidArgumentError
+
+MAX_BYTES = 64 * 2**10
+"""Of a schema, a regular expression, or all texts to choose from. What compiles slowly takes some 5 µs a byte."""
+
+MAX_DEPTH = 64
+MAX_MULTIPLE = 10_000
+"""The least common multiple of all `multipleOf` of a schema: an automaton for it has so many states."""
+
+_MAX_EXPONENT = 12
+
+
+def check_schema(schema: Any) -> str:
+    """Return a JSON schema as text. Raises InvalidArgumentError for one that isn't taken. O(size)."""
+    if not isinstance(schema, dict):
+        raise InvalidArgumentError(f"expected a JSON schema that is an object, got {type(schema).__name__}")
+    try:
+        values = list(_walk(schema))
+        text = json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"expected a JSON schema, got an error: {error}") from error
+    check_size(text)
+    if "x-guidance" in schema:
+        raise InvalidArgumentError("expected a JSON schema without x-guidance, which is for who runs the compiler")
+    multiples = [value["multipleOf"] for value in values if isinstance(value, dict) and "multipleOf" in value]
+    if _common_multiple(multiples) > MAX_MULTIPLE:
+        raise InvalidArgumentError(
+            f"multipleOf: expected numbers whose least common multiple is at most {MAX_MULTIPLE} units of the last"
+            f" decimal place, got {multiples!s:.80}"
+        )
+    return text
+
+
+def check_size(text: str) -> str:
+    """Return a text that is to be compiled. Raises InvalidArgumentError if it is too long. O(size)."""
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > MAX_BYTES:
+        raise InvalidArgumentError(f"expected at most {MAX_BYTES} bytes, got {size}")
+    return text
+
+
+def _walk(value: Any, depth: int = 0) -> Iterator[Any]:
+    """All values in a JSON value, itself included. Raises ValueError for one that is nested too deep."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    yield value
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _walk(item, depth + 1)
+
+
+def _common_multiple(values: list[Any]) -> int:
+    """The least common multiple in units of the last decimal place; 1 for what isn't a number, which others refuse."""
+    numbers = []
+    for value in values:
+        try:
+            number = Decimal(str(value)).normalize()
+        except InvalidOperation:
+            continue
+        if not number.is_finite() or not number:
+            continue
+        if abs(number.adjusted()) > _MAX_EXPONENT:
+            return MAX_MULTIPLE + 1
+        numbers.append(number)
+    places = max([-int(number.as_tuple().exponent) for number in numbers], default=0)
+    return lcm(*[abs(int(number.scaleb(max(0, places)))) for number in numbers])

@@ -1,0 +1,155 @@
+"""Grammars for the vocabulary of one model, and where an answer stands in one. The work is llguidance's.
+
+A compiled grammar may be slow all the same, token by token, and the engine's steps wait for that. So the compiler has
+limits on the work for one token, far below its own, and an answer that meets one ends with GrammarError. Both compiling
+and the work for a token let go of the interpreter's lock.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvblocks.core.sequence import Sequence as KVSequence
+from kvblocks.engine.errors import GrammarError, ModelError
+from kvblocks.engine.grammar.bounds import check_schema, check_size
+from kvblocks.engine.text.tokenizer import Tokenizer
+from kvblocks.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import llguidance
+
+_WORD = 32
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Between the tokens of JSON: bounded, since a model may find another space likely for ever."""
+# Of one grammar, of the order of 0.1 s and 10 MB; for one token, some 10 ms.
+_LIMITS: Mapping[str, Any] = {
+    "max_grammar_size": 100_000,
+    "initial_lexer_fuel": 200_000,
+    "max_lexer_states": 5_000,
+    "max_items_in_row": 500,
+    "step_max_items": 5_000,
+    "step_lexer_fuel": 10_000,
+    "verbose_errors": False,
+}
+_SHOWN = 200
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model. Threads may share it.
+
+    tokenizer: the model's; None: it has none. vocab_size: of its logits. stop_token_ids: what ends an answer that is
+    whole. Raises InvalidArgumentError if llguidance isn't installed, and ModelError for a model that it can't be used
+    with. About a second for 50,000 tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise InvalidArgumentError(
+                "expected llguidance for answers of a given form, got none: pip install 'kvblocks[structured]'"
+            ) from error
+        stops = sorted(token for token in stop_token_ids if token < vocab_size)
+        if tokenizer is None or not stops:
+            lacks = "tokenizer" if tokenizer is None else "token that ends an answer"
+            raise ModelError(f"expected a model that can answer in a given form, got one without a {lacks}")
+        try:
+            self._tokenizer = llguidance.LLTokenizer(tokenizer.definition, n_vocab=vocab_size, eos_token=stops)
+        except ValueError as error:
+            raise ModelError(f"expected a tokenizer that llguidance reads, got an error: {error!s:.200}") from error
+        self._limits = llguidance.LLParserLimits(**_LIMITS)
+        self._matcher = llguidance.LLMatcher
+        self.vocab_size = vocab_size
+
+    def json_schema(self, schema: Mapping[str, Any]) -> "Grammar":
+        """A grammar of JSON that a schema describes. Raises InvalidArgumentError for what isn't taken or supported."""
+        text = check_schema(schema)
+        return self._compile(
+            self._matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
+        )
+
+    def json_object(self) -> "Grammar":
+        """A grammar of any JSON object."""
+        return self.json_schema({"type": "object"})
+
+    def regex(self, pattern: str) -> "Grammar":
+        """A grammar of what a regular expression matches, from beginning to end. Raises InvalidArgumentError."""
+        return self._compile(self._matcher.grammar_from_regex(check_size(pattern)))
+
+    def choice(self, texts: Sequence[str]) -> "Grammar":
+        """A grammar of several texts, of which none is empty. Raises InvalidArgumentError."""
+        if not texts or not all(texts):
+            raise InvalidArgumentError(f"expected texts to choose from that aren't empty, got {list(texts)!r:.80}")
+        choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        return self._compile(self._matcher.grammar_from_lark(check_size(f"start: {choices}")))
+
+    def _compile(self, source: str) -> "Grammar":
+        matcher = self._matcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        grammar = Grammar(matcher, self.vocab_size)
+        if matcher.is_error():
+            raise InvalidArgumentError(f"expected a grammar that can be compiled, got an error: {_first_line(matcher)}")
+        try:
+            grammar.start().allowed_after(())
+        except GrammarError as error:
+            raise InvalidArgumentError(
+                f"expected a grammar that an answer can begin in, got another: {error}"
+            ) from error
+        return grammar
+
+
+class Grammar:
+    """A compiled grammar, of which any number of answers may be generated: an option of `Engine.generate`."""
+
+    def __init__(self, matcher: "llguidance.LLMatcher", vocab_size: int) -> None:
+        self._matcher = matcher
+        self.vocab_size = vocab_size
+
+    def start(self) -> "GrammarState":
+        """Return where an answer stands that has no tokens yet. O(grammar)."""
+        return GrammarState(self._matcher.deep_copy(), self.vocab_size)
+
+
+class GrammarState:
+    """Where one answer stands: it is what its tokens say, however often its steps were undone or tried again."""
+
+    def __init__(self, matcher: "llguidance.LLMatcher", vocab_size: int) -> None:
+        self._matcher = matcher
+        self._num_seen = 0
+        self._is_whole = True
+        self._words = torch.zeros(-(-vocab_size // _WORD), dtype=torch.int32)
+
+    def allowed(self, sequence: KVSequence) -> Tensor:
+        """Return which tokens may be the next one of a sequence's answer: a bit each, int32 [vocab / 32].
+
+        Good until the next call. Raises GrammarError if none may, or that takes more work than one token may.
+        """
+        if not self._is_whole:  # the last time was interrupted: from the start
+            self._matcher.reset()
+            self._num_seen = 0
+        return self.allowed_after(sequence.token_ids(sequence.num_prompt_tokens + self._num_seen))
+
+    def allowed_after(self, new_tokens: Sequence[int]) -> Tensor:
+        """The same, where the answer has got these tokens since the last time. O(new tokens), and work for the next."""
+        self._is_whole = False
+        for token in new_tokens:
+            if not self._matcher.consume_token(token):
+                raise self._error()
+            self._num_seen += 1
+        self._matcher.unsafe_compute_mask_ptr(self._words.data_ptr(), self._words.nbytes)
+        if self._matcher.is_error() or not bool(self._words.any()):
+            raise self._error()
+        self._is_whole = True
+        return self._words
+
+    def _error(self) -> GrammarError:
+        why = _first_line(self._matcher)
+        return GrammarError(f"expected a token of the grammar to be found within the limits for one, got none: {why}")
+
+
+def _first_line(matcher: "llguidance.LLMatcher") -> str:
+    """What the library says of an error, as far as it is for people."""
+    lines = matcher.get_error().splitlines()
+    return lines[0][:_SHOWN] if lines else "no more tokens may come"

@@ -1,0 +1,53 @@
+"""Steps that compute nothing that counts, so that nothing is compiled or captured once requests come.
+
+A kernel is compiled when it is first launched, seconds each, and a bucket of decode steps is captured when it is first
+needed. So each kind of step that a runner has is run once, on padding: rows at positions that are all read only, which
+store nothing, of block 0, whatever it holds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+import torch
+
+from kvblocks.engine.attention.batch import StepBatch, StepShape
+from kvblocks.engine.run.resident_table import ResidentTable
+from kvblocks.engine.run.step_upload import UploadedStep, lay_out
+
+PROMPT_ROWS = 256
+"""Rows that kernels take for a prompt, whatever a model's groups of heads."""
+
+WarmUpStep = tuple[str, Callable[[], object]]
+"""What it is, for people, and the step."""
+
+
+def padding_batch(tables: Sequence[ResidentTable], block_size: int, rows: Sequence[int], length: int) -> StepBatch:
+    """A step of sequences of so many rows each, at most `length`, the tokens in context. They store nothing."""
+    device = tables[0].blocks.device
+
+    def vector(numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32).to(device)
+
+    starts = [0, *accumulate(rows)]
+    lengths = vector([length] * len(rows))
+    num_decodes = next((index for index, count in enumerate(rows) if count != 1), len(rows))
+    step = UploadedStep(
+        token_ids=vector([0] * starts[-1]),
+        seq_lens=lengths,
+        num_readonly=lengths,
+        table_rows=tuple(vector([0] * len(rows)) for _ in tables),
+        query_start=vector(starts),
+        logits_rows=vector([stop - 1 for stop in starts[1:]]),
+        decode_columns=None,
+        shape=StepShape(num_decodes, max(rows), length),
+    )
+    return lay_out(step, [table.blocks for table in tables], block_size)
+
+
+def batches(tables: Sequence[ResidentTable], block_size: int, max_tokens: int) -> Iterator[tuple[str, StepBatch]]:
+    """A prompt, a few rows, and both behind a decode, as far as contexts of `max_tokens` have room for them."""
+    room = min(max_tokens, tables[0].blocks.shape[1] * block_size)
+    prompt = min(PROMPT_ROWS, room)
+    kinds = (("prompts", [prompt]), ("short prompts", [min(2, room)]), ("decodes and prompts", [1, prompt]))
+    for name, rows in kinds:
+        yield name, padding_batch(tables, block_size, rows, max(rows))

@@ -1,0 +1,55 @@
+"""Forms of answers to grammars, on threads of their own, and no longer than a second.
+
+A thread can't be stopped, so one that takes longer goes on, without the interpreter's lock, and what its request has
+taken is given back when it has ended. The compiler's own limits bound how long that is.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from kvblocks.engine.server.access.encoding import run_on
+from kvblocks.engine.server.errors import ApiError, busy_error
+
+T = TypeVar("T")
+
+COMPILE_S = 1.0
+_AT_ONCE = 2
+
+
+class Compilers:
+    """The threads that compile for one server."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "kvblocks-compile")
+
+    async def run(self, function: Callable[[], T], give_back: Callable[[], None]) -> T:
+        """Return what a function gives; raise what it raises.
+
+        ApiError 400 if it takes longer than COMPILE_S, and 429 if as long no thread was free for it. give_back: see
+        `encoding.run_on`.
+        """
+        has_begun = threading.Event()
+
+        def begin() -> T:
+            has_begun.set()
+            return function()
+
+        try:
+            async with asyncio.timeout(COMPILE_S) as limit:
+                return await run_on(self._threads, begin, give_back)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            if not has_begun.is_set():
+                raise busy_error(
+                    "expected a thread for a grammar, got other grammars: try later", "compiling", 1
+                ) from None
+            message = f"expected a form of answers that compiles within {COMPILE_S:g} s, got one that takes longer"
+            raise ApiError(400, message, code="compile_timeout") from None
+
+    def stop(self) -> None:
+        """Begin nothing more. Waits for nothing."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

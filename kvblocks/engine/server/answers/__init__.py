@@ -1,0 +1,1 @@
+"""How answers look: log probabilities and echoes, in OpenAI's forms."""

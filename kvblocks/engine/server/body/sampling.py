@@ -1,0 +1,70 @@
+"""The fields that say how tokens are drawn, and what of that is told. Named and bounded as OpenAI's and vLLM's are."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from kvblocks.engine.options import OptionValues
+from kvblocks.engine.server.errors import ApiError
+from kvblocks.engine.server.fields import Fields
+
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 2**18
+"""Log probabilities of prompts in one answer: some 10 MB of JSON."""
+_NO_CHAT_ECHO = "a chat's answer doesn't repeat its messages: that is a field of /v1/completions"
+
+
+def parse_sampling(fields: Fields) -> OptionValues:
+    """Read how tokens are drawn. Raises ApiError."""
+    temperature, top_p = fields.number("temperature", 0.0), fields.number("top_p", 0.0, 1.0)
+    repetition = fields.number("repetition_penalty", 0.0)
+    for name, value in (("top_p", top_p), ("repetition_penalty", repetition)):
+        if value == 0:
+            raise fields.error(name, "a number above 0, up to 1" if name == "top_p" else "a number above 0")
+    return OptionValues(
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        top_k=_parse_top_k(fields),
+        min_p=fields.number("min_p", 0.0, 1.0) or 0.0,
+        presence_penalty=fields.number("presence_penalty", -2.0, 2.0) or 0.0,
+        frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0) or 0.0,
+        repetition_penalty=1.0 if repetition is None else repetition,
+    )
+
+
+def _parse_top_k(fields: Fields) -> int | None:
+    """0 and -1 are vLLM's and SGLang's words for any number of tokens."""
+    value = fields.count("top_k", -1)
+    return None if value in {None, 0, -1} else value
+
+
+def parse_logprobs(kind: Literal["completion", "chat"], fields: Fields) -> int | None:
+    """Read how many of the most likely tokens are to be named beside each; None: say nothing. Raises ApiError."""
+    if kind == "completion":
+        fields.refuse("top_logprobs", (0,), "in /v1/completions logprobs is the number of them")
+        return None if fields.take("logprobs") is False else fields.count("logprobs", 0, MAX_TOP_LOGPROBS)
+    is_wanted, number = fields.flag("logprobs"), fields.count("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if number and not is_wanted:
+        raise fields.error("top_logprobs", "logprobs: true with it")
+    return (number or 0) if is_wanted else None
+
+
+def parse_echo(kind: Literal["completion", "chat"], fields: Fields) -> bool:
+    """Read whether the answer is to begin with its prompt. Raises ApiError."""
+    if kind == "chat":
+        fields.refuse("echo", (False,), _NO_CHAT_ECHO)
+        return False
+    return fields.flag("echo")
+
+
+def check_size(prompts: Sequence[Sequence[int]], num_samples: int, num_logprobs: int | None) -> None:
+    """Raise ApiError for more log probabilities of prompts than one answer may have. O(prompts)."""
+    if num_logprobs is None:
+        return
+    number = sum(map(len, prompts)) * num_samples * (1 + num_logprobs)
+    if number > MAX_PROMPT_LOGPROBS:
+        message = (
+            f"echo: expected at most {MAX_PROMPT_LOGPROBS} log probabilities of prompts in one answer, got {number}"
+        )
+        raise ApiError(
+            400, f"{message}: ask for fewer prompts at once, or fewer of the most likely tokens", param="echo"
+        )

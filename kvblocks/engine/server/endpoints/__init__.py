@@ -1,0 +1,1 @@
+"""What clients and routers ask beside answers: what is served (`about`), and texts as tokens (`tokens`)."""

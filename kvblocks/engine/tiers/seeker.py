@@ -1,0 +1,237 @@
+"""`Seeker`: asks a shared store what it has of prompts that wait, on a thread of its own.
+
+What other servers stored is in nobody's map here. So a prompt that comes is asked for once, before it is admitted, and
+waits for the answer, but never longer than the store's `lookup_timeout_s`: then nothing is counted on that the store
+was thought to have. Prompts that come together are asked for together.
+
+The same thread tries a store that failed, so that no prompt pays for that, and deletes what a reset gave up.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kvblocks.core.sequence import Sequence
+from kvblocks.engine.schedule.lookups import Lookups
+from kvblocks.engine.schedule.request import Request
+from kvblocks.tiers.identity import BlockIdentity
+from kvblocks.tiers.store import SharedStore, StoreError
+from kvblocks.tiers.tiers import Tiers
+from kvblocks.tiers.wishes import Prefix
+
+logger = logging.getLogger("kvblocks.engine.tiers")
+
+MOST_TOGETHER = 32
+"""Prompts that are asked for in one batch."""
+
+DELETE_S = 60.0
+"""How long the deletion after a reset may take, until it is tried again."""
+
+_RETRY_S = 1.0
+
+
+@dataclass(eq=False, slots=True)
+class _Search:
+    """What is asked for a request. until_s: when nobody waits any more. found: which blocks are there, None: not known.
+
+    The first are the primary group's, num_blocks of them, then by block those of the other columns.
+    """
+
+    request: Request
+    salt: str | None
+    prefix: Prefix
+    num_blocks: int
+    until_s: float
+    found: list[bool] | None = None
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+
+class Seeker:
+    """Asks `store`, which is the tier `name`. num_columns: of other groups, beside the first one with full attention.
+
+    on_end: called on the thread whenever an answer is there. Its calls come from the engine's thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: SharedStore,
+        tiers: Tiers,
+        *,
+        block_size: int,
+        num_columns: int,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._name = name
+        self._store = store
+        self._tiers = tiers
+        self._block_size = block_size
+        self._num_columns = num_columns
+        self._on_end = on_end
+        self._searches: list[_Search] = []
+        self._queue: queue.SimpleQueue[_Search | None] = queue.SimpleQueue()
+        self._num_resets = tiers.num_resets
+        self._must_delete = False
+        self._is_open = True
+        store.on_failure = lambda: self._queue.put(None)  # so that the thread knows when to try it
+        self._thread = threading.Thread(target=self._run, name=f"kvblocks-{name}-lookups", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_seeking(self) -> bool:
+        """Whether a request waits for an answer. O(1)."""
+        return bool(self._searches)
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether `take` has something to tell. O(requests that wait for an answer)."""
+        return any(search.is_over.is_set() for search in self._searches)
+
+    def seek(self, waiting: Iterable[Request], lookups: Lookups) -> None:
+        """Begin to ask for requests that nobody has asked for yet; they are not admitted before the answer. O(waiting).
+
+        Those of which everything is on the device, or in a tier above, aren't asked for.
+        """
+        self._note_resets()
+        for request in waiting:
+            if request.was_sought:
+                continue
+            request.was_sought = True
+            sequence = request.sequence
+            num_blocks = (sequence.num_tokens - 1) // self._block_size
+            if self._num_at_hand(request, lookups) >= num_blocks:
+                continue
+            if self._store.is_away:
+                self._tell(sequence, 0, [])
+                continue
+            prefix = Prefix(
+                bytearray(sequence.packed_tokens()[: 4 * self._block_size * num_blocks]),
+                sequence.encoded_keys(self._block_size),
+                [],
+            )
+            until_s = time.monotonic() + self._store.address.lookup_timeout_s
+            search = _Search(request, prefix.salt, prefix, num_blocks, until_s)
+            request.is_sought = True
+            self._searches.append(search)
+            self._queue.put(search)
+
+    def take(self) -> bool:
+        """Tell the tiers of answers that are there, and of prompts that wait no longer; whether there were any."""
+        now_s, left = time.monotonic(), list[_Search]()
+        for search in self._searches:
+            if search.is_over.is_set() or now_s >= search.until_s:
+                self._end(search)
+            else:
+                left.append(search)
+        had_any = len(left) < len(self._searches)
+        self._searches = left
+        return had_any
+
+    def close(self) -> None:
+        """End, and close the store. Waits for no answer."""
+        self._is_open = False
+        self._queue.put(None)
+        self._store.close()
+        self._thread.join(self._store.address.timeout_s)
+
+    # On the engine's thread.
+
+    def _num_at_hand(self, request: Request, lookups: Lookups) -> int:
+        """Return how many first blocks of a request the device and the tiers above have."""
+        hit = lookups.find(request)
+        end = hit.num_tokens
+        for part in self._tiers.find(hit):
+            if part.tier != self._name:
+                end = part.first_token + part.num_tokens
+        return end // self._block_size
+
+    def _end(self, search: _Search) -> None:
+        request = search.request
+        request.is_sought = False
+        if request.finish_reason is not None or request.sequence.is_allocated:
+            return
+        found = search.found if search.is_over.is_set() else None
+        if found is None:
+            self._tell(request.sequence, 0, [])
+            return
+        primary, beside = found[: search.num_blocks], found[search.num_blocks :]
+        number = primary.index(False) if False in primary else len(primary)
+        columns = self._num_columns
+        attached = [(place // columns, place % columns + 1) for place, is_there in enumerate(beside) if is_there]
+        self._tell(request.sequence, number, [pair for pair in attached if pair[0] < number])
+
+    def _tell(self, sequence: Sequence, num_blocks: int, attached: list[tuple[int, int]]) -> None:
+        self._tiers.note_found(self._name, sequence, num_blocks, attached)
+
+    def _note_resets(self) -> None:
+        """After a reset, have all that the model has in the store deleted: nobody knows since when it is bad."""
+        if self._num_resets != self._tiers.num_resets:
+            self._num_resets = self._tiers.num_resets
+            self._store.forbid_all()
+            self._must_delete = True
+            self._queue.put(None)
+
+    # On its own thread.
+
+    def _run(self) -> None:
+        self._probe()  # so that connections are there when the first prompt comes
+        while self._is_open:
+            searches = self._next()
+            if self._must_delete:
+                self._delete()
+            left_s = self._store.seconds_to_probe()
+            if left_s is not None and left_s <= 0:
+                self._probe()
+            if searches:
+                self._search(searches)
+
+    def _next(self) -> list[_Search]:
+        """Return the searches that wait; wait for one, but not beyond when something else is to be done."""
+        found: list[_Search] = []
+        left_s = _RETRY_S if self._must_delete else self._store.seconds_to_probe()
+        with suppress(queue.Empty):
+            first = self._queue.get(timeout=left_s)
+            while True:
+                if first is not None:
+                    found.append(first)
+                if len(found) == MOST_TOGETHER:
+                    break
+                first = self._queue.get_nowait()
+        return found
+
+    def _search(self, searches: list[_Search]) -> None:
+        try:
+            now_s = time.monotonic()
+            asked = [search for search in searches if search.until_s > now_s]
+            answers = self._store.find([(search.salt, self._digests(search)) for search in asked])
+            for search, found in zip(asked, answers, strict=True):
+                search.found = found
+        except Exception:
+            logger.exception("tier %r could not be asked", self._name)
+        for search in searches:
+            search.is_over.set()
+        self._on_end()
+
+    def _digests(self, search: _Search) -> list[bytes]:
+        primary = [one.digest() for one in search.prefix.identities(0, search.num_blocks, self._block_size)]
+        columns = range(1, self._num_columns + 1)
+        beside = [BlockIdentity(above, b"", b"", column).digest() for above in primary for column in columns]
+        return primary + beside
+
+    def _probe(self) -> None:
+        try:
+            self._store.probe()
+        except Exception:
+            logger.exception("tier %r could not be tried", self._name)
+
+    def _delete(self) -> None:
+        try:
+            self._store.forget_all(DELETE_S)
+        except StoreError as error:
+            logger.warning("what a reset gave up could not be deleted from the store yet: %s", error)
+        else:
+            self._must_delete = False

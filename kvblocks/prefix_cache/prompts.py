@@ -1,0 +1,33 @@
+"""Prompts as `PrefixCache` takes them: sequences that hold nothing, and that may be empty."""
+
+from array import array
+
+from kvblocks.arguments import Text, listed
+from kvblocks.core.hashing import PositionKeys
+from kvblocks.core.keys import check_keys
+from kvblocks.core.sequence import Sequence
+from kvblocks.core.tokens import TokenIds
+from kvblocks.errors import InvalidArgumentError, NoTokensError
+
+_NAME = "prefix"
+
+
+def make_prompt(token_ids: TokenIds, salt: Text | None, lora: Text | None, extra_keys: PositionKeys) -> Sequence:
+    """Return a prompt's tokens, and what else their KV depends on.
+
+    A manager has no use for a sequence without tokens. A cache finds nothing for it, and that is an answer. Raises
+    InvalidTokensError and InvalidArgumentError. O(tokens) for ints, O(1) for a buffer of 4-byte integers.
+    """
+    try:
+        return Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)
+    except NoTokensError:
+        keys = listed("extra_keys", "an iterable of (start, end, key)", extra_keys)
+        if keys:
+            raise InvalidArgumentError(
+                f"extra_keys: expected none for a prompt without tokens, got {len(keys)}"
+            ) from None
+        empty = Sequence(_NAME, (0,))
+        empty.tokens = array("I")
+        empty.num_prompt_tokens = 0
+        empty.keys = check_keys(salt, lora, (), 0)
+        return empty

@@ -1,0 +1,28 @@
+"""Models by name, for `--groups`: how their layers attend, in blocks of a trace."""
+
+from kvblocks.arguments import shown
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
+from kvblocks.groups.plan import KVLayer, plan
+
+_BF16_BYTES = 2
+_GIB = 2**30
+
+MODELS: dict[str, tuple[int, list[KVLayer]]] = {
+    # 34 layers of 4 KV heads of 256, five with a window of 1,024 tokens to one with full attention
+    "gemma3-4b": (1024, [KVLayer(0 if (layer + 1) % 6 == 0 else 1, 4, 256) for layer in range(34)]),
+}
+"""By name: tokens in the window, and the layers, of kind 0 (full attention) or 1 (the window)."""
+
+
+def model_groups(name: str, block_size: int) -> tuple[Group, ...]:
+    """Return a model's groups of layers, where a block of `block_size` tokens is one token.
+
+    A hit ends at a block's edge, and what comes then sees window - 1 tokens before it: so many blocks, rounded up.
+    Raises InvalidArgumentError.
+    """
+    if name not in MODELS:
+        raise InvalidArgumentError(f"groups: expected one of {', '.join(MODELS)}, got {shown(name)}")
+    window, layers = MODELS[name]
+    num_seen = -(-(window - 1) // block_size)
+    return plan((FullAttention(1), SlidingWindow(1, num_seen + 1)), layers, _BF16_BYTES, _GIB).groups

@@ -1,0 +1,66 @@
+"""What people write on the command line, turned into what `sweep` takes."""
+
+import re
+from pathlib import Path
+
+from kvblocks.arguments import shown
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.replay.sweep import DEFAULT_MEAN_S
+from kvblocks.replay.trace import Trace
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)(%?)")
+
+
+def parse_sizes(text: str, num_unique_blocks: int) -> tuple[int, ...]:
+    """Return numbers of blocks: "1%,2%,5000" are two shares of the trace's unique blocks, and a number.
+
+    Each at least 1; none twice. Raises InvalidArgumentError.
+    """
+    return tuple(dict.fromkeys(parse_size(part, num_unique_blocks) for part in text.split(",")))
+
+
+def parse_size(text: str, num_unique_blocks: int) -> int:
+    """Return a number of blocks, at least 1, of "2%" or "5000". Raises InvalidArgumentError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise InvalidArgumentError(f"size: expected a number of blocks, or a share such as 2%, got {shown(text)}")
+    number, percent = match.groups()
+    if not percent and "." in number:
+        raise InvalidArgumentError(f"size: expected whole blocks, got {shown(text)}")
+    size = float(number) / 100 * num_unique_blocks + 1e-9 if percent else int(number)
+    if not (percent or size) or float(number) == 0 or size > 2**31:
+        raise InvalidArgumentError(f"size: expected 1 to 2**31 blocks, or a share above 0, got {shown(text)}")
+    return max(1, int(size))
+
+
+def parse_arrivals(text: str | None, trace: Trace) -> float | None:
+    """Return the mean time between sessions' beginnings in seconds, or None for arrivals as recorded.
+
+    text: "recorded", a number, or None: recorded where the trace says when sessions begin, else DEFAULT_MEAN_S. Raises
+    InvalidArgumentError.
+    """
+    if text is None:
+        return DEFAULT_MEAN_S if trace.times_are_relative else None
+    if text == "recorded":
+        return None
+    try:
+        mean_s = float(text)
+    except ValueError:
+        mean_s = 0.0
+    if not 0 < mean_s < 1e9:
+        raise InvalidArgumentError(f"arrivals: expected 'recorded' or seconds above 0, got {shown(text)}")
+    return mean_s
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """Return the two numbers of "200:355". Raises InvalidArgumentError."""
+    match = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    if match is None:
+        raise InvalidArgumentError(f"sessions: expected FROM:TO, such as 200:355, got {shown(text)}")
+    return int(match[1]), int(match[2])
+
+
+def check_can_write(path: Path | None, option: str) -> None:
+    """Raise InvalidArgumentError if a file can't be written, before an hour is spent on what goes there."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise InvalidArgumentError(f"{option}: expected a file in a folder that exists, got {path}")

@@ -1,0 +1,179 @@
+"""Records requests as a trace that `kvblocks replay` reads: for engine authors, and behind `kvblocks serve --record`.
+
+A line a request, in JSON; docs/replay.md describes it. No text and no token leaves the process: a block is named by a
+keyed hash of its tokens and all before them, and so are tenants and sessions. The key is random, and forgotten with the
+process, so nobody can guess a prompt and look for its hash.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+from hashlib import blake2b
+from pathlib import Path
+from secrets import token_bytes
+from typing import Any
+
+from kvblocks.arguments import Given, check_count, is_a, plain_bytes, wrong
+from kvblocks.core.sequence import Sequence, as_sequence
+from kvblocks.errors import InvalidArgumentError
+
+_ID_BYTES = 8  # a million blocks have two of equal names with a chance of 1 to 37 million
+_MAX_REMEMBERED = 250_000  # names, about 20 MB of them
+_SAY_EVERY_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class TraceRecorder:
+    """Appends a line for each request to a file, from one process at a time.
+
+    path: made readable for its owner only; what a killed recorder left of a last line there is cut off. block_size: of
+    the blocks that are named. key: 16 to 64 bytes; recorders with equal keys give equal names, which is what you want
+    of several processes whose traces belong together; None: a random one. A file that can't be opened, or that another
+    recorder has open, raises InvalidArgumentError.
+
+    What can't be written later (a full disk) raises nothing: it is counted in `num_lost`, logged once a minute, and
+    left out whole, so that the file has whole lines only. Every line is given to the system at once: a process that is
+    killed loses none. Any thread may call it.
+    """
+
+    def __init__(self, path: Path | str, block_size: int, *, key: bytes | None = None) -> None:
+        self._block_size = check_count("block_size", block_size, 1)
+        if key is not None and (not is_a(key, bytes) or not 16 <= len(key) <= 64):
+            raise wrong("key", "None or 16 to 64 bytes", "something else")
+        self._key = token_bytes(32) if key is None else plain_bytes(key)
+        self._names: set[bytes] = set()  # of blocks that lines of this recorder have
+        self._lock = threading.Lock()
+        self._said_at = -_SAY_EVERY_S
+        self.num_recorded = self.num_lost = 0
+        try:
+            self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _cut_torn_line(self._file)
+                self._append({"kvblocks_trace": 1, "block_size": self._block_size})
+            except OSError:
+                os.close(self._file)
+                raise
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"path: expected a file that can be written, got {str(path)!r}: {error.strerror}"
+            ) from error
+
+    def record(
+        self,
+        sequence: Given[Sequence],
+        *,
+        arrived_s: float,
+        seconds: float,
+        stop: str = "",
+        think_s: float | None = None,
+    ) -> bool:
+        """Record a request that has ended; returns whether it was written. Changes nothing of the sequence.
+
+        Its prompt is what the sequence was made with, its answer the tokens after that; salt, LoRA and extra keys count
+        as they do for the cache, and the salt is its tenant. arrived_s: when it came, on `time.time`'s clock. seconds:
+        for how long it held blocks, or about. stop: why it ended, such as "tool_use" or "stop". think_s: how long its
+        session paused before it, if somebody knows. O(tokens).
+        """
+        own = as_sequence("record", sequence)
+        with self._lock:
+            if self._file is None:
+                return False
+            try:
+                names = self._block_names(own)
+                line = self._line(own, names)
+                line |= {"t": round(arrived_s, 3), "a": round(max(0.0, seconds), 3), "stop": stop}
+                if think_s is not None:
+                    line["think"] = round(think_s, 3)
+                has_room = len(self._names) + len(names) <= _MAX_REMEMBERED
+                self._append(line)
+            except Exception as error:  # noqa: BLE001  # nothing that goes wrong here may cost a request
+                self._lose(error)
+                return False
+            if not has_room:
+                self._names.clear()  # the next lines name their blocks anew
+            self._names.update(names)
+            self.num_recorded += 1
+            return True
+
+    def close(self) -> None:
+        """Close the file. What is recorded later is neither written nor counted. Does nothing the second time."""
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _line(self, sequence: Sequence, names: list[bytes]) -> dict[str, Any]:
+        """Return what a line says of a sequence: the names that no line before has, and the one that they follow."""
+        start = len(names)
+        while start and names[start - 1] not in self._names:
+            start -= 1
+        line: dict[str, Any] = {"tokens": sequence.num_prompt_tokens}
+        line["output"] = sequence.num_tokens - sequence.num_prompt_tokens
+        if start:
+            line["after"] = names[start - 1].hex()
+        line["ids"] = [name.hex() for name in names[start:]]
+        for field, value in (("session", sequence.session), ("tenant", sequence.salt)):
+            if value is not None:
+                line[field] = self._hash(field.encode(), repr(value).encode("utf-8", "surrogatepass")).hex()
+        return line
+
+    def _block_names(self, sequence: Sequence) -> list[bytes]:
+        """Return the name of each full block of the prompt. O(tokens)."""
+        size = self._block_size
+        tokens = sequence.packed_tokens()
+        keys = sequence.encoded_keys(size) or {}
+        names: list[bytes] = []
+        name = b""
+        for block in range(sequence.num_prompt_tokens // size):
+            own = bytes(tokens[4 * size * block : 4 * size * (block + 1)])
+            name = self._hash(name, own, keys.get(block, b""))
+            names.append(name)
+        return names
+
+    def _hash(self, *parts: bytes) -> bytes:
+        digest = blake2b(key=self._key, digest_size=_ID_BYTES)
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return digest.digest()
+
+    def _append(self, row: dict[str, Any]) -> None:
+        """Write a line, or nothing of it and raise OSError."""
+        assert self._file is not None, "the caller has looked"
+        line = json.dumps(row, separators=(",", ":")).encode() + b"\n"
+        size = os.fstat(self._file).st_size
+        written = 0
+        try:
+            written = os.write(self._file, line)
+        finally:
+            if written < len(line):
+                os.ftruncate(self._file, size)
+        if written < len(line):
+            raise OSError(errno.ENOSPC, f"expected room for {len(line)} bytes, got it for {written}")
+
+    def _lose(self, error: Exception) -> None:
+        self.num_lost += 1
+        now = time.monotonic()
+        if now - self._said_at >= _SAY_EVERY_S:
+            self._said_at = now
+            _log.warning("%d requests could not be recorded, the last one since: %s", self.num_lost, error)
+
+
+def _cut_torn_line(file: int) -> None:
+    """Cut what stands behind the last line's end, as a process that died in the middle of a write leaves it."""
+    end = os.fstat(file).st_size
+    while end:
+        start = max(0, end - 2**16)
+        piece = os.pread(file, end - start, start)
+        place = piece.rfind(b"\n")
+        if place >= 0:
+            end = start + place + 1
+            break
+        end = start
+    os.ftruncate(file, end)

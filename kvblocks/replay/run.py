@@ -1,0 +1,349 @@
+"""One run: a trace through a manager, on a modelled clock.
+
+A request comes, waits until the manager has room for its prompt, holds its blocks from then on for as long as the
+trace says that it ran, and frees them. Requests are admitted in the order in which they come: one that doesn't fit
+holds up those behind it. In a closed loop a session's next request comes its think time after the last one ended.
+
+The manager is the production one, with blocks of one token: the number of a trace's block is that token. A block's
+number stands for all of its tokens and all before them, so the manager finds equal prefixes exactly where the trace
+has them. A hit's blocks count, not its tokens: the token that is computed again when a whole prompt is cached is one of
+512 or so, not a block.
+"""
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from kvblocks import KVCacheManager, Sequence, Tier
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.kinds import Group
+from kvblocks.replay.accounts import MissAccounts, State, Timeline, count_waits
+from kvblocks.replay.result import Misses, Moment, Waits
+from kvblocks.replay.trace import Numbers, Trace
+from kvblocks.retention.policies import NAMED
+
+POLICIES: dict[str, str | None] = {
+    **{name: None if name == "lru" else name for name in NAMED},
+    "lru-drop": None,
+}
+"""What `Setup.policy` may be, and what the manager is told. lru: the manager's own queue, which equals its policy of
+that name block for block. lru-drop: that, and what a session's next request no longer has is dropped at once, if no
+other live session's last request has it."""
+
+_EVERY = 64  # requests between two calls of `progress`
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a run is run with. groups: of the model's layers, their blocks in blocks of the trace; None: one of full
+    attention. host_blocks: of a tier below the device; None: there is none. never_waits: all requests are admitted when
+    they come, so in one order whatever the policy and the size are. One that doesn't fit is served outside the pool: it
+    reads what is cached when it comes, leaves its first blocks in the pool, as many as fit, and holds none.
+    tells_ends: whether the manager is told when a session's last request has ended, which the trace knows and a server
+    may not.
+    """
+
+    policy: str
+    num_blocks: int
+    host_blocks: int | None = None
+    groups: tuple[Group, ...] | None = None
+    is_closed: bool = False
+    never_waits: bool = False
+    tells_ends: bool = False
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a run. order: the requests as they were admitted. hits: of each request of the trace, blocks that
+    were found on the device; loaded: in the host tier. waits_s: of each that was admitted.
+    """
+
+    order: list[int]
+    hits: Numbers
+    loaded: Numbers
+    misses: Misses
+    waits: Waits
+    moments: list[Moment]
+    num_evicted: int
+    num_policy_failures: int
+    refused: list[int] = field(default_factory=list)
+
+
+def make_manager(setup: Setup) -> KVCacheManager:
+    """Return the manager that a run is run with. Raises InvalidArgumentError."""
+    if setup.policy not in POLICIES:
+        raise InvalidArgumentError(f"policy: expected one of {', '.join(POLICIES)}, got {setup.policy}")
+    options: dict[str, Any] = {"eviction": POLICIES[setup.policy]}
+    if setup.host_blocks is not None:
+        options["tiers"] = [Tier("host", setup.host_blocks, num_block_bytes=1)]
+    if setup.groups is not None:
+        return KVCacheManager(setup.num_blocks, groups=setup.groups, **options)
+    return KVCacheManager(setup.num_blocks, 1, **options)
+
+
+def run(
+    trace: Trace,
+    arrivals: Numbers,
+    thinks: Numbers,
+    setup: Setup,
+    progress: Callable[[int], object] = lambda _: None,
+) -> Outcome:
+    """Run a trace. arrivals, thinks: of `arrival_times` and `think_times`; progress: told how many requests are done.
+
+    Durations that the trace doesn't say are 0. O(references), and O(log requests) for each.
+    """
+    return _Run(trace, arrivals, thinks, setup).run(progress)
+
+
+class _Run:
+    """The state of a run."""
+
+    def __init__(self, trace: Trace, arrivals: Numbers, thinks: Numbers, setup: Setup) -> None:
+        self.trace, self.setup = trace, setup
+        self.manager = make_manager(setup)
+        self.accounts = MissAccounts(trace, setup.num_blocks, self.manager.first_block_id)
+        self.manager.watch_blocks(self.accounts.note_taken, self.accounts.note_touched)
+        self.arrivals: list[float] = arrivals.tolist()
+        self.thinks: list[float] = thinks.tolist()
+        self.durations: list[float] = np.nan_to_num(trace.durations, nan=0.0).tolist()
+        self.sessions: list[int] = trace.sessions.tolist()
+        self.followers = followers(trace)
+        self.names = trace.session_names
+        self.salts = trace.tenants if any(tenant is not None for tenant in trace.tenants) else None
+        self.drops = Drops(trace) if setup.policy == "lru-drop" else None
+        self.now = 0.0
+        self.numbers = count()
+        self.events: list[tuple[float, int, int, int]] = []  # when, 0 for an end and 1 for an arrival, number, request
+        self.waiting: deque[tuple[int, float]] = deque()
+        self.running: dict[int, Sequence] = {}
+        self.unfinished = Counter(self.sessions)
+        self.live: set[int] = set()
+        self.order: list[int] = []
+        self.refused: list[int] = []
+        self.waits: list[float] = []
+        self.hits = np.zeros(trace.num_requests, np.int64)
+        self.loaded = np.zeros(trace.num_requests, np.int64)
+
+    def run(self, progress: Callable[[int], object]) -> Outcome:
+        """Run all requests."""
+        arrivals, is_closed = self.arrivals, self.setup.is_closed
+        followers = {*self.followers.values()} if is_closed else ()
+        coming = [request for request in range(len(arrivals)) if request not in followers]
+        for request in sorted(coming, key=lambda request: (arrivals[request], request)):
+            self.push(arrivals[request], 1, request)
+        begin = min(arrivals, default=0.0)
+        timeline = Timeline(begin, max(map(sum, zip(arrivals, self.durations, strict=True)), default=0.0))
+        self.timeline = timeline
+        num_done = 0
+        while self.events:
+            when, kind, _, request = heapq.heappop(self.events)
+            if when > timeline.next_s:
+                timeline.note(self.state(), when)
+            self.now = when
+            self.manager.now = when
+            if kind == 0:
+                self.end(request)
+            else:
+                self.arrive(request)
+            while self.waiting and self.admit(*self.waiting[0]):
+                self.waiting.popleft()
+                num_done += 1
+                if num_done % _EVERY == 0:
+                    progress(num_done)
+        progress(num_done)
+        stats = self.manager.stats
+        return Outcome(
+            order=self.order,
+            hits=self.hits,
+            loaded=self.loaded,
+            misses=self.accounts.misses(),
+            waits=count_waits(self.waits, len(self.refused)),
+            moments=timeline.end(self.state(), self.now),
+            num_evicted=stats.num_evicted_blocks,
+            num_policy_failures=stats.num_eviction_failures,
+            refused=self.refused,
+        )
+
+    def arrive(self, request: int) -> None:
+        """Let a request wait for its turn, unless it is larger than the pool."""
+        self.live.add(self.sessions[request])
+        path = self.trace.blocks_of(request)
+        if len(path) > self.setup.num_blocks and not self.setup.never_waits:
+            self.refuse(request, path)
+        else:
+            self.waiting.append((request, self.now))
+
+    def push(self, when: float, kind: int, request: int) -> None:
+        """Let something happen: 0, a request's end; 1, its arrival."""
+        heapq.heappush(self.events, (when, kind, next(self.numbers), request))
+
+    def state(self) -> State:
+        """Return what the run is like now."""
+        stats = self.manager.stats
+        return State(
+            live_sessions=len(self.live),
+            running_requests=len(self.running),
+            waiting_requests=len(self.waiting),
+            held_blocks=stats.num_blocks - stats.num_free_blocks,
+            cached_blocks=stats.num_cached_blocks,
+            used_blocks=self.accounts.num_used_blocks(),
+        )
+
+    def admit(self, request: int, came_s: float) -> bool:
+        """Admit a request, or refuse it for good; False: it has to wait."""
+        path = self.trace.blocks_of(request)
+        session = self.sessions[request]
+        manager = self.manager
+        salt = None if self.salts is None else self.salts[session]
+        hold_s = self.durations[request]
+        if self.setup.never_waits and len(path):
+            whole, path = path, self.cut(path, salt)
+            if len(path) < len(whole):
+                self.accounts.note_refused(whole[len(path) :])
+                hold_s = 0.0
+        if len(path):
+            sequence = Sequence(request, path, salt=salt, session=None if self.names[session] is None else session)
+            hit = manager.get_computed_blocks(sequence)
+            num_hit, num_loaded = len(hit.blocks), 0
+            if self.setup.host_blocks is not None:
+                loaded = self.load(sequence, hit)
+                if loaded is not None:
+                    num_loaded = loaded
+            elif manager.allocate_slots(sequence, hit=hit) is None:
+                loaded = None
+            else:
+                loaded = 0
+            if loaded is None:
+                if self.running:
+                    return False
+                self.refuse(request, path)  # nothing runs, and yet there is no room
+                return True
+            self.accounts.note_admitted(path, (num_hit, num_loaded), sequence.block_ids, session, self.now)
+            self.hits[request], self.loaded[request] = num_hit, num_loaded
+            self.timeline.add(len(path), num_hit + num_loaded)
+            self.running[request] = sequence
+            if self.drops is not None:
+                self.drop(session, path)
+        self.order.append(request)
+        self.waits.append(self.now - came_s)
+        self.push(self.now + hold_s, 0, request)
+        return True
+
+    def cut(self, path: Numbers, salt: str | None) -> Numbers:
+        """Return the first blocks of a prompt that there is room for now, perhaps none."""
+        sequence = Sequence(-1, path, salt=salt)
+        hit = self.manager.get_computed_blocks(sequence)
+        num_missing = self.manager.get_num_blocks_to_allocate(sequence, len(path), hit=hit)
+        num_left_out = max(0, num_missing - self.manager.num_free_blocks)
+        return path[: len(path) - num_left_out] if num_left_out else path
+
+    def load(self, sequence: Sequence, hit: Any) -> int | None:
+        """Make room for a sequence of a manager with a tier, and load what that has; returns how many blocks."""
+        manager = self.manager
+        if manager.get_num_blocks_to_allocate(sequence, sequence.num_tokens, hit=hit) > manager.num_free_blocks:
+            return None
+        loads = manager.tiers.find(hit)
+        if manager.allocate_slots(sequence, 0 if loads else None, hit=hit, loads=loads) is None:
+            return None
+        self.move()
+        if sequence.num_computed_tokens < sequence.num_tokens and manager.allocate_slots(sequence) is None:
+            raise AssertionError(f"{sequence}: there was room for it, and now {manager.last_refusal}")
+        return sum(load.num_tokens for load in loads)
+
+    def move(self) -> None:
+        """Carry out all transfers, at once."""
+        if self.setup.host_blocks is not None:
+            tiers = self.manager.tiers
+            while True:
+                for transfer in tiers.take_transfers():
+                    tiers.complete(transfer, ok=True)
+                if not tiers.is_busy:
+                    return
+
+    def refuse(self, request: int, path: Numbers) -> None:
+        """Give up a request that is larger than the pool."""
+        self.refused.append(request)
+        self.accounts.note_refused(path)
+        self.timeline.add(len(path), 0)
+        self.finish(request)
+
+    def end(self, request: int) -> None:
+        """End a request."""
+        sequence = self.running.pop(request, None)
+        if sequence is not None:
+            self.manager.free(sequence)
+            self.move()
+        self.finish(request)
+
+    def finish(self, request: int) -> None:
+        """Count a request that ended, and let the next one of its session come."""
+        session = self.sessions[request]
+        self.unfinished[session] -= 1
+        self.tell(request, session, has_ended=not self.unfinished[session])
+        if not self.unfinished[session]:
+            self.live.discard(session)
+        follower = self.followers.get(request)
+        if self.setup.is_closed and follower is not None:
+            self.push(self.now + self.thinks[follower], 1, follower)
+
+    def tell(self, request: int, session: int, *, has_ended: bool) -> None:
+        """Tell the manager that a session pauses, and why, or that it has ended."""
+        if self.names[session] is None:
+            return
+        salt = None if self.salts is None else self.salts[session]
+        if has_ended and self.setup.tells_ends:
+            self.manager.sessions.end(session, salt)
+        elif self.trace.stops[request]:
+            self.manager.sessions.pause(session, self.trace.stops[request], salt)
+
+    def drop(self, session: int, path: Numbers) -> None:
+        """Forget what the session's request before had, this one hasn't, and nobody holds."""
+        assert self.drops is not None
+        dropped = self.accounts.place(self.drops.superseded(session, path))
+        first = self.manager.first_block_id
+        free = [block_id for block_id in dropped if not self.manager.blocks[block_id - first].ref_cnt]
+        if free:
+            self.manager.evict_blocks(free)
+            self.accounts.note_dropped(free)
+
+
+class Drops:
+    """By session, what its last request had; and how many live sessions' last requests have each block."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._last: dict[int, Numbers] = {}
+        self._users = np.zeros(trace.num_unique_blocks, np.int64)
+
+    def superseded(self, session: int, path: Numbers) -> Numbers:
+        """Take note of a session's request; returns the blocks that it no longer has, nor any other session."""
+        before = self._last.get(session, path[:0])
+        num_shared = num_common(before, path)
+        self._last[session] = path
+        self._users[path[num_shared:]] += 1
+        gone = before[num_shared:]
+        self._users[gone] -= 1
+        unused: Numbers = gone[self._users[gone] == 0]
+        return unused
+
+
+def num_common(one: Numbers, other: Numbers) -> int:
+    """Return how many blocks two prompts have in common at their beginning."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def followers(trace: Trace) -> dict[int, int]:
+    """Return the request that comes next in the same session, for each that has one."""
+    last: dict[int, int] = {}
+    found: dict[int, int] = {}
+    for request, session in enumerate(trace.sessions.tolist()):
+        if session in last:
+            found[last[session]] = request
+        last[session] = request
+    return found

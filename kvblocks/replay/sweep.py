@@ -1,0 +1,251 @@
+"""A sweep: a trace under several policies and sizes, each run in a process of its own, on all cores."""
+
+import multiprocessing
+import os
+import platform
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
+from multiprocessing.pool import AsyncResult, Pool
+from typing import Any
+
+import kvblocks
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.replay.attainable import attainable_hits
+from kvblocks.replay.bound import max_hits, next_uses, references_in
+from kvblocks.replay.models import model_groups
+from kvblocks.replay.prefixes import prefix_tree
+from kvblocks.replay.result import Conditions, FixedOrder, Result, Row, Tokens
+from kvblocks.replay.run import Outcome, Setup, make_manager, run
+from kvblocks.replay.trace import Numbers, Trace, arrival_times, think_times
+from kvblocks.version import __version__
+
+DEFAULT_MEAN_S = 60.0
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is asked for. sizes: blocks of the pool. mean_arrival_s: None: arrivals as recorded.
+
+    host_blocks: of a tier below the device; None: there is none. groups: a model of `models.MODELS`. optima: whether
+    `Row.attainable` and `Row.fixed_order` are wanted. tells_ends: as of `run.Setup`.
+    """
+
+    policies: tuple[str, ...]
+    sizes: tuple[int, ...]
+    mean_arrival_s: float | None = None
+    seed: int = 1
+    is_closed: bool = False
+    host_blocks: int | None = None
+    groups: str | None = None
+    optima: bool = True
+    tells_ends: bool = False
+
+    def setup(self, policy: str, num_blocks: int, block_size: int) -> Setup:
+        """Return what one run is run with."""
+        groups = None if self.groups is None else model_groups(self.groups, block_size)
+        return Setup(policy, num_blocks, self.host_blocks, groups, self.is_closed, tells_ends=self.tells_ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A piece of a sweep: a run, or, without a policy, the attainable hits of a size (waiting, never waiting)."""
+
+    policy: str | None
+    num_blocks: int
+
+    @property
+    def title(self) -> str:
+        """What a progress bar says."""
+        return f"{self.policy or 'known future'}, {self.num_blocks:,} blocks"
+
+
+Progress = Callable[[list[tuple[Job, float]]], object]
+"""Told now and then how far each job is, 0.0 to 1.0."""
+
+
+class Workload:
+    """A trace with its times, and what several jobs need of it."""
+
+    def __init__(self, trace: Trace, options: Options) -> None:
+        self.trace, self.options = trace, options
+        self.arrivals = arrival_times(trace, options.mean_arrival_s, options.seed)
+        self.thinks = think_times(trace)
+        self._uses: dict[bytes, Numbers] = {}
+
+    def bound(self, order: list[int], num_blocks: int) -> int:
+        """Return `max_hits` of an order of requests. What it needs of an order is kept for the next one."""
+        name = repr(order).encode()
+        if name not in self._uses:
+            self._uses = {name: next_uses(references_in(self.trace, order))}
+        return max_hits(self._uses[name], num_blocks)
+
+    def do(self, job: Job, progress: Callable[[float], object]) -> Row | tuple[int, int]:
+        """Carry out a job."""
+        if job.policy is None:
+            return self._attainable(job.num_blocks, progress)
+        setup = self.options.setup(job.policy, job.num_blocks, self.trace.block_size)
+        share = 0.5 if self.options.optima else 0.9
+        begin = time.perf_counter()
+        outcome = run(self.trace, self.arrivals, self.thinks, setup, self._scaled(progress, 0.0, share))
+        wall_s = time.perf_counter() - begin
+        fixed = None
+        if self.options.optima and setup.is_closed | (outcome.waits.count > 0) | (outcome.waits.refused > 0):
+            fixed = self._fixed_order(setup, self._scaled(progress, share, 0.9))
+        row = self._row(setup, outcome, fixed, wall_s)
+        if self.options.optima and fixed is None:  # nobody waited, so it was that order
+            row = replace(row, fixed_order=FixedOrder(hit_rate=row.hit_rate, bound=row.bound, attainable=None))
+        return row
+
+    def _scaled(self, progress: Callable[[float], object], low: float, high: float) -> Callable[[int], object]:
+        total = max(1, self.trace.num_requests)
+        return lambda num_done: progress(low + (high - low) * num_done / total)
+
+    def _attainable(self, num_blocks: int, progress: Callable[[float], object]) -> tuple[int, int]:
+        thinks = self.thinks if self.options.is_closed else None
+        waiting = attainable_hits(self.trace, self.arrivals, num_blocks, never_waits=False, thinks=thinks)
+        progress(0.5)
+        return waiting, attainable_hits(self.trace, self.arrivals, num_blocks, never_waits=True)
+
+    def _fixed_order(self, setup: Setup, progress: Callable[[int], object]) -> FixedOrder:
+        fixed = replace(setup, never_waits=True, is_closed=False)
+        outcome = run(self.trace, self.arrivals, self.thinks, fixed, progress)
+        total = max(1, len(self.trace.blocks))
+        num_hits = int(outcome.hits.sum() + outcome.loaded.sum())
+        bound = self.bound(outcome.order, setup.num_blocks + (setup.host_blocks or 0))
+        return FixedOrder(hit_rate=num_hits / total, bound=bound / total, attainable=None)
+
+    def _row(self, setup: Setup, outcome: Outcome, fixed: FixedOrder | None, wall_s: float) -> Row:
+        trace = self.trace
+        total = max(1, len(trace.blocks))
+        num_device, num_loaded = int(outcome.hits.sum()), int(outcome.loaded.sum())
+        num_tokens = int(trace.tokens.sum()) - int(trace.tokens[outcome.refused].sum())
+        num_saved = (num_device + num_loaded) * trace.block_size
+        return Row(
+            policy=setup.policy,
+            num_blocks=setup.num_blocks,
+            share=setup.num_blocks / max(1, trace.num_unique_blocks),
+            hit_rate=(num_device + num_loaded) / total,
+            device_hit_rate=num_device / total,
+            bound=self.bound(outcome.order, setup.num_blocks + (setup.host_blocks or 0)) / total,
+            attainable=None,
+            tokens=Tokens(num_tokens, num_tokens - num_saved, num_saved, num_loaded * trace.block_size),
+            waits=outcome.waits,
+            misses=outcome.misses,
+            moments=outcome.moments,
+            fixed_order=fixed,
+            num_evicted=outcome.num_evicted,
+            num_policy_failures=outcome.num_policy_failures,
+            wall_s=wall_s,
+        )
+
+
+def sweep(trace: Trace, options: Options, num_processes: int | None = None, progress: Progress | None = None) -> Result:
+    """Run a trace under all policies and sizes. num_processes: None: one for each core.
+
+    Ctrl-C ends all processes, and raises KeyboardInterrupt. Raises InvalidArgumentError before anything runs.
+    """
+    if not options.policies or not options.sizes:
+        raise InvalidArgumentError(f"expected policies and sizes, got {options.policies} and {options.sizes}")
+    for policy in options.policies:
+        make_manager(options.setup(policy, options.sizes[0], trace.block_size))
+    workload = Workload(trace, options)
+    knows_optima = options.optima and options.groups is None and options.host_blocks is None
+    policies: tuple[str | None, ...] = (*options.policies, None) if knows_optima else options.policies
+    jobs = [Job(policy, size) for size in options.sizes for policy in policies]
+    found = _do_all(workload, jobs, num_processes or os.cpu_count() or 1, progress or (lambda _: None))
+    rows = [_with_optima(found[job], found.get(Job(None, job.num_blocks)), trace) for job in jobs if job.policy]
+    return Result(
+        trace=trace.facts(workload.arrivals),
+        conditions=Conditions(
+            version=__version__,
+            compiled=kvblocks.__compiled__,
+            python=platform.python_version(),
+            arrivals="recorded" if options.mean_arrival_s is None else "poisson",
+            mean_arrival_s=options.mean_arrival_s,
+            seed=options.seed,
+            closed_loop=options.is_closed,
+            groups=options.groups,
+            host_blocks=options.host_blocks,
+        ),
+        rows=rows,
+        prefixes=prefix_tree(trace),
+    )
+
+
+def _with_optima(row: Row | tuple[int, int], attainable: Row | tuple[int, int] | None, trace: Trace) -> Row:
+    assert isinstance(row, Row), "a job with a policy makes a row"
+    if not isinstance(attainable, tuple):
+        return row
+    total = max(1, len(trace.blocks))
+    waiting, never_waiting = attainable
+    fixed = row.fixed_order
+    if fixed is not None:
+        fixed = replace(fixed, attainable=never_waiting / total)
+    return replace(row, attainable=max(waiting, never_waiting) / total, fixed_order=fixed)
+
+
+def _do_all(workload: Workload, jobs: list[Job], num_processes: int, progress: Progress) -> dict[Job, Any]:
+    """Carry out jobs, the largest pools last; in this process if one is enough."""
+    if num_processes == 1 or len(jobs) == 1:
+        done = dict.fromkeys(jobs, 0.0)
+        found = {}
+        for job in jobs:
+
+            def note(share: float, job: Job = job) -> None:
+                done[job] = share
+                progress([*done.items()])
+
+            found[job] = workload.do(job, note)
+            note(1.0)
+        return found
+    context = multiprocessing.get_context("spawn")  # a fork would copy the caller's threads and locks half
+    shares = context.Array("d", len(jobs), lock=False)
+    with _pool(context, min(num_processes, len(jobs)), (workload.trace, workload.options, shares)) as pool:
+        results = [pool.apply_async(_do, (number, job)) for number, job in enumerate(jobs)]
+        waiting: list[AsyncResult[Any]] = list(results)
+        while waiting:
+            waiting[0].wait(_POLL_S)
+            progress([*zip(jobs, shares, strict=True)])
+            waiting = [result for result in waiting if not result.ready()]
+        return {job: result.get() for job, result in zip(jobs, results, strict=True)}
+
+
+@contextmanager
+def _pool(context: Any, num_processes: int, arguments: tuple[Any, ...]) -> Iterator[Pool]:
+    """Processes that end with the block, however that ends. Ctrl-C is for the parent: they don't see it."""
+    resource_tracker.ensure_running()  # otherwise the first process starts it, and it unblocks the signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which they inherit
+    try:
+        pool = context.Pool(num_processes, _begin, arguments)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        yield pool
+        pool.close()
+    finally:
+        pool.terminate()
+        pool.join()
+
+
+_worker: list[Any] = []
+"""In a process of a pool: its workload, and the shares that its jobs have done."""
+
+
+def _begin(trace: Trace, options: Options, shares: Any) -> None:
+    _worker[:] = [Workload(trace, options), shares]
+
+
+def _do(number: int, job: Job) -> Any:
+    workload, shares = _worker
+
+    def note(share: float) -> None:
+        shares[number] = share
+
+    found = workload.do(job, note)
+    note(1.0)
+    return found

@@ -1,0 +1,442 @@
+"""`Sessions`: keeps what comes back soon, by what is told of sessions and learned of their pauses.
+
+First goes what no session wants any more: what a session's next request did not contain, and what ended. Then the
+blocks of the paused request whose chance to come back is the least, within the time for which the pool can keep
+anything: see `returns`. Blocks without a session are one kind of their own, the least recently used first, so a caller
+who tells of no session gets LRU.
+
+The unit is a thread: the blocks that one request gave back, which are wanted together. A session has one mostly, and
+several where it has sub-agents. A request that hits at least half of a thread's blocks continues it, and what it leaves
+of them is superseded. One that hits fewer (a history was compacted) leaves the thread: such go first, too, until some
+have been seen to come back. One that hits none (a sub-agent begins) sets the session's threads aside. To be left and
+to be set aside are kinds of pauses, of which it is learned how they end, as of any other.
+
+A block of several sessions is found in the thread of the one that gave it back last. When that is to lose it, or wants
+it no more, it goes to the thread of another session that had it and lives; one that many had is nobody's.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from itertools import islice
+from typing import Final
+
+from kvblocks.retention.policies.policy import CacheView, FreeBlock
+from kvblocks.retention.policies.returns import RECENCY_WEIGHT, Returns, Rhythm
+
+_MAX_REASONS: Final = 32  # whatever callers make up; the rest are one
+_MANY: Final = 7  # other sessions: as many as a block is told with
+_MOST_HEIRS: Final = 8  # threads of the same session that are asked whether they want a block, the newest ones
+_SHORTEST: Final = 256  # a pause of less than such a part of the time that the pool keeps things counts as that
+_ADAPTING: Final = 50  # victims over which that time is averaged
+
+SessionKey = tuple[str | None, Hashable]
+
+
+class Kind:
+    """A kind of pause: its returns, and the threads that pause so by their rhythms, each in order of pausing."""
+
+    def __init__(self, recency_weight: float = RECENCY_WEIGHT) -> None:
+        self.returns = Returns(recency_weight)
+        self.paused: dict[float, OrderedDict[Thread, None]] = {}
+
+
+class Session:
+    """A session. reason: why it pauses, None: nobody said. last: the thread of its last request."""
+
+    def __init__(self, key: SessionKey) -> None:
+        self.key = key
+        self.threads: dict[Thread, None] = {}
+        self.waiting: dict[Thread, None] = {}  # of them, those that pause for a reason that was said or not
+        self.rhythms: dict[Kind, Rhythm] = {}
+        self.reason: str | None = None
+        self.last: Thread | None = None
+        self.has_ended = False
+
+
+class Thread:
+    """Free blocks with their depths, those that go first coming first.
+
+    kind: of its pause, None: it doesn't pause. is_open: whether it is waited for still.
+    """
+
+    def __init__(self, session: Session | None) -> None:
+        self.session = session
+        self.blocks: OrderedDict[int, int] = OrderedDict()
+        self.kind: Kind | None = None
+        self.is_open = False
+        self.rhythm = 0.0
+        self.since: float = 0.0
+        self.number = 0
+
+
+class Sessions:
+    """Evicts what no session wants, then what is least likely to come back soon."""
+
+    def __init__(self, cache: CacheView) -> None:
+        self._cache = cache
+        self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
+        self._unwanted: OrderedDict[int, None] = OrderedDict()
+        self._threads: dict[int, Thread] = {}  # by block id: the one that has it, or had it when it was last free
+        self._others: dict[int, tuple[Hashable, ...]] = {}
+        self._tenants: dict[int, str | None] = {}  # of the blocks that have others
+        self._without, self._rest, self._aside, self._left = Kind(), Kind(), Kind(), Kind(recency_weight=0.0)
+        self._kinds: dict[str, Kind] = {}
+        self._starting: Session | None = None
+        self._used: dict[Thread, list[int]] = {}  # by the request that is starting: which blocks of which threads
+        self._num_pauses = 0
+        self._kept = 0.0  # for how long blocks that weren't wanted again were kept, on average; 0: nobody knows yet
+        self._num_victims = 0
+        self._victim: Thread | None = None
+        self._chosen_at: float = 0.0
+
+    # What it is told.
+
+    def begin(self, session: Hashable, tenant: str | None) -> None:
+        """Look what the request will use of the session's threads. O(threads of the last one that began)."""
+        self._settle()
+        self._starting = self._find(tenant, session)
+        self._starting.has_ended = False
+
+    def free(self, blocks: list[FreeBlock]) -> None:
+        """Let them be a thread, or the one that a request continued. O(blocks)."""
+        self._settle()
+        thread: Thread | None = None
+        first = 0
+        for i in range(1, len(blocks) + 1):
+            block, before = blocks[i] if i < len(blocks) else None, blocks[i - 1]
+            if block is None or block.session is not before.session or block.tenant != before.tenant:
+                thread = self._gather(blocks[first:i])
+                first = i
+                if thread.session is not None and thread.session.has_ended:
+                    self._drop(thread)
+                else:
+                    self._pause(thread, self._kind_of(thread.session))
+
+    def use(self, block_ids: list[int]) -> None:
+        """Take them out of their threads. O(blocks)."""
+        for block_id in block_ids:
+            thread = self._leave(block_id)
+            if thread is None:
+                continue
+            session = thread.session
+            if session is None:
+                if thread.is_open:  # the rest of it stays where it is
+                    self._learn(thread)
+                    self._close(thread)
+            elif session is self._starting:
+                self._used.setdefault(thread, []).append(block_id)
+
+    def remove(self, block_ids: list[int]) -> None:
+        """Forget them. O(blocks)."""
+        for block_id in block_ids:
+            self._leave(block_id)
+            self._threads.pop(block_id, None)
+
+    def pause(self, session: Hashable, tenant: str | None, reason: str) -> None:
+        """Rank the session's last thread by the reason. O(1) on average."""
+        self._settle()
+        found = self._find(tenant, session)
+        found.reason = reason
+        if found.last is not None and found.last.kind is not None:
+            self._pause(found.last, self._kind_of(found), is_new=False)
+
+    def end(self, session: Hashable, tenant: str | None) -> None:
+        """Let all that no other session had be unwanted. O(blocks of the session)."""
+        self._settle()
+        found = self._sessions.get((tenant, session))
+        if found is not None:
+            found.has_ended = True
+            for thread in [*found.threads]:
+                self._drop(thread)
+                self._resume(thread)
+            found.threads.clear()
+            found.last = None
+
+    # What it is asked.
+
+    def victim(self, num_blocks: int) -> int | None:
+        """Return what nobody wants; else of the thread with the least chance its end, or where that begins.
+
+        O(kinds of pauses and rhythms), the first time at a time of the clock and for a thread; then O(blocks that go).
+        """
+        self._settle()
+        while True:
+            if self._unwanted:
+                return next(iter(self._unwanted))
+            thread = self._victim
+            if thread is None or not thread.blocks or thread.kind is None or self._chosen_at != self._cache.now:
+                thread = self._victim = self._choose()
+                self._chosen_at = self._cache.now
+            if thread is None:
+                return None
+            block_id, depth = next(iter(thread.blocks.items()))
+            heir = self._heir(thread, block_id, depth)
+            if heir is None:
+                return self._end_of(thread, block_id, num_blocks)
+            self._move(block_id, depth, heir)
+
+    def _choose(self) -> Thread | None:
+        """Return the thread with the least chance, of equal ones that which has paused longest."""
+        now, found = self._cache.now, None
+        least, first = 2.0, 0
+        for kind in (self._left, self._without, self._rest, self._aside, *self._kinds.values()):
+            for rhythm, paused in [*kind.paused.items()]:
+                if not paused:
+                    del kind.paused[rhythm]
+                    continue
+                # The chance rises at first, while a pause is shorter than most, and falls then. So the least one is
+                # at an end. Without sessions there is no saying that what has just come won't come again.
+                ends = [next(iter(paused))]
+                if len(paused) > 1 and kind is not self._without:
+                    ends.append(next(reversed(paused)))
+                for thread in ends:
+                    chance = self._chance(thread, kind, now)
+                    if chance < least or (chance == least and thread.number < first):
+                        found, least, first = thread, chance, thread.number
+        if found is not None:
+            self._num_victims += 1
+            share = 1.0 / min(self._num_victims, _ADAPTING)
+            self._kept += (max(0.0, float(now - found.since)) - self._kept) * share
+        return found
+
+    def _chance(self, thread: Thread, kind: Kind, now: float) -> float:
+        horizon = self._kept
+        if horizon <= 0.0:  # the clock stands still, or nothing was evicted yet
+            return 0.0 if kind is self._left else 0.5
+        lasted = max(float(now - thread.since), horizon / _SHORTEST)
+        return kind.returns.chance(lasted, horizon, self._rhythm_of(thread, kind))
+
+    def _rhythm_of(self, thread: Thread, kind: Kind) -> float:
+        """Return what is usual for the pause that a thread makes; without sessions all are alike."""
+        return kind.returns.rhythm(None) if kind is self._without else thread.rhythm
+
+    def _end_of(self, thread: Thread, block_id: int, num_blocks: int) -> int:
+        """Return where the last `num_blocks` blocks of a thread begin, as far as they are certainly no others'."""
+        session = thread.session
+        if num_blocks == 1 or session is None or len(session.threads) > 1:
+            return block_id
+        before = 0
+        for each, depth in islice(thread.blocks.items(), num_blocks):
+            if each in self._others or (before and depth != before - 1):
+                break
+            block_id, before = each, depth
+        return block_id
+
+    # Who wants a block.
+
+    def _heir(self, thread: Thread, block_id: int, depth: int) -> Thread | None:
+        """Return another thread that wants a block, None: there is none."""
+        session = thread.session
+        if session is not None and len(session.threads) > 1:
+            for other in islice(reversed(session.threads), _MOST_HEIRS):
+                if other is not thread and other.blocks and depth < next(reversed(other.blocks.values())):
+                    return other
+        others = self._others.get(block_id, ())
+        if not others:
+            return None
+        if len(others) >= _MANY:
+            self._forget_others(block_id)
+            return self._nobody()
+        tenant = self._tenants[block_id]
+        for i in range(len(others) - 1, -1, -1):
+            if others[i] is None:
+                self._keep_others(block_id, others[:i])
+                return self._nobody()
+            other_session = self._sessions.get((tenant, others[i]))
+            if other_session is not None and other_session is not session:
+                heir = other_session.last
+                if heir is not None:
+                    self._keep_others(block_id, others[:i])
+                    return heir
+        self._forget_others(block_id)
+        return None
+
+    def _nobody(self) -> Thread:
+        """Return a thread without a session, as if it had just paused."""
+        thread = Thread(None)
+        self._pause(thread, self._without)
+        return thread
+
+    def _drop(self, thread: Thread) -> None:
+        """Let what a thread has be unwanted, except what others want. O(blocks)."""
+        for block_id, depth in [*thread.blocks.items()]:
+            heir = self._heir(thread, block_id, depth)
+            if heir is None:
+                del thread.blocks[block_id]
+                del self._threads[block_id]
+                self._unwanted[block_id] = None
+            else:
+                self._move(block_id, depth, heir)
+
+    def _move(self, block_id: int, depth: int, heir: Thread) -> None:
+        self._leave(block_id)
+        self._threads[block_id] = heir
+        heir.blocks[block_id] = depth
+        if heir.kind is not None:
+            heir.kind.paused.setdefault(heir.rhythm, OrderedDict()).setdefault(heir, None)
+
+    def _keep_others(self, block_id: int, others: tuple[Hashable, ...]) -> None:
+        if others:
+            self._others[block_id] = others
+        else:
+            self._forget_others(block_id)
+
+    def _forget_others(self, block_id: int) -> None:
+        self._others.pop(block_id, None)
+        self._tenants.pop(block_id, None)
+
+    # Threads, and when they pause.
+
+    def _settle(self) -> None:
+        """See which thread the request that has begun continues, now that all that it hit was told."""
+        session, self._starting = self._starting, None
+        if session is None:
+            return
+        used, self._used = self._used, {}
+        session.reason = None
+        last = session.last
+        if used:
+            thread = max(used, key=lambda each: len(used[each]))
+            if len(used[thread]) < len(thread.blocks):
+                self._pause(thread, self._left)
+                thread = self._part(session, used[thread])
+            else:
+                self._continue(thread)
+            session.last = thread
+        elif last is not None and not last.blocks:  # all of it was evicted
+            self._continue(last)
+        else:
+            session.last = None
+        for thread in [*session.waiting]:
+            if thread.blocks:
+                self._pause(thread, self._aside)
+            else:
+                self._resume(thread)
+                session.threads.pop(thread, None)
+
+    def _continue(self, thread: Thread) -> None:
+        """Let a thread's next request have begun. O(blocks that it left)."""
+        self._learn(thread)
+        self._drop(thread)
+        self._resume(thread)
+
+    def _part(self, session: Session, block_ids: list[int]) -> Thread:
+        """Return a new thread of a session's, to which blocks will belong that are in use. O(blocks)."""
+        thread = Thread(session)
+        session.threads[thread] = None
+        for block_id in block_ids:
+            self._threads[block_id] = thread
+        return thread
+
+    def _gather(self, blocks: list[FreeBlock]) -> Thread:
+        """Return the thread of blocks that one sequence gave back, with them in it."""
+        first = blocks[0]
+        session = None if first.session is None else self._find(first.tenant, first.session)
+        found: Thread | None = None
+        if session is not None:
+            for block in blocks:
+                known = self._threads.get(block.block_id)
+                if known is not None and known.session is session and known in session.threads:
+                    found = known
+                    break
+        thread = Thread(session) if found is None else found
+        for block in blocks:
+            thread.blocks[block.block_id] = block.depth
+            self._threads[block.block_id] = thread
+            if block.others:
+                self._others[block.block_id] = block.others
+                self._tenants[block.block_id] = block.tenant
+        if session is not None:
+            session.threads[thread] = None
+            session.last = thread
+        return thread
+
+    def _leave(self, block_id: int) -> Thread | None:
+        """Take a block out of its thread, which it returns; None: it is in none."""
+        if self._others:
+            self._forget_others(block_id)
+        thread = self._threads.get(block_id)
+        if thread is None or block_id not in thread.blocks:
+            self._unwanted.pop(block_id, None)
+            return None
+        del thread.blocks[block_id]
+        if not thread.blocks:
+            if thread.kind is not None:
+                thread.kind.paused[thread.rhythm].pop(thread, None)
+            if (
+                thread.session is not None
+                and thread.session.last is not thread
+                and thread.session is not self._starting
+            ):
+                thread.session.threads.pop(thread, None)
+        return thread
+
+    def _kind_of(self, session: Session | None) -> Kind:
+        if session is None:
+            return self._without
+        reason = session.reason or ""
+        if reason not in self._kinds:
+            if len(self._kinds) >= _MAX_REASONS:
+                return self._rest
+            self._kinds[reason] = Kind()
+        return self._kinds[reason]
+
+    def _pause(self, thread: Thread, kind: Kind, *, is_new: bool = True) -> None:
+        """Let a thread pause from now on; is_new: or, if not, let it be another kind of the pause that it makes."""
+        self._resume(thread)
+        session = thread.session
+        thread.kind = kind
+        thread.rhythm = 0.0 if session is None else kind.returns.rhythm(session.rhythms.get(kind))
+        kind.returns.num_open += 1.0
+        thread.is_open = True
+        if session is not None and kind is not self._aside and kind is not self._left:
+            session.waiting[thread] = None
+        if is_new:
+            self._num_pauses += 1
+            thread.since, thread.number = self._cache.now, self._num_pauses
+        if thread.blocks:
+            kind.paused.setdefault(thread.rhythm, OrderedDict())[thread] = None
+
+    def _learn(self, thread: Thread) -> None:
+        """Note that a thread comes back now."""
+        kind, session, lasted = thread.kind, thread.session, float(self._cache.now - thread.since)
+        lasted = max(lasted, self._kept / _SHORTEST)
+        if kind is not None and lasted > 0.0:
+            own = None if session is None else session.rhythms.setdefault(kind, Rhythm())
+            kind.returns.learn(lasted, self._rhythm_of(thread, kind), own)
+
+    def _resume(self, thread: Thread) -> None:
+        """Let a thread pause no more, if it does."""
+        kind = thread.kind
+        if kind is not None:
+            self._close(thread)
+            if thread.session is not None:
+                thread.session.waiting.pop(thread, None)
+            if thread.rhythm in kind.paused:
+                kind.paused[thread.rhythm].pop(thread, None)
+            thread.kind = None
+
+    def _close(self, thread: Thread) -> None:
+        """Wait for a thread no more."""
+        if thread.is_open and thread.kind is not None:
+            thread.kind.returns.close()
+        thread.is_open = False
+
+    def _find(self, tenant: str | None, session: Hashable) -> Session:
+        """Return a session, made if it is new. Then those that have nothing here are forgotten, once they are many."""
+        key = tenant, session
+        found = self._sessions.get(key)
+        if found is None:
+            found = self._sessions[key] = Session(key)
+            most = 2 * self._cache.num_blocks + 64
+            for _ in range(8):  # half of them or more have nothing, if there are so many
+                if len(self._sessions) <= most:
+                    break
+                oldest = next(iter(self._sessions))
+                if any(thread.blocks for thread in self._sessions[oldest].threads) or oldest == key:
+                    self._sessions.move_to_end(oldest)
+                else:
+                    del self._sessions[oldest]
+        else:
+            self._sessions.move_to_end(key)
+        return found

@@ -1,0 +1,145 @@
+"""`StoreAddress`: where a store is and how long to wait for it, as a URL says."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvblocks.arguments import wrong
+from kvblocks.errors import InvalidArgumentError
+
+DEFAULT_PORT = 6379
+
+_SCHEMES = {
+    f"{name}{kind}": (is_tls, bool(kind))
+    for name, is_tls in (("valkey", False), ("redis", False), ("valkeys", True), ("rediss", True))
+    for kind in ("", "+cluster")
+}
+_COUNTS = {
+    "connections": (1, 64),
+    "timeout_ms": (1, 3_600_000),
+    "lookup_ms": (1, 3_600_000),
+    "ttl_s": (1, 2**31 - 1),
+    "db": (0, 2**31 - 1),
+}
+_FILES = ("ca_file", "password_file")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreAddress:
+    """Where a store is.
+
+    nodes: hosts and ports; of a cluster, some of it, of another, one. connections: for loads, and as many for stores.
+    timeout_s: for anything but a lookup, beside what its bytes take. lookup_timeout_s: how much later a request may
+    begin that asks a store which doesn't answer. ttl_s: how long a block stays that nobody stores anew; None: as long
+    as the store keeps it. ca_file: who signs its certificates; None: whom the system trusts.
+    """
+
+    nodes: tuple[tuple[str, int], ...]
+    is_cluster: bool = False
+    is_tls: bool = False
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    db: int = 0
+    ca_file: str | None = None
+    connections: int = 2
+    timeout_s: float = 0.5
+    lookup_timeout_s: float = 0.1
+    ttl_s: int | None = None
+
+    def __str__(self) -> str:
+        """Return it without the password."""
+        scheme = ("valkeys" if self.is_tls else "valkey") + ("+cluster" if self.is_cluster else "")
+        return f"{scheme}://" + ",".join(f"{host}:{port}" for host, port in self.nodes)
+
+
+def parse_address(url: str) -> StoreAddress:
+    """Return what a URL says: SCHEME://[USER:PASSWORD@]HOST[:PORT][,HOST:PORT...][/DB][?OPTION=VALUE&...].
+
+    Schemes: valkey, redis; valkeys, rediss with TLS; each also with +cluster behind it. Options: connections,
+    timeout_ms, lookup_ms, ttl_s, db, ca_file, password_file. Reads the password's file. Raises InvalidArgumentError, in
+    which no password stands.
+    """
+    if not isinstance(url, str) or not url:
+        raise wrong("store", "a URL such as 'valkey://host:6379'", type(url))
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in _SCHEMES:
+        raise InvalidArgumentError(
+            f"store: expected a URL that begins with one of {', '.join(_SCHEMES)}, and ://, got another"
+        )
+    is_tls, is_cluster = _SCHEMES[scheme]
+    parts = urlsplit(f"//{rest}")
+    if parts.fragment:
+        raise InvalidArgumentError("store: expected nothing behind #, got something (write # in a password as %23)")
+    login, _, hosts = parts.netloc.rpartition("@")
+    user, _, password = login.partition(":")
+    options = _read_options(parts.query)
+    counts = {name: _count(name, options[name]) for name in _COUNTS if name in options}
+    if parts.path.strip("/"):
+        counts["db"] = _count("db", parts.path.strip("/"))
+    nodes = tuple(_node(host) for host in hosts.split(","))
+    if len(nodes) > 1 and not is_cluster:
+        raise InvalidArgumentError(f"store: expected one host, or {scheme}+cluster://, got {len(nodes)} hosts")
+    if is_cluster and counts.get("db"):
+        raise InvalidArgumentError(f"store: expected db 0, which is all that a cluster has, got {counts['db']}")
+    if options.get("ca_file") and not is_tls:
+        raise InvalidArgumentError("store: ca_file: expected valkeys:// or rediss://, since it is of TLS, got neither")
+    file = options.get("password_file")
+    if file is not None and password:
+        raise InvalidArgumentError("store: expected a password in the URL or a password_file, got both")
+    return StoreAddress(
+        nodes=nodes,
+        is_cluster=is_cluster,
+        is_tls=is_tls,
+        username=unquote(user) or None,
+        password=unquote(password) or None if file is None else _read_password(file),
+        db=counts.get("db", 0),
+        ca_file=options.get("ca_file"),
+        connections=counts.get("connections", 2),
+        timeout_s=counts.get("timeout_ms", 500) / 1000,
+        lookup_timeout_s=counts.get("lookup_ms", 100) / 1000,
+        ttl_s=counts.get("ttl_s"),
+    )
+
+
+def _read_options(query: str) -> dict[str, str]:
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError:
+        raise InvalidArgumentError("store: expected OPTION=VALUE behind ?, got something else") from None
+    options = dict(pairs)
+    unknown = sorted(options.keys() - _COUNTS.keys() - set(_FILES))
+    if unknown or len(options) < len(pairs):
+        got = f"{unknown[0]!r}" if unknown else "one twice"
+        raise InvalidArgumentError(
+            f"store: expected options among {', '.join((*_COUNTS, *_FILES))}, each once, got {got}"
+        )
+    return options
+
+
+def _count(name: str, text: str) -> int:
+    low, high = _COUNTS[name]
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and low <= int(text) <= high):
+        raise InvalidArgumentError(f"store: {name}: expected a number from {low} to {high}, got {text!r}")
+    return int(text)
+
+
+def _node(text: str) -> tuple[str, int]:
+    """Return host and port; an address of IPv6 stands in brackets."""
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or parts.path or "@" in text or port == 0 or text.endswith(":"):
+        raise InvalidArgumentError(f"store: expected HOST or HOST:PORT, with a port from 1 to 65535, got {text!r}")
+    return host, DEFAULT_PORT if port is None else port
+
+
+def _read_password(file: str) -> str:
+    try:
+        password = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"store: password_file: expected a file that can be read, got {error}") from None
+    if not password:
+        raise InvalidArgumentError(f"store: password_file: expected a password in {file!r}, got nothing")
+    return password

@@ -1,0 +1,46 @@
+"""`Breaker`: says for how long a store that failed is left alone."""
+
+import random
+from collections.abc import Callable
+
+FIRST_PAUSE_S = 0.1
+MOST_PAUSE_S = 10.0
+
+
+class Breaker:
+    """A circuit breaker. It opens with a failure, and closes when a probe succeeds, which is somebody's to make.
+
+    So a store that fails costs one call its time, and then none until it is back. The pause doubles with each failure
+    up to MOST_PAUSE_S; half of it is random, so that servers don't come back together. Not for two threads at once.
+    clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float], draw: Callable[[], float] = random.random) -> None:
+        self._clock = clock
+        self._draw = draw
+        self._pause_s = 0.0
+        self._until: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store is left alone."""
+        return self._until is not None
+
+    def note_failure(self) -> None:
+        """Take note that the store failed. Of several failures of one moment the first counts."""
+        if self._until is not None and self._clock() < self._until:
+            return
+        self._pause_s = min(MOST_PAUSE_S, self._pause_s * 2 or FIRST_PAUSE_S)
+        self._until = self._clock() + self._pause_s * (1 + self._draw()) / 2
+
+    def note_answer(self) -> None:
+        """Take note that it answers. The next pause is as long as ever: it may fail when there is more to do."""
+        self._until = None
+
+    def note_success(self) -> None:
+        """Take note that it does what it is for: all is well."""
+        self._until, self._pause_s = None, 0.0
+
+    def seconds_to_probe(self) -> float | None:
+        """Return how long it is until the store is to be tried; None: it isn't left alone."""
+        return None if self._until is None else max(0.0, self._until - self._clock())

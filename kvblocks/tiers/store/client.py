@@ -1,0 +1,278 @@
+"""`ValkeyClient`: commands to a Valkey or Redis, one or a cluster, with a bound on the time of each batch.
+
+The one module that imports `valkey`. Each command has one key, so it doesn't matter which node of a cluster has which.
+A batch is cut into parts, by node and for several connections, and each part is one pipeline on a thread of a pool; who
+asks waits for them until a deadline. What isn't answered by then counts as lost, and its connections are closed: so no
+thread stays with a server that hangs or trickles, and no later answer is taken for another one's.
+
+valkey's own cluster pipeline isn't used: for a node that is gone it asks for the cluster's layout again and again,
+command by command, and it waits for one node after the other.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as LateError
+from contextlib import suppress
+from typing import Any, Protocol
+
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.tiers.store.address import StoreAddress
+from kvblocks.tiers.store.errors import StoreError, StoreRefusedError
+
+Command = tuple[Any, ...]
+"""A command's name, its key, and what follows."""
+
+CONNECT_S = 0.5
+LEAST_PART = 8
+"""Commands that are worth a connection of their own."""
+
+LAYOUT_PAUSE_S = 1.0
+"""A cluster isn't asked for its layout more often."""
+
+_NUM_SCANNED = 1000
+
+
+class Client(Protocol):
+    """What `SharedStore` needs of a client. No call takes longer than `timeout_s`, by much."""
+
+    def run(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
+        """Return the answers, in order; in the place of one that didn't come, or was refused, a StoreError.
+
+        Raises StoreError if none came, or not all in time.
+        """
+
+    def ping(self, timeout_s: float) -> None:
+        """Return when the store answers. Raises StoreError."""
+
+    def delete_matching(self, pattern: str, timeout_s: float) -> int:
+        """Delete all keys that match, on all nodes, and return how many. Raises StoreError if not all could be."""
+
+    def drop_connections(self) -> None:
+        """Begin with new connections: what comes over these can't be trusted."""
+
+    def close(self) -> None:
+        """End. Waits for nothing."""
+
+
+def open_clients(address: StoreAddress) -> tuple[Client, Client, Client]:
+    """Return clients for lookups, loads and stores: so that none of these waits for another. Connects to nothing.
+
+    Raises InvalidArgumentError without the package.
+    """
+    one = ValkeyClient(address, 1)
+    return one, ValkeyClient(address, address.connections), ValkeyClient(address, address.connections)
+
+
+class ValkeyClient:
+    """See the module. Its calls come from one thread. Connects when first used.
+
+    Raises InvalidArgumentError if the package isn't installed, or its certificate file can't be read.
+    """
+
+    def __init__(self, address: StoreAddress, num_connections: int) -> None:
+        try:
+            import valkey
+            import valkey.cluster
+        except ImportError:
+            raise InvalidArgumentError(
+                "store: expected the package 'valkey', got none: pip install 'kvblocks[valkey]'"
+            ) from None
+        self._package: Any = valkey
+        self._address = address
+        self._num_connections = num_connections
+        self._threads = ThreadPoolExecutor(num_connections * (4 if address.is_cluster else 1) + 1, "kvblocks-store")
+        self._cluster: Any = None  # some of its calls have no types
+        self._single: Any = None if address.is_cluster else self._connect_one(*address.nodes[0])
+        self._opening = threading.Lock()
+        self._is_stale = False  # a cluster's layout
+        self._looked_at = 0.0
+
+    # What `Client` promises.
+
+    def run(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
+        """As `Client`."""
+        end_s = time.monotonic() + timeout_s
+        answers: list[Any] = [None] * len(commands)
+        parts = self._parts(commands, end_s)
+        begun = [
+            (numbers, self._submit(self._run_part, node, [commands[number] for number in numbers]))
+            for node, numbers in parts
+        ]
+        lost: StoreError | None = None
+        num_lost = 0
+        for numbers, future in begun:
+            try:
+                found = self._wait(future, end_s)
+            except StoreError as error:
+                found, lost = [error] * len(numbers), error
+                num_lost += len(numbers)
+            for number, answer in zip(numbers, found, strict=True):
+                answers[number] = answer
+        if lost is not None:
+            self._is_stale = True
+            if num_lost == len(commands) or time.monotonic() >= end_s:
+                raise lost
+        return answers
+
+    def ping(self, timeout_s: float) -> None:
+        """As `Client`. Of a cluster, one node that answers is enough."""
+        end_s = time.monotonic() + timeout_s
+        failure: StoreError | None = None
+        for node in self._wait(self._submit(self._nodes), end_s):
+            try:
+                self._wait(self._submit(self._run_part, node, [("PING",)]), end_s)
+            except StoreError as error:
+                failure = error
+            else:
+                return
+        raise failure or StoreError(f"{self._address}: expected a node, got none")
+
+    def delete_matching(self, pattern: str, timeout_s: float) -> int:
+        """As `Client`. O(all keys of the store)."""
+        end_s = time.monotonic() + timeout_s
+        number = 0
+        for node in self._wait(self._submit(self._nodes), end_s):
+            cursor = b"0"
+            while True:
+                scan = [("SCAN", cursor, "MATCH", pattern, "COUNT", _NUM_SCANNED)]
+                (answer,) = self._wait(self._submit(self._run_part, node, scan), end_s)
+                cursor, keys = _checked(answer)
+                unlink = [("UNLINK", key) for key in keys]
+                if unlink:
+                    deleted = self._wait(self._submit(self._run_part, node, unlink), end_s)
+                    number += sum([_checked(one) for one in deleted])
+                if int(cursor) == 0:
+                    break
+        return number
+
+    def drop_connections(self) -> None:
+        """As `Client`. Ends calls that threads of the pool wait in."""
+        with suppress(Exception):  # some may be closed already, by those very threads
+            if self._single is not None:
+                self._single.connection_pool.disconnect()
+            elif self._cluster is not None:
+                for node in self._cluster.get_nodes():
+                    if node.valkey_connection is not None:
+                        node.valkey_connection.connection_pool.disconnect()
+
+    def close(self) -> None:
+        """As `Client`."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.drop_connections()
+
+    # Connections.
+
+    def _options(self) -> dict[str, Any]:
+        address, package = self._address, self._package
+        options: dict[str, Any] = {
+            "username": address.username,
+            "password": address.password,
+            "socket_timeout": address.timeout_s,
+            "socket_connect_timeout": min(CONNECT_S, address.timeout_s),
+            "socket_keepalive": True,
+            # Once, and at once: a connection that the other side closed while nobody used it is no failure.
+            "retry": package.retry.Retry(package.backoff.NoBackoff(), 1, (package.ConnectionError,)),
+            "retry_on_error": [package.ConnectionError],
+        }
+        if address.is_tls:
+            options |= {"ssl": True, "ssl_check_hostname": True, "ssl_ca_certs": address.ca_file}
+        return options
+
+    def _connect_one(self, host: str, port: int) -> Any:
+        return self._package.Valkey(host=host, port=port, db=self._address.db, **self._options())
+
+    def _open_cluster(self) -> Any:
+        """Return the cluster, whose layout is asked for first, and anew where it may have changed. May wait."""
+        with self._opening:
+            now_s = time.monotonic()
+            if self._cluster is None:
+                cluster = self._package.cluster
+                nodes = [cluster.ClusterNode(host, port) for host, port in self._address.nodes]
+                self._cluster = cluster.ValkeyCluster(startup_nodes=nodes, **self._options())
+                self._looked_at = now_s
+            elif self._is_stale and now_s - self._looked_at > LAYOUT_PAUSE_S:
+                self._looked_at = now_s
+                self._is_stale = False
+                with suppress(self._package.ValkeyError):  # the old one is better than none
+                    self._cluster.nodes_manager.initialize()
+            return self._cluster
+
+    def _nodes(self) -> list[Any]:
+        """All that may have keys. May wait."""
+        return [None] if self._single is not None else list(self._open_cluster().get_primaries())
+
+    def _parts(self, commands: Sequence[Command], end_s: float) -> list[tuple[Any, list[int]]]:
+        """Return which commands go together, with their node, by their numbers."""
+        by_node: dict[str, tuple[Any, list[int]]] = {}
+        if self._single is not None:
+            by_node[""] = (None, list(range(len(commands))))
+        else:
+            cluster = self._wait(self._submit(self._open_cluster), end_s)
+            for number, command in enumerate(commands):
+                try:
+                    node = cluster.get_node_from_key(command[1])
+                except self._package.ValkeyError:  # nobody has its slot
+                    node = None
+                by_node.setdefault("" if node is None else node.name, (node, []))[1].append(number)
+        parts: list[tuple[Any, list[int]]] = []
+        for node, numbers in by_node.values():
+            size = max(LEAST_PART, -(-len(numbers) // self._num_connections))
+            parts += [(node, numbers[start : start + size]) for start in range(0, len(numbers), size)]
+        return parts
+
+    def _run_part(self, node: Any, commands: Sequence[Command]) -> list[Any]:
+        """Run commands as one pipeline. On a thread of the pool. Raises StoreError."""
+        package = self._package
+        if node is None and self._single is None:
+            raise StoreError(f"{self._address}: expected a node for each slot, got slots without")
+        try:
+            client = self._single if self._single is not None else self._open_cluster().get_valkey_connection(node)
+            with client.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                answers: list[Any] = pipeline.execute(raise_on_error=False)
+        except Exception as error:  # damaged answers end in the parser, or a closed connection, by any exception
+            raise StoreError(f"{self._address}: expected an answer, got {_words(error)}") from error
+        for number, answer in enumerate(answers):
+            if isinstance(answer, Exception):
+                if isinstance(answer, package.exceptions.MovedError | package.exceptions.ClusterDownError):
+                    self._is_stale = True
+                if isinstance(answer, package.ReadOnlyError) and self._single is not None:
+                    self.drop_connections()  # what was the primary isn't any more: its name may lead to another one
+                answers[number] = StoreRefusedError(f"{self._address}: {_words(answer)}")
+        return answers
+
+    # Waiting.
+
+    def _submit(self, function: Callable[..., Any], *given: Any) -> "Future[Any]":
+        try:
+            return self._threads.submit(function, *given)
+        except RuntimeError as error:  # it was closed
+            raise StoreError(f"{self._address}: expected an open client, got {error}") from None
+
+    def _wait(self, future: "Future[Any]", end_s: float) -> Any:
+        """Return what a thread found. Raises StoreError, also when it takes longer than until `end_s`."""
+        try:
+            return future.result(max(0.0, end_s - time.monotonic()))
+        except LateError:
+            future.cancel()
+            self.drop_connections()
+            raise StoreError(f"{self._address}: expected an answer in time, got none") from None
+        except StoreError:
+            raise
+        except Exception as error:
+            raise StoreError(f"{self._address}: expected an answer, got {_words(error)}") from error
+
+
+def _checked(answer: Any) -> Any:
+    """Return an answer, or raise it if it is an error."""
+    if isinstance(answer, StoreError):
+        raise answer
+    return answer
+
+
+def _words(error: BaseException) -> str:
+    """What an error says, without what a command holds."""
+    return f"{type(error).__name__}: {str(error)[:200]}"

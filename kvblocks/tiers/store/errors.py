@@ -1,0 +1,11 @@
+"""The errors of a store."""
+
+from kvblocks.errors import KVBlocksError
+
+
+class StoreError(KVBlocksError):
+    """A store can't be reached, or didn't answer in time. The message says expected and got."""
+
+
+class StoreRefusedError(StoreError):
+    """A store answered, and refused: it is full, read-only, or lets this user do less."""

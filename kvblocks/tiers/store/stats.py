@@ -1,0 +1,30 @@
+"""`StoreStats`: what a client of a store counted."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What was done since the client was made.
+
+    num_lookups: batches of blocks that were asked for. num_written_blocks, num_written_bytes: that were sent, and
+    num_present_blocks: that weren't, since the store had them or somebody else was sending them. num_read_blocks,
+    num_read_bytes: that were right. num_missing_blocks: that were asked for and gone; num_damaged_blocks: that were not
+    what they should be. num_refused_blocks: of writes, such as by a full store. num_failures: calls that ended without
+    all answers; num_skipped: calls that weren't made after those. num_trimmed_blocks: deleted, to keep a quota.
+    is_away: whether it counts as unreachable now.
+    """
+
+    num_lookups: int = 0
+    num_written_blocks: int = 0
+    num_written_bytes: int = 0
+    num_present_blocks: int = 0
+    num_read_blocks: int = 0
+    num_read_bytes: int = 0
+    num_missing_blocks: int = 0
+    num_damaged_blocks: int = 0
+    num_refused_blocks: int = 0
+    num_failures: int = 0
+    num_skipped: int = 0
+    num_trimmed_blocks: int = 0
+    is_away: bool = False

@@ -1,0 +1,91 @@
+"""Serve random requests on a GPU that isn't there, and print what Triton would have compiled, as JSON.
+
+A process of its own, without TRITON_INTERPRET: test_specialisations.py starts it. Kernels launch nothing there
+(`bench.attention.recording`), so the tokens mean nothing; which steps there are, and of what shapes, follows from
+lengths alone. Memory begins as zeros, so that there are no NaN to draw from.
+"""
+
+import json
+import random
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import torch
+from engine.small_models import EVEN, GEMMA3, converted, random_weights
+
+from bench.attention.recording import record
+from kvblocks.engine import Engine, LoadedModel, StepLimits
+from kvblocks.engine.attention import triton_attention
+from kvblocks.engine.attention.cascade import CascadePlanner
+from kvblocks.engine.run.decode_step import run_in_place
+from kvblocks.engine.run.device_runner import DeviceRunner
+from kvblocks.kernels.table import CascadeThreshold
+
+NUM_BLOCKS = 300
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 96, "tie_word_embeddings": False, "num_layers": 2}
+MODELS = {
+    "plain": replace(EVEN, **SMALL | {"num_heads": 8, "num_kv_heads": 2}),
+    "windows": replace(GEMMA3, **SMALL | {"head_dim": 64, "windows": (27, None)}),
+}
+
+
+def make_engine(config, *, deterministic):
+    """An engine whose decode steps are run by buckets, or in cascades where anything is shared."""
+    weights = converted(random_weights(config), torch.bfloat16)
+    engine = Engine(
+        LoadedModel(config, weights), num_blocks=NUM_BLOCKS, attention="triton", deterministic=deterministic
+    )
+    engine.limits = StepLimits(max_num_batched_tokens=200, max_num_seqs=40)
+    cascade = None
+    if not deterministic:
+        full = [group.window for group in engine.manager.groups].index(None)
+        found = engine.manager.shared_prefixes
+        cascade = CascadePlanner(found, 16, torch.device("cpu"), CascadeThreshold(1, 0.0), full)
+    model = engine.runner.model
+    engine.runner = DeviceRunner(
+        model, NUM_BLOCKS, 16, capture=None if deterministic else run_in_place, cascade=cascade
+    )
+    return engine
+
+
+def serve(engine, num_rounds):
+    """Batches of 1 to 33 prompts of 1 to 250 tokens, some with a common beginning, and answers of 2 to 11."""
+    rng = random.Random(0)
+    shared = [rng.randrange(96) for _ in range(100)]
+    for size in rng.choices([1, 2, 5, 17, 33], k=num_rounds):
+        prompts = [
+            shared[: rng.choice([0, 0, 40, 100])] + [rng.randrange(96) for _ in range(rng.randrange(1, 250))]
+            for _ in range(size)
+        ]
+        engine.generate(prompts, max_tokens=rng.randrange(2, 12), ignore_eos=True)
+
+
+def main(name, num_rounds):
+    """Warm up, serve, and print how many specialisations of each kernel there were after each."""
+    torch.set_num_threads(1)
+    with (
+        record("sm90") as recording,
+        patch.object(triton_attention, "is_interpreted", lambda: True),
+        patch.object(torch, "empty", torch.zeros),
+    ):
+        engine = make_engine(MODELS[name.removesuffix(", deterministic")], deterministic=name.endswith("deterministic"))
+
+        def count():
+            return Counter(specialisation.name for specialisation in recording.specialisations.values())
+
+        engine.warm_up()
+        warm = count()
+        serve(engine, num_rounds)
+        runner = engine.runner
+        steps = {"launches": len(recording.launches), "cascades": runner.num_cascades, "replays": runner.num_replays}
+        print(json.dumps({"warm": warm, "served": count(), **steps}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,102 @@
+"""Even shares of a line of tiles, against lists."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvblocks.kernels.device.shares import find_cut, find_unit, find_work, share_begin, share_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@triton.jit
+def shares_kernel(begin_ptr, program_ptr, num_tiles, num_programs):
+    for program in tl.range(0, num_programs + 1):
+        tl.store(begin_ptr + program, share_begin(program, num_tiles, num_programs))
+    for tile in tl.range(0, num_tiles):
+        tl.store(program_ptr + tile, share_of(tile, num_tiles, num_programs))
+
+
+@triton.jit
+def units_kernel(end_ptr, found_ptr, num_units, num_tiles):
+    for tile in tl.range(0, num_tiles):
+        tl.store(found_ptr + tile, find_unit(end_ptr, tile, num_units))
+
+
+@triton.jit
+def work_kernel(end_ptr, work_ptr, num_units, num_tiles, heads: tl.constexpr):
+    for tile in tl.range(0, num_tiles):
+        unit, head, number, head_tiles = find_work(end_ptr, num_units, tile, heads)
+        tl.store(work_ptr + 4 * tile, unit)
+        tl.store(work_ptr + 4 * tile + 1, head)
+        tl.store(work_ptr + 4 * tile + 2, number)
+        tl.store(work_ptr + 4 * tile + 3, head_tiles)
+
+
+@triton.jit
+def cuts_kernel(end_ptr, cut_ptr, num_units, num_programs, heads: tl.constexpr):
+    for program in tl.range(1, num_programs):
+        unit, head, first, num_parts = find_cut(end_ptr, num_units, num_programs, program, heads)
+        tl.store(cut_ptr + 4 * program, unit)
+        tl.store(cut_ptr + 4 * program + 1, head)
+        tl.store(cut_ptr + 4 * program + 2, first)
+        tl.store(cut_ptr + 4 * program + 3, num_parts)
+
+
+def numbers(size):
+    return torch.full((size,), -7, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize(("num_tiles", "num_programs"), [(0, 3), (1, 1), (2, 5), (12, 4), (13, 4), (40, 7), (6, 6)])
+def test_shares_differ_by_a_tile_at_most_and_cover_the_line(num_tiles, num_programs):
+    begins, programs = numbers(num_programs + 1), numbers(num_tiles + 1)
+    shares_kernel[(1,)](begins, programs, num_tiles, num_programs)
+    begins = begins.tolist()
+    assert begins[0] == 0 and begins[-1] == num_tiles
+    sizes = [stop - start for start, stop in pairwise(begins)]
+    assert max(sizes) - min(sizes) <= 1
+    assert programs.tolist()[:-1] == [program for program, size in enumerate(sizes) for _ in range(size)]
+
+
+@pytest.mark.parametrize("num_units", [1, 2, 127, 128, 129, 300, 128 * 128, 128 * 128 + 1])
+def test_units_are_found_however_many_there_are(num_units):
+    generator = torch.Generator().manual_seed(num_units)
+    ends = torch.randint(0, 3, (num_units,), generator=generator).cumsum(0)
+    ends[-1] += 1
+    asked = 40  # of the first tiles; and of the last, by the line's other end
+    for shift in (0, int(ends[-1]) - asked):
+        line = torch.searchsorted(ends, torch.arange(asked) + shift, right=True)
+        found = numbers(asked)
+        units_kernel[(1,)]((ends - shift).int().to(DEVICE), found, num_units, min(asked, int(ends[-1])))
+        num_asked = min(asked, int(ends[-1]))
+        assert found.tolist()[:num_asked] == line.clamp(max=num_units - 1).tolist()[:num_asked]
+
+
+@settings(max_examples=40)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    num_heads=st.integers(1, 3),
+    num_programs=st.integers(1, 12),
+)
+def test_every_tile_is_some_units_and_every_split_head_is_merged_once(sizes, num_heads, num_programs):
+    line = [(unit, head) for unit, size in enumerate(sizes) for head in range(num_heads) for _ in range(size)]
+    ends = (torch.tensor(sizes) * num_heads).cumsum(0).int().to(DEVICE)
+    work = numbers(4 * len(line) + 1)
+    work_kernel[(1,)](ends, work, len(sizes), len(line), num_heads)
+    expected = [[unit, head, index - line.index((unit, head)), sizes[unit]] for index, (unit, head) in enumerate(line)]
+    assert work[:-1].view(-1, 4).tolist() == expected
+    cuts = numbers(4 * num_programs)
+    cuts_kernel[(1,)](ends, cuts, len(sizes), num_programs, num_heads)
+    least, larger = divmod(len(line), num_programs)
+    programs = [program for program in range(num_programs) for _ in range(least + (program < larger))]
+    holders = {}
+    for program, head in zip(programs, line, strict=True):
+        holders.setdefault(head, []).append(program)
+    split = sorted([*head, min(held), len(set(held))] for head, held in holders.items() if len(set(held)) > 1)
+    merged = [cut for cut in cuts.view(-1, 4).tolist()[1:] if cut[3] > 0]
+    assert sorted(merged) == split

@@ -1,0 +1,191 @@
+"""A sweep, its options and its command: the same rows in one process and in several, and an end at Ctrl-C."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from replay.independent import Ask
+from replay.small_traces import make_trace
+
+from kvblocks.cli import app as cli
+from kvblocks.errors import InvalidArgumentError
+from kvblocks.replay.options import parse_arrivals, parse_range, parse_size, parse_sizes
+from kvblocks.replay.prefixes import prefix_tree
+from kvblocks.replay.result import Row
+from kvblocks.replay.sample import SAMPLE
+from kvblocks.replay.sweep import Options, sweep
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def small_trace():
+    requests = []
+    for number in range(60):
+        chain = (1, 2, *(100 * (1 + number % 5) + step for step in range(number // 5 + 1)))
+        requests.append(Ask("abcde"[number % 5], number, 1.0, 3.0, chain))
+    return make_trace(requests, stops=["tool_use", "end_turn"] * 30)
+
+
+def untimed(row: Row) -> Row:
+    return replace(row, wall_s=0.0)
+
+
+def test_processes_find_what_one_finds():
+    options = Options(policies=("lru", "slru"), sizes=(16, 40), mean_arrival_s=5.0, is_closed=True)
+    shown = []
+    alone = sweep(small_trace(), options, 1, lambda jobs: shown.append([share for _, share in jobs]))
+    together = sweep(small_trace(), options, 2)
+    assert [(row.policy, row.num_blocks) for row in alone.rows] == [
+        ("lru", 16),
+        ("slru", 16),
+        ("lru", 40),
+        ("slru", 40),
+    ]
+    assert [untimed(row) for row in alone.rows] == [untimed(row) for row in together.rows]
+    assert replace(alone, rows=[]) == replace(together, rows=[])
+    assert shown[-1] == [1.0] * 6
+    for row in alone.rows:
+        assert row.hit_rate <= row.bound <= 1
+        assert row.fixed_order.hit_rate <= row.fixed_order.bound
+        assert row.fixed_order.attainable <= min(row.fixed_order.bound, row.attainable)
+        assert row.tokens.prompt == row.tokens.computed + row.tokens.saved
+        assert row.tokens.saved == round(row.hit_rate * alone.trace.num_references) * 16
+    assert json.loads(json.dumps(alone.to_json()))["rows"] == alone.to_json()["rows"]
+
+
+def test_without_the_optima_there_are_none():
+    options = Options(policies=("lru",), sizes=(16,), optima=False)
+    (row,) = sweep(small_trace(), options, 1).rows
+    assert row.attainable is row.fixed_order is None
+    assert row.hit_rate <= row.bound
+
+
+def test_what_nobody_waited_for_is_the_fixed_order():
+    (row,) = sweep(small_trace(), Options(policies=("lru",), sizes=(400,)), 1).rows
+    assert row.fixed_order.hit_rate == row.hit_rate
+    assert row.attainable == row.hit_rate
+
+
+def test_a_sweep_of_nothing_or_of_a_policy_that_is_not_there_is_refused():
+    with pytest.raises(InvalidArgumentError, match="expected policies and sizes"):
+        sweep(small_trace(), Options(policies=(), sizes=(1,)), 1)
+    with pytest.raises(InvalidArgumentError, match="policy: expected one of"):
+        sweep(small_trace(), Options(policies=("lru", "magic"), sizes=(1,)), 1)
+
+
+def test_the_prefix_tree_has_every_reference_once():
+    trace = small_trace()
+    whole = prefix_tree(trace)
+    assert (whole.num_requests, whole.num_sessions, whole.num_blocks) == (60, 5, 0)
+    (shared,) = whole.children
+    assert (shared.num_blocks, shared.num_requests, shared.label, shared.depth) == (2, 60, "5 sessions", 0)
+    assert sorted(child.label for child in shared.children) == [*"abcde"]
+
+    def total(node):
+        own = node.num_blocks * node.num_requests if node.depth or node.num_blocks else 0
+        return own + node.num_hidden_references + sum(total(child) for child in node.children)
+
+    def blocks(node):
+        return node.num_blocks + node.num_hidden_blocks + sum(blocks(child) for child in node.children)
+
+    for most in (1, 2, 7, 2000):
+        tree = prefix_tree(trace, most)
+        assert total(tree) == len(trace.blocks)
+        assert blocks(tree) == trace.num_unique_blocks
+
+
+def test_sizes_are_blocks_or_shares():
+    assert parse_sizes("1%, 2.5%,5000,1%", 1000) == (10, 25, 5000)
+    assert parse_size("0.001%", 1000) == 1
+    for text in ("", "5%%", "-1", "2.5", "0", "0%", "many"):
+        with pytest.raises(InvalidArgumentError, match=f"size: expected .*, got '{text}'"):
+            parse_size(text, 1000)
+
+
+def test_arrivals_are_recorded_or_a_mean():
+    trace = small_trace()
+    assert parse_arrivals(None, trace) is parse_arrivals("recorded", trace) is None
+    assert parse_arrivals(None, replace(trace, times_are_relative=True)) == 60.0
+    assert parse_arrivals("2.5", trace) == 2.5
+    for text in ("0", "-3", "soon", "nan", "inf"):
+        with pytest.raises(InvalidArgumentError, match="arrivals: expected 'recorded' or seconds above 0"):
+            parse_arrivals(text, trace)
+    assert parse_range("20:355") == (20, 355)
+    with pytest.raises(InvalidArgumentError, match="expected FROM:TO"):
+        parse_range("20")
+
+
+def command(arguments, capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["replay", *arguments])
+    return raised.value.code, capsys.readouterr()
+
+
+def test_the_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    arguments = [str(SAMPLE), "--sizes", "2%", "--policies", "lru", "--quick", "--jobs", "1", "--json", str(path)]
+    code, printed = command(arguments, capsys)
+    assert code == 0
+    assert "17,944 blocks of 512 tokens" in printed.out
+    (row,) = json.loads(path.read_text(encoding="utf-8"))
+    assert row["policy"] == "lru"
+    assert 0.5 < row["hit_rate"] < row["bound"]
+    assert {"num_blocks", "attainable", "tokens", "waits", "trace", "conditions"} <= row.keys()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.jsonl"], "trace: expected a file that can be read, got missing.jsonl: No such file"),
+        ([str(SAMPLE), "--sizes", "x"], "size: expected"),
+        ([str(SAMPLE), "--policies", "lru,magic", "--sizes", "9"], "policy: expected one of"),
+        ([str(SAMPLE), "--json", "/no/such/folder/x"], "--json: expected a file in a folder that exists"),
+        ([str(SAMPLE), "--sessions", "5:2"], "sessions: expected FROM:TO"),
+        ([str(SAMPLE), "--groups", "gpt", "--sizes", "9"], "groups: expected one of gemma3-4b"),
+        ([str(SAMPLE), "--block-size", "700"], "multiple of its 512 tokens, got 700"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments, message, capsys):
+    code, _ = command(arguments, capsys)
+    assert code.startswith("kvblocks: ")
+    assert message in code
+    assert "\n" not in code
+
+
+def is_alive(process):
+    """Whether a process runs. One that has ended, and that nobody asked about yet, does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_ctrl_c_ends_it_and_its_processes(tmp_path):
+    """In a session of its own, as at a terminal: all of its processes get the signal."""
+    script = [sys.executable, "-m", "kvblocks", "replay", str(SAMPLE), "--jobs", "2", "--json", str(tmp_path / "rows")]
+    process = subprocess.Popen(
+        script, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.exists():
+        pytest.skip("needs /proc to see the processes")
+    deadline = time.monotonic() + 60
+    while len(children.read_text().split()) < 3 and time.monotonic() < deadline:  # two, and one that tracks resources
+        time.sleep(0.05)
+    workers = children.read_text().split()
+    assert len(workers) >= 2
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:  # the one that tracks resources ends by itself
+        time.sleep(0.05)
+    assert not [worker for worker in workers if is_alive(worker)]
+    assert not (tmp_path / "rows").exists()
