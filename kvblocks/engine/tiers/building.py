@@ -186,5 +186,6 @@ def _bits_mode(model: LoadedModel, backend: Backend) -> str:
         return "natural"
     cpu = torch.backends.cpu.get_cpu_capability()
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else cpu
-    how = f"deterministic {backend.attention} on {device}"
+    packed = " with packed weights" if model.weights.lm_head.is_mkldnn else ""
+    how = f"deterministic {backend.attention} on {device}{packed}"
     return f"{how}, torch {torch.__version__}, {torch.get_num_threads()} threads"

@@ -2,8 +2,7 @@
 
 Tolerance: both compute in float32, and may add the same terms in another order. Rounding then differs by about 1e-7
 of the largest terms; 5e-6 of the largest logit allows for its growth through the layers, and is far below what any
-mistake in a formula does. The most that was seen on x86 with AVX-512 and one thread is 1.4e-6; Llama's prefill is equal
-to the last bit there.
+mistake in a formula does. The most that was seen on x86 with AVX-512 and one thread is 1.4e-6.
 """
 
 import json
