@@ -12,7 +12,7 @@ import torch
 
 from kvblocks.engine import Engine, LoadedModel, StepLimits
 from kvblocks.engine.errors import GrammarError, ModelError
-from kvblocks.engine.grammar.bounds import MAX_BYTES, MAX_MULTIPLE
+from kvblocks.engine.grammar.bounds import MAX_BYTES, MAX_MULTIPLE, check_schema
 from kvblocks.engine.grammar.grammar import GrammarCompiler
 from kvblocks.engine.sampling.batch_sampler import BatchSampler
 from kvblocks.engine.sampling.params import SamplingParams
@@ -129,7 +129,8 @@ def test_preemption_changes_no_token(model, person):
     assert number > 0
 
 
-def test_a_step_that_died_or_was_interrupted_leaves_the_answer_where_it_was(model, person, monkeypatch):
+def test_a_step_that_died_or_was_interrupted_leaves_the_answer_where_it_was(model, compiler, monkeypatch):
+    person = compiler.choice(["abcdefghijklmnop"])  # no token may come twice
     options = {"seed": 4, "max_tokens": 60, "temperature": 2.0, "grammar": person}
     (expected,) = Engine(model, num_blocks=64, deterministic=True).generate([PROMPT], **options)
     engine = Engine(model, num_blocks=64, deterministic=True)
@@ -236,6 +237,12 @@ REFUSED = {
 def test_hostile_and_unsupported_schemas_are_refused(compiler, schema):
     with pytest.raises(InvalidArgumentError):
         compiler.json_schema(schema)
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if "multiple" in name])
+def test_multiples_are_refused_before_anything_is_compiled(name):
+    with pytest.raises(InvalidArgumentError, match="least common multiple is at most 10000"):
+        check_schema(REFUSED[name])
 
 
 def test_patterns_and_texts_are_refused_too(compiler):

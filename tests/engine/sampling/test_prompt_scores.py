@@ -92,12 +92,13 @@ def test_a_request_that_is_preempted_while_it_is_scored_goes_on_where_it_was(mod
         check(generation.completion.prompt_logprobs, reference(prompt), prompt, 1)
 
 
-def test_samples_share_the_scores_of_their_prompt_and_the_next_one_goes_on_with_them(model, reference):
+@pytest.mark.parametrize("num_steps", [0, 4])
+def test_samples_share_the_scores_of_their_prompt_and_the_next_one_goes_on_with_them(model, reference, num_steps):
     engine = Engine(model, num_blocks=64)
     engine.limits = StepLimits(max_num_batched_tokens=16, max_num_seqs=3)
     engine.generate([PROMPT], max_tokens=1)
     first, *others = engine.submit(PROMPT, n=3, max_tokens=2, temperature=1, prompt_logprobs=2)
-    for _ in range(4):
+    for _ in range(num_steps):
         engine.step()
     assert not first.pieces
     engine.cancel(first)
