@@ -69,3 +69,29 @@ def test_flash_attn_reads_the_same_tokens_in_its_own_pages(name, monkeypatch):
     batch = cases.build(workload, torch.device("cpu"), 0)
     attend = dict(peers.peers(workload))["flash-attn 2, pages of 256"](batch)
     assert cases.Checker(batch).error(attend()) <= cases.LARGEST_ERROR
+
+
+def test_counting_machine_code_needs_the_compiler(monkeypatch, capsys):
+    pytest.importorskip("triton", reason="triton is not installed")
+    from bench.attention import kernels_static
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels_static.main([]) == 2
+    assert "expected TRITON_INTERPRET to be unset" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_case_is_counted_from_its_machine_code(tmp_path):
+    file = tmp_path / "static.json"
+    done = run_python(
+        *("-m", "bench.attention.kernels_static", "--targets", "sm90", "--only", "decode, head_dim 64"),
+        *("--json", str(file)),
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["kernel"]: row for row in json.loads(file.read_text())["results"]}
+    assert set(rows) == {"decode_ends_kernel", "stream_kernel", "stream_merge_kernel"}
+    stream = rows["stream_kernel"]
+    assert stream["spilled"] == 0 and stream["registers"] > 50 and stream["grid"] == [132 * 3]
+    assert any(kind.startswith("HMMA") for kind in stream["mma"]) and stream["loads"]["128"] > 0
+    assert stream["instructions_a_tile"] > 100 and stream["bytes_in_flight"] > 30 << 10
+    assert f"| {stream['registers']} |" in done.stdout
