@@ -4,7 +4,8 @@
 
 All are timed in turn in one process (see `bench.timing`). "allocate" and "free" are of sequences of 16 blocks that miss
 a full cache, so that every block evicts another. "hit" allocates and frees sequences of 16 blocks that are all cached.
-"long hit" is the same of 64 blocks. "users" is plain Python in both builds, as a user's policy is.
+"long hit" is the same of 64 blocks. "users" is plain Python in both builds, as a user's policy is. Of "sessions" each
+sequence is of one of 64 sessions, and the clock moves with each sample; "sessions, none told" is the same without.
 
 What it does not show: what a policy is worth, which is a matter of hit rates, and what the engine around it costs.
 """
@@ -49,15 +50,32 @@ class UsersPolicy:
         return next(iter(self.others or self.hit), None)
 
 
-POLICIES: dict[str, Any] = {"none": None, "lru": "lru", "slru": "slru", "s3fifo": "s3fifo", "users": UsersPolicy}
+POLICIES: dict[str, Any] = {
+    "none": None,
+    "lru": "lru",
+    "slru": "slru",
+    "s3fifo": "s3fifo",
+    "sessions": "sessions",
+    "sessions, none told": "sessions",
+    "users": UsersPolicy,
+}
+NUM_SESSIONS = 64
 
 
-def policy_cases(manager: KVCacheManager) -> dict[str, Case]:
-    """Return allocating, freeing and hitting, per block."""
+def policy_cases(manager: KVCacheManager, *, has_sessions: bool) -> dict[str, Case]:
+    """Return allocating, freeing and hitting, per block. has_sessions: whether sequences are of sessions."""
     fresh = FreshPrompts()
 
     def make() -> list[Sequence]:
-        return [Sequence(number, fresh.make(CALL_BLOCKS * BLOCK_SIZE)) for number in range(NUM_SEQUENCES)]
+        manager.now += has_sessions
+        return [
+            Sequence(
+                number,
+                fresh.make(CALL_BLOCKS * BLOCK_SIZE),
+                session=number % NUM_SESSIONS if has_sessions else None,
+            )
+            for number in range(NUM_SEQUENCES)
+        ]
 
     def allocate(sequences: list[Sequence]) -> list[Sequence]:
         for sequence in sequences:
@@ -89,7 +107,7 @@ def measure_cost(num_blocks: int, num_rounds: int, num_samples: int) -> list[dic
     for name, policy in POLICIES.items():
         manager = KVCacheManager(num_blocks, BLOCK_SIZE, eviction=policy)
         fill_manager(manager, FILLER_BLOCKS)
-        made[name] = policy_cases(manager)
+        made[name] = policy_cases(manager, has_sessions=name == "sessions")
     rows: list[dict[str, object]] = []
     for item in made["none"]:
         spreads = measure({name: cases[item] for name, cases in made.items()}, num_rounds, num_samples)

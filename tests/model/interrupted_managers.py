@@ -26,6 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "quotas": {},
     "sampled": {},
     "policies": {"eviction": "s3fifo"},
+    "sessions": {"eviction": "sessions"},
     "debug": {"debug": True},
     "grouped": {"groups": [FullAttention(4), SlidingWindow(2, 6)], "enable_events": True},
     "anchors": {"groups": [SlidingWindow(4, 8)]},
@@ -66,7 +67,7 @@ class World:
         self.batch: list[Sequence] = []
         if kind == "sampled":
             self.sampler = self.manager.start_sampling(1, lambda: float(next(self.times)), (4.0, 16.0))
-        if kind in ("quotas", "policies"):
+        if kind in ("quotas", "policies", "sessions"):
             self.manager.set_quota(TENANT, 2)
         if "tiers" in KINDS[kind]:
             self.fill_tiers()
@@ -110,6 +111,8 @@ class World:
         assert {transfer.is_load for transfer in self.transfers} == {True, False}
 
     def add(self, name: str, tokens: list[int], **options: Any) -> Sequence:
+        if self.kind == "sessions":
+            options["session"] = "chat"
         self.sequences[name] = sequence = Sequence(name, tokens, **options)
         return sequence
 
@@ -130,7 +133,7 @@ class World:
             "usage": manager.group_usage(),
             "holds": [(hold.is_released, hold.num_blocks) for hold in manager.holds],
             "copies": list(manager._slots.copies),  # noqa: SLF001  # `take_copies` would forget them
-            "events": [] if manager._events is None else [*manager._events.records],  # noqa: SLF001
+            "events": [] if manager._recording is None else [*manager._recording.log.records],  # noqa: SLF001
             "policies": self.told(),
             "sampler": self.lives(),
             "runs": [(bytes(run.tokens), [b.block_id for b in run.blocks]) for run in manager._index.runs()],  # noqa: SLF001

@@ -79,11 +79,32 @@ def test_a_compacted_history_goes_first() -> None:
 
 def test_a_sub_agent_supersedes_nothing() -> None:
     chats = Chats(30)
+    chats.run("old", span(100, 4))
     chats.run("chat", span(0, 5))
     chats.run("chat", span(50, 5))
+    chats.evict(4)
+    assert [chats.num_cached(span(100, 4)), chats.num_cached(span(0, 5))] == [0, 5]
     chats.run("chat", span(0, 7))
     assert chats.num_cached(span(50, 5)) == 5
     assert chats.num_cached(span(0, 7)) == 7
+
+
+def test_whether_histories_that_were_left_come_back_is_learned() -> None:
+    made: list[Any] = []
+
+    def make(cache: Any) -> Sessions:
+        made.append(Sessions(cache))
+        return made[-1]
+
+    chats = Chats(80, make)
+    for number in range(10):
+        chats.run("chat", span(0, 10))
+        chats.manager.now += 10
+        chats.run("chat", [0, 1, *span(100 + 10 * number, 3)])
+        chats.manager.now += 10
+    assert chats.num_cached(span(0, 10)) == 10
+    left = made[0]._left.returns  # noqa: SLF001
+    assert left.chance(1.0, 100.0, left.rhythm(None)) > 0.8
 
 
 def test_what_ended_goes_first() -> None:
@@ -124,18 +145,18 @@ def test_one_that_comes_again_begins_anew() -> None:
 def test_what_another_one_has_stays(other: str | None) -> None:
     """Of a session, or of requests without any."""
     chats = Chats(20)
+    chats.run("old", span(100, 4))
     chats.run(other, span(0, 4))
     chats.run("chat", span(0, 8))
-    chats.run("old", span(100, 4))
     chats.manager.sessions.end("chat")
     chats.evict(4)
-    assert chats.num_cached(span(0, 8)) == 4
-    assert chats.num_cached(span(100, 4)) == 4
+    assert [chats.num_cached(span(0, 8)), chats.num_cached(span(100, 4))] == [4, 4]
+    chats.evict(2)
+    assert [chats.num_cached(span(0, 8)), chats.num_cached(span(100, 4))] == [4, 2]
     if other is not None:
         chats.manager.sessions.end(other)
         chats.evict(4)
-        assert chats.num_cached(span(0, 8)) == 0
-        assert chats.num_cached(span(100, 4)) == 4
+        assert [chats.num_cached(span(0, 8)), chats.num_cached(span(100, 4))] == [0, 2]
 
 
 def test_what_many_have_is_nobody_s() -> None:
@@ -144,10 +165,12 @@ def test_what_many_have_is_nobody_s() -> None:
         chats.run(number, [*span(0, 3), 100 + number])
     for number in range(20):
         chats.manager.sessions.end(number)
-    chats.run("new", span(200, 3))
     chats.evict(20)
     assert chats.num_cached(span(0, 3)) == 3
-    assert chats.num_cached(span(200, 3)) == 3
+    chats.run("new", span(200, 3))
+    chats.manager.sessions.end("new")
+    chats.evict(3)
+    assert [chats.num_cached(span(0, 3)), chats.num_cached(span(200, 3))] == [3, 0]
 
 
 def test_equal_names_of_other_tenants_are_others() -> None:
@@ -236,18 +259,17 @@ def test_sessions_that_never_come_back_are_forgotten() -> None:
     assert sum(len(paused) for kind in policy._kinds.values() for paused in kind.paused.values()) <= 10  # noqa: SLF001
 
 
-def test_a_block_that_two_threads_of_a_session_share_goes_last() -> None:
-    """A sub-agent with the same system prompt; the main thread's end stays as long as the sub-agent's does."""
-    chats = Chats(30)
-    chats.run("chat", span(0, 8))
-    sub = chats.start("chat", [*span(0, 2), *span(50, 4)])
-    main = chats.start("chat", span(0, 9))
-    chats.manager.free(sub)
-    chats.manager.free(main)
-    chats.evict(4)
-    assert chats.num_cached(span(0, 2)) == 2
-    chats.evict(7)
-    assert chats.num_cached(span(0, 2)) == 2
+def test_a_block_that_two_threads_of_a_session_share_goes_with_the_last_of_them() -> None:
+    """A sub-agent with the same system prompt is let go, and so is who waits for a person, before the main thread."""
+    chats = Chats(40)
+    learn(chats)
+    main, sub = chats.start("chat", span(0, 8)), chats.start("chat", [*span(0, 2), *span(50, 4)])
+    for sequence, reason in ((main, "tool_use"), (sub, "end_turn")):
+        chats.manager.free(sequence)
+        chats.manager.sessions.pause("chat", reason)
+    chats.run("person", span(10, 4), "end_turn")
+    chats.evict(8)
+    assert [chats.num_cached(span(0, 8)), chats.num_cached([0, 1, 50]), chats.num_cached(span(10, 4))] == [8, 2, 0]
 
 
 ACTIONS = st.lists(

@@ -25,6 +25,7 @@ from kvblocks.retention.policies.returns import RECENCY_WEIGHT, Returns, Rhythm
 
 _MAX_REASONS: Final = 32  # whatever callers make up; the rest are one
 _MANY: Final = 7  # other sessions: as many as a block is told with
+_MOST_HEIRS: Final = 8  # threads of the same session that are asked whether they want a block, the newest ones
 _SHORTEST: Final = 256  # a pause of less than such a part of the time that the pool keeps things counts as that
 _ADAPTING: Final = 50  # victims over which that time is averaged
 
@@ -45,6 +46,7 @@ class Session:
     def __init__(self, key: SessionKey) -> None:
         self.key = key
         self.threads: dict[Thread, None] = {}
+        self.waiting: dict[Thread, None] = {}  # of them, those that pause for a reason that was said or not
         self.rhythms: dict[Kind, Rhythm] = {}
         self.reason: str | None = None
         self.last: Thread | None = None
@@ -226,7 +228,7 @@ class Sessions:
         """Return another thread that wants a block, None: there is none."""
         session = thread.session
         if session is not None and len(session.threads) > 1:
-            for other in session.threads:
+            for other in islice(reversed(session.threads), _MOST_HEIRS):
                 if other is not thread and other.blocks and depth < next(reversed(other.blocks.values())):
                     return other
         others = self._others.get(block_id, ())
@@ -305,13 +307,12 @@ class Sessions:
             self._continue(last)
         else:
             session.last = None
-        for thread in [*session.threads]:
-            if thread.kind is not None and thread.kind is not self._left and thread.kind is not self._aside:
-                if thread.blocks:
-                    self._pause(thread, self._aside)
-                else:
-                    self._resume(thread)
-                    del session.threads[thread]
+        for thread in [*session.waiting]:
+            if thread.blocks:
+                self._pause(thread, self._aside)
+            else:
+                self._resume(thread)
+                session.threads.pop(thread, None)
 
     def _continue(self, thread: Thread) -> None:
         """Let a thread's next request have begun. O(blocks that it left)."""
@@ -388,6 +389,8 @@ class Sessions:
         thread.rhythm = 0.0 if session is None else kind.returns.rhythm(session.rhythms.get(kind))
         kind.returns.num_open += 1.0
         thread.is_open = True
+        if session is not None and kind is not self._aside and kind is not self._left:
+            session.waiting[thread] = None
         if is_new:
             self._num_pauses += 1
             thread.since, thread.number = self._cache.now, self._num_pauses
@@ -407,6 +410,8 @@ class Sessions:
         kind = thread.kind
         if kind is not None:
             self._close(thread)
+            if thread.session is not None:
+                thread.session.waiting.pop(thread, None)
             if thread.rhythm in kind.paused:
                 kind.paused[thread.rhythm].pop(thread, None)
             thread.kind = None
