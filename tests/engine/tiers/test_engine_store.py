@@ -13,7 +13,7 @@ from tiers.store.servers import proxied, running, wait_for
 from kvblocks import Sequence
 from kvblocks.engine import Engine, LoadedModel, StepLimits
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.tiers.store import StoreError
+from kvblocks.tiers.store import SharedStore, StoreError
 
 __all__ = ["make", "model"]  # fixtures
 
@@ -236,6 +236,29 @@ def test_a_store_that_hangs_lets_prompts_be_computed(share, server, when, monkey
         empty_device(other)
         again, logits = ask(other, prompt)
         assert again.num_loaded_tokens == {"store": 288} and torch.equal(logits, expected)
+
+
+def test_a_prompt_waits_for_no_lookup_that_is_late(share, monkeypatch):
+    """Whatever the thread that asks is busy with."""
+    (prompt,) = prompts(1)
+    one, other = share(), share(options=HASTY)
+    first, expected = ask(one, prompt)
+    settle(one)
+    gate, find = threading.Event(), SharedStore.find
+
+    def find_late(store, asked):
+        gate.wait(60)
+        return find(store, asked)
+
+    monkeypatch.setattr(SharedStore, "find", find_late)
+    answer, logits = ask(other, prompt)
+    gate.set()
+    assert answer.token_ids == first.token_ids and torch.equal(logits, expected)
+    assert answer.num_loaded_tokens == {}
+    monkeypatch.undo()
+    empty_device(other)
+    wait_for(lambda: counted(other).num_lookups)
+    assert ask(other, prompt)[0].num_loaded_tokens == {"store": 288}, "what came too late changed nothing"
 
 
 def test_a_prompt_whose_blocks_are_gone_since_it_was_looked_up_is_computed(share, server, monkeypatch):

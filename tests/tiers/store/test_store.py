@@ -340,6 +340,9 @@ def test_a_store_that_fails_is_left_alone_and_comes_back(tmp_path, connect, faul
         for _ in range(4 if fault == "trickles" else 0):  # it answers, but brings nothing: no thread stays with it
             come_back(store)
             assert isinstance(took(store.read, None, identities, SIZE * 30), StoreError)
+        if fault == "trickles":
+            absent, _ = chain(1, first=999)
+            wait_for(lambda: took(read, store, absent) == [None] or (store.probe() and None))
         proxy.hangs = proxy.refuses = False
         proxy.piece, proxy.delay_s, proxy.cuts = 65536, 0.0, 0.0
         if fault == "is gone":
