@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvblocks.kernels import table
 from kvblocks.kernels.layout import AttentionOptions, AttentionShape, is_interpreted
 from kvblocks.kernels.table import Key, Launch, count_programs, find
 
@@ -29,7 +30,9 @@ class Shares:
 def find_launch(kernel: dict[Key, Launch], query: Tensor, key_cache: Tensor) -> Launch:
     """The table's entry for a query and a cache. With queries in fp32 tiles are computed in fp32, whatever K is."""
     element_bytes = 4 if query.dtype == torch.float32 else key_cache.element_size()
-    return find(kernel, query.device, query.shape[-1], element_bytes)
+    launch = find(kernel, query.device, query.shape[-1], element_bytes)
+    rows = tile_rows(query.shape[1] // key_cache.shape[2], launch)
+    return table.widen(launch, rows, query.shape[-1], element_bytes, table.family(query.device))
 
 
 def tile_rows(group_size: int, launch: Launch) -> int:

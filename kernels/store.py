@@ -77,7 +77,8 @@ def store_kernel(
     if slot >= 0:
         block = slot // BLOCK_SIZE
         offset = slot % BLOCK_SIZE
-        head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
+        # int64: a cache with its heads first may have strides whose multiples no int32 holds.
+        head = (tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]).to(tl.int64)
         element = tl.arange(0, HEAD_DIM)[None, :]
         is_head = head < NUM_KV_HEADS
         key = tl.load(key_ptr + token * stride_key_token + head * stride_key_head + element, mask=is_head)

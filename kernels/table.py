@@ -10,7 +10,7 @@ are below; "any" stands for an architecture without entries, and for Triton's in
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,6 +52,27 @@ def find(kernel: Mapping[Key, Launch], device: torch.device, head_dim: int, elem
     """The entry of a kernel's dictionary for a device. Every dictionary has all head_dims and widths under "any"."""
     found = kernel.get((family(device), head_dim, element_bytes))
     return found if found is not None else kernel["any", head_dim, element_bytes]
+
+
+def widen(launch: Launch, rows: int, head_dim: int, element_bytes: int, family_name: str) -> Launch:
+    """The entry of a kernel for tiles of more rows than it is for, as groups of many heads need: `rows`, a power of 2.
+
+    By compiling ahead of time: more warps, so that what is summed up stays in registers; for fp32, which holds tiles of
+    K and V there too, smaller ones; and no more programs on an SM than fit.
+    """
+    if rows <= launch.tile_rows:
+        return launch
+    is_wide = element_bytes == 4
+    num_warps = min(16, max(launch.num_warps, rows * head_dim // (1024 if is_wide else 2048)))
+    tile_keys = max(16, launch.tile_keys // 2) if is_wide and rows >= 64 else launch.tile_keys
+    fitting = 2 if rows == 32 and family_name in ("sm90", "sm100") else 1
+    return replace(
+        launch,
+        tile_keys=tile_keys,
+        num_warps=num_warps,
+        num_stages=min(launch.num_stages, 2) if rows >= 128 else launch.num_stages,
+        programs_per_sm=min(launch.programs_per_sm, fitting),
+    )
 
 
 INTERPRETED_SMS = 2
@@ -132,7 +153,7 @@ EXTEND: dict[Key, Launch] = {
     ("sm90", 128, 1): Launch(64, 8, 3, tile_rows=128),
     ("sm90", 128, 2): Launch(64, 8, 3, tile_rows=128),
     ("sm90", 128, 4): Launch(16, 8, 2, tile_rows=32),
-    ("sm90", 256, 1): Launch(32, 8, 2, tile_rows=64),
+    ("sm90", 256, 1): Launch(16, 8, 2, tile_rows=64),
     ("sm90", 256, 2): Launch(32, 8, 2, tile_rows=128),
     ("sm90", 256, 4): Launch(16, 8, 2, tile_rows=16),
     ("sm100", 64, 1): Launch(64, 8, 3, tile_rows=128),

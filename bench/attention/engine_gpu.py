@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ NO_GPU = """bench.attention.engine_gpu: expected a GPU that torch can use, got n
 `--rehearse` runs every case once on the CPU, tiny, in Triton's interpreter, to check that all of it works."""
 NUM_WARM_STEPS, NUM_STEPS = 16, 100
 BLOCK_SIZE = 16
+FLASH_ATTN_BLOCK_SIZE = 256
+"""The fewest tokens of a page that flash-attn takes."""
 Row = dict[str, Any]
 
 
@@ -123,6 +126,10 @@ def contestants(case: Case, model: "LoadedModel", num_tokens: int) -> Iterator[t
     if case.num_shared:
         yield "triton, cascade", replace_runner(make("triton"), is_captured=False, shares=True)
     yield "torch", make("torch")
+    if find_spec("flash_attn") is not None and model.device.type == "cuda":
+        size = FLASH_ATTN_BLOCK_SIZE
+        num_large = case.batch * -(-(case.context + num_tokens) // size)
+        yield "flash-attn", Engine(model, num_blocks=num_large, block_size=size, attention="flash-attn")
 
 
 def prompts_of(case: Case, vocab_size: int) -> list[list[int]]:

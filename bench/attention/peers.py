@@ -14,6 +14,7 @@ from bench.attention.cases import Batch, Workload
 Attend = Callable[[], Tensor]
 Plan = Callable[[Batch], Attend]
 WORKSPACE_BYTES = 256 << 20
+FA2_PAGE_TOKENS = 256
 
 
 def peers(workload: Workload) -> Iterator[tuple[str, Plan]]:
@@ -22,6 +23,8 @@ def peers(workload: Workload) -> Iterator[tuple[str, Plan]]:
     if workload.num_shared:
         yield "FlashInfer cascade", plan_flashinfer_cascade
     yield "vLLM unified", plan_vllm
+    if not workload.is_fp8:
+        yield "flash-attn 2, pages of 256", plan_fa2
     same_lengths = len(set(workload.lengths)) == 1
     if same_lengths and not workload.is_fp8 and not workload.num_shared:
         yield "fa3-fwd, contiguous", plan_fa3
@@ -111,6 +114,32 @@ def plan_vllm(batch: Batch) -> Attend:
         return output
 
     return attend
+
+
+def pages_of_256(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """K, V and block tables of the same tokens in pages of 256 tokens, the fewest that flash-attn takes."""
+    per_page = FA2_PAGE_TOKENS // batch.workload.block_size
+    num_seqs, width = batch.block_tables.shape
+    padded = torch.nn.functional.pad(batch.block_tables, (0, -width % per_page)).long()
+    key, value = (cache[padded].flatten(0, 2) for cache in (batch.key_cache, batch.value_cache))
+    tables = torch.arange(padded.numel() // per_page, dtype=torch.int32, device=key.device).view(num_seqs, -1)
+    key, value = (cache.unflatten(0, (-1, FA2_PAGE_TOKENS)) for cache in (key, value))
+    return key, value, tables
+
+
+def plan_fa2(batch: Batch) -> Attend:
+    """FlashAttention 2 over pages, which are larger than the others'; shared ones are copied for each sequence."""
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+    key, value, tables = pages_of_256(batch)
+    options = {"softmax_scale": batch.scale, "causal": True, "block_table": tables}
+    if batch.workload.is_decode:
+        rows = batch.query.unsqueeze(1)
+        return lambda: flash_attn_with_kvcache(rows, key, value, cache_seqlens=batch.seq_lens, **options).squeeze(1)
+    key_start = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    most = [max(numbers) for numbers in zip(*batch.workload.lengths, strict=True)]
+    starts = (batch.query_start, key_start)
+    return lambda: flash_attn_varlen_func(batch.query, key, value, *starts, *most, **options)
 
 
 def contiguous(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

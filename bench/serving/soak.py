@@ -146,8 +146,10 @@ class Soak:
         expected = 0 if ends_by is signal.SIGTERM else -ends_by
         if status != expected:
             self.problems.append(f"{ends_by.name}: the server ended with {status}")
-        said = [line for line in self.server.lines if "Traceback" in line or "bug" in line]
-        self.problems += [f"the server said: {line}" for line in said]
+        for place, line in enumerate(self.server.lines):
+            if line.startswith("Traceback"):
+                said = " | ".join(self.server.lines[place - 1 : place + 40])
+                self.problems.append(f"the server said: {said}")
         self.deaths.append({"minute": self.minute(), "by": ends_by.name, "num_lines": len(self.server.lines)})
 
     async def _rest(self, life: int) -> None:

@@ -126,7 +126,7 @@ class Clients:
                 last = line or last
             if response.status_code == 200 and last != "data: [DONE]" and '"error"' not in last:
                 self.problems.append(f"a stream ended with {last:.200}")
-            return self._status("stream", response)
+            return self._status("stream", response, last)
 
     async def _hostile(self, http: httpx2.AsyncClient) -> str:
         name = self._random.choice(list(_HOSTILE))
@@ -208,10 +208,11 @@ class Clients:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{_JSON}Content-Length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
 
-    def _status(self, kind: str, response: httpx2.Response) -> str:
-        status = response.status_code
+    def _status(self, kind: str, response: httpx2.Response, said: str | None = None) -> str:
+        """Say what came of a request, and note what shouldn't have. said: where the answer was a stream."""
+        status, said = response.status_code, response.text if said is None else said
         if status == 500 or (kind != "hostile" and status in {400, 404, 413, 422}):
-            self.problems.append(f"{kind}: {status} {response.text[:300] if response.is_closed else ''}")
+            self.problems.append(f"{kind}: {status} {said:.300}")
         return f"{kind}: {status}"
 
 

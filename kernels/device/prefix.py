@@ -6,7 +6,7 @@ A unit of `shares` is a tile of a group's members: `tiles.find_segment` tells wh
 import triton
 import triton.language as tl
 
-from kvblocks.kernels.device.shares import find_cut, find_work, merge_rows, share_begin
+from kvblocks.kernels.device.shares import find_cut, find_heads, find_tiles, merge_rows
 from kvblocks.kernels.device.tiles import attend_pages, begin_rows, find_segment, find_segments, finish_rows
 
 
@@ -147,14 +147,12 @@ def prefix_kernel(
     """
     TILE_Q: tl.constexpr = TILE_M // GROUP
     program = tl.program_id(0)
-    num_tiles = tl.load(end_ptr + num_units - 1)
-    tile = share_begin(program, num_tiles, tl.num_programs(0))
-    end = share_begin(program + 1, num_tiles, tl.num_programs(0))
+    begin, end, first_head, stop_head = find_heads(end_ptr, num_units, program, tl.num_programs(0), NUM_KV_HEADS)
     packed = tl.arange(0, TILE_M)
     element = tl.arange(0, HEAD_DIM)
-    while tile < end:
-        unit, kv_head, first_tile, head_tiles = find_work(end_ptr, num_units, tile, NUM_KV_HEADS)
-        last_tile = tl.minimum(first_tile + end - tile, head_tiles)
+    # What could be moved out of this loop would take registers throughout the one over keys.
+    for index in tl.range(first_head, stop_head, num_stages=1, disable_licm=True):
+        unit, kv_head, first_tile, last_tile, head_tiles = find_tiles(end_ptr, index, begin, end, NUM_KV_HEADS)
         group, group_start, num_members, first = find_members(start_ptr, unit, num_groups, TILE_Q)
         member = first + packed // GROUP
         is_row = (packed < TILE_Q * GROUP) & (member < num_members)
@@ -184,7 +182,6 @@ def prefix_kernel(
             part_row = (2 * program + (first_tile == 0).to(tl.int32)) * TILE_M + packed
             tl.store(part_ptr + part_row[:, None] * HEAD_DIM + element[None, :], output, mask=is_row[:, None])
             tl.store(part_lse_ptr + part_row, lse, mask=is_row)
-        tile += last_tile - first_tile
 
 
 @triton.jit(

@@ -67,6 +67,33 @@ def find_work(end_ptr, num_units, tile, NUM_KV_HEADS: tl.constexpr):
 
 
 @triton.jit
+def find_heads(end_ptr, num_units, program, num_programs, NUM_KV_HEADS: tl.constexpr):
+    """A program's share: where it begins and stops, and of which heads it has tiles, from the first to before the last.
+
+    Heads are counted through all units: unit * NUM_KV_HEADS + head. Some of those between may have no tiles.
+    """
+    num_tiles = tl.load(end_ptr + num_units - 1)
+    begin = share_begin(program, num_tiles, num_programs)
+    stop = share_begin(program + 1, num_tiles, num_programs)
+    highest = tl.maximum(num_tiles - 1, 0)
+    unit, kv_head, _, _ = find_work(end_ptr, num_units, tl.minimum(begin, highest), NUM_KV_HEADS)
+    first = unit * NUM_KV_HEADS + kv_head
+    unit, kv_head, _, _ = find_work(end_ptr, num_units, tl.minimum(tl.maximum(stop - 1, 0), highest), NUM_KV_HEADS)
+    return begin, stop, first, tl.where(begin < stop, unit * NUM_KV_HEADS + kv_head + 1, first)
+
+
+@triton.jit
+def find_tiles(end_ptr, index, begin, stop, NUM_KV_HEADS: tl.constexpr):
+    """Of a head by its number among all: unit, head, its first tile in the share, where to stop, how many it has."""
+    unit = index // NUM_KV_HEADS
+    kv_head = index % NUM_KV_HEADS
+    unit_begin = tl.load(end_ptr + unit - 1, mask=unit > 0, other=0)
+    head_tiles = (tl.load(end_ptr + unit) - unit_begin) // NUM_KV_HEADS
+    head_begin = unit_begin + kv_head * head_tiles
+    return unit, kv_head, tl.maximum(begin - head_begin, 0), tl.minimum(stop - head_begin, head_tiles), head_tiles
+
+
+@triton.jit
 def find_cut(end_ptr, num_units, num_programs, program, NUM_KV_HEADS: tl.constexpr):
     """The head that was split where the share of `program` begins, if that was the first split of it.
 

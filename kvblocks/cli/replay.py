@@ -35,7 +35,7 @@ def replay(
     ] = "1%,2%,5%,10%,20%",
     policies: Annotated[
         str, typer.Option(help="Eviction policies, with commas: lru, slru, s3fifo, sessions, lru-drop.")
-    ] = "lru,slru,s3fifo",
+    ] = "lru,slru,s3fifo,sessions",
     block_size: Annotated[
         int | None,
         typer.Option(

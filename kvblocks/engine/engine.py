@@ -126,9 +126,8 @@ class Engine:
             store_secret=store_secret,
         )
         order = make_order(schedule)
-        chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
         check_count("block_size", block_size, 1)
-        self.model = _load(model, chosen, dtype)
+        self.model = _load(model, device, dtype)
         backend = Backend(attention, deterministic, cuda_graphs)
         backend.choose_attention(self.model, block_size)  # before anything large is made
         self.plan = _plan(self.model, num_blocks, kv_cache_memory, block_size)
@@ -355,14 +354,6 @@ class Engine:
                 self._stepper.cancel(generation)
 
 
-def _load(model: str | Path | LoadedModel, device: torch.device, dtype: str | torch.dtype | None) -> LoadedModel:
-    """Return the model that was named or given. Raises InvalidArgumentError for one of another dtype."""
-    loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, device, dtype)
-    if parse_dtype(dtype) not in {None, loaded.dtype}:
-        raise InvalidArgumentError(f"dtype: expected {loaded.dtype}, the loaded model's, got {dtype!r}")
-    return loaded
-
-
 def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | str | None, block_size: int) -> Plan:
     """The KV cache's layout and its number of blocks, as the caller asks for them.
 
@@ -388,6 +379,15 @@ def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | s
         name = "kv_cache_memory" if num_blocks is None else "num_blocks"
         check_memory(name, chosen.num_bytes, chosen.num_blocks, model.device)
     return chosen
+
+
+def _load(model: str | Path | LoadedModel, device: str, dtype: str | torch.dtype | None) -> LoadedModel:
+    """The model, loaded if it isn't. Raises InvalidArgumentError for one that is elsewhere, or of another dtype."""
+    chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
+    loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
+    if parse_dtype(dtype) not in {None, loaded.dtype}:
+        raise InvalidArgumentError(f"dtype: expected {loaded.dtype}, the loaded model's, got {dtype!r}")
+    return loaded
 
 
 def choose_device(device: str, loaded: torch.device | None = None) -> torch.device:

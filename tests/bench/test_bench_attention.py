@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from engine import fake_flash_attn
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -53,3 +57,15 @@ def test_a_wrong_result_is_told_and_is_the_exit_status(tmp_path):
     )
     done = run_python("-c", program)
     assert done.returncode == 1 and "WRONG, not timed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["decode 64 mixed, 128 to 8,192", "prefill 8,192", "decode 64 x 4,096, 3,584 shared"])
+def test_flash_attn_reads_the_same_tokens_in_its_own_pages(name, monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed")
+    from bench.attention import cases, peers
+
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn.module())
+    workload = next(cases.shrink(found) for found in cases.workloads() if found.name == name)
+    batch = cases.build(workload, torch.device("cpu"), 0)
+    attend = dict(peers.peers(workload))["flash-attn 2, pages of 256"](batch)
+    assert cases.Checker(batch).error(attend()) <= cases.LARGEST_ERROR

@@ -1,6 +1,7 @@
 """The collector: what a scrape says is what the snapshot says."""
 
 import urllib.request
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from kvblocks.engine.tiers.offload import TierTraffic
 from kvblocks.observe.metrics import CacheMetrics
 from kvblocks.stats import HitCounts
 from kvblocks.tiers.disk import DiskStats
+from kvblocks.tiers.store import StoreStats
 
 
 def compute(manager: KVCacheManager, tokens: Any, salt: str | None = None) -> None:
@@ -226,6 +228,9 @@ def test_what_an_engine_moved_is_shown_by_tier_and_direction():
         TierTraffic("host", {"load": 10, "store": 20}, {"load": 0.5, "store": 0.25}),
         TierTraffic("disk", {"load": 30, "store": 40}, {"load": 1.5, "store": 2.5}, disk),
     ]
+    values = dict(zip([field.name for field in fields(StoreStats)], range(10, 30), strict=False))
+    store = StoreStats(**{**values, "is_away": True})
+    traffic.append(TierTraffic("store", {"load": 50, "store": 60}, {"load": 3.5, "store": 4.5}, store=store))
     registry = CollectorRegistry()
     OffloadCollector(SimpleNamespace(traffic=lambda: traffic), registry=registry)
     samples = scrape(registry)
@@ -237,6 +242,10 @@ def test_what_an_engine_moved_is_shown_by_tier_and_direction():
     }
     for name, value in (("damaged_blocks", 1), ("failed_writes", 2), ("failed_syncs", 3)):
         series[f"kvblocks_tier_{name}_total", (("tier", "disk"),)] = value
+    shown = {"lookups", "present_blocks", "missing_blocks", "damaged_blocks", "refused_blocks", "trimmed_blocks"}
+    for name in (*shown, "failures", "skipped"):
+        series[f"kvblocks_store_{name}_total", (("tier", "store"),)] = values[f"num_{name}"]
+    series["kvblocks_store_away", (("tier", "store"),)] = 1
     assert samples == series
 
 
@@ -244,8 +253,8 @@ def test_the_page_on_metrics_names_every_series_of_tiers():
     page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     registry = CollectorRegistry()
     KVBlocksCollector(CacheMetrics(KVCacheManager(16, 4, tiers=[Tier("host", 8, 64)])), registry=registry)
-    traffic = [TierTraffic("disk", {"load": 1, "store": 1}, {"load": 1.0, "store": 1.0}, DiskStats())]
+    traffic = [TierTraffic("disk", {"load": 1, "store": 1}, {"load": 1.0, "store": 1.0}, DiskStats(), StoreStats())]
     OffloadCollector(SimpleNamespace(traffic=lambda: traffic), registry=registry)
-    names = {name for name, _ in scrape(registry) if name.startswith("kvblocks_tier_")}
-    assert len(names) == 13
+    names = {name for name, _ in scrape(registry) if name.startswith(("kvblocks_tier_", "kvblocks_store_"))}
+    assert len(names) == 22
     assert {name for name in names if f"`{name}`" not in page} == set()

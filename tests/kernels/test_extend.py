@@ -164,7 +164,7 @@ def small(num_programs, tile_rows=16):
     return Launch(16, 4, 2, tile_rows=tile_rows, programs_per_sm=num_programs)
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 3, 5, 8, 13, 40])
+@pytest.mark.parametrize("num_programs", [1, 3, 8, 13])
 @pytest.mark.parametrize("window", [None, 37])
 def test_work_shared_among_any_number_of_programs(device, num_programs, window):
     batch = PagedBatch([*RAGGED, (3, 0)], device=device, num_padding_rows=9)
@@ -208,7 +208,7 @@ sequences = st.lists(
     softcap=st.none() | st.just(4.0),
     has_sinks=st.booleans(),
     num_padding_rows=st.integers(0, 5),
-    num_programs=st.integers(0, 12),
+    num_programs=st.integers(0, 6),
     seed=st.integers(0, 1 << 16),
 )
 def test_small_random_batches(

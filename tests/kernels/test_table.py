@@ -58,3 +58,20 @@ def test_families_of_amd_and_the_size_of_a_fixed_grid(monkeypatch):
     assert table.family(torch.device("cuda")) == "gfx942"
     assert table.count_programs(torch.device("cuda"), Launch(16, 4, 1, programs_per_sm=2)) == 608
     assert table.count_programs(torch.device("cpu"), Launch(16, 4, 1, programs_per_sm=3)) == 6
+
+
+@pytest.mark.parametrize(
+    ("rows", "element_bytes", "expected"),
+    [
+        (16, 2, Launch(64, 4, 3, programs_per_sm=3)),
+        (32, 2, Launch(64, 4, 3, programs_per_sm=2)),
+        (64, 2, Launch(64, 4, 3, programs_per_sm=1)),
+        (128, 2, Launch(64, 8, 2, programs_per_sm=1)),
+        (64, 4, Launch(32, 8, 3, programs_per_sm=1)),
+        (128, 4, Launch(32, 16, 2, programs_per_sm=1)),
+    ],
+)
+def test_groups_of_more_heads_than_an_entry_is_for(rows, element_bytes, expected):
+    launch = Launch(64, 4, 3, programs_per_sm=3)
+    assert table.widen(launch, rows, 128, element_bytes, "sm90") == expected
+    assert table.widen(launch, 32, 128, element_bytes, "sm80").programs_per_sm == 1

@@ -3,12 +3,14 @@
 from itertools import combinations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay.independent import Ask
 from replay.small_traces import asks, make_trace, run_trace
 
-from kvblocks.replay.attainable import attainable_hits, closed_times
+from kvblocks.replay import attainable
+from kvblocks.replay.attainable import KnownFuture, attainable_hits, closed_times
 from kvblocks.replay.bound import max_hits, next_uses, references_in
 from kvblocks.replay.run import Setup, followers
 from kvblocks.replay.trace import think_times
@@ -110,3 +112,51 @@ def test_times_of_a_closed_loop_follow_from_ends_and_pauses():
     trace = make_trace(requests)
     times = closed_times(trace.times, think_times(trace), trace.durations, followers(trace))
     assert times.tolist() == [0, 1, 8, 11]
+
+
+def belady(references, num_blocks):
+    """MIN with bypass, as one would write it down first: look ahead at each reference."""
+    kept, num_hits = set(), 0
+    for place, block in enumerate(references):
+        num_hits += block in kept
+        kept.discard(block)
+        following = {name: references.index(name, place + 1) for name in {*kept, block} & {*references[place + 1 :]}}
+        kept = {*sorted(following, key=following.get)[:num_blocks]}
+    return num_hits
+
+
+@given(references=st.lists(st.integers(0, 12), max_size=80), num_blocks=st.integers(1, 8))
+@settings(max_examples=150, deadline=None)
+def test_the_bound_is_min_with_bypass(references, num_blocks):
+    uses = next_uses(np.array(references, np.int64))
+    assert max_hits(uses, num_blocks) == belady(references, num_blocks)
+
+
+class Watched(KnownFuture):
+    """Checks after each admission that what is cached has all that is above it, and fits."""
+
+    def admit(self, request, path, start=0):
+        super().admit(request, path, start)
+        self.check()
+
+    def end(self, path):
+        super().end(path)
+        self.check()
+
+    def check(self):
+        cached = self._is_cached
+        assert cached.sum() == self._num_cached <= self._num_blocks
+        assert (self._owners > 0).sum() == self._num_owned
+        assert cached[self._owners > 0].all()
+        for request in range(self._trace.num_requests):
+            of_path = cached[self._trace.blocks_of(request)]
+            assert of_path[: of_path.sum()].all()
+
+
+@given(requests=asks(), num_blocks=st.integers(1, 14), never_waits=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_the_known_future_leaves_no_hole_and_evicts_nothing_that_is_held(requests, num_blocks, never_waits):
+    trace = make_trace(requests)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attainable, "KnownFuture", Watched)
+        attainable_hits(trace, trace.times, num_blocks, never_waits=never_waits)

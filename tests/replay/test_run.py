@@ -136,18 +136,38 @@ def test_an_unknown_policy_or_model_is_refused():
 
 
 def test_sessions_pause_and_end_as_the_trace_says(monkeypatch):
-    from kvblocks.retention.sessions import Sessions
-
     told = []
-    monkeypatch.setattr(Sessions, "pause", lambda _, session, reason, salt: told.append((session, reason, salt)))
-    monkeypatch.setattr(Sessions, "end", lambda _, session, salt: told.append((session, None, salt)))
+
+    class Listening:
+        def __init__(self, cache):
+            self.cache = cache
+
+        def free(self, blocks):
+            pass
+
+        def use(self, block_ids):
+            pass
+
+        def remove(self, block_ids):
+            pass
+
+        def victim(self, num_blocks):
+            return None
+
+        def pause(self, session, tenant, reason):
+            told.append((self.cache.now, session, tenant, reason))
+
+        def end(self, session, tenant):
+            told.append((self.cache.now, session, tenant, None))
+
+    monkeypatch.setitem(POLICIES, "listening", Listening)
     requests = [Ask("a", 0, 0, 1, (1,)), Ask("b", 1, 0, 1, (2,)), Ask("a", 5, 0, 1, (1, 3))]
     trace = make_trace(requests, tenants={"a": "x", "b": None}, stops=["tool_use", "", "end_turn"])
-    run_trace(trace, Setup("lru", 10))
-    assert told == [(0, "tool_use", "x"), (0, "end_turn", "x")]
+    assert run_trace(trace, Setup("listening", 10)).num_policy_failures == 0
+    assert told == [(1, 0, "x", "tool_use"), (6, 0, "x", "end_turn")]
     told.clear()
-    run_trace(trace, Setup("lru", 10, tells_ends=True))
-    assert told == [(0, "tool_use", "x"), (1, None, None), (0, None, "x")]
+    run_trace(trace, Setup("listening", 10, tells_ends=True))
+    assert told == [(1, 0, "x", "tool_use"), (2, 1, None, None), (6, 0, "x", None)]
 
 
 def test_a_long_run_has_as_many_moments_as_fit():

@@ -7,6 +7,8 @@ Invariant: all K and V of a step are stored in a layer before any of its queries
 share blocks that another sequence of the same step fills.
 """
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -66,7 +68,7 @@ class KVCache:
         slots = range(config.num_layers) if layer_locations is None else [slot for _, slot in layer_locations]
         places = {slot: place for place, slot in enumerate(dict.fromkeys(slots))}
         if torch.device(device).type == "cpu":
-            whole = torch.zeros(num_blocks, 2 * len(places), *shape, dtype=dtype)
+            whole = zeros_when_touched((num_blocks, 2 * len(places), *shape), dtype)
             parts = [(whole[:, 2 * place], whole[:, 2 * place + 1]) for place in places.values()]
             memory: tuple[Tensor, ...] = (whole,)
         else:
@@ -183,6 +185,17 @@ class KVCache:
         from kvblocks.kernels.copy import CacheTable
 
         return CacheTable.of(self.parts)
+
+
+def zeros_when_touched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A zeroed tensor on the CPU whose pages take memory when they are first written: a pool that is never full.
+
+    It begins at a page. Where the system has no private mappings it takes its memory now. Raises OSError without room.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.zeros(shape, dtype=dtype)
+    mapping = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=dtype).view(shape)  # which keeps the mapping
 
 
 class StepAttention(Protocol):

@@ -94,7 +94,8 @@ def load_flash_attention(
         import flash_attn
     except ImportError as error:
         raise ModelError(
-            f"attention='flash-attn': expected the package flash-attn, got: {error}. To install it: pip install"
-            " 'kvblocks[engine,flash-attn]'"
+            f"attention='flash-attn': expected the package flash-attn, got: {error}. Building it takes CUDA's"
+            " compiler and the torch that it will run with: pip install 'kvblocks[engine]' packaging psutil ninja wheel, and"
+            " then pip install --no-build-isolation flash-attn; or a wheel for your torch, CUDA and Python from its releases"
         ) from error
     return FlashAttention(flash_attn)

@@ -120,6 +120,15 @@ class _Reader:
         torch.cat([part.to(self.device, self.dtype) for part in parts], out=stacked)
         return stacked
 
+    def read_matrix(self, *names: str) -> Tensor:
+        """The tensors stacked, as `pack` lays them out; one alone isn't copied before."""
+        if len(names) == 1:
+            loaded = self._load(names[0]).to(self.device, self.dtype)
+            packed = pack(loaded)
+            if packed is not loaded:
+                return packed
+        return pack(self.read(*names))
+
     def read_norm(self, name: str) -> Tensor:
         """A norm's weight, as LayerWeights wants it."""
         if self.config.architecture.has_centered_norms:
@@ -141,9 +150,9 @@ class _Reader:
 
 def _read_vocabulary(reader: _Reader) -> tuple[Tensor, Tensor]:
     """The embedding and the head. Where they are tied they share memory, if the head's layout can be read by rows."""
-    embedding = reader.read(_EMBEDDING)
     if not reader.config.tie_word_embeddings:
-        return embedding, pack(reader.read(_LM_HEAD))
+        return reader.read(_EMBEDDING), reader.read_matrix(_LM_HEAD)
+    embedding = reader.read(_EMBEDDING)
     lm_head = pack(embedding)
     shared = packed_rows(lm_head, embedding)
     return (embedding, embedding) if shared is None else (shared, lm_head)
@@ -155,13 +164,16 @@ def _read_layer(reader: _Reader, index: int) -> LayerWeights:
     def read(kind: str, *names: str) -> Tensor:
         return reader.read(*(f"{prefix}{name}.{kind}" for name in names))
 
+    def read_matrix(*names: str) -> Tensor:
+        return reader.read_matrix(*(f"{prefix}{name}.weight" for name in names))
+
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up = ("mlp.gate_proj", "mlp.up_proj")
     return LayerWeights(
-        qkv=pack(read("weight", *qkv)),
-        output=pack(read("weight", "self_attn.o_proj")),
-        gate_up=pack(read("weight", *gate_up)),
-        down=pack(read("weight", "mlp.down_proj")),
+        qkv=read_matrix(*qkv),
+        output=read_matrix("self_attn.o_proj"),
+        gate_up=read_matrix(*gate_up),
+        down=read_matrix("mlp.down_proj"),
         qkv_bias=read("bias", *qkv) if config.attention_bias else None,
         output_bias=read("bias", "self_attn.o_proj") if config.attention_bias else None,
         gate_up_bias=read("bias", *gate_up) if config.mlp_bias else None,

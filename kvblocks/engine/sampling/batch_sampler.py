@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -228,8 +229,11 @@ def _restrict(logits: Tensor, draws: Sequence[Draw]) -> None:
     words = [(index, draw.allowed) for index, draw in enumerate(draws) if draw.allowed is not None]
     if words:
         rows = torch.tensor([index for index, _ in words])
-        stacked = torch.stack([allowed for _, allowed in words])
-        restrict(logits, to_device(rows, logits.device), to_device(stacked, logits.device))
+        octets = torch.stack([allowed for _, allowed in words]).view(torch.uint8).numpy()
+        # Some ten times as fast as shifting all words by all places.
+        bits = np.unpackbits(octets, axis=1, count=logits.shape[1], bitorder="little")
+        is_allowed = torch.from_numpy(bits).view(torch.bool)
+        restrict(logits, to_device(rows, logits.device), to_device(is_allowed, logits.device))
 
 
 def _copied(values: "array[int]") -> Tensor:

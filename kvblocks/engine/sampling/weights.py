@@ -118,16 +118,13 @@ def ban(logits: Tensor, entries: Tensor) -> None:
     flat[places] = values.masked_fill(~values.isnan(), -torch.inf)
 
 
-def restrict(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+def restrict(logits: Tensor, rows: Tensor, is_allowed: Tensor) -> None:
     """Make tokens impossible in some rows of float32 `logits` [num_draws, vocab]; a NaN stays one. O(rows x vocab).
 
-    rows: int64 [number]. words: int32 [number, vocab / 32], a bit for each token that stays possible.
+    rows: int64 [number]. is_allowed: bool [number, vocab].
     """
-    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
-    bits = words.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_(1)
     own = logits.index_select(0, rows)
-    is_impossible = bits.flatten(1)[:, : logits.shape[1]].eq(0).logical_and_(own.isnan().logical_not_())
-    logits.index_copy_(0, rows, own.masked_fill_(is_impossible, -torch.inf))
+    logits.index_copy_(0, rows, own.masked_fill(is_allowed.logical_or(own.isnan()).logical_not_(), -torch.inf))
 
 
 def pick_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ def render_report(result: Result) -> str:
         ("waiting", "Waiting", sections.waits(result)),
         ("misses", "Misses", sections.misses(result)),
         ("time", "Over time", sections.over_time(result)),
-        ("prefixes", "Prefixes", sections.prefixes(result.prefixes)),
+        ("prefixes", "Prefixes", sections.prefixes(result)),
     ]
     for name, _, section in parts:
         section.set("id", name)

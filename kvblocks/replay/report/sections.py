@@ -14,7 +14,7 @@ from kvblocks.replay.report.rows import (
     size_name,
 )
 from kvblocks.replay.report.small_charts import age_chart, age_table, runs_over_time
-from kvblocks.replay.result import PrefixNode, Result, Row
+from kvblocks.replay.result import Result, Row
 
 TOKEN_KINDS = [Kind("saved on the device", 0), Kind("loaded from the host", 1), Kind("computed", 5)]
 WAIT_KINDS = [Kind("ran at once", 0), Kind("waited", 1), Kind("refused", 4)]
@@ -181,8 +181,10 @@ def over_time(result: Result) -> Element:
     )
 
 
-def prefixes(root: PrefixNode) -> Element:
+def prefixes(result: Result) -> Element:
     """The prefix structure."""
+    root = result.prefixes
+    hidden = sum(node.num_hidden_references for node in walk(root)) / max(1, result.trace.num_references)
     runs = sorted(walk(root), key=lambda node: -node.num_blocks * node.num_requests)[:20]
     rows = [
         [
@@ -202,7 +204,8 @@ def prefixes(root: PrefixNode) -> Element:
         paragraph(
             "All prompts as one tree. A rectangle is a run of blocks: as wide as the share of the requests that have "
             "it, as high as it has blocks, so that its area is its share of the references. What hangs below a "
-            "rectangle continues it. Runs of very few requests are left out."
+            "rectangle continues it. Runs of very few requests are left out"
+            + (f", and with them {percent(hidden)} of the references." if hidden else ".")
         ),
         part_legend(KINDS),
         for_both(lambda width: icicle(root, width)),

@@ -118,4 +118,4 @@ def _upto(bucket: Bucket) -> str:
 def _shares(row: Row) -> list[float]:
     """Return which share of the evicted references is in a bucket or in one before it."""
     counts = [bucket.count for bucket in row.misses.ages]
-    return [sum(counts[: number + 1]) / max(1, sum(counts)) for number in range(len(counts))]
+    return [sum(counts[: number + 1]) / sum(counts) for number in range(len(counts))]

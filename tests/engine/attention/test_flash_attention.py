@@ -1,7 +1,10 @@
 """attention="flash-attn", against a stand-in with the package's signatures; and what it refuses."""
 
+import ast
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,5 +115,38 @@ def test_a_cpu_is_refused():
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(flash_attention_module, "DEVICE_TYPES", ("cpu",))
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    with pytest.raises(ModelError, match=r"expected the package flash-attn, got: .*kvblocks\[engine,flash-attn\]"):
+    with pytest.raises(ModelError, match=r"expected the package flash-attn, got: .*--no-build-isolation flash-attn"):
         Engine(half_precision(), num_blocks=4, block_size=256, attention="flash-attn")
+
+
+SIGNATURES = Path(__file__).parents[1] / "flash_attn_signatures.txt"
+
+
+def signatures(path):
+    """The parameters of the two functions, with their defaults and without annotations, by parsing."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name in vars(fake_flash_attn.module()):
+            for argument in node.args.args:
+                argument.annotation = None
+            found[node.name] = ast.unparse(node.args)
+    return found
+
+
+def test_the_stand_in_has_the_signatures_of_the_package():
+    found = signatures(SIGNATURES)
+    assert len(found) == 2
+    assert signatures(Path(fake_flash_attn.__file__)) == found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("version", ["2.6.3", "2.7.4.post1", "2.8.3"])
+def test_the_signatures_are_those_of_the_packages_sources(version, tmp_path):
+    tool = Path(__file__).parents[3] / "tools" / "fetch_sdist.py"
+    command = [sys.executable, str(tool), f"flash-attn=={version}", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"PyPI can't be reached: {done.stderr[-200:]}")
+    source = tmp_path / f"flash-attn-{version}" / "flash_attn" / "flash_attn_interface.py"
+    assert signatures(source) == signatures(SIGNATURES)
+    assert "page_block_size must be a multiple of 256" in source.read_text()

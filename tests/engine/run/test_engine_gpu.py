@@ -84,6 +84,27 @@ def test_replayed_steps_have_the_bits_of_steps_that_are_not(prompts, dtype):
     assert with_graphs == without
 
 
+def test_flash_attn_gives_the_same_tokens_where_it_is_installed(prompts):
+    pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+    loaded = load(torch.bfloat16)
+    engine = Engine(loaded, num_blocks=20, block_size=256, attention="flash-attn")
+    plain = Engine(loaded, num_blocks=20, block_size=256, attention="torch")
+    # Roundings differ, and a random model's tokens soon with them: the first ones are compared.
+    assert answers(engine, prompts, max_tokens=1) == answers(plain, prompts, max_tokens=1)
+
+
+def test_nothing_is_compiled_after_a_warm_up(prompts):
+    from kvblocks.engine.attention.triton_attention import watch_compiling
+
+    engine = Engine(load(torch.bfloat16), num_blocks=400)
+    engine.limits = StepLimits(max_num_batched_tokens=300, max_num_seqs=32)
+    told = []
+    assert engine.warm_up(lambda *step: told.append(step))
+    with watch_compiling() as compiled:
+        answers(engine, prompts)
+    assert compiled == {} and len(told) > 5
+
+
 def test_a_cascade_gives_the_same_tokens(model, prompts):
     engine, plain = (Engine(model, num_blocks=400, attention=attention) for attention in ("auto", "torch"))
     threshold = CascadeThreshold(min_run_tokens=1, min_saved_share=0.0)

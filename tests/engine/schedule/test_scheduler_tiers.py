@@ -281,3 +281,26 @@ def test_the_histories_load():
         failed += sum(stats.num_failed_blocks for stats in history.scheduler.manager.tiers)
     assert loaded > 20
     assert failed > 5
+
+
+def test_a_request_that_is_sought_lets_others_pass_and_is_admitted_then():
+    scheduler, cache, mover = make(40)
+    first = add(scheduler, "first", PROMPT, max_tokens=1)
+    add(scheduler, "second", PROMPT[:6], max_tokens=1)
+    first.is_sought = True
+    assert step(scheduler, cache) == [("second", 0, 6)]
+    assert step(scheduler, cache) == [] and scheduler.has_work, "and nothing is wrong"
+    first.is_sought = False
+    assert step(scheduler, cache)[0][0] == "first"
+    finish(scheduler, cache, mover)
+
+
+def test_a_request_that_is_sought_may_be_cancelled_and_may_expire():
+    scheduler, cache, mover = make(40)
+    first, second = (add(scheduler, name, PROMPT, max_tokens=1) for name in ("first", "second"))
+    first.is_sought = second.is_sought = True
+    second.deadline = 5.0
+    scheduler.cancel(first)
+    scheduler.cancel(second, "timeout")
+    assert (first.finish_reason, second.finish_reason, scheduler.has_work) == ("cancelled", "timeout", False)
+    finish(scheduler, cache, mover)

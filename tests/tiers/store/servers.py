@@ -3,7 +3,9 @@
 import contextlib
 import importlib.util
 import random
+import select
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -217,3 +219,41 @@ def proxied(server, seed=0):
         yield proxy
     finally:
         proxy.close()
+
+
+@contextlib.contextmanager
+def behind_tls(server, certificate, key):
+    """A port that speaks TLS for a server that doesn't; a thread a connection, which goes to and fro."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                threading.Thread(target=relay, args=(near,), daemon=True).start()
+
+    def relay(plain):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", server.port)) as far,
+            context.wrap_socket(plain, server_side=True) as near,
+        ):
+            while True:
+                ready = [near] if near.pending() else select.select([near, far], [], [])[0]
+                for source, target in ((near, far), (far, near)):
+                    if source in ready:
+                        data = source.recv(65536)
+                        if not data:
+                            return
+                        target.sendall(data)
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(5)

@@ -1,11 +1,15 @@
 """`SharedStore` on a real server: what it gives back, what it refuses, and what it does when the server fails."""
 
 import logging
+import re
+import shutil
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
-from tiers.store.servers import cluster, cluster_url, proxied, running, wait_for
+from tiers.store.servers import behind_tls, cluster, cluster_url, proxied, running, wait_for
 
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.identity import BlockIdentity
@@ -399,6 +403,36 @@ def test_a_wrong_password_is_a_store_that_is_away(tmp_path, connect, caplog):
         with caplog.at_level(logging.WARNING, "kvblocks.tiers.store"):
             assert finds(bad, identities) == [False] * 2
         assert bad.is_away and "mistaken" not in caplog.text and "password" in caplog.text
+
+
+def test_a_user_with_the_rights_that_the_page_names_does_all_that_is_needed(tmp_path, connect):
+    page = (Path(__file__).resolve().parents[3] / "docs" / "store.md").read_text(encoding="utf-8")
+    rights = " ".join(re.search(r"`ACL SETUSER ([^`]*)`", page)[1].split())
+    with running(tmp_path) as server:
+        server.client().execute_command("ACL", "SETUSER", *rights.replace("PASSWORD", "pass").split())
+        store = connect(f"valkey://kvblocks:pass@127.0.0.1:{server.port}")
+        identities, payloads = chain(4)
+        assert store.probe() and store.write(Owner("ann", 3), identities, payloads)
+        assert read(store, identities, "ann") == [*payloads[:3], None]
+        assert finds(store, identities, "ann") == [True] * 3 + [False]
+        assert store.forget("ann", 20.0) == 4
+        assert (store.stats.num_refused_blocks, store.stats.num_failures) == (0, 0)
+
+
+def test_tls_checks_the_certificate(server, tmp_path, connect):
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    key, certificate = tmp_path / "key", tmp_path / "certificate"
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = ["-subj", "/CN=elsewhere", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    subprocess.run([*make, *names, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    identities, payloads = chain(2)
+    with behind_tls(server, certificate, key) as port:
+        url = f"valkeys://127.0.0.1:{port}"
+        good = connect(url, options=f"{PATIENT}&ca_file={certificate}")
+        assert good.write(NOBODY, identities, payloads) and read(good, identities) == payloads
+        assert not connect(url).probe(), "whom the system trusts didn't sign it"
+        assert not connect(f"valkeys://localhost:{port}", options=f"{PATIENT}&ca_file={certificate}").probe()
 
 
 def test_without_the_package_an_error_says_how_to_get_it(monkeypatch):

@@ -94,7 +94,7 @@ def _parse_entry(entry: dict[str, Any], name: str) -> Tenant:
         raise InvalidArgumentError(f"{name}: chooses_salt: expected true or false, got something else")
     tiers = entry.get("tier_quotas", {})
     if not isinstance(tiers, dict) or not tiers.keys() <= set(_TIERS):
-        raise InvalidArgumentError(f"{name}: tier_quotas: expected a table with {' or '.join(_TIERS)}, got another one")
+        raise InvalidArgumentError(f"{name}: tier_quotas: expected a table with {', '.join(_TIERS)}, got another one")
     quota = _count(entry, "quota", 0, name)
     tier_blocks = {tier: _count(tiers, tier, 0, name) or 0 for tier in tiers}
     if chooses and (quota is not None or tier_blocks):
