@@ -390,6 +390,15 @@ def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | s
     return chosen
 
 
+def _load(model: str | Path | LoadedModel, device: str, dtype: str | torch.dtype | None) -> LoadedModel:
+    """The model, loaded if it isn't. Raises InvalidArgumentError for one that is elsewhere, or of another dtype."""
+    chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
+    loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
+    if parse_dtype(dtype) not in {None, loaded.dtype}:
+        raise InvalidArgumentError(f"dtype: expected {loaded.dtype}, the loaded model's, got {dtype!r}")
+    return loaded
+
+
 def choose_device(device: str, loaded: torch.device | None = None) -> torch.device:
     """The device that `device` names; `loaded` is where the model already is. Raises InvalidArgumentError."""
     if device == "auto":
