@@ -3,7 +3,7 @@
     python -m bench.report
 
 Reads compare-, growth- and prefix-cache-, each with plain.json and compiled.json, serving.json, sampling.json
-and hybrid.json.
+engine-cpu.json and hybrid.json.
 "n/a": the contestant has no such thing, or isn't timed on it.
 """
 
@@ -147,6 +147,19 @@ def sampling(results: Results) -> list[str]:
     return [*(f"- {name}: {facts[name]}" for name in names), "", *table(head, rows)]
 
 
+def engine_cpu(results: Results) -> list[str]:
+    """Return tokens a CPU second of the engines, by clients and phase, and under which conditions."""
+    facts = results["conditions"]
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    names = ("cpu", "num_cpus", "threads", "load_average", "clock", "num_rounds", "torch")
+    head = ["engine", "clients", "phase", "least", "median", "most", "ratio of medians"]
+    rows = []
+    for row in results["results"]:
+        rates = [number(row[name]) for name in ("least", "median", "most", "ratio")]
+        rows.append([row["engine"], str(row["clients"]), row["phase"], *rates])
+    return [*(f"- {name}: {facts[name]}" for name in names), f"- versions: {versions}", "", *table(head, rows)]
+
+
 def conditions(compared: dict[str, Results]) -> list[str]:
     """Return the conditions of both runs, those that are the same once."""
     both = [compared[build]["conditions"] for build in BUILDS]
@@ -176,6 +189,7 @@ def render(page: str) -> str:
         "PrefixCache": prefix_cache(load("prefix-cache")),
         "Serving": serving(json.loads((BENCH / "results" / "serving.json").read_text(encoding="utf-8"))),
         "Sampling": sampling(json.loads((BENCH / "results" / "sampling.json").read_text(encoding="utf-8"))),
+        "Engines on a CPU": engine_cpu(json.loads((BENCH / "results" / "engine-cpu.json").read_text(encoding="utf-8"))),
         "Groups": groups(json.loads((BENCH / "results" / "hybrid.json").read_text(encoding="utf-8"))),
     }
     lines = [line for title, body in sections.items() for line in (f"### {title}", "", *body)]
