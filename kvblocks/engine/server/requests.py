@@ -117,8 +117,8 @@ class AnswerRequest:
 
     @property
     def is_long(self) -> bool:
-        """Whether its answer may be megabytes: with log probabilities of prompts."""
-        return self.options.get("prompt_logprobs") is not None
+        """Whether its answer may be megabytes: with log probabilities, or a prompt in each choice."""
+        return self.echo or self.options.get("logprobs") is not None
 
     @property
     def num_choices(self) -> int:
