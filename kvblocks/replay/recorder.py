@@ -24,6 +24,7 @@ from kvblocks.errors import InvalidArgumentError
 _ID_BYTES = 8  # a million blocks have two of equal names with a chance of 1 to 37 million
 _MAX_REMEMBERED = 250_000  # names, about 20 MB of them
 _SAY_EVERY_S = 60.0
+_BEGIN = b'{"kvblocks_trace":'
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ class TraceRecorder:
 
     path: made readable for its owner only; what a killed recorder left of a last line there is cut off. block_size: of
     the blocks that are named. key: 16 to 64 bytes; recorders with equal keys give equal names, which is what you want
-    of several processes whose traces belong together; None: a random one. A file that can't be opened, or that another
-    recorder has open, raises InvalidArgumentError.
+    of several processes whose traces belong together; None: a random one. A file that can't be opened, that another
+    recorder has open, or that has something else than a trace, raises InvalidArgumentError.
 
     What can't be written later (a full disk) raises nothing: it is counted in `num_lost`, logged once a minute, and
     left out whole, so that the file has whole lines only. Every line is given to the system at once: a process that is
@@ -54,6 +55,7 @@ class TraceRecorder:
             self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _check_ours(self._file)
                 _cut_torn_line(self._file)
                 self._append({"kvblocks_trace": 1, "block_size": self._block_size})
             except OSError:
@@ -163,6 +165,13 @@ class TraceRecorder:
         if now - self._said_at >= _SAY_EVERY_S:
             self._said_at = now
             _log.warning("%d requests could not be recorded, the last one since: %s", self.num_lost, error)
+
+
+def _check_ours(file: int) -> None:
+    """Raise OSError for a file that begins otherwise than ours: nothing is cut off or added there."""
+    begin = os.pread(file, len(_BEGIN), 0)
+    if not _BEGIN.startswith(begin):
+        raise OSError(errno.EEXIST, "there is one already that isn't a trace")
 
 
 def _cut_torn_line(file: int) -> None:

@@ -176,3 +176,16 @@ def test_what_it_remembers_is_bounded(tmp_path, monkeypatch):
         record(recorder, range(100 * number, 100 * number + 8))
     assert prompts(read_trace(path)) == [[0, 1], [2, 3], [0, 1], [2, 3], [2, 3]]
     assert "after" in lines(path)[-1]
+
+
+@pytest.mark.parametrize("content", [b'{"layers": 30}', b"a line\nand one without an end", b"\n", b'{"kvblocks'])
+def test_a_file_that_is_no_trace_stays_as_it_is(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    if b'{"kvblocks_trace":'.startswith(content):  # a recorder was killed in its first line
+        TraceRecorder(path, 4).close()
+        assert lines(path) == [{"kvblocks_trace": 1, "block_size": 4}]
+        return
+    with pytest.raises(InvalidArgumentError, match=r"got .*config.json': there is one already that isn't a trace"):
+        TraceRecorder(path, 4)
+    assert path.read_bytes() == content
