@@ -1,6 +1,7 @@
 """A sweep, its options and its command: the same rows in one process and in several, and an end at Ctrl-C."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,9 +16,10 @@ from replay.small_traces import make_trace
 
 from kvblocks.cli import app as cli
 from kvblocks.cli import replay as replay_command
-from kvblocks.errors import InvalidArgumentError
+from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.replay.options import parse_arrivals, parse_range, parse_size, parse_sizes
 from kvblocks.replay.prefixes import prefix_tree
+from kvblocks.replay.readers import read_trace
 from kvblocks.replay.result import Row
 from kvblocks.replay.sample import SAMPLE
 from kvblocks.replay.sweep import Options, sweep
@@ -225,3 +227,13 @@ def test_ctrl_c_ends_it_and_its_processes(tmp_path):
         time.sleep(0.05)
     assert not [worker for worker in workers if is_alive(worker)]
     assert not (tmp_path / "rows").exists()
+
+
+def test_a_process_that_is_killed_ends_the_sweep():
+    def kill(_):
+        for child in multiprocessing.active_children():
+            os.kill(child.pid, signal.SIGKILL)
+
+    with pytest.raises(KVBlocksError, match="got one that was killed"):
+        sweep(read_trace(SAMPLE), Options(("slru", "s3fifo"), (200,)), 2, kill)  # it takes long enough to be killed
+    assert not multiprocessing.active_children()
