@@ -12,6 +12,7 @@ from tiers.store.servers import proxied, running, wait_for
 
 from kvblocks import Sequence
 from kvblocks.engine import Engine, LoadedModel, StepLimits
+from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.store import SharedStore, StoreError
 
@@ -353,6 +354,11 @@ def test_a_reset_deletes_what_the_model_has_in_the_store(share, server):
 def test_options_that_cannot_be_are_refused(model, options):
     with pytest.raises(InvalidArgumentError, match="store"):
         Engine(model, num_blocks=4, **options)
+
+
+def test_options_do_not_show_what_is_secret():
+    options = TierOptions(store="valkey://ann:hidden@host", store_secret=b"hidden" * 3, disk_cache="x")
+    assert "hidden" not in repr(options) + repr(replace(options, disk_cache_secret=b"hidden" * 3))
 
 
 def test_an_engine_that_is_closed_leaves_no_thread(share):
