@@ -43,7 +43,6 @@ def collected():
 
 @plain_only
 @pytest.mark.usefixtures("collected")
-@pytest.mark.filterwarnings("ignore:PrefixMatch.* was entered and never left:ResourceWarning")  # interrupted before it
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*PrefixMatch.__del__:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("eviction", [None, "slru"])
 def test_an_interrupted_cache_refuses_or_is_consistent(eviction: str | None) -> None:

@@ -4,6 +4,7 @@ Torch and the other heavy imports happen inside the commands, so that `kvblocks 
 user can act on (KVBlocksError) become one line on stderr and exit code 1; results go to stdout, progress to stderr.
 """
 
+import os
 import sys
 from typing import Annotated
 
@@ -133,6 +134,8 @@ app.add_typer(cache_commands, name="cache")
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command line (sys.argv's by default) and exit: 0 if all is well, 1 error, 2 bad usage, 130 Ctrl-C."""
+    # Torch looks at it when it first takes memory. Weights on huge pages are read a few per cent faster by a CPU.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         app(args=arguments, prog_name="kvblocks")
     except KVBlocksError as error:

@@ -3,8 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -132,21 +132,26 @@ def replay(
     )
     with _show_progress() as progress:
         result = sweep(read, options, jobs, progress)
-    _print(result)
-    if json_file is not None:
-        _write(json_file, json.dumps(result.to_rows(), indent=1) + "\n")
-    if report is not None:
-        _write(report, render_report(result))
+    # Files first, since whoever reads the table may have gone, and one that can't be written costs no other.
+    with ExitStack() as left:
+        left.callback(_print, result)
+        if report is not None:
+            left.callback(_write, report, lambda: render_report(result))
+        if json_file is not None:
+            left.callback(_write, json_file, lambda: json.dumps(result.to_rows(), indent=1) + "\n")
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, make_text: Callable[[], str]) -> None:
     """Write a file whole, or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.with_name(f".{os.getpid()}.part")
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        try:
+            part.write_text(make_text(), encoding="utf-8", errors="replace")  # a file's name may be no Unicode
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise InvalidArgumentError(f"expected to write {path}, got {error.strerror}") from error
 
 
@@ -178,8 +183,9 @@ def _print(result: "Result") -> None:
     from rich.table import Table
 
     facts = result.trace
+    name = facts.name.encode(errors="replace").decode()  # of a file; perhaps no Unicode
     print(
-        f"{facts.name}: {facts.num_requests:,} requests in {facts.num_sessions:,} sessions,"
+        f"{name}: {facts.num_requests:,} requests in {facts.num_sessions:,} sessions,"
         f" {facts.num_references:,} references to {facts.num_unique_blocks:,} blocks of {facts.block_size} tokens;"
         f" an infinite cache hits {facts.infinite_hit_rate:.3f}"
     )

@@ -354,15 +354,6 @@ class Engine:
                 self._stepper.cancel(generation)
 
 
-def _load(model: str | Path | LoadedModel, device: str, dtype: str | torch.dtype | None) -> LoadedModel:
-    """The model, loaded if it isn't. Raises InvalidArgumentError for one that is elsewhere, or of another dtype."""
-    chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
-    loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
-    if parse_dtype(dtype) not in {None, loaded.dtype}:
-        raise InvalidArgumentError(f"dtype: expected {loaded.dtype}, the loaded model's, got {dtype!r}")
-    return loaded
-
-
 def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | str | None, block_size: int) -> Plan:
     """The KV cache's layout and its number of blocks, as the caller asks for them.
 

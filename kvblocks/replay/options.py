@@ -1,14 +1,16 @@
 """What people write on the command line, turned into what `sweep` takes."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from kvblocks.arguments import shown
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.replay.sweep import DEFAULT_MEAN_S
 from kvblocks.replay.trace import Trace
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)(%?)")
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)(%?)")
 
 
 def parse_sizes(text: str, num_unique_blocks: int) -> tuple[int, ...]:
@@ -61,6 +63,20 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 def check_can_write(path: Path | None, option: str) -> None:
-    """Raise InvalidArgumentError if a file can't be written, before an hour is spent on what goes there."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise InvalidArgumentError(f"{option}: expected a file in a folder that exists, got {path}")
+    """Raise InvalidArgumentError if a file can't be written, before an hour is spent on what goes there.
+
+    Tries it, with a file that is gone when this returns.
+    """
+    if path is None:
+        return
+    try:
+        if path.is_dir() or not path.parent.is_dir():
+            raise InvalidArgumentError(f"{option}: expected a file in a folder that exists, got {path}")
+        with suppress(FileNotFoundError):
+            path.lstat()  # its name may be too long
+        with TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{option}: expected a file that can be written, got {path}: {error.strerror}"
+        ) from error

@@ -7,6 +7,7 @@ the formats, field by field.
 import gzip
 import json
 import logging
+import re
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
@@ -21,8 +22,12 @@ from kvblocks.replay.trace import Numbers, Trace, TraceError, ends_of, number_de
 MOONCAKE_BLOCK_SIZE = 512
 MAX_BLOCKS = 2**24
 """In one prompt: far above any, and little enough for memory."""
+MAX_COUNT = 2**40
+"""Of tokens in a prompt, and the like: far above any, and so that sums of them are whole numbers of 64 bits."""
 VERSION = 1
 """Of our own format: the value of `kvblocks_trace` in its first line."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # what no file and no manager takes
 
 _log = logging.getLogger(__name__)
 _NONE: Any = object()
@@ -44,10 +49,12 @@ class Line:
         )
 
     def count(self, field: str, low: int = 0, default: int | None = None) -> int:
-        """Return an int of at least `low`."""
+        """Return an int of at least `low`, and at most MAX_COUNT."""
         value = self.row.get(field, default)
         if type(value) is not int or value < low:
             raise self.wrong(field, f"an integer of at least {low}")
+        if value > MAX_COUNT:
+            raise self.wrong(field, "an integer of at most 2**40")
         return value
 
     def seconds(self, field: str) -> float:
@@ -58,6 +65,13 @@ class Line:
         if type(value) not in (int, float) or not abs(value) < 1e15:
             raise self.wrong(field, "a number")
         return float(value)
+
+    def duration(self, field: str) -> float:
+        """Return a number of at least 0; NaN for null, or where there is none."""
+        value = self.seconds(field)
+        if value < 0:
+            raise self.wrong(field, "a number of at least 0")
+        return value
 
     def time(self, field: str) -> float:
         """Return a number that must be there."""
@@ -70,6 +84,8 @@ class Line:
         value = self.row.get(field, default)
         if type(value) is not str:
             raise self.wrong(field, "a string")
+        if _SURROGATE.search(value):
+            raise self.wrong(field, "a string without halves of surrogate pairs")
         return value
 
     def items(self, field: str) -> list[Any]:
@@ -189,7 +205,7 @@ def _lines(path: Path) -> Iterator[Line]:
                 where = f"{path.name}, line {number}"
                 try:
                     row = json.loads(raw)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     if not raw.endswith(b"\n"):
                         _log.warning("%s: left out, since it was cut after %d bytes", where, len(raw))
                         return
@@ -276,7 +292,7 @@ def _read_sessions(name: str, first: Line, rest: Iterator[Line], block_size: int
         end = int(path[num_shared:].max(initial=-1)) + 1
         top = max(top, end)
         tree.check(line, "h", path[max(0, num_shared - 1) :].tolist(), min(1, num_shared))
-        times = line.time("t"), line.seconds("a"), line.seconds("k")
+        times = line.time("t"), line.duration("a"), line.seconds("k")
         columns.add(_thin(path, factor) + base, (None, session), times)
         columns.note(line.text("s", ""), line.count("in"), line.count("out"))
     if columns is None:
@@ -319,7 +335,7 @@ def _read_ours(name: str, first: Line, rest: Iterator[Line], block_size: int | N
         if tenant is not None:
             tenant = line.text("tenant")
         session = count if line.row.get("session") is None else line.text("session")
-        columns.add(_thin(path, factor), (tenant, session), (line.time("t"), line.seconds("a"), line.seconds("think")))
+        columns.add(_thin(path, factor), (tenant, session), (line.time("t"), line.duration("a"), line.seconds("think")))
         columns.note(line.text("stop", ""), num_tokens, line.count("output", default=0))
     return columns.trace(times_are_relative=False)
 

@@ -17,13 +17,15 @@ from pathlib import Path
 from secrets import token_bytes
 from typing import Any
 
-from kvblocks.arguments import Given, check_count, is_a, plain_bytes, wrong
+from kvblocks.arguments import Given, check_count, check_number, check_text, is_a, plain_bytes, plain_text, shown, wrong
 from kvblocks.core.sequence import Sequence, as_sequence
 from kvblocks.errors import InvalidArgumentError
 
 _ID_BYTES = 8  # a million blocks have two of equal names with a chance of 1 to 37 million
 _MAX_REMEMBERED = 250_000  # names, about 20 MB of them
+_MAX_HEADER = 4096  # bytes of a file's first line that are looked at
 _SAY_EVERY_S = 60.0
+_SECONDS = "seconds, a number between -1e15 and 1e15"
 
 _log = logging.getLogger(__name__)
 
@@ -31,14 +33,15 @@ _log = logging.getLogger(__name__)
 class TraceRecorder:
     """Appends a line for each request to a file, from one process at a time.
 
-    path: made readable for its owner only; what a killed recorder left of a last line there is cut off. block_size: of
-    the blocks that are named. key: 16 to 64 bytes; recorders with equal keys give equal names, which is what you want
-    of several processes whose traces belong together; None: a random one. A file that can't be opened, or that another
-    recorder has open, raises InvalidArgumentError.
+    path: made readable for its owner only; a trace of equal blocks that is there is continued, and what a killed
+    recorder left of a last line is cut off. block_size: of the blocks that are named. key: 16 to 64 bytes; recorders
+    with equal keys give equal names, which is what you want of several processes whose traces belong together; None: a
+    random one. A file that can't be opened, that another recorder has open, or that holds anything else raises
+    InvalidArgumentError, and stays as it is.
 
     What can't be written later (a full disk) raises nothing: it is counted in `num_lost`, logged once a minute, and
     left out whole, so that the file has whole lines only. Every line is given to the system at once: a process that is
-    killed loses none. Any thread may call it.
+    killed loses none. A file that somebody empties meanwhile, to rotate it, begins anew. Any thread may call it.
     """
 
     def __init__(self, path: Path | str, block_size: int, *, key: bytes | None = None) -> None:
@@ -49,14 +52,16 @@ class TraceRecorder:
         self._names: set[bytes] = set()  # of blocks that lines of this recorder have
         self._lock = threading.Lock()
         self._said_at = -_SAY_EVERY_S
+        self._end = 0  # of the file, when it was written to last
         self.num_recorded = self.num_lost = 0
         try:
             self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._check_continued(path)
                 _cut_torn_line(self._file)
-                self._append({"kvblocks_trace": 1, "block_size": self._block_size})
-            except OSError:
+                self._append(self._header())
+            except (OSError, InvalidArgumentError):
                 os.close(self._file)
                 raise
         except OSError as error:
@@ -78,18 +83,24 @@ class TraceRecorder:
         Its prompt is what the sequence was made with, its answer the tokens after that; salt, LoRA and extra keys count
         as they do for the cache, and the salt is its tenant. arrived_s: when it came, on `time.time`'s clock. seconds:
         for how long it held blocks, or about. stop: why it ended, such as "tool_use" or "stop". think_s: how long its
-        session paused before it, if somebody knows. O(tokens).
+        session paused before it, if somebody knows. Raises InvalidArgumentError. O(tokens).
         """
         own = as_sequence("record", sequence)
+        times = {"t": _seconds("arrived_s", arrived_s), "a": max(0.0, _seconds("seconds", seconds))}
+        if not is_a(stop, str):
+            raise wrong("stop", "a str", stop)
+        why = check_text("stop", plain_text(stop))
+        if think_s is not None:
+            times["think"] = _seconds("think_s", think_s)
         with self._lock:
             if self._file is None:
                 return False
             try:
                 names = self._block_names(own)
-                line = self._line(own, names)
-                line |= {"t": round(arrived_s, 3), "a": round(max(0.0, seconds), 3), "stop": stop}
-                if think_s is not None:
-                    line["think"] = round(think_s, 3)
+                if os.fstat(self._file).st_size < self._end:
+                    self._names.clear()
+                    self._append(self._header())
+                line = self._line(own, names) | times | {"stop": why}
                 has_room = len(self._names) + len(names) <= _MAX_REMEMBERED
                 self._append(line)
             except Exception as error:  # noqa: BLE001  # nothing that goes wrong here may cost a request
@@ -107,6 +118,24 @@ class TraceRecorder:
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
+
+    def _header(self) -> dict[str, Any]:
+        return {"kvblocks_trace": 1, "block_size": self._block_size}
+
+    def _check_continued(self, path: Path | str) -> None:
+        """Raise InvalidArgumentError unless the file is new, or begins as our own would. Changes nothing."""
+        assert self._file is not None, "it was just opened"
+        begin = os.pread(self._file, _MAX_HEADER, 0)
+        first, newline, _ = begin.partition(b"\n")
+        try:
+            is_own = self._header().items() <= json.loads(first).items()
+        except (ValueError, AttributeError, RecursionError):
+            is_own = False
+        if not (is_own if newline else _packed(self._header()).startswith(begin)):
+            raise InvalidArgumentError(
+                f"path: expected a new file, or a trace with blocks of {self._block_size} tokens, got {str(path)!r}, "
+                f"which begins with {shown(first)}"
+            )
 
     def _line(self, sequence: Sequence, names: list[bytes]) -> dict[str, Any]:
         """Return what a line says of a sequence: the names that no line before has, and the one that they follow."""
@@ -146,7 +175,7 @@ class TraceRecorder:
     def _append(self, row: dict[str, Any]) -> None:
         """Write a line, or nothing of it and raise OSError."""
         assert self._file is not None, "the caller has looked"
-        line = json.dumps(row, separators=(",", ":")).encode() + b"\n"
+        line = _packed(row)
         size = os.fstat(self._file).st_size
         written = 0
         try:
@@ -156,6 +185,7 @@ class TraceRecorder:
                 os.ftruncate(self._file, size)
         if written < len(line):
             raise OSError(errno.ENOSPC, f"expected room for {len(line)} bytes, got it for {written}")
+        self._end = size + written
 
     def _lose(self, error: Exception) -> None:
         self.num_lost += 1
@@ -163,6 +193,19 @@ class TraceRecorder:
         if now - self._said_at >= _SAY_EVERY_S:
             self._said_at = now
             _log.warning("%d requests could not be recorded, the last one since: %s", self.num_lost, error)
+
+
+def _packed(row: dict[str, Any]) -> bytes:
+    """Return a line."""
+    return json.dumps(row, separators=(",", ":")).encode() + b"\n"
+
+
+def _seconds(name: str, value: float) -> float:
+    """Return a number of seconds, to the millisecond, that readers take. Raises InvalidArgumentError."""
+    number = check_number(name, value, _SECONDS)
+    if not abs(number) < 1e15:
+        raise wrong(name, _SECONDS, value)
+    return round(float(number), 3)
 
 
 def _cut_torn_line(file: int) -> None:

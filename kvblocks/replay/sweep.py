@@ -13,7 +13,7 @@ from multiprocessing.pool import AsyncResult, Pool
 from typing import Any
 
 import kvblocks
-from kvblocks.errors import InvalidArgumentError
+from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.replay.attainable import attainable_hits
 from kvblocks.replay.bound import max_hits, next_uses, references_in
 from kvblocks.replay.models import model_groups
@@ -205,14 +205,25 @@ def _do_all(workload: Workload, jobs: list[Job], num_processes: int, progress: P
         return found
     context = multiprocessing.get_context("spawn")  # a fork would copy the caller's threads and locks half
     shares = context.Array("d", len(jobs), lock=False)
+    others = _children()
     with _pool(context, min(num_processes, len(jobs)), (workload.trace, workload.options, shares)) as pool:
+        workers = _children() - others
         results = [pool.apply_async(_do, (number, job)) for number, job in enumerate(jobs)]
         waiting: list[AsyncResult[Any]] = list(results)
         while waiting:
             waiting[0].wait(_POLL_S)
             progress([*zip(jobs, shares, strict=True)])
             waiting = [result for result in waiting if not result.ready()]
+            if waiting and not workers <= _children():
+                # The pool would start another one, and wait for ever for what this one was to do.
+                raise KVBlocksError(
+                    "sweep: expected processes that run to the end, got one that was killed (no memory?)"
+                )
         return {job: result.get() for job, result in zip(jobs, results, strict=True)}
+
+
+def _children() -> set[int | None]:
+    return {process.pid for process in multiprocessing.active_children()}
 
 
 @contextmanager

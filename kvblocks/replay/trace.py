@@ -117,9 +117,14 @@ def ends_of(lengths: Numbers) -> Numbers:
 
 
 def number_densely(blocks: Numbers) -> Numbers:
-    """Return the blocks numbered from 0 on without gaps, as uint32. O(references + largest number)."""
+    """Return the blocks numbered from 0 on without gaps, in their order, as uint32.
+
+    O(references + largest number), or O(references x log(references)) where that is much larger.
+    """
     if not len(blocks):
         return blocks.astype(np.uint32)
+    if blocks.max() > 16 * len(blocks) + 2**20:
+        return np.unique(blocks, return_inverse=True)[1].astype(np.uint32)
     is_used = np.zeros(int(blocks.max()) + 1, bool)
     is_used[blocks] = True
     return (np.cumsum(is_used) - 1)[blocks].astype(np.uint32)

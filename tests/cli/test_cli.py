@@ -40,6 +40,16 @@ def test_version(capsys):
     assert run(["--version"], capsys) == (0, f"kvblocks {__version__}\n", "")
 
 
+@pytest.mark.parametrize(("given", "used"), [(None, "1"), ("0", "0")])
+def test_weights_get_huge_pages_unless_somebody_decided_otherwise(given, used, capsys, monkeypatch):
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")  # so that it is put back afterwards
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
+    if given is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", given)
+    run(["--version"], capsys)
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == used
+
+
 def test_python_dash_m_is_the_same_command():
     result = subprocess.run(
         [sys.executable, "-m", "kvblocks", "--version"],

@@ -82,7 +82,7 @@ def test_four_byte_buffers_and_bytes_are_not_copied() -> None:
     ("token_ids", "message"),
     [
         ([], "expected at least one, got none"),
-        (b"", "1 or more, got 0 bytes"),
+        (b"", "1 or more, got none"),
         (array("I"), "expected at least one, got none"),
         ([1, -1], "expected 0 to 4294967295, got -1 at position 1"),
         ([2**32], "expected 0 to 4294967295, got 4294967296 at position 0"),

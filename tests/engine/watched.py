@@ -18,23 +18,23 @@ class Watch:
         run, forward = runner.run, runner.model.forward
         chunks_of_step = []
 
-        def watched_run(chunks):
+        def watched_run(chunks, score=None):
             chunks_of_step[:] = chunks
-            logits = run(chunks)
+            logits = run(chunks, score)
             sampling = [chunk for chunk in chunks if chunk.samples]
             for chunk, row in zip(sampling, logits, strict=True):
                 self.logits.setdefault(tuple(chunk.request.sequence.token_ids()), row.clone())
             engine.manager.check()
             return logits
 
-        def watched_forward(batch, kv_cache):
+        def watched_forward(batch, kv_cache, score=None):
             tensors = (*kv_cache.keys, *kv_cache.values)
             saved = [tensor.clone() for tensor in tensors]
             seen = self.seen_slots(chunks_of_step)
             self.num_spoiled_slots += int((saved[0][~seen] != 0).any(-1).any(-1).sum())
             for tensor in tensors:
                 tensor[~seen] = torch.nan
-            logits = forward(batch, kv_cache)
+            logits = forward(batch, kv_cache, score)
             assert not logits.isnan().any()
             for tensor, before in zip(tensors, saved, strict=True):
                 tensor[~seen] = before[~seen]

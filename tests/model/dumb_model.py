@@ -56,6 +56,7 @@ class DumbModel:
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True, first_block: int = 0) -> None:
         self.block_size = block_size
         self.enable_caching = enable_caching
+        self.now = 0.0  # the caller's clock
         self.queue = list(range(first_block, first_block + num_blocks))
         self.detached: set[int] = set()  # cached no more, though nobody took them
         self.owners = dict.fromkeys(self.queue, 0)

@@ -436,6 +436,7 @@ class History(Transfers):
         self.now += 1
         expired = [pair for pair in self.pins if pair[1].expires_at is not None and pair[1].expires_at <= self.now]
         assert self.manager.expire_pins(self.now) == [pin for pin, _ in expired]
+        self.model.now = self.now  # it sets the clock that policies see
         for pair in expired:
             self.pins.remove(pair)
             self.model.unpin(pair[1])

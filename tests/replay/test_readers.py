@@ -15,6 +15,7 @@ from kvblocks.replay.trace import TraceError, arrival_times, think_times
 OPENING = {"session": "one", "block_size": 64, "tool_tokens": 1, "system_tokens": 2}
 CALL = {"t": 0.0, "a": 1.5, "k": 0.0, "s": "tool_use", "in": 200, "out": 9, "sub": 0, "p": 0, "h": [[1, 3]]}
 MOONCAKE = {"timestamp": 2000, "input_length": 1500, "output_length": 7, "hash_ids": [5, 6, 7]}
+TWO_BLOCKS = {"input_length": 1024}
 HEADER = {"kvblocks_trace": 1, "block_size": 16}
 OURS = {"t": 0.5, "a": 2.0, "session": "s", "tenant": "x", "tokens": 40, "output": 3, "stop": "stop", "ids": ["p", "q"]}
 
@@ -131,6 +132,14 @@ def test_a_line_that_was_cut_is_left_out_and_logged(tmp_path, caplog):
         ),
         ([HEADER, OURS, OURS | {"ids": ["q"]}], "line 3, field 'ids': expected ids that stand for one prefix each"),
         ([HEADER, OURS | {"ids": [1]}], "line 2, field 'ids': expected strings, got 1"),
+        ([MOONCAKE | {"output_length": 2**64}], "'output_length': expected an integer of at most 2\\*\\*40, got 1844"),
+        ([OPENING, CALL | {"a": -0.5}], "line 2, field 'a': expected a number of at least 0, got -0.5"),
+        ([HEADER, OURS | {"a": -1}], "line 2, field 'a': expected a number of at least 0, got -1"),
+        (
+            [HEADER, OURS | {"tenant": "\ud800"}],
+            "line 2, field 'tenant': expected a string without halves of surrogate",
+        ),
+        (["[" * 200_000], "line 1: expected JSON, got "),
         ([HEADER, OURS | {"session": 3}], "line 2, field 'session': expected a string, got 3"),
     ],
 )
@@ -138,6 +147,13 @@ def test_errors_say_where_and_what(tmp_path, rows, message):
     with pytest.raises(TraceError, match=message):
         read_trace(write(tmp_path / "trace.jsonl", *(row if isinstance(row, dict) else f"{row}\n" for row in rows)))
     assert issubclass(TraceError, KVBlocksError)
+
+
+def test_ids_may_be_any_numbers(tmp_path):
+    large = [MOONCAKE | {"hash_ids": [2**48 - 1, 3, 2**47]}, MOONCAKE | {"hash_ids": [2**48 - 1, 2**46]} | TWO_BLOCKS]
+    assert prompts(read_trace(write(tmp_path / "trace.jsonl", *large))) == [[2, 0], [2, 1]]
+    sessions = [OPENING, CALL | {"h": [[2**32 - 2, 1]]}, OPENING | {"session": "two"}, CALL]
+    assert prompts(read_trace(write(tmp_path / "trace.jsonl", *sessions))) == [[0], [1, 2, 3]]
 
 
 def test_a_file_that_is_no_gzip_or_half_of_one_is_refused(tmp_path):

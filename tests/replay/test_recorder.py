@@ -109,6 +109,50 @@ def test_the_next_process_goes_on_behind_the_last_whole_line(tmp_path):
     assert prompts(read_trace(path)) == [[0, 1], [2, 3]]  # a new key
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"important": "no line"}',
+        b"two\nlines",
+        b"\n",
+        b"\xff\x00",
+        b"[" * 5000 + b"\n",
+        b'{"kvblocks_trace":1,"blocks',
+    ],
+)
+def test_a_file_of_something_else_is_refused_and_stays(tmp_path, content):
+    path = tmp_path / "precious"
+    path.write_bytes(content)
+    with pytest.raises(
+        InvalidArgumentError, match="path: expected a new file, or a trace with blocks of 4 tokens, got"
+    ):
+        TraceRecorder(path, 4)
+    assert path.read_bytes() == content
+
+
+def test_a_trace_of_other_blocks_is_refused_and_one_that_was_never_begun_is_begun(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b'{"kvblocks_trace": 1, "block_size": 8}\n')  # written by somebody else
+    with pytest.raises(InvalidArgumentError, match=r"blocks of 4 tokens, got .*, which begins with .* 8}"):
+        TraceRecorder(path, 4)
+    TraceRecorder(path, 8).close()
+    path.write_bytes(b'{"kvblocks_trace":1,"bl')
+    recorder = TraceRecorder(path, 4)
+    record(recorder, range(8))
+    assert prompts(read_trace(path)) == [[0, 1]]
+
+
+def test_a_file_that_was_emptied_begins_anew(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    recorder = TraceRecorder(path, 4)
+    record(recorder, range(8))
+    os.truncate(path, 0)  # as logrotate's copytruncate does
+    record(recorder, range(12))
+    record(recorder, range(12))
+    assert prompts(read_trace(path)) == [[0, 1, 2], [0, 1, 2]]
+    assert recorder.num_lost == 0
+
+
 def test_a_file_has_one_recorder(tmp_path):
     path = tmp_path / "trace.jsonl"
     recorder = TraceRecorder(path, 4)
@@ -131,6 +175,11 @@ def test_wrong_arguments_are_refused(tmp_path):
     recorder = TraceRecorder(tmp_path / "trace", 4)
     with pytest.raises(InvalidArgumentError, match="record: expected a Sequence"):
         recorder.record([1, 2], arrived_s=0, seconds=0)
+    nan, good = float("nan"), {"arrived_s": 1, "seconds": 1.0}
+    for wrong in ({"arrived_s": nan}, {"arrived_s": "now"}, {"seconds": 1e300}, {"think_s": nan}, {"stop": None}):
+        with pytest.raises(InvalidArgumentError, match=f"{next(iter(wrong))}: expected "):
+            recorder.record(Sequence(0, range(8)), **good | wrong)
+    assert len(lines(tmp_path / "trace")) == 1  # what would make the file unreadable isn't in it
 
 
 FULL = """
@@ -176,3 +225,16 @@ def test_what_it_remembers_is_bounded(tmp_path, monkeypatch):
         record(recorder, range(100 * number, 100 * number + 8))
     assert prompts(read_trace(path)) == [[0, 1], [2, 3], [0, 1], [2, 3], [2, 3]]
     assert "after" in lines(path)[-1]
+
+
+@pytest.mark.parametrize("content", [b'{"layers": 30}', b"a line\nand one without an end", b"\n", b'{"kvblocks'])
+def test_a_file_that_is_no_trace_stays_as_it_is(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    if b'{"kvblocks_trace":'.startswith(content):  # a recorder was killed in its first line
+        TraceRecorder(path, 4).close()
+        assert lines(path) == [{"kvblocks_trace": 1, "block_size": 4}]
+        return
+    with pytest.raises(InvalidArgumentError, match=r"got .*config.json', which begins with"):
+        TraceRecorder(path, 4)
+    assert path.read_bytes() == content

@@ -1,6 +1,7 @@
 """A sweep, its options and its command: the same rows in one process and in several, and an end at Ctrl-C."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,9 +15,11 @@ from replay.independent import Ask
 from replay.small_traces import make_trace
 
 from kvblocks.cli import app as cli
-from kvblocks.errors import InvalidArgumentError
+from kvblocks.cli import replay as replay_command
+from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.replay.options import parse_arrivals, parse_range, parse_size, parse_sizes
 from kvblocks.replay.prefixes import prefix_tree
+from kvblocks.replay.readers import read_trace
 from kvblocks.replay.result import Row
 from kvblocks.replay.sample import SAMPLE
 from kvblocks.replay.sweep import Options, sweep
@@ -140,6 +143,35 @@ def test_the_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.json"]
 
 
+def test_what_was_found_is_written_whoever_reads_the_table_and_whatever_else_fails(tmp_path, monkeypatch, capsys):
+    """Rows of an hour are in their file when the table's reader has gone, and a file that fails costs no other."""
+    trace = tmp_path / "t\udcff.jsonl"  # a name that is no UTF-8
+    lines = [{"timestamp": n, "input_length": 512, "output_length": 1, "hash_ids": [n % 2]} for n in range(4)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows, report = tmp_path / "rows.json", tmp_path / "report.html"
+    arguments = [str(trace), "--sizes", "2", "--policies", "lru", "--quick", "--jobs", "1", "--json", str(rows)]
+
+    def leave(_):
+        raise BrokenPipeError(32, "nobody reads")
+
+    def fail(*_, **__):
+        raise MemoryError("the rows")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replay_command, "_print", leave)
+        command([*arguments, "--report", str(report)], capsys)
+    assert json.loads(rows.read_text(encoding="utf-8"))[0]["hit_rate"] == 0.5
+    assert "</html>" in report.read_text(encoding="utf-8")
+    rows.unlink()
+    report.unlink()
+    monkeypatch.setattr(json, "dumps", fail)
+    with pytest.raises(MemoryError):
+        cli.main(["replay", *arguments, "--report", str(report)])
+    assert "</html>" in report.read_text(encoding="utf-8")
+    assert "2 blocks of 512 tokens" in capsys.readouterr().out
+    assert {entry.name for entry in tmp_path.iterdir()} == {trace.name, report.name}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -147,6 +179,12 @@ def test_the_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
         ([str(SAMPLE), "--sizes", "x"], "size: expected"),
         ([str(SAMPLE), "--policies", "lru,magic", "--sizes", "9"], "policy: expected one of"),
         ([str(SAMPLE), "--json", "/no/such/folder/x"], "--json: expected a file in a folder that exists"),
+        (
+            [str(SAMPLE), "--report", "/proc/x"],
+            "--report: expected a file that can be written, got /proc/x: No such file",
+        ),
+        ([str(SAMPLE), "--json", "n" * 300], "--json: expected a file that can be written, got nnn"),
+        ([str(SAMPLE), "--sizes", "9" * 5000], "size: expected a number of blocks, or a share such as 2%, got '999"),
         ([str(SAMPLE), "--sessions", "5:2"], "sessions: expected FROM:TO"),
         ([str(SAMPLE), "--groups", "gpt", "--sizes", "9"], "groups: expected one of gemma3-4b"),
         ([str(SAMPLE), "--block-size", "700"], "multiple of its 512 tokens, got 700"),
@@ -189,3 +227,13 @@ def test_ctrl_c_ends_it_and_its_processes(tmp_path):
         time.sleep(0.05)
     assert not [worker for worker in workers if is_alive(worker)]
     assert not (tmp_path / "rows").exists()
+
+
+def test_a_process_that_is_killed_ends_the_sweep():
+    def kill(_):
+        for child in multiprocessing.active_children():
+            os.kill(child.pid, signal.SIGKILL)
+
+    with pytest.raises(KVBlocksError, match="got one that was killed"):
+        sweep(read_trace(SAMPLE), Options(("slru", "s3fifo"), (200,)), 2, kill)  # it takes long enough to be killed
+    assert not multiprocessing.active_children()

@@ -373,3 +373,21 @@ def test_it_beats_lru_where_the_pool_is_short() -> None:
     assert hit_rate("sessions", 400) > hit_rate("lru", 400) + 0.02
     assert hit_rate("sessions", 160) > hit_rate("lru", 160) + 0.01
     assert hit_rate("sessions", 3000) >= hit_rate("lru", 3000)
+
+
+def test_a_session_whose_blocks_are_gone_keeps_no_threads() -> None:
+    """One name for everybody, as a careless server's clients have: what is remembered is bounded by the pool."""
+    chooser, chats = random.Random(0), Chats(50)
+    made: list[Any] = [chats.manager._eviction._main._free.__self__]  # type: ignore[union-attr]  # noqa: SLF001
+    history, running = [7], []
+    for number in range(3000):
+        chats.manager.now = float(number)
+        kept = history[: chooser.randrange(len(history))] if chooser.random() < 0.1 else history
+        history = [*kept, *[chooser.randrange(10**6) for _ in range(chooser.randrange(4))]][-20:] or [7]
+        running.append(chats.start("everybody" if chooser.random() < 0.9 else None, history))
+        while len(running) > 1 or (running and chooser.random() < 0.6):
+            chats.manager.free(running.pop(chooser.randrange(len(running))))
+            if chooser.random() < 0.8:
+                chats.manager.sessions.pause("everybody", "stop")
+    (session,) = made[0]._sessions.values()  # noqa: SLF001
+    assert len(session.threads) <= 50 and len(session.waiting) <= 50

@@ -26,6 +26,7 @@ _GROUP = 16
 _MAGNITUDE = 0x7FFFFFFF
 _INDEX = 0xFFFFFFFF
 _LARGEST = torch.finfo(torch.float32).max
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Columns:
         ]
         table = to_device(torch.tensor(rows, dtype=torch.float64), device)
         scale, top_k, top_p, min_p, uniform, num_logprobs, *penalties = table.split(1, dim=1)
-        repetition, presence, frequency = (column.float() for column in penalties)
+        # Neither infinite nor 0 in float32: infinitely many times nothing would be a NaN, as of broken weights.
+        repetition, presence, frequency = (column.clamp(-_LARGEST, _LARGEST).float() for column in penalties)
         return cls(
             scale=scale.float(),
             top_k=top_k.long(),
@@ -78,7 +80,7 @@ class Columns:
             min_p=min_p,
             uniform=uniform,
             num_logprobs=num_logprobs.long(),
-            repetition=repetition,
+            repetition=repetition.clamp(min=_SMALLEST),
             presence=presence,
             frequency=frequency,
             has_min_p=any(draw.params.min_p > 0 for draw in draws),
@@ -103,8 +105,8 @@ def penalize(logits: Tensor, entries: Tensor, columns: Columns) -> None:
     flat, places = logits.view(-1), draws * logits.shape[1] + tokens
     values, penalty = flat[places], columns.repetition[draws, 0]
     values = torch.where(values > 0, values / penalty, values * penalty)
-    values -= columns.frequency[draws, 0] * counts + columns.presence[draws, 0] * (counts > 0)
-    flat[places] = values
+    taken = columns.frequency[draws, 0] * counts + columns.presence[draws, 0] * (counts > 0)
+    flat[places] = values - taken.clamp_(-_LARGEST, _LARGEST)
 
 
 def ban(logits: Tensor, entries: Tensor) -> None:

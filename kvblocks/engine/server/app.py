@@ -232,13 +232,13 @@ async def _send_whole(answer: Answer, send: Send) -> None:
         await _send_error(send, error, answer)
         return
     if answer.outcome is Outcome.FINISHED:  # else the client has gone
-        body = await _make(answer, partial(_encode_whole, answer))
+        body = await _make(partial(_encode_whole, answer), is_long=answer.asked.is_long)
         await send_encoded(send, body, headers={"x-request-id": answer.answer_id})
 
 
-async def _make(answer: Answer, make: Callable[[], bytes]) -> bytes:
+async def _make(make: Callable[[], bytes], *, is_long: bool) -> bytes:
     """Return what `make` returns; where that may be megabytes, others are served meanwhile."""
-    return await asyncio.to_thread(make) if answer.asked.is_long else make()
+    return await asyncio.to_thread(make) if is_long else make()
 
 
 async def _stream(answer: Answer, send: Send) -> None:
@@ -248,7 +248,8 @@ async def _stream(answer: Answer, send: Send) -> None:
             if not has_begun:
                 has_begun = True
                 await _begin_stream(answer, send)
-            events = await _make(answer, partial(_encode_pieces, answer, pieces))
+            # A token's own log probabilities are little; an echo comes with the first of each choice.
+            events = await _make(partial(_encode_pieces, answer, pieces), is_long=answer.asked.echo)
             if events:
                 await send_part(send, events)
     except ApiError as error:

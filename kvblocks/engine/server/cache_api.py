@@ -85,9 +85,10 @@ class CacheApi:
         fields = Fields(await self._service.bodies.read(request))
         prefix = parse_prefix(fields, "pin")
         caller = caller_of(request.scope)
-        salt, description = caller.salt_for(fields.text("cache_salt")), fields.text("description") or ""
-        if len(description) > MAX_DESCRIPTION:
-            raise fields.error("description", f"a text of at most {MAX_DESCRIPTION} characters")
+        salt, description = (
+            caller.salt_for(fields.kept_text("cache_salt")),
+            fields.text("description", MAX_DESCRIPTION) or "",
+        )
         ttl_s, priority = fields.number("ttl_s", 0.0), fields.count("priority", 0, 100)
         if ttl_s == 0:
             raise fields.error("ttl_s", "seconds, more than 0")
@@ -117,7 +118,7 @@ class CacheApi:
     async def hints(self, request: Request) -> Response:
         """Carry out an envelope of hints, for the salt that stands beside it; what was deferred is asked again."""
         body = await self._service.bodies.read(request)
-        salt = caller_of(request.scope).salt_for(Fields(body).text("cache_salt"))
+        salt = caller_of(request.scope).salt_for(Fields(body).kept_text("cache_salt"))
         executor = self._service.thread.hints
         answers = await self._call(lambda: executor.carry_out(body, salt, time.monotonic()))
         return json_response(answers.to_dict())
@@ -148,7 +149,7 @@ class CacheApi:
     async def forget(self, request: Request) -> Response:
         """Delete what is cached of a salt, in all tiers, and end its hints."""
         fields = Fields(await self._service.bodies.read(request))
-        salt = caller_of(request.scope).salt_for(fields.text("cache_salt"))
+        salt = caller_of(request.scope).salt_for(fields.kept_text("cache_salt"))
         fields.refuse_unknown()
         if salt is None:
             raise fields.error("cache_salt", "the salt whose prompts are to be forgotten")
@@ -166,7 +167,7 @@ class CacheApi:
         if request_id is not None:
             fields.refuse_unknown()
             return json_response(await self._explain_request(request_id, caller))
-        prefix, salt = parse_prefix(fields, "explain"), caller.salt_for(fields.text("cache_salt"))
+        prefix, salt = parse_prefix(fields, "explain"), caller.salt_for(fields.kept_text("cache_salt"))
         fields.refuse_unknown()
         manager = self._engine.manager
 

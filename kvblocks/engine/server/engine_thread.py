@@ -183,8 +183,10 @@ class EngineThread:
         self._record(generation, reason)
         if generation.completion is None:
             error = generation.error or RuntimeError(f"the generation ended with {reason!r}")
-            logger.error("request %s failed", answer.answer_id, exc_info=error)
-            self._fail(answer, step_error(error))
+            shown = step_error(error)
+            if shown.status >= 500:  # else it is the client's mistake, who could fill the log with tracebacks
+                logger.error("request %s failed", answer.answer_id, exc_info=error)
+            self._fail(answer, shown)
             return
         if not generation.completion.token_ids:
             self._put(answer, Warmed(generation.prompt_index, generation.completion))

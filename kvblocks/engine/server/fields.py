@@ -10,6 +10,9 @@ from typing import Any
 
 from kvblocks.engine.server.errors import ApiError
 
+MAX_KEPT_TEXT = 1024
+"""Characters of a salt or a session's name: there are about as many of these as blocks, whatever clients send."""
+
 _SHOWN = 80
 _MAX_COUNT = 2**64 - 1  # larger ones mean nothing here, and could be too long to be shown
 
@@ -79,14 +82,20 @@ class Fields:
             raise self.error(name, "true or false")
         return bool(value)
 
-    def text(self, name: str) -> str | None:
-        """Return a text that isn't empty and that UTF-8 can encode."""
+    def text(self, name: str, most: int | None = None) -> str | None:
+        """Return a text that isn't empty and that UTF-8 can encode. most: characters of it; None: any number."""
         value = self.take(name)
         if value is None:
             return None
         if not isinstance(value, str) or not value or not is_unicode(value):
             raise self.error(name, "a text that is not empty")
+        if most is not None and len(value) > most:
+            raise self.error(name, f"a text of at most {most} characters")
         return value
+
+    def kept_text(self, name: str) -> str | None:
+        """Return a text that is kept as long as something is cached: `text` of at most MAX_KEPT_TEXT."""
+        return self.text(name, MAX_KEPT_TEXT)
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
         """Return one text, or a list of at most `most`, as a tuple; empty if there is none."""

@@ -117,8 +117,8 @@ class AnswerRequest:
 
     @property
     def is_long(self) -> bool:
-        """Whether its answer may be megabytes: with log probabilities of prompts."""
-        return self.options.get("prompt_logprobs") is not None
+        """Whether its answer may be megabytes: with log probabilities, or a prompt in each choice."""
+        return self.echo or self.options.get("logprobs") is not None
 
     @property
     def num_choices(self) -> int:
@@ -194,7 +194,7 @@ def parse_chat(body: Any) -> AnswerRequest:
 def parse_warm(body: Any) -> AnswerRequest:
     """Read a body of /v1/cache/warm: prompts that are to be computed, and not answered. Raises ApiError."""
     fields = Fields(body)
-    items, salt = fields.take("prompts"), fields.text("cache_salt")
+    items, salt = fields.take("prompts"), fields.kept_text("cache_salt")
     fields.refuse_unknown()
     if not isinstance(items, list) or not items:
         raise fields.error("prompts", "a list of prompts")
@@ -203,7 +203,7 @@ def parse_warm(body: Any) -> AnswerRequest:
     for index, item in enumerate(items):
         own = Fields({"text": item} if isinstance(item, str) else item, f"prompts[{index}]")
         prefixes.append(parse_prefix(own, f"prompts[{index}]"))
-        salts.append(own.text("cache_salt") or salt)
+        salts.append(own.kept_text("cache_salt") or salt)
         own.refuse_unknown()
     return AnswerRequest(
         kind="warm",
@@ -289,8 +289,8 @@ def _finish(
         min_tokens=_parse_min_tokens(fields, most),
         stop_token_ids=_parse_stop_ids(fields),
         skip_special_tokens=_parse_skip_special(fields),
-        salt=fields.text("cache_salt"),
-        session=fields.text("prompt_cache_key"),
+        salt=fields.kept_text("cache_salt"),
+        session=fields.kept_text("prompt_cache_key"),
     )
     stream = fields.flag("stream")
     include_usage, continuous_usage = _parse_stream_options(fields, stream=stream)
@@ -351,11 +351,8 @@ def _parse_add_special(fields: Fields, kind: Kind) -> bool:
 
 def _parse_request_id(fields: Fields) -> str | None:
     """The client's own name of a request: vLLM's field, or SGLang's."""
-    given = [text for text in (fields.text("request_id"), fields.text("rid")) if text is not None]
-    for name in ("request_id", "rid"):
-        if len(fields.take(name) or "") > MAX_REQUEST_ID:
-            raise fields.error(name, f"a text of at most {MAX_REQUEST_ID} characters")
-    return given[0] if given else None
+    request_id, rid = (fields.text(name, MAX_REQUEST_ID) for name in ("request_id", "rid"))
+    return rid if request_id is None else request_id
 
 
 def _parse_stream_options(fields: Fields, *, stream: bool) -> tuple[bool, bool]:

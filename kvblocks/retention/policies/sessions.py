@@ -347,9 +347,16 @@ class Sessions:
                 self._others[block.block_id] = block.others
                 self._tenants[block.block_id] = block.tenant
         if session is not None:
+            self._replace_last(session, thread)
             session.threads[thread] = None
-            session.last = thread
         return thread
+
+    def _replace_last(self, session: Session, thread: Thread | None) -> None:
+        """Let another thread be that of a session's last request; the one before goes if it has nothing."""
+        before, session.last = session.last, thread
+        if before is not None and before is not thread and not before.blocks:
+            self._resume(before)
+            session.threads.pop(before, None)
 
     def _leave(self, block_id: int) -> Thread | None:
         """Take a block out of its thread, which it returns; None: it is in none."""

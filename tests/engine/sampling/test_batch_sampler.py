@@ -13,6 +13,7 @@ from kvblocks import Sequence
 from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.sampling import batch_sampler
 from kvblocks.engine.sampling.batch_sampler import BatchSampler, Slot, enqueue, group_slots, num_to_look_at
+from kvblocks.engine.sampling.drawn import Drawn
 from kvblocks.engine.sampling.params import SamplingParams
 from kvblocks.engine.sampling.random_numbers import uniform
 from kvblocks.engine.sampling.sampler import GREEDY, Draw, TokenCounts
@@ -359,6 +360,27 @@ def test_a_ban_hides_no_nan():
     logits[0, 7] = torch.nan
     (outcome,) = BatchSampler().sample(logits, [[Draw(GREEDY, banned=(7, 8))]])
     assert isinstance(outcome, BrokenLogitsError)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("repetition", [1.0, 2.0, 1e39, 1e308, 1e-39, 1e-308])
+@pytest.mark.parametrize(
+    ("frequency", "presence"), [(0.0, 0.0), (1e308, 0.0), (0.0, 1e308), (-1e308, 0.0), (1e308, -1e308), (2e38, 2e38)]
+)
+def test_penalties_that_float32_has_no_numbers_for_make_no_nan(temperature, repetition, frequency, presence):
+    sequence = Sequence("one", [0, 1, 2, 3])
+    sequence.append_tokens([0, 0, 1, 3])
+    params = SamplingParams(
+        temperature=temperature,
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+    )
+    seen = TokenCounts(with_prompt=True)
+    seen.catch_up(sequence)
+    logits = torch.tensor([[0.0, 3.0, -3.0, -torch.inf, 1.0], [-0.0, 3e38, -3e38, torch.inf, 1.0]])
+    draws = [[Draw(params, 0.5, seen)]] * 2
+    assert all(isinstance(outcome, Drawn) for outcome in BatchSampler().sample(logits, draws))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from kvblocks.engine.server.body.neutral import REFUSED
 from kvblocks.engine.server.errors import ApiError
+from kvblocks.engine.server.fields import MAX_KEPT_TEXT
 from kvblocks.engine.server.requests import MAX_REQUEST_ID, MAX_STOP_IDS, MAX_STOPS, parse_chat, parse_completion
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -165,13 +166,14 @@ WRONG = {
     "skip_special_tokens": [1, "no"],
     "add_special_tokens": [0],
     "request_id": [5, "", "x" * (MAX_REQUEST_ID + 1)],
-    "rid": [["a", "b"]],
+    "rid": [["a", "b"], "x" * (MAX_REQUEST_ID + 1)],
     "seed": [-1, 2**64, 0.5],
     "stop": ["", [""], [1], ["x"] * (MAX_STOPS + 1), {"a": 1}, "\ud800"],
     "ignore_eos": [1, "yes"],
     "stream": [1, "true"],
     "stream_options": [{"include_usage": True}, 5],
-    "cache_salt": ["", 5, "\ud800"],
+    "cache_salt": ["", 5, "\ud800", "x" * (MAX_KEPT_TEXT + 1)],
+    "prompt_cache_key": ["", 5, ["a"], "x" * (MAX_KEPT_TEXT + 1)],
     "model": [5, ""],
     "logprobs": [-1, 21, True, "2", 1.0],
     "top_logprobs": [1, True],

@@ -609,7 +609,7 @@ def test_many_prompts_over_windows_and_restarts_get_what_they_get_alone(make, wi
             for _ in range(10):
                 content[chooser.randrange(len(content))] ^= 1 << chooser.randrange(8)
             arena.write_bytes(content)
-    assert num_loaded > 20
+    assert num_loaded > (0 if is_damaged else 20)  # damage costs hits, sometimes most of them
 
 
 def test_another_window_is_another_model(make, tmp_path, caplog):

@@ -129,7 +129,7 @@ def test_a_connection_is_kept_for_the_next_request(server):
         for _ in range(3):
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             reply = b""
-            while not reply.endswith(b'"ok"}'):
+            while not reply.endswith(b"}"):
                 reply += connection.recv(1000)
             assert reply.startswith(b"HTTP/1.1 200 ")
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 
 import openai
 import pytest
@@ -9,6 +10,7 @@ from engine.server.server_harness import MODEL, running_server, tiny_loaded
 
 from kvblocks.engine import Engine
 from kvblocks.engine.sampling.drawn import TokenLogprobs
+from kvblocks.engine.server.answer import Answer
 from kvblocks.engine.server.answers.logprobs import ChoiceWriter, Echo
 from kvblocks.engine.server.body.sampling import MAX_PROMPT_LOGPROBS
 from kvblocks.engine.text.tokenizer import Tokenizer
@@ -188,6 +190,20 @@ def test_more_log_probabilities_than_an_answer_may_have_are_refused_and_nothing_
     with pytest.raises(openai.BadRequestError, match="expected at most 262144 log probabilities of prompts"):
         client.completions.create(prompt=prompts, max_tokens=0, logprobs=20, echo=True, **GREEDY)
     server.wait_until_idle()
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": 0}, {"echo": True}, {"echo": True, "logprobs": 1}])
+def test_answers_that_may_be_megabytes_are_written_beside_the_event_loop(client, monkeypatch, asked):
+    writers = []
+
+    def body(answer, make=Answer.body):
+        writers.append(threading.current_thread().name)
+        return make(answer)
+
+    monkeypatch.setattr(Answer, "body", body)
+    client.completions.create(prompt=TEXT, max_tokens=2, n=2, **GREEDY, extra_body=asked)
+    client.completions.create(prompt=TEXT, max_tokens=2, **GREEDY)
+    assert [name == "uvicorn" for name in writers] == [False, True]
 
 
 def test_penalties_and_min_p_change_what_is_drawn(client, engine):
