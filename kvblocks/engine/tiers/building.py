@@ -76,9 +76,9 @@ class BuiltTiers:
                     manager.tiers.restore(DISK, self.disk.remembered())
             elif self.store is not None and tier.name == STORE:
                 place = StorePlace(block_bytes, self.store, tier.max_transfer_blocks, self.used_bytes)
-                loads = Carrier(STORE, place, block_bytes, ended.set)
+                loads, stores = (Carrier(STORE, place, block_bytes, ended.set) for _ in range(2))
                 seeker = Seeker(
-                    STORE,
+                    stores,
                     self.store,
                     manager.tiers,
                     block_size=manager.block_size,
@@ -86,6 +86,8 @@ class BuiltTiers:
                     on_end=ended.set,
                 )
                 shared = SharedTier(self.store, loads, seeker)
+                carriers.append(stores)
+                continue
             else:
                 place = HostPlace(block_bytes, tier.num_blocks)
             carriers.append(Carrier(tier.name, place, block_bytes, ended.set))

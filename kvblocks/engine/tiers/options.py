@@ -1,6 +1,6 @@
 """`TierOptions`: what a user says of the tiers below an engine, checked before anything large is made."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,9 +27,9 @@ class TierOptions:
     host_cache: float | str | None = None
     disk_cache: str | Path | None = None
     disk_cache_size: int | str | None = None
-    disk_cache_secret: bytes | None = None
-    store: str | None = None
-    store_secret: bytes | None = None
+    disk_cache_secret: bytes | None = field(default=None, repr=False)
+    store: str | None = field(default=None, repr=False)  # a password may stand there
+    store_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.host_cache is not None:

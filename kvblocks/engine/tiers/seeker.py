@@ -12,14 +12,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvblocks.core.sequence import Sequence
 from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.request import Request
+from kvblocks.engine.tiers.carrier import Carrier
 from kvblocks.tiers.identity import BlockIdentity
-from kvblocks.tiers.store import SharedStore, StoreError
+from kvblocks.tiers.store import SharedStore
 from kvblocks.tiers.tiers import Tiers
 from kvblocks.tiers.wishes import Prefix
 
@@ -51,14 +53,15 @@ class _Search:
 
 
 class Seeker:
-    """Asks `store`, which is the tier `name`. num_columns: of other groups, beside the first one with full attention.
+    """Asks `store`, the tier of `stores`, who carries what is stored there.
 
-    on_end: called on the thread whenever an answer is there. Its calls come from the engine's thread.
+    num_columns: of other groups, beside the first one with full attention. on_end: called on the thread whenever an
+    answer is there. Its calls come from the engine's thread.
     """
 
     def __init__(
         self,
-        name: str,
+        stores: Carrier,
         store: SharedStore,
         tiers: Tiers,
         *,
@@ -66,7 +69,8 @@ class Seeker:
         num_columns: int,
         on_end: Callable[[], None],
     ) -> None:
-        self._name = name
+        self._name = stores.name
+        self._stores = stores
         self._store = store
         self._tiers = tiers
         self._block_size = block_size
@@ -76,9 +80,10 @@ class Seeker:
         self._queue: queue.SimpleQueue[_Search | None] = queue.SimpleQueue()
         self._num_resets = tiers.num_resets
         self._must_delete = False
+        self._deletion: Future[None] | None = None  # that was begun and hasn't ended
         self._is_open = True
         store.on_failure = lambda: self._queue.put(None)  # so that the thread knows when to try it
-        self._thread = threading.Thread(target=self._run, name=f"kvblocks-{name}-lookups", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kvblocks-{stores.name}-lookups", daemon=True)
         self._thread.start()
 
     @property
@@ -133,6 +138,9 @@ class Seeker:
 
     def close(self) -> None:
         """End, and close the store. Waits for no answer."""
+        self._note_resets()
+        if self._must_delete or self._deletion is not None:
+            logger.warning("what a reset gave up isn't deleted from the store: reset an engine that stays")
         self._is_open = False
         self._queue.put(None)
         self._store.close()
@@ -192,7 +200,8 @@ class Seeker:
     def _next(self) -> list[_Search]:
         """Return the searches that wait; wait for one, but not beyond when something else is to be done."""
         found: list[_Search] = []
-        left_s = _RETRY_S if self._must_delete else self._store.seconds_to_probe()
+        is_deleting = self._must_delete or self._deletion is not None
+        left_s = _RETRY_S if is_deleting else self._store.seconds_to_probe()
         with suppress(queue.Empty):
             first = self._queue.get(timeout=left_s)
             while True:
@@ -229,9 +238,16 @@ class Seeker:
             logger.exception("tier %r could not be tried", self._name)
 
     def _delete(self) -> None:
-        try:
-            self._store.forget_all(DELETE_S)
-        except StoreError as error:
+        """Have all deleted behind the stores that were begun before: else one of them could come after."""
+        if self._deletion is not None:
+            return
+        self._must_delete = False  # first: a reset that comes meanwhile asks for another deletion
+        self._deletion = self._stores.call(lambda: self._store.forget_all(DELETE_S))
+        self._deletion.add_done_callback(self._note_deleted)
+
+    def _note_deleted(self, deletion: "Future[None]") -> None:
+        error = deletion.exception()
+        if error is not None:
+            self._must_delete = True
             logger.warning("what a reset gave up could not be deleted from the store yet: %s", error)
-        else:
-            self._must_delete = False
+        self._deletion = None

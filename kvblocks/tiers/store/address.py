@@ -67,15 +67,18 @@ def parse_address(url: str) -> StoreAddress:
             f"store: expected a URL that begins with one of {', '.join(_SCHEMES)}, and ://, got another"
         )
     is_tls, is_cluster = _SCHEMES[scheme]
-    parts = urlsplit(f"//{rest}")
-    if parts.fragment:
-        raise InvalidArgumentError("store: expected nothing behind #, got something (write # in a password as %23)")
-    login, _, hosts = parts.netloc.rpartition("@")
+    # Not by `urlsplit`, which refuses passwords with [ in them, or with some letters, and shows them then.
+    front, sharp, _ = rest.partition("#")
+    front, _, query = front.partition("?")
+    netloc, _, path = front.partition("/")
+    login, at, hosts = netloc.rpartition("@")
+    if sharp or "@" in path or ("@" in query and not at):
+        raise InvalidArgumentError("store: expected / ? # in a name or password as %2F %3F %23, got them as they are")
     user, _, password = login.partition(":")
-    options = _read_options(parts.query)
+    options = _read_options(query)
     counts = {name: _count(name, options[name]) for name in _COUNTS if name in options}
-    if parts.path.strip("/"):
-        counts["db"] = _count("db", parts.path.strip("/"))
+    if path.strip("/"):
+        counts["db"] = _count("db", path.strip("/"))
     nodes = tuple(_node(host) for host in hosts.split(","))
     if len(nodes) > 1 and not is_cluster:
         raise InvalidArgumentError(f"store: expected one host, or {scheme}+cluster://, got {len(nodes)} hosts")
@@ -90,8 +93,8 @@ def parse_address(url: str) -> StoreAddress:
         nodes=nodes,
         is_cluster=is_cluster,
         is_tls=is_tls,
-        username=unquote(user) or None,
-        password=unquote(password) or None if file is None else _read_password(file),
+        username=_decode(user) or None,
+        password=_decode(password) or None if file is None else _read_password(file),
         db=counts.get("db", 0),
         ca_file=options.get("ca_file"),
         connections=counts.get("connections", 2),
@@ -99,6 +102,13 @@ def parse_address(url: str) -> StoreAddress:
         lookup_timeout_s=counts.get("lookup_ms", 100) / 1000,
         ttl_s=counts.get("ttl_s"),
     )
+
+
+def _decode(text: str) -> str:
+    try:
+        return unquote(text, errors="strict")
+    except UnicodeDecodeError:
+        raise InvalidArgumentError("store: expected a name and a password in UTF-8, got other %-escapes") from None
 
 
 def _read_options(query: str) -> dict[str, str]:
@@ -130,7 +140,15 @@ def _node(text: str) -> tuple[str, int]:
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
-    if not host or parts.path or "@" in text or port == 0 or text.endswith(":"):
+    else:
+        host = None if parts.path or parts.query or parts.fragment else host
+    if (
+        not host
+        or any(char.isspace() or not char.isprintable() for char in text)
+        or "@" in text
+        or port == 0
+        or text.endswith(":")
+    ):
         raise InvalidArgumentError(f"store: expected HOST or HOST:PORT, with a port from 1 to 65535, got {text!r}")
     return host, DEFAULT_PORT if port is None else port
 

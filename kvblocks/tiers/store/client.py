@@ -138,12 +138,16 @@ class ValkeyClient:
             while True:
                 scan = [("SCAN", cursor, "MATCH", pattern, "COUNT", _NUM_SCANNED)]
                 (answer,) = self._wait(self._submit(self._run_part, node, scan), end_s)
-                cursor, keys = _checked(answer)
+                try:
+                    cursor, keys = _checked(answer)
+                    is_last = int(cursor) == 0
+                except (TypeError, ValueError):
+                    raise StoreError(f"{self._address}: expected a cursor and keys, got a damaged answer") from None
                 unlink = [("UNLINK", key) for key in keys]
                 if unlink:
                     deleted = self._wait(self._submit(self._run_part, node, unlink), end_s)
                     number += sum([_checked(one) for one in deleted])
-                if int(cursor) == 0:
+                if is_last:
                     break
         return number
 

@@ -63,7 +63,8 @@ class SharedStore:
         self._breaker = Breaker(time.monotonic)
         self._stats = StoreStats()
         self._complaints = Complaints(logger=_LOG)
-        self._undeleted: dict[str | None, None] = {}  # patterns' tenants; None: all of them
+        # Patterns' tenants, None for all of them; with how often it was asked for, so that none is forgotten.
+        self._undeleted: dict[str | None, int] = {}
 
     @property
     def stats(self) -> StoreStats:
@@ -186,15 +187,19 @@ class SharedStore:
 
     def forbid_all(self) -> None:
         """Use nothing before `forget_all` has succeeded; `probe` tries that as well."""
+        self._forbid(None)
+
+    def _forbid(self, tenant: str | None) -> int:
         with self._lock:
-            self._undeleted[None] = None
+            number = self._undeleted[tenant] = self._undeleted.get(tenant, 0) + 1
+            return number
 
     def _delete(self, tenant: str | None, timeout_s: float) -> int:
-        with self._lock:
-            self._undeleted[tenant] = None
+        asked = self._forbid(tenant)
         number = self._stores.delete_matching(self._names.pattern(tenant), timeout_s)
         with self._lock:
-            self._undeleted.pop(tenant, None)
+            if self._undeleted.get(tenant) == asked:  # else it was asked for again meanwhile
+                self._undeleted.pop(tenant, None)
         return number
 
     def _is_forbidden(self, tenant: str) -> bool:

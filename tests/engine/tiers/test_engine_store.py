@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from tiers.store.servers import proxied, running, wait_for
 
 from kvblocks import Sequence
 from kvblocks.engine import Engine, LoadedModel, StepLimits
+from kvblocks.engine.tiers.options import TierOptions
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.store import SharedStore, StoreError
 
@@ -343,6 +345,38 @@ def test_a_reset_deletes_what_the_model_has_in_the_store(share, server):
     assert again.num_loaded_tokens == {} and answer.num_loaded_tokens == {}
 
 
+def test_a_store_that_was_begun_before_a_reset_leaves_nothing_behind(share, server, monkeypatch):
+    """The deletion comes behind it, also when it had begun to write."""
+    first, second = prompts(2)
+    engine = share()
+    claims, has_begun, may_go_on = SharedStore._claim, threading.Event(), threading.Event()  # noqa: SLF001
+
+    def slow_claim(self, keys):
+        has_begun.set()
+        assert may_go_on.wait(20)
+        return claims(self, keys)
+
+    monkeypatch.setattr(SharedStore, "_claim", slow_claim)
+    ask(engine, first)
+    wait_for(has_begun.is_set)
+    ask(engine, second)  # which is queued behind it
+    engine.manager.reset_prefix_cache()
+    engine.step()
+    time.sleep(0.3)  # a deletion that didn't wait would be over
+    may_go_on.set()
+    settle(engine)
+    wait_for(lambda: not engine.offload._shared.seeker._must_delete)  # noqa: SLF001
+    wait_for(lambda: engine.offload._shared.seeker._deletion is None)  # noqa: SLF001
+    assert server.client().dbsize() == 0
+
+
+def test_an_engine_that_ends_before_it_could_delete_says_so(share, caplog):
+    engine = share()
+    engine.manager.reset_prefix_cache()
+    engine.close()
+    assert "what a reset gave up isn't deleted from the store" in caplog.text
+
+
 # --- bad input, and the end ------------------------------------------------------------------------------------------
 
 
@@ -353,6 +387,11 @@ def test_a_reset_deletes_what_the_model_has_in_the_store(share, server):
 def test_options_that_cannot_be_are_refused(model, options):
     with pytest.raises(InvalidArgumentError, match="store"):
         Engine(model, num_blocks=4, **options)
+
+
+def test_options_do_not_show_what_is_secret():
+    options = TierOptions(store="valkey://ann:hidden@host", store_secret=b"hidden" * 3, disk_cache="x")
+    assert "hidden" not in repr(options) + repr(replace(options, disk_cache_secret=b"hidden" * 3))
 
 
 def test_an_engine_that_is_closed_leaves_no_thread(share):

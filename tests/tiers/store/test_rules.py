@@ -55,12 +55,27 @@ def test_an_address_has_options_and_a_password_that_it_does_not_show(tmp_path):
         *("valkey://host?connections=0", "valkey://host?lookup_ms=1.5", "valkey://host?unknown=1", "valkey://host?db"),
         *("valkey://host?ttl_s=1&ttl_s=2", "valkey://host?ca_file=/x", "valkey://host?password_file=/not/there"),
         *("valkey://a:hidden@host?password_file=/dev/null", "valkey://a:hidden@host:port", "valkey://a:hidden@b?x=1"),
+        *("valkey://a:b/hidden@host", "valkey://a:b?hidden=3@host", "valkey://a:hidden@b@c/hidden@host"),
+        *(
+            "valkey://a:hidden%ff@host",
+            "valkey://a:b#hidden@host",
+            "valkey://ho st",
+            "valkey://host\n",
+            "valkey://[::1",
+        ),
     ],
 )
 def test_an_address_that_cannot_be_read_is_refused_without_its_password(url):
     with pytest.raises(InvalidArgumentError) as error:
         parse_address(url)
     assert str(error.value).startswith("store: ") and "hidden" not in str(error.value)
+
+
+@pytest.mark.parametrize("password", ["p[ss", "p]ss", "p\u2100ss", "p@ss", "p\tss", "p:ss", "\u00fc", "100%"])
+def test_a_password_may_have_any_characters_but_three(password):
+    address = parse_address(f"valkey+cluster://ann:{password}@one:1,[::1]:2?lookup_ms=5")
+    assert (address.username, address.password) == ("ann", password)
+    assert address.nodes == (("one", 1), ("::1", 2)) and address.lookup_timeout_s == 0.005
 
 
 def test_names_differ_where_blocks_may_not_be_shared():

@@ -270,6 +270,34 @@ def test_a_tenant_that_could_not_be_deleted_is_not_used_before_it_is(server, con
         assert store.write(Owner("ann"), identities, payloads) and read(store, identities, "ann") == payloads
 
 
+def test_a_reset_during_a_deletion_asks_for_another_one(server, connect, monkeypatch):
+    store = connect(server.url)
+    identities, payloads = chain(2)
+    assert store.write(Owner(None), identities, payloads)
+    client = store._stores  # noqa: SLF001
+    delete = client.delete_matching
+
+    def reset_meanwhile(pattern, timeout_s):
+        number = delete(pattern, timeout_s)
+        store.forbid_all()
+        return number
+
+    monkeypatch.setattr(client, "delete_matching", reset_meanwhile)
+    assert store.forget_all(5.0) >= 2
+    assert not store.write(Owner(None), identities, payloads)  # not before the second one was carried out
+    monkeypatch.undo()
+    store.forget_all(5.0)
+    assert store.write(Owner(None), identities, payloads)
+
+
+@pytest.mark.parametrize("answer", [b"", 7, [b"0"], [b"x", []]])
+def test_a_damaged_answer_to_a_deletion_is_a_failure_that_says_so(server, connect, monkeypatch, answer):
+    store = connect(server.url)
+    monkeypatch.setattr(store._stores, "_run_part", lambda node, commands: [answer])  # noqa: SLF001
+    with pytest.raises(StoreError):
+        store.forget_all(5.0)
+
+
 def test_a_quota_holds_in_the_whole_store_and_the_ends_go_first(server, connect):
     one, other = connect(server.url), connect(server.url)
     first, payloads = chain(10)
