@@ -37,7 +37,7 @@ def test_what_grows_is_told(soak, name, value, problem):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="the soak asks /proc for memory and descriptors, which Linux has")
 def test_a_short_soak_kills_a_server_and_finds_nothing(soak, roomy_folder, tmp_path, capsys):
     kept = tmp_path / "kept.json"
     status = soak.main(["--model", str(roomy_folder), "--minutes", "0.2", "--clients", "4", "--json", str(kept)])

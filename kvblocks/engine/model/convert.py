@@ -138,7 +138,7 @@ def _read_tensors(
         name, num_interleaved_heads = _hugging_face_name(tensor.name, config)
         try:
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:  # gguf's word for a quantisation that it doesn't know
+        except NotImplementedError as error:  # what gguf raises for a quantisation that it can't read
             raise ModelError(f"cannot dequantise tensor {tensor.name!r}: {error}") from error
         if num_interleaved_heads:
             values = _undo_interleaving(values, num_interleaved_heads)

@@ -38,7 +38,7 @@ def test_without_private_mappings(monkeypatch):
     assert not zeros.any()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for resident memory, which Linux has")
 def test_a_pool_takes_memory_when_it_is_written():
     before = resident_bytes()
     cache = KVCache.allocate(EVEN, 4096, 16)

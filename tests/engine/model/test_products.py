@@ -23,7 +23,8 @@ def matrix(*shape, dtype=torch.float32, seed=0):
 
 
 needs_packing = pytest.mark.skipif(
-    not pack(torch.ones(1, 1)).is_mkldnn, reason="this processor or torch keeps matrices plain"
+    not pack(torch.ones(1, 1)).is_mkldnn,
+    reason="torch has oneDNN pack matrices on x86 alone, and keeps them plain here",
 )
 
 
