@@ -1,4 +1,4 @@
-"""Kernels compile for GPUs that are not there, without spills, within the chips' limits and onto their tensor cores.
+"""Kernels compile for GPUs that are not there: within the limits of chips, onto tensor cores, with named spills only.
 
 Which triton is installed decides what comes out; these are expectations of the pinned one. A target that its toolchain
 can't compile for fails by name.
