@@ -17,8 +17,9 @@ PINS := pyproject.toml constraints.txt kvblocks/version.py $(wildcard setup.py)
 # A process a core, a file of tests in one of them; PYTEST_ARGS="-n 0" goes without.
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
-# All tests but those of the engine, the kernels, the command line, the benches and the house.
-CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers tests/retention tests/observe tests/prefix_cache tests/house/test_build.py
+# All tests but those of the engine, the kernels, the command line, the benches and the house; of replay, which is plain
+# Python, the runs of a manager.
+CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers tests/retention tests/observe tests/prefix_cache tests/replay/test_run.py tests/house/test_build.py
 
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
