@@ -63,18 +63,28 @@ def gap_of(rates: dict[str, float]) -> float | None:
 
 
 def measure(
-    trace: Trace, worlds: Iterable[str], sizes: list[tuple[str, int]], policies: Iterable[str], path: Path | None
+    trace: Trace,
+    worlds: Iterable[str],
+    sizes: list[tuple[str, int]],
+    policies: Iterable[str],
+    path: Path | None,
+    sessions: str = "all",
 ) -> list[dict[str, Any]]:
-    """Return a row for each world and size, with the hit rates by policy. sizes: as asked for, and in blocks."""
+    """Return a row for each world and size, with the hit rates by policy.
+
+    sizes: as asked for, and in blocks. sessions: which ones of the file the trace has.
+    """
     rows: list[dict[str, Any]] = []
     facts = conditions(
         trace=trace.name,
+        sessions_of_the_trace=sessions,
         num_sessions=len(set(trace.sessions.tolist())),
         num_requests=trace.num_requests,
         num_references=len(trace.blocks),
         num_blocks=trace.num_unique_blocks,
         block_size=trace.block_size,
     )
+    del facts["collector"]  # nothing is timed
     print_conditions(facts)
     for world in worlds:
         print(f"\n{world}\n{'':10s}" + "".join(f"{policy:>13s}" for policy in (*policies, "gap")))
@@ -107,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
         (text, max(1, int(total * float(text[:-1]) / 100)) if text.endswith("%") else int(text))
         for text in given.sizes.split(",")
     ]
-    measure(trace, given.worlds, sizes, given.policies, given.json)
+    measure(trace, given.worlds, sizes, given.policies, given.json, given.sessions or "all")
 
 
 if __name__ == "__main__":
