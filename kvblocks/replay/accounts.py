@@ -28,7 +28,7 @@ class MissAccounts:
         num_unique = trace.num_unique_blocks
         self._content = np.full(num_blocks, -1, np.int64)  # by block of the pool: the trace's block that it holds
         self._first_id = first_block_id
-        # By block of the trace: where it was cached last; -1: nowhere. One more, the last, is no block's: always nowhere.
+        # By block of the trace: where it was cached last; -1: nowhere. One more, the last, is for no block: -1 always.
         self._place = np.full(num_unique + 1, -1, np.int64)
         self._fate = np.zeros(num_unique, np.int8)
         self._was_hit = np.zeros(num_unique, bool)  # since it was cached
