@@ -92,20 +92,22 @@ def run(
     thinks: Numbers,
     setup: Setup,
     progress: Callable[[int], object] = lambda _: None,
+    manager: KVCacheManager | None = None,
 ) -> Outcome:
     """Run a trace. arrivals, thinks: of `arrival_times` and `think_times`; progress: told how many requests are done.
 
+    manager: an empty one with blocks of one token, with a policy of one's own, say; None: `make_manager(setup)`.
     Durations that the trace doesn't say are 0. O(references), and O(log requests) for each.
     """
-    return _Run(trace, arrivals, thinks, setup).run(progress)
+    return _Run(trace, arrivals, thinks, setup, make_manager(setup) if manager is None else manager).run(progress)
 
 
 class _Run:
     """The state of a run."""
 
-    def __init__(self, trace: Trace, arrivals: Numbers, thinks: Numbers, setup: Setup) -> None:
+    def __init__(self, trace: Trace, arrivals: Numbers, thinks: Numbers, setup: Setup, manager: KVCacheManager) -> None:
         self.trace, self.setup = trace, setup
-        self.manager = make_manager(setup)
+        self.manager = manager
         self.accounts = MissAccounts(trace, setup.num_blocks, self.manager.first_block_id)
         self.manager.watch_blocks(self.accounts.note_taken, self.accounts.note_touched)
         self.arrivals: list[float] = arrivals.tolist()

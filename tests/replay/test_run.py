@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +10,9 @@ from replay.independent import Ask, simulate
 from replay.small_traces import asks, make_trace, run_trace
 
 from kvblocks import InvalidArgumentError
+from kvblocks.core.block import KVCacheBlock
 from kvblocks.replay import models
-from kvblocks.replay.accounts import MAX_MOMENTS, State, Timeline
+from kvblocks.replay.accounts import MAX_MOMENTS, MissAccounts, State, Timeline
 from kvblocks.replay.bound import max_hits, next_uses, references_in
 from kvblocks.replay.run import POLICIES, Setup
 
@@ -79,6 +81,16 @@ def test_misses_say_for_whom_their_block_was_evicted():
     assert (misses.first_time, misses.dropped, misses.refused) == (8, 0, 0)
     # 2 s, 5 s and 70 s after they were evicted
     assert {bucket.upto: bucket.count for bucket in misses.ages if bucket.count} == {3.0: 2, 10.0: 2, 120.0: 2}
+
+
+def test_a_block_that_lies_elsewhere_too_was_not_evicted():
+    trace = make_trace([Ask("a", 0, 0, 0, (1,)), Ask("b", 1, 0, 0, (2,))])
+    accounts = MissAccounts(trace, 3, first_block_id=1)
+    for block, place, session in ((0, 1, 0), (0, 2, 0), (1, 1, 1), (0, 3, 0)):  # 0 again, for want of a window
+        accounts.note_taken([KVCacheBlock(place)])
+        accounts.note_admitted(np.array([block]), (0, 0), [place], session, 0.0)
+    assert accounts.misses().first_time == 2
+    assert accounts.misses().window == 2  # its first place was given to another, and it lay in the second
 
 
 def test_what_the_next_request_lacks_is_dropped_unless_another_session_has_it():
