@@ -106,12 +106,20 @@ def test_what_the_next_request_lacks_is_dropped_unless_another_session_has_it():
     assert run_trace(make_trace(requests), Setup("lru", 10)).hits.tolist() == [0, 1, 0, 2]
 
 
+def test_what_a_running_request_holds_is_not_dropped():
+    requests = [Ask("a", 0, 0, 9, (1, 2, 3)), Ask("a", 1, 0, 0, (1, 9)), Ask("b", 2, 0, 0, (1, 2, 3))]
+    assert run_trace(make_trace(requests), Setup("lru-drop", 10)).hits.tolist() == [0, 1, 3]
+
+
 def test_what_never_waits_leaves_what_fits():
     requests = [Ask("a", 0, 0, 9, (1, 2)), Ask("b", 1, 0, 9, (3, 4, 5)), Ask("b", 2, 0, 0, (3, 4, 5))]
     setup = Setup("lru", 4, never_waits=True)
     outcome = run_trace(make_trace(requests), setup)
     assert outcome.order == [0, 1, 2]
-    assert outcome.hits.tolist() == [0, 0, 2]  # two of its blocks fit, and are held by nobody
+    assert outcome.hits.tolist() == [0, 0, 2]  # two of its blocks fit
+    others = [Ask("c", 3, 0, 0, (6, 7)), Ask("c", 4, 0, 0, (6, 7))]
+    outcome = run_trace(make_trace([*requests[:2], *others]), setup)
+    assert outcome.hits.tolist() == [0, 0, 0, 2]  # which nobody holds, so the next one finds room
 
 
 def test_a_host_tier_gives_back_what_the_device_lost():
