@@ -335,7 +335,7 @@ def test_worth_is_what_was_seen() -> None:
 
 def test_how_long_a_request_ran_says_how_long_the_pause_is() -> None:
     returns = Returns(0.0)
-    for took, length in [(2.0, 4.0), (8.0, 16.0)] * 100:
+    for took, length in [(2.0, 4.0), (8.0, 16.0)] * 5000:
         returns.learn(length, took, 3.0, None)
     assert returns.rhythm(None, 4.0) == returns.rhythm(None, 0.0) == 3.0
     assert (returns.rhythm(None, 2.0), returns.rhythm(None, 8.0)) == (2.0, 4.0)
@@ -345,14 +345,40 @@ def test_how_long_a_request_ran_says_how_long_the_pause_is() -> None:
     assert unrelated.rhythm(None, 2.0) == unrelated.rhythm(None, 8.0) == 3.0
 
 
+def test_requests_are_timed() -> None:
+    made: list[Any] = []
+
+    def make(cache: Any) -> Sessions:
+        made.append(Sessions(cache))
+        return made[-1]
+
+    chats = Chats(200, make)
+
+    def run(name: str, took: float) -> float:
+        """Return for how long the policy expects the session to pause, as a logarithm."""
+        sequence = chats.start(name, span(100 * len(name), 4))
+        chats.manager.now += took
+        chats.manager.free(sequence)
+        chats.manager.sessions.pause(name, "stop")
+        return made[0]._sessions[None, name].last.rhythm  # type: ignore[no-any-return]  # noqa: SLF001
+
+    for _ in range(30):
+        for took in (2.0, 32.0):
+            run("chat", took)
+            chats.manager.now += 2 * took
+    assert run("short", 2.0) + 2 < run("longer", 32.0)
+
+
 def test_old_pauses_count_for_less_and_less() -> None:
     returns = Returns(0.0)
+    returns.num_open = 64.0
     for _ in range(10_000):
         returns.learn(2.0, 0.0, 1.0, None)
     before = returns.worth(1.0, 10.0, 1.0)
     for _ in range(10_000):
         returns.learn(1024.0, 0.0, 1.0, None)
     assert returns.worth(1.0, 10.0, 1.0) < before / 4
+    assert returns.num_open < 1
 
 
 def hit_rate(eviction: str, num_blocks: int) -> float:

@@ -411,9 +411,10 @@ class Sessions:
             kind.paused.setdefault(thread.rhythm, OrderedDict())[thread] = None
 
     def _learn(self, thread: Thread) -> None:
-        """Note that a thread comes back now."""
-        kind, session, lasted = thread.kind, thread.session, float(self._cache.now - thread.since)
-        lasted = max(lasted, self._kept / _SHORTEST)
+        """Note that a thread comes back: when its session's request began, since more was told by now; or now."""
+        kind, session = thread.kind, thread.session
+        back = self._cache.now if session is None or session.began is None else session.began
+        lasted = max(float(back - thread.since), self._kept / _SHORTEST)
         if kind is not None and lasted > 0.0:
             own = None if session is None else session.rhythms.setdefault(kind, Rhythm())
             kind.returns.learn(lasted, thread.took, self._rhythm_of(thread, kind), own)
