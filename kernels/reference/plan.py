@@ -80,8 +80,10 @@ class AttentionPlan:
 
 def plan_store(slot_mapping: Tensor) -> StorePlan:
     """The plan of `store`: slots of -1 are left out. O(rows). Changes nothing."""
+    if not slot_mapping.numel() or int(slot_mapping.min()) >= 0:
+        return StorePlan(None, slot_mapping)
     kept = slot_mapping >= 0
-    return StorePlan(None, slot_mapping) if bool(kept.all()) else StorePlan(kept, slot_mapping[kept])
+    return StorePlan(kept, slot_mapping[kept])
 
 
 def plan_paged(

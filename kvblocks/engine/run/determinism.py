@@ -29,6 +29,9 @@ from kvblocks.engine.run.rows import FIXED64, PACKED2, PACKED16, TILE16, RowStra
 RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Takes tensors with the same number of rows, gives tensors with that number of rows."""
 
+ARITHMETIC = 2
+"""Goes up with each change of this package that gives rows other bits: what was kept before is then not used."""
+
 # Coprime to 16: moving a row on by 7, again and again, takes it to every index of a chunk.
 _MOVE = 7
 

@@ -131,7 +131,10 @@ def restrict(logits: Tensor, rows: Tensor, is_allowed: Tensor) -> None:
 
 def pick_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Of each row the first of the largest logits, and whether the row has a NaN: int64 and bool [num_draws, 1]."""
-    tokens = logits.argmax(-1, keepdim=True)  # which takes NaN for the largest
+    if logits.is_cpu and logits.dtype == torch.float32:  # numpy's takes a tenth of the time
+        tokens = torch.from_numpy(logits.numpy().argmax(-1, keepdims=True))
+    else:
+        tokens = logits.argmax(-1, keepdim=True)  # both take NaN for the largest
     return tokens, logits.gather(1, tokens).isnan()
 
 
