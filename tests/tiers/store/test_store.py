@@ -590,5 +590,24 @@ def test_a_cluster_loses_what_a_killed_node_had_and_nothing_else(tmp_path, conne
         assert number
 
 
+@pytest.mark.slow
+def test_a_replica_that_takes_over_serves_what_its_primary_had(tmp_path, connect):
+    """A primary is killed; its replica is voted for, and who asks learns of it."""
+    identities, payloads = chain(60)
+    with cluster(tmp_path, num_replicas=3) as servers:
+        primaries, replicas = servers[:3], servers[3:]
+        store = connect(cluster_url(servers))
+        assert store.write(NOBODY, identities, payloads) and read(store, identities) == payloads
+        wait_for(
+            lambda: all(a.client().dbsize() == b.client().dbsize() for a, b in zip(primaries, replicas, strict=True))
+        )
+        primaries[1].kill()
+        assert not all(finds(store, identities)), "its part is gone at first"
+        wait_for(lambda: took(read, store, identities) == payloads or (store.probe() and None), 30)
+        more, payloads = chain(20, first=1000)
+        wait_for(lambda: took(store.write, NOBODY, more, payloads) is True or (store.probe() and None), 30)
+        assert read(store, more) == payloads, "stores have connections of their own, which learn of it by themselves"
+
+
 def some(values):
     return [] if isinstance(values, StoreError) else [value for value in values if value is not None]
