@@ -73,11 +73,14 @@ class Stand:
         self.disk = self.tier._store  # noqa: SLF001
         self.slots = self.tier._slots  # noqa: SLF001
         self.num_jobs = 0
+        self.gates: list[Any] = []  # that hold its copies; they open before it shuts down, or a test that fails hangs
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for gate in self.gates:
+            gate.go_on.release(1000)
         self.tier.shutdown()
 
     def job(self, keys: list[bytes], *, is_load: bool, chunk_ids: list[int] | None = None) -> TransferJob:
