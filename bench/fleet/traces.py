@@ -170,7 +170,7 @@ class Fleet:
     def row(self, wall_s: float) -> Row:
         """Return what came of it."""
         outcomes = [run.outcome() for run in self.runs]
-        total = len(self.trace.blocks)
+        total = max(1, len(self.trace.blocks))
         device = sum(int(one.hits.sum()) for one in outcomes)
         loaded = sum(int(one.loaded.sum()) for one in outcomes)
         lengths = self.trace.ends[1:] - self.trace.ends[:-1]
@@ -180,7 +180,7 @@ class Fleet:
             computed[worker] += int(lengths[request] - one.hits[request] - one.loaded[request])
         waits = [(one.waits.mean_s, len(one.order), one.waits.p99_s) for one in outcomes]
         num_admitted = max(1, sum(number for _, number, _ in waits))
-        modelled_s = max(run.now for run in self.runs) - float(self.arrivals.min())
+        modelled_s = max(1.0, max(run.now for run in self.runs) - float(self.arrivals.min()))
         events = self.events
         return Row(
             trace=self.trace.name,
