@@ -12,13 +12,14 @@ from kvblocks.wire.convert import Converter
 from kvblocks.wire.mirror import EventMirror
 
 NUM_SHARED, PROMPT_BLOCKS, NUM_LOOKUPS = 64, 256, 200
-SHAPES = tuple((workers, blocks) for workers in (1, 8, 16, 32, 64) for blocks in (1_000, 10_000, 50_000))
+SHAPES = tuple((workers, blocks) for workers in (1, 8, 16, 32, 64) for blocks in (1_000, 10_000))
 
 
 def measure_growth(shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[dict[str, Any]]:
     """Return a row for each number of workers and of blocks that each of them has cached.
 
-    lookup_us: the median of asking for a prompt of 256 blocks, of which every worker has the first 64 and one all.
+    lookup_us: the median of asking for a prompt of 256 blocks, of which every worker has the first 64 and one all, in
+    processor time, since others may use the machine.
     """
     return [_measure(workers, blocks) for workers, blocks in shapes]
 
@@ -30,7 +31,6 @@ def _measure(num_workers: int, num_blocks: int) -> dict[str, Any]:
     gc.collect()
     tracemalloc.start()
     mirror = EventMirror()
-    apply_s = 0.0
     for worker in range(num_workers):
         mirror.add(str(worker), can_ask=False)
         own = prompt if worker == num_workers // 2 else shared
@@ -41,18 +41,16 @@ def _measure(num_workers: int, num_blocks: int) -> dict[str, Any]:
                 block_hashes=part, parent_block_hash=None, token_ids=[1] * len(part), block_size=1, medium="GPU"
             )
             payload = converter.codec.encode(EventBatch(0.0, [event], 0))
-            began = time.perf_counter()
             mirror.receive(str(worker), number, payload)
-            apply_s += time.perf_counter() - began
         del names
     gc.collect()
     num_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     times = []
     for _ in range(NUM_LOOKUPS):
-        began = time.perf_counter()
+        began = time.thread_time()
         found = mirror.overlaps(prompt)
-        times.append(time.perf_counter() - began)
+        times.append(time.thread_time() - began)
     if max(found.values()) != min(PROMPT_BLOCKS, num_blocks):
         raise AssertionError(f"expected one worker with the whole prompt, got {found}")
     return {

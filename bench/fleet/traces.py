@@ -63,7 +63,7 @@ class Case:
 class Row:
     """What came of a case. Rates are shares of all references; balance: the most computed by a worker over the mean.
 
-    messages, bytes: of events, by all workers; a second: of modelled time. lookup_us: of the router, for each request.
+    messages, bytes: of events, by all workers; a second: of modelled time. lookup_us: of the router, for each request, in processor time.
     mirror_blocks: that it knew at the end.
     """
 
@@ -152,7 +152,7 @@ class Fleet:
     def by_prefix(self, request: int) -> int:
         """Where the least is left to compute; of equals the one that comes next in turn."""
         assert self.events is not None
-        began = time.perf_counter()
+        began = time.thread_time()
         path = self.trace.blocks_of(request)
         found: dict[str, int] = {}
         if len(path):
@@ -163,7 +163,7 @@ class Fleet:
         missing = {str(worker): len(path) - found.get(str(worker), 0) for worker in in_turn}
         chosen = cheapest(missing, {str(worker): sum(self.todo[worker].values()) for worker in in_turn})
         self.next = int(chosen)
-        self.lookup_s += time.perf_counter() - began
+        self.lookup_s += time.thread_time() - began
         self.todo[self.next][request] = missing[chosen]
         return self.next
 

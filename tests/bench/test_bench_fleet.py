@@ -56,7 +56,7 @@ def chats(num_sessions, num_turns):
 def test_what_is_cached_is_found_by_the_right_router(bench):
     trace = make_trace(chats(num_sessions=7, num_turns=6))
     rates = {
-        (router, store): bench.traces.Fleet(trace, bench.traces.Case(router, 3, 30, store)).replay()
+        (router, store): bench.traces.Fleet(trace, bench.traces.Case(router, 3, 60, store)).replay()
         for router in bench.traces.ROUTERS
         for store in (None, 500)
     }
