@@ -63,8 +63,8 @@ class Case:
 class Row:
     """What came of a case. Rates are shares of all references; balance: the most computed by a worker over the mean.
 
-    messages, bytes: of events, by all workers; a second: of modelled time. lookup_us: of the router, for each request, in processor time.
-    mirror_blocks: that it knew at the end.
+    messages, bytes: of events, by all workers; a second: of modelled time. lookup_us: of the router, for each request,
+    in processor time. mirror_blocks: that it knew at the end.
     """
 
     trace: str
