@@ -25,6 +25,7 @@ from kvblocks.wire import EventPublisher, MirrorClient, Source
 
 TIMEOUT_S = 600.0
 CONFLICT = 409
+RECOMPUTE_WEIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,9 @@ class Errand:
 class Router:
     """Chooses a worker for each prompt. Not safe to share between threads.
 
-    The cost of a worker is what it would have to compute before it is done with the prompt, in tokens: the part of the
-    prompt that it hasn't cached, the same of prompts that it hasn't finished, and their answers. What a worker is just
-    computing counts as cached there, though no event says so yet.
+    The cost of a worker is counted in tokens: twice the part of the prompt that it hasn't cached, and its load, which
+    is that part of the prompts that it hasn't finished, once, and their answers. What a worker is just computing counts
+    as cached there, though no event says so yet.
     """
 
     def __init__(self, index: Index, workers: Iterable[str]) -> None:
@@ -174,8 +175,11 @@ class Router:
 
 
 def cheapest(missing: Mapping[str, int], load: Mapping[str, int]) -> str:
-    """Return the worker with the least to compute; of equals the one with the least load, and then the first."""
-    return min(missing, key=lambda name: (missing[name] + load[name], load[name]))
+    """Return the worker with the lowest cost; of equals the one with the least load, and then the first.
+
+    What is missing counts RECOMPUTE_WEIGHT times: computing it again also delays whoever comes next.
+    """
+    return min(missing, key=lambda name: (RECOMPUTE_WEIGHT * missing[name] + load[name], load[name]))
 
 
 def num_common(one: list[int], other: list[int]) -> int:

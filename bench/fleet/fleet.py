@@ -1,6 +1,6 @@
 """What a router that knows what is cached is worth, with three servers of a real model, one of which dies half-way.
 
-    python -m bench.fleet [--sglang PYTHON] [--dynamo PYTHON] [--model smollm2] [--num-blocks 320] [--json FILE]
+    python -m bench.fleet [--sglang PYTHON] [--dynamo PYTHON] [--model smollm2] [--num-blocks 160] [--json FILE]
 
 60 requests of 12 conversations over 4 system prompts, seeded, go over HTTP to three `kvblocks serve`: in turn (round
 robin), through SGLang's router (its cache_aware policy), and where the least is left to compute, by the events of the
@@ -28,7 +28,7 @@ from bench.fleet.routes import SGLANG_FLAGS, Precise, RoundRobin, Route, precise
 from bench.fleet.servers import Server, fleet, free_ports
 from bench.fleet.workload import QUICK, Conversation, Sizes, make_conversations
 from bench.serving.serving import percentile
-from examples.route_by_prefix import DynamoIndex
+from examples.route_by_prefix import RECOMPUTE_WEIGHT, DynamoIndex
 from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model
 from kvblocks.wire.convert import to_u64
 
@@ -65,9 +65,9 @@ def dynamo(servers: Mapping[str, Server], python: str) -> Iterator[Precise]:
 def ways(given: argparse.Namespace) -> dict[str, Way]:
     """Return the ways that can be gone here."""
     found: dict[str, Way] = {"round robin": lambda servers: nullcontext(RoundRobin(servers))}
+    found["precise, our mirror"] = lambda servers: precise(servers, BLOCK_SIZE)
     if given.sglang:
         found["sglang-router, cache_aware"] = lambda servers: sglang(servers, given.sglang)
-    found["precise, our mirror"] = lambda servers: precise(servers, BLOCK_SIZE)
     if given.dynamo:
         found["precise, Dynamo's indexer"] = lambda servers: dynamo(servers, given.dynamo)
     return found
@@ -154,7 +154,7 @@ counted."""
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face folder")
-    parser.add_argument("--num-blocks", type=int, default=320, help="of each server's pool (default 320)")
+    parser.add_argument("--num-blocks", type=int, default=160, help="of each server's pool (default 160)")
     parser.add_argument("--sglang", help="a Python that has sglang-router")
     parser.add_argument("--dynamo", help="a Python that has ai-dynamo-runtime")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each server (default 1)")
@@ -177,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         threads=given.threads,
         mode="deterministic, greedy",
         workload=vars(sizes) | {"num_requests": sizes.num_requests},
+        recompute_weight=RECOMPUTE_WEIGHT,
         sglang_flags=" ".join(SGLANG_FLAGS),
     )
     print_conditions(facts)
@@ -189,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         expected = expected or texts
         rows.append(summarize(name, outcome, mirror_agrees=mirror_agrees) | {"is_identical": texts == expected})
         show(rows)
+        keep(given.json, facts, rows)  # minutes of work aren't lost
     met = targets(rows, sizes.num_requests)
     print()
     for name, is_met in met.items():

@@ -29,6 +29,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
                         for row in rows
                         if (row["trace"], row["router"], row["store_blocks"] is not None) == (name, router, has_store)
                     )
+                    if not line:
+                        continue  # a run that was cut short
                     label = f"{router}, shared store" if has_store else router
                     dashes = "--" if has_store else "-"
                     panel.plot(*zip(*line, strict=True), dashes, color=colour, marker=mark, label=label)

@@ -28,7 +28,7 @@ from typing import Any
 
 from bench.conditions import conditions, keep, print_conditions
 from bench.fleet.growth import measure_growth
-from examples.route_by_prefix import cheapest
+from examples.route_by_prefix import RECOMPUTE_WEIGHT, cheapest
 from kvblocks import KVCacheManager, Tier
 from kvblocks import Sequence as Prompt
 from kvblocks.errors import KVBlocksError
@@ -262,6 +262,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE")
     parser.add_argument("--workers", nargs="+", type=int, default=[8, 16, 32, 64])
     parser.add_argument("--sessions", help="FROM:TO, of each trace that has them, as `kvblocks replay` takes it")
+    parser.add_argument(
+        "--decode-time",
+        type=float,
+        default=0.02,
+        help="seconds for each token of an answer, where the trace doesn't say how long a request ran (default 0.02)",
+    )
     parser.add_argument("--block-size", type=int, default=512, help="tokens; joins the trace's blocks (default 512)")
     parser.add_argument("--worker-blocks", type=int, default=2000, help="of each worker's pool (default 2000)")
     parser.add_argument("--store-blocks", type=int, default=50_000, help="of the shared store (default 50,000)")
@@ -280,6 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     facts = conditions(
         traces=[path.name for path in given.traces] or [SAMPLE.name],
         sessions=given.sessions,
+        recompute_weight=RECOMPUTE_WEIGHT,
+        decode_time_s=given.decode_time,
         block_size=given.block_size,
         num_blocks=given.worker_blocks,
         store_blocks=given.store_blocks,
@@ -294,6 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for path in given.traces or [SAMPLE]:
         try:
             trace = read_trace(path, given.block_size)
+            trace = trace.with_durations(given.decode_time)
             if given.sessions is not None and trace.times_are_relative:
                 trace = trace.take_sessions(*parse_range(given.sessions))
         except KVBlocksError as error:

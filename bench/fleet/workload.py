@@ -25,11 +25,11 @@ class Sizes:
     num_conversations: int = 12
     num_systems: int = 4
     num_turns: int = 5
-    system_words: int = 180
-    turn_words: int = 110
-    max_tokens: int = 16
-    spread_s: float = 40.0
-    think_s: float = 10.0
+    system_words: int = 90
+    turn_words: int = 55
+    max_tokens: int = 8
+    spread_s: float = 20.0
+    think_s: float = 5.0
     seed: int = 0
 
     @property

@@ -40,12 +40,13 @@ def test_the_least_to_compute_decides(example):
     prompt = [*range(100)]
     first = router.send(prompt, max_tokens=30)
     assert (first.worker, first.num_cached, first.num_left) == ("a", 80, 50)
-    # a has 50 left to do; the same prompt is cached there as soon as it is done, so it is 50 there, 60 at b, 100 at c.
+    # a has 50 left to do, and will have all of the same prompt then: 50 there, 2 x 60 at b, 2 x 100 at c.
     assert router.send(prompt).worker == "a"
     other = [*range(1000, 1100)]  # 80 and 40 tokens are cached of this one too, says the index
-    assert router.send(other, max_tokens=10).worker == "b"  # 60 there, and 70 at a
+    assert router.send(other, max_tokens=10).worker == "a"  # 50 + 2 x 20 there, 2 x 60 at b
+    assert router.send([*other, 1], max_tokens=10).worker == "a"  # 80 + 2 there; the load of a waits for 80, not 120
+    assert router.send([*range(2000, 2100)]).worker == "b"  # 92 + 2 x 20 at a, 2 x 60 at b
     router.finish(first)
-    assert router.send(other).worker == "a"
     with pytest.raises(ValueError, match="not in list"):
         router.finish(first)
 
