@@ -14,7 +14,7 @@ from kvblocks.errors import InvalidArgumentError
 
 MAX_CHOICES = 1000
 MAX_FORMED = 32
-"""Answers of a form in one request: each looks at its grammar before each token, a millisecond at most."""
+"""Answers of a form in one request: each looks at its grammar before each token, some milliseconds at most."""
 
 _FORMATS = ("text", "json_object", "json_schema")
 _KINDS = ("json", "json_object", "regex", "choice")
