@@ -1,11 +1,11 @@
 """What the largest bodies of a few clients cost everybody else: `kvblocks serve` with SmolLM2, quiet and under them.
 
-    python -m bench.serving.bounds         # --json FILE, --rounds N, --bodies N, --kinds "digits,near the bound"
+    python -m bench.serving.bounds   # --json FILE, --rounds N, --bodies N, --pause S, --kinds "digits,near the bound"
 
 Small chats of two tokens come one after another, and /health is asked every 50 ms: first alone, then while `--bodies`
-large bodies arrive at once, and each again a second after its answer, until the small chats are done; and so on in
-turns, since other work on the machine changes from minute to minute. Of each turn the times to first token, the slowest
-/health, and the server's resident memory are kept. The ratio compares medians of loud and of quiet turns.
+large bodies arrive at once, and each again `--pause` seconds (1) after its answer, until the small chats are done; and
+so on in turns, since other work on the machine changes from minute to minute. Of each turn the times to first token,
+the slowest /health, and the server's resident memory are kept. The ratio compares medians of loud and of quiet turns.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from bench.serving.process import served
 NUM_CHARS = 3_900_000
 NUM_CHATS, TURN_S = 20, 60.0
 """Small chats in a turn, and after how many seconds none is begun any more."""
-PAUSE_S = 1.0
 TIMEOUT_S = 900.0
 HEALTH_S = 0.05
 MAX_TTFT_RATIO, MAX_HEALTH_S, MAX_MORE_MB = 3.0, 1.0, 500.0
@@ -48,6 +48,14 @@ KINDS: dict[str, tuple[str, bytes]] = {
     "empty lists": (COMPLETION, b'{"prompt": [' + b"[]," * (NUM_CHARS // 3) + b"[]]}"),
     "small messages": (CHAT, json.dumps({"messages": [{"role": "user", "content": "a"}] * 110_000}).encode()),
 }
+
+
+@dataclass(frozen=True)
+class Senders:
+    """So many clients with large bodies, each of whom waits so many seconds after an answer."""
+
+    number: int
+    pause_s: float
 
 
 def resident_mb(pid: int) -> float:
@@ -84,12 +92,14 @@ async def watch(http: httpx2.AsyncClient, pid: int, seen: dict[str, Any]) -> Non
         await asyncio.sleep(HEALTH_S)
 
 
-async def send_bodies(http: httpx2.AsyncClient, kind: str, has_ended: asyncio.Event, outcomes: Counter[str]) -> None:
-    """Send a large body, again a second after each answer, and count what came of it."""
+async def send_bodies(
+    http: httpx2.AsyncClient, senders: Senders, kind: str, has_ended: asyncio.Event, outcomes: Counter[str]
+) -> None:
+    """Send a large body, again a pause after each answer, and count what came of it."""
     while not has_ended.is_set():
         outcomes[await send_body(http, kind)] += 1
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(has_ended.wait(), PAUSE_S)
+            await asyncio.wait_for(has_ended.wait(), senders.pause_s)
 
 
 async def send_body(http: httpx2.AsyncClient, kind: str) -> str:
@@ -103,7 +113,7 @@ async def send_body(http: httpx2.AsyncClient, kind: str) -> str:
     return f"{response.status_code} {code}" if code else str(response.status_code)
 
 
-async def turn(url: str, pid: int, kind: str | None, num_bodies: int, first: int) -> dict[str, Any]:
+async def turn(url: str, pid: int, kind: str | None, senders: Senders, first: int) -> dict[str, Any]:
     """Run small chats alone (kind None), or while bodies arrive, until these are answered; return what was seen."""
     seen: dict[str, Any] = {"kind": kind, "before_mb": resident_mb(pid), "health_s": 0.0, "peak_mb": 0.0}
     limits = httpx2.Limits(max_connections=None)
@@ -112,9 +122,9 @@ async def turn(url: str, pid: int, kind: str | None, num_bodies: int, first: int
         start_s = time.perf_counter()
         outcomes: Counter[str] = Counter()
         has_ended, ttft_s = asyncio.Event(), list[float]()
-        async with asyncio.TaskGroup() as senders:
-            for _ in range(0 if kind is None else num_bodies):
-                senders.create_task(send_bodies(http, str(kind), has_ended, outcomes))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(0 if kind is None else senders.number):
+                group.create_task(send_bodies(http, senders, str(kind), has_ended, outcomes))
             while len(ttft_s) < NUM_CHATS and time.perf_counter() - start_s < TURN_S:
                 ttft_s.append(await small_chat(http, first + len(ttft_s)))
             has_ended.set()
@@ -124,14 +134,14 @@ async def turn(url: str, pid: int, kind: str | None, num_bodies: int, first: int
     return {**seen, "ttft_s": ttft_s, "seconds": time.perf_counter() - start_s, "outcomes": dict(outcomes)}
 
 
-async def measure(url: str, pid: int, kinds: Sequence[str], rounds: int, num_bodies: int) -> list[dict[str, Any]]:
+async def measure(url: str, pid: int, kinds: Sequence[str], rounds: int, senders: Senders) -> list[dict[str, Any]]:
     """Return the turns, quiet and loud ones alternating."""
     turns: list[dict[str, Any]] = []
-    await turn(url, pid, None, 0, 0)  # which also sets up libraries
+    await turn(url, pid, None, senders, 0)  # which also sets up libraries
     for number in range(rounds):
         for kind in kinds:
             for what in (None, kind):
-                turns.append({"round": number, **await turn(url, pid, what, num_bodies, 100_000 * (len(turns) + 1))})
+                turns.append({"round": number, **await turn(url, pid, what, senders, 100_000 * (len(turns) + 1))})
                 show(turns[-1])
     return turns
 
@@ -169,14 +179,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--bodies", type=int, default=8)
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds between an answer and the next body")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    facts = conditions(model=options.model, bodies=options.bodies, rounds=options.rounds)
+    facts = conditions(model=options.model, bodies=options.bodies, pause_s=options.pause, rounds=options.rounds)
     print_conditions(facts)
     kinds = options.kinds.split(",")
     with served(options.model) as (url, pid):
-        turns = asyncio.run(measure(url, pid, kinds, options.rounds, options.bodies))
+        turns = asyncio.run(measure(url, pid, kinds, options.rounds, Senders(options.bodies, options.pause)))
     problems = judge(turns)
     keep(options.json, facts, turns, problems=problems)
     print("Not shown: other models, and machines with more cores; clients and server share this one's.")

@@ -137,7 +137,7 @@ class Soak:
         self.server = Server.start(self._model, self._disk)
         self.clients.url = self.server.url
         found = [line for line in self.server.lines if line.startswith("disk cache")]
-        self.deaths[-1]["next"] = found[0] if found else "no disk cache"
+        self.deaths[-1]["next"] = found[0].partition(" in ")[0] if found else "no disk cache"
 
     def _end(self, ends_by: signal.Signals) -> None:
         if self.server.process.poll() is not None:

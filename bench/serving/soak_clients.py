@@ -47,6 +47,10 @@ _HOSTILE: dict[str, bytes] = {
     + b'{"a":' * 900
     + b"1"
     + b"}" * 901,
+    "schema": b'{"prompt": "a", "max_tokens": 8, "response_format": {"type": "json_schema", "json_schema": {"name": '
+    b'"a", "schema": {"type": "string", "pattern": "(a|b|ab)*c{1,900}(x|y){900}"}}}}',
+    "logprobs": b'{"prompt": "a", "logprobs": 1000000, "echo": true, "n": 1000000}',
+    "penalties": b'{"prompt": "a", "presence_penalty": 1e300, "repetition_penalty": 0, "min_p": 7}',
     "empty": b"",
     "binary": bytes(range(256)) * 16,
 }
@@ -62,10 +66,12 @@ class Clients:
         self.is_restarting = False
         self._random = random.Random(seed)
         self._prefixes = [" ".join(self._random.choices(_WORDS, k=220)) for _ in range(_NUM_FAMILIES)]
+        self._asking = {self._ask, self._stream, self._sample, self._featured}
         self._actions: dict[Callable[[httpx2.AsyncClient], Awaitable[str]], int] = {
             self._ask: 34,
             self._stream: 20,
             self._sample: 6,
+            self._featured: 8,
             self._hostile: 14,
             self._slow_head: 3,
             self._slow_reader: 4,
@@ -92,7 +98,7 @@ class Clients:
                 outcome = await action(http)
             except (httpx2.HTTPError, OSError, EOFError) as error:
                 outcome = f"{action.__name__.strip('_')}: {type(error).__name__}"
-                if not self.is_restarting and url == self.url and action in {self._ask, self._stream, self._sample}:
+                if not self.is_restarting and url == self.url and action in self._asking:
                     self.problems.append(f"{outcome}: {error}")
             self.counts[outcome] += 1
             has_room = not outcome.endswith(("429", "503", "ConnectError", "ConnectionRefusedError"))
@@ -117,6 +123,26 @@ class Clients:
     async def _sample(self, http: httpx2.AsyncClient) -> str:
         body = self._body(prompt=[self._prompt(), "the kettle"], n=2, temperature=1, stop=["lid"])
         return self._status("sample", await http.post(f"{self.url}/v1/completions", json=body))
+
+    async def _featured(self, http: httpx2.AsyncClient) -> str:
+        """Ask for one of the things that cost a server more than an answer does."""
+        schema = {"type": "object", "properties": {"colour": {"enum": ["sand", "slate", self._random.choice(_WORDS)]}}}
+        form = {"type": "json_schema", "json_schema": {"name": "kettle", "schema": schema}}
+        more: dict[str, Any] = self._random.choice(
+            [
+                {"response_format": form, "prompt_cache_key": self._random.choice(_WORDS)},
+                {"response_format": {"type": "json_object"}, "n": 2, "stream": True},
+                {"structured_outputs": {"regex": "(sand|slate) [0-9]{1,3}"}, "logprobs": 2},
+                {"logprobs": 5, "echo": True, "prompt_cache_key": self._random.choice(_WORDS)},
+                {"logprobs": 20, "stream": True, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+                {"min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True, "min_tokens": 1},
+            ]
+        )
+        if self._random.random() < 0.2:
+            return self._status("featured", await http.post(f"{self.url}/tokenize", json={"prompt": self._prompt()}))
+        return self._status(
+            "featured", await http.post(f"{self.url}/v1/completions", json=self._body(prompt=self._prompt(), **more))
+        )
 
     async def _stream(self, http: httpx2.AsyncClient) -> str:
         body = self._body(prompt=self._prompt(), stream=True, stream_options={"include_usage": True})

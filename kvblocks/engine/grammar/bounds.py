@@ -11,11 +11,16 @@ from kvblocks.errors import InvalidArgumentError
 MAX_BYTES = 64 * 2**10
 """Of a schema, a regular expression, or all texts to choose from. What compiles slowly takes some 5 µs a byte."""
 
+MAX_TEXT = 4096
+"""Bytes of one text to choose from, of a regular expression, or of a string or a name in a schema: each token looks at
+all of it, some 0.25 µs a byte. What a schema says to people alone isn't looked at."""
+
 MAX_DEPTH = 64
 MAX_MULTIPLE = 10_000
 """The least common multiple of all `multipleOf` of a schema: an automaton for it has so many states."""
 
 _MAX_EXPONENT = 12
+_FOR_PEOPLE = frozenset({"description", "title", "$comment", "default"})
 
 
 def check_schema(schema: Any) -> str:
@@ -24,10 +29,14 @@ def check_schema(schema: Any) -> str:
         raise InvalidArgumentError(f"expected a JSON schema that is an object, got {type(schema).__name__}")
     try:
         values = list(_walk(schema))
-        text = json.dumps(schema)
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"expected a JSON schema, got an error: {error}") from error
     check_size(text)
+    for string in values:
+        if isinstance(string, str):
+            check_text(string)
     if "x-guidance" in schema:
         raise InvalidArgumentError("expected a JSON schema without x-guidance, which is for who runs the compiler")
     multiples = [value["multipleOf"] for value in values if isinstance(value, dict) and "multipleOf" in value]
@@ -47,13 +56,28 @@ def check_size(text: str) -> str:
     return text
 
 
+def check_text(text: str) -> str:
+    """Return a text of which tokens are looked for. Raises InvalidArgumentError for one that isn't taken. O(size)."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"expected texts that UTF-8 can encode, got an error: {error}") from error
+    if size > MAX_TEXT:
+        raise InvalidArgumentError(f"expected texts, names and patterns of at most {MAX_TEXT} bytes, got one of {size}")
+    return text
+
+
 def _walk(value: Any, depth: int = 0) -> Iterator[Any]:
-    """All values in a JSON value, itself included. Raises ValueError for one that is nested too deep."""
+    """All values and names in a JSON value, itself included, but for texts that are for people.
+
+    Raises ValueError for one that is nested too deep.
+    """
     if depth > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
     yield value
     if isinstance(value, dict):
-        value = list(value.values())
+        yield from value
+        value = [item for name, item in value.items() if name not in _FOR_PEOPLE or not isinstance(item, str)]
     if isinstance(value, list):
         for item in value:
             yield from _walk(item, depth + 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvblocks.core.sequence import Sequence as KVSequence
 from kvblocks.engine.errors import GrammarError, ModelError
-from kvblocks.engine.grammar.bounds import check_schema, check_size
+from kvblocks.engine.grammar.bounds import check_schema, check_size, check_text
 from kvblocks.engine.text.tokenizer import Tokenizer
 from kvblocks.errors import InvalidArgumentError
 
@@ -27,7 +27,7 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 # Of one grammar, of the order of 0.1 s and 10 MB; for one token, some 10 ms.
 _LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 100_000,
-    "initial_lexer_fuel": 200_000,
+    "initial_lexer_fuel": 20_000,
     "max_lexer_states": 5_000,
     "max_items_in_row": 500,
     "step_max_items": 5_000,
@@ -67,9 +67,11 @@ class GrammarCompiler:
     def json_schema(self, schema: Mapping[str, Any]) -> "Grammar":
         """A grammar of JSON that a schema describes. Raises InvalidArgumentError for what isn't taken or supported."""
         text = check_schema(schema)
-        return self._compile(
-            self._matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
-        )
+        try:
+            source = self._matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
+        except ValueError as error:
+            raise InvalidArgumentError(f"expected a JSON schema, got an error: {error!s:.{_SHOWN}}") from error
+        return self._compile(source)
 
     def json_object(self) -> "Grammar":
         """A grammar of any JSON object."""
@@ -77,12 +79,14 @@ class GrammarCompiler:
 
     def regex(self, pattern: str) -> "Grammar":
         """A grammar of what a regular expression matches, from beginning to end. Raises InvalidArgumentError."""
-        return self._compile(self._matcher.grammar_from_regex(check_size(pattern)))
+        return self._compile(self._matcher.grammar_from_regex(check_text(pattern)))
 
     def choice(self, texts: Sequence[str]) -> "Grammar":
         """A grammar of several texts, of which none is empty. Raises InvalidArgumentError."""
         if not texts or not all(texts):
             raise InvalidArgumentError(f"expected texts to choose from that aren't empty, got {list(texts)!r:.80}")
+        for text in texts:
+            check_text(text)
         choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
         return self._compile(self._matcher.grammar_from_lark(check_size(f"start: {choices}")))
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TypeVar
 
 from kvblocks.engine.completion import Completion, Piece
@@ -210,7 +211,8 @@ class EngineThread:
             return
         try:
             for index, prompt in enumerate(prompts):
-                for generation in self.engine.submit(prompt, prompt_index=index, **answer.asked.options_of(index)):
+                options = answer.asked.options_of(index, partial(self._room_after, prompt))
+                for generation in self.engine.submit(prompt, prompt_index=index, **options):
                     unfinished[generation] = None
                     self._answers[generation] = answer
             first_samples = [generation.request for generation in unfinished if not generation.sample_index]
@@ -220,6 +222,9 @@ class EngineThread:
             if not isinstance(error, KVBlocksError):
                 logger.exception("request %s could not be begun", answer.answer_id)
             self._fail(answer, as_api_error(error))
+
+    def _room_after(self, prompt: list[int]) -> int:
+        return self.engine.scheduler.max_request_tokens - len(prompt)
 
     def _cancel(self, answer: Answer) -> None:
         if answer in self._unfinished:

@@ -5,7 +5,7 @@ nothing. Fields that change nothing are let pass. The fields are OpenAI's; extra
 `min_tokens` and `return_token_ids`, are named as vLLM names them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
@@ -22,7 +22,13 @@ from kvblocks.engine.server.body.messages import (
 )
 from kvblocks.engine.server.body.neutral import REFUSED, WITHOUT_EFFECT
 from kvblocks.engine.server.body.response_format import Form, parse_form
-from kvblocks.engine.server.body.sampling import check_size, parse_echo, parse_logprobs, parse_sampling
+from kvblocks.engine.server.body.sampling import (
+    check_size,
+    most_scored_tokens,
+    parse_echo,
+    parse_logprobs,
+    parse_sampling,
+)
 from kvblocks.engine.server.errors import ApiError, as_api_error
 from kvblocks.engine.server.fields import Fields, is_unicode, show
 from kvblocks.engine.text.tokenizer import Tokenizer
@@ -125,8 +131,11 @@ class AnswerRequest:
         """How many answers it is for."""
         return self.options["n"] * max(1, len(self.prompts), len(self.prefixes))
 
-    def options_of(self, index: int) -> OptionValues:
-        """Return the options of a prompt."""
+    def options_of(self, index: int, room: Callable[[], int]) -> OptionValues:
+        """Return the options of a prompt. room: how many tokens may follow it, asked only where that is to be known."""
+        most = most_scored_tokens(self.options) if self.options["max_tokens"] is None else None
+        if most is not None:
+            return OptionValues(**{**self.options, "max_tokens": max(1, min(most, room()))})
         return OptionValues(**{**self.options, "salt": self.salts[index]}) if self.salts else self.options
 
     @property
@@ -145,10 +154,11 @@ class AnswerRequest:
         if self.kind == "completion":
             adds = self.add_special_tokens
             prompts = [encode_prompt(prompt, tokenizer, add_special_tokens=adds) for prompt in self.prompts]
-            check_size(prompts, self.options["n"], self.options["prompt_logprobs"])
+            check_size(prompts, self.options, echo=self.echo)
             return prompts
         if tokenizer is None or not tokenizer.has_chat_template:
             raise ApiError(400, "expected /v1/completions, since this model has no chat template", param="messages")
+        check_size([()], self.options, echo=False)
         return [tokenizer.apply_chat_template(list(self.messages), variables=self.template_values)]
 
 
@@ -304,7 +314,7 @@ def _finish(
         include_usage=include_usage,
         return_token_ids=fields.flag("return_token_ids"),
         echo=echo,
-        form=parse_form(fields),
+        form=parse_form(fields, n * max(1, len(prompts))),
         continuous_usage=continuous_usage,
         template_values=parse_template_values(fields) if kind == "chat" else {},
         add_special_tokens=_parse_add_special(fields, kind),

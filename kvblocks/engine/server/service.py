@@ -107,8 +107,7 @@ class Service:
 
         Raises ApiError, with none taken, if they can't be had now; for want of them it counts as refused.
         """
-        if not self.is_healthy:
-            raise stopping_error()
+        self._check_healthy()
         limits = [(self.settings.max_requests, self.num_open, "")]
         if slots.caller.max_requests is not None:
             limits.append((slots.caller.max_requests, self._open_by[slots.caller], " of this key"))
@@ -123,6 +122,10 @@ class Service:
                 raise busy_error(message, "queue_full", self._retry_after_s())
         self.num_open += slots.number
         self._open_by[slots.caller] += slots.number
+
+    def _check_healthy(self) -> None:
+        if not self.is_healthy:
+            raise stopping_error()
 
     def close(self, slots: Slots) -> None:
         """Give slots back that no answer has any more. O(1)."""
@@ -174,6 +177,7 @@ class Service:
         give_back = partial(self.close, slots)
         try:
             compiler = await self._make_compiler()
+            self._check_healthy()  # it may have stopped meanwhile, and its threads with it
         except BaseException as error:
             give_back()
             if isinstance(error, KVBlocksError):

@@ -12,7 +12,7 @@ import torch
 
 from kvblocks.engine import Engine, LoadedModel, StepLimits
 from kvblocks.engine.errors import GrammarError, ModelError
-from kvblocks.engine.grammar.bounds import MAX_BYTES, MAX_MULTIPLE, check_schema
+from kvblocks.engine.grammar.bounds import MAX_BYTES, MAX_MULTIPLE, MAX_TEXT, check_schema
 from kvblocks.engine.grammar.grammar import GrammarCompiler
 from kvblocks.engine.sampling.batch_sampler import BatchSampler
 from kvblocks.engine.sampling.params import SamplingParams
@@ -220,6 +220,12 @@ REFUSED = {
     "a broken pattern": {"type": "string", "pattern": "("},
     "deep nesting": reduce(lambda inner, _: {"items": inner}, range(70), {"type": "integer"}),
     "too long": {"enum": ["x" * 100] * (MAX_BYTES // 100)},
+    "a long text": {"const": {"a": ["x" * (MAX_TEXT + 1)]}},
+    "a long name": {"properties": {"x" * (MAX_TEXT + 1): {}}},
+    "half a character": {"required": ["\ud800"]},
+    "half a character for people": {"title": "\ud800"},
+    "more than a number": {"minimum": float("inf")},
+    "a number that the compiler doesn't read": {"minimum": 10**400},
     "a large multiple": {"type": "integer", "multipleOf": 999_983},
     "multiples together": {"allOf": [{"type": "integer", "multipleOf": number} for number in (997, 991, 983)]},
     "a tiny multiple": {"allOf": [{"multipleOf": 1e-11}, {"multipleOf": 7}]},
@@ -246,12 +252,36 @@ def test_multiples_are_refused_before_anything_is_compiled(name):
 
 
 def test_patterns_and_texts_are_refused_too(compiler):
-    for pattern in ("(", "a" * (MAX_BYTES + 1), "(?=a)b"):
+    for pattern in ("(", "a" * (MAX_TEXT + 1), "(?=a)b", "\ud800"):
         with pytest.raises(InvalidArgumentError):
             compiler.regex(pattern)
-    for texts in ([], ["a", ""], ["a" * MAX_BYTES]):
+    for texts in ([], ["a", ""], ["b", "a" * (MAX_TEXT + 1)], ["\ud800"], ["a" * MAX_TEXT] * 16):
         with pytest.raises(InvalidArgumentError):
             compiler.choice(texts)
+
+
+def test_what_is_short_to_write_and_long_to_read_ends_at_its_first_tokens(compiler, model):
+    """Each token would look at all of it."""
+    state = compiler.regex("x{50000}").start()
+    (token,) = model.tokenizer.encode("x")
+
+    def look(times):
+        for _ in range(times):
+            state.allowed_after([token])
+
+    with pytest.raises(GrammarError, match="within the limits"):
+        look(3)
+
+
+def test_texts_up_to_the_bound_are_taken_and_longer_ones_that_are_for_people(compiler):
+    compiler.choice(["a" * MAX_TEXT, "b"])
+    compiler.regex("a" * MAX_TEXT)
+    described = {
+        "description": "x" * 3 * MAX_TEXT,
+        "title": "é" * MAX_TEXT,
+        "properties": {"description": {"const": "a"}},
+    }
+    compiler.json_schema({"type": "object", **described, "required": ["description"]})
 
 
 def test_multiples_up_to_the_bound_are_taken(compiler):

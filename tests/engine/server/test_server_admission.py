@@ -17,7 +17,7 @@ from engine.server.server_harness import (
     wait_for,
 )
 
-from kvblocks.engine.server.access import encoding
+from kvblocks.engine.server.access import bodies, encoding
 from kvblocks.engine.server.body.messages import MAX_ITEMS
 
 CONTEXT = 1024
@@ -195,7 +195,8 @@ def test_the_time_for_a_request_covers_encoding(model, monkeypatch, path):
         wait_for(lambda: server.service.num_open == 0)
 
 
-def test_large_bodies_that_are_on_their_way_are_bounded_together(server):
+def test_large_bodies_that_are_on_their_way_are_bounded_together(server, monkeypatch):
+    monkeypatch.setattr(bodies, "REFUSED_S", 0.01)
     body = json.dumps({"prompt": "a", "user": "b" * 150_000}).encode()
     parts = []
     try:
@@ -217,10 +218,11 @@ def test_large_bodies_that_are_on_their_way_are_bounded_together(server):
             connection.close()
 
 
-def test_a_client_without_patience_sees_why_its_large_body_is_refused(server):
+def test_a_client_without_patience_sees_why_its_large_body_is_refused(server, monkeypatch):
     """The answer comes when the body was read, and thrown away: an early one would be lost with the connection."""
-    bodies, before = server.service.bodies, outcomes(server)["refused"]
-    server.on_thread(lambda: setattr(bodies, "num_bytes", bodies.max_bytes_together))
+    monkeypatch.setattr(bodies, "REFUSED_S", 0.01)
+    taken, before = server.service.bodies, outcomes(server)["refused"]
+    server.on_thread(lambda: setattr(taken, "num_bytes", taken.max_bytes_together))
     try:
         with httpx2.Client(base_url=server.url, trust_env=False, timeout=60) as http:
             for _ in range(3):
@@ -229,4 +231,4 @@ def test_a_client_without_patience_sees_why_its_large_body_is_refused(server):
                 assert "Retry-After" in response.headers
             assert outcomes(server)["refused"] == before + 3
     finally:
-        bodies.num_bytes = 0
+        taken.num_bytes = 0

@@ -25,6 +25,12 @@ _LARGE_BODIES = 4
 _REST = 4.0
 """After a large body was parsed, how many times as long others have the interpreter before the next one is."""
 
+REFUSED_S = 1.0
+"""How long a large body for which there is no room waits before the rest of it is read: its client may not wait itself.
+
+What a busy server reads and throws away would otherwise keep the event loop from everybody else.
+"""
+
 # A client that is still sending doesn't see an early answer, so some of what is refused is read and thrown away.
 _DRAIN = 4
 
@@ -109,11 +115,14 @@ class Bodies:
         if num_bytes <= _DRAIN * self.max_bytes:
             async for part in request.stream():
                 num_read += len(part)
-                try:
-                    load.grow(min(num_read, self.max_bytes))
-                except ApiError as error:
-                    refusal = error
-                    load.release()
+                if refusal is None and num_read <= self.max_bytes:
+                    try:
+                        load.grow(num_read)
+                    except ApiError as error:
+                        refusal = error
+                        load.release()
+                        parts.clear()
+                        await asyncio.sleep(REFUSED_S)
                 if refusal is not None or num_read > self.max_bytes:
                     parts.clear()
                 else:

@@ -39,17 +39,18 @@ class Encoders:
 async def run_on(threads: ThreadPoolExecutor, function: Callable[[], T], give_back: Callable[[], None]) -> T:
     """Run a function on one of these threads, as `Encoders.run` does."""
     loop = asyncio.get_running_loop()
-    future = threads.submit(function)
 
     def end(_: Future[T]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody counts any more
             loop.call_soon_threadsafe(give_back)
 
+    future: Future[T] | None = None
     try:
+        future = threads.submit(function)
         return await asyncio.wrap_future(future)
     except BaseException:
         # Who cancels the wait cancels what hasn't begun.
-        if future.done():
+        if future is None or future.done():
             give_back()
         else:
             future.add_done_callback(end)

@@ -13,6 +13,8 @@ from kvblocks.engine.server.fields import Fields, is_unicode
 from kvblocks.errors import InvalidArgumentError
 
 MAX_CHOICES = 1000
+MAX_FORMED = 32
+"""Answers of a form in one request: each looks at its grammar before each token, some milliseconds at most."""
 
 _FORMATS = ("text", "json_object", "json_schema")
 _KINDS = ("json", "json_object", "regex", "choice")
@@ -41,8 +43,8 @@ class Form:
             raise ApiError(400, f"{self.name}: {ascii(str(error))[1:-1]:.400}", param=self.name) from error
 
 
-def parse_form(fields: Fields) -> Form | None:
-    """Read what an answer's text is to be like; None: anything. Raises ApiError."""
+def parse_form(fields: Fields, num_answers: int = 1) -> Form | None:
+    """Read what so many answers' texts are to be like; None: anything. Raises ApiError."""
     openais, vllms = _parse_response_format(fields), _parse_structured_outputs(fields)
     if openais is not None and vllms is not None:
         raise fields.error("structured_outputs", "none beside response_format, which says the same")
@@ -51,6 +53,9 @@ def parse_form(fields: Fields) -> Form | None:
         raise fields.error("ignore_eos", f"false with {form.name}, since the answer ends when it is whole")
     if form is not None and fields.take("min_tokens"):
         raise fields.error("min_tokens", f"0 with {form.name}, since the answer ends when it is whole")
+    if form is not None and num_answers > MAX_FORMED:
+        message = f"n: expected at most {MAX_FORMED} answers in one request with {form.name}, got {num_answers}"
+        raise ApiError(400, message, param="n")
     return form
 
 

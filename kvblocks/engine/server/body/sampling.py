@@ -8,8 +8,8 @@ from kvblocks.engine.server.errors import ApiError
 from kvblocks.engine.server.fields import Fields
 
 MAX_TOP_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 2**18
-"""Log probabilities of prompts in one answer: some 10 MB of JSON."""
+MAX_LOGPROBS = 2**18
+"""Log probabilities in one answer, or, where none are asked for, tokens of repeated prompts: 10 to 20 MB of JSON."""
 _NO_CHAT_ECHO = "a chat's answer doesn't repeat its messages: that is a field of /v1/completions"
 
 
@@ -56,15 +56,28 @@ def parse_echo(kind: Literal["completion", "chat"], fields: Fields) -> bool:
     return fields.flag("echo")
 
 
-def check_size(prompts: Sequence[Sequence[int]], num_samples: int, num_logprobs: int | None) -> None:
-    """Raise ApiError for more log probabilities of prompts than one answer may have. O(prompts)."""
-    if num_logprobs is None:
+def most_scored_tokens(options: OptionValues) -> int | None:
+    """Return how many tokens each answer to one prompt may have for MAX_LOGPROBS; None: no log probabilities. O(1)."""
+    num_logprobs = options.get("logprobs")
+    return None if num_logprobs is None else MAX_LOGPROBS // (options["n"] * (1 + num_logprobs))
+
+
+def check_size(prompts: Sequence[Sequence[int]], options: OptionValues, *, echo: bool) -> None:
+    """Raise ApiError for more log probabilities than one answer may have, or more of repeated prompts. O(prompts).
+
+    Without max_tokens none are generated beyond `most_scored_tokens`.
+    """
+    num_logprobs, most = options["logprobs"], options["max_tokens"]
+    if num_logprobs is None and not echo:
         return
-    number = sum(map(len, prompts)) * num_samples * (1 + num_logprobs)
-    if number > MAX_PROMPT_LOGPROBS:
-        message = (
-            f"echo: expected at most {MAX_PROMPT_LOGPROBS} log probabilities of prompts in one answer, got {number}"
-        )
-        raise ApiError(
-            400, f"{message}: ask for fewer prompts at once, or fewer of the most likely tokens", param="echo"
-        )
+    num_repeated = sum(map(len, prompts)) if echo else 0
+    num_generated = len(prompts) * (most or 0) if num_logprobs is not None else 0
+    number = (num_repeated + num_generated) * options["n"] * (1 + (num_logprobs or 0))
+    if number <= MAX_LOGPROBS:
+        return
+    name = "echo" if echo else "logprobs"
+    what, less = (
+        ("tokens of prompts", "") if num_logprobs is None else ("log probabilities", ", or fewer likely tokens")
+    )
+    message = f"{name}: expected at most {MAX_LOGPROBS} {what} in one answer, got up to {number}"
+    raise ApiError(400, f"{message}: ask for fewer choices at once, or fewer tokens{less}", param=name)

@@ -8,7 +8,7 @@ import pytest
 from starlette.requests import Request
 
 from kvblocks.engine.server.access import bodies
-from kvblocks.engine.server.access.bodies import SMALL_BODY, Bodies
+from kvblocks.engine.server.access.bodies import REFUSED_S, SMALL_BODY, Bodies
 from kvblocks.engine.server.errors import ApiError
 
 LARGE = SMALL_BODY + 10_000
@@ -56,7 +56,8 @@ def test_a_small_body_counts_for_nothing():
 
 
 @pytest.mark.parametrize("declared", [None, LARGE])
-def test_a_large_body_too_many_is_refused(declared):
+def test_a_large_body_too_many_is_refused(declared, monkeypatch):
+    monkeypatch.setattr(bodies, "REFUSED_S", 0.0)
     reader = Bodies(100_000)
     loads = [take(reader, body_of(100_000))[1] for _ in range(4)]
     assert reader.num_bytes == reader.max_bytes_together == 400_000
@@ -67,6 +68,27 @@ def test_a_large_body_too_many_is_refused(declared):
     assert reader.num_bytes == 400_000
     loads[0].release()
     assert take(reader, body_of(LARGE))[0]
+
+
+def test_the_rest_of_a_body_that_is_refused_is_left_where_it_is_for_a_while(monkeypatch):
+    """Once: a client that comes back at once would otherwise have the event loop read for it all the time."""
+    read, rests = [], []
+
+    async def receive():
+        read.append(LARGE)
+        return {"type": "http.request", "body": b"a" * LARGE, "more_body": len(read) < 3}
+
+    async def rest(seconds):
+        rests.append((seconds, len(read)))
+
+    reader = Bodies(3 * LARGE)
+    reader.num_bytes = reader.max_bytes_together
+    monkeypatch.setattr(bodies.asyncio, "sleep", rest)
+    request = Request(request_of().scope, receive)
+    with pytest.raises(ApiError, match="bytes of large bodies at once"):
+        asyncio.run(reader.take(request))
+    assert rests == [(REFUSED_S, 1)]
+    assert len(read) == 3
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,18 @@ def test_what_waits_is_never_begun_once_nobody_wants_it(run):
     run(scenario)
 
 
+def test_threads_that_take_nothing_more_give_back_too(run):
+    async def scenario(encoders):
+        work = Work()
+        encoders.stop()
+        for num_chars in (5, LONG_TEXT + 1):
+            with pytest.raises(RuntimeError):
+                await start(encoders, work, num_chars)
+        assert (work.num_given_back, work.begun.is_set()) == (2, False)
+
+    run(scenario)
+
+
 def test_what_cannot_be_encoded_gives_back(run):
     async def scenario(encoders):
         work = Work(ValueError("no"))

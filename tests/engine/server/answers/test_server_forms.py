@@ -11,9 +11,10 @@ import pytest
 from engine.server.server_harness import MODEL, Gate, in_background, outcomes, running_server, tiny_loaded, wait_for
 
 from kvblocks.engine.grammar.grammar import GrammarCompiler
+from kvblocks.engine.server import service as service_module
 from kvblocks.engine.server.access import compiling
 from kvblocks.engine.server.access.compiling import Compilers
-from kvblocks.engine.server.body.response_format import MAX_CHOICES, parse_form
+from kvblocks.engine.server.body.response_format import MAX_CHOICES, MAX_FORMED, parse_form
 from kvblocks.engine.server.errors import ApiError
 from kvblocks.engine.server.fields import Fields
 
@@ -115,6 +116,15 @@ def test_wrong_forms_are_refused_by_name(body, param):
         parse_form(Fields(body))
     assert (raised.value.status, raised.value.param) == (400, param)
     assert "expected" in raised.value.message
+
+
+def test_more_answers_of_a_form_than_a_request_may_have_are_refused_by_name(client, server):
+    most = {"response_format": {"type": "json_object"}}
+    with pytest.raises(openai.BadRequestError, match=r"n: expected at most 32 answers .* response_format, got 33"):
+        client.completions.create(prompt=["hello"] * 11, n=3, extra_body=most, **HOT)
+    answer = client.completions.create(prompt=["hello"] * 16, n=2, extra_body=most, **{**HOT, "max_tokens": 1})
+    assert len(answer.choices) == MAX_FORMED
+    server.wait_until_idle()
 
 
 HOSTILE = {
@@ -249,6 +259,38 @@ def test_without_the_library_it_says_what_to_install(model, monkeypatch):
                 client.chat.completions.create(messages=CHAT, response_format=by_schema(), **HOT)
         assert client.chat.completions.create(messages=CHAT, model=MODEL, max_tokens=1).usage.completion_tokens == 1
         server.wait_until_idle()
+
+
+def test_a_server_that_stops_while_its_compiler_is_made_gives_back_what_it_took(model, monkeypatch):
+    """The threads that would compile have ended then, and take nothing more."""
+    made, make = threading.Event(), service_module.GrammarCompiler
+
+    def wait_and_make(*arguments):
+        assert made.wait(30)
+        return make(*arguments)
+
+    async def take_nothing(*_):
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    monkeypatch.setattr(service_module, "GrammarCompiler", wait_and_make)
+    monkeypatch.setattr(Compilers, "run", take_nothing)
+    errors = []
+
+    def ask():
+        with server.client() as client:
+            try:
+                client.chat.completions.create(messages=CHAT, response_format=by_schema(), **HOT)
+            except openai.APIStatusError as error:
+                errors.append((error.status_code, error.code))
+
+    with running_server(model) as server:
+        thread = in_background(ask)
+        wait_for(lambda: server.service.num_open == 1)
+        server.service.begin_stop(30.0)
+        made.set()
+        thread.join(30)
+        assert errors == [(503, "stopping")]
+        assert server.service.num_open == 0
 
 
 def test_what_a_compiler_raises_comes_out_and_is_given_back_once():

@@ -12,7 +12,8 @@ from kvblocks.engine import Engine
 from kvblocks.engine.sampling.drawn import TokenLogprobs
 from kvblocks.engine.server.answer import Answer
 from kvblocks.engine.server.answers.logprobs import ChoiceWriter, Echo
-from kvblocks.engine.server.body.sampling import MAX_PROMPT_LOGPROBS
+from kvblocks.engine.server.body import sampling
+from kvblocks.engine.server.body.sampling import MAX_LOGPROBS
 from kvblocks.engine.text.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "the cat is in the hat. " * 4}]
@@ -185,11 +186,40 @@ def test_an_echo_without_log_probabilities_takes_its_prompt_from_the_cache(clien
     assert answer.choices[0].logprobs is None
 
 
-def test_more_log_probabilities_than_an_answer_may_have_are_refused_and_nothing_is_left(client, server):
-    prompts = [[5] * 1000] * (MAX_PROMPT_LOGPROBS // 21_000 + 1)
-    with pytest.raises(openai.BadRequestError, match="expected at most 262144 log probabilities of prompts"):
-        client.completions.create(prompt=prompts, max_tokens=0, logprobs=20, echo=True, **GREEDY)
+TOO_LARGE = {
+    "prompts": ("echo", {"prompt": [[5] * 1000] * 13, "max_tokens": 0, "logprobs": 20, "echo": True}),
+    "prompts and answers": ("echo", {"prompt": [[5] * 1000] * 12, "max_tokens": 41, "logprobs": 20, "echo": True}),
+    "answers": ("logprobs", {"prompt": "hello", "n": 128, "max_tokens": 98, "logprobs": 20}),
+    "echoes": ("echo", {"prompt": [5] * 2049, "n": 128, "max_tokens": 1, "echo": True}),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_an_answer_larger_than_one_may_be_is_refused_by_name_and_nothing_is_left(client, server, name):
+    param, asked = TOO_LARGE[name]
+    extra = {key: asked[key] for key in ("prompt", "n", "max_tokens", "logprobs", "echo") if key in asked}
+    with pytest.raises(
+        openai.BadRequestError, match=f"{param}: expected at most {MAX_LOGPROBS} .*, got up to"
+    ) as raised:
+        client.completions.create(**extra, **GREEDY)
+    assert raised.value.param == param
+    chat = {"messages": CHAT, "n": 128, "max_tokens": 98, "logprobs": True, "top_logprobs": 20}
+    with pytest.raises(openai.BadRequestError, match="logprobs: expected at most"):
+        client.chat.completions.create(**chat, **GREEDY)
     server.wait_until_idle()
+
+
+def test_a_chat_without_max_tokens_ends_with_the_log_probabilities_that_an_answer_may_have(client, monkeypatch):
+    asked = {"messages": CHAT, "logprobs": True, "top_logprobs": 3, "n": 2, "extra_body": {"ignore_eos": True}}
+    monkeypatch.setattr(sampling, "MAX_LOGPROBS", 2 * 4 * 7)
+    for choice in client.chat.completions.create(**asked, **GREEDY).choices:
+        assert (choice.finish_reason, len(choice.logprobs.content)) == ("length", 7)
+    monkeypatch.setattr(sampling, "MAX_LOGPROBS", 2**30)  # what the context has room for is less
+    asked["messages"] = [{"role": "user", "content": "hello " * 190}]
+    answer = client.chat.completions.create(**asked, **GREEDY)
+    num_prompt_tokens = answer.usage.prompt_tokens
+    assert num_prompt_tokens > 960
+    assert [len(choice.logprobs.content) for choice in answer.choices] == [1024 - num_prompt_tokens] * 2
 
 
 @pytest.mark.parametrize("asked", [{"logprobs": 0}, {"echo": True}, {"echo": True, "logprobs": 1}])
