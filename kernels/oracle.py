@@ -87,3 +87,29 @@ def _attend_row(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpt
     if options.sinks is not None:
         lse = torch.logaddexp(lse, options.sinks.double().cpu())
     return torch.einsum("ht,thd->hd", torch.exp(scores - lse[:, None]), value), lse
+
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The rows of the last dimension over the root of their squares' mean, times the weight: float64 of their shape."""
+    exact = rows.double().cpu()
+    return exact / (exact.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double().cpu()
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up of [num_rows, 2 * width], float64 [num_rows, width]; activation: SiLU, or else GELU by tanh."""
+    first, up = gate_up.double().cpu().chunk(2, -1)
+    if activation == "silu":
+        return first / (1 + torch.exp(-first)) * up
+    inner = (2 / torch.pi) ** 0.5 * (first + 0.044715 * first**3)
+    return first * (1 + torch.tanh(inner)) / 2 * up
+
+
+def turn(heads: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    """Heads [num_rows, num_heads, head_dim] with each pair (i, i + head_dim / 2) turned by its angle, float64.
+
+    cos, sin: [num_positions, head_dim / 2]; positions: [num_rows].
+    """
+    pairs = torch.complex(*(half.contiguous() for half in heads.double().cpu().chunk(2, -1)))
+    angles = torch.complex(*(table.double().cpu()[positions.cpu()].unsqueeze(1) for table in (cos, sin)))
+    turned = pairs * angles
+    return torch.cat([turned.real, turned.imag], -1)

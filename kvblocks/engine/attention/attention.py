@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from torch import Tensor
 from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerAttention, LayerLocation
+from kvblocks.engine.model.layers import RowOps, TorchRows
+from kvblocks.engine.model.rope import RopeTable
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels import reference
 
@@ -211,6 +213,31 @@ class StepAttention(Protocol):
         """Attention of all the batch's rows, in its order: [num_tokens, num_heads, head_dim] to the same shape."""
 
 
+@dataclass(frozen=True)
+class HeadAngles:
+    """What becomes of a part's heads before they are stored: how they are normed, or None, and how turned.
+
+    norm: [num_heads + num_kv_heads, head_dim], of queries and K; eps: its; positions: int64 [num_rows].
+    """
+
+    rope: RopeTable
+    positions: Tensor
+    norm: Tensor | None
+    eps: float
+
+
+@runtime_checkable
+class PlacingStep(Protocol):
+    """A `StepAttention` that takes heads as the matrix product gives them."""
+
+    def place(self, layer: int, heads: Tensor, angles: HeadAngles, slot_mapping: Tensor) -> Tensor:
+        """Norm and turn the heads of queries and K, write K and V to their slots, and return the queries.
+
+        heads: [num_rows, num_heads + 2 * num_kv_heads, head_dim], of queries, K and V; slot_mapping: as in `store`.
+        Returns [num_rows, num_heads, head_dim], new. Changes the cache.
+        """
+
+
 class AttentionBackend(Protocol):
     """A way to compute paged attention. `is_tiled`: a row's bits depend on its own sequence and position only."""
 
@@ -220,6 +247,9 @@ class AttentionBackend(Protocol):
 
     def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
         """Prepare one step. The result is good for this batch only."""
+
+    def row_ops(self, config: ModelConfig) -> RowOps:
+        """What computes a model's rows between its products, where this attention runs."""
 
 
 Planner = Callable[[Tensor, Tensor, Tensor, int, int | None], reference.AttentionPlan]
@@ -269,6 +299,10 @@ class TorchAttention:
     def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
         """Plan the step. O(tokens in context), once for every window that the model has."""
         return _PlannedStep(batch, kv_cache, reference.plan_tiled if self.is_tiled else reference.plan_paged)
+
+    def row_ops(self, config: ModelConfig) -> RowOps:
+        """Plain torch too."""
+        return TorchRows(config)
 
 
 @dataclass(frozen=True)

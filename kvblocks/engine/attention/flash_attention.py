@@ -16,6 +16,7 @@ from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerAttention
+from kvblocks.engine.model.layers import RowOps, TorchRows
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels import reference
 
@@ -36,6 +37,10 @@ class FlashAttention:
         """Prepare one step. O(1), without waiting for the device."""
         key_start = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         return _FlashStep(self.flash_attn, batch, kv_cache, key_start)
+
+    def row_ops(self, config: ModelConfig) -> RowOps:
+        """Plain torch: who has this package may not have triton."""
+        return TorchRows(config)
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvblocks.engine.attention.attention import KVCache, StepAttention
+from kvblocks.engine.attention.attention import HeadAngles, KVCache, StepAttention
 from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerAttention
+from kvblocks.engine.model.layers import RowOps, TorchRows
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels.cascade import OwnParts, cascade_decode, own_parts
 from kvblocks.kernels.compiling import compile_seconds
@@ -35,6 +36,7 @@ from kvblocks.kernels.extend import extend, share_rows
 from kvblocks.kernels.launching import Shares
 from kvblocks.kernels.layout import BLOCK_SIZES, HEAD_DIMS, QUERY_DTYPES, is_interpreted
 from kvblocks.kernels.prefix_decode import share_runs
+from kvblocks.kernels.rows import MAX_COLUMNS, Turn, add_norm, gate, norm, place
 from kvblocks.kernels.runs import SharedRuns
 from kvblocks.kernels.store import store
 
@@ -54,6 +56,10 @@ class TritonAttention:
         rest = batch.query_start[num_decodes:] - num_decodes if num_decodes else batch.query_start
         return _TritonStep(batch, kv_cache, num_decodes, rest, self.is_tiled)
 
+    def row_ops(self, config: ModelConfig) -> RowOps:
+        """Kernels, or plain torch for rows that are too wide for them."""
+        return TritonRows(config) if config.hidden_size <= MAX_COLUMNS else TorchRows(config)
+
     def begin_cascade(self, batch: StepBatch, kv_cache: KVCache, runs: SharedRuns, group: int = 0) -> StepAttention:
         """Prepare a decode step whose sequences share `runs` of blocks, each of them read once. O(1), one launch.
 
@@ -72,6 +78,25 @@ class TritonAttention:
 
 
 @dataclass(frozen=True)
+class TritonRows:
+    """What lies between a model's products, one launch each."""
+
+    config: ModelConfig
+
+    def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """As `RowOps` says."""
+        return norm(rows, weight, self.config.rms_norm_eps)
+
+    def add(self, hidden: Tensor, added: Tensor, output_norm: Tensor | None, next_norm: Tensor | None) -> Tensor | None:
+        """As `RowOps` says."""
+        return add_norm(hidden, added, self.config.rms_norm_eps, output_norm=output_norm, weight=next_norm)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """As `RowOps` says."""
+        return gate(gate_up, self.config.architecture.activation)
+
+
+@dataclass(frozen=True)
 class _TritonStep:
     """A step. The first `num_decodes` sequences are decodes; `rest_start` are the first rows of the others.
 
@@ -87,6 +112,11 @@ class _TritonStep:
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         store(key, value, self.kv_cache.keys[layer], self.kv_cache.values[layer], slot_mapping)
+
+    def place(self, layer: int, heads: Tensor, angles: HeadAngles, slot_mapping: Tensor) -> Tensor:
+        rope = angles.rope
+        turn = Turn(rope.cos, rope.sin, angles.positions, angles.norm, angles.eps)
+        return place(heads, turn, (self.kv_cache.keys[layer], self.kv_cache.values[layer]), slot_mapping)
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
         caches = self.kv_cache.keys[layer], self.kv_cache.values[layer]

@@ -122,16 +122,21 @@ def test_a_step_reads_no_tensor_on_the_host(monkeypatch):
     reading = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy")
     with monkeypatch.context() as patch, torch.inference_mode():
         # The kernels themselves, which the interpreter runs on the host.
-        for name in ("store", "decode"):
-            patch.setattr(f"kvblocks.engine.attention.triton_attention.{name}", fake_kernel(name))
+        for name, fake in FAKE_KERNELS.items():
+            patch.setattr(f"kvblocks.engine.attention.triton_attention.{name}", fake)
         for name in reading:
             patch.setattr(torch.Tensor, name, refuse(name))
         logits = ready.compute()
     assert logits.shape == (2, TINY.vocab_size)
 
 
-def fake_kernel(name):
-    return (lambda *_: None) if name == "store" else (lambda query, *_, **__: (query, None))
+FAKE_KERNELS = {
+    "decode": lambda query, *_, **__: (query, None),
+    "norm": lambda rows, *_: rows,
+    "add_norm": lambda hidden, *_, **__: hidden,
+    "gate": lambda gate_up, *_: gate_up.chunk(2, -1)[0],
+    "place": lambda heads, *_: heads[:, : TINY.num_heads],
+}
 
 
 def refuse(name):
