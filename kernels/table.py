@@ -203,16 +203,29 @@ class CascadeThreshold:
     """From where on `cascade_decode` is taken instead of `decode`.
 
     min_run_tokens: shorter shared runs don't count; min_saved_share: of the tokens in context that `decode` would read,
-    counted once for each request, so many must be saved.
+    counted once for each request, so many must be saved. captured_microseconds, eager_microseconds: what a cascade
+    costs a layer beside its reading, in a CUDA graph as the step without it, and launched by the host where that step
+    is a graph; what isn't read must be worth more.
     """
 
     min_run_tokens: int
     min_saved_share: float
+    captured_microseconds: float = 0.0
+    eager_microseconds: float = 0.0
 
 
-# By reasoning, unmeasured on a GPU. A cascade adds launches to each layer, and writes each row's partial results in
-# fp32, one for each level and split, to read them again: with 32 heads of 128 a part costs as much traffic as K and V
-# of 8 tokens of 8 heads in bf16. So a run must be a few hundred tokens long; and as the rest of the step gets no
-# faster, a cascade that saves less than a third of the reading can't gain much.
-CASCADE = CascadeThreshold(min_run_tokens=512, min_saved_share=0.3)
+# By reasoning, unmeasured on a GPU; `bench.attention.sweep_kernels --kernel CASCADE` measures the two costs. A cascade
+# writes each row's partial results in fp32, one for each level and split, to read them again: with 32 heads of 128 a
+# part costs as much traffic as K and V of 8 tokens of 8 heads in bf16. So a run must be a few hundred tokens long; and
+# as the rest of the step gets no faster, a cascade that saves less than a third of the reading can't gain much. It is
+# four launches more a layer: about 2 us each in a graph, and 350 to 700 us of the host's time a layer outside of one.
+CASCADE = CascadeThreshold(min_run_tokens=512, min_saved_share=0.3, captured_microseconds=8.0, eager_microseconds=500.0)
 """For decode steps of the engine."""
+
+# What makers say of the memories of A100 (80 GB), L40S, H100 SXM, B200 and MI300X; the rest is a guess.
+_READ_BYTES = {"sm80": 2.0e6, "sm89": 0.86e6, "sm90": 3.35e6, "sm100": 8.0e6, "gfx942": 5.3e6, "any": 1.0e6}
+
+
+def read_bytes_per_microsecond(device: torch.device) -> float:
+    """Bytes that a device reads in a microsecond, at best."""
+    return _READ_BYTES[family(device)]

@@ -92,6 +92,9 @@ class Backend:
         # A cascade's bits follow from what is shared; layers with windows take no part in it. Prefixes are shared in
         # the primary group, the first one without a window.
         if full and not self.deterministic:
-            cascade = CascadePlanner(manager.shared_prefixes, manager.block_size, device, group=full[0])
+            config, width = model.config, model.weights.embedding.element_size()
+            token_bytes = 2 * config.num_kv_heads * config.head_dim * width
+            found = manager.shared_prefixes
+            cascade = CascadePlanner(found, manager.block_size, device, group=full[0], token_bytes=token_bytes)
         capture = GraphCapture() if device.type == "cuda" and self.cuda_graphs else None
         return DeviceRunner(model, *sizes, capture=capture, cascade=cascade)

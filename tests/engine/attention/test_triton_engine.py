@@ -108,14 +108,14 @@ def test_the_same_tokens_as_through_torch(model, prompts, scenario):
 
 def test_warming_up_changes_nothing_and_says_what_comes(model, prompts):
     triton = make_engine(model, "triton", capture=run_in_place, threshold=ANY_GROUP)
-    triton.limits = StepLimits(max_num_batched_tokens=64, max_num_seqs=5)
+    triton.limits = StepLimits(max_num_batched_tokens=64, max_num_seqs=4)
     cache = [tensor.clone() for tensor in triton.runner.kv_cache.memory]
     told = []
     assert triton.warm_up(lambda *step: told.append(step)) == {}, "the interpreter compiles nothing"
-    names = ["prompts", "short prompts", "decodes and prompts", *(f"decodes of {n}" for n in (1, 2, 4, 8))]
-    names += ["cascades", "copies"]
+    names = ["prompts", "short prompts", "decodes and prompts", *(f"decodes of {n}" for n in (1, 2, 4))]
+    names += ["cascades", *(f"cascades of {n}" for n in (2, 4)), "copies"]
     assert told == [(name, done, len(names)) for done, name in enumerate(names)]
-    assert triton.runner.num_replays == 4 and triton.runner.num_cascades == 0
+    assert triton.runner.num_replays == 3 + 2 and triton.runner.num_cascades == 0
     for tensor, before in zip(triton.runner.kv_cache.memory, cache, strict=True):
         assert torch.equal(tensor, before)
     assert answers(triton, prompts) == answers(make_engine(model, "torch"), prompts)
@@ -161,7 +161,7 @@ def test_the_same_tokens_however_decode_steps_are_run(model, prompts, way):
     plain = make_engine(model, "torch", num_blocks=num_blocks)
     options = {"n": 2, "max_tokens": 6}
     assert answers(triton, prompts, **options) == answers(plain, prompts, **options)
-    assert (triton.runner.num_replays > 0) == (way.startswith("in buckets"))
+    assert (triton.runner.num_replays > 0) == ("in buckets" in way)
     assert (triton.runner.num_cascades > 0) == ("cascade" in way)
 
 
@@ -185,7 +185,7 @@ def test_the_same_tokens_with_windows(prompts, way):
     got = answers(triton, prompts, **asked)
     assert got == answers(plain, prompts, **asked)
     assert (triton.runner.num_cascades > 0) == ("cascade" in way)
-    assert (triton.runner.num_replays > 0) == way.startswith("in buckets")
+    assert (triton.runner.num_replays > 0) == ("in buckets" in way)
     assert any(num_cached >= 32 for _, num_cached, _ in got[1])
 
 
