@@ -16,6 +16,7 @@ import torch
 from kvblocks.core.sequence import Sequence
 from kvblocks.engine.attention.attention import KVCache, StepAttention
 from kvblocks.engine.attention.batch import StepBatch
+from kvblocks.engine.sampling.weights import to_device
 from kvblocks.kernels.runs import SharedRun, SharedRuns
 from kvblocks.kernels.table import CASCADE, CascadeThreshold
 from kvblocks.observe.shared_prefixes import SharedPrefix
@@ -102,7 +103,7 @@ class CascadePlanner:
         ]
         runs = SharedRuns.build(stretches, num_seqs)
         parts = (runs.members, runs.group_start, runs.run_start, runs.run_stop, runs.level, runs.num_shared)
-        vector = torch.cat(parts).to(self._device)
+        vector = to_device(torch.cat(parts), self._device)
         self.num_transfers += 1
         members, group_start, run_start, run_stop, level, num_shared = vector.split([len(part) for part in parts])
         return SharedRuns(members, group_start, run_start, run_stop, level, num_shared, runs.num_levels)
