@@ -60,7 +60,7 @@ def tile_constants(
         "TILE_N": launch.tile_keys,
         "STAGES": launch.num_stages,
         "NARROWED": table.narrows_queries(query, key_cache, rows),
-        "PAIRED": not INTERPRETED and table.reads_pairs(query, key_cache, rows),
+        "PAIRED": table.reads_pairs(query, key_cache, rows),
         "HAS_SOFTCAP": options.softcap is not None,
         "INTERPRETED": INTERPRETED,
         "num_warps": launch.num_warps,

@@ -121,11 +121,23 @@ def is_held(position, stop, row_position, window, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def unpack_pairs(pairs):
+def widen_codes(codes):
+    """e4m3 numbers, int32 from 0 to 255, as fp32: as fp16 with a larger bias of the exponent, which is put right."""
+    bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
+    numbers = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), numbers)
+
+
+@triton.jit
+def unpack_pairs(pairs, INTERPRETED: tl.constexpr):
     """The two e4m3 numbers in each int16, as fp16: the lower ones, and the higher ones.
 
     One byte permutation and two conversions for four numbers, which Triton makes of two neighbours of the same thread.
     """
+    if INTERPRETED:
+        # The interpreter has no inline PTX.
+        codes = pairs.to(tl.int32)
+        return widen_codes(codes & 0xFF).to(tl.float16), widen_codes((codes >> 8) & 0xFF).to(tl.float16)
     return tl.inline_asm_elementwise(
         """
         {
@@ -231,7 +243,7 @@ def attend_pages(
         weights = weights.to(query.dtype)
         output = output * kept[:, None]
         if odd.type.is_block():
-            value, odd_value = unpack_pairs(value)
+            value, odd_value = unpack_pairs(value, INTERPRETED)
             odd = multiply(weights, odd_value, odd * kept[:, None], INTERPRETED)
         output = multiply(weights, value, output, INTERPRETED)
     return output, odd, row_max, row_sum
