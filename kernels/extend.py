@@ -23,8 +23,8 @@ from kvblocks.kernels.launching import (
     Shares,
     empty_parts,
     find_launch,
-    numbers,
     parts_at_once,
+    scaling,
     strides,
     tile_constants,
     tile_queries,
@@ -53,8 +53,8 @@ def extend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     batch_invariant: bool = False,
     launch: Launch | None = None,
     shares: Shares | None = None,
@@ -91,13 +91,13 @@ def extend(
     check_indices("shares.ends", shares.ends, num_units)
     check_devices(query=query, shares=shares.ends)
     units = (query_start, seq_lens, shares.ends)
-    constants = tile_constants(shape, shares.launch, options)
+    constants = tile_constants(query, key_cache, shares.launch, options)
     heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
     num_programs, parts, part_lse = empty_parts(query, shares.launch, 0 if batch_invariant else constants["TILE_M"])
     num_programs = num_units * shape.cache.num_kv_heads if batch_invariant else num_programs
     extend_kernel[(num_programs,)](
         *(query, key_cache, value_cache, block_tables, *units, sinks, output, lse, parts, part_lse),
-        *(shape.num_rows, shape.num_seqs, num_units, window or 0, *numbers(options)),
+        *(shape.num_rows, shape.num_seqs, num_units, window or 0, *scaling(options)),
         *strides(query, key_cache, value_cache, block_tables),
         **heads,
         **constants,

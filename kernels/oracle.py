@@ -22,8 +22,8 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of a ragged batch over block tables.
 
@@ -44,8 +44,8 @@ def attention(
     starts, ends = query_start.tolist(), seq_lens.tolist()
     for index, end in enumerate(ends):
         rows = range(starts[index], starts[index + 1])
-        key = gather(key_cache, block_tables[index], end) * k_scale
-        value = gather(value_cache, block_tables[index], end) * v_scale
+        key = gather(key_cache, block_tables[index], end) * _of_heads(k_scale)
+        value = gather(value_cache, block_tables[index], end) * _of_heads(v_scale)
         for row in rows:
             position = end - len(rows) + row - rows.start
             first = 0 if window is None else max(0, position - window + 1)
@@ -53,6 +53,11 @@ def attention(
                 seen = slice(first, position + 1)
                 output[row], lse[row] = _attend_row(query[row], key[seen], value[seen], options)
     return output, lse
+
+
+def _of_heads(scales: Tensor | None) -> Tensor | float:
+    """What [length, num_kv_heads, head_dim] is to be multiplied with."""
+    return 1.0 if scales is None else scales.double().cpu()[:, None]
 
 
 def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvblocks.core.sequence import Sequence
 from kvblocks.engine.attention.attention import KVCache, StepAttention
 from kvblocks.engine.attention.batch import StepBatch
+from kvblocks.engine.sampling.weights import to_device
 from kvblocks.kernels.runs import SharedRun, SharedRuns
 from kvblocks.kernels.table import CASCADE, CascadeThreshold, read_bytes_per_microsecond
 from kvblocks.observe.shared_prefixes import SharedPrefix
@@ -65,14 +66,18 @@ class RunBucket:
             and runs.num_levels <= self.num_levels
         )
 
-    def pack(self, runs: SharedRuns | None) -> Tensor:
-        """The runs with padding as one int32 vector on the CPU, where they are too; None: there are none."""
-        vector = torch.zeros(sum(self._sizes), dtype=torch.int32)
-        if runs is not None:
-            padded = self.split(vector)
-            for own, whole in zip(_tensors(runs), _tensors(padded), strict=True):
-                whole[: len(own)] = own
-            padded.group_start[len(runs.group_start) :] = len(runs.members)
+    @property
+    def num_values(self) -> int:
+        """Numbers of the vector that `pack` makes. All of them 0: there are no runs."""
+        return sum(self._sizes)
+
+    def pack(self, runs: SharedRuns) -> Tensor:
+        """The runs with padding as one int32 vector on the CPU, where they are too."""
+        vector = torch.zeros(self.num_values, dtype=torch.int32)
+        padded = self.split(vector)
+        for own, whole in zip(_tensors(runs), _tensors(padded), strict=True):
+            whole[: len(own)] = own
+        padded.group_start[len(runs.group_start) :] = len(runs.members)
         return vector
 
     def split(self, vector: Tensor) -> SharedRuns:
@@ -156,11 +161,11 @@ class CascadePlanner:
             return
         self.num_transfers += 1
         if bucket is not None and fits:
-            self.packed = bucket.pack(runs).to(self._device)
+            self.packed = to_device(bucket.pack(runs), self._device)
             self._runs = bucket.split(self.packed)
             return
         parts = _tensors(runs)
-        vector = torch.cat(parts).to(self._device)
+        vector = to_device(torch.cat(parts), self._device)
         members, group_start, run_start, run_stop, level, num_shared = vector.split([len(part) for part in parts])
         self._runs = SharedRuns(members, group_start, run_start, run_stop, level, num_shared, runs.num_levels)
 

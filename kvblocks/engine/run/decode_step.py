@@ -98,7 +98,7 @@ class CascadeStep:
         self._model = model
         self._kv_cache = kv_cache
         self._begin = begin
-        self._vector = self.bucket.pack(None).to(step.columns.device)
+        self._vector = torch.zeros(self.bucket.num_values, dtype=torch.int32, device=step.columns.device)
         self._filled: Tensor | None = None
         self._runs = self.bucket.split(self._vector)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch
 from kvblocks.engine.attention.cascade import CascadePlanner, RunBucket
+from kvblocks.engine.attention.kv_scales import KVScales
 from kvblocks.engine.run.decode_step import Capture, DecodeBuckets, bucket_of
 from kvblocks.engine.run.forward import DecoderModel, Score
 from kvblocks.engine.run.resident_table import ResidentTable
@@ -27,9 +28,9 @@ from kvblocks.errors import InvalidArgumentError
 class DeviceRunner(ModelRunner):
     """Runs steps of one model over a KV cache of `num_blocks` blocks, on the model's device.
 
-    capture: how decode steps are made ready for replay; None: they are run as any other. cascade: finds what decode
-    steps share; None: nothing is looked for. Reads: num_cascades, num_replays, uploads. Raises InvalidArgumentError for
-    sizes below 1.
+    scales: of K and V in 8 bits, as `ModelRunner`. capture: how decode steps are made ready for replay; None: they are
+    run as any other. cascade: finds what decode steps share; None: nothing is looked for. Reads: num_cascades,
+    num_replays, uploads. Raises InvalidArgumentError for sizes below 1.
     """
 
     def __init__(
@@ -38,10 +39,11 @@ class DeviceRunner(ModelRunner):
         num_blocks: int,
         block_size: int,
         *,
+        scales: KVScales | None = None,
         capture: Capture | None = None,
         cascade: CascadePlanner | None = None,
     ) -> None:
-        super().__init__(model, num_blocks, block_size)
+        super().__init__(model, num_blocks, block_size, scales=scales)
         self.num_cascades = 0
         device = model.weights.embedding.device
         self._device = device
@@ -119,7 +121,8 @@ class DeviceRunner(ModelRunner):
         num_columns = DECODE_COLUMNS + len(self._uploader.tables)
         columns = torch.zeros(num_columns, bucket, dtype=torch.int32, device=self._device)
         columns[DECODE_COLUMNS - 1] = 1
-        packed = RunBucket.of(bucket).pack(None).to(self._device) if shares else None
+        num_values = RunBucket.of(bucket).num_values
+        packed = torch.zeros(num_values, dtype=torch.int32, device=self._device) if shares else None
         return self._buckets.run(columns, bucket, packed)
 
     def _copy_once(self) -> None:

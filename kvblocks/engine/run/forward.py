@@ -20,6 +20,7 @@ from kvblocks.engine.attention.attention import (
     TorchAttention,
 )
 from kvblocks.engine.attention.batch import StepBatch
+from kvblocks.engine.attention.kv_scales import E4M3, KVScales
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerAttention, LayerLocation
@@ -106,12 +107,14 @@ class DecoderModel:
             for rope in dict.fromkeys(config.ropes)
         }
 
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """A zeroed cache in the model's dtype, on its device."""
+    def new_kv_cache(self, num_blocks: int, block_size: int, scales: KVScales | None = None) -> KVCache:
+        """A zeroed cache on the model's device, in its dtype, or in e4m3 with these scales."""
         like, locations = self.weights.embedding, self.layer_locations
-        return KVCache.allocate(
-            self.config, num_blocks, block_size, layer_locations=locations, dtype=like.dtype, device=like.device
+        dtype = like.dtype if scales is None else E4M3
+        cache = KVCache.allocate(
+            self.config, num_blocks, block_size, layer_locations=locations, dtype=dtype, device=like.device
         )
+        return cache if scales is None else replace(cache, scales=scales)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv_cache: KVCache, score: Score | None = None) -> Tensor:

@@ -62,7 +62,9 @@ def make_engine(
     if attention == "triton" and (capture or threshold):
         full = [group.window for group in engine.manager.groups].index(None)
         cascade = threshold and CascadePlanner(engine.manager.shared_prefixes, block_size, CPU, threshold, full)
-        engine.runner = DeviceRunner(engine.runner.model, num_blocks, block_size, capture=capture, cascade=cascade)
+        scales = engine.runner.kv_cache.scales
+        ways = {"scales": scales, "capture": capture, "cascade": cascade}
+        engine.runner = DeviceRunner(engine.runner.model, num_blocks, block_size, **ways)
     return engine
 
 
@@ -104,6 +106,23 @@ def test_the_same_tokens_as_through_torch(model, prompts, scenario):
     assert answers(triton, prompts, **asking) == answers(plain, prompts, **asking)
     assert isinstance(triton.runner, DeviceRunner)
     assert (max(num_preemptions) > 0) == (scenario == "preempted")
+
+
+OTHER_WAYS = ({}, {"threshold": ANY_GROUP}, {"deterministic": True})
+
+
+@pytest.mark.parametrize(
+    "way", [{"capture": run_in_place}, *(pytest.param(way, marks=pytest.mark.exhaustive) for way in OTHER_WAYS)]
+)
+def test_keys_and_values_in_8_bits(model, prompts, way):
+    triton, plain = (make_engine(model, name, kv_cache_dtype="fp8_e4m3", **way) for name in ("triton", "torch"))
+    asked = {"rounds": 2, "n": 2, "max_tokens": 3}  # the second round hits what the first stored; samples fork
+    assert answers(triton, prompts[:2], **asked) == answers(plain, prompts[:2], **asked)
+    assert triton.runner.num_replays > 0 or "capture" not in way
+    assert triton.runner.num_cascades > 0 or "threshold" not in way
+    for name in ("keys", "values"):
+        ours, theirs = (getattr(engine.runner.kv_cache, name)[0].view(torch.uint8) for engine in (triton, plain))
+        assert torch.equal(ours, theirs) and ours.any()
 
 
 def test_warming_up_changes_nothing_and_says_what_comes(model, prompts):

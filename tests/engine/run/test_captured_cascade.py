@@ -105,4 +105,3 @@ def test_what_a_bucket_holds():
     runs = room.split(room.pack(SharedRuns.build(NESTED, 4)))
     assert runs.group_start.tolist() == [0, 3, 5, 5, 5] and runs.num_shared.tolist() == [2, 2, 1, 0]
     assert runs.num_levels == MAX_LEVELS and runs.members[5:].eq(0).all()
-    assert room.pack(None).eq(0).all()
