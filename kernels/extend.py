@@ -32,8 +32,11 @@ from kvblocks.kernels.launching import (
 from kvblocks.kernels.layout import (
     AttentionOptions,
     check_attention,
+    check_contiguous,
     check_devices,
+    check_dtype,
     check_indices,
+    check_shape,
 )
 from kvblocks.kernels.table import EXTEND, EXTEND_NARROW, Launch
 
@@ -56,6 +59,7 @@ def extend(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     batch_invariant: bool = False,
+    output: Tensor | None = None,
     launch: Launch | None = None,
     shares: Shares | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -70,8 +74,9 @@ def extend(
     A row before position 0, or that no sequence has, sees nothing: its output is 0 and its lse -inf, or its sink.
 
     batch_invariant: a row's bits depend on its query and position and its sequence's K and V only, not on the other
-    rows of the call; slower, much so for a few rows on a long context. launch: instead of the table's entry. shares:
-    what `share_rows` made for these rows and lengths, this window and `batch_invariant`; its launch counts then.
+    rows of the call; slower, much so for a few rows on a long context. output: where to write it, contiguous. launch:
+    instead of the table's entry. shares: what `share_rows` made for these rows and lengths, this window and
+    `batch_invariant`; its launch counts then.
 
     Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and the natural logarithm of what it was
     divided by, fp32 [num_rows, num_heads]. Raises KernelArgumentError. Changes nothing, and never waits for the device.
@@ -80,7 +85,12 @@ def extend(
     shape = check_attention(query, key_cache, value_cache, block_tables, seq_lens, options)
     check_indices("query_start", query_start, shape.num_seqs + 1)
     check_devices(query=query, query_start=query_start)
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if output is None:
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    check_shape("output", output, tuple(query.shape))
+    check_dtype("output", output, (query.dtype,))
+    check_contiguous("output", output)
+    check_devices(query=query, output=output)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     if shape.num_rows == 0:
         return output, lse

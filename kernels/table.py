@@ -243,11 +243,12 @@ class CascadeThreshold:
     eager_microseconds: float = 0.0
 
 
-# By reasoning, unmeasured on a GPU; `bench.attention.sweep_kernels --kernel CASCADE` measures the two costs. A cascade
-# writes each row's partial results in fp32, one for each level and split, to read them again: with 32 heads of 128 a
-# part costs as much traffic as K and V of 8 tokens of 8 heads in bf16. So a run must be a few hundred tokens long; and
-# as the rest of the step gets no faster, a cascade that saves less than a third of the reading can't gain much. It is
-# four launches more a layer: about 2 us each in a graph, and 350 to 700 us of the host's time a layer outside of one.
+# By reasoning, unmeasured on a GPU; `bench.attention.sweep_kernels --kernel CASCADE` measures the first cost and
+# `bench.attention.engine_gpu` the second. A cascade writes each row's partial results in fp32, one for each level and
+# split, to read them again: with 32 heads of 128 a part costs as much traffic as K and V of 8 tokens of 8 heads in
+# bf16. So a run must be a few hundred tokens long; and as the rest of the step gets no faster, a cascade that saves
+# less than a third of the reading can't gain much. It is four launches more a layer: about 2 us each in a graph, and
+# 350 to 700 us of the host's time a layer outside of one.
 CASCADE = CascadeThreshold(min_run_tokens=512, min_saved_share=0.3, captured_microseconds=8.0, eager_microseconds=500.0)
 """For decode steps of the engine."""
 

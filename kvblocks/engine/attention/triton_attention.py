@@ -139,7 +139,7 @@ class _TritonStep:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decodes, rest = slice(None, num_decodes), slice(num_decodes, None)
         self._decode((query[decodes], *caches, tables[decodes], seq_lens[decodes]), options, output[decodes])
-        output[rest] = self._extend((query[rest], *caches, tables[rest], seq_lens[rest]), options)
+        self._extend((query[rest], *caches, tables[rest], seq_lens[rest]), options, output[rest])
         return output
 
     def _decode(self, tensors: _Tensors, options: dict[str, Any], output: Tensor | None = None) -> Tensor:
@@ -150,7 +150,7 @@ class _TritonStep:
             self.shares[kind] = share_decodes(query, keys, seq_lens, window=window)
         return decode(*tensors, output=output, shares=self.shares[kind], **options)[0]
 
-    def _extend(self, tensors: _Tensors, options: dict[str, Any]) -> Tensor:
+    def _extend(self, tensors: _Tensors, options: dict[str, Any], output: Tensor | None = None) -> Tensor:
         query, keys, values, tables, seq_lens = tensors
         window = options["window"]
         kind = "rows", window
@@ -158,7 +158,7 @@ class _TritonStep:
         if kind not in self.shares:
             rows = (query, keys, start, seq_lens)
             self.shares[kind] = share_rows(*rows, window=window, batch_invariant=is_fixed)
-        how = options | {"batch_invariant": is_fixed, "shares": self.shares[kind]}
+        how = options | {"batch_invariant": is_fixed, "shares": self.shares[kind], "output": output}
         return extend(query, keys, values, tables, start, seq_lens, **how)[0]
 
     def _scales(self, layer: int) -> dict[str, Tensor]:
