@@ -85,12 +85,7 @@ def extend(
     shape = check_attention(query, key_cache, value_cache, block_tables, seq_lens, options)
     check_indices("query_start", query_start, shape.num_seqs + 1)
     check_devices(query=query, query_start=query_start)
-    if output is None:
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    check_shape("output", output, tuple(query.shape))
-    check_dtype("output", output, (query.dtype,))
-    check_contiguous("output", output)
-    check_devices(query=query, output=output)
+    output = _checked_output(query, output)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     if shape.num_rows == 0:
         return output, lse
@@ -156,6 +151,17 @@ def share_rows(
         CHUNK=CHUNK,
     )
     return Shares(ends, launch)
+
+
+def _checked_output(query: Tensor, output: Tensor | None) -> Tensor:
+    """Where to write: the tensor that was given, or a new one. Raises KernelArgumentError."""
+    if output is None:
+        return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    check_shape("output", output, tuple(query.shape))
+    check_dtype("output", output, (query.dtype,))
+    check_contiguous("output", output)
+    check_devices(query=query, output=output)
+    return output
 
 
 def _count_units(query: Tensor, key_cache: Tensor, query_start: Tensor, launch: Launch) -> int:
