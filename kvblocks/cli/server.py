@@ -33,6 +33,12 @@ def serve(
     kv_cache_memory: Annotated[
         str | None, typer.Option(help="Instead of --num-blocks: 2GiB, or 0.5 of what is free.", rich_help_panel=_CACHE)
     ] = None,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto, or fp8_e4m3: K and V in 8 bits, so that the pool has room for more.", rich_help_panel=_CACHE
+        ),
+    ] = "auto",
     no_prefix_caching: NoPrefixCachingOption = False,
     num_history_blocks: Annotated[
         int,
@@ -192,6 +198,7 @@ def serve(
         block_size=block_size,
         num_blocks=num_blocks,
         kv_cache_memory=None if kv_cache_memory is None else settings.parse_memory(kv_cache_memory),
+        kv_cache_dtype=kv_cache_dtype,
         prefix_caching=not no_prefix_caching,
         num_history_blocks=num_history_blocks,
         schedule=schedule,

@@ -93,7 +93,8 @@ class Columns:
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """`values` on `device`, which isn't waited for: torch keeps pinned memory until the copy has been made."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+    is_on_its_way = device.type == "cuda" and values.device.type == "cpu"
+    return values.pin_memory().to(device, non_blocking=True) if is_on_its_way else values.to(device)
 
 
 def penalize(logits: Tensor, entries: Tensor, columns: Columns) -> None:

@@ -150,7 +150,8 @@ def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: B
 def _fingerprint(model: LoadedModel, plan: Plan, backend: Backend) -> bytes:
     """What names the KV of an engine, on a disk and in a store. O(bytes of the weights)."""
     block_size = check_groups(plan.groups).block_size
-    layout = f"{model.dtype}, blocks of {block_size}, {plan.groups}, layers {plan.layer_groups}"
+    kept = model.dtype if backend.scales is None else backend.scales
+    layout = f"{kept}, blocks of {block_size}, {plan.groups}, layers {plan.layer_groups}"
     return fingerprint(model, layout, _bits_mode(model, backend))
 
 
