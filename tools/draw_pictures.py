@@ -1,7 +1,8 @@
+# ruff: noqa: E501  # a line of a picture is a line here
 """Draw the pictures of docs/pictures: `python tools/draw_pictures.py` writes them all.
 
-Each function below draws one picture, and is named like its file. A picture is SVG with a light ground of its own, so that it
-can be read on a dark page too. A test compares the files with what this script draws.
+Each function below draws one picture, and is named like its file. A picture is SVG with a light ground of its own, so that
+it can be read on a dark page too. A test compares the files with what this script draws.
 """
 
 from collections.abc import Callable
@@ -62,7 +63,12 @@ def why() -> Picture:
     """What prefix caching saves: the measured demo of README.md."""
     picture = Picture("Four questions that share a long prompt, without and with prefix caching", 250)
     picture.text(20, 28, "Four requests with the same 1,024 tokens in front: time to first token", "bold")
-    rows = [("customer 1", 2.86, 2.85), ("customer 2", 2.92, 0.15), ("customer 3", 2.93, 0.16), ("customer 4", 2.83, 0.16)]
+    rows = [
+        ("customer 1", 2.86, 2.85),
+        ("customer 2", 2.92, 0.15),
+        ("customer 3", 2.93, 0.16),
+        ("customer 4", 2.83, 0.16),
+    ]
     for number, (name, without, with_caching) in enumerate(rows):
         y = 46 + 46 * number
         picture.text(20, y + 20, name)
@@ -98,7 +104,12 @@ def hash_chain() -> Picture:
     picture.arrow((580, 173), (540, 173))
     picture.text(100, 150, "found: blocks 0 and 1", "small")
     picture.text(100, 166, "computed: the rest", "small")
-    picture.text(20, 234, "An arrow leads to the parent. \"the sea .\" is there twice: its KV depends on all that stands before it.", "small")
+    picture.text(
+        20,
+        234,
+        'An arrow leads to the parent. "the sea ." is there twice: its KV depends on all that stands before it.',
+        "small",
+    )
     return picture
 
 
@@ -106,7 +117,15 @@ def free_queue() -> Picture:
     """In which order blocks are taken."""
     picture = Picture("The free queue: which block is taken next", 200)
     picture.text(20, 28, "Free blocks wait in one doubly linked list", "bold")
-    blocks = [("9", "empty"), ("4", "empty"), ("7", "gone"), ("2", "shared"), ("0", "shared"), ("6", "shared"), ("5", "shared")]
+    blocks = [
+        ("9", "empty"),
+        ("4", "empty"),
+        ("7", "gone"),
+        ("2", "shared"),
+        ("0", "shared"),
+        ("6", "shared"),
+        ("5", "shared"),
+    ]
     picture.text(20, 86, "taken")
     picture.arrow((92, 81), (64, 81))
     for number, (name, fill) in enumerate(blocks):
@@ -119,8 +138,18 @@ def free_queue() -> Picture:
     picture.text(100, 122, "hold nothing", "small")
     picture.text(268, 122, "left a window", "small")
     picture.text(380, 122, "cached: the least recently used first", "small")
-    picture.text(20, 160, "A hit takes a block out of the middle in constant time, because each block knows both neighbours.", "small")
-    picture.text(20, 180, "A sequence gives its last block back first. So the end of a prompt goes before its beginning.", "small")
+    picture.text(
+        20,
+        160,
+        "A hit takes a block out of the middle in constant time, because each block knows both neighbours.",
+        "small",
+    )
+    picture.text(
+        20,
+        180,
+        "A sequence gives its last block back first. So the end of a prompt goes before its beginning.",
+        "small",
+    )
     return picture
 
 
@@ -137,8 +166,15 @@ def runs() -> Picture:
     picture.arrow((310, 155), (290, 155), (290, 92))
     picture.text(540, 80, "tokens of 6 blocks in one piece", "small")
     picture.text(540, 160, "attached behind block 2", "small")
-    picture.text(20, 200, "A prompt that begins like A and goes on like B is found in two steps, however long it is.", "small")
-    picture.text(20, 218, "A radix tree would cut run A in two when B comes. Here A stays as it is, and B is attached to a place inside it.", "small")
+    picture.text(
+        20, 200, "A prompt that begins like A and goes on like B is found in two steps, however long it is.", "small"
+    )
+    picture.text(
+        20,
+        218,
+        "A radix tree would cut run A in two when B comes. Here A stays as it is, and B is attached to a place inside it.",
+        "small",
+    )
     return picture
 
 
@@ -186,7 +222,12 @@ def cascade() -> Picture:
     picture.text(356, 68, "3 queries at once", "small")
     picture.box(562, 114, 116, "merge", "new", 118)
     picture.arrow((682, 173), (740, 173))
-    picture.text(20, 250, "Merging weighs each part by its sum of exponentials, so the result is that of attention over all blocks.", "small")
+    picture.text(
+        20,
+        250,
+        "Merging weighs each part by its sum of exponentials, so the result is that of attention over all blocks.",
+        "small",
+    )
     return picture
 
 
@@ -199,13 +240,22 @@ def windows() -> Picture:
     for number in range(7):
         picture.box(130 + 80 * number, 58, 80, f"block {number}", "own")
         inside = number >= 4
-        picture.box(130 + 80 * number, 118, 80, f"block {number + 3}" if inside else "dead", "own" if inside else "gone")
+        picture.box(
+            130 + 80 * number, 118, 80, f"block {number + 3}" if inside else "dead", "own" if inside else "gone"
+        )
     picture.arrow((690, 52), (690, 40))
     picture.text(664, 34, "next token", "small")
     picture.arrow((450, 166), (688, 166), both=True)
     picture.text(490, 184, "what the next token sees", "small")
-    picture.text(20, 204, "What leaves the window goes back to the pool, first in its queue. A hit of n tokens needs all blocks before n", "small")
-    picture.text(20, 220, "in the first group, and in the second the blocks in front of n that the window sees.", "small")
+    picture.text(
+        20,
+        204,
+        "What leaves the window goes back to the pool, first in its queue. A hit of n tokens needs all blocks before n",
+        "small",
+    )
+    picture.text(
+        20, 220, "in the first group, and in the second the blocks in front of n that the window sees.", "small"
+    )
     return picture
 
 
