@@ -6,10 +6,15 @@ user can act on (KVBlocksError) become one line on stderr and exit code 1; resul
 
 import os
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from kvblocks.errors import KVBlocksError
+from kvblocks.errors import InvalidArgumentError, KVBlocksError
 from kvblocks.version import __version__
+
+if TYPE_CHECKING:
+    from kvblocks.engine.grammar.grammar import Grammar
+    from kvblocks.engine.run.runner import LoadedModel
 
 _NO_ENGINE = "kvblocks: this command needs the engine: pip install 'kvblocks[engine]'"
 
@@ -123,12 +128,25 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(min=0, help="For a temperature above 0.")] = None,
     n: Annotated[int, typer.Option(min=1, help="How many answers; they are equal at temperature 0.")] = 1,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Draw no token that is less likely than this share of the most likely one."
+        ),
+    ] = 0.0,
+    presence_penalty: Annotated[float, typer.Option(help="Against what the answer has already; 0: none.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, for each time.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="The same, and what the prompt has; 1: none.")] = 1.0,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="A file with the JSON schema that the answer is to be of.")
+    ] = None,
     num_blocks: NumBlocksOption = None,
     no_prefix_caching: NoPrefixCachingOption = False,
     eviction: EvictionOption = None,
 ) -> None:
     """Answer a prompt, printing the text as it comes; several answers are printed one after another."""
     from kvblocks.engine.engine import Engine
+    from kvblocks.engine.options import OptionValues
 
     engine = Engine(
         load_model(model),
@@ -136,17 +154,45 @@ def generate(
         enable_prefix_caching=not no_prefix_caching,
         eviction=eviction,
     )
+    options = OptionValues(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        min_p=min_p,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+    )
+    if json_schema is not None:
+        options["grammar"] = _compile(json_schema, engine.model)
     tokenizer = engine.model.tokenizer
     is_chat = tokenizer is not None and tokenizer.has_chat_template
     tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if tokenizer and is_chat else prompt
     if n > 1:
-        completions = engine.generate([tokens], n=n, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        completions = engine.generate([tokens], n=n, **options)
         for number, completion in enumerate(completions, 1):
             print(f"[{number}/{n}]\n{completion.text}")
         return
-    for piece in engine.stream([tokens], max_tokens=max_tokens, temperature=temperature, seed=seed):
+    for piece in engine.stream([tokens], **options):
         print(piece.text, end="", flush=True)
     print()
+
+
+def _compile(file: Path, model: "LoadedModel") -> "Grammar":
+    """Return the grammar of the JSON schema in a file. Raises InvalidArgumentError."""
+    from json import loads
+
+    from kvblocks.engine.grammar.grammar import GrammarCompiler
+
+    try:
+        schema = loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"--json-schema: expected a file of JSON, got an error: {error}") from error
+    try:
+        compiler = GrammarCompiler(model.tokenizer, model.config.vocab_size, sorted(model.stop_token_ids))
+        return compiler.json_schema(schema)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"--json-schema: {error}") from error
 
 
 app.add_typer(server_commands)

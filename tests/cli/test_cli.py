@@ -89,6 +89,29 @@ def test_answers_are_counted_from_one(n, capsys):
     assert "--n" in error
 
 
+def test_an_answer_is_of_a_schema_and_drawn_as_it_is_told(capsys, tiny_folder, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["left", "right"]}')
+    asked = ["generate", "hello", "--model", str(tiny_folder), "--max-tokens", "12"]
+    code, output, error = run([*asked, "--json-schema", str(schema), "--temperature", "1", "--n", "2"], capsys)
+    assert (code, error) == (0, "")
+    assert {line.strip() for line in output.splitlines() if not line.startswith("[")} <= {'"left"', '"right"'}
+    penalties = ["--presence-penalty", "--frequency-penalty"]
+    told = [[], *([name, "2"] for name in penalties), ["--repetition-penalty", "9"]]
+    plain, *others = [run([*asked, *options], capsys)[1] for options in told]
+    assert plain not in others
+    hot = [
+        run([*asked, "--temperature", "9", "--seed", "1", *options], capsys)[1] for options in ([], ["--min-p", "1"])
+    ]
+    assert hot[1] == plain != hot[0]
+    schema.write_text('{"type": "nonsense"}')
+    for file, said in ((schema, "expected a grammar"), (tmp_path / "none", "expected a file of JSON")):
+        code, output, error = run([*asked, "--json-schema", str(file)], capsys)
+        assert (code, output) == (1, "")
+        assert "--json-schema: " in error
+        assert said in error
+
+
 def test_fetch_prints_the_folder_as_its_last_line(capsys, monkeypatch, tmp_path):
     def fetch_model(name, progress):
         assert name == "smollm2"
