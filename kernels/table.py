@@ -220,6 +220,7 @@ EXTEND_NARROW: dict[Key, Launch] = {key: launch for key, launch in EXTEND.items(
 """`extend`, where sequences have few rows each: what counts is to read K and V fast, as in decoding."""
 
 PREFIX_DECODE: dict[Key, Launch] = EXTEND | {
+    ("sm90", 64, 4): Launch(16, 4, 2, tile_rows=32),
     ("sm90", 256, 1): Launch(16, 8, 2, tile_rows=64),
     ("sm100", 128, 1): Launch(64, 8, 3, tile_rows=128),
     ("sm100", 256, 2): Launch(64, 8, 2, tile_rows=64),
