@@ -17,18 +17,20 @@ PINS := pyproject.toml constraints.txt kvblocks/version.py $(wildcard setup.py)
 # A process a core, a file of tests in one of them; PYTEST_ARGS="-n 0" goes without.
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
-# All tests but those of the engine, the kernels, the command line, the benches and the house.
-CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers tests/retention tests/observe tests/prefix_cache tests/house/test_build.py
+# All tests but those of the engine, the kernels, the command line, the benches and the house; of replay, which is plain
+# Python, the runs of a manager.
+CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers tests/retention tests/observe tests/prefix_cache tests/replay/test_run.py tests/house/test_build.py
 
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help demo test test-all test-compiled test-vllm test-wire test-clients gpu-test soak check format clean distclean
+.PHONY: help demo bench test test-all test-compiled test-vllm test-wire test-clients gpu-test soak check format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    answer questions that share a long prompt, without and with prefix caching, and compare'
 	@echo 'make test    run the tests'
+	@echo 'make bench   how long allocating, freeing and evicting a block takes here, and matching and decoding: a minute'
 	@echo 'make test-all  those too that take minutes and have a short form, and all that are named below: 45 minutes or more'
 	@echo 'make test-compiled  the same for the core, compiled with mypyc (needs a C compiler)'
 	@echo 'make test-vllm  the integration into vLLM, under a real vLLM (3.5 GB in .venv-vllm, the first time)'
@@ -43,6 +45,7 @@ help:
 	@echo 'Each makes .venv first (python3 >= 3.11; the first time takes a minute or more). Variables:'
 	@echo '  PYTHON=python3.12          another interpreter for .venv'
 	@echo '  PYTEST_ARGS="-x -k pool"   more arguments for pytest'
+	@echo '  BENCH_ARGS=--quick         a `make bench` of a few seconds'
 	@echo '  VLLM_SEEDS=1               a short `make test-vllm`: one seed a configuration, and no slow tests'
 	@echo '  HYPOTHESIS_PROFILE=thorough  twenty times the generated cases, and random ones'
 	@echo '  PIP_ARGS="..."             more arguments for pip. On Linux, PyPI'"'"'s torch brings CUDA (several GB);'
@@ -51,6 +54,12 @@ help:
 
 demo: $(ENGINE_STAMP)
 	$(BIN)/kvblocks demo
+
+# BENCH_ARGS="--quick" takes a few seconds, "--json" is for scripts.
+BENCH_ARGS ?=
+
+bench: $(ENGINE_STAMP)
+	$(BIN)/python -m bench.core.micro $(BENCH_ARGS)
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not exhaustive' $(PYTEST_ARGS)

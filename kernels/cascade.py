@@ -151,8 +151,8 @@ def cascade_decode(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     shares: tuple[Shares, Shares] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`decode` for a batch in which requests share runs of blocks.

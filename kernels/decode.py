@@ -26,8 +26,8 @@ from kvblocks.kernels.launching import (
     Shares,
     empty_parts,
     find_launch,
-    numbers,
     parts_at_once,
+    scaling,
     strides,
     tile_constants,
 )
@@ -78,8 +78,8 @@ def decode(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     split_keys: int | None = None,
     output: Tensor | None = None,
     launch: Launch | None = None,
@@ -140,9 +140,9 @@ def _decode_stream(
     heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
     stream_kernel[(num_programs,)](
         *(*tensors, shares.ends, options.sinks, output, lse, parts, part_lse),
-        *(shape.num_seqs, options.window or 0, *numbers(options), *strides(query, *caches), *output.stride()[:2]),
+        *(shape.num_seqs, options.window or 0, *scaling(options), *strides(query, *caches), *output.stride()[:2]),
         **heads,
-        **tile_constants(shape, shares.launch, options),
+        **tile_constants(query, caches[0], shares.launch, options),
         HAS_WINDOW=options.window is not None,
         HAS_SINKS=options.sinks is not None,
     )
@@ -180,9 +180,9 @@ def _decode_split(
     flags = {"HAS_WINDOW": options.window is not None, "HAS_SINKS": options.sinks is not None}
     split_kernel[(shape.num_seqs * num_kv_heads * max_splits,)](
         *(*tensors, options.sinks, parts, part_lse),
-        *(num_kv_heads, max_splits, window, split_keys, *numbers(options), *strides(query, *caches)),
+        *(num_kv_heads, max_splits, window, split_keys, *scaling(options), *strides(query, *caches)),
         **flags,
-        **tile_constants(shape, launch, options),
+        **tile_constants(query, caches[0], launch, options),
     )
     split_merge_kernel[(shape.num_seqs, shape.num_heads)](
         *(seq_lens, options.sinks, output, lse, parts, part_lse),

@@ -23,8 +23,8 @@ from kvblocks.kernels.launching import (
     Shares,
     empty_parts,
     find_launch,
-    numbers,
     parts_at_once,
+    scaling,
     strides,
     tile_constants,
     tile_queries,
@@ -32,8 +32,11 @@ from kvblocks.kernels.launching import (
 from kvblocks.kernels.layout import (
     AttentionOptions,
     check_attention,
+    check_contiguous,
     check_devices,
+    check_dtype,
     check_indices,
+    check_shape,
 )
 from kvblocks.kernels.table import EXTEND, EXTEND_NARROW, Launch
 
@@ -53,9 +56,10 @@ def extend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     batch_invariant: bool = False,
+    output: Tensor | None = None,
     launch: Launch | None = None,
     shares: Shares | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -70,8 +74,9 @@ def extend(
     A row before position 0, or that no sequence has, sees nothing: its output is 0 and its lse -inf, or its sink.
 
     batch_invariant: a row's bits depend on its query and position and its sequence's K and V only, not on the other
-    rows of the call; slower, much so for a few rows on a long context. launch: instead of the table's entry. shares:
-    what `share_rows` made for these rows and lengths, this window and `batch_invariant`; its launch counts then.
+    rows of the call; slower, much so for a few rows on a long context. output: where to write it, contiguous. launch:
+    instead of the table's entry. shares: what `share_rows` made for these rows and lengths, this window and
+    `batch_invariant`; its launch counts then.
 
     Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and the natural logarithm of what it was
     divided by, fp32 [num_rows, num_heads]. Raises KernelArgumentError. Changes nothing, and never waits for the device.
@@ -80,7 +85,7 @@ def extend(
     shape = check_attention(query, key_cache, value_cache, block_tables, seq_lens, options)
     check_indices("query_start", query_start, shape.num_seqs + 1)
     check_devices(query=query, query_start=query_start)
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    output = _checked_output(query, output)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     if shape.num_rows == 0:
         return output, lse
@@ -91,13 +96,13 @@ def extend(
     check_indices("shares.ends", shares.ends, num_units)
     check_devices(query=query, shares=shares.ends)
     units = (query_start, seq_lens, shares.ends)
-    constants = tile_constants(shape, shares.launch, options)
+    constants = tile_constants(query, key_cache, shares.launch, options)
     heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
     num_programs, parts, part_lse = empty_parts(query, shares.launch, 0 if batch_invariant else constants["TILE_M"])
     num_programs = num_units * shape.cache.num_kv_heads if batch_invariant else num_programs
     extend_kernel[(num_programs,)](
         *(query, key_cache, value_cache, block_tables, *units, sinks, output, lse, parts, part_lse),
-        *(shape.num_rows, shape.num_seqs, num_units, window or 0, *numbers(options)),
+        *(shape.num_rows, shape.num_seqs, num_units, window or 0, *scaling(options)),
         *strides(query, key_cache, value_cache, block_tables),
         **heads,
         **constants,
@@ -146,6 +151,17 @@ def share_rows(
         CHUNK=CHUNK,
     )
     return Shares(ends, launch)
+
+
+def _checked_output(query: Tensor, output: Tensor | None) -> Tensor:
+    """Where to write: the tensor that was given, or a new one. Raises KernelArgumentError."""
+    if output is None:
+        return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    check_shape("output", output, tuple(query.shape))
+    check_dtype("output", output, (query.dtype,))
+    check_contiguous("output", output)
+    check_devices(query=query, output=output)
+    return output
 
 
 def _count_units(query: Tensor, key_cache: Tensor, query_start: Tensor, launch: Launch) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvblocks.kernels import table
-from kvblocks.kernels.layout import AttentionOptions, AttentionShape, is_interpreted
+from kvblocks.kernels.layout import AttentionOptions, is_interpreted
 from kvblocks.kernels.table import Key, Launch, count_programs, find
 
 INTERPRETED = is_interpreted()
@@ -46,24 +46,33 @@ def tile_queries(query: Tensor, key_cache: Tensor, launch: Launch) -> int:
     return tile_rows(group_size, launch) // group_size
 
 
-def tile_constants(shape: AttentionShape, launch: Launch, options: AttentionOptions) -> dict[str, int | bool]:
+def tile_constants(
+    query: Tensor, key_cache: Tensor, launch: Launch, options: AttentionOptions
+) -> dict[str, int | bool]:
     """The constants and launch options of kernels that attend."""
+    group_size = query.shape[1] // key_cache.shape[2]
+    rows = tile_rows(group_size, launch)
     return {
-        "GROUP": shape.group_size,
-        "HEAD_DIM": shape.cache.head_dim,
-        "BLOCK_SIZE": shape.cache.block_size,
-        "TILE_M": tile_rows(shape.group_size, launch),
+        "GROUP": group_size,
+        "HEAD_DIM": query.shape[2],
+        "BLOCK_SIZE": key_cache.shape[1],
+        "TILE_M": rows,
         "TILE_N": launch.tile_keys,
         "STAGES": launch.num_stages,
+        "NARROWED": table.narrows_queries(query, key_cache, rows),
+        "PAIRED": table.reads_pairs(query, key_cache, rows),
         "HAS_SOFTCAP": options.softcap is not None,
         "INTERPRETED": INTERPRETED,
         "num_warps": launch.num_warps,
     }
 
 
-def numbers(options: AttentionOptions) -> tuple[float, float, float]:
-    """Scale, softcap or 0, and the scale of V."""
-    return options.scale * options.k_scale, options.softcap or 0.0, options.v_scale
+Scaling = tuple[Tensor | None, Tensor | None, float, float]
+
+
+def scaling(options: AttentionOptions) -> Scaling:
+    """The scales of K and of V, the scale of scores, and softcap or 0."""
+    return options.k_scale, options.v_scale, options.scale, options.softcap or 0.0
 
 
 def strides(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor) -> tuple[int, ...]:

@@ -62,17 +62,18 @@ class AttentionShape:
 class AttentionOptions:
     """What happens between the dot products and the softmax.
 
-    A score is `scale * k_scale * (q . k)`; then `softcap * tanh(score / softcap)` if there is a softcap. A row at
+    A score is `scale * (q . k)`; then `softcap * tanh(score / softcap)` if there is a softcap. A row at
     position p sees the keys from p - window + 1 to p, or all up to p without a window. `sinks`, one per query head, are
-    scores without a value: they are added to the sum that the output is divided by. V is multiplied by `v_scale`.
+    scores without a value: they are added to the sum that the output is divided by. `k_scale` and `v_scale`, fp32
+    [num_kv_heads] on the device, are what K and V of each head are to be multiplied with; None: with 1.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 def is_interpreted() -> bool:
@@ -98,7 +99,9 @@ def check_cache(key_cache: Tensor, value_cache: Tensor) -> CacheShape:
         raise KernelArgumentError(f"key_cache: expected a head_dim among {HEAD_DIMS}, got {shape.head_dim}")
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_last_stride(name, cache)
-        check_fp8_device(name, cache)
+        if cache.dtype == FP8:
+            check_fp8_device(cache.device)
+            check_pairs(name, cache)
     return shape
 
 
@@ -131,14 +134,14 @@ def check_attention(
     check_indices("seq_lens", seq_lens, num_seqs)
     check_devices(query=query, key_cache=key_cache, block_tables=block_tables, seq_lens=seq_lens)
     check_options(options, num_heads, query.device)
+    check_scales(options.k_scale, options.v_scale, cache, query.device)
     return AttentionShape(num_rows, num_heads, num_seqs, max_blocks, cache)
 
 
 def check_options(options: AttentionOptions, num_heads: int, device: torch.device) -> None:
     """Raise KernelArgumentError for options that no kernel can take."""
-    for name, number in (("scale", options.scale), ("k_scale", options.k_scale), ("v_scale", options.v_scale)):
-        if not (math.isfinite(number) and number > 0):
-            raise KernelArgumentError(f"{name}: expected a number above 0, got {number}")
+    if not (math.isfinite(options.scale) and options.scale > 0):
+        raise KernelArgumentError(f"scale: expected a number above 0, got {options.scale}")
     if options.softcap is not None and not (math.isfinite(options.softcap) and options.softcap > 0):
         raise KernelArgumentError(f"softcap: expected None or a number above 0, got {options.softcap}")
     if options.window is not None and options.window < 1:
@@ -151,8 +154,20 @@ def check_options(options: AttentionOptions, num_heads: int, device: torch.devic
             raise KernelArgumentError(f"sinks: expected the device of query, {device}, got {options.sinks.device}")
 
 
+def check_scales(k_scale: Tensor | None, v_scale: Tensor | None, shape: CacheShape, device: torch.device) -> None:
+    """Raise KernelArgumentError unless scales of K and V are what kernels can take: both, or none."""
+    if (k_scale is None) != (v_scale is None):
+        raise KernelArgumentError(f"expected k_scale and v_scale or neither, got {k_scale} and {v_scale}")
+    for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scales is None:
+            continue
+        check_indices(name, scales, shape.num_kv_heads, torch.float32)
+        if scales.device != device:
+            raise KernelArgumentError(f"{name}: expected the device of the caches, {device}, got {scales.device}")
+
+
 def check_indices(name: str, tensor: Tensor, length: int, dtype: torch.dtype = torch.int32) -> None:
-    """Raise KernelArgumentError unless `tensor` is a contiguous vector of `length` integers of `dtype`."""
+    """Raise KernelArgumentError unless `tensor` is a contiguous vector of `length` numbers of `dtype`."""
     check_shape(name, tensor, (length,))
     check_dtype(name, tensor, (dtype,))
     check_last_stride(name, tensor)
@@ -197,15 +212,23 @@ def check_devices(**tensors: Tensor) -> None:
             )
 
 
-def check_fp8_device(name: str, tensor: Tensor) -> None:
-    """Raise KernelArgumentError for e4m3 on a GPU that cannot convert it."""
-    if tensor.dtype != FP8 or tensor.device.type != "cuda":
+def check_pairs(name: str, cache: Tensor) -> None:
+    """Raise KernelArgumentError unless e4m3 numbers lie in pairs, as kernels read them: at even addresses."""
+    if cache.data_ptr() % 2 or any(stride % 2 for stride in cache.stride()[:3]):
+        raise KernelArgumentError(
+            f"{name}: expected an even address and even strides for {FP8}, got strides {tuple(cache.stride())}"
+        )
+
+
+def check_fp8_device(device: torch.device) -> None:
+    """Raise KernelArgumentError for a GPU that cannot convert e4m3."""
+    if device.type != "cuda":
         return
-    capability = torch.cuda.get_device_capability(tensor.device)
+    capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is not None or capability < FP8_CAPABILITY:
-        got = torch.cuda.get_device_name(tensor.device)
+        got = torch.cuda.get_device_name(device)
         wanted = ".".join(map(str, FP8_CAPABILITY))
-        raise KernelArgumentError(f"{name}: expected CUDA's compute capability {wanted} or newer for {FP8}, got {got}")
+        raise KernelArgumentError(f"expected CUDA's compute capability {wanted} or newer for {FP8}, got {got}")
 
 
 def _check_dims(name: str, tensor: Tensor, expected: int) -> None:

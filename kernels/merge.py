@@ -23,55 +23,90 @@ from kvblocks.kernels.layout import (
 )
 
 _TILE_HEADS = 4
+_AT_ONCE = 4
+"""Parts that a launch reads; of more, the merged ones are the first part of the next launch."""
 
 
 @triton.jit
+def load_lse(lse_ptr, stride_row, row, head, is_head):
+    """One part's lse of some heads, to base 2."""
+    return tl.load(lse_ptr + row * stride_row + head, mask=is_head, other=-float("inf")) * LOG2_E
+
+
+@triton.jit
+def add_part(output, total, top, ptr, lse, stride_row, stride_head, row, head, HEAD_DIM: tl.constexpr):
+    """Add one part of some heads, weighted; what has an lse of -inf is not read."""
+    weight = tl.exp2(lse - top)
+    at = ptr + row * stride_row + head[:, None] * stride_head + tl.arange(0, HEAD_DIM)[None, :]
+    rows = tl.load(at, mask=(lse > -float("inf"))[:, None], other=0.0).to(tl.float32)
+    return output + rows * weight[:, None], total + weight
+
+
+@triton.jit(do_not_specialize_on_alignment=["lse_0", "lse_1", "lse_2", "lse_3"])
 def merge_kernel(
-    first_ptr,
-    first_lse_ptr,
-    second_ptr,
-    second_lse_ptr,
+    ptr_0,
+    ptr_1,
+    ptr_2,
+    ptr_3,
+    lse_0,
+    lse_1,
+    lse_2,
+    lse_3,
     output_ptr,
     lse_ptr,
     num_heads,
-    stride_first_row,
-    stride_first_head,
-    stride_first_lse,
-    stride_second_row,
-    stride_second_head,
-    stride_second_lse,
+    row_0,
+    head_0,
+    lse_row_0,
+    row_1,
+    head_1,
+    lse_row_1,
+    row_2,
+    head_2,
+    lse_row_2,
+    row_3,
+    head_3,
+    lse_row_3,
     stride_output_row,
     stride_output_head,
     HEAD_DIM: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """TILE_HEADS heads of one row. Grid: (num_rows, ceil(num_heads / TILE_HEADS)).
+    """TILE_HEADS heads of one row of PARTS parts, 2 to 4. Grid: (num_rows, ceil(num_heads / TILE_HEADS)).
 
-    first, second, output: [num_rows, num_heads, HEAD_DIM]; their lse: fp32 [num_rows, num_heads], the merged one
-    contiguous. A part with an lse of -inf is not read. The output may be one of the parts.
+    ptr_i, output: [num_rows, num_heads, HEAD_DIM]; their lse: fp32 [num_rows, num_heads], the merged one contiguous;
+    row_i, head_i, lse_row_i: strides. The output may be one of the parts.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
-    element = tl.arange(0, HEAD_DIM)[None, :]
     is_head = head < num_heads
     nothing = -float("inf")
-    first_lse = tl.load(first_lse_ptr + row * stride_first_lse + head, mask=is_head, other=nothing) * LOG2_E
-    second_lse = tl.load(second_lse_ptr + row * stride_second_lse + head, mask=is_head, other=nothing) * LOG2_E
-    top = tl.maximum(first_lse, second_lse)
+    first = load_lse(lse_0, lse_row_0, row, head, is_head)
+    second = load_lse(lse_1, lse_row_1, row, head, is_head)
+    third = tl.full([TILE_HEADS], nothing, tl.float32)
+    fourth = third
+    if PARTS > 2:
+        third = load_lse(lse_2, lse_row_2, row, head, is_head)
+    if PARTS > 3:
+        fourth = load_lse(lse_3, lse_row_3, row, head, is_head)
+    top = tl.maximum(tl.maximum(first, second), tl.maximum(third, fourth))
     has_keys = top > nothing
     top = tl.where(has_keys, top, 0.0)
-    first_weight = tl.exp2(first_lse - top)
-    second_weight = tl.exp2(second_lse - top)
+    output = tl.zeros([TILE_HEADS, HEAD_DIM], tl.float32)
+    total = tl.zeros([TILE_HEADS], tl.float32)
+    output, total = add_part(output, total, top, ptr_0, first, row_0, head_0, row, head, HEAD_DIM)
+    output, total = add_part(output, total, top, ptr_1, second, row_1, head_1, row, head, HEAD_DIM)
+    if PARTS > 2:
+        output, total = add_part(output, total, top, ptr_2, third, row_2, head_2, row, head, HEAD_DIM)
+    if PARTS > 3:
+        output, total = add_part(output, total, top, ptr_3, fourth, row_3, head_3, row, head, HEAD_DIM)
     # At least 1 where there are keys; elsewhere the output is 0 and the lse -inf.
-    total = tl.where(has_keys, first_weight + second_weight, 1.0)
-    first_at = first_ptr + row * stride_first_row + head[:, None] * stride_first_head + element
-    second_at = second_ptr + row * stride_second_row + head[:, None] * stride_second_head + element
-    first = tl.load(first_at, mask=(first_lse > nothing)[:, None], other=0.0).to(tl.float32)
-    second = tl.load(second_at, mask=(second_lse > nothing)[:, None], other=0.0).to(tl.float32)
-    output = first * (first_weight / total)[:, None] + second * (second_weight / total)[:, None]
+    total = tl.where(has_keys, total, 1.0)
     lse = tl.where(has_keys, (top + tl.log2(total)) * LN_2, nothing)
-    output_at = output_ptr + row * stride_output_row + head[:, None] * stride_output_head + element
-    tl.store(output_at, output.to(output_ptr.dtype.element_ty), mask=is_head[:, None])
+    output_at = output_ptr + row * stride_output_row + head[:, None] * stride_output_head
+    output = (output / total[:, None]).to(output_ptr.dtype.element_ty)
+    tl.store(output_at + tl.arange(0, HEAD_DIM)[None, :], output, mask=is_head[:, None])
     tl.store(lse_ptr + row * num_heads + head, lse, mask=is_head)
 
 
@@ -84,28 +119,41 @@ def merge_state(
     same order. An lse of -inf says that a part has no keys for a row: its output is not read, so it may hold anything.
     A row without keys in any part becomes 0, its lse -inf. dtype: the merged output's; None is the first part's.
 
-    Returns the merged output and lse. One launch for each part but the first; in between it is float32. Raises
-    KernelArgumentError. Changes nothing, and never waits for the device.
+    Returns the merged output and lse. One launch for up to 4 parts, and one more for each 3 more; in between it is
+    float32. Raises KernelArgumentError. Changes nothing, and never waits for the device.
     """
     _check_parts(outputs, lses)
     dtype = outputs[0].dtype if dtype is None else dtype
-    num_rows, num_heads, head_dim = outputs[0].shape
-    merged, merged_lse = outputs[0], lses[0]
-    for index in range(1, len(outputs)):
-        first, first_lse, second, second_lse = merged, merged_lse, outputs[index], lses[index]
-        is_last = index == len(outputs) - 1
-        merged = torch.empty(first.shape, dtype=dtype if is_last else torch.float32, device=first.device)
-        check_dtype("dtype", merged, QUERY_DTYPES)
-        merged_lse = torch.empty(first_lse.shape, dtype=torch.float32, device=first.device)
-        if merged.numel() > 0:
-            merge_kernel[(num_rows, triton.cdiv(num_heads, _TILE_HEADS))](
-                *(first, first_lse, second, second_lse, merged, merged_lse, num_heads),
-                *(*first.stride()[:2], first_lse.stride(0), *second.stride()[:2], second_lse.stride(0)),
-                *merged.stride()[:2],
-                HEAD_DIM=head_dim,
-                TILE_HEADS=_TILE_HEADS,
-                num_warps=4,
-            )
+    parts = list(zip(outputs, lses, strict=True))
+    while len(parts) > 1:
+        now, later = parts[:_AT_ONCE], parts[_AT_ONCE:]
+        parts = [_merge(now, torch.float32 if later else dtype), *later]
+    return parts[0]
+
+
+_Part = tuple[Tensor, Tensor]
+
+
+def _merge(parts: Sequence[_Part], dtype: torch.dtype) -> _Part:
+    """Merge 2 to 4 parts. One launch."""
+    (first, first_lse), *_ = parts
+    num_rows, num_heads, head_dim = first.shape
+    merged = torch.empty(first.shape, dtype=dtype, device=first.device)
+    check_dtype("dtype", merged, QUERY_DTYPES)
+    merged_lse = torch.empty(first_lse.shape, dtype=torch.float32, device=first.device)
+    if merged.numel() > 0:
+        slots = [*parts, *[parts[0]] * (_AT_ONCE - len(parts))]  # those behind the parts are not read
+        merge_kernel[(num_rows, triton.cdiv(num_heads, _TILE_HEADS))](
+            *(output for output, _ in slots),
+            *(lse for _, lse in slots),
+            *(merged, merged_lse, num_heads),
+            *(stride for output, lse in slots for stride in (*output.stride()[:2], lse.stride(0))),
+            *merged.stride()[:2],
+            HEAD_DIM=head_dim,
+            TILE_HEADS=_TILE_HEADS,
+            PARTS=len(parts),
+            num_warps=4,
+        )
     return merged, merged_lse
 
 

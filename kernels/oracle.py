@@ -22,8 +22,8 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of a ragged batch over block tables.
 
@@ -44,8 +44,8 @@ def attention(
     starts, ends = query_start.tolist(), seq_lens.tolist()
     for index, end in enumerate(ends):
         rows = range(starts[index], starts[index + 1])
-        key = gather(key_cache, block_tables[index], end) * k_scale
-        value = gather(value_cache, block_tables[index], end) * v_scale
+        key = gather(key_cache, block_tables[index], end) * _of_heads(k_scale)
+        value = gather(value_cache, block_tables[index], end) * _of_heads(v_scale)
         for row in rows:
             position = end - len(rows) + row - rows.start
             first = 0 if window is None else max(0, position - window + 1)
@@ -53,6 +53,11 @@ def attention(
                 seen = slice(first, position + 1)
                 output[row], lse[row] = _attend_row(query[row], key[seen], value[seen], options)
     return output, lse
+
+
+def _of_heads(scales: Tensor | None) -> Tensor | float:
+    """What [length, num_kv_heads, head_dim] is to be multiplied with."""
+    return 1.0 if scales is None else scales.double().cpu()[:, None]
 
 
 def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
@@ -87,3 +92,29 @@ def _attend_row(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpt
     if options.sinks is not None:
         lse = torch.logaddexp(lse, options.sinks.double().cpu())
     return torch.einsum("ht,thd->hd", torch.exp(scores - lse[:, None]), value), lse
+
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The rows of the last dimension over the root of their squares' mean, times the weight: float64 of their shape."""
+    exact = rows.double().cpu()
+    return exact / (exact.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double().cpu()
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up of [num_rows, 2 * width], float64 [num_rows, width]; activation: SiLU, or else GELU by tanh."""
+    first, up = gate_up.double().cpu().chunk(2, -1)
+    if activation == "silu":
+        return first / (1 + torch.exp(-first)) * up
+    inner = (2 / torch.pi) ** 0.5 * (first + 0.044715 * first**3)
+    return first * (1 + torch.tanh(inner)) / 2 * up
+
+
+def turn(heads: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    """Heads [num_rows, num_heads, head_dim] with each pair (i, i + head_dim / 2) turned by its angle, float64.
+
+    cos, sin: [num_positions, head_dim / 2]; positions: [num_rows].
+    """
+    pairs = torch.complex(*(half.contiguous() for half in heads.double().cpu().chunk(2, -1)))
+    angles = torch.complex(*(table.double().cpu()[positions.cpu()].unsqueeze(1) for table in (cos, sin)))
+    turned = pairs * angles
+    return torch.cat([turned.real, turned.imag], -1)

@@ -21,8 +21,8 @@ from kvblocks.kernels.launching import (
     Shares,
     empty_parts,
     find_launch,
-    numbers,
     parts_at_once,
+    scaling,
     strides,
     tile_constants,
     tile_queries,
@@ -41,8 +41,8 @@ def prefix_decode(
     *,
     scale: float,
     softcap: float | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     launch: Launch | None = None,
     shares: Shares | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -69,14 +69,14 @@ def prefix_decode(
     num_units = _count_units(query, key_cache, runs, shares.launch)
     check_indices("shares.ends", shares.ends, num_units)
     check_devices(query=query, shares=shares.ends)
-    constants = tile_constants(shape, shares.launch, options)
+    constants = tile_constants(query, key_cache, shares.launch, options)
     heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
     num_programs, parts, part_lse = empty_parts(query, shares.launch, constants["TILE_M"])
     results = (output, lse, parts, part_lse)
     prefix_kernel[(num_programs,)](
         *(query, key_cache, value_cache, block_tables, runs.members, runs.group_start),
         *(runs.run_start, runs.run_stop, runs.level, shares.ends, *results),
-        *(runs.num_groups, num_units, shape.num_rows, *numbers(options)),
+        *(runs.num_groups, num_units, shape.num_rows, *scaling(options)),
         *strides(query, key_cache, value_cache, block_tables),
         **heads,
         **constants,

@@ -70,7 +70,7 @@ class SharedRuns:
             "level": level,
             "num_shared": num_shared,
         }
-        tensors = {name: torch.tensor(column, dtype=torch.int32).to(device) for name, column in columns.items()}
+        tensors = {name: torch.tensor(column, dtype=torch.int32, device=device) for name, column in columns.items()}
         return cls(**tensors, num_levels=max(depth, default=0))
 
     def check(self, shape: AttentionShape) -> None:

@@ -13,14 +13,13 @@ from torch import Tensor
 from kvblocks.kernels.layout import (
     FP8,
     QUERY_DTYPES,
-    AttentionOptions,
     KernelArgumentError,
     check_cache,
     check_devices,
     check_dtype,
     check_indices,
     check_last_stride,
-    check_options,
+    check_scales,
     check_shape,
 )
 
@@ -43,15 +42,15 @@ def encode_e4m3(number):
     return (((bits >> 24) & 0x80) | code).to(tl.uint8)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["slot_ptr", "k_scale_ptr", "v_scale_ptr"])
 def store_kernel(
     key_ptr,
     value_ptr,
     key_cache_ptr,
     value_cache_ptr,
     slot_ptr,
-    k_scale,
-    v_scale,
+    k_scale_ptr,
+    v_scale_ptr,
     stride_key_token,
     stride_key_head,
     stride_value_token,
@@ -84,8 +83,13 @@ def store_kernel(
         key = tl.load(key_ptr + token * stride_key_token + head * stride_key_head + element, mask=is_head)
         value = tl.load(value_ptr + token * stride_value_token + head * stride_value_head + element, mask=is_head)
         if QUANTISED:
-            key = encode_e4m3(tl.div_rn(key.to(tl.float32), k_scale))
-            value = encode_e4m3(tl.div_rn(value.to(tl.float32), v_scale))
+            key = key.to(tl.float32)
+            value = value.to(tl.float32)
+            if k_scale_ptr is not None:
+                key = tl.div_rn(key, tl.load(k_scale_ptr + head, mask=is_head, other=1.0))
+                value = tl.div_rn(value, tl.load(v_scale_ptr + head, mask=is_head, other=1.0))
+            key = encode_e4m3(key)
+            value = encode_e4m3(value)
         k_at = key_cache_ptr + block * stride_k_block + offset * stride_k_slot + head * stride_k_head + element
         v_at = value_cache_ptr + block * stride_v_block + offset * stride_v_slot + head * stride_v_head + element
         tl.store(k_at, key, mask=is_head)
@@ -99,15 +103,15 @@ def store(
     value_cache: Tensor,
     slot_mapping: Tensor,
     *,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Write each token's K and V to its slot; a slot of -1 stores nothing.
 
     key, value: [num_tokens, num_kv_heads, head_dim], any strides but a last one of 1; key_cache, value_cache:
     [num_blocks, block_size, num_kv_heads, head_dim], of the same dtype, or e4m3: then key / k_scale and value / v_scale
-    are stored; slot_mapping: int64 [num_tokens], each slot at most once. Raises KernelArgumentError. Changes both
-    caches.
+    are stored, with scales of each head, fp32 [num_kv_heads], or None for 1; slot_mapping: int64 [num_tokens], each
+    slot at most once. Raises KernelArgumentError. Changes both caches.
     """
     shape = check_cache(key_cache, value_cache)
     quantised = key_cache.dtype == FP8
@@ -120,9 +124,9 @@ def store(
         check_last_stride(name, tensor)
     check_indices("slot_mapping", slot_mapping, len(key), torch.int64)
     check_devices(key=key, value=value, key_cache=key_cache, slot_mapping=slot_mapping)
-    check_options(AttentionOptions(1.0, k_scale=k_scale, v_scale=v_scale), shape.num_kv_heads, key.device)
-    if not quantised and (k_scale, v_scale) != (1.0, 1.0):
-        raise KernelArgumentError(f"expected scales of 1 unless the caches are {FP8}, got {k_scale} and {v_scale}")
+    check_scales(k_scale, v_scale, shape, key.device)
+    if not quantised and k_scale is not None:
+        raise KernelArgumentError(f"expected no scales unless the caches are {FP8}, got {k_scale} and {v_scale}")
     if quantised:
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     tile_heads = min(_MAX_TILE // shape.head_dim, triton.next_power_of_2(shape.num_kv_heads))

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 FAMILIES = ("sm80", "sm89", "sm90", "sm100", "gfx942", "any")
 """A100; consumer Ampere and Ada (sm86 to sm89: less shared memory); H100, H200; B200; MI300; the rest."""
@@ -63,7 +64,8 @@ def widen(launch: Launch, rows: int, head_dim: int, element_bytes: int, family_n
     if rows <= launch.tile_rows:
         return launch
     is_wide = element_bytes == 4
-    num_warps = min(16, max(launch.num_warps, rows * head_dim // (1024 if is_wide else 2048)))
+    least_warps = 8 if rows >= 64 and (is_wide or family_name == "sm80") else launch.num_warps
+    num_warps = min(16, max(launch.num_warps, least_warps, rows * head_dim // (1024 if is_wide else 2048)))
     tile_keys = max(16, launch.tile_keys // 2) if is_wide and rows >= 64 else launch.tile_keys
     fitting = 2 if rows == 32 and family_name in ("sm90", "sm100") else 1
     return replace(
@@ -73,6 +75,26 @@ def widen(launch: Launch, rows: int, head_dim: int, element_bytes: int, family_n
         num_stages=min(launch.num_stages, 2) if rows >= 128 else launch.num_stages,
         programs_per_sm=min(launch.programs_per_sm, fitting),
     )
+
+
+def narrows_queries(query: Tensor, key_cache: Tensor, rows: int) -> bool:
+    """Whether queries in bf16 are multiplied with e4m3 as fp16: see `device.tiles.narrow_rows`. rows: of a tile.
+
+    By compiling: a fifth fewer instructions for a tile of keys, and 10 to 30 fewer registers; but for large tiles on
+    sm90, whose registers are full and which would spill.
+    """
+    is_full = family(query.device) == "sm90" and rows >= 64 and query.shape[2] == 256
+    return key_cache.dtype == torch.float8_e4m3fn and query.dtype == torch.bfloat16 and not is_full
+
+
+def reads_pairs(query: Tensor, key_cache: Tensor, rows: int) -> bool:
+    """Whether V is read as pairs of e4m3 numbers: see `device.tiles.begin_rows`. rows: of a tile.
+
+    By compiling: where tensor cores are those of warps, a third fewer instructions for a tile of keys and a fifth fewer
+    registers; where they are those of warpgroups, more of both.
+    """
+    has_warpgroups = family(query.device) in ("sm90", "sm100") and rows >= 64
+    return key_cache.dtype == torch.float8_e4m3fn and query.dtype != torch.float32 and not has_warpgroups
 
 
 INTERPRETED_SMS = 2
@@ -105,16 +127,16 @@ DECODE: dict[Key, Launch] = {
     ("sm90", 64, 1): Launch(64, 4, 4, programs_per_sm=3),
     ("sm90", 64, 2): Launch(128, 4, 3, programs_per_sm=3),
     ("sm90", 64, 4): Launch(64, 4, 3, programs_per_sm=3),
-    ("sm90", 128, 1): Launch(64, 4, 4, programs_per_sm=2),
+    ("sm90", 128, 1): Launch(64, 4, 4, programs_per_sm=3),
     ("sm90", 128, 2): Launch(64, 4, 3, programs_per_sm=3),
     ("sm90", 128, 4): Launch(32, 4, 3, programs_per_sm=2),
-    ("sm90", 256, 1): Launch(32, 4, 4, programs_per_sm=2),
+    ("sm90", 256, 1): Launch(32, 4, 4, programs_per_sm=3),
     ("sm90", 256, 2): Launch(32, 4, 3, programs_per_sm=2),
     ("sm90", 256, 4): Launch(16, 4, 3, programs_per_sm=2),
     ("sm100", 64, 1): Launch(64, 4, 4, programs_per_sm=3),
     ("sm100", 64, 2): Launch(128, 4, 3, programs_per_sm=3),
     ("sm100", 64, 4): Launch(32, 4, 4, programs_per_sm=3),
-    ("sm100", 128, 1): Launch(64, 4, 4, programs_per_sm=2),
+    ("sm100", 128, 1): Launch(64, 4, 3, programs_per_sm=2),
     ("sm100", 128, 2): Launch(64, 4, 3, programs_per_sm=3),
     ("sm100", 128, 4): Launch(32, 4, 3, programs_per_sm=2),
     ("sm100", 256, 1): Launch(32, 4, 4, programs_per_sm=2),
@@ -149,20 +171,20 @@ EXTEND: dict[Key, Launch] = {
     ("sm80", 256, 4): Launch(16, 8, 2, tile_rows=32),
     ("sm90", 64, 1): Launch(64, 8, 3, tile_rows=128),
     ("sm90", 64, 2): Launch(128, 8, 3, tile_rows=128),
-    ("sm90", 64, 4): Launch(16, 4, 2, tile_rows=32),
+    ("sm90", 64, 4): Launch(16, 4, 3, tile_rows=32),
     ("sm90", 128, 1): Launch(64, 8, 3, tile_rows=128),
     ("sm90", 128, 2): Launch(64, 8, 3, tile_rows=128),
     ("sm90", 128, 4): Launch(16, 8, 2, tile_rows=32),
-    ("sm90", 256, 1): Launch(16, 8, 2, tile_rows=64),
+    ("sm90", 256, 1): Launch(32, 4, 2, tile_rows=32, programs_per_sm=2),
     ("sm90", 256, 2): Launch(32, 8, 2, tile_rows=128),
     ("sm90", 256, 4): Launch(16, 8, 2, tile_rows=16),
     ("sm100", 64, 1): Launch(64, 8, 3, tile_rows=128),
     ("sm100", 64, 2): Launch(128, 8, 3, tile_rows=128),
-    ("sm100", 64, 4): Launch(16, 4, 2, tile_rows=32),
-    ("sm100", 128, 1): Launch(64, 8, 3, tile_rows=128),
+    ("sm100", 64, 4): Launch(16, 4, 3, tile_rows=32),
+    ("sm100", 128, 1): Launch(128, 8, 2, tile_rows=128),
     ("sm100", 128, 2): Launch(64, 8, 3, tile_rows=128),
     ("sm100", 128, 4): Launch(16, 8, 2, tile_rows=32),
-    ("sm100", 256, 1): Launch(32, 8, 2, tile_rows=128),
+    ("sm100", 256, 1): Launch(32, 8, 2, tile_rows=64),
     ("sm100", 256, 2): Launch(32, 8, 2, tile_rows=128),
     ("sm100", 256, 4): Launch(16, 8, 2, tile_rows=16),
     ("gfx942", 64, 2): Launch(64, 4, 2, tile_rows=128),
@@ -185,6 +207,9 @@ EXTEND: dict[Key, Launch] = {
 """`extend`, where sequences have many rows each."""
 
 EXTEND_NARROW: dict[Key, Launch] = {key: launch for key, launch in EXTEND.items() if key[2] == 4} | {
+    ("sm89", 128, 1): Launch(32, 4, 3, tile_rows=32),
+    ("sm90", 64, 1): Launch(32, 4, 4, tile_rows=32),
+    ("sm100", 64, 2): Launch(64, 4, 3, tile_rows=32),
     ("any", 64, 1): Launch(64, 4, 3, tile_rows=32),
     ("any", 64, 2): Launch(128, 4, 2, tile_rows=32),
     ("any", 128, 1): Launch(64, 4, 3, tile_rows=32),
@@ -194,8 +219,12 @@ EXTEND_NARROW: dict[Key, Launch] = {key: launch for key, launch in EXTEND.items(
 }
 """`extend`, where sequences have few rows each: what counts is to read K and V fast, as in decoding."""
 
-PREFIX_DECODE: dict[Key, Launch] = EXTEND
-"""`prefix_decode`: the loop over keys that all rows see is that of `extend`."""
+PREFIX_DECODE: dict[Key, Launch] = EXTEND | {
+    ("sm90", 256, 1): Launch(16, 8, 2, tile_rows=64),
+    ("sm100", 128, 1): Launch(64, 8, 3, tile_rows=128),
+    ("sm100", 256, 2): Launch(64, 8, 2, tile_rows=64),
+}
+"""`prefix_decode`: the loop over keys that all rows see is that of `extend`; other tiles where those would spill."""
 
 
 @dataclass(frozen=True)
@@ -203,16 +232,30 @@ class CascadeThreshold:
     """From where on `cascade_decode` is taken instead of `decode`.
 
     min_run_tokens: shorter shared runs don't count; min_saved_share: of the tokens in context that `decode` would read,
-    counted once for each request, so many must be saved.
+    counted once for each request, so many must be saved. captured_microseconds, eager_microseconds: what a cascade
+    costs a layer beside its reading, in a CUDA graph as the step without it, and launched by the host where that step
+    is a graph; what isn't read must be worth more.
     """
 
     min_run_tokens: int
     min_saved_share: float
+    captured_microseconds: float = 0.0
+    eager_microseconds: float = 0.0
 
 
-# By reasoning, unmeasured on a GPU. A cascade adds launches to each layer, and writes each row's partial results in
-# fp32, one for each level and split, to read them again: with 32 heads of 128 a part costs as much traffic as K and V
-# of 8 tokens of 8 heads in bf16. So a run must be a few hundred tokens long; and as the rest of the step gets no
-# faster, a cascade that saves less than a third of the reading can't gain much.
-CASCADE = CascadeThreshold(min_run_tokens=512, min_saved_share=0.3)
+# By reasoning, unmeasured on a GPU; `bench.attention.sweep_kernels --kernel CASCADE` measures the first cost and
+# `bench.attention.engine_gpu` the second. A cascade writes each row's partial results in fp32, one for each level and
+# split, to read them again: with 32 heads of 128 a part costs as much traffic as K and V of 8 tokens of 8 heads in
+# bf16. So a run must be a few hundred tokens long; and as the rest of the step gets no faster, a cascade that saves
+# less than a third of the reading can't gain much. It is four launches more a layer: about 2 us each in a graph, and
+# 350 to 700 us of the host's time a layer outside of one.
+CASCADE = CascadeThreshold(min_run_tokens=512, min_saved_share=0.3, captured_microseconds=8.0, eager_microseconds=500.0)
 """For decode steps of the engine."""
+
+# What makers say of the memories of A100 (80 GB), L40S, H100 SXM, B200 and MI300X; the rest is a guess.
+_READ_BYTES = {"sm80": 2.0e6, "sm89": 0.86e6, "sm90": 3.35e6, "sm100": 8.0e6, "gfx942": 5.3e6, "any": 1.0e6}
+
+
+def read_bytes_per_microsecond(device: torch.device) -> float:
+    """Bytes that a device reads in a microsecond, at best."""
+    return _READ_BYTES[family(device)]

@@ -17,7 +17,10 @@ The names below are imported when they are first asked for (PEP 562), so that wh
 else. None of them needs torch, numpy, a clock or a thread.
 """
 
+import sys
+from collections.abc import Sequence as _Items
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -175,6 +178,24 @@ __all__ = [
     "__version__",
     "plan",
 ]
+
+
+class _Kernels:
+    """Finds `kvblocks.kernels`: in this folder, as it ships, or in a checkout beside it.
+
+    No other finder does the latter: a plain installation knows another copy only, and an editable one perhaps another
+    checkout's kernels.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: _Items[str] | None, _target: object = None, /) -> ModuleSpec | None:
+        """As of finders in `sys.meta_path`."""
+        if name != "kvblocks.kernels" or path is None:
+            return None
+        return PathFinder.find_spec(name, [*path, *(folder.removesuffix("kvblocks") for folder in path)])
+
+
+sys.meta_path.insert(0, _Kernels)
 
 
 def __getattr__(name: str) -> object:

@@ -6,6 +6,8 @@ random order. A rehearsal keeps the shapes' kinds and shrinks their sizes.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +45,7 @@ class Workload:
 
     @property
     def scales(self) -> dict[str, float]:
-        """Of K and V."""
+        """Of K and V: of all heads the same."""
         return {"k_scale": 0.03, "v_scale": 0.02} if self.is_fp8 else {}
 
     def cache_bytes(self, *, shared_once: bool) -> int:
@@ -84,10 +86,14 @@ class Batch:
         """What scores are multiplied with."""
         return self.workload.head_dim**-0.5
 
-    @property
-    def options(self) -> dict[str, float]:
+    @cached_property
+    def options(self) -> dict[str, Any]:
         """The keywords that our kernels take."""
-        return {"scale": self.scale, **self.workload.scales}
+        num_kv_heads, device = self.workload.heads[1], self.query.device
+        scales = {
+            name: torch.full((num_kv_heads,), value, device=device) for name, value in self.workload.scales.items()
+        }
+        return {"scale": self.scale, **scales}
 
 
 Contestant = Callable[[Batch], Tensor]

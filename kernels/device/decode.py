@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvblocks.kernels.device.shares import find_cut, find_work, merge_rows, share_begin
-from kvblocks.kernels.device.tiles import LOG2_E, attend_pages, finish_rows
+from kvblocks.kernels.device.tiles import LOG2_E, attend_pages, begin_rows, finish_rows, head_scale, narrow_rows
 
 
 @triton.jit
@@ -30,9 +30,10 @@ def attend_span(
     v_ptr,
     table_ptr,
     sink_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     scale,
     softcap,
-    v_scale,
     stride_query_row,
     stride_query_head,
     stride_k_block,
@@ -48,6 +49,8 @@ def attend_span(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
+    NARROWED: tl.constexpr,
+    PAIRED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -63,14 +66,14 @@ def attend_span(
     seq = seq.to(tl.int64)
     query_at = query_ptr + seq * stride_query_row + head[:, None] * stride_query_head + tl.arange(0, HEAD_DIM)[None, :]
     query = tl.load(query_at, mask=is_head[:, None], other=0.0)
-    row_max = tl.full([TILE_M], -float("inf"), tl.float32)
-    row_sum = tl.zeros([TILE_M], tl.float32)
+    query, scale = narrow_rows(query, scale * head_scale(k_scale_ptr, kv_head), NARROWED)
+    output, odd, row_max, row_sum = begin_rows(TILE_M, HEAD_DIM, PAIRED)
     if HAS_SINKS:
         sink = tl.load(sink_ptr + head, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
         row_max = tl.where(is_first, sink, row_max)
         row_sum = tl.where(is_first, 1.0, row_sum)
-    output, row_max, row_sum = attend_pages(
-        query, tl.zeros([TILE_M, HEAD_DIM], tl.float32), row_max, row_sum, packed * 0 + stop - 1, start, stop,
+    output, odd, row_max, row_sum = attend_pages(
+        query, output, odd, row_max, row_sum, packed * 0 + stop - 1, start, stop,
         table_ptr + seq * stride_table,
         k_ptr + kv_head.to(tl.int64) * stride_k_head,
         v_ptr + kv_head.to(tl.int64) * stride_v_head,
@@ -78,7 +81,7 @@ def attend_span(
         HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES,
         MASKED=True, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=False, INTERPRETED=INTERPRETED,
     )  # fmt: skip
-    return finish_rows(output * v_scale, row_max, row_sum)
+    return finish_rows(output, odd, row_max, row_sum, head_scale(v_scale_ptr, kv_head))
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window"], do_not_specialize_on_alignment=["len_ptr", "end_ptr"])
@@ -105,7 +108,7 @@ def decode_ends_kernel(
 
 @triton.jit(
     do_not_specialize=["num_seqs", "window", "stride_table"],
-    do_not_specialize_on_alignment=["table_ptr", "len_ptr", "end_ptr", "sink_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "len_ptr", "end_ptr", "sink_ptr", "k_scale_ptr", "v_scale_ptr"],
 )
 def stream_kernel(
     query_ptr,
@@ -121,9 +124,10 @@ def stream_kernel(
     part_lse_ptr,
     num_seqs,
     window,
+    k_scale_ptr,
+    v_scale_ptr,
     scale,
     softcap,
-    v_scale,
     stride_query_row,
     stride_query_head,
     stride_k_block,
@@ -142,6 +146,8 @@ def stream_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
+    NARROWED: tl.constexpr,
+    PAIRED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -166,9 +172,10 @@ def stream_kernel(
         begin = seq_len - count_keys(seq_len, window, HAS_WINDOW)
         output, lse = attend_span(
             seq, kv_head, begin + first * TILE_N, tl.minimum(begin + last * TILE_N, seq_len), first == 0,
-            query_ptr, k_ptr, v_ptr, table_ptr, sink_ptr, scale, softcap, v_scale, stride_query_row, stride_query_head,
+            query_ptr, k_ptr, v_ptr, table_ptr, sink_ptr, k_scale_ptr, v_scale_ptr, scale, softcap,
+            stride_query_row, stride_query_head,
             stride_k_block, stride_k_slot, stride_k_head, stride_v_block, stride_v_slot, stride_v_head, stride_table,
-            GROUP, HEAD_DIM, BLOCK_SIZE, TILE_M, TILE_N, STAGES, HAS_SOFTCAP, HAS_SINKS, INTERPRETED,
+            GROUP, HEAD_DIM, BLOCK_SIZE, TILE_M, TILE_N, STAGES, NARROWED, PAIRED, HAS_SOFTCAP, HAS_SINKS, INTERPRETED,
         )  # fmt: skip
         head = kv_head * GROUP + packed
         if (first == 0) & (last == head_tiles):
@@ -214,7 +221,7 @@ def stream_merge_kernel(
 
 @triton.jit(
     do_not_specialize=["num_kv_heads", "max_splits", "window", "split_keys", "stride_table"],
-    do_not_specialize_on_alignment=["table_ptr", "len_ptr", "sink_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "len_ptr", "sink_ptr", "k_scale_ptr", "v_scale_ptr"],
 )
 def split_kernel(
     query_ptr,
@@ -229,9 +236,10 @@ def split_kernel(
     max_splits,
     window,
     split_keys,
+    k_scale_ptr,
+    v_scale_ptr,
     scale,
     softcap,
-    v_scale,
     stride_query_row,
     stride_query_head,
     stride_k_block,
@@ -247,6 +255,8 @@ def split_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
+    NARROWED: tl.constexpr,
+    PAIRED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -265,9 +275,10 @@ def split_kernel(
     if start < seq_len:
         output, lse = attend_span(
             seq, kv_head, start, tl.minimum(start + split_keys, seq_len), split == 0,
-            query_ptr, k_ptr, v_ptr, table_ptr, sink_ptr, scale, softcap, v_scale, stride_query_row, stride_query_head,
+            query_ptr, k_ptr, v_ptr, table_ptr, sink_ptr, k_scale_ptr, v_scale_ptr, scale, softcap,
+            stride_query_row, stride_query_head,
             stride_k_block, stride_k_slot, stride_k_head, stride_v_block, stride_v_slot, stride_v_head, stride_table,
-            GROUP, HEAD_DIM, BLOCK_SIZE, TILE_M, TILE_N, STAGES, HAS_SOFTCAP, HAS_SINKS, INTERPRETED,
+            GROUP, HEAD_DIM, BLOCK_SIZE, TILE_M, TILE_N, STAGES, NARROWED, PAIRED, HAS_SOFTCAP, HAS_SINKS, INTERPRETED,
         )  # fmt: skip
         packed = tl.arange(0, TILE_M)
         element = tl.arange(0, HEAD_DIM)
@@ -277,7 +288,8 @@ def split_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["window", "split_keys", "max_splits"], do_not_specialize_on_alignment=["len_ptr", "sink_ptr"]
+    do_not_specialize=["window", "split_keys", "max_splits"],
+    do_not_specialize_on_alignment=["len_ptr", "sink_ptr", "k_scale_ptr", "v_scale_ptr"],
 )
 def split_merge_kernel(
     len_ptr,

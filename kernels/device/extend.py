@@ -11,7 +11,16 @@ import triton
 import triton.language as tl
 
 from kvblocks.kernels.device.shares import find_cut, find_heads, find_tiles, merge_rows
-from kvblocks.kernels.device.tiles import LOG2_E, attend_pages, begin_rows, find_segment, find_segments, finish_rows
+from kvblocks.kernels.device.tiles import (
+    LOG2_E,
+    attend_pages,
+    begin_rows,
+    find_segment,
+    find_segments,
+    finish_rows,
+    head_scale,
+    narrow_rows,
+)
 
 
 @triton.jit
@@ -40,6 +49,7 @@ def find_rows(start_ptr, len_ptr, unit, num_rows, num_seqs, TILE_Q: tl.constexpr
 def attend_causal(
     query,
     output,
+    odd,
     row_max,
     row_sum,
     position,
@@ -77,27 +87,27 @@ def attend_causal(
     elif HAS_WINDOW:
         full_start = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE_N) * TILE_N
         full_start = tl.minimum(tl.maximum(full_start, start), full_stop)
-        output, row_max, row_sum = attend_pages(
-            query, output, row_max, row_sum, position, start, full_start, table_ptr, k_ptr, v_ptr,
+        output, odd, row_max, row_sum = attend_pages(
+            query, output, odd, row_max, row_sum, position, start, full_start, table_ptr, k_ptr, v_ptr,
             stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
             HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, MASKED=True, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=HAS_WINDOW,
             INTERPRETED=INTERPRETED,
         )  # fmt: skip
         start = full_start
     if not UNIFORM:
-        output, row_max, row_sum = attend_pages(
-            query, output, row_max, row_sum, position, start, full_stop, table_ptr, k_ptr, v_ptr,
+        output, odd, row_max, row_sum = attend_pages(
+            query, output, odd, row_max, row_sum, position, start, full_stop, table_ptr, k_ptr, v_ptr,
             stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
             HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, MASKED=False, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=HAS_WINDOW,
             INTERPRETED=INTERPRETED,
         )  # fmt: skip
-    output, row_max, row_sum = attend_pages(
-        query, output, row_max, row_sum, position, full_stop, stop, table_ptr, k_ptr, v_ptr,
+    output, odd, row_max, row_sum = attend_pages(
+        query, output, odd, row_max, row_sum, position, full_stop, stop, table_ptr, k_ptr, v_ptr,
         stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
         HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, MASKED=True, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=HAS_WINDOW,
         INTERPRETED=INTERPRETED,
     )  # fmt: skip
-    return output, row_max, row_sum
+    return output, odd, row_max, row_sum
 
 
 @triton.jit(
@@ -144,7 +154,15 @@ def extend_ends_kernel(
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_seqs", "num_units", "window", "stride_table"],
-    do_not_specialize_on_alignment=["table_ptr", "start_ptr", "len_ptr", "end_ptr", "sink_ptr"],
+    do_not_specialize_on_alignment=[
+        "table_ptr",
+        "start_ptr",
+        "len_ptr",
+        "end_ptr",
+        "sink_ptr",
+        "k_scale_ptr",
+        "v_scale_ptr",
+    ],
 )
 def extend_kernel(
     query_ptr,
@@ -163,9 +181,10 @@ def extend_kernel(
     num_seqs,
     num_units,
     window,
+    k_scale_ptr,
+    v_scale_ptr,
     scale,
     softcap,
-    v_scale,
     stride_query_row,
     stride_query_head,
     stride_k_block,
@@ -182,6 +201,8 @@ def extend_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
+    NARROWED: tl.constexpr,
+    PAIRED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -212,7 +233,8 @@ def extend_kernel(
         at_row = (seq_start + row).to(tl.int64)
         query_at = at_row * stride_query_row + head.to(tl.int64) * stride_query_head
         query = tl.load(query_ptr + query_at[:, None] + element[None, :], mask=is_row[:, None], other=0.0)
-        output, row_max, row_sum = begin_rows(TILE_M, HEAD_DIM)
+        query, row_scale = narrow_rows(query, scale * head_scale(k_scale_ptr, kv_head), NARROWED)
+        output, odd, row_max, row_sum = begin_rows(TILE_M, HEAD_DIM, PAIRED)
         if HAS_SINKS:
             sink = tl.load(sink_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
             row_max = tl.where(first_tile == 0, sink, row_max)
@@ -223,15 +245,15 @@ def extend_kernel(
         if not UNIFORM:
             stop = tl.minimum(start + last_tile * TILE_N, stop)
             start += first_tile * TILE_N
-        output, row_max, row_sum = attend_causal(
-            query, output, row_max, row_sum, before + row, before + first,
+        output, odd, row_max, row_sum = attend_causal(
+            query, output, odd, row_max, row_sum, before + row, before + first,
             before + tl.minimum(first + TILE_Q, seq_rows) - 1, start, stop,
             table_ptr + seq.to(tl.int64) * stride_table,
             k_ptr + kv_head.to(tl.int64) * stride_k_head, v_ptr + kv_head.to(tl.int64) * stride_v_head,
-            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, window,
+            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, row_scale, softcap, window,
             HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, HAS_SOFTCAP, HAS_WINDOW, UNIFORM, INTERPRETED,
         )  # fmt: skip
-        output, lse = finish_rows(output * v_scale, row_max, row_sum)
+        output, lse = finish_rows(output, odd, row_max, row_sum, head_scale(v_scale_ptr, kv_head))
         if (first_tile == 0) & (last_tile == head_tiles):
             head_at = at_row * NUM_HEADS + head
             output_at = output_ptr + (head_at * HEAD_DIM)[:, None] + element[None, :]

@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 
 from kvblocks.kernels.device.shares import find_cut, find_heads, find_tiles, merge_rows
-from kvblocks.kernels.device.tiles import attend_pages, begin_rows, find_segment, find_segments, finish_rows
+from kvblocks.kernels.device.tiles import (
+    attend_pages,
+    begin_rows,
+    find_segment,
+    find_segments,
+    finish_rows,
+    head_scale,
+    narrow_rows,
+)
 
 
 @triton.jit
@@ -23,6 +31,7 @@ def find_members(start_ptr, unit, num_groups, TILE_Q: tl.constexpr):
 def attend_run(
     query,
     output,
+    odd,
     row_max,
     row_sum,
     position,
@@ -46,19 +55,19 @@ def attend_run(
 ):
     """Attention of rows to all positions from `start` to `stop`; the rest and what is returned as in `attend_pages`."""
     full_stop = start + (stop - start) // TILE_N * TILE_N
-    output, row_max, row_sum = attend_pages(
-        query, output, row_max, row_sum, position, start, full_stop, table_ptr, k_ptr, v_ptr,
+    output, odd, row_max, row_sum = attend_pages(
+        query, output, odd, row_max, row_sum, position, start, full_stop, table_ptr, k_ptr, v_ptr,
         stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, 0,
         HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, MASKED=False, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=False,
         INTERPRETED=INTERPRETED,
     )  # fmt: skip
-    output, row_max, row_sum = attend_pages(
-        query, output, row_max, row_sum, position, full_stop, stop, table_ptr, k_ptr, v_ptr,
+    output, odd, row_max, row_sum = attend_pages(
+        query, output, odd, row_max, row_sum, position, full_stop, stop, table_ptr, k_ptr, v_ptr,
         stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap, 0,
         HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, MASKED=True, HAS_SOFTCAP=HAS_SOFTCAP, HAS_WINDOW=False,
         INTERPRETED=INTERPRETED,
     )  # fmt: skip
-    return output, row_max, row_sum
+    return output, odd, row_max, row_sum
 
 
 @triton.jit(
@@ -96,7 +105,8 @@ def prefix_ends_kernel(
 @triton.jit(
     do_not_specialize=["num_groups", "num_units", "num_rows", "stride_table"],
     do_not_specialize_on_alignment=[
-        *("table_ptr", "members_ptr", "start_ptr", "run_start_ptr", "run_stop_ptr", "level_ptr", "end_ptr")
+        *("table_ptr", "members_ptr", "start_ptr", "run_start_ptr", "run_stop_ptr", "level_ptr", "end_ptr"),
+        *("k_scale_ptr", "v_scale_ptr"),
     ],
 )
 def prefix_kernel(
@@ -117,9 +127,10 @@ def prefix_kernel(
     num_groups,
     num_units,
     num_rows,
+    k_scale_ptr,
+    v_scale_ptr,
     scale,
     softcap,
-    v_scale,
     stride_query_row,
     stride_query_head,
     stride_k_block,
@@ -136,6 +147,8 @@ def prefix_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
+    NARROWED: tl.constexpr,
+    PAIRED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -160,19 +173,20 @@ def prefix_kernel(
         head = kv_head * GROUP + packed % GROUP
         query_at = row * stride_query_row + head.to(tl.int64) * stride_query_head
         query = tl.load(query_ptr + query_at[:, None] + element[None, :], mask=is_row[:, None], other=0.0)
-        output, row_max, row_sum = begin_rows(TILE_M, HEAD_DIM)
+        query, row_scale = narrow_rows(query, scale * head_scale(k_scale_ptr, kv_head), NARROWED)
+        output, odd, row_max, row_sum = begin_rows(TILE_M, HEAD_DIM, PAIRED)
         run_start = tl.load(run_start_ptr + group) * BLOCK_SIZE
         start = run_start + first_tile * TILE_N
         stop = tl.minimum(run_start + last_tile * TILE_N, tl.load(run_stop_ptr + group) * BLOCK_SIZE)
         position = packed * 0 + stop  # whatever it is, it lies behind the run
-        output, row_max, row_sum = attend_run(
-            query, output, row_max, row_sum, position, start, stop,
+        output, odd, row_max, row_sum = attend_run(
+            query, output, odd, row_max, row_sum, position, start, stop,
             table_ptr + tl.load(members_ptr + group_start).to(tl.int64) * stride_table,
             k_ptr + kv_head.to(tl.int64) * stride_k_head, v_ptr + kv_head.to(tl.int64) * stride_v_head,
-            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, scale, softcap,
+            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, row_scale, softcap,
             HEAD_DIM, BLOCK_SIZE, TILE_N, STAGES, HAS_SOFTCAP, INTERPRETED,
         )  # fmt: skip
-        output, lse = finish_rows(output * v_scale, row_max, row_sum)
+        output, lse = finish_rows(output, odd, row_max, row_sum, head_scale(v_scale_ptr, kv_head))
         if (first_tile == 0) & (last_tile == head_tiles):
             level = tl.load(level_ptr + group).to(tl.int64)
             head_at = (level * num_rows + row) * (NUM_KV_HEADS * GROUP) + head

@@ -43,7 +43,7 @@ def share_of(tile, num_tiles, num_programs):
 
 @triton.jit
 def find_unit(end_ptr, tile, num_units):
-    """The first unit that ends behind a tile of the line. O(log num_units), to base 128."""
+    """The first unit that ends behind a tile of the line, or the last if none does. O(log num_units), to base 128."""
     low = 0
     size = num_units
     while size > 1:
@@ -53,7 +53,7 @@ def find_unit(end_ptr, tile, num_units):
         skipped = tl.sum((ends <= tile).to(tl.int32), 0) * step
         low += skipped
         size = tl.minimum(step, size - skipped)
-    return low
+    return tl.minimum(low, num_units - 1)
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def find_work(end_ptr, num_units, tile, NUM_KV_HEADS: tl.constexpr):
     """Which unit and head a tile of the line belongs to, its number among the head's tiles, and how many these are."""
     unit = find_unit(end_ptr, tile, num_units)
     begin = tl.load(end_ptr + unit - 1, mask=unit > 0, other=0)
-    head_tiles = (tl.load(end_ptr + unit) - begin) // NUM_KV_HEADS
+    head_tiles = tl.maximum((tl.load(end_ptr + unit) - begin) // NUM_KV_HEADS, 1)  # of a line without tiles, too
     kv_head = (tile - begin) // head_tiles
     return unit, kv_head, tile - begin - kv_head * head_tiles, head_tiles
 

@@ -66,6 +66,43 @@ def multiply(first, second, sums, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def head_scale(scale_ptr, kv_head):
+    """What K, or V, of a head is to be multiplied with: fp32, 1 where there are no scales."""
+    factor = tl.full([], 1.0, tl.float32)
+    if scale_ptr is not None:
+        factor = tl.load(scale_ptr + kv_head)
+    return factor
+
+
+@triton.jit
+def narrow_rows(query, scale, NARROWED: tl.constexpr):
+    """Rows of a query as they are multiplied, [TILE_M, HEAD_DIM], and what their scores are to be multiplied with.
+
+    NARROWED, for bf16 and K in e4m3: that becomes fp16 by one instruction for two numbers, and bf16 only by way of it,
+    each number by a slow one of its own. So the rows become fp16 too, each multiplied by a power of 2 that brings its
+    largest number to between 2**14 and 2**15: none overflows, and none above 2**-31 of the largest loses a bit. The
+    scale is then fp32 [TILE_M], else a number.
+    """
+    scale = tl.full([], 1.0, tl.float32) * scale
+    if NARROWED:
+        wide = query.to(tl.float32)
+        exponent = (tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23) - 141
+        # Of rows of zeros, or nearly so. Infinite ones stay infinite.
+        exponent = tl.maximum(exponent, -100)
+        query = (wide * ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
+        scale = scale * ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+    return query, scale
+
+
+@triton.jit
+def beside_scores(number):
+    """A number, or one for each row, to be multiplied with scores: [TILE_M, TILE_N]."""
+    if number.type.is_block():
+        number = number[:, None]
+    return number
+
+
+@triton.jit
 def see(row_position, position, window, HAS_WINDOW: tl.constexpr):
     """Whether rows at some positions see keys at others: those up to their own, less those that have left a window."""
     is_visible = position <= row_position
@@ -84,9 +121,47 @@ def is_held(position, stop, row_position, window, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
+def widen_codes(codes):
+    """e4m3 numbers, int32 from 0 to 255, as fp32: as fp16 with a larger bias of the exponent, which is put right."""
+    bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
+    numbers = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), numbers)
+
+
+@triton.jit
+def unpack_pairs(pairs, INTERPRETED: tl.constexpr):
+    """The two e4m3 numbers in each int16, as fp16: the lower ones, and the higher ones.
+
+    One byte permutation and two conversions for four numbers, which Triton makes of two neighbours of the same thread.
+    """
+    if INTERPRETED:
+        # The interpreter has no inline PTX.
+        codes = pairs.to(tl.int32)
+        return widen_codes(codes & 0xFF).to(tl.float16), widen_codes((codes >> 8) & 0xFF).to(tl.float16)
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 sorted;
+            .reg .b16 lower, higher;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {lower, higher}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, lower;
+            cvt.rn.f16x2.e4m3x2 $1, higher;
+        }
+        """,
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def attend_pages(
     query,
     output,
+    odd,
     row_max,
     row_sum,
     row_position,
@@ -113,16 +188,26 @@ def attend_pages(
 ):
     """Go on with the online softmax of TILE_M rows over the positions from `start` to `stop`.
 
-    query: [TILE_M, HEAD_DIM]; output: fp32 [TILE_M, HEAD_DIM], not divided yet; row_max, to base 2, and row_sum: fp32
-    [TILE_M]; row_position: int32 [TILE_M]; table_ptr: the sequence's row of the block tables; k_ptr, v_ptr: the head's
-    first element. No position from `stop` on is read.
+    query: [TILE_M, HEAD_DIM]; output, odd: as of `begin_rows`, not divided yet; scale: as of `narrow_rows`; row_max,
+    to base 2, and row_sum: fp32 [TILE_M]; row_position: int32 [TILE_M]; table_ptr: the sequence's row of the block
+    tables; k_ptr, v_ptr: the head's first element. No position from `stop` on is read.
 
     MASKED: a row sees the positions up to its own, less those that have left its window; what has left the windows of
     all rows is not read. Without it every row sees every position, and `stop - start` must be a multiple of TILE_N.
-    Returns output, row_max and row_sum.
+    Returns output, odd, row_max and row_sum.
     """
     offset = tl.arange(0, TILE_N)
     element = tl.arange(0, HEAD_DIM)
+    v_element = element
+    if odd.type.is_block():
+        v_element = tl.arange(0, HEAD_DIM // 2)
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        stride_v_block = stride_v_block // 2
+        stride_v_slot = stride_v_slot // 2
+    # What is left to multiply scores with is fused into the subtraction of their maximum.
+    factor = scale * LOG2_E
+    if HAS_SOFTCAP:
+        factor = tl.full([], LOG2_E, tl.float32)
     block = tl.load(table_ptr + (start + offset) // BLOCK_SIZE, mask=start + offset < stop, other=0)
     for first in tl.range(start, stop, TILE_N, num_stages=STAGES):
         position = first + offset
@@ -131,7 +216,7 @@ def attend_pages(
         block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
         slot = position % BLOCK_SIZE
         k_at = k_ptr + (page * stride_k_block + slot * stride_k_slot)[None, :] + element[:, None]
-        v_at = v_ptr + (page * stride_v_block + slot * stride_v_slot)[:, None] + element[None, :]
+        v_at = v_ptr + (page * stride_v_block + slot * stride_v_slot)[:, None] + v_element[None, :]
         if MASKED:
             # A slot that isn't the sequence's, or isn't any more, may hold NaN, which 0 times it still is: no reading.
             is_own = is_held(position, stop, row_position, window, HAS_WINDOW)
@@ -141,11 +226,8 @@ def attend_pages(
             key = tl.load(k_at)
             value = tl.load(v_at)
         scores = multiply(query, key, None, INTERPRETED)
-        # What is left to multiply with is fused into the subtraction of the maximum.
-        factor = scale * LOG2_E
         if HAS_SOFTCAP:
-            scores = softcap_scores(scores * scale, softcap)
-            factor = LOG2_E
+            scores = softcap_scores(scores * beside_scores(scale), softcap)
         if MASKED:
             is_visible = see(row_position[:, None], position[None, :], window, HAS_WINDOW)
             scores = tl.where(is_visible & (position < stop)[None, :], scores, -float("inf"))
@@ -154,26 +236,49 @@ def attend_pages(
         if MASKED:
             # A row that has seen nothing yet.
             base = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weights = tl.exp2(scores * factor - base[:, None])
+        weights = tl.exp2(scores * beside_scores(factor) - base[:, None])
         kept = tl.exp2(row_max - base)
         row_sum = row_sum * kept + tl.sum(weights, 1)
         row_max = new_max
+        weights = weights.to(query.dtype)
         output = output * kept[:, None]
-        output = multiply(weights.to(query.dtype), value, output, INTERPRETED)
-    return output, row_max, row_sum
+        if odd.type.is_block():
+            value, odd_value = unpack_pairs(value, INTERPRETED)
+            odd = multiply(weights, odd_value, odd * kept[:, None], INTERPRETED)
+        output = multiply(weights, value, output, INTERPRETED)
+    return output, odd, row_max, row_sum
 
 
 @triton.jit
-def begin_rows(TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The output, row_max and row_sum of rows that have seen nothing yet."""
+def begin_rows(TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRED: tl.constexpr):
+    """What rows that have seen nothing yet begin with: output, odd, row_max and row_sum.
+
+    output: fp32 [TILE_M, HEAD_DIM], and odd is the number 0. PAIRED, for V in e4m3 that is multiplied in fp16: fp32
+    [TILE_M, HEAD_DIM // 2] both, the elements at even places and those at odd ones. V is then read as pairs of
+    numbers: tensor cores of warps take matrices of 16-bit elements as they lie in shared memory, turned by the load,
+    and those of 8 bits byte by byte. (Those of warpgroups take V from shared memory, where it is written once more
+    anyway.)
+    """
     row_max = tl.full([TILE_M], -float("inf"), tl.float32)
-    return tl.zeros([TILE_M, HEAD_DIM], tl.float32), row_max, tl.zeros([TILE_M], tl.float32)
+    row_sum = tl.zeros([TILE_M], tl.float32)
+    if PAIRED:
+        output = tl.zeros([TILE_M, HEAD_DIM // 2], tl.float32)
+        odd = tl.zeros([TILE_M, HEAD_DIM // 2], tl.float32)
+    else:
+        output = tl.zeros([TILE_M, HEAD_DIM], tl.float32)
+        odd = tl.full([], 0.0, tl.float32)
+    return output, odd, row_max, row_sum
 
 
 @triton.jit
-def finish_rows(output, row_max, row_sum):
-    """Return the rows' attention and the natural logarithm of what it was divided by: 0 and -inf for unseeing rows."""
+def finish_rows(output, odd, row_max, row_sum, v_scale):
+    """Return the rows' attention, fp32 [TILE_M, HEAD_DIM], and the natural logarithm of what it was divided by.
+
+    0 and -inf for rows that see nothing. output, odd, row_max and row_sum: as of `begin_rows`.
+    """
     has_seen = row_sum > 0
     divisor = tl.where(has_seen, row_sum, 1.0)
     lse = tl.where(has_seen, (row_max + tl.log2(divisor)) * LN_2, -float("inf"))
-    return output / divisor[:, None], lse
+    if odd.type.is_block():
+        output = tl.join(output, odd).reshape(output.shape[0], 2 * output.shape[1])
+    return output * v_scale / divisor[:, None], lse

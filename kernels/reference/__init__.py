@@ -1,25 +1,39 @@
 """The operations in plain torch: `attention` computes, by what `plan` works out once a step."""
 
 from kvblocks.kernels.reference.attention import (
+    as_indexed,
     attend,
     copy_blocks,
     paged_attention,
     store,
     store_planned,
+    store_unread,
     tiled_paged_attention,
 )
-from kvblocks.kernels.reference.plan import AttentionPlan, StorePlan, plan_paged, plan_store, plan_tiled
+from kvblocks.kernels.reference.plan import (
+    AttentionPlan,
+    StorePlan,
+    UnreadStorePlan,
+    plan_paged,
+    plan_store,
+    plan_store_unread,
+    plan_tiled,
+)
 
 __all__ = [
     "AttentionPlan",
     "StorePlan",
+    "UnreadStorePlan",
+    "as_indexed",
     "attend",
     "copy_blocks",
     "paged_attention",
     "plan_paged",
     "plan_store",
+    "plan_store_unread",
     "plan_tiled",
     "store",
     "store_planned",
+    "store_unread",
     "tiled_paged_attention",
 ]

@@ -24,24 +24,37 @@ from kvblocks.kernels.reference.plan import (
     AttentionPlan,
     DecodeGroup,
     StorePlan,
+    UnreadStorePlan,
     plan_paged,
     plan_store,
+    plan_store_unread,
     plan_tiled,
 )
 
 __all__ = [
+    "E4M3",
+    "E4M3_MAX",
     "TILE_ROWS",
     "AttentionPlan",
+    "as_indexed",
     "attend",
     "copy_blocks",
     "paged_attention",
     "plan_paged",
     "plan_store",
+    "plan_store_unread",
     "plan_tiled",
     "store",
     "store_planned",
+    "store_unread",
     "tiled_paged_attention",
 ]
+
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+"""The largest number of it."""
+_E4M3_NUMBERS = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
 
 
 def store(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -56,12 +69,22 @@ def store(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sl
 def store_planned(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, plan: StorePlan) -> None:
     """`store` by what `plan_store` made of its slots, which is the same in all layers.
 
-    keys, values: the caches by slots, [num_slots, num_kv_heads, head_dim]. Changes both.
+    keys, values: the caches by slots, [num_slots, num_kv_heads, head_dim]; in e4m3, numbers that are too large are
+    stored as the largest. Changes both.
     """
     if plan.rows is not None:
         key, value = key[plan.rows], value[plan.rows]
-    keys.index_copy_(0, plan.slots, key)
-    values.index_copy_(0, plan.slots, value)
+    if keys.dtype == E4M3:  # older versions of torch make NaN of what is too large
+        key, value = (rows.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3) for rows in (key, value))
+    as_indexed(keys).index_copy_(0, plan.slots, as_indexed(key))
+    as_indexed(values).index_copy_(0, plan.slots, as_indexed(value))
+
+
+def store_unread(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, plan: UnreadStorePlan) -> None:
+    """`store_planned` by what `plan_store_unread` made, for caches in the dtype of `key`. Waits for no device."""
+    for cache, rows in ((keys, key), (values, value)):
+        stored = torch.where(plan.has_any, rows.index_select(0, plan.rows), cache[:1])
+        cache.index_copy_(0, plan.slots, stored)
 
 
 def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
@@ -77,8 +100,13 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
     if not moves:
         return
     sources, destinations = torch.tensor(moves, device=caches[0].device).unbind(1)
-    for cache in caches:
+    for cache in map(as_indexed, caches):
         cache.index_copy_(0, destinations, cache.index_select(0, sources))
+
+
+def as_indexed(cache: Tensor) -> Tensor:
+    """A cache as torch's functions that index take it: e4m3, which they don't know, as bytes. It is the same memory."""
+    return cache.view(torch.uint8) if cache.dtype == E4M3 else cache
 
 
 def paged_attention(
@@ -138,7 +166,8 @@ def attend(
 ) -> Tensor:
     """Run a plan in one layer: `query` and the result as in `paged_attention`; every row of `query` is in the plan.
 
-    keys, values: the caches by slots, [num_slots, num_kv_heads, head_dim]. Changes nothing.
+    keys, values: the caches by slots, [num_slots, num_kv_heads, head_dim], in the query's dtype or in e4m3. Changes
+    nothing.
     """
     if len(plan.decodes) == 1 and not plan.sequences:  # of all rows, in their order
         return _decode(plan.decodes[0], query, keys, values, scale, softcap)
@@ -147,8 +176,8 @@ def attend(
         queries = query.index_select(0, group.rows)
         output.index_copy_(0, group.rows, _decode(group, queries, keys, values, scale, softcap))
     for sequence in plan.sequences:
-        key = keys.index_select(0, sequence.slots).transpose(0, 1).unsqueeze(0)
-        value = values.index_select(0, sequence.slots).transpose(0, 1).unsqueeze(0)
+        key = _take(keys, sequence.slots, query.dtype).transpose(0, 1).unsqueeze(0)
+        value = _take(values, sequence.slots, query.dtype).transpose(0, 1).unsqueeze(0)
         for tile in sequence.tiles:
             rows = slice(tile.first_row, tile.first_row + tile.num_rows)
             inside = slice(tile.offset, tile.offset + tile.num_rows)
@@ -170,9 +199,20 @@ def _decode(
     keys, values: [num_slots, num_kv_heads, head_dim].
     """
     shape = (len(group.rows), -1, *keys.shape[1:])
-    key = keys.index_select(0, group.slots).view(shape).transpose(1, 2)
-    value = values.index_select(0, group.slots).view(shape).transpose(1, 2)
+    key = _take(keys, group.slots, queries.dtype).view(shape).transpose(1, 2)
+    value = _take(values, group.slots, queries.dtype).view(shape).transpose(1, 2)
     return _attend(queries.unsqueeze(2), key, value, group.mask, scale, softcap).squeeze(2)
+
+
+def _take(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """K or V of slots, [num_slots, num_kv_heads, head_dim], in `dtype`."""
+    found = as_indexed(cache).index_select(0, slots)
+    if cache.dtype != E4M3:
+        return found
+    if not found.is_cpu:
+        return found.view(E4M3).to(dtype)
+    # torch converts one by one there, ten times as slowly.
+    return _E4M3_NUMBERS.to(dtype).index_select(0, found.flatten().int()).view(found.shape)
 
 
 def _attend(

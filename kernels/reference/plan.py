@@ -71,6 +71,19 @@ class StorePlan:
 
 
 @dataclass(frozen=True)
+class UnreadStorePlan:
+    """`StorePlan` that was made without a look at the slots, so that a GPU isn't waited for.
+
+    Row `rows[i]` goes to `slots[i]`, int64 both: a row that isn't stored is one that is, once more. has_any: bool [],
+    whether any is; else all slots are 0, where what is there stays.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    has_any: Tensor
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
     """What one step attends to, in every layer with the same window and block tables."""
 
@@ -80,8 +93,17 @@ class AttentionPlan:
 
 def plan_store(slot_mapping: Tensor) -> StorePlan:
     """The plan of `store`: slots of -1 are left out. O(rows). Changes nothing."""
+    if not slot_mapping.numel() or int(slot_mapping.min()) >= 0:
+        return StorePlan(None, slot_mapping)
     kept = slot_mapping >= 0
-    return StorePlan(None, slot_mapping) if bool(kept.all()) else StorePlan(kept, slot_mapping[kept])
+    return StorePlan(kept, slot_mapping[kept])
+
+
+def plan_store_unread(slot_mapping: Tensor) -> UnreadStorePlan:
+    """The plan of `store` for at least one slot, made on their device. O(rows). Changes nothing."""
+    kept = slot_mapping >= 0
+    rows = torch.where(kept, torch.arange(len(kept), device=kept.device), kept.int().argmax())
+    return UnreadStorePlan(rows, slot_mapping.index_select(0, rows).clamp_(min=0), kept.any())
 
 
 def plan_paged(

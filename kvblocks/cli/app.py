@@ -25,7 +25,14 @@ except ModuleNotFoundError as _error:
     raise SystemExit(f"{_NO_ENGINE} (Python has no module {_error.name!r})") from _error
 
 from kvblocks.cli.cache import cache_commands  # noqa: E402  # these need typer too
-from kvblocks.cli.models import ModelOption, load_model, show_progress  # noqa: E402
+from kvblocks.cli.models import (  # noqa: E402
+    EvictionOption,
+    ModelOption,
+    NoPrefixCachingOption,
+    NumBlocksOption,
+    load_model,
+    show_progress,
+)
 from kvblocks.cli.replay import replay_commands  # noqa: E402
 from kvblocks.cli.server import server_commands  # noqa: E402
 
@@ -76,11 +83,17 @@ def demo(
         bool, typer.Option("--json", help="Print the results as one JSON object, the rest to stderr.")
     ] = False,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads.")] = 1,
+    num_blocks: NumBlocksOption = None,
+    no_prefix_caching: NoPrefixCachingOption = False,
+    eviction: EvictionOption = None,
 ) -> None:
     """Answer questions that share a long prompt, without and with prefix caching, and compare. Takes about a minute.
 
     Then a server is killed and started again, and its first answer comes from the disk; without the packages of
     `kvblocks[server]` that is left out.
+
+    With --no-prefix-caching the second engine caches nothing either: what two equal runs differ by on this machine.
+    The server is left out then, too.
 
     One torch thread is the default: deterministic results are fastest there, and other work on the machine disturbs
     the times least.
@@ -90,18 +103,19 @@ def demo(
     import torch
     from rich.console import Console
 
-    from kvblocks.engine.demo.demo import run_demo
+    from kvblocks.engine.demo.demo import DemoCache, run_demo
 
     torch.set_num_threads(threads)
     console = Console(stderr=json)
-    report = run_demo(load_model(model), console)
-    results = report.to_json(model)
-    try:
-        from kvblocks.cli.restart import run_restart
-    except ModuleNotFoundError as error:
-        console.print(f"There is a last act for `pip install 'kvblocks[engine,server]'`: {error}", markup=False)
-    else:
-        results["restart"] = run_restart(model, console).to_json()
+    cache = DemoCache(num_blocks, not no_prefix_caching, eviction)
+    results = run_demo(load_model(model), console, cache=cache).to_json(model)
+    if cache.prefix_caching:
+        try:
+            from kvblocks.cli.restart import run_restart
+        except ModuleNotFoundError as error:
+            console.print(f"There is a last act for `pip install 'kvblocks[engine,server]'`: {error}", markup=False)
+        else:
+            results["restart"] = run_restart(model, console).to_json()
     if json:
         print(dumps(results))
 
@@ -126,12 +140,20 @@ def generate(
     json_schema: Annotated[
         Path | None, typer.Option(help="A file with the JSON schema that the answer is to be of.")
     ] = None,
+    num_blocks: NumBlocksOption = None,
+    no_prefix_caching: NoPrefixCachingOption = False,
+    eviction: EvictionOption = None,
 ) -> None:
     """Answer a prompt, printing the text as it comes; several answers are printed one after another."""
     from kvblocks.engine.engine import Engine
     from kvblocks.engine.options import OptionValues
 
-    engine = Engine(load_model(model))
+    engine = Engine(
+        load_model(model),
+        num_blocks=num_blocks,
+        enable_prefix_caching=not no_prefix_caching,
+        eviction=eviction,
+    )
     options = OptionValues(
         n=n,
         max_tokens=max_tokens,

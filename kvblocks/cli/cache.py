@@ -77,7 +77,9 @@ def pin(
 ) -> None:
     """Keep a prefix cached: a system prompt by default, or with --raw any text. Prints the pin's id.
 
-    What isn't cached yet is held from when a request computes it, or at once with --warm.
+    A pin holds full blocks: what is shorter than one block of the server's is refused, and of what is longer the
+    tokens behind the last full block aren't held. What isn't cached yet is held from when a request computes it, or at
+    once with --warm.
     """
     prefix = _prefix(text, file, tokens, "text" if raw else "system")
     options = {"description": description, "ttl_s": ttl, "priority": priority, "cache_salt": salt}
@@ -90,14 +92,28 @@ def pin(
 
 @cache_commands.command()
 def unpin(
-    pin_id: Annotated[str, typer.Argument(help="As list-pinned shows it.")],
+    pin_id: Annotated[str | None, typer.Argument(help="As list-pinned shows it.")] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Instead: the token ids that were pinned, 1,2,3, or @FILE with a JSON list; all their pins."),
+    ] = None,
+    salt: Annotated[str | None, typer.Option(help="With --tokens: the cache_salt that they were pinned for.")] = None,
     url: _Url = _URL,
     api_key: _Key = None,
     json: _Json = False,
 ) -> None:
-    """End a pin; its prefix stays cached as any other does."""
+    """End a pin, or all pins of these tokens; their prefix stays cached as any other does."""
     from urllib.parse import quote
 
+    if (pin_id is None) == (tokens is None) or (pin_id is not None and salt is not None):
+        raise InvalidArgumentError("expected a pin's id, or --tokens and perhaps --salt, exactly one of the two")
+    if tokens is not None:
+        body = {"token_ids": _parse_tokens(tokens), "cache_salt": salt}
+        with _client(url, api_key) as client:
+            values = _ask(client, "pins", "POST", "/v1/cache/unpin", body)
+        print(json_module.dumps(values) if json else "\n".join(f"unpinned {entry['id']}" for entry in values["pins"]))
+        return
+    assert pin_id is not None
     with _client(url, api_key) as client:
         entry = _ask(client, "id", "DELETE", f"/v1/cache/pins/{quote(pin_id, safe='')}")
     print(json_module.dumps(entry) if json else f"unpinned {entry['id']}")
@@ -163,6 +179,19 @@ def forget(
     with _client(url, api_key) as client:
         values = _ask(client, "num_removed_entries", "POST", "/v1/cache/forget", {"cache_salt": salt})
     print(json_module.dumps(values) if json else f"removed {values['num_removed_entries']} entries")
+
+
+@cache_commands.command()
+def dot(
+    max_nodes: Annotated[int, typer.Option(min=1, help="At most so many nodes; the rest is counted.")] = 200,
+    url: _Url = _URL,
+    api_key: _Key = None,
+    json: _Json = False,
+) -> None:
+    """Draw what is cached as a tree of prefixes, for Graphviz: `kvblocks cache dot | dot -Tsvg > cache.svg`."""
+    with _client(url, api_key) as client:
+        values = _ask(client, "dot", "GET", f"/v1/cache/dot?max_nodes={max_nodes}")
+    print(json_module.dumps(values) if json else values["dot"])
 
 
 @cache_commands.command()

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 
+HOW_TO_END = "An empty line or Ctrl-D ends the chat."
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -159,3 +161,32 @@ def _show(pieces: Iterator[str | Turn], write: Callable[[str], None]) -> Turn:
             return piece
         write(piece)
     raise AssertionError("the last piece says what the turn cost")
+
+
+def describe_engine(engine: "Engine") -> str:
+    """What a chat with an engine in this process begins with: where answers come from, the cache, how to end."""
+    model, plan = engine.model, engine.plan
+    caching = "on" if engine.manager.enable_caching else "off"
+    tokens = " and ".join(sorted({str(group.block_size) for group in plan.groups}))
+    size = f"{plan.num_blocks} blocks of {tokens} tokens, {plan.num_blocks * plan.block_bytes / 2**20:.1f} MB"
+    return (
+        f"In this process: {model.device}, {str(model.dtype).removeprefix('torch.')}, attention by"
+        f" {type(engine.runner.model.attention).__name__}. KV cache: {size}; prefix caching {caching}.\n{HOW_TO_END}"
+    )
+
+
+def describe_server(client: ServerClient) -> str:
+    """What a chat with a server begins with. Raises KVBlocksError if there is none, or it wants another key.
+
+    The cache of a server that isn't kvblocks, or that shows it to the operator alone, isn't described.
+    """
+    models = client.ask("GET", "/v1/models")
+    names = ", ".join(str(entry.get("id")) for entry in models.get("data", []))
+    try:
+        stats = client.ask("GET", "/v1/cache/stats")
+        size = f"{stats['num_blocks']} blocks of {stats['block_size']} tokens,"
+        size += f" {stats['memory']['pool_bytes'] / 2**20:.1f} MB"
+        cache = f"KV cache: {size}; prefix caching {'on' if stats['prefix_caching'] else 'off'}."
+    except (KVBlocksError, KeyError, TypeError):
+        cache = "The server doesn't say how large its KV cache is."
+    return f"Server {client.url}: {names}. {cache}\n{HOW_TO_END}"

@@ -10,7 +10,23 @@ if TYPE_CHECKING:
     from kvblocks.engine.model.fetch import Progress
     from kvblocks.engine.run.runner import LoadedModel
 
+CACHE_PANEL = "KV cache"
+
 ModelOption = Annotated[str, typer.Option(help="smollm2 (fetched if need be), or a Hugging Face folder.")]
+NumBlocksOption = Annotated[
+    int | None, typer.Option(help="Blocks in the pool. Default: as many as 512 MB hold.", rich_help_panel=CACHE_PANEL)
+]
+NoPrefixCachingOption = Annotated[
+    bool, typer.Option("--no-prefix-caching", help="Compute every prompt wholly.", rich_help_panel=CACHE_PANEL)
+]
+EvictionOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Which cached block goes first: lru, slru, s3fifo, or sessions, which goes by prompt_cache_key."
+        " Default: the least recently used. See docs/policies.md.",
+        rich_help_panel=CACHE_PANEL,
+    ),
+]
 
 
 def load_model(model: str, device: str = "auto", dtype: str | None = None) -> "LoadedModel":

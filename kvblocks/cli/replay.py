@@ -103,7 +103,14 @@ def replay(
 
     Time is modelled: nothing is computed, and no GPU or model is needed.
     """
-    from kvblocks.replay.options import check_can_write, parse_arrivals, parse_range, parse_size, parse_sizes
+    from kvblocks.replay.options import (
+        check_can_write,
+        check_differ,
+        parse_arrivals,
+        parse_range,
+        parse_size,
+        parse_sizes,
+    )
     from kvblocks.replay.readers import read_trace
     from kvblocks.replay.report import render_report
     from kvblocks.replay.sample import SAMPLE
@@ -111,8 +118,10 @@ def replay(
 
     check_can_write(json_file, "--json")
     check_can_write(report, "--report")
+    path = SAMPLE if trace is None else Path(trace)
+    check_differ({"TRACE": path, "--json": json_file, "--report": report})
     try:
-        read = read_trace(SAMPLE if trace is None else Path(trace), block_size)
+        read = read_trace(path, block_size)
     except OSError as error:
         raise InvalidArgumentError(f"trace: expected a file that can be read, got {trace}: {error.strerror}") from error
     if sessions is not None:

@@ -7,13 +7,20 @@ from typing import Annotated
 
 import typer
 
-from kvblocks.cli.models import ModelOption, load_model
+from kvblocks.cli.models import (
+    CACHE_PANEL,
+    EvictionOption,
+    ModelOption,
+    NoPrefixCachingOption,
+    NumBlocksOption,
+    load_model,
+)
 
 ApiKeyOption = Annotated[
     str | None,
     typer.Option(envvar="KVBLOCKS_API_KEY", help="The server's key. The environment hides it from other users' `ps`."),
 ]
-_CACHE, _TIERS, _WORK, _SERVER, _EVENTS = "KV cache", "Tiers", "Work", "Server", "Events for routers"
+_CACHE, _TIERS, _WORK, _SERVER, _EVENTS = CACHE_PANEL, "Tiers", "Work", "Server", "Events for routers"
 
 server_commands = typer.Typer()
 
@@ -22,15 +29,17 @@ server_commands = typer.Typer()
 def serve(
     model: ModelOption = "smollm2",
     block_size: Annotated[int, typer.Option(help="Tokens in a block.", rich_help_panel=_CACHE)] = 16,
-    num_blocks: Annotated[
-        int | None, typer.Option(help="Blocks in the pool. Default: as many as 512 MB hold.", rich_help_panel=_CACHE)
-    ] = None,
+    num_blocks: NumBlocksOption = None,
     kv_cache_memory: Annotated[
         str | None, typer.Option(help="Instead of --num-blocks: 2GiB, or 0.5 of what is free.", rich_help_panel=_CACHE)
     ] = None,
-    no_prefix_caching: Annotated[
-        bool, typer.Option("--no-prefix-caching", help="Compute every prompt wholly.", rich_help_panel=_CACHE)
-    ] = False,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto, or fp8_e4m3: K and V in 8 bits, so that the pool has room for more.", rich_help_panel=_CACHE
+        ),
+    ] = "auto",
+    no_prefix_caching: NoPrefixCachingOption = False,
     num_history_blocks: Annotated[
         int,
         typer.Option(
@@ -38,14 +47,7 @@ def serve(
             rich_help_panel=_CACHE,
         ),
     ] = 10_000,
-    eviction: Annotated[
-        str | None,
-        typer.Option(
-            help="Which cached block goes first: lru, slru, s3fifo, or sessions, which goes by prompt_cache_key."
-            " Default: the least recently used. See docs/policies.md.",
-            rich_help_panel=_CACHE,
-        ),
-    ] = None,
+    eviction: EvictionOption = None,
     host_cache: Annotated[
         str | None,
         typer.Option(
@@ -196,6 +198,7 @@ def serve(
         block_size=block_size,
         num_blocks=num_blocks,
         kv_cache_memory=None if kv_cache_memory is None else settings.parse_memory(kv_cache_memory),
+        kv_cache_dtype=kv_cache_dtype,
         prefix_caching=not no_prefix_caching,
         num_history_blocks=num_history_blocks,
         schedule=schedule,
@@ -259,12 +262,15 @@ def chat(
     seed: Annotated[int | None, typer.Option(min=0, help="For a temperature above 0.")] = None,
     salt: Annotated[str | None, typer.Option(help="With --url: share no cached prefix with other salts.")] = None,
     api_key: ApiKeyOption = None,
+    num_blocks: NumBlocksOption = None,
+    no_prefix_caching: NoPrefixCachingOption = False,
+    eviction: EvictionOption = None,
 ) -> None:
     """Chat, and see what each turn cost: time to first token, speed, and how much of the prompt was cached.
 
-    An empty line or Ctrl-D ends it.
+    An empty line or Ctrl-D ends it. The options of the KV cache are for a chat in this process; a server has its own.
     """
-    from kvblocks.cli.chat import EngineAnswerer, ServerAnswerer
+    from kvblocks.cli.chat import EngineAnswerer, ServerAnswerer, describe_engine, describe_server
     from kvblocks.cli.chat import chat as run_chat
     from kvblocks.cli.terminal import Terminal
     from kvblocks.errors import InvalidArgumentError
@@ -275,13 +281,23 @@ def chat(
             raise InvalidArgumentError("expected --salt with --url only: a chat in this process shares with nobody")
         from kvblocks.engine.engine import Engine
 
-        engine = Engine(load_model(model))
+        engine = Engine(
+            load_model(model),
+            num_blocks=num_blocks,
+            enable_prefix_caching=not no_prefix_caching,
+            eviction=eviction,
+        )
         answerer = EngineAnswerer(engine, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        print(describe_engine(engine))
         run_chat(answerer, terminal.read_lines(), terminal.write, system=system, while_answering=terminal.hold_typing)
         return
+    if (num_blocks, no_prefix_caching, eviction) != (None, False, None):
+        raise InvalidArgumentError(
+            "expected --num-blocks, --no-prefix-caching and --eviction without --url only: a server has its own cache"
+        )
     from kvblocks.cli.client import ServerClient
 
     with ServerClient(url, api_key) as client:
         remote = ServerAnswerer(client, max_tokens=max_tokens, temperature=temperature, seed=seed, salt=salt)
-        client.ask("GET", "/v1/models")  # says at once if there is no server, or another key is needed
+        print(describe_server(client))  # raises at once if there is no server, or another key is needed
         run_chat(remote, terminal.read_lines(), terminal.write, system=system, while_answering=terminal.hold_typing)

@@ -24,7 +24,6 @@ from kvblocks.engine.model.dtypes import parse_dtype
 from kvblocks.engine.model.layer_attention import LayerLocation
 from kvblocks.engine.options import GenerationOptions, OptionValues
 from kvblocks.engine.run.backends import Backend, watch_compiling
-from kvblocks.engine.run.cache_plan import plan_cache
 from kvblocks.engine.run.memory import check_memory, read_memory
 from kvblocks.engine.run.runner import LoadedModel
 from kvblocks.engine.sampling.batch_sampler import SamplingCounts
@@ -71,6 +70,9 @@ class Engine:
     256), or "auto": triton on cuda, torch on a CPU.
     dtype: "float32", "float16", "bfloat16" or torch's own, of weights, KV cache and computing; None: float32 on a CPU,
     the model's own on cuda, or what a `LoadedModel` has.
+    kv_cache_dtype: "auto": K and V are kept in dtype; "fp8_e4m3" (or "fp8"): in 8 bits, with scales that are found now
+    and then stay, so that a pool of the same bytes has two or four times as many blocks (docs/design.md says what that
+    costs).
     cuda_graphs: whether decode steps are captured and replayed, where there is CUDA and attention is triton.
     schedule: in which order prompts that wait are begun: "fcfs", first come first served; "longest-prefix", those first
     of which most is cached; "grouped", those together that share a prefix. See `engine.order`.
@@ -103,6 +105,7 @@ class Engine:
         device: str = "auto",
         attention: str = "auto",
         dtype: str | torch.dtype | None = None,
+        kv_cache_dtype: str = "auto",
         cuda_graphs: bool = True,
         schedule: str = "fcfs",
         eviction: str | PolicyFactory | None = None,
@@ -127,10 +130,10 @@ class Engine:
         )
         order = make_order(schedule)
         check_count("block_size", block_size, 1)
+        backend = Backend(attention, deterministic, cuda_graphs, kv_cache_dtype)
         self.model = _load(model, device, dtype)
-        backend = Backend(attention, deterministic, cuda_graphs)
-        backend.choose_attention(self.model, block_size)  # before anything large is made
-        self.plan = _plan(self.model, num_blocks, kv_cache_memory, block_size)
+        backend = backend.prepared(self.model, block_size)  # before anything large is made
+        self.plan = _plan(backend.plan_cache(self.model, block_size), num_blocks, kv_cache_memory, self.model.device)
         built = build_tiers(below, self.model, self.plan, backend)
         with built:  # which closes what it has opened if this fails
             self.manager = KVCacheManager(
@@ -354,12 +357,11 @@ class Engine:
                 self._stepper.cancel(generation)
 
 
-def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | str | None, block_size: int) -> Plan:
-    """The KV cache's layout and its number of blocks, as the caller asks for them.
+def _plan(layout: Plan, num_blocks: int | None, kv_cache_memory: float | str | None, device: torch.device) -> Plan:
+    """The KV cache's layout with its number of blocks, as the caller asks for them.
 
     Raises InvalidArgumentError, also if they are more than the memory that is free.
     """
-    layout = plan_cache(model.config, block_size, model.weights.embedding.dtype)
     if num_blocks is not None:
         if kv_cache_memory is not None:
             raise InvalidArgumentError(
@@ -367,7 +369,7 @@ def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | s
             )
         budget = check_count("num_blocks", num_blocks, 1) * layout.block_bytes
     else:
-        budget = DEFAULT_KV_CACHE_BYTES if kv_cache_memory is None else read_memory(kv_cache_memory, model.device)
+        budget = DEFAULT_KV_CACHE_BYTES if kv_cache_memory is None else read_memory(kv_cache_memory, device)
         least = layout.block_bytes * len(layout.groups)
         if budget < least:
             raise InvalidArgumentError(
@@ -377,7 +379,7 @@ def _plan(model: LoadedModel, num_blocks: int | None, kv_cache_memory: float | s
     chosen = replace(layout, num_blocks=budget // layout.block_bytes, num_bytes=budget)
     if not is_a(kv_cache_memory, float):  # a share of what is free is not more than that
         name = "kv_cache_memory" if num_blocks is None else "num_blocks"
-        check_memory(name, chosen.num_bytes, chosen.num_blocks, model.device)
+        check_memory(name, chosen.num_bytes, chosen.num_blocks, device)
     return chosen
 
 

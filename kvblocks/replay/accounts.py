@@ -28,7 +28,8 @@ class MissAccounts:
         num_unique = trace.num_unique_blocks
         self._content = np.full(num_blocks, -1, np.int64)  # by block of the pool: the trace's block that it holds
         self._first_id = first_block_id
-        self._place = np.full(num_unique, -1, np.int64)  # by block of the trace: where it was cached last
+        # By block of the trace: where it was cached last; -1: nowhere. One more, the last, is for no block: -1 always.
+        self._place = np.full(num_unique + 1, -1, np.int64)
         self._fate = np.zeros(num_unique, np.int8)
         self._was_hit = np.zeros(num_unique, bool)  # since it was cached
         self._evicted_at = np.zeros(num_unique)
@@ -60,7 +61,7 @@ class MissAccounts:
             taken = np.fromiter([block.block_id for block in self._taken], np.int64, len(self._taken)) - self._first_id
             self._taken.clear()
             lost = self._content[taken]
-            lost = lost[(lost >= 0) & (self._place[lost] == taken)]
+            lost = lost[self._place[lost] == taken]
             self._fate[lost] = _EVICTED
             self._place[lost] = -1
             self._evicted_at[lost] = now

@@ -2,6 +2,8 @@
 
 import re
 from contextlib import suppress
+from itertools import combinations
+from os.path import realpath
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -70,7 +72,7 @@ def check_can_write(path: Path | None, option: str) -> None:
     if path is None:
         return
     try:
-        if path.is_dir() or not path.parent.is_dir():
+        if (path.exists() and not path.is_file()) or not path.parent.is_dir():
             raise InvalidArgumentError(f"{option}: expected a file in a folder that exists, got {path}")
         with suppress(FileNotFoundError):
             path.lstat()  # its name may be too long
@@ -80,3 +82,17 @@ def check_can_write(path: Path | None, option: str) -> None:
         raise InvalidArgumentError(
             f"{option}: expected a file that can be written, got {path}: {error.strerror}"
         ) from error
+
+
+def check_differ(paths: dict[str, Path | None]) -> None:
+    """Raise InvalidArgumentError if two of these are one file, which would lose what the other one has.
+
+    paths: by what they are called; None: not asked for. Links count as what they lead to.
+    """
+    given = [(name, path) for name, path in paths.items() if path is not None]
+    for (name, path), (other_name, other) in combinations(given, 2):
+        is_one = realpath(path) == realpath(other)
+        with suppress(OSError):  # one isn't there, or can't be read, which is said elsewhere
+            is_one = is_one or path.samefile(other)
+        if is_one:
+            raise InvalidArgumentError(f"{other_name}: expected another file than {name}, got {other} for both")

@@ -287,8 +287,8 @@ def _read_sessions(name: str, first: Line, rest: Iterator[Line], block_size: int
         num_shared = line.count("p")
         if num_shared > len(path):
             raise line.wrong("p", f"at most the {len(path)} ids of the request before it")
-        added = [np.arange(start, start + count) for start, count in _ranges(line)]
-        path = np.concatenate([path[:num_shared], *added])
+        ranges = _ranges(line, MAX_BLOCKS - num_shared)
+        path = np.concatenate([path[:num_shared], *(np.arange(start, start + count) for start, count in ranges)])
         end = int(path[num_shared:].max(initial=-1)) + 1
         top = max(top, end)
         tree.check(line, "h", path[max(0, num_shared - 1) :].tolist(), min(1, num_shared))
@@ -300,13 +300,17 @@ def _read_sessions(name: str, first: Line, rest: Iterator[Line], block_size: int
     return columns.trace(times_are_relative=True)
 
 
-def _ranges(line: Line) -> Iterator[tuple[int, int]]:
+def _ranges(line: Line, most: int) -> list[tuple[int, int]]:
+    """Return the ranges of a line, of `most` ids in all."""
+    found: list[tuple[int, int]] = []
     for pair in line.items("h"):
         if type(pair) is not list or [type(part) for part in pair] != [int, int] or min(pair) < 0 or sum(pair) > 2**32:
             raise line.wrong("h", "ranges [start, count] of ids below 2**32", pair)
-        if pair[1] > MAX_BLOCKS:
-            raise line.wrong("h", f"ranges of at most {MAX_BLOCKS} ids", pair)
-        yield pair[0], pair[1]
+        most -= pair[1]
+        if most < 0:
+            raise line.wrong("h", f"a prompt of at most {MAX_BLOCKS} ids", pair)
+        found.append((pair[0], pair[1]))
+    return found
 
 
 def _no_columns(first: Line) -> NoReturn:

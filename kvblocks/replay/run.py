@@ -11,8 +11,9 @@ has them. A hit's blocks count, not its tokens: the token that is computed again
 """
 
 import heapq
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -34,6 +35,12 @@ POLICIES: dict[str, str | None] = {
 """What `Setup.policy` may be, and what the manager is told. lru: the manager's own queue, which equals its policy of
 that name block for block. lru-drop: that, and what a session's next request no longer has is dropped at once, if no
 other live session's last request has it."""
+
+END, ARRIVAL = 0, 1
+"""What happens to a request. Of two at one moment an end comes first."""
+
+STORE = "store"
+"""What a manager calls the tier that several runs share."""
 
 _EVERY = 64  # requests between two calls of `progress`
 
@@ -92,20 +99,85 @@ def run(
     thinks: Numbers,
     setup: Setup,
     progress: Callable[[int], object] = lambda _: None,
+    manager: KVCacheManager | None = None,
 ) -> Outcome:
     """Run a trace. arrivals, thinks: of `arrival_times` and `think_times`; progress: told how many requests are done.
 
+    manager: an empty one with blocks of one token, with a policy of one's own, say; None: `make_manager(setup)`.
     Durations that the trace doesn't say are 0. O(references), and O(log requests) for each.
     """
-    return _Run(trace, arrivals, thinks, setup).run(progress)
+    place = None if manager is None else Place(Agenda(), manager)
+    return Run(trace, arrivals, thinks, setup, place=place).run(progress)
 
 
-class _Run:
-    """The state of a run."""
+class Agenda:
+    """What will happen when: a request's arrival, or its end. Several runs may share one, and so a clock."""
 
-    def __init__(self, trace: Trace, arrivals: Numbers, thinks: Numbers, setup: Setup) -> None:
+    def __init__(self) -> None:
+        self._events: list[tuple[float, int, int, int]] = []  # when, which kind, number, request
+        self._numbers = count()
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
+    def push(self, when: float, kind: int, request: int) -> None:
+        """Let something happen: an ARRIVAL or an END. O(log events)."""
+        heapq.heappush(self._events, (when, kind, next(self._numbers), request))
+
+    def pop(self) -> tuple[float, int, int]:
+        """Return what comes next: when, which kind, and of which request. O(log events)."""
+        when, kind, _, request = heapq.heappop(self._events)
+        return when, kind, request
+
+
+class SharedBlocks:
+    """What a store has that several runs share: blocks of the trace, by salt and number, by last use."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """num_blocks: as many as there is room for."""
+        self._num_blocks = num_blocks
+        self._held: OrderedDict[tuple[str | None, int], None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def num_found(self, path: Items[int], salt: str | None) -> int:
+        """Return how many of the first blocks are there, which is a use, of the last of them first. O(found)."""
+        number = next((place for place, block in enumerate(path) if (salt, block) not in self._held), len(path))
+        for block in reversed(path[:number]):
+            self._held.move_to_end((salt, block))
+        return number
+
+    def add(self, blocks: Items[int], salt: str | None) -> None:
+        """Store blocks, in the order of a prefix; what was used least recently goes. O(blocks)."""
+        for block in reversed(blocks):
+            self._held[salt, block] = None
+            self._held.move_to_end((salt, block))
+        while len(self._held) > self._num_blocks:
+            self._held.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A run's place among several. agenda: of all. manager: of this one, instead of the setup's.
+
+    store: of all; the manager then has one tier, called STORE, which is shared.
+    """
+
+    agenda: Agenda
+    manager: KVCacheManager
+    store: SharedBlocks | None = None
+
+
+class Run:
+    """The state of a run: a trace, or those of its requests that come to this place, through one manager."""
+
+    def __init__(
+        self, trace: Trace, arrivals: Numbers, thinks: Numbers, setup: Setup, *, place: Place | None = None
+    ) -> None:
         self.trace, self.setup = trace, setup
-        self.manager = make_manager(setup)
+        self.manager = make_manager(setup) if place is None else place.manager
+        self.store = None if place is None else place.store
         self.accounts = MissAccounts(trace, setup.num_blocks, self.manager.first_block_id)
         self.manager.watch_blocks(self.accounts.note_taken, self.accounts.note_touched)
         self.arrivals: list[float] = arrivals.tolist()
@@ -117,8 +189,9 @@ class _Run:
         self.salts = trace.tenants if any(tenant is not None for tenant in trace.tenants) else None
         self.drops = Drops(trace) if setup.policy == "lru-drop" else None
         self.now = 0.0
-        self.numbers = count()
-        self.events: list[tuple[float, int, int, int]] = []  # when, 0 for an end and 1 for an arrival, number, request
+        self.agenda = Agenda() if place is None else place.agenda
+        self.has_tiers = len(self.manager.tiers) > 0
+        self.num_done = 0
         self.waiting: deque[tuple[int, float]] = deque()
         self.running: dict[int, Sequence] = {}
         self.unfinished = Counter(self.sessions)
@@ -129,33 +202,37 @@ class _Run:
         self.hits = np.zeros(trace.num_requests, np.int64)
         self.loaded = np.zeros(trace.num_requests, np.int64)
 
+        self.timeline = Timeline(
+            min(self.arrivals, default=0.0), max(map(sum, zip(self.arrivals, self.durations, strict=True)), default=0.0)
+        )
+
     def run(self, progress: Callable[[int], object]) -> Outcome:
         """Run all requests."""
-        arrivals, is_closed = self.arrivals, self.setup.is_closed
-        followers = {*self.followers.values()} if is_closed else ()
-        coming = [request for request in range(len(arrivals)) if request not in followers]
-        for request in sorted(coming, key=lambda request: (arrivals[request], request)):
-            self.push(arrivals[request], 1, request)
-        begin = min(arrivals, default=0.0)
-        timeline = Timeline(begin, max(map(sum, zip(arrivals, self.durations, strict=True)), default=0.0))
-        self.timeline = timeline
-        num_done = 0
-        while self.events:
-            when, kind, _, request = heapq.heappop(self.events)
-            if when > timeline.next_s:
-                timeline.note(self.state(), when)
-            self.now = when
-            self.manager.now = when
-            if kind == 0:
-                self.end(request)
-            else:
-                self.arrive(request)
-            while self.waiting and self.admit(*self.waiting[0]):
-                self.waiting.popleft()
-                num_done += 1
-                if num_done % _EVERY == 0:
-                    progress(num_done)
-        progress(num_done)
+        push_arrivals(self.agenda, self.arrivals, {*self.followers.values()} if self.setup.is_closed else ())
+        while self.agenda:
+            num_done = self.num_done
+            self.happen(*self.agenda.pop())
+            if self.num_done // _EVERY > num_done // _EVERY:
+                progress(self.num_done)
+        progress(self.num_done)
+        return self.outcome()
+
+    def happen(self, when: float, kind: int, request: int) -> None:
+        """Let a request come here, or end, and admit whoever has room then."""
+        if when > self.timeline.next_s:
+            self.timeline.note(self.state(), when)
+        self.now = when
+        self.manager.now = when
+        if kind == END:
+            self.end(request)
+        else:
+            self.arrive(request)
+        while self.waiting and self.admit(*self.waiting[0]):
+            self.waiting.popleft()
+            self.num_done += 1
+
+    def outcome(self) -> Outcome:
+        """Return what came of it."""
         stats = self.manager.stats
         return Outcome(
             order=self.order,
@@ -163,7 +240,7 @@ class _Run:
             loaded=self.loaded,
             misses=self.accounts.misses(),
             waits=count_waits(self.waits, len(self.refused)),
-            moments=timeline.end(self.state(), self.now),
+            moments=self.timeline.end(self.state(), self.now),
             num_evicted=stats.num_evicted_blocks,
             num_policy_failures=stats.num_eviction_failures,
             refused=self.refused,
@@ -177,10 +254,6 @@ class _Run:
             self.refuse(request, path)
         else:
             self.waiting.append((request, self.now))
-
-    def push(self, when: float, kind: int, request: int) -> None:
-        """Let something happen: 0, a request's end; 1, its arrival."""
-        heapq.heappush(self.events, (when, kind, next(self.numbers), request))
 
     def state(self) -> State:
         """Return what the run is like now."""
@@ -210,7 +283,7 @@ class _Run:
             sequence = Sequence(request, path, salt=salt, session=None if self.names[session] is None else session)
             hit = manager.get_computed_blocks(sequence)
             num_hit, num_loaded = len(hit.blocks), 0
-            if self.setup.host_blocks is not None:
+            if self.has_tiers:
                 loaded = self.load(sequence, hit)
                 if loaded is not None:
                     num_loaded = loaded
@@ -231,7 +304,7 @@ class _Run:
                 self.drop(session, path)
         self.order.append(request)
         self.waits.append(self.now - came_s)
-        self.push(self.now + hold_s, 0, request)
+        self.agenda.push(self.now + hold_s, END, request)
         return True
 
     def cut(self, path: Numbers, salt: str | None) -> Numbers:
@@ -247,6 +320,10 @@ class _Run:
         manager = self.manager
         if manager.get_num_blocks_to_allocate(sequence, sequence.num_tokens, hit=hit) > manager.num_free_blocks:
             return None
+        if self.store is not None:
+            # The last token is always computed, so its block isn't asked for.
+            num_found = self.store.num_found(memoryview(sequence.tokens)[:-1].tolist(), sequence.salt)
+            manager.tiers.note_found(STORE, sequence, num_found)
         loads = manager.tiers.find(hit)
         if manager.allocate_slots(sequence, 0 if loads else None, hit=hit, loads=loads) is None:
             return None
@@ -257,10 +334,13 @@ class _Run:
 
     def move(self) -> None:
         """Carry out all transfers, at once."""
-        if self.setup.host_blocks is not None:
+        if self.has_tiers:
             tiers = self.manager.tiers
             while True:
                 for transfer in tiers.take_transfers():
+                    if self.store is not None and not transfer.is_load:
+                        prefix, first = transfer.prefix, transfer.position
+                        self.store.add(prefix.token_view()[first : first + len(transfer.slots)].tolist(), prefix.salt)
                     tiers.complete(transfer, ok=True)
                 if not tiers.is_busy:
                     return
@@ -289,7 +369,7 @@ class _Run:
             self.live.discard(session)
         follower = self.followers.get(request)
         if self.setup.is_closed and follower is not None:
-            self.push(self.now + self.thinks[follower], 1, follower)
+            self.agenda.push(self.now + self.thinks[follower], ARRIVAL, follower)
 
     def tell(self, request: int, session: int, *, has_ended: bool) -> None:
         """Tell the manager that a session pauses, and why, or that it has ended."""
@@ -329,6 +409,13 @@ class Drops:
         self._users[gone] -= 1
         unused: Numbers = gone[self._users[gone] == 0]
         return unused
+
+
+def push_arrivals(agenda: Agenda, arrivals: list[float], left_out: Collection[int] = ()) -> None:
+    """Let all requests come when they do, in their order, but for those that come when another one has ended."""
+    coming = [request for request in range(len(arrivals)) if request not in left_out]
+    for request in sorted(coming, key=lambda request: (arrivals[request], request)):
+        agenda.push(arrivals[request], ARRIVAL, request)
 
 
 def num_common(one: Numbers, other: Numbers) -> int:

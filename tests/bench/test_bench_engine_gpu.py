@@ -32,7 +32,7 @@ def test_the_rehearsal_runs_every_case(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(kept.read_text())["results"]
     assert len({row["case"] for row in results}) == 3
-    assert len(results) == 10
+    assert len(results) == 11
     ours = [row for row in results if row["contestant"].startswith("triton")]
     assert all(row["transfers_per_step"] == 1 and row["uploaded_bytes_per_step"] < 100 for row in ours)
     assert all("median_ms" not in row for row in results), "nothing is timed on a CPU"

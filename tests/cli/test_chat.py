@@ -5,7 +5,8 @@ import re
 import pytest
 from engine.server.server_harness import Gate, running_server, tiny_loaded
 
-from kvblocks.cli.chat import EngineAnswerer, ServerAnswerer, Turn, chat
+from kvblocks.cli import app as cli
+from kvblocks.cli.chat import EngineAnswerer, ServerAnswerer, Turn, chat, describe_engine, describe_server
 from kvblocks.cli.client import ServerClient
 from kvblocks.engine import Engine, LoadedModel, ModelError
 from kvblocks.engine.server.errors import ApiError
@@ -125,3 +126,52 @@ def test_an_error_in_a_stream_is_raised(model):
         with pytest.raises(ApiError, match=r"within 1 s"):
             list(stream)
         gate.open()
+
+
+CACHE = "64 blocks of 16 tokens, {:.1f} MB"
+HOW_TO_END = "An empty line or Ctrl-D ends the chat."
+
+
+def test_a_chat_begins_with_where_answers_come_from_the_cache_and_how_to_end(model):
+    engine = Engine(model, num_blocks=64, enable_prefix_caching=False)
+    size = CACHE.format(64 * engine.plan.block_bytes / 2**20)
+    assert describe_engine(engine) == (
+        f"In this process: cpu, float32, attention by TorchAttention. KV cache: {size}; prefix caching off."
+        f"\n{HOW_TO_END}"
+    )
+    with running_server(model, cache={"num_blocks": 64}, api_key="a", admin_key="b") as server:
+        name = f"Server {server.url}: tiny."
+        with ServerClient(server.url, "b") as operator:
+            assert describe_server(operator) == f"{name} KV cache: {size}; prefix caching on.\n{HOW_TO_END}"
+        with ServerClient(server.url, "a") as client:
+            assert describe_server(client) == f"{name} The server doesn't say how large its KV cache is.\n{HOW_TO_END}"
+        with ServerClient(server.url) as stranger, pytest.raises(ApiError, match="Authorization"):
+            describe_server(stranger)
+
+
+def test_the_caches_options_are_for_a_chat_in_this_process():
+    for option in (["--num-blocks", "9"], ["--no-prefix-caching"], ["--eviction", "lru"]):
+        with pytest.raises(SystemExit) as raised:
+            cli.main(["chat", "--url", "http://127.0.0.1:1", *option])
+        assert "without --url only: a server has its own cache" in raised.value.code
+
+
+@pytest.mark.parametrize("command", [["generate", "hello", "--max-tokens", "1"], ["chat"]])
+def test_the_caches_options_reach_the_engine(command, model, tiny_folder, monkeypatch, capsys):
+    made = []
+
+    class Watched(Engine):
+        def __init__(self, loaded, **options):
+            made.append(options)
+            super().__init__(loaded, **options)
+
+    monkeypatch.setattr("kvblocks.engine.engine.Engine", Watched)
+    monkeypatch.setattr("builtins.input", lambda *_: "")
+    with pytest.raises(SystemExit) as raised:
+        cli.main(
+            [*command, "--model", str(tiny_folder), "--num-blocks", "50", "--no-prefix-caching", "--eviction", "slru"]
+        )
+    assert not raised.value.code
+    assert made == [{"num_blocks": 50, "enable_prefix_caching": False, "eviction": "slru"}]
+    if command == ["chat"]:
+        assert capsys.readouterr().out.startswith("In this process: cpu, float32,")

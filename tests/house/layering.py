@@ -37,7 +37,9 @@ FLOORS = {
     "kvblocks.metrics": 7,  # the path by which people import it
     "kvblocks": 7,  # the public names, imported when asked for
     "kvblocks.integrations.probing": 8,  # what the integrations' probes share
-    "kvblocks.integrations": 9,  # inside other engines, which have environments of their own
+    "kvblocks.integrations.vllm.probe": 9,
+    "kvblocks.integrations.vllm.disk": 10,  # a tier of vLLM's, which does input and output in threads of its own
+    "kvblocks.integrations": 11,  # inside other engines, which have environments of their own
     "kvblocks.kernels": 9,  # the floor K: beside the engine, reached through a few doors
     "kvblocks.kernels.device": 8,  # what its hosts launch
     "kvblocks.wire": 8,  # beside the engine: others' formats, and their transport
@@ -91,6 +93,7 @@ CLI = "kvblocks.cli"
 REPLAY = "kvblocks.replay"
 REPLAY_PACKAGES = CORE_PACKAGES | {"numpy"}
 DISK = "kvblocks.tiers.disk"
+VLLM_DISK = "kvblocks.integrations.vllm.disk"
 STORE = "kvblocks.tiers.store"
 STORE_DOOR = "kvblocks.tiers.store.client"  # the module that speaks to a server; the others have rules alone
 WIRE = "kvblocks.wire"
@@ -100,7 +103,7 @@ WIRE_DOORS = frozenset(f"kvblocks.wire.{name}" for name in ("publisher", "client
 INTEGRATIONS = "kvblocks.integrations"
 INTEGRATION_PACKAGES = frozenset({"vllm", "transformers", "nanovllm", "minisgl", "torch"})
 # What integrations may import of kvblocks: public names, as any engine would.
-FACADE = frozenset({"kvblocks", "kvblocks.hashing", "kvblocks.wire.extra_keys"})
+FACADE = frozenset({"kvblocks", "kvblocks.hashing", "kvblocks.tiers.disk", "kvblocks.wire.extra_keys"})
 
 # The core and the kernels do no input or output, and take time, seeds and settings as arguments.
 FORBIDDEN_STDLIB = frozenset(
@@ -274,7 +277,7 @@ def check_inside(module: str, imported: Import, known: Mapping[str, object], pac
 def check_outside(module: str, imported: Import) -> str | None:
     """What is wrong with an import from outside kvblocks, or None."""
     package = imported.target.partition(".")[0]
-    does_io = is_inside(module, DISK) or is_inside(module, STORE) or is_inside(module, REPLAY) or module in WIRE_DOORS
+    does_io = module in WIRE_DOORS or any(is_inside(module, room) for room in (DISK, STORE, REPLAY, VLLM_DISK))
     pure = not allowed_packages(module) >= ENGINE_PACKAGES and not does_io
     if imported.target == "<computed>" and module in ("kvblocks", WIRE):
         return None  # from a table that a test holds against imports under TYPE_CHECKING

@@ -1,5 +1,6 @@
 """What users copy must run: the examples, the README's, and the guide for engine authors."""
 
+import ast
 import re
 import runpy
 import subprocess
@@ -28,23 +29,30 @@ def test_an_example_runs_and_prints(path):
     assert result.stdout
 
 
-def toy_answer(prompt, num_tokens):
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(sum(position * token for position, token in enumerate(tokens, 1)) % 1000)
-    return tokens[len(prompt) :]
+def functions(source):
+    """The source of each function, by name: the last one where a name is defined several times."""
+    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_source_segment(source, node) for node in nodes}
 
 
-def test_the_toy_scheduler_is_short_and_right(capsys):
-    path = ROOT / "examples" / "toy_scheduler.py"
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 80
-    example = runpy.run_path(str(path))
-    expected = {name: toy_answer([*example["system"], number], 6) for number, name in enumerate(example["answers"])}
-    assert example["answers"] == expected
-    assert len(expected) == 4
-    shown = capsys.readouterr().out
-    assert "bob: 12 of 15 tokens cached" in shown
-    assert "preempted" in shown
+def test_the_toy_engine_is_short_right_and_what_the_tutorial_builds(capsys):
+    path = ROOT / "examples" / "toy_engine.py"
+    source = path.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 100
+    tutorial = functions("\n".join(python_blocks(ROOT / "docs" / "tutorial.md")))
+    assert functions(source) == {name: tutorial[name] for name in functions(source)}
+
+    engine = runpy.run_path(str(path), run_name="__main__")
+    plain = {}
+    exec(tutorial["plain_answer"], {"MAX_NEW_TOKENS": engine["MAX_NEW_TOKENS"]}, plain)
+    expected = {
+        name: plain["plain_answer"]([*engine["system"], n]) for n, name in enumerate(["ann", "bob", "cid", "dee"])
+    }
+    first = expected["bob"][0] + 1
+    expected["bob/1"] = [first, *plain["plain_answer"]([*engine["system"], 1, first], engine["MAX_NEW_TOKENS"] - 1)]
+    assert engine["answers"] == expected
+    assert engine["manager"].stats.num_queries > 4, "expected a preemption"
+    assert "bob/1" in capsys.readouterr().out
 
 
 def test_the_readmes_example_runs():
@@ -61,7 +69,7 @@ def test_the_readmes_example_runs():
     "name",
     [
         *("engine-authors.md", "features.md", "metrics.md", "policies.md", "prefix-cache.md", "replay.md", "tiers.md"),
-        *("wire.md", "wire-hints.md"),
+        *("tutorial.md", "wire.md", "wire-hints.md"),
     ],
 )
 def test_a_guide_runs(name):

@@ -147,6 +147,36 @@ def test_an_installed_wheel_is_importable(wheel, tmp_path):
     assert where(tmp_path) == [kvblocks.__version__, str(package / "__init__.py"), str(package / "kernels")]
 
 
+# Runs a module as `python -m` does where a checkout comes first, then an installed wheel, then what that requires.
+BESIDE = """
+import runpy, sys
+site_folder, requirements, module, *arguments = sys.argv[1:]
+sys.path[:0] = [""]
+sys.path += [site_folder, requirements]
+sys.argv[1:] = arguments
+import kvblocks.kernels
+print(kvblocks.__file__, kvblocks.kernels.__file__, sep="\\n", flush=True)
+if module == "kvblocks":  # what `serve` and `demo` load first
+    import kvblocks.engine.demo.demo, kvblocks.engine.server.run
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("arguments", [("kvblocks", "--version"), ("bench.serving", "--help")])
+def test_a_checkout_that_is_first_on_the_path_of_a_plain_installation_has_its_own_kernels(
+    checkout, wheel, tmp_path, arguments
+):
+    for module in ("torch", "starlette", "uvicorn"):
+        pytest.importorskip(module, reason="needs the extra kvblocks[engine,server]")
+    for name, content in wheel.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    requirements = sysconfig.get_path("purelib")
+    said = run_python("-I", "-S", "-c", BESIDE, str(tmp_path), requirements, *arguments, cwd=checkout).splitlines()
+    assert said[:2] == [str(checkout / "kvblocks" / "__init__.py"), str(checkout / "kernels" / "__init__.py")]
+    assert said[2:]
+
+
 # Runs `kvblocks` with a command line, where the modules named first can't be imported.
 WITHOUT = """
 import sys

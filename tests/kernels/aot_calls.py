@@ -16,6 +16,7 @@ from kvblocks.kernels.decode import decode
 from kvblocks.kernels.extend import extend
 from kvblocks.kernels.layout import BLOCK_SIZES, FP8, HEAD_DIMS
 from kvblocks.kernels.merge import merge_state
+from kvblocks.kernels.rows import ACTIVATIONS, MAX_COLUMNS, Turn, add_norm, gate, norm, place
 from kvblocks.kernels.runs import SharedRuns
 from kvblocks.kernels.store import store
 
@@ -99,6 +100,27 @@ def make_rest(model):
     scatter_blocks(table, ids, staging)
 
 
+def make_rows(model):
+    """What lies between products and attention, of models of several widths, with all norms and without."""
+    query, *caches, _, _, _ = model.tensors(64, 1)
+    num_heads, dtype = query.shape[1], query.dtype
+    heads = torch.empty(64, num_heads + 16, model.head_dim, dtype=dtype)
+    angles, positions = torch.empty(32, model.head_dim // 2, dtype=dtype), torch.zeros(64, dtype=torch.int64)
+    scales = (torch.ones(8), torch.ones(8)) if model.width == 1 else None
+    for weight in (None, torch.empty(num_heads + 8, model.head_dim)):
+        place(heads, Turn(angles, angles, positions, weight), tuple(caches), positions, scales)
+    for num_columns in WIDTHS:
+        rows, weight = torch.empty(64, num_columns, dtype=dtype), torch.empty(num_columns)
+        norm(rows, weight.to(dtype), 0.0)
+        add_norm(rows, rows, 0.0, weight=weight.to(dtype))
+        add_norm(rows, rows, 0.0, output_norm=weight, weight=weight)
+        add_norm(rows, rows, 0.0)
+    for activation in ACTIVATIONS:
+        gate(torch.empty(64, 2 * 1536, dtype=dtype), activation)
+
+
+WIDTHS = (576, 4096, MAX_COLUMNS)
+"""Columns of rows that are normed: of SmolLM2, of Llama 3 8B, and the most."""
 OPTIONS = {"window": 100, "softcap": 5.0, "sinks": torch.zeros(32)}
 SOFTCAP = {"softcap": 5.0}
 ATTENDING = (make_prompt, make_verification, make_decode, make_cascade)
@@ -121,6 +143,10 @@ def usual_calls() -> Iterator[Call]:
     for target in ("sm90", "gfx942"):
         yield target, make_rest, Model()
     yield "sm90", make_rest, Model(width=1)
+    for target in TARGETS:
+        yield target, make_rows, Model()
+    for head_dim, width in ((64, 1), (256, 1), (64, 4), (256, 4)):
+        yield "sm90", make_rows, Model(head_dim, width)
 
 
 def all_calls() -> Iterator[Call]:

@@ -1,4 +1,4 @@
-"""Kernels compile for GPUs that are not there: within the limits of chips, onto tensor cores, with named spills only.
+"""Kernels compile for GPUs that are not there: within the limits of chips, onto tensor cores, without spills.
 
 Which triton is installed decides what comes out; these are expectations of the pinned one. A target that its toolchain
 can't compile for fails by name.
@@ -14,19 +14,6 @@ import pytest
 
 TARGETS = ("sm80", "sm89", "sm90", "sm100", "gfx942")
 pytestmark = pytest.mark.slow
-
-
-# Bytes that are spilled still, by call and kernel. Who mends one takes it out here.
-SPILLED = {
-    "sm89 cascade, 256 x 1 bytes, group 4, pages 16: stream_kernel": 8,
-    "sm89 cascade, 64 x 1 bytes, group 4, pages 16: stream_kernel": 8,
-    "sm89 decode, 256 x 1 bytes, group 4, pages 16: stream_kernel": 8,
-    "sm100 cascade, 256 x 1 bytes, group 4, pages 16: prefix_kernel": 24,
-    "sm100 cascade, 256 x 2 bytes, group 4, pages 16: prefix_kernel": 8,
-    "sm100 prompt, 128 x 1 bytes, group 4, pages 16: extend_kernel": 56,
-    "sm100 prompt, 256 x 1 bytes, group 4, pages 16: extend_kernel": 64,
-    "sm100 verification, 64 x 2 bytes, group 4, pages 16: extend_kernel": 32,
-}
 
 
 def compile_calls(*arguments):
@@ -83,8 +70,8 @@ def test_every_entry_compiles(compiled, target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_nothing_else_is_spilled(compiled, target):
-    assert spilling(compiled[target]) == {name: size for name, size in SPILLED.items() if name.split()[0] == target}
+def test_nothing_is_spilled(compiled, target):
+    assert spilling(compiled[target]) == {}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -114,8 +101,10 @@ def test_the_tensor_cores_of_each_chip_are_used(compiled):
     expected = {"sm80": "mma", "sm89": "mma", "sm90": "wgmma", "sm100": "tcgen05", "gfx942": "mfma"}
     for target, instruction in expected.items():
         for result in find(compiled, [target], ("prompt", "cascade"), ("extend_kernel", "prefix_kernel")):
+            # Those of warps, with fewer instructions a key: a warpgroup's would spill.
+            is_narrow = target == "sm90" and result["call"].startswith("prompt, 256 x 1 bytes")
             if "x 4 bytes" not in result["call"]:
-                assert result["instructions"].get(instruction, 0) > 0, result
+                assert result["instructions"].get("mma" if is_narrow else instruction, 0) > 0, result
     for result in find(compiled, TARGETS, ("verification", "decode"), ("extend_kernel", "stream_kernel")):
         if "x 4 bytes" not in result["call"]:
             assert result["instructions"].get("mfma" if result["target"] == "gfx942" else "mma", 0) > 0, result

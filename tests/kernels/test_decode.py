@@ -96,8 +96,9 @@ class Case:
     [(dtype, kv) for dtype in (torch.float32, torch.float16, torch.bfloat16) for kv in (dtype, FP8)],
 )
 def test_dtypes_and_head_dims(dtype, kv_dtype, head_dim, split_keys):
-    scales = {"k_scale": 0.5, "v_scale": 1.7} if kv_dtype == FP8 else {}
-    case = Case([37, 5], heads=(3, 1), head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype, **scales)
+    names = ("k_scale", "v_scale") if kv_dtype == FP8 else ()
+    scales = {name: torch.tensor([0.5, 1.7], device=DEVICE) for name in names}
+    case = Case([37, 5], heads=(6, 2), head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype, **scales)
     case.check(case.run(split_keys))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model.paged_batch import SUM_ERROR, PagedBatch, slots_owned, slots_read, store_fp8
+from model.paged_batch import SUM_ERROR, PagedBatch, head_scales, slots_owned, slots_read, store_fp8
 
 from kvblocks.kernels import extend as extend_module
 from kvblocks.kernels.extend import extend, share_rows
@@ -64,7 +64,7 @@ def test_dtypes_block_sizes_and_head_dims(device, dtype, block_size, head_dim):
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_caches_in_e4m3(device, dtype, block_size):
     batch = PagedBatch(RAGGED, device=device, dtype=dtype, block_size=block_size, head_dim=128)
-    scales = {"k_scale": 0.03, "v_scale": 0.02}
+    scales = head_scales(batch)
     check(store_fp8(batch, **scales), **scales)
 
 
@@ -99,7 +99,7 @@ def test_sinks(device, window):
 
 def test_all_options_together(device):
     batch = PagedBatch(RAGGED, device=device, dtype=torch.bfloat16, heads=(12, 2), block_size=32, num_padding_rows=2)
-    scales = {"k_scale": 0.02, "v_scale": 0.04}
+    scales = head_scales(batch)
     sinks = batch.sinks.bfloat16()
     check(store_fp8(batch, **scales), window=37, softcap=3.0, sinks=sinks, **scales)
 
@@ -119,7 +119,7 @@ def test_caches_and_queries_of_other_strides(device):
 
 def test_pages_that_are_more_than_2_to_the_31_elements_away(device):
     batch = PagedBatch([(3, 60)], device=device, heads=(1, 1), dtype=torch.float16)
-    store_fp8(batch, k_scale=1.0, v_scale=1.0)
+    store_fp8(batch, **head_scales(batch, 1.0, 1.0))
     stride = (1 << 30) + 64
     for name in ("key_cache", "value_cache"):
         cache = getattr(batch, name)

@@ -67,8 +67,7 @@ def test_bad_tensors(change, message):
     [
         ({"scale": 0.0}, "scale: expected a number above 0, got 0.0"),
         ({"scale": float("inf")}, "scale: expected a number above 0, got inf"),
-        ({"k_scale": float("nan")}, "k_scale: expected a number above 0, got nan"),
-        ({"v_scale": -1.0}, "v_scale: expected a number above 0, got -1.0"),
+        ({"k_scale": torch.ones(2)}, "expected k_scale and v_scale or neither"),
         ({"softcap": 0.0}, "softcap: expected None or a number above 0, got 0.0"),
         ({"window": 0}, "window: expected None or at least 1, got 0"),
         ({"sinks": torch.zeros(2)}, r"sinks: expected the shape \(6,\), got \(2,\)"),
@@ -101,12 +100,15 @@ def test_bad_caches(key_cache, value_cache, message):
         check_cache(key_cache, value_cache)
 
 
-class FakeGPU:
-    """A tensor on a GPU as far as the checks look, for machines without one."""
-
-    def __init__(self, index=0, dtype=FP8):
-        self.device = torch.device("cuda", index)
-        self.dtype = dtype
+def test_fp8_lies_in_pairs():
+    flat = torch.zeros(3 * 16 * 2 * 64 + 1, dtype=torch.uint8).view(FP8)
+    odd_address = flat[1:].view(3, 16, 2, 64)
+    odd_strides = torch.zeros(3, 16, 2, 65, dtype=torch.uint8).view(FP8)[..., :64]
+    even = flat[:-1].view(3, 16, 2, 64)
+    check_cache(even, even)
+    for cache in (odd_address, odd_strides):
+        with pytest.raises(KernelArgumentError, match="value_cache: expected an even address and even strides"):
+            check_cache(even, cache)
 
 
 def test_fp8_needs_a_gpu_that_has_it(monkeypatch):
@@ -115,14 +117,21 @@ def test_fp8_needs_a_gpu_that_has_it(monkeypatch):
     with pytest.raises(
         KernelArgumentError, match=r"expected CUDA's compute capability 8\.9 or newer .* got NVIDIA A100"
     ):
-        layout.check_fp8_device("key_cache", FakeGPU())
-    layout.check_fp8_device("key_cache", FakeGPU(dtype=torch.float16))
+        layout.check_fp8_device(torch.device("cuda"))
+    layout.check_fp8_device(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    layout.check_fp8_device("key_cache", FakeGPU())
+    layout.check_fp8_device(torch.device("cuda"))
     # An AMD GPU's version number means something else.
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(KernelArgumentError, match="expected CUDA's compute capability"):
-        layout.check_fp8_device("key_cache", FakeGPU())
+        layout.check_fp8_device(torch.device("cuda"))
+
+
+class FakeGPU:
+    """A tensor on a GPU as far as the checks look, for machines without one."""
+
+    def __init__(self, index):
+        self.device = torch.device("cuda", index)
 
 
 def test_kernels_are_launched_on_the_current_device(monkeypatch):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model.paged_batch import ROUNDING, PagedBatch, check_close, slots_owned, slots_read, store_fp8
+from model.paged_batch import ROUNDING, PagedBatch, check_close, head_scales, slots_owned, slots_read, store_fp8
 
 from kvblocks.kernels import oracle
 from kvblocks.kernels.cascade import cascade_decode, own_parts
@@ -93,7 +93,7 @@ def test_heads(device, head_dim, heads):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_caches_in_e4m3(device, dtype):
     batch, runs = share(NESTED_LENGTHS, NESTED, device=device, dtype=dtype)
-    scales = {"k_scale": 0.03, "v_scale": 0.02}
+    scales = head_scales(batch)
     check(store_fp8(batch, **scales), runs, **scales)
 
 

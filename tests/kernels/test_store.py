@@ -76,7 +76,7 @@ def test_a_slot_beyond_two_to_the_31_bytes(device):
 
 
 @DTYPES
-@pytest.mark.parametrize(("k_scale", "v_scale"), [(1.0, 1.0), (0.03, 1.7)])
+@pytest.mark.parametrize(("k_scale", "v_scale"), [(None, None), (0.03, 1.7)])
 # Signalling NaN and overflow are what is tested here, and numpy warns of them.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 def test_fp8_is_the_nearest_number_or_the_largest(device, dtype, k_scale, v_scale):
@@ -84,10 +84,12 @@ def test_fp8_is_the_nearest_number_or_the_largest(device, dtype, k_scale, v_scal
     key = every_bf16.to(dtype).to(device).view(64, 16, 64)
     key_cache = torch.zeros(5, 16, 16, 64, device=device).to(FP8)
     value_cache = key_cache.clone()
-    store(key, key.flip(0), key_cache, value_cache, torch.arange(64, device=device), k_scale=k_scale, v_scale=v_scale)
-    for cache, source, scale in ((key_cache, key, k_scale), (value_cache, key.flip(0), v_scale)):
-        # By a tensor: torch on a GPU multiplies by the inverse of a number.
-        exact = source.float() / torch.tensor(scale, device=device)
+    factors = 1 + torch.arange(16, device=device) / 8
+    scales = [None if scale is None else scale * factors for scale in (k_scale, v_scale)]
+    slots = torch.arange(64, device=device)
+    store(key, key.flip(0), key_cache, value_cache, slots, k_scale=scales[0], v_scale=scales[1])
+    for cache, source, scale in ((key_cache, key, scales[0]), (value_cache, key.flip(0), scales[1])):
+        exact = source.float() if scale is None else source.float() / scale[:, None]
         expected = exact.clamp(-FP8_MAX, FP8_MAX).to(FP8)
         stored = cache.flatten(0, 1)[:64]
         # A NaN's sign is nobody's business.
@@ -133,7 +135,14 @@ def test_bad_arguments_change_nothing(arguments, message):
     assert key_cache.isnan().all() and value_cache.isnan().all()
 
 
-@pytest.mark.parametrize("scales", [{"k_scale": 2.0}, {"v_scale": 0.0}, {"k_scale": float("nan")}])
-def test_scales_are_for_fp8_and_above_zero(scales):
-    with pytest.raises(KernelArgumentError, match="expected"):
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({"k_scale": torch.ones(2), "v_scale": torch.ones(2)}, "expected no scales unless the caches are torch.float8"),
+        ({"k_scale": torch.ones(2)}, "expected k_scale and v_scale or neither"),
+        ({"k_scale": torch.ones(2), "v_scale": torch.ones(3)}, r"v_scale: expected the shape \(2,\), got \(3,\)"),
+    ],
+)
+def test_scales_are_for_fp8_both_of_them_and_by_head(scales, message):
+    with pytest.raises(KernelArgumentError, match=message):
         store(*make(torch.device("cpu")), **scales)

@@ -7,7 +7,7 @@ from kvblocks.kernels import table
 from kvblocks.kernels.layout import BLOCK_SIZES, HEAD_DIMS
 from kvblocks.kernels.table import Launch
 
-KERNELS = {name: value for name, value in vars(table).items() if name.isupper() and isinstance(value, dict)}
+KERNELS = {name: value for name, value in vars(table).items() if name[0].isupper() and isinstance(value, dict)}
 
 
 def test_the_tables_are_found():

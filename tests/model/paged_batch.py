@@ -130,6 +130,13 @@ def slots_owned(batch):
 
 def store_fp8(batch, *, k_scale, v_scale):
     """Turn a batch's caches into e4m3 with these scales; poison stays."""
-    batch.key_cache = (batch.key_cache.float() / k_scale).to(FP8)
-    batch.value_cache = (batch.value_cache.float() / v_scale).to(FP8)
+    batch.key_cache = (batch.key_cache.float() / k_scale[:, None]).to(FP8)
+    batch.value_cache = (batch.value_cache.float() / v_scale[:, None]).to(FP8)
     return batch
+
+
+def head_scales(batch, k_scale=0.03, v_scale=0.02):
+    """Scales of K and V for a batch's caches: another one for each head."""
+    cache = batch.key_cache
+    factors = 1 + torch.arange(cache.shape[2], device=cache.device) / 4
+    return {"k_scale": k_scale * factors, "v_scale": v_scale / factors}

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +10,9 @@ from replay.independent import Ask, simulate
 from replay.small_traces import asks, make_trace, run_trace
 
 from kvblocks import InvalidArgumentError
+from kvblocks.core.block import KVCacheBlock
 from kvblocks.replay import models
-from kvblocks.replay.accounts import MAX_MOMENTS, State, Timeline
+from kvblocks.replay.accounts import MAX_MOMENTS, MissAccounts, State, Timeline
 from kvblocks.replay.bound import max_hits, next_uses, references_in
 from kvblocks.replay.run import POLICIES, Setup
 
@@ -81,6 +83,16 @@ def test_misses_say_for_whom_their_block_was_evicted():
     assert {bucket.upto: bucket.count for bucket in misses.ages if bucket.count} == {3.0: 2, 10.0: 2, 120.0: 2}
 
 
+def test_a_block_that_lies_elsewhere_too_was_not_evicted():
+    trace = make_trace([Ask("a", 0, 0, 0, (1,)), Ask("b", 1, 0, 0, (2,))])
+    accounts = MissAccounts(trace, 3, first_block_id=1)
+    for block, place, session in ((0, 1, 0), (0, 2, 0), (1, 1, 1), (0, 3, 0)):  # 0 again, for want of a window
+        accounts.note_taken([KVCacheBlock(place)])
+        accounts.note_admitted(np.array([block]), (0, 0), [place], session, 0.0)
+    assert accounts.misses().first_time == 2
+    assert accounts.misses().window == 2  # its first place was given to another, and it lay in the second
+
+
 def test_what_the_next_request_lacks_is_dropped_unless_another_session_has_it():
     requests = [
         Ask("b", 0, 0, 0, (1,)),
@@ -94,12 +106,20 @@ def test_what_the_next_request_lacks_is_dropped_unless_another_session_has_it():
     assert run_trace(make_trace(requests), Setup("lru", 10)).hits.tolist() == [0, 1, 0, 2]
 
 
+def test_what_a_running_request_holds_is_not_dropped():
+    requests = [Ask("a", 0, 0, 9, (1, 2, 3)), Ask("a", 1, 0, 0, (1, 9)), Ask("b", 2, 0, 0, (1, 2, 3))]
+    assert run_trace(make_trace(requests), Setup("lru-drop", 10)).hits.tolist() == [0, 1, 3]
+
+
 def test_what_never_waits_leaves_what_fits():
     requests = [Ask("a", 0, 0, 9, (1, 2)), Ask("b", 1, 0, 9, (3, 4, 5)), Ask("b", 2, 0, 0, (3, 4, 5))]
     setup = Setup("lru", 4, never_waits=True)
     outcome = run_trace(make_trace(requests), setup)
     assert outcome.order == [0, 1, 2]
-    assert outcome.hits.tolist() == [0, 0, 2]  # two of its blocks fit, and are held by nobody
+    assert outcome.hits.tolist() == [0, 0, 2]  # two of its blocks fit
+    others = [Ask("c", 3, 0, 0, (6, 7)), Ask("c", 4, 0, 0, (6, 7))]
+    outcome = run_trace(make_trace([*requests[:2], *others]), setup)
+    assert outcome.hits.tolist() == [0, 0, 0, 2]  # which nobody holds, so the next one finds room
 
 
 def test_a_host_tier_gives_back_what_the_device_lost():

@@ -184,6 +184,7 @@ def test_what_was_found_is_written_whoever_reads_the_table_and_whatever_else_fai
             "--report: expected a file that can be written, got /proc/x: No such file",
         ),
         ([str(SAMPLE), "--json", "n" * 300], "--json: expected a file that can be written, got nnn"),
+        ([str(SAMPLE), "--json", "/dev/null"], "--json: expected a file in a folder that exists, got /dev/null"),
         ([str(SAMPLE), "--sizes", "9" * 5000], "size: expected a number of blocks, or a share such as 2%, got '999"),
         ([str(SAMPLE), "--sessions", "5:2"], "sessions: expected FROM:TO"),
         ([str(SAMPLE), "--groups", "gpt", "--sizes", "9"], "groups: expected one of gemma3-4b"),
@@ -195,6 +196,22 @@ def test_wrong_options_are_one_line(arguments, message, capsys):
     assert code.startswith("kvblocks: ")
     assert message in code
     assert "\n" not in code
+
+
+def test_no_file_is_written_over_another_one(tmp_path, capsys):
+    trace, rows, link = tmp_path / "trace.jsonl.gz", tmp_path / "rows", tmp_path / "link"
+    trace.write_bytes(SAMPLE.read_bytes())
+    link.hardlink_to(trace)
+    (tmp_path / "here").symlink_to(tmp_path)
+    for outputs, message in (
+        (["--json", str(trace)], f"--json: expected another file than TRACE, got {trace} for both"),
+        (["--report", str(link)], f"--report: expected another file than TRACE, got {link} for both"),
+        (["--json", str(rows), "--report", f"{tmp_path}/here/rows"], "--report: expected another file than --json"),
+    ):
+        code, _ = command([str(trace), "--sizes", "2", *outputs], capsys)
+        assert message in code
+    assert trace.read_bytes() == SAMPLE.read_bytes()
+    assert not rows.exists()
 
 
 def is_alive(process):

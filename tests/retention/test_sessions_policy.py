@@ -104,7 +104,7 @@ def test_whether_histories_that_were_left_come_back_is_learned() -> None:
         chats.manager.now += 10
     assert chats.num_cached(span(0, 10)) == 10
     left = made[0]._left.returns  # noqa: SLF001
-    assert left.chance(1.0, 100.0, left.rhythm(None)) > 0.8
+    assert left.worth(1.0, 100.0, left.rhythm(None, 0.0)) > 1.0
 
 
 def test_what_ended_goes_first() -> None:
@@ -310,33 +310,75 @@ def test_whatever_is_told_no_call_fails(actions: list[tuple[str, int, int]]) -> 
     assert manager.stats.num_eviction_failures == 0
 
 
-def test_chances_are_what_was_seen() -> None:
+def test_worth_is_what_was_seen() -> None:
     returns = Returns(0.0)
     own = Rhythm()
     for seconds in [8.0] * 80 + [1024.0] * 20:
         returns.num_open += 1
-        returns.learn(seconds, 3.0, None)
+        returns.learn(seconds, 0.0, 3.0, None)
         returns.close()
-    assert returns.rhythm(None) == pytest.approx(4.5, abs=0.3)
-    assert returns.chance(1.0, 100.0, 3.0) == pytest.approx(0.8, abs=0.02)
-    assert returns.chance(100.0, 100.0, 3.0) == pytest.approx(0.0, abs=0.02)
-    assert returns.chance(100.0, 10_000.0, 3.0) == pytest.approx(1.0, abs=0.02)
+    assert returns.rhythm(None, 0.0) == pytest.approx(4.5, abs=0.3)
+    assert returns.worth(1.0, 10_000.0, 3.0) > 10  # most end at the very beginning of that time
+    assert returns.worth(100.0, 100.0, 3.0) == pytest.approx(0.0, abs=0.02)
+    assert returns.worth(100.0, 2_000.0, 3.0) == pytest.approx(1.0 / 0.6, abs=0.2)  # all end about half-way
     returns.num_open = 20.0  # as many never came back
-    assert returns.chance(100.0, 10_000.0, 3.0) == pytest.approx(0.5, abs=0.02)
+    assert returns.worth(100.0, 2_000.0, 3.0) == pytest.approx(0.5 / 0.8, abs=0.1)
     for _ in range(30):
-        returns.learn(1024.0, 3.0, own)
-    assert returns.rhythm(own) > returns.rhythm(None)
+        returns.learn(1024.0, 0.0, 3.0, own)
+    assert returns.rhythm(own, 0.0) > returns.rhythm(None, 0.0)
+    for _ in range(30):  # the last pauses matter, not the many before
+        returns.learn(1.0, 0.0, 3.0, own)
+    assert returns.rhythm(own, 0.0) < returns.rhythm(None, 0.0)
     nothing = Returns(1.0)
-    assert nothing.chance(1.0, 1.0, 0.0) > nothing.chance(10.0, 1.0, 0.0) > 0  # by recency
+    assert nothing.worth(1.0, 1.0, 0.0) > nothing.worth(10.0, 1.0, 0.0) > 0  # by recency
+
+
+def test_how_long_a_request_ran_says_how_long_the_pause_is() -> None:
+    returns = Returns(0.0)
+    for took, length in [(2.0, 4.0), (8.0, 16.0)] * 5000:
+        returns.learn(length, took, 3.0, None)
+    assert returns.rhythm(None, 4.0) == returns.rhythm(None, 0.0) == 3.0
+    assert (returns.rhythm(None, 2.0), returns.rhythm(None, 8.0)) == (2.0, 4.0)
+    unrelated = Returns(0.0)
+    for took, length in [(2.0, 4.0), (8.0, 16.0), (2.0, 16.0), (8.0, 4.0)] * 50:
+        unrelated.learn(length, took, 3.0, None)
+    assert unrelated.rhythm(None, 2.0) == unrelated.rhythm(None, 8.0) == 3.0
+
+
+def test_requests_are_timed() -> None:
+    made: list[Any] = []
+
+    def make(cache: Any) -> Sessions:
+        made.append(Sessions(cache))
+        return made[-1]
+
+    chats = Chats(200, make)
+
+    def run(name: str, took: float) -> float:
+        """Return for how long the policy expects the session to pause, as a logarithm."""
+        sequence = chats.start(name, span(100 * len(name), 4))
+        chats.manager.now += took
+        chats.manager.free(sequence)
+        chats.manager.sessions.pause(name, "stop")
+        return made[0]._sessions[None, name].last.rhythm  # type: ignore[no-any-return]  # noqa: SLF001
+
+    for _ in range(30):
+        for took in (2.0, 32.0):
+            run("chat", took)
+            chats.manager.now += 2 * took
+    assert run("short", 2.0) + 2 < run("longer", 32.0)
 
 
 def test_old_pauses_count_for_less_and_less() -> None:
     returns = Returns(0.0)
+    returns.num_open = 64.0
     for _ in range(10_000):
-        returns.learn(2.0, 1.0, None)
+        returns.learn(2.0, 0.0, 1.0, None)
+    before = returns.worth(1.0, 10.0, 1.0)
     for _ in range(10_000):
-        returns.learn(1024.0, 1.0, None)
-    assert returns.chance(1.0, 10.0, 1.0) < 0.25
+        returns.learn(1024.0, 0.0, 1.0, None)
+    assert returns.worth(1.0, 10.0, 1.0) < before / 4
+    assert returns.num_open < 1
 
 
 def hit_rate(eviction: str, num_blocks: int) -> float:

@@ -1,12 +1,14 @@
 """Dynamo's own indexer, fed by our publisher, answers as the engine's cache does. `make test-wire` runs this."""
 
 import json
+import runpy
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence as Items
+from pathlib import Path
 from random import Random
 from socket import socket
 from typing import Any
@@ -21,6 +23,7 @@ from kvblocks.wire.convert import to_u64
 
 BLOCK = 4
 LOCAL = "tcp://127.0.0.1:0"
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 30
 
 
@@ -170,6 +173,40 @@ def test_dynamo_follows_a_restart(indexer):
         engine.run(30)
         check_all(indexer, 9, "restarted", engine, client)
     engine.publisher.close()
+
+
+def test_dynamos_index_in_the_examples_router(indexer):
+    """examples/route_by_prefix.py over Dynamo's indexer chooses as over our mirror, through a worker's death."""
+    example = runpy.run_path(str(ROOT / "examples" / "route_by_prefix.py"))
+    engines = {"a": Engine(3, "vllm"), "b": Engine(4, "vllm")}
+    where = {name: Source(one.publisher.endpoint, one.publisher.replay_endpoint) for name, one in engines.items()}
+    workers = {name: example["Worker"]("", source) for name, source in where.items()}
+    index = example["DynamoIndex"](f"http://127.0.0.1:{indexer.port}", workers, BLOCK, "routed")
+    mirror = example["MirrorIndex"](workers, BLOCK, "sha256")
+    for engine in engines.values():
+        engine.run(100)
+    prompts = [prompt for engine in engines.values() for prompt in engine.prompts]
+
+    def found(source: Any) -> list[dict[str, int]]:
+        return [source.find(prompt, None) for prompt in prompts]
+
+    def expected() -> list[dict[str, int]]:
+        return [{name: BLOCK * one.expected(prompt)[0] for name, one in engines.items()} for prompt in prompts]
+
+    wait_for(lambda: found(mirror) == expected())
+    wait_for(lambda: found(index) == expected())
+    chosen = [[example["Router"](one, workers).send(prompt).worker for prompt in prompts] for one in (index, mirror)]
+    assert chosen[0] == chosen[1]
+    assert {*chosen[0]} == {"a", "b"}
+    again = example["DynamoIndex"](f"http://127.0.0.1:{indexer.port}", workers, BLOCK, "routed")  # another router
+    assert found(again) == expected()
+    index.forget("a")
+    engines["a"].restart()
+    engines["a"].run(5)
+    wait_for(lambda: found(index) == expected())
+    for engine in engines.values():
+        engine.publisher.close()
+    mirror.close()
 
 
 def check_all(indexer: Indexer, worker: int, model: str, engine: Engine, client: MirrorClient) -> None:

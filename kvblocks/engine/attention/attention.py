@@ -14,14 +14,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from kvblocks.engine.attention.batch import StepBatch
+from kvblocks.engine.attention.kv_scales import KVScales
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerAttention, LayerLocation
+from kvblocks.engine.model.layers import RowOps, TorchRows
+from kvblocks.engine.model.rope import RopeTable
+from kvblocks.engine.sampling.weights import to_device
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels import reference
 
@@ -37,13 +41,14 @@ class KVCache:
     one tensor [num_blocks, parts of a block, block_size, num_kv_heads, head_dim] on a CPU, where a block lies in one
     piece and goes elsewhere by one copy; on other devices a tensor [2, num_blocks, ...] for each layer of a block, so
     that a layer lies in one piece. copies_by_kernel: whether blocks are copied by one launch of a Triton kernel for all
-    layers, rather than by torch.
+    layers, rather than by torch. scales: where the tensors are in e4m3, what they are to be multiplied with.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     memory: tuple[Tensor, ...]
     copies_by_kernel: bool = False
+    scales: KVScales | None = None
 
     @classmethod
     def allocate(
@@ -150,7 +155,7 @@ class KVCache:
             from kvblocks.kernels import copy  # needs triton
 
             with torch.cuda.device_of(self.keys[0]):
-                copy.copy_blocks(self._copy_table, ids.to(self.keys[0].device))
+                copy.copy_blocks(self._copy_table, to_device(ids, self.keys[0].device))
         else:
             reference.copy_blocks(self.memory if self.parts_per_block > 1 else self.parts, ids)
 
@@ -159,24 +164,26 @@ class KVCache:
 
         block_ids: int64 [num_ids]; staging: uint8 [num_ids, num_block_bytes], contiguous, a row for each block.
         """
-        ids = block_ids.to(staging.device)
+        ids = to_device(block_ids, staging.device)
         if self.copies_by_kernel:
             from kvblocks.kernels import copy  # needs triton
 
             copy.gather_blocks(self._copy_table, ids, staging)
         else:
-            found = [part.index_select(0, ids).flatten(1).view(torch.uint8) for part in self.parts]
+            parts = map(reference.as_indexed, self.parts)
+            found = [part.index_select(0, ids).flatten(1).view(torch.uint8) for part in parts]
             torch.cat(found, dim=1, out=staging)
 
     def scatter_blocks(self, block_ids: Tensor, staging: Tensor) -> None:
         """Copy what `gather_blocks` copied back, into blocks that may be others. Each id at most once."""
-        ids = block_ids.to(staging.device)
+        ids = to_device(block_ids, staging.device)
         if self.copies_by_kernel:
             from kvblocks.kernels import copy  # needs triton
 
             copy.scatter_blocks(self._copy_table, ids, staging)
             return
-        for part, given in zip(self.parts, staging.chunk(len(self.parts), dim=1), strict=True):
+        parts = map(reference.as_indexed, self.parts)
+        for part, given in zip(parts, staging.chunk(len(self.parts), dim=1), strict=True):
             part.index_copy_(0, ids, given.contiguous().view(part.dtype).view(len(ids), *part.shape[1:]))
 
     @cached_property
@@ -211,6 +218,31 @@ class StepAttention(Protocol):
         """Attention of all the batch's rows, in its order: [num_tokens, num_heads, head_dim] to the same shape."""
 
 
+@dataclass(frozen=True)
+class HeadAngles:
+    """What becomes of a part's heads before they are stored: how they are normed, or None, and how turned.
+
+    norm: [num_heads + num_kv_heads, head_dim], of queries and K; eps: its; positions: int64 [num_rows].
+    """
+
+    rope: RopeTable
+    positions: Tensor
+    norm: Tensor | None
+    eps: float
+
+
+@runtime_checkable
+class PlacingStep(Protocol):
+    """A `StepAttention` that takes heads as the matrix product gives them."""
+
+    def place(self, layer: int, heads: Tensor, angles: HeadAngles, slot_mapping: Tensor) -> Tensor:
+        """Norm and turn the heads of queries and K, write K and V to their slots, and return the queries.
+
+        heads: [num_rows, num_heads + 2 * num_kv_heads, head_dim], of queries, K and V; slot_mapping: as in `store`.
+        Returns [num_rows, num_heads, head_dim], new. Changes the cache.
+        """
+
+
 class AttentionBackend(Protocol):
     """A way to compute paged attention. `is_tiled`: a row's bits depend on its own sequence and position only."""
 
@@ -220,6 +252,9 @@ class AttentionBackend(Protocol):
 
     def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
         """Prepare one step. The result is good for this batch only."""
+
+    def row_ops(self, config: ModelConfig) -> RowOps:
+        """What computes a model's rows between its products, where this attention runs."""
 
 
 Planner = Callable[[Tensor, Tensor, Tensor, int, int | None], reference.AttentionPlan]
@@ -236,11 +271,25 @@ class _PlannedStep:
     stores: dict[int, tuple[Tensor, reference.StorePlan]] = field(default_factory=dict)
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        scales = self.kv_cache.scales
+        if scales is not None:
+            key, value = (
+                rows / of[layer][:, None].to(rows.dtype) for rows, of in ((key, scales.keys), (value, scales.values))
+            )
         reference.store_planned(key, value, *self.kv_cache.slots[layer], self._plan_store(slot_mapping))
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
         keys, values = self.kv_cache.slots[layer]
-        return reference.attend(self._plan(how), query, keys, values, scale=how.scale, softcap=how.softcap)
+        scales, plan = self.kv_cache.scales, self._plan(how)
+        if scales is None:
+            return reference.attend(plan, query, keys, values, scale=how.scale, softcap=how.softcap)
+        # Of the heads of queries that share one of K: powers of 2, so no bit is lost by where they are multiplied.
+        shared = query.shape[1] // keys.shape[1]
+        key_scale, value_scale = (
+            of[layer].repeat_interleave(shared)[:, None].to(query.dtype) for of in (scales.keys, scales.values)
+        )
+        attended = reference.attend(plan, query * key_scale, keys, values, scale=how.scale, softcap=how.softcap)
+        return attended * value_scale
 
     def _plan(self, how: LayerAttention) -> reference.AttentionPlan:
         kind = how.group, how.window
@@ -269,6 +318,10 @@ class TorchAttention:
     def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
         """Plan the step. O(tokens in context), once for every window that the model has."""
         return _PlannedStep(batch, kv_cache, reference.plan_tiled if self.is_tiled else reference.plan_paged)
+
+    def row_ops(self, config: ModelConfig) -> RowOps:
+        """Plain torch too."""
+        return TorchRows(config)
 
 
 @dataclass(frozen=True)

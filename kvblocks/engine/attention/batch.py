@@ -63,6 +63,11 @@ class SequenceRows:
         """Tokens in context once the step has run."""
         return self.start + len(self.token_ids)
 
+    @property
+    def positions(self) -> range:
+        """Where the tokens stand."""
+        return range(self.start, self.seq_len)
+
 
 @dataclass(frozen=True)
 class StepShape:
@@ -128,18 +133,13 @@ class StepBatch:
         query_start = [0, *accumulate(lengths)]
         if query_start[-1] == 0:
             raise InvalidArgumentError(f"expected a step of at least one token, got {len(rows)} sequences without any")
-        tables = [_block_table(rows, block_size, group) for group in range(1 + max(num_others))]
-        starts = torch.tensor([sequence.start for sequence in rows])
-        readonly = torch.tensor([sequence.num_readonly_tokens for sequence in rows])
-        owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))
-        positions = torch.arange(query_start[-1]) + (starts - torch.tensor(query_start[:-1]))[owner]
-        columns, offsets, is_readonly = positions // block_size, positions % block_size, positions < readonly[owner]
-        slots = [table[owner, columns].long() * block_size + offsets for table in tables]
+        groups = range(1 + max(num_others))
+        positions = [position for sequence in rows for position in sequence.positions]
         return cls(
             token_ids=torch.tensor([t for sequence in rows for t in sequence.token_ids]).to(device),
-            positions=positions.to(device),
-            slot_mappings=tuple(torch.where(is_readonly, -1, own).to(device) for own in slots),
-            block_tables=tuple(table.to(device) for table in tables),
+            positions=torch.tensor(positions).to(device),
+            slot_mappings=tuple(torch.tensor(_slots(rows, block_size, group)).to(device) for group in groups),
+            block_tables=tuple(_block_table(rows, block_size, group).to(device) for group in groups),
             query_start=torch.tensor(query_start, dtype=torch.int32).to(device),
             seq_lens=torch.tensor([sequence.seq_len for sequence in rows], dtype=torch.int32).to(device),
             logits_rows=torch.tensor(
@@ -148,6 +148,18 @@ class StepBatch:
             ).to(device),
             shape=StepShape.of(rows),
         )
+
+
+def _slots(rows: Sequence[SequenceRows], block_size: int, group: int) -> list[int]:
+    """The slot of every row in a group, or -1. In a list: for few rows, calls of tensors' operations take longer."""
+    slots: list[int] = []
+    for sequence in rows:
+        block_ids = sequence.block_tables[group]
+        for position in sequence.positions:
+            column, offset = divmod(position, block_size)
+            is_stored = position >= sequence.num_readonly_tokens
+            slots.append(block_ids[column] * block_size + offset if is_stored else -1)
+    return slots
 
 
 def _block_table(rows: Sequence[SequenceRows], block_size: int, group: int) -> Tensor:

@@ -8,16 +8,20 @@ Invariant: a group's blocks are full, and computed, in every step for which its 
 lists (see `resident_table`), whose sequences are as long as the group's stretch at least.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from kvblocks.core.sequence import Sequence
 from kvblocks.engine.attention.attention import KVCache, StepAttention
 from kvblocks.engine.attention.batch import StepBatch
+from kvblocks.engine.sampling.weights import to_device
 from kvblocks.kernels.runs import SharedRun, SharedRuns
-from kvblocks.kernels.table import CASCADE, CascadeThreshold
+from kvblocks.kernels.table import CASCADE, CascadeThreshold, read_bytes_per_microsecond
 from kvblocks.observe.shared_prefixes import SharedPrefix
 
 
@@ -28,11 +32,75 @@ class FindGroups(Protocol):
         """Return the groups, parents before children, whose stretches are of at least so many blocks."""
 
 
+BeginCascade = Callable[[StepBatch, KVCache, SharedRuns], StepAttention]
+"""Begins a decode step whose sequences share runs."""
+
+MAX_LEVELS = 4
+"""Levels of nested groups for which buckets have room: as many as one merge reads at once."""
+
+
+@dataclass(frozen=True)
+class RunBucket:
+    """The room for the runs of a captured step: a CUDA graph has the same tensors, and so many launches, each time.
+
+    Groups of at least two are nested or apart, so that there are fewer of them than rows. Padding is groups without
+    members: they have no tiles, and a kernel's grid doesn't depend on them.
+    """
+
+    num_rows: int
+    num_groups: int
+    num_members: int
+    num_levels: int = MAX_LEVELS
+
+    @classmethod
+    def of(cls, num_rows: int) -> "RunBucket":
+        """The bucket of steps that are padded to so many sequences."""
+        return cls(num_rows, num_rows, MAX_LEVELS * num_rows)
+
+    def holds(self, runs: SharedRuns) -> bool:
+        """Whether there is room for these."""
+        return (
+            len(runs.num_shared) <= self.num_rows
+            and runs.num_groups <= self.num_groups
+            and len(runs.members) <= self.num_members
+            and runs.num_levels <= self.num_levels
+        )
+
+    @property
+    def num_values(self) -> int:
+        """Numbers of the vector that `pack` makes. All of them 0: there are no runs."""
+        return sum(self._sizes)
+
+    def pack(self, runs: SharedRuns) -> Tensor:
+        """The runs with padding as one int32 vector on the CPU, where they are too."""
+        vector = torch.zeros(self.num_values, dtype=torch.int32)
+        padded = self.split(vector)
+        for own, whole in zip(_tensors(runs), _tensors(padded), strict=True):
+            whole[: len(own)] = own
+        padded.group_start[len(runs.group_start) :] = len(runs.members)
+        return vector
+
+    def split(self, vector: Tensor) -> SharedRuns:
+        """What `pack` packed: parts of `vector`."""
+        members, group_start, run_start, run_stop, level, num_shared = vector.split(self._sizes)
+        return SharedRuns(members, group_start, run_start, run_stop, level, num_shared, self.num_levels)
+
+    @property
+    def _sizes(self) -> list[int]:
+        groups = self.num_groups
+        return [self.num_members, groups + 1, groups, groups, groups, self.num_rows]
+
+
+def _tensors(runs: SharedRuns) -> tuple[Tensor, ...]:
+    return runs.members, runs.group_start, runs.run_start, runs.run_stop, runs.level, runs.num_shared
+
+
 class CascadePlanner:
     """Finds the shared runs of decode steps, for a `TritonAttention` that isn't batch-invariant.
 
-    group: the KV-cache group whose blocks `find_groups` speaks of, the manager's primary one. Reads: num_transfers, how
-    often it brought runs to the device.
+    group: the KV-cache group whose blocks `find_groups` speaks of, the manager's primary one. token_bytes: of K and V
+    of a token in a layer; 0: what launches cost doesn't count. Reads: num_transfers, how often it brought runs to the
+    device; packed: the last plan's runs as its bucket packs them, or None.
     """
 
     def __init__(
@@ -42,8 +110,11 @@ class CascadePlanner:
         device: torch.device,
         threshold: CascadeThreshold = CASCADE,
         group: int = 0,
+        token_bytes: int = 0,
     ) -> None:
         self.num_transfers = 0
+        self.packed: Tensor | None = None
+        self._token_bytes = token_bytes
         self._group = group
         self.threshold = threshold
         self._find_groups = find_groups
@@ -54,11 +125,12 @@ class CascadePlanner:
         self._num_shared: list[int] = []
         self._runs: SharedRuns | None = None
 
-    def plan(self, sequences: Items[Sequence]) -> SharedRuns | None:
+    def plan(self, sequences: Items[Sequence], bucket: RunBucket | None = None) -> SharedRuns | None:
         """Return what the sequences of a decode step share, in their order, if reading it once is worth it.
 
-        Their slots are allocated. Changes nothing but this object. O(sequences), and what `shared_prefixes` takes when
-        the batch is another than in the last call.
+        Their slots are allocated. bucket: of the step, if steps without shared runs are captured; runs that it holds
+        are padded to it. Changes nothing but this object. O(sequences), and what `shared_prefixes` takes when the batch
+        is another than in the last call.
         """
         tables = [sequence.block_ids for sequence in sequences]
         if not self._is_as_before(tables, sequences):
@@ -68,11 +140,34 @@ class CascadePlanner:
             for group in groups:
                 for member in group.members:
                     self._num_shared[member] = (group.start_block + group.num_blocks) * self._block_size
-            num_saved = sum((len(group.members) - 1) * group.num_tokens for group in groups)
-            num_read = sum(sequence.num_computed_tokens for sequence in sequences)
-            is_worth_it = bool(groups) and num_saved >= self.threshold.min_saved_share * num_read
-            self._runs = self._upload(groups, len(sequences)) if is_worth_it else None
+            self._runs, self.packed = None, None
+            if groups:
+                self._choose(groups, sequences, bucket)
         return self._runs
+
+    def _choose(self, groups: list[SharedPrefix], sequences: Items[Sequence], bucket: RunBucket | None) -> None:
+        """Bring the runs of at least one group to the device, as parts of one vector, if they are worth it."""
+        stretches: list[SharedRun] = [
+            (group.members, group.start_block, group.start_block + group.num_blocks) for group in groups
+        ]
+        runs = SharedRuns.build(stretches, len(sequences))
+        fits = bucket is not None and bucket.holds(runs)
+        num_saved = sum((len(group.members) - 1) * group.num_tokens for group in groups)
+        num_read = sum(sequence.num_computed_tokens for sequence in sequences)
+        is_alike = fits or bucket is None  # run as it would be without shared runs, captured or not
+        cost = self.threshold.captured_microseconds if is_alike else self.threshold.eager_microseconds
+        saved_microseconds = num_saved * self._token_bytes / read_bytes_per_microsecond(self._device)
+        if num_saved < self.threshold.min_saved_share * num_read or (self._token_bytes and saved_microseconds < cost):
+            return
+        self.num_transfers += 1
+        if bucket is not None and fits:
+            self.packed = to_device(bucket.pack(runs), self._device)
+            self._runs = bucket.split(self.packed)
+            return
+        parts = _tensors(runs)
+        vector = to_device(torch.cat(parts), self._device)
+        members, group_start, run_start, run_stop, level, num_shared = vector.split([len(part) for part in parts])
+        self._runs = SharedRuns(members, group_start, run_start, run_stop, level, num_shared, runs.num_levels)
 
     def begin(self, batch: StepBatch, kv_cache: KVCache, runs: SharedRuns) -> StepAttention:
         """Begin a decode step with what `plan` returned for it. Raises InvalidArgumentError for any other step."""
@@ -94,15 +189,3 @@ class CascadePlanner:
                 for sequence, num_shared in zip(sequences, self._num_shared, strict=True)
             )
         )
-
-    def _upload(self, groups: list[SharedPrefix], num_seqs: int) -> SharedRuns:
-        """The runs on the device, as parts of one vector."""
-        stretches: list[SharedRun] = [
-            (group.members, group.start_block, group.start_block + group.num_blocks) for group in groups
-        ]
-        runs = SharedRuns.build(stretches, num_seqs)
-        parts = (runs.members, runs.group_start, runs.run_start, runs.run_stop, runs.level, runs.num_shared)
-        vector = torch.cat(parts).to(self._device)
-        self.num_transfers += 1
-        members, group_start, run_start, run_stop, level, num_shared = vector.split([len(part) for part in parts])
-        return SharedRuns(members, group_start, run_start, run_stop, level, num_shared, runs.num_levels)

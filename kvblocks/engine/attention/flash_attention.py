@@ -5,7 +5,7 @@ step goes to `flash_attn_with_kvcache`, which splits long contexts; any other to
 are cumulative. Both are called for K and V that are stored already.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerAttention
+from kvblocks.engine.model.layers import RowOps, TorchRows
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels import reference
 
@@ -37,18 +38,30 @@ class FlashAttention:
         key_start = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         return _FlashStep(self.flash_attn, batch, kv_cache, key_start)
 
+    def row_ops(self, config: ModelConfig) -> RowOps:
+        """Plain torch: who has this package may not have triton."""
+        return TorchRows(config)
+
 
 @dataclass(frozen=True)
 class _FlashStep:
-    """A step. key_start: int32 [num_seqs + 1], the sums of the lengths before each sequence, and of all."""
+    """A step. key_start: int32 [num_seqs + 1], the sums of the lengths before each sequence, and of all.
+
+    stores: by the identity of a slot mapping, which is kept so that it stays its own: where its rows go.
+    """
 
     flash_attn: Any
     batch: StepBatch
     kv_cache: KVCache
     key_start: Tensor
+    stores: dict[int, tuple[Tensor, reference.UnreadStorePlan]] = field(default_factory=dict)
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        reference.store(key, value, *self.kv_cache.rows[layer], self.kv_cache.row_slots(slot_mapping))
+        known = self.stores.get(id(slot_mapping))
+        if known is None:
+            plan = reference.plan_store_unread(self.kv_cache.row_slots(slot_mapping))
+            known = self.stores[id(slot_mapping)] = slot_mapping, plan
+        reference.store_unread(key, value, *self.kv_cache.slots[layer], known[1])
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
         keys, values, batch = self.kv_cache.keys[layer], self.kv_cache.values[layer], self.batch

@@ -23,18 +23,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvblocks.engine.attention.attention import KVCache, StepAttention
+from kvblocks.engine.attention.attention import HeadAngles, KVCache, StepAttention
 from kvblocks.engine.attention.batch import StepBatch
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerAttention
+from kvblocks.engine.model.layers import RowOps, TorchRows
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.kernels.cascade import OwnParts, cascade_decode, own_parts
 from kvblocks.kernels.compiling import compile_seconds
 from kvblocks.kernels.decode import decode, share_decodes
 from kvblocks.kernels.extend import extend, share_rows
 from kvblocks.kernels.launching import Shares
-from kvblocks.kernels.layout import BLOCK_SIZES, HEAD_DIMS, QUERY_DTYPES, is_interpreted
+from kvblocks.kernels.layout import (
+    BLOCK_SIZES,
+    HEAD_DIMS,
+    QUERY_DTYPES,
+    KernelArgumentError,
+    check_fp8_device,
+    is_interpreted,
+)
 from kvblocks.kernels.prefix_decode import share_runs
+from kvblocks.kernels.rows import MAX_COLUMNS, Turn, add_norm, gate, norm, place
 from kvblocks.kernels.runs import SharedRuns
 from kvblocks.kernels.store import store
 
@@ -54,6 +63,10 @@ class TritonAttention:
         rest = batch.query_start[num_decodes:] - num_decodes if num_decodes else batch.query_start
         return _TritonStep(batch, kv_cache, num_decodes, rest, self.is_tiled)
 
+    def row_ops(self, config: ModelConfig) -> RowOps:
+        """Kernels, or plain torch for rows that are too wide for them."""
+        return TritonRows(config) if config.hidden_size <= MAX_COLUMNS else TorchRows(config)
+
     def begin_cascade(self, batch: StepBatch, kv_cache: KVCache, runs: SharedRuns, group: int = 0) -> StepAttention:
         """Prepare a decode step whose sequences share `runs` of blocks, each of them read once. O(1), one launch.
 
@@ -72,6 +85,25 @@ class TritonAttention:
 
 
 @dataclass(frozen=True)
+class TritonRows:
+    """What lies between a model's products, one launch each."""
+
+    config: ModelConfig
+
+    def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """As `RowOps` says."""
+        return norm(rows, weight, self.config.rms_norm_eps)
+
+    def add(self, hidden: Tensor, added: Tensor, output_norm: Tensor | None, next_norm: Tensor | None) -> Tensor | None:
+        """As `RowOps` says."""
+        return add_norm(hidden, added, self.config.rms_norm_eps, output_norm=output_norm, weight=next_norm)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """As `RowOps` says."""
+        return gate(gate_up, self.config.architecture.activation)
+
+
+@dataclass(frozen=True)
 class _TritonStep:
     """A step. The first `num_decodes` sequences are decodes; `rest_start` are the first rows of the others.
 
@@ -86,37 +118,53 @@ class _TritonStep:
     shares: dict[tuple[str, int | None], Shares] = field(default_factory=dict, kw_only=True)
 
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        store(key, value, self.kv_cache.keys[layer], self.kv_cache.values[layer], slot_mapping)
+        caches = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        store(key, value, *caches, slot_mapping, **self._scales(layer))
+
+    def place(self, layer: int, heads: Tensor, angles: HeadAngles, slot_mapping: Tensor) -> Tensor:
+        rope = angles.rope
+        turn = Turn(rope.cos, rope.sin, angles.positions, angles.norm, angles.eps)
+        caches, scales = (self.kv_cache.keys[layer], self.kv_cache.values[layer]), self.kv_cache.scales
+        own = None if scales is None else (scales.keys[layer], scales.values[layer])
+        return place(heads, turn, caches, slot_mapping, own)
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
         caches = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         tables, seq_lens, num_decodes = self.batch.block_tables[how.group], self.batch.seq_lens, self.num_decodes
+        options = _options(how) | self._scales(layer)
         if num_decodes == seq_lens.shape[0]:
-            return self._decode((query, *caches, tables, seq_lens), how)
+            return self._decode((query, *caches, tables, seq_lens), options)
         if not num_decodes:
-            return self._extend((query, *caches, tables, seq_lens), how)
+            return self._extend((query, *caches, tables, seq_lens), options)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decodes, rest = slice(None, num_decodes), slice(num_decodes, None)
-        self._decode((query[decodes], *caches, tables[decodes], seq_lens[decodes]), how, output[decodes])
-        output[rest] = self._extend((query[rest], *caches, tables[rest], seq_lens[rest]), how)
+        self._decode((query[decodes], *caches, tables[decodes], seq_lens[decodes]), options, output[decodes])
+        self._extend((query[rest], *caches, tables[rest], seq_lens[rest]), options, output[rest])
         return output
 
-    def _decode(self, tensors: _Tensors, how: LayerAttention, output: Tensor | None = None) -> Tensor:
+    def _decode(self, tensors: _Tensors, options: dict[str, Any], output: Tensor | None = None) -> Tensor:
         query, keys, *_, seq_lens = tensors
-        kind = "decodes", how.window
+        window = options["window"]
+        kind = "decodes", window
         if kind not in self.shares:
-            self.shares[kind] = share_decodes(query, keys, seq_lens, window=how.window)
-        return decode(*tensors, output=output, shares=self.shares[kind], **_options(how))[0]
+            self.shares[kind] = share_decodes(query, keys, seq_lens, window=window)
+        return decode(*tensors, output=output, shares=self.shares[kind], **options)[0]
 
-    def _extend(self, tensors: _Tensors, how: LayerAttention) -> Tensor:
+    def _extend(self, tensors: _Tensors, options: dict[str, Any], output: Tensor | None = None) -> Tensor:
         query, keys, values, tables, seq_lens = tensors
-        kind = "rows", how.window
+        window = options["window"]
+        kind = "rows", window
         start, is_fixed = self.rest_start, self.batch_invariant
         if kind not in self.shares:
             rows = (query, keys, start, seq_lens)
-            self.shares[kind] = share_rows(*rows, window=how.window, batch_invariant=is_fixed)
-        options = _options(how) | {"batch_invariant": is_fixed, "shares": self.shares[kind]}
-        return extend(query, keys, values, tables, start, seq_lens, **options)[0]
+            self.shares[kind] = share_rows(*rows, window=window, batch_invariant=is_fixed)
+        how = options | {"batch_invariant": is_fixed, "shares": self.shares[kind], "output": output}
+        return extend(query, keys, values, tables, start, seq_lens, **how)[0]
+
+    def _scales(self, layer: int) -> dict[str, Tensor]:
+        """What K and V in 8 bits are multiplied with, as the kernels take it."""
+        scales = self.kv_cache.scales
+        return {} if scales is None else {"k_scale": scales.keys[layer], "v_scale": scales.values[layer]}
 
 
 @dataclass(frozen=True)
@@ -138,7 +186,7 @@ class _CascadeStep(_TritonStep):
         if ("runs", None) not in self.shares:
             self.shares["runs", None] = share_runs(query, keys, self.runs)
             self.shares["own", None] = share_decodes(query, keys, self.own.seq_lens)
-        options: dict[str, Any] = {"scale": how.scale, "softcap": how.softcap}
+        options: dict[str, Any] = {"scale": how.scale, "softcap": how.softcap} | self._scales(layer)
         options["shares"] = self.shares["runs", None], self.shares["own", None]
         return cascade_decode(query, keys, values, self.own, tables, self.runs, **options)[0]
 
@@ -166,6 +214,14 @@ def check_supported(config: ModelConfig, block_size: int, dtype: torch.dtype, de
             raise InvalidArgumentError(
                 f"attention='triton': expected {name} among {choices}, got {got}; attention='torch' takes any"
             )
+
+
+def check_8_bit(device: torch.device) -> None:
+    """Raise InvalidArgumentError for a device that can't convert e4m3."""
+    try:
+        check_fp8_device(device)
+    except KernelArgumentError as error:
+        raise InvalidArgumentError(f"kv_cache_dtype='fp8_e4m3': {error}; attention='torch' takes any device") from error
 
 
 def _options(how: LayerAttention) -> dict[str, Any]:

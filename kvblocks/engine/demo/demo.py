@@ -26,6 +26,15 @@ BLOCK_SIZE = 16
 MAX_TOKENS = 48
 
 
+@dataclass(frozen=True, slots=True)
+class DemoCache:
+    """The KV cache of the demo's engines, as `Engine` takes it. prefix_caching: whether the second one caches."""
+
+    num_blocks: int | None = None
+    prefix_caching: bool = True
+    eviction: str | None = None
+
+
 @dataclass(frozen=True)
 class DemoRequest:
     """One request of the demo, computed without (cold) and with (warm) caching."""
@@ -82,9 +91,18 @@ class DemoReport:
 
 
 def run_demo(
-    model: LoadedModel, console: Console, *, script: DemoScript = SUPPORT_DESK, max_tokens: int = MAX_TOKENS
+    model: LoadedModel,
+    console: Console,
+    *,
+    script: DemoScript = SUPPORT_DESK,
+    max_tokens: int = MAX_TOKENS,
+    cache: DemoCache | None = None,
 ) -> DemoReport:
-    """Run the demo and show it on `console`. Raises ModelError if the model has no chat template."""
+    """Run the demo and show it on `console`.
+
+    Raises ModelError if the model has no chat template, and what `Engine` and `generate` say of the cache.
+    """
+    cache = cache or DemoCache()
     if model.tokenizer is None or not model.tokenizer.has_chat_template:
         raise ModelError("expected a model with a tokenizer and a chat template, got one without: the demo is a chat")
     num_shared = len(model.tokenizer.encode(script.system_prompt))
@@ -93,15 +111,23 @@ def run_demo(
         f" {num_shared} tokens. Answers are cut after {max_tokens} tokens. Torch threads: {torch.get_num_threads()}."
     )
     passes = []
-    for caching in (False, True):
-        console.rule(f"{'With' if caching else 'Without'} prefix caching")
-        engine = Engine(model, block_size=BLOCK_SIZE, enable_prefix_caching=caching, deterministic=True)
+    second = "With prefix caching" if cache.prefix_caching else "Without prefix caching, again"
+    for title, caching in (("Without prefix caching", False), (second, cache.prefix_caching)):
+        console.rule(title)
+        engine = Engine(
+            model,
+            num_blocks=cache.num_blocks,
+            block_size=BLOCK_SIZE,
+            enable_prefix_caching=caching,
+            deterministic=True,
+            eviction=cache.eviction,
+        )
         engine.generate([[0] * 2 * BLOCK_SIZE], max_tokens=2, ignore_eos=True)
         engine.manager.reset_prefix_cache()
         passes.append(_answer_all(engine, model.tokenizer, script, console, max_tokens))
     names = [*(f"customer {number}" for number in range(1, len(script.questions) + 1)), "customer 1 again"]
     report = DemoReport(tuple(map(DemoRequest, names, *passes)))
-    _show(report, console)
+    _show(report, console, f"Without -> {second[0].lower()}{second[1:]}")
     return report
 
 
@@ -137,9 +163,9 @@ def _answer(engine: Engine, prompt: list[int], chat: list[Message], console: Con
     return completion
 
 
-def _show(report: DemoReport, console: Console) -> None:
+def _show(report: DemoReport, console: Console, title: str) -> None:
     """The table and the verdict."""
-    table = Table(title="Without -> with prefix caching")
+    table = Table(title=title)
     table.add_column("request")
     for heading in ("prompt\ntokens", "cached\ntokens", "computed\ntokens", "time to first\ntoken, s", "ratio"):
         table.add_column(heading, justify="right")

@@ -9,6 +9,8 @@ and an element's path (vector or scalar, whose bits differ) depends on its colum
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,54 +28,95 @@ Weights are as `products.pack` returned them.
 """
 
 
+class RowOps(Protocol):
+    """What is computed between the matrix products."""
+
+    def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm over the last dimension, in float32 whatever the dtype. Returns a new tensor."""
+
+    def add(self, hidden: Tensor, added: Tensor, output_norm: Tensor | None, next_norm: Tensor | None) -> Tensor | None:
+        """Add `added`, or its norm, to `hidden`, which it changes; return the norm of that, None without a next one."""
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """The MLP's activation of the first half of the columns, times the second. Returns a new tensor."""
+
+
 @dataclass(frozen=True)
-class DecoderLayers:
-    """The row-wise functions of a model. `linear` is the matrix product they use."""
+class TorchRows:
+    """`RowOps` in plain torch, on any device."""
 
     config: ModelConfig
-    linear: Linear = product
 
-    def project(self, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, the first two rotated to their positions.
+    @cached_property
+    def _epsilon(self) -> Tensor:
+        """The norms' epsilon as a tensor on the CPU: a number in its place would be made one in every call."""
+        return torch.tensor(self.config.rms_norm_eps)
 
-        hidden: [num_rows, hidden]; cos, sin: [num_rows, 1, head_dim], the rows' angles, see `rope.rotate`. Returns
-        [num_rows, num_heads, head_dim] and twice [num_rows, num_kv_heads, head_dim]. Changes nothing.
-        """
-        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-        heads = self.linear(self._norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
-        heads = heads.view(-1, num_heads + 2 * num_kv_heads, self.config.head_dim)
-        turned, value = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
-        turned = rotate(turned if layer.qk_norm is None else self._norm(turned, layer.qk_norm), cos, sin)
-        query, key = turned.split((num_heads, num_kv_heads), 1)
-        return query, key, value
-
-    def mix(self, layer: LayerWeights, hidden: Tensor, attended: Tensor) -> None:
-        """Add the attention's output projection and the MLP to `hidden`.
-
-        hidden: [num_rows, hidden]; attended: [num_rows, num_heads, head_dim]. Changes `hidden`.
-        """
-        added = self.linear(attended.flatten(1), layer.output, layer.output_bias)
-        hidden += added if layer.attention_output_norm is None else self._norm(added, layer.attention_output_norm)
-        normed = self._norm(hidden, layer.mlp_norm)
-        gate, up = self.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        added = self.linear(self._activate(gate).mul_(up), layer.down, layer.down_bias)
-        hidden += added if layer.mlp_output_norm is None else self._norm(added, layer.mlp_output_norm)
-
-    def logits(self, weights: ModelWeights, hidden: Tensor) -> Tensor:
-        """float32 [num_rows, vocab] of `hidden` [num_rows, hidden]. Changes nothing."""
-        logits = self.linear(self._norm(hidden, weights.final_norm), weights.lm_head, None).float()
-        cap = self.config.logits_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-    def _activate(self, gate: Tensor) -> Tensor:
-        """The MLP's activation. Returns a new tensor."""
-        return F.silu(gate) if self.config.architecture.activation == "silu" else F.gelu(gate, approximate="tanh")
-
-    def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm over the last dimension, in float32 whatever the dtype. Returns a new tensor."""
-        if rows.is_cpu and rows.dtype == weight.dtype == torch.float32:  # the same sums, in fewer calls
-            normed = F.rms_norm(rows, rows.shape[-1:], None, self.config.rms_norm_eps)
-            return normed.mul_(weight)
+    def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """As `RowOps` says."""
+        if rows.is_cpu and rows.dtype == weight.dtype == torch.float32:  # the same, in fewer calls
+            root = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+            scale = torch.addcmul(self._epsilon, root, root, value=1 / rows.shape[-1]).rsqrt_()
+            return (rows * scale).mul_(weight)
         precise = rows.float()
         scale = torch.rsqrt(precise.pow(2).mean(-1, keepdim=True).add_(self.config.rms_norm_eps))
         return (precise * scale).to(weight.dtype).mul_(weight).to(rows.dtype)
+
+    def add(self, hidden: Tensor, added: Tensor, output_norm: Tensor | None, next_norm: Tensor | None) -> Tensor | None:
+        """As `RowOps` says."""
+        hidden += added if output_norm is None else self.norm(added, output_norm)
+        return None if next_norm is None else self.norm(hidden, next_norm)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """As `RowOps` says."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        is_silu = self.config.architecture.activation == "silu"
+        return (F.silu(gate) if is_silu else F.gelu(gate, approximate="tanh")).mul_(up)
+
+
+class DecoderLayers:
+    """The row-wise functions of a model. `linear` is the matrix product they use, `ops` what lies between; None: torch.
+
+    A layer's rows come normed to it: by `norm` to the first, and by `mix` of the layer before to the others.
+    """
+
+    def __init__(self, config: ModelConfig, linear: Linear = product, ops: RowOps | None = None) -> None:
+        self.config = config
+        self.linear = linear
+        self._ops: RowOps = TorchRows(config) if ops is None else ops
+        self.norm = self._ops.norm
+
+    def heads(self, layer: LayerWeights, normed: Tensor) -> Tensor:
+        """The heads of queries, of K and of V: [num_rows, num_heads + 2 * num_kv_heads, head_dim]. Changes nothing."""
+        num_heads = self.config.num_heads + 2 * self.config.num_kv_heads
+        return self.linear(normed, layer.qkv, layer.qkv_bias).view(-1, num_heads, self.config.head_dim)
+
+    def turn(self, layer: LayerWeights, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of `heads`, the first two normed, if the model does, and rotated to their positions.
+
+        cos, sin: [num_rows, 1, head_dim], the rows' angles, see `rope.rotate`. Returns [num_rows, num_heads, head_dim]
+        and twice [num_rows, num_kv_heads, head_dim]. Changes nothing.
+        """
+        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
+        turned, value = heads.split_with_sizes((num_heads + num_kv_heads, num_kv_heads), 1)
+        turned = rotate(turned if layer.qk_norm is None else self._ops.norm(turned, layer.qk_norm), cos, sin)
+        query, key = turned.split_with_sizes((num_heads, num_kv_heads), 1)
+        return query, key, value
+
+    def mix(self, layer: LayerWeights, hidden: Tensor, attended: Tensor, next_norm: Tensor | None) -> Tensor | None:
+        """Add the attention's output projection and the MLP to `hidden`, which it changes.
+
+        hidden: [num_rows, hidden]; attended: [num_rows, num_heads, head_dim]; next_norm: that of the next layer's
+        input. Returns the rows that it makes, [num_rows, hidden]; None behind the last layer.
+        """
+        added = self.linear(attended.flatten(1), layer.output, layer.output_bias)
+        normed = self._ops.add(hidden, added, layer.attention_output_norm, layer.mlp_norm)
+        assert normed is not None  # there is an mlp_norm
+        gated = self._ops.gate(self.linear(normed, layer.gate_up, layer.gate_up_bias))
+        return self._ops.add(hidden, self.linear(gated, layer.down, layer.down_bias), layer.mlp_output_norm, next_norm)
+
+    def logits(self, weights: ModelWeights, hidden: Tensor) -> Tensor:
+        """float32 [num_rows, vocab] of `hidden` [num_rows, hidden]. Changes nothing."""
+        logits = self.linear(self._ops.norm(hidden, weights.final_norm), weights.lm_head, None).float()
+        cap = self.config.logits_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -5,11 +5,12 @@ refused at once. A tensor that the configuration doesn't know is refused too: ig
 runs and is wrong.
 
 Each tensor is copied out of the mapped file into memory of its own, which torch aligns; the deterministic modes' bits
-would otherwise hang on where a file happens to put a tensor.
+would otherwise hang on where a file happens to put a tensor. A file is mapped anew for each, and what was read of it is
+then nobody's: a process never has the weights twice.
 """
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,17 +50,16 @@ def load_weights(
     Raises ModelError if the folder or a file is missing or broken, a tensor is missing, unexpected, of a wrong shape
     or not floating point. O(bytes of the model).
     """
-    with ExitStack() as stack:
-        tensors = _find_tensors(_open_files(Path(path), stack), config)
-        _check(tensors, config)
-        reader = _Reader(tensors, config, dtype, torch.device(device))
-        embedding, lm_head = _read_vocabulary(reader)
-        return ModelWeights(
-            embedding=embedding,
-            layers=tuple(_read_layer(reader, index) for index in range(config.num_layers)),
-            final_norm=reader.read_norm(_FINAL_NORM),
-            lm_head=lm_head,
-        )
+    tensors = _find_tensors(_list_tensors(Path(path)), config)
+    _check(tensors, config)
+    reader = _Reader(tensors, config, dtype, torch.device(device))
+    embedding, lm_head = _read_vocabulary(reader)
+    return ModelWeights(
+        embedding=embedding,
+        layers=tuple(_read_layer(reader, index) for index in range(config.num_layers)),
+        final_norm=reader.read_norm(_FINAL_NORM),
+        lm_head=lm_head,
+    )
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -97,10 +97,12 @@ def _layer_norms(config: ModelConfig) -> Mapping[str, str]:
 
 
 class _Stored(NamedTuple):
-    """A tensor in an open file."""
+    """A tensor in a file: its name there, and what the file says of it."""
 
-    file: Any
+    path: Path
     name: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,9 @@ class _Reader:
         return torch.cat([query.expand(self.config.num_heads, -1), key.expand(self.config.num_kv_heads, -1)])
 
     def _load(self, name: str) -> Tensor:
-        file, stored_name = self.tensors[name]
-        loaded: Tensor = file.get_tensor(stored_name)
+        stored = self.tensors[name]
+        with _opened(stored.path) as file:
+            loaded: Tensor = file.get_tensor(stored.name)  # it keeps the mapping
         return loaded
 
 
@@ -183,20 +186,28 @@ def _read_layer(reader: _Reader, index: int) -> LayerWeights:
     )
 
 
-def _open_files(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Open the folder's safetensors for as long as `stack` lives: the open file of each tensor, by its name there."""
+def _list_tensors(folder: Path) -> list[_Stored]:
+    """What is in the folder's safetensors."""
     if not folder.is_dir():
         raise ModelError(f"expected a Hugging Face model folder, got {folder}, which is not a folder")
-    files: dict[str, Any] = {}
+    found: list[_Stored] = []
     for path in _weight_files(folder):
         if not path.is_file():
             raise ModelError(f"expected the weight file {path}, which the index names; got none")
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"expected safetensors in {path}, got: {error}") from error
-        files |= dict.fromkeys(file.keys(), file)
-    return files
+        with _opened(path) as file:
+            entries = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118  # it is no dict
+            found += [_Stored(path, name, tuple(entry.get_shape()), entry.get_dtype()) for name, entry in entries]
+    return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A mapped file of safetensors. Raises ModelError if it can't be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"expected safetensors in {path}, got: {error}") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -215,17 +226,17 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _find_tensors(files: Mapping[str, Any], config: ModelConfig) -> dict[str, _Stored]:
+def _find_tensors(found: Iterable[_Stored], config: ModelConfig) -> dict[str, _Stored]:
     """What the folder has for this model, by the names that `expected_shapes` uses."""
     tensors: dict[str, _Stored] = {}
-    for stored_name, file in files.items():
-        if stored_name.startswith(config.architecture.ignored_prefixes):
+    for stored in found:
+        if stored.name.startswith(config.architecture.ignored_prefixes):
             continue
-        name = stored_name
+        name = stored.name
         for prefix, ours in config.architecture.prefixes.items():
-            if stored_name.startswith(prefix):
-                name = ours + stored_name.removeprefix(prefix)
-        tensors[name] = _Stored(file, stored_name)
+            if stored.name.startswith(prefix):
+                name = ours + stored.name.removeprefix(prefix)
+        tensors[name] = stored
     return tensors
 
 
@@ -235,16 +246,15 @@ def _check(tensors: Mapping[str, _Stored], config: ModelConfig) -> None:
     missing = [name for name in shapes if name not in tensors]
     if missing:
         raise ModelError(f"expected the tensor {missing[0]} in the weights, got none ({len(missing)} missing in all)")
-    for name, (file, stored_name) in tensors.items():
+    for name, stored in tensors.items():
         if name not in shapes:
             # Old checkpoints store RoPE's frequencies, and some store the tied head: both repeat what we have.
             if name.endswith(".rotary_emb.inv_freq") or (name == _LM_HEAD and config.tie_word_embeddings):
                 continue
-            raise ModelError(f"expected no tensor {stored_name} with this configuration, got one")
-        entry = file.get_slice(stored_name)
-        if tuple(entry.get_shape()) != shapes[name]:
-            raise ModelError(f"expected {name} of shape {list(shapes[name])}, got {list(entry.get_shape())}")
-        if entry.get_dtype() not in _FLOAT_DTYPES:
+            raise ModelError(f"expected no tensor {stored.name} with this configuration, got one")
+        if stored.shape != shapes[name]:
+            raise ModelError(f"expected {name} of shape {list(shapes[name])}, got {list(stored.shape)}")
+        if stored.dtype not in _FLOAT_DTYPES:
             raise ModelError(
-                f"expected {name} in floating point ({', '.join(sorted(_FLOAT_DTYPES))}), got {entry.get_dtype()}"
+                f"expected {name} in floating point ({', '.join(sorted(_FLOAT_DTYPES))}), got {stored.dtype}"
             )

@@ -5,18 +5,22 @@ Kernels are imported only when they are chosen: the engine works without triton,
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from kvblocks.engine.attention.attention import AttentionBackend, TiledTorchAttention, TorchAttention
 from kvblocks.engine.attention.flash_attention import FlashAttention, load_flash_attention
+from kvblocks.engine.attention.kv_scales import E4M3, KVScales, is_8_bit
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.layer_attention import LayerLocation
+from kvblocks.engine.run.cache_plan import plan_cache
+from kvblocks.engine.run.calibration import calibrate
 from kvblocks.engine.run.determinism import choose_determinism
 from kvblocks.engine.run.forward import DecoderModel
 from kvblocks.engine.run.rows import NATURAL
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.errors import InvalidArgumentError
+from kvblocks.groups.plan import Plan
 from kvblocks.manager import KVCacheManager
 
 ATTENTIONS = ("auto", "triton", "torch", "flash-attn")
@@ -33,11 +37,32 @@ def watch_compiling(attention: AttentionBackend) -> AbstractContextManager[dict[
 
 @dataclass(frozen=True)
 class Backend:
-    """How a model is to be run. attention: one of ATTENTIONS. cuda_graphs: whether decode steps are captured."""
+    """How a model is to be run. attention: one of ATTENTIONS. cuda_graphs: whether decode steps are captured.
+
+    kv_cache_dtype: one of `kv_scales.NAMES`. scales: of K and V in 8 bits, what `prepared` found. Raises
+    InvalidArgumentError for another kv_cache_dtype.
+    """
 
     attention: str = "auto"
     deterministic: bool = False
     cuda_graphs: bool = True
+    kv_cache_dtype: str = "auto"
+    scales: KVScales | None = None
+
+    def __post_init__(self) -> None:
+        is_8_bit(self.kv_cache_dtype)
+
+    def prepared(self, model: LoadedModel, block_size: int) -> "Backend":
+        """This backend for a model: checked as by `choose_attention`, with the scales that K and V in 8 bits need.
+
+        Computes up to 512 tokens for them.
+        """
+        self.choose_attention(model, block_size)
+        return replace(self, scales=calibrate(model)) if is_8_bit(self.kv_cache_dtype) else self
+
+    def plan_cache(self, model: LoadedModel, block_size: int) -> Plan:
+        """As `cache_plan.plan_cache`, for what the cache holds."""
+        return plan_cache(model.config, block_size, E4M3 if is_8_bit(self.kv_cache_dtype) else model.dtype)
 
     def choose_attention(self, model: LoadedModel, block_size: int) -> AttentionBackend:
         """The attention for this model. Raises InvalidArgumentError and ModelError, saying what else there is."""
@@ -51,15 +76,19 @@ class Backend:
         if chosen == "flash-attn":
             if self.deterministic:
                 raise InvalidArgumentError("attention='flash-attn': expected deterministic=False, got True")
+            if is_8_bit(self.kv_cache_dtype):
+                raise InvalidArgumentError("attention='flash-attn': expected kv_cache_dtype='auto', got 8 bits")
             return load_flash_attention(model.config, block_size, model.dtype, model.device)
         if find_spec("triton") is None:
             raise ModelError(
                 "attention='triton': expected the package triton, got none: pip install 'kvblocks[engine,gpu]', or use"
                 " attention='torch'"
             )
-        from kvblocks.engine.attention.triton_attention import TritonAttention, check_supported
+        from kvblocks.engine.attention.triton_attention import TritonAttention, check_8_bit, check_supported
 
         check_supported(model.config, block_size, model.dtype, model.device)
+        if is_8_bit(self.kv_cache_dtype):
+            check_8_bit(model.device)
         return TritonAttention(is_tiled=self.deterministic)
 
     def make_runner(
@@ -76,7 +105,7 @@ class Backend:
             model.config, model.weights, strategy=strategy, attention=attention, layer_locations=layer_locations
         )
         if isinstance(attention, TorchAttention):
-            return ModelRunner(computed, manager.num_blocks, manager.block_size)
+            return ModelRunner(computed, manager.num_blocks, manager.block_size, scales=self.scales)
         return self._make_device_runner(computed, manager)
 
     def _make_device_runner(self, model: DecoderModel, manager: KVCacheManager) -> ModelRunner:
@@ -92,6 +121,10 @@ class Backend:
         # A cascade's bits follow from what is shared; layers with windows take no part in it. Prefixes are shared in
         # the primary group, the first one without a window.
         if full and not self.deterministic:
-            cascade = CascadePlanner(manager.shared_prefixes, manager.block_size, device, group=full[0])
+            config = model.config
+            width = 1 if self.scales is not None else model.weights.embedding.element_size()
+            token_bytes = 2 * config.num_kv_heads * config.head_dim * width
+            found = manager.shared_prefixes
+            cascade = CascadePlanner(found, manager.block_size, device, group=full[0], token_bytes=token_bytes)
         capture = GraphCapture() if device.type == "cuda" and self.cuda_graphs else None
-        return DeviceRunner(model, *sizes, capture=capture, cascade=cascade)
+        return DeviceRunner(model, *sizes, scales=self.scales, capture=capture, cascade=cascade)

@@ -3,13 +3,17 @@
 A decode step of a small model is hundreds of launches of little work each, and the host can't launch them as fast as a
 GPU runs them. So a step is captured once, as a graph, and replayed. A graph reads and writes the same memory each time:
 `DecodeStep` is a step over such memory, for a fixed number of sequences. Before a replay the step's columns are
-copied into it; block tables are the resident ones, which are where they are. Batches are padded to a power of 2 by
-sequences without tokens, whose slots are -1, so that few graphs serve all.
+copied into it, and its sequences' rows of the resident tables: so these may be anywhere, and may grow. Batches are
+padded to a power of 2 by sequences without tokens, whose slots are -1, so that few graphs serve all.
+
+A step whose sequences share prefixes is another graph over the same memory, beside which the runs lie, padded too: see
+`attention.cascade.RunBucket`. How work is shared out among programs follows from lengths on the device, and the number
+of programs is fixed, so there is nothing else to choose by.
 
 Capturing is a few lines at the end of this file: without a GPU the same steps run in the same buffers, uncaptured.
 
-Not captured, and run as any other step: those with shared prefixes, since their launches depend on how many groups,
-members and levels there are; and steps of more than MAX_BUCKET sequences, whose launches are large.
+Not captured, and run as any other step: those of more than MAX_BUCKET sequences, whose launches are large, and runs
+that no bucket holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +23,8 @@ import torch
 from torch import Tensor
 
 from kvblocks.engine.attention.attention import KVCache
-from kvblocks.engine.attention.batch import StepShape
+from kvblocks.engine.attention.batch import StepBatch, StepShape
+from kvblocks.engine.attention.cascade import BeginCascade, RunBucket
 from kvblocks.engine.run.forward import DecoderModel
 from kvblocks.engine.run.resident_table import ResidentTable
 from kvblocks.engine.run.step_upload import DECODE_COLUMNS, UploadedStep, lay_out
@@ -30,26 +35,43 @@ MAX_BUCKET = 512
 class DecodeStep:
     """One token of each of `num_seqs` sequences, in fixed buffers.
 
-    columns: int32 [DECODE_COLUMNS + num_groups, num_seqs], see `step_upload`; at first all are padding. The buffers are
-    those of `kv_cache` and of `tables` as they are now.
+    columns: int32 [DECODE_COLUMNS + num_groups, num_seqs], see `step_upload`; at first all are padding. block_tables:
+    of each group, int32 [num_seqs, max_blocks]. The other buffers are those of `kv_cache`.
     """
 
     def __init__(self, model: DecoderModel, kv_cache: KVCache, tables: Sequence[ResidentTable], num_seqs: int) -> None:
         device = tables[0].blocks.device
-        self.columns = torch.zeros(DECODE_COLUMNS + len(tables), num_seqs, dtype=torch.int32, device=device)
-        self.columns[DECODE_COLUMNS - 1] = 1
+        self.columns = torch.empty(DECODE_COLUMNS + len(tables), num_seqs, dtype=torch.int32, device=device)
+        self.clear()
+        self.block_tables = [
+            torch.zeros(num_seqs, table.blocks.shape[1], dtype=torch.int32, device=device) for table in tables
+        ]
         self._model = model
         self._kv_cache = kv_cache
-        self._tables = [table.blocks for table in tables]
         self._index = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+
+    def clear(self) -> None:
+        """Let all sequences be padding."""
+        self.columns.zero_()
+        self.columns[DECODE_COLUMNS - 1] = 1
+
+    def fill(self, columns: Tensor, tables: Sequence[ResidentTable]) -> None:
+        """Take over a step's columns, and its sequences' rows of the tables. Without a wait for the device."""
+        self.columns.copy_(columns)
+        for own, table, rows in zip(self.block_tables, tables, self.columns[DECODE_COLUMNS:], strict=True):
+            torch.index_select(table.blocks, 0, rows, out=own)
 
     def compute(self) -> Tensor:
         """Run the step on what the buffers hold: float32 logits [num_seqs, vocab]. Changes the cache.
 
         Without a wait for the device, so that it can be captured.
         """
+        batch = self.lay_out()
+        return self._model.compute(batch, self._model.attention.begin(batch, self._kv_cache))
+
+    def lay_out(self) -> StepBatch:
+        """The batch that the buffers hold."""
         num_seqs, block_size = self.columns.shape[1], self._kv_cache.block_size
-        max_seq_len = self._tables[0].shape[1] * block_size
         token_ids, seq_lens, num_readonly, *table_rows = self.columns.unbind(0)
         step = UploadedStep(
             token_ids=token_ids,
@@ -59,52 +81,99 @@ class DecodeStep:
             query_start=self._index,
             logits_rows=self._index[:-1],
             decode_columns=self.columns,
-            shape=StepShape(num_seqs, 1, max_seq_len),
+            shape=StepShape(num_seqs, 1, self.block_tables[0].shape[1] * block_size),
         )
-        batch = lay_out(step, self._tables, block_size)
-        return self._model.compute(batch, self._model.attention.begin(batch, self._kv_cache))
+        return lay_out(step, self.block_tables, block_size)
+
+
+class CascadeStep:
+    """A decode step whose sequences share runs of blocks: over the buffers of `step`, and one for the runs.
+
+    At first there are none. begin: `CascadePlanner.begin`.
+    """
+
+    def __init__(self, step: DecodeStep, model: DecoderModel, kv_cache: KVCache, begin: BeginCascade) -> None:
+        self.bucket = RunBucket.of(step.columns.shape[1])
+        self._step = step
+        self._model = model
+        self._kv_cache = kv_cache
+        self._begin = begin
+        self._vector = torch.zeros(self.bucket.num_values, dtype=torch.int32, device=step.columns.device)
+        self._filled: Tensor | None = None
+        self._runs = self.bucket.split(self._vector)
+
+    def fill(self, vector: Tensor) -> None:
+        """Take over runs, as `bucket.pack` packed them, unless they are those of the last time."""
+        if vector is not self._filled:
+            self._vector.copy_(vector)
+            self._filled = vector
+
+    def compute(self) -> Tensor:
+        """As `DecodeStep.compute`."""
+        batch = self._step.lay_out()
+        return self._model.compute(batch, self._begin(batch, self._kv_cache, self._runs))
 
 
 Replay = Callable[[], Tensor]
 """Runs a step on what its buffers hold, and returns its logits: good until the next replay of any step."""
-Capture = Callable[[DecodeStep], Replay]
+Capture = Callable[[DecodeStep | CascadeStep], Replay]
 
 
 class DecodeBuckets:
     """The decode steps of one model and cache by their size, made when they are first needed.
 
-    capture: what makes a step one that is replayed. Reads: num_replays.
+    capture: what makes a step one that is replayed; begin_cascade: `CascadePlanner.begin`, where there is one. Reads:
+    num_replays.
     """
 
     def __init__(
-        self, model: DecoderModel, kv_cache: KVCache, tables: Sequence[ResidentTable], capture: Capture
+        self,
+        model: DecoderModel,
+        kv_cache: KVCache,
+        tables: Sequence[ResidentTable],
+        capture: Capture,
+        begin_cascade: BeginCascade | None = None,
     ) -> None:
         self.num_replays = 0
         self._model = model
         self._kv_cache = kv_cache
         self._tables = tables
         self._capture = capture
-        self._captured = [table.blocks for table in tables]
-        self._steps: dict[int, tuple[DecodeStep, Replay]] = {}
+        self._begin_cascade = begin_cascade
+        self._steps: dict[int, DecodeStep] = {}
+        self._cascades: dict[int, CascadeStep] = {}
+        self._replays: dict[DecodeStep | CascadeStep, Replay] = {}
 
-    def run(self, columns: Tensor, num_seqs: int) -> Tensor:
+    def run(self, columns: Tensor, num_seqs: int, packed: Tensor | None = None) -> Tensor:
         """Run a decode step of `num_seqs` sequences, padded to a bucket: logits float32 [num_seqs, vocab].
 
-        columns: int32 [DECODE_COLUMNS + num_groups, bucket]. The logits are good until the next run. Changes the cache.
-        The first run of a bucket captures it; all are captured again after a resident table had to grow.
+        columns: int32 [DECODE_COLUMNS + num_groups, bucket]. packed: runs that the sequences share, as the bucket's
+        `RunBucket` packs them. The logits are good until the next run. Changes the cache. The first run of a bucket
+        captures it.
         """
-        present = [table.blocks for table in self._tables]
-        if any(captured is not blocks for captured, blocks in zip(self._captured, present, strict=True)):
-            self._captured = present
-            self._steps.clear()
-        bucket = columns.shape[1]
-        if bucket not in self._steps:
-            step = DecodeStep(self._model, self._kv_cache, self._tables, bucket)
-            self._steps[bucket] = step, self._capture(step)
-        step, replay = self._steps[bucket]
-        step.columns.copy_(columns)
+        step = self._step(columns.shape[1])
+        cascade = None if packed is None else self._cascade(step)
+        replayed = step if cascade is None else cascade
+        if replayed not in self._replays:
+            step.clear()  # capturing runs it, and what it was last filled with is another step's by now
+            self._replays[replayed] = self._capture(replayed)
+        step.fill(columns, self._tables)
+        if cascade is not None and packed is not None:
+            cascade.fill(packed)
         self.num_replays += 1
-        return replay()[:num_seqs]
+        return self._replays[replayed]()[:num_seqs]
+
+    def _step(self, bucket: int) -> DecodeStep:
+        if bucket not in self._steps:
+            self._steps[bucket] = DecodeStep(self._model, self._kv_cache, self._tables, bucket)
+        return self._steps[bucket]
+
+    def _cascade(self, step: DecodeStep) -> CascadeStep:
+        bucket = step.columns.shape[1]
+        if bucket not in self._cascades:
+            assert self._begin_cascade is not None
+            self._cascades[bucket] = CascadeStep(step, self._model, self._kv_cache, self._begin_cascade)
+        return self._cascades[bucket]
 
 
 def bucket_of(num_seqs: int) -> int | None:
@@ -112,7 +181,7 @@ def bucket_of(num_seqs: int) -> int | None:
     return None if num_seqs > MAX_BUCKET else 1 << (num_seqs - 1).bit_length()
 
 
-def run_in_place(step: DecodeStep) -> Replay:
+def run_in_place(step: DecodeStep | CascadeStep) -> Replay:
     """Replay a step by running it again: what there is without a GPU."""
     return step.compute
 
@@ -129,7 +198,7 @@ class GraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, step: DecodeStep) -> Replay:
+    def __call__(self, step: DecodeStep | CascadeStep) -> Replay:
         """Capture a step whose columns are all padding, so that running it changes nothing."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # of the device that is the current one now

@@ -9,6 +9,9 @@ index in it. On a GPU, whose libraries choose by the number of rows, `fixed64` i
 number of rows. If neither holds, `tile16` needs no such property and is chosen, if at least a row's bits don't depend
 on the numbers in other rows.
 
+The Triton kernels that take the place of torch's norms, gates and rotations on a GPU aren't asked: a program of theirs
+sees one row.
+
 What is left to trust: that a kernel's order of operations depends on shapes and alignment, not on the numbers; and
 that the layers, which have one shape, behave as the first one does.
 """
@@ -28,6 +31,9 @@ from kvblocks.engine.run.rows import FIXED64, PACKED2, PACKED16, TILE16, RowStra
 
 RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Takes tensors with the same number of rows, gives tensors with that number of rows."""
+
+ARITHMETIC = 2
+"""Goes up with each change of this package that gives rows other bits: what was kept before is then not used."""
 
 # Coprime to 16: moving a row on by 7, again and again, takes it to every index of a chunk.
 _MOVE = 7
@@ -88,12 +94,14 @@ def _row_functions(
         return values.to(weights.embedding.device, weights.embedding.dtype)
 
     def project(rows: Sequence[Tensor]) -> Sequence[Tensor]:
-        return layers.project(layer, *rows)
+        hidden, cos, sin = rows
+        return layers.turn(layer, layers.heads(layer, layers.norm(hidden, layer.input_norm)), cos, sin)
 
     def mix(rows: Sequence[Tensor]) -> Sequence[Tensor]:
         hidden, attended = rows[0].clone(), rows[1]
-        layers.mix(layer, hidden, attended)
-        return (hidden,)
+        normed = layers.mix(layer, hidden, attended, layer.input_norm)
+        assert normed is not None
+        return (hidden, normed)
 
     def logits(rows: Sequence[Tensor]) -> Sequence[Tensor]:
         return (layers.logits(weights, rows[0]),)

@@ -1,9 +1,8 @@
 """The model side of a step where it runs on a device: block tables stay there, and decode steps may be replayed.
 
 What `ModelRunner` does, by other means. Every step is checked on the host, from what the host knows, since reading a
-tensor would wait for the device. Then it is uploaded, and computed in one of three ways: a decode step with shared
-prefixes that are worth it by cascade; another decode step by its bucket, in buffers that don't change, so that it can
-be a CUDA graph; anything else as it comes.
+tensor would wait for the device. Then it is uploaded, and computed: a decode step by its bucket, in buffers that don't
+change, so that it can be a CUDA graph, with shared prefixes that are worth it by cascade; anything else as it comes.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch
-from kvblocks.engine.attention.cascade import CascadePlanner
+from kvblocks.engine.attention.cascade import CascadePlanner, RunBucket
+from kvblocks.engine.attention.kv_scales import KVScales
 from kvblocks.engine.run.decode_step import Capture, DecodeBuckets, bucket_of
 from kvblocks.engine.run.forward import DecoderModel, Score
 from kvblocks.engine.run.resident_table import ResidentTable
@@ -28,9 +28,9 @@ from kvblocks.errors import InvalidArgumentError
 class DeviceRunner(ModelRunner):
     """Runs steps of one model over a KV cache of `num_blocks` blocks, on the model's device.
 
-    capture: how decode steps are made ready for replay; None: they are run as any other. cascade: finds what decode
-    steps share; None: nothing is looked for. Reads: num_cascades, num_replays, uploads. Raises InvalidArgumentError for
-    sizes below 1.
+    scales: of K and V in 8 bits, as `ModelRunner`. capture: how decode steps are made ready for replay; None: they are
+    run as any other. cascade: finds what decode steps share; None: nothing is looked for. Reads: num_cascades,
+    num_replays, uploads. Raises InvalidArgumentError for sizes below 1.
     """
 
     def __init__(
@@ -39,10 +39,11 @@ class DeviceRunner(ModelRunner):
         num_blocks: int,
         block_size: int,
         *,
+        scales: KVScales | None = None,
         capture: Capture | None = None,
         cascade: CascadePlanner | None = None,
     ) -> None:
-        super().__init__(model, num_blocks, block_size)
+        super().__init__(model, num_blocks, block_size, scales=scales)
         self.num_cascades = 0
         device = model.weights.embedding.device
         self._device = device
@@ -54,7 +55,8 @@ class DeviceRunner(ModelRunner):
         self._cascade = cascade
         # A strategy that aligns rows asks the device how many there are.
         can_capture = capture is not None and not model.strategy.is_aligned
-        self._buckets = DecodeBuckets(model, self.kv_cache, tables, capture) if capture and can_capture else None
+        begin = None if cascade is None else cascade.begin
+        self._buckets = DecodeBuckets(model, self.kv_cache, tables, capture, begin) if capture and can_capture else None
 
     @property
     def num_replays(self) -> int:
@@ -89,7 +91,7 @@ class DeviceRunner(ModelRunner):
             for name, batch in batches(tables, size, self.model.config.max_position_embeddings)
         ]
         for table in tables:
-            table.reserve(max_num_seqs)  # growing later would drop what was captured
+            table.reserve(max_num_seqs)
         sizes = map(bucket_of, range(1, max_num_seqs + 1))
         buckets = sorted({bucket for bucket in sizes if bucket is not None})
         if self._buckets is None:
@@ -99,6 +101,9 @@ class DeviceRunner(ModelRunner):
             steps += [(f"decodes of {bucket}", partial(self._replay, bucket)) for bucket in buckets]
         if self._cascade is not None:
             steps.append(("cascades", self._cascade_once))
+            if self._buckets is not None:
+                sharing = (bucket for bucket in buckets if bucket > 1)
+                steps += [(f"cascades of {bucket}", partial(self._replay, bucket, shares=True)) for bucket in sharing]
         steps.append(("copies", self._copy_once))
         return [(name, partial(self._run_on_device, step)) for name, step in steps]
 
@@ -110,13 +115,15 @@ class DeviceRunner(ModelRunner):
     def _compute(self, batch: StepBatch, score: Score | None = None) -> Tensor:
         return self.model.compute(batch, self.model.attention.begin(batch, self.kv_cache), score)
 
-    def _replay(self, bucket: int) -> Tensor:
-        """Run a bucket's step on padding."""
+    def _replay(self, bucket: int, *, shares: bool = False) -> Tensor:
+        """Run a bucket's step on padding. shares: the one for shared runs, on none."""
         assert self._buckets is not None
         num_columns = DECODE_COLUMNS + len(self._uploader.tables)
         columns = torch.zeros(num_columns, bucket, dtype=torch.int32, device=self._device)
         columns[DECODE_COLUMNS - 1] = 1
-        return self._buckets.run(columns, bucket)
+        num_values = RunBucket.of(bucket).num_values
+        packed = torch.zeros(num_values, dtype=torch.int32, device=self._device) if shares else None
+        return self._buckets.run(columns, bucket, packed)
 
     def _copy_once(self) -> None:
         """Copy a block onto itself, within the caches and by way of a buffer."""
@@ -135,18 +142,21 @@ class DeviceRunner(ModelRunner):
 
     def _decode(self, chunks: Sequence[ScheduledChunk], rows: list[SequenceRows]) -> Tensor:
         """Compute one token of each sequence."""
+        bucket = None if self._buckets is None else bucket_of(len(rows))
+        runs, packed = None, None
         if self._cascade is not None:
-            runs = self._cascade.plan([chunk.request.sequence for chunk in chunks])
-            if runs is not None:
-                self.num_cascades += 1
-                batch = self._uploader.batch(self._uploader.upload(rows))
-                return self.model.compute(batch, self._cascade.begin(batch, self.kv_cache, runs))
-        bucket = bucket_of(len(rows))
-        if self._buckets is None or bucket is None:
-            return self._compute(self._uploader.batch(self._uploader.upload(rows)))
-        columns = self._uploader.upload(rows, num_padded=bucket).decode_columns
-        assert columns is not None
-        return self._buckets.run(columns, len(rows))
+            room = None if bucket is None else RunBucket.of(bucket)
+            runs = self._cascade.plan([chunk.request.sequence for chunk in chunks], room)
+            packed = self._cascade.packed
+            self.num_cascades += runs is not None
+        if self._buckets is not None and bucket is not None and (runs is None or packed is not None):
+            columns = self._uploader.upload(rows, num_padded=bucket).decode_columns
+            assert columns is not None
+            return self._buckets.run(columns, len(rows), packed)
+        batch = self._uploader.batch(self._uploader.upload(rows))
+        if self._cascade is None or runs is None:
+            return self._compute(batch)
+        return self.model.compute(batch, self._cascade.begin(batch, self.kv_cache, runs))
 
     def _check_rows(self, rows: Sequence[SequenceRows]) -> None:
         """Raise what `DecoderModel.forward` would, without a look at the device. The uploader checks block ids."""

@@ -12,20 +12,23 @@ from torch import Tensor
 
 from kvblocks.engine.attention.attention import (
     AttentionBackend,
+    HeadAngles,
     KVCache,
+    PlacingStep,
     StepAttention,
     TiledTorchAttention,
     TorchAttention,
 )
 from kvblocks.engine.attention.batch import StepBatch
+from kvblocks.engine.attention.kv_scales import E4M3, KVScales
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
-from kvblocks.engine.model.layer_attention import LayerLocation
+from kvblocks.engine.model.layer_attention import LayerAttention, LayerLocation
 from kvblocks.engine.model.layers import DecoderLayers, Linear
 from kvblocks.engine.model.products import product
 from kvblocks.engine.model.rope import RopeTable
 from kvblocks.engine.model.rope_config import RopeConfig
-from kvblocks.engine.model.weights import ModelWeights
+from kvblocks.engine.model.weights import LayerWeights, ModelWeights
 from kvblocks.engine.run.rows import NATURAL, RowLayout, RowStrategy, chunks, pad_rows
 from kvblocks.errors import InvalidArgumentError
 
@@ -35,12 +38,27 @@ Score = Callable[[Tensor, Callable[[Tensor], Tensor]], None]
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a step that are computed in one go. hidden: theirs, which the layers change. angles: by frequencies."""
+    """Rows of a step that are computed in one go. hidden: theirs, which the layers change.
+
+    angles: by frequencies, as `rope.rotate` takes them; none for a step that places heads by itself.
+    """
 
     rows: slice
     hidden: Tensor
+    positions: Tensor
     angles: Mapping[RopeConfig, tuple[Tensor, Tensor]]
     slot_mappings: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer of a model, by its number. next_norm: of the input of the layer after it; None behind the last."""
+
+    index: int
+    weights: LayerWeights
+    how: LayerAttention
+    rope: RopeConfig
+    next_norm: Tensor | None
 
 
 class DecoderModel:
@@ -75,7 +93,12 @@ class DecoderModel:
         kinds = zip(config.attention, self.layer_locations, strict=True)
         self.layer_attention = tuple(replace(how, group=location.group) for how, location in kinds)
         self.num_groups = 1 + max(location.group for location in self.layer_locations)
-        self._layers = DecoderLayers(config, linear)
+        self._layers = DecoderLayers(config, linear, attention.row_ops(config))
+        norms = [*(layer.input_norm for layer in weights.layers[1:]), None]
+        self._stack = [
+            _Layer(index, *parts)
+            for index, parts in enumerate(zip(weights.layers, self.layer_attention, config.ropes, norms, strict=True))
+        ]
         # A tensor, so that the factor is rounded to the model's dtype: these models were trained with that. Made here,
         # since making one waits for a GPU.
         self._embedding_scale = weights.embedding.new_tensor(config.hidden_size**0.5)
@@ -84,12 +107,14 @@ class DecoderModel:
             for rope in dict.fromkeys(config.ropes)
         }
 
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """A zeroed cache in the model's dtype, on its device."""
+    def new_kv_cache(self, num_blocks: int, block_size: int, scales: KVScales | None = None) -> KVCache:
+        """A zeroed cache on the model's device, in its dtype, or in e4m3 with these scales."""
         like, locations = self.weights.embedding, self.layer_locations
-        return KVCache.allocate(
-            self.config, num_blocks, block_size, layer_locations=locations, dtype=like.dtype, device=like.device
+        dtype = like.dtype if scales is None else E4M3
+        cache = KVCache.allocate(
+            self.config, num_blocks, block_size, layer_locations=locations, dtype=dtype, device=like.device
         )
+        return cache if scales is None else replace(cache, scales=scales)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv_cache: KVCache, score: Score | None = None) -> Tensor:
@@ -114,29 +139,41 @@ class DecoderModel:
         """
         layout = RowLayout.build(batch, self.strategy)
         hidden = self._embed(layout.token_ids)
-        parts = self._cut(layout, hidden)
-        kinds = zip(self.weights.layers, self.layer_attention, self.config.ropes, strict=True)
-        for index, (layer, how, rope) in enumerate(kinds):
-            queries = []
-            for part in parts:
-                query, key, value = self._layers.project(layer, part.hidden, *part.angles[rope])
-                step.store(index, key, value, part.slot_mappings[how.group])
-                queries.append(query)
+        parts = self._cut(layout, hidden, places=isinstance(step, PlacingStep))
+        first_norm = self.weights.layers[0].input_norm
+        normed: list[Tensor | None] = [self._layers.norm(part.hidden, first_norm) for part in parts]
+        for layer in self._stack:
+            queries = [self._place(layer, rows, part, step) for rows, part in zip(normed, parts, strict=True)]
             query = queries[0] if len(queries) == 1 else torch.cat(queries)
-            attended = layout.put_own(step.attend(index, layout.take_own(query), how))
-            for part in parts:
-                self._layers.mix(layer, part.hidden, attended[part.rows])
+            attended = layout.put_own(step.attend(layer.index, layout.take_own(query), layer.how))
+            normed = [
+                self._layers.mix(layer.weights, part.hidden, attended[part.rows], layer.next_norm) for part in parts
+            ]
         if score is not None:
             score(layout.take_own(hidden), self._logits)
         return self._logits(hidden.index_select(0, layout.logits_rows))
 
-    def _cut(self, layout: RowLayout, hidden: Tensor) -> list["_Part"]:
-        """The rows of a step in chunks of the strategy's sizes, once for all layers."""
-        angles = {rope: table.at(layout.positions) for rope, table in self._ropes.items()}
+    def _place(self, layer: _Layer, normed: Tensor | None, part: _Part, step: StepAttention) -> Tensor:
+        """Store K and V of a part's rows, and return their queries. normed: the rows as they come to the layer."""
+        assert normed is not None  # only behind the last layer there is none
+        heads, slots = self._layers.heads(layer.weights, normed), part.slot_mappings[layer.how.group]
+        if isinstance(step, PlacingStep):
+            rope, eps = self._ropes[layer.rope], self.config.rms_norm_eps
+            angles = HeadAngles(rope, part.positions, layer.weights.qk_norm, eps)
+            return step.place(layer.index, heads, angles, slots)
+        query, key, value = self._layers.turn(layer.weights, heads, *part.angles[layer.rope])
+        step.store(layer.index, key, value, slots)
+        return query
+
+    def _cut(self, layout: RowLayout, hidden: Tensor, *, places: bool) -> list["_Part"]:
+        """The rows of a step in chunks of the strategy's sizes, once for all layers. places: as `PlacingStep` does."""
+        ropes = {} if places else self._ropes
+        angles = {rope: table.at(layout.positions) for rope, table in ropes.items()}
         return [
             _Part(
                 rows=rows,
                 hidden=hidden[rows],
+                positions=layout.positions[rows],
                 angles={rope: (cos[rows], sin[rows]) for rope, (cos, sin) in angles.items()},
                 slot_mappings=[slots[rows] for slots in layout.slot_mappings],
             )

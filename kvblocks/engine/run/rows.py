@@ -116,7 +116,9 @@ class RowLayout:
 
     def take_own(self, rows: Tensor) -> Tensor:
         """The batch's rows [num_tokens, ...] out of `rows` [num_rows, ...]."""
-        return rows[: self.num_tokens] if self.own_rows is None else rows.index_select(0, self.own_rows)
+        if self.own_rows is None:
+            return rows if len(rows) == self.num_tokens else rows[: self.num_tokens]
+        return rows.index_select(0, self.own_rows)
 
     def put_own(self, own: Tensor) -> Tensor:
         """The inverse of `take_own`: [num_rows, ...], zero in the dummy rows."""

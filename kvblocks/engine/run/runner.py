@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvblocks.engine.attention.batch import SequenceRows, StepBatch
+from kvblocks.engine.attention.kv_scales import KVScales
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.dtypes import parse_dtype, stored_dtype
@@ -84,11 +85,16 @@ class LoadedModel:
 
 
 class ModelRunner:
-    """Runs steps of one model over a KV cache of `num_blocks` blocks. Raises InvalidArgumentError for sizes below 1."""
+    """Runs steps of one model over a KV cache of `num_blocks` blocks, in the model's dtype, or e4m3 with `scales`.
 
-    def __init__(self, model: DecoderModel, num_blocks: int, block_size: int) -> None:
+    Raises InvalidArgumentError for sizes below 1.
+    """
+
+    def __init__(
+        self, model: DecoderModel, num_blocks: int, block_size: int, *, scales: KVScales | None = None
+    ) -> None:
         self.model = model
-        self.kv_cache = model.new_kv_cache(num_blocks, block_size)
+        self.kv_cache = model.new_kv_cache(num_blocks, block_size, scales)
 
     def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None) -> Tensor:
         """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.

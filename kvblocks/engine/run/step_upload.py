@@ -100,7 +100,9 @@ class StepUploader:
     def batch(self, step: UploadedStep) -> StepBatch:
         """Lay out a step that was just uploaded; its block tables are cut to what the longest context fills."""
         width = -(-step.shape.max_seq_len // self._block_size)
-        return lay_out(step, [table.blocks[:, :width] for table in self.tables], self._block_size)
+        found = zip(self.tables, step.table_rows, strict=True)
+        tables = [table.blocks[:, :width].index_select(0, rows) for table, rows in found]
+        return lay_out(step, tables, self._block_size)
 
     def _write(self, changes: Sequence[TableChanges], parts: list[Tensor]) -> None:
         """Write the tables' new entries. parts: of each table, indexes and block ids, on the device."""
@@ -159,13 +161,12 @@ class StepUploader:
         return host, torch.empty(num_values, dtype=torch.int32, device=self._device)
 
 
-def lay_out(step: UploadedStep, tables: Sequence[Tensor], block_size: int) -> StepBatch:
+def lay_out(step: UploadedStep, block_tables: Sequence[Tensor], block_size: int) -> StepBatch:
     """The batch of a step, from tensors on the device alone; it reads none of them on the host.
 
-    tables: of each group, int32 [num_rows, max_blocks], of which the step's rows are taken.
+    block_tables: of each group, int32 [num_seqs, max_blocks], the rows of the step's sequences.
     """
     num_tokens, num_seqs, device = step.token_ids.shape[0], step.seq_lens.shape[0], step.token_ids.device
-    block_tables = [table.index_select(0, rows) for table, rows in zip(tables, step.table_rows, strict=True)]
     if step.decode_columns is not None:
         owner = torch.arange(num_seqs, device=device)
         positions = (step.seq_lens.long() - 1).clamp_(min=0)  # padding has no last token

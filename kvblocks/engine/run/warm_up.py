@@ -41,7 +41,8 @@ def padding_batch(tables: Sequence[ResidentTable], block_size: int, rows: Sequen
         decode_columns=None,
         shape=StepShape(num_decodes, max(rows), length),
     )
-    return lay_out(step, [table.blocks for table in tables], block_size)
+    found = zip(tables, step.table_rows, strict=True)
+    return lay_out(step, [table.blocks.index_select(0, rows) for table, rows in found], block_size)
 
 
 def batches(tables: Sequence[ResidentTable], block_size: int, max_tokens: int) -> Iterator[tuple[str, StepBatch]]:

@@ -88,6 +88,8 @@ def make_app(service: Service, model: str) -> Starlette:
         Route("/v1/cache/pins", cache.list_pins, methods=["GET"]),
         Route("/v1/cache/pins", cache.pin, methods=["POST"]),
         Route("/v1/cache/pins/{pin_id}", cache.unpin, methods=["DELETE"]),
+        Route("/v1/cache/unpin", cache.unpin_tokens, methods=["POST"]),
+        Route("/v1/cache/dot", cache.dot),
         Route("/v1/cache/hints", cache.hints, methods=["POST"]),
         Route("/v1/cache/snapshot", cache.snapshot),
         Route("/v1/cache/reset", cache.reset, methods=["POST"]),

@@ -115,6 +115,28 @@ class CacheApi:
             raise ApiError(404, f"expected the id of a pin that stands, got {pin_id!a:.80}", code="no_such_pin")
         return json_response(entry.to_json(time.monotonic()))
 
+    async def unpin_tokens(self, request: Request) -> Response:
+        """End all pins of a prefix, which is read as that of `pin` is."""
+        fields = Fields(await self._service.bodies.read(request))
+        prefix, caller = parse_prefix(fields, "unpin"), caller_of(request.scope)
+        salt = caller.salt_for(fields.kept_text("cache_salt"))
+        fields.refuse_unknown()
+        book = self._service.thread.pins
+        async with self._encoded(prefix, caller) as tokens:
+            entries = await self._call(lambda: book.remove_tokens(tokens, salt=salt))
+        if not entries:
+            raise ApiError(404, "expected a prefix that is pinned, got one that isn't", code="no_such_pin")
+        now = time.monotonic()
+        return json_response({"pins": [entry.to_json(now) for entry in entries]})
+
+    async def dot(self, request: Request) -> Response:
+        """Draw what is cached as a Graphviz document. It shows first tokens and salts of everybody's prompts."""
+        given = request.query_params.get("max_nodes", "200")
+        if not (given.isascii() and given.isdigit() and len(given) <= 6 and int(given) > 0):
+            raise ApiError(400, f"max_nodes: expected a number from 1 to 999999, got {given!a:.80}", param="max_nodes")
+        document = await self._call(lambda: self._engine.manager.to_dot(max_nodes=int(given)))
+        return json_response({"dot": document})
+
     async def hints(self, request: Request) -> Response:
         """Carry out an envelope of hints, for the salt that stands beside it; what was deferred is asked again."""
         body = await self._service.bodies.read(request)

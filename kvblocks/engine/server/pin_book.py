@@ -58,6 +58,21 @@ class PinBook:
             self._manager.unpin(entry.pin)
         return entry
 
+    def remove_tokens(self, token_ids: list[int], *, salt: str | None) -> list[PinEntry]:
+        """End all pins of exactly these tokens under this salt, and return them, oldest first. O(pins + tokens)."""
+        self.expire()
+        ended = [
+            entry
+            for entry in self._entries.values()
+            if entry.pin.sequence.salt == salt
+            and entry.pin.sequence.num_tokens == len(token_ids)
+            and list(entry.pin.sequence.token_ids(0, len(token_ids))) == token_ids
+        ]
+        for entry in ended:
+            del self._entries[entry.pin_id]
+            self._manager.unpin(entry.pin)
+        return ended
+
     def entries(self) -> list[PinEntry]:
         """Return the pins that haven't ended, oldest first."""
         self.expire()

@@ -47,6 +47,7 @@ def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPu
         deterministic=settings.deterministic,
         attention=settings.attention,
         schedule=settings.schedule,
+        kv_cache_dtype=settings.kv_cache_dtype,
         eviction=settings.eviction,
         num_history_blocks=settings.num_history_blocks if settings.prefix_caching else 0,
         host_cache=settings.host_cache,

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from kvblocks.arguments import check_count, is_number
+from kvblocks.engine.attention.kv_scales import NAMES as KV_CACHE_DTYPES
 from kvblocks.engine.run.memory import read_memory
 from kvblocks.engine.schedule.schedules import SCHEDULES
 from kvblocks.engine.schedule.step import StepLimits
@@ -22,13 +23,14 @@ from kvblocks.retention.policies import NAMED
 class CacheSettings:
     """The engine's part. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them.
 
-    eviction: a policy's name. host_cache, disk_cache, disk_cache_size, disk_cache_secret, store, store_secret: as
-    `Engine` takes them.
+    kv_cache_dtype, eviction: names that `Engine` takes. host_cache, disk_cache, disk_cache_size, disk_cache_secret,
+    store, store_secret: as `Engine` takes them.
     """
 
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory: float | str | None = None
+    kv_cache_dtype: str = "auto"
     prefix_caching: bool = True
     num_history_blocks: int = 10_000
     schedule: str = "fcfs"
@@ -57,6 +59,10 @@ class CacheSettings:
             raise InvalidArgumentError(
                 f"expected --num-blocks or --kv-cache-memory, since one decides the other, got both ({self.num_blocks}"
                 f" and {self.kv_cache_memory!r})"
+            )
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise InvalidArgumentError(
+                f"--kv-cache-dtype: expected one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}"
             )
         if self.schedule not in SCHEDULES:
             raise InvalidArgumentError(f"--schedule: expected one of {', '.join(SCHEDULES)}, got {self.schedule!r}")

@@ -8,6 +8,7 @@ import torch
 
 from kvblocks.engine.collector import collector_paused
 from kvblocks.engine.run.backends import Backend
+from kvblocks.engine.run.determinism import ARITHMETIC
 from kvblocks.engine.run.memory import free_memory, read_memory
 from kvblocks.engine.run.runner import LoadedModel, ModelRunner
 from kvblocks.engine.tiers.block_bytes import BlockBytes
@@ -149,7 +150,8 @@ def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: B
 def _fingerprint(model: LoadedModel, plan: Plan, backend: Backend) -> bytes:
     """What names the KV of an engine, on a disk and in a store. O(bytes of the weights)."""
     block_size = check_groups(plan.groups).block_size
-    layout = f"{model.dtype}, blocks of {block_size}, {plan.groups}, layers {plan.layer_groups}"
+    kept = model.dtype if backend.scales is None else backend.scales
+    layout = f"{kept}, blocks of {block_size}, {plan.groups}, layers {plan.layer_groups}"
     return fingerprint(model, layout, _bits_mode(model, backend))
 
 
@@ -190,4 +192,4 @@ def _bits_mode(model: LoadedModel, backend: Backend) -> str:
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else cpu
     packed = " with packed weights" if model.weights.lm_head.is_mkldnn else ""
     how = f"deterministic {backend.attention} on {device}{packed}"
-    return f"{how}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    return f"{how}, arithmetic {ARITHMETIC}, torch {torch.__version__}, {torch.get_num_threads()} threads"

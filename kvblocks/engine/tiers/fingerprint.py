@@ -1,12 +1,14 @@
 """The fingerprint of what computes KV: whatever makes another KV of the same tokens makes another fingerprint.
 
 It covers the bytes of all weights, the model's shape and positions (RoPE and its scaling are in the configuration),
-dtype, the layout of a block, and the format of this file. A mode that promises the same bits takes along what those
-bits depend on. Adapters are keys of the prefixes (`lora`), not part of it: the engine has none.
+dtype, the layout of a block, and the format of this file. The layout in which weights are read is not part of it: KV
+then differs in its last bits, as it does between two processors or two sizes of a batch. A mode that promises the same
+bits takes along what those bits depend on, the weights' layout among it. Adapters are keys of the prefixes (`lora`),
+not part of it: the engine has none.
 """
 
 import hashlib
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -24,9 +26,12 @@ def fingerprint(model: LoadedModel, layout: str, mode: str) -> bytes:
     layout: of a block's bytes. mode: what bits depend on beside the weights.
     """
     digest = xxh3_128()
-    for name, tensor in sorted(_tensors("", model.weights)):
+    weights = model.weights
+    if weights.embedding.dim() > 2:  # it is read where the head lies
+        weights = replace(weights, embedding=weights.lm_head)
+    for name, tensor in sorted(_tensors("", weights)):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        dense = tensor.to_dense() if tensor.is_mkldnn else tensor  # the layout in which it is read says nothing of KV
+        dense = tensor.to_dense() if tensor.is_mkldnn else tensor
         flat = dense.detach().cpu().contiguous().view(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     shape = {**asdict(model.config), "architecture": model.config.architecture.name}

@@ -30,6 +30,9 @@ logger = logging.getLogger("kvblocks.engine.tiers")
 MOST_TOGETHER = 32
 """Prompts that are asked for in one batch."""
 
+ENOUGH_BLOCKS = 1024
+"""No more prompts join a batch that asks for so many: all of a batch learn their answers together."""
+
 DELETE_S = 60.0
 """How long the deletion after a reset may take, until it is tried again."""
 
@@ -103,7 +106,7 @@ class Seeker:
         """
         self._note_resets()
         for request in waiting:
-            if request.was_sought:
+            if request.was_sought or request.max_hit_tokens is not None:  # who needs scores of its prompt loads nothing
                 continue
             request.was_sought = True
             sequence = request.sequence
@@ -200,6 +203,7 @@ class Seeker:
     def _next(self) -> list[_Search]:
         """Return the searches that wait; wait for one, but not beyond when something else is to be done."""
         found: list[_Search] = []
+        number = 0
         is_deleting = self._must_delete or self._deletion is not None
         left_s = _RETRY_S if is_deleting else self._store.seconds_to_probe()
         with suppress(queue.Empty):
@@ -207,7 +211,8 @@ class Seeker:
             while True:
                 if first is not None:
                     found.append(first)
-                if len(found) == MOST_TOGETHER:
+                    number += first.num_blocks * (1 + self._num_columns)
+                if len(found) == MOST_TOGETHER or number >= ENOUGH_BLOCKS:
                     break
                 first = self._queue.get_nowait()
         return found

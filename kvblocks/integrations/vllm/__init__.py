@@ -2,10 +2,16 @@
 
     vllm serve MODEL --scheduler-cls kvblocks.integrations.vllm.KVBlocksAsyncScheduler
 
-docs/integrations/vllm.md says what is served, what is refused, and how it was tested.
+`DiskTier` is a secondary tier of vLLM's offloading, under vLLM's own schedulers or these. docs/integrations/vllm.md
+says what is served, what is refused, and how it was tested.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from kvblocks.integrations.vllm.probe import check_vllm
+
+if TYPE_CHECKING:
+    from kvblocks.integrations.vllm.disk import DiskTier
 
 check_vllm()  # before anything of vLLM's is imported that may not be there
 
@@ -16,4 +22,13 @@ from kvblocks.integrations.vllm.scheduler import (  # noqa: E402
     uninstall,
 )
 
-__all__ = ["KVBlocksAsyncScheduler", "KVBlocksCacheManager", "KVBlocksScheduler", "uninstall"]
+__all__ = ["DiskTier", "KVBlocksAsyncScheduler", "KVBlocksCacheManager", "KVBlocksScheduler", "uninstall"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the tier when it is asked for: a vLLM without tiers has no use for it."""
+    if name != "DiskTier":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvblocks.integrations.vllm.disk import DiskTier
+
+    return DiskTier

@@ -1,8 +1,9 @@
 """How soon what pauses comes back: a life table that is learned from the pauses of one kind, by the caller's clock.
 
 Pauses differ by orders of magnitude, between kinds and between sessions, so all is learned of the logarithms of their
-lengths, and relative to what is usual for the session (its rhythm): how many were so many half octaves longer or
-shorter than that. From this comes the chance that one which has lasted so long ends within the next so long.
+lengths, and relative to what is usual (the rhythm) for the session and for a request that ran so long: how many were so
+many half octaves longer or shorter than that. From this comes what it is worth to keep one that has lasted so long: the
+chance that it ends within a horizon, for each unit of time that it would be kept until then.
 """
 
 from math import log2, sqrt
@@ -12,18 +13,26 @@ STEPS: Final = 2  # of the table, an octave
 _MIDDLE: Final = 16  # octaves: what is shorter or longer than the rhythm by more counts as that
 _LENGTH: Final = 2 * _MIDDLE * STEPS
 _MOST: Final = 4096  # pauses that count in full; then all are halved, so that the last ones matter most
-_RHYTHM_WEIGHT: Final = 10.0  # pauses of its own after which a session's rhythm counts as much as its kind's
-RECENCY_WEIGHT: Final = 20.0  # pauses that as good as nothing but recency is expected of, beside those that were seen
+_RHYTHM_STEPS: Final = 4  # of a rhythm, an octave
+_RHYTHM_WEIGHT: Final = 5.0  # pauses of its own after which a session's rhythm counts about as much as its kind's
+_RHYTHM_KEPT: Final = 0.9  # of what a session's earlier pauses count, with each that ends: about the last ten matter
+_SLOPE_WEIGHT: Final = 20.0  # squared octaves that requests have to differ by before how long they ran says something
+RECENCY_WEIGHT: Final = 5.0  # pauses that as good as nothing but recency is expected of, beside those that were seen
+_PARTS: Final = (1 / 16, 1 / 4, 1.0)  # of a horizon, where it is looked at how many pauses last so long
 
 
 class Rhythm:
-    """The usual length of one session's pauses of one kind. total: of the base-2 logarithms of `number` of them."""
+    """The usual length of pauses of one kind. total: of the base-2 logarithms of `number` of them, both weighted."""
 
     __slots__ = ("number", "total")
 
     def __init__(self) -> None:
         self.total = 0.0
         self.number = 0.0
+
+    def mean(self) -> float:
+        """Return the mean of the logarithms, 0: there are none. O(1)."""
+        return self.total / self.number if self.number else 0.0
 
 
 class Returns:
@@ -35,47 +44,77 @@ class Returns:
     def __init__(self, recency_weight: float) -> None:
         self._recency_weight = recency_weight
         self.num_open = 0.0
-        self._usual = Rhythm()
+        self._usual, self._took = Rhythm(), Rhythm()
+        self._took_by_length = self._took_by_took = 0.0  # sums of products, of what is beside the usual
         self._ended = [0.0] * _LENGTH
         self._longer: list[float] = []  # from each step on, how many ended; made when it is asked
 
-    def rhythm(self, own: Rhythm | None) -> float:
-        """Return the length, as a logarithm and to half an octave, that is usual for a session's pauses. O(1)."""
-        usual = self._usual.total / self._usual.number if self._usual.number else 0.0
+    def rhythm(self, own: Rhythm | None, took: float) -> float:
+        """Return the length, as a logarithm in steps, that is usual for a pause. O(1).
+
+        own: of its session. took: how long the request before it ran; 0: nobody knows.
+        """
+        slope = self._took_by_length / (self._took_by_took + _SLOPE_WEIGHT)
+        return round((self._mean(own) + slope * self._beside(took)) * _RHYTHM_STEPS) / _RHYTHM_STEPS
+
+    def _mean(self, own: Rhythm | None) -> float:
+        usual = self._usual.mean()
         if own is not None:
             usual = (usual * _RHYTHM_WEIGHT + own.total) / (_RHYTHM_WEIGHT + own.number)
-        return round(usual * STEPS) / STEPS
+        return usual
 
-    def learn(self, length: float, rhythm: float, own: Rhythm | None) -> None:
+    def _beside(self, took: float) -> float:
+        """Return by how many octaves a request ran longer than usual."""
+        return log2(took) - self._took.mean() if took > 0.0 and self._took.number else 0.0
+
+    def learn(self, length: float, took: float, rhythm: float, own: Rhythm | None) -> None:
         """Note that a pause has ended. length: more than 0. rhythm: what was usual when it began. O(1)."""
         logarithm = log2(length)
         if self._usual.number:  # the first ones had no rhythm
             self._ended[min(max(int((logarithm - rhythm + _MIDDLE) * STEPS), 0), _LENGTH - 1)] += 1.0
-        for known in (self._usual, own):
-            if known is not None:
-                known.total += logarithm
-                known.number += 1.0
+        beside = self._beside(took)
+        self._took_by_length += beside * (logarithm - self._mean(own))
+        self._took_by_took += beside * beside
+        self._usual.total += logarithm
+        self._usual.number += 1.0
+        if took > 0.0:
+            self._took.total += log2(took)
+            self._took.number += 1.0
+        if own is not None:
+            own.total = own.total * _RHYTHM_KEPT + logarithm
+            own.number = own.number * _RHYTHM_KEPT + 1.0
         if self._usual.number > _MOST:
-            self._usual.total /= 2
-            self._usual.number /= 2
-            self.num_open /= 2
-            self._ended = [number / 2 for number in self._ended]
+            self._halve()
         self._longer = []
+
+    def _halve(self) -> None:
+        for known in (self._usual, self._took):
+            known.total /= 2
+            known.number /= 2
+        self.num_open /= 2
+        self._took_by_length /= 2
+        self._took_by_took /= 2
+        self._ended = [number / 2 for number in self._ended]
 
     def close(self) -> None:
         """Note that a pause is over, or that nobody waits for its end any more. O(1)."""
         self.num_open = max(0.0, self.num_open - 1.0)
 
-    def chance(self, lasted: float, horizon: float, rhythm: float) -> float:
-        """Return the chance, 0 to 1, that a pause which has lasted so long ends within the horizon. O(1).
+    def worth(self, lasted: float, horizon: float, rhythm: float) -> float:
+        """Return what it is worth to keep a pause that has lasted so long. O(1).
 
-        Both more than 0. What few pauses lasted so long says little; then what paused last is likelier to come back.
+        That is the chance that it ends within the horizon, by the share of the horizon for which it would be kept until
+        then: at least 0, and more than 1 where most end soon. Both more than 0. What few pauses lasted so long says
+        little; then what paused last is likelier to come back.
         """
-        end = lasted + horizon
-        now, then = self._num_longer(log2(lasted) - rhythm), self._num_longer(log2(end) - rhythm)
-        by_recency = 1.0 - sqrt(lasted / end)
-        expected, weight = self._recency_weight * by_recency, self._recency_weight + self.num_open
-        return (now - then + expected) / (now + weight) if now + weight > 0.0 else 0.0
+        first = before = self._num_longer(log2(lasted) - rhythm) + self._recency_weight
+        kept, end = self.num_open, 0.0
+        for part in _PARTS:
+            then = lasted + part * horizon
+            number = self._num_longer(log2(then) - rhythm) + self._recency_weight * sqrt(lasted / then)
+            kept += (part - end) * (before + number) / 2
+            before, end = number, part
+        return (first - before) / kept if kept > 0.0 else 0.0
 
     def _num_longer(self, octaves: float) -> float:
         """Return how many pauses were longer than their rhythm by more than so many octaves. O(1)."""

@@ -18,6 +18,7 @@ it no more, it goes to the thread of another session that had it and lives; one 
 from collections import OrderedDict
 from collections.abc import Hashable
 from itertools import islice
+from math import inf
 from typing import Final
 
 from kvblocks.retention.policies.policy import CacheView, FreeBlock
@@ -28,6 +29,7 @@ _MANY: Final = 7  # other sessions: as many as a block is told with
 _MOST_HEIRS: Final = 8  # threads of the same session that are asked whether they want a block, the newest ones
 _SHORTEST: Final = 256  # a pause of less than such a part of the time that the pool keeps things counts as that
 _ADAPTING: Final = 50  # victims over which that time is averaged
+_HORIZON: Final = 2.0  # of that time, how far it is looked ahead
 
 SessionKey = tuple[str | None, Hashable]
 
@@ -49,6 +51,7 @@ class Session:
         self.waiting: dict[Thread, None] = {}  # of them, those that pause for a reason that was said or not
         self.rhythms: dict[Kind, Rhythm] = {}
         self.reason: str | None = None
+        self.began: float | None = None  # when its last request did
         self.last: Thread | None = None
         self.has_ended = False
 
@@ -66,6 +69,7 @@ class Thread:
         self.is_open = False
         self.rhythm = 0.0
         self.since: float = 0.0
+        self.took = 0.0  # how long the request ran that gave the blocks back, 0: nobody knows
         self.number = 0
 
 
@@ -96,6 +100,7 @@ class Sessions:
         self._settle()
         self._starting = self._find(tenant, session)
         self._starting.has_ended = False
+        self._starting.began = self._cache.now
 
     def free(self, blocks: list[FreeBlock]) -> None:
         """Let them be a thread, or the one that a request continued. O(blocks)."""
@@ -176,39 +181,38 @@ class Sessions:
             self._move(block_id, depth, heir)
 
     def _choose(self) -> Thread | None:
-        """Return the thread with the least chance, of equal ones that which has paused longest."""
+        """Return the thread that is worth the least, of equal ones that which has paused longest."""
         now, found = self._cache.now, None
-        least, first = 2.0, 0
+        least, first = inf, 0
         for kind in (self._left, self._without, self._rest, self._aside, *self._kinds.values()):
             for rhythm, paused in [*kind.paused.items()]:
                 if not paused:
                     del kind.paused[rhythm]
                     continue
-                # The chance rises at first, while a pause is shorter than most, and falls then. So the least one is
+                # The worth rises at first, while a pause is shorter than most, and falls then. So the least one is
                 # at an end. Without sessions there is no saying that what has just come won't come again.
                 ends = [next(iter(paused))]
                 if len(paused) > 1 and kind is not self._without:
                     ends.append(next(reversed(paused)))
                 for thread in ends:
-                    chance = self._chance(thread, kind, now)
-                    if chance < least or (chance == least and thread.number < first):
-                        found, least, first = thread, chance, thread.number
+                    worth = self._worth(thread, kind, now)
+                    if found is None or worth < least or (worth == least and thread.number < first):
+                        found, least, first = thread, worth, thread.number
         if found is not None:
             self._num_victims += 1
             share = 1.0 / min(self._num_victims, _ADAPTING)
             self._kept += (max(0.0, float(now - found.since)) - self._kept) * share
         return found
 
-    def _chance(self, thread: Thread, kind: Kind, now: float) -> float:
-        horizon = self._kept
-        if horizon <= 0.0:  # the clock stands still, or nothing was evicted yet
+    def _worth(self, thread: Thread, kind: Kind, now: float) -> float:
+        if self._kept <= 0.0:  # the clock stands still, or nothing was evicted yet
             return 0.0 if kind is self._left else 0.5
-        lasted = max(float(now - thread.since), horizon / _SHORTEST)
-        return kind.returns.chance(lasted, horizon, self._rhythm_of(thread, kind))
+        lasted = max(float(now - thread.since), self._kept / _SHORTEST)
+        return kind.returns.worth(lasted, _HORIZON * self._kept, self._rhythm_of(thread, kind))
 
     def _rhythm_of(self, thread: Thread, kind: Kind) -> float:
         """Return what is usual for the pause that a thread makes; without sessions all are alike."""
-        return kind.returns.rhythm(None) if kind is self._without else thread.rhythm
+        return kind.returns.rhythm(None, 0.0) if kind is self._without else thread.rhythm
 
     def _end_of(self, thread: Thread, block_id: int, num_blocks: int) -> int:
         """Return where the last `num_blocks` blocks of a thread begin, as far as they are certainly no others'."""
@@ -347,6 +351,8 @@ class Sessions:
                 self._others[block.block_id] = block.others
                 self._tenants[block.block_id] = block.tenant
         if session is not None:
+            took = 0.0 if session.began is None else float(self._cache.now - session.began)
+            thread.took = max(took, self._kept / _SHORTEST) if took > 0.0 else 0.0
             self._replace_last(session, thread)
             session.threads[thread] = None
         return thread
@@ -393,7 +399,7 @@ class Sessions:
         self._resume(thread)
         session = thread.session
         thread.kind = kind
-        thread.rhythm = 0.0 if session is None else kind.returns.rhythm(session.rhythms.get(kind))
+        thread.rhythm = 0.0 if session is None else kind.returns.rhythm(session.rhythms.get(kind), thread.took)
         kind.returns.num_open += 1.0
         thread.is_open = True
         if session is not None and kind is not self._aside and kind is not self._left:
@@ -405,12 +411,13 @@ class Sessions:
             kind.paused.setdefault(thread.rhythm, OrderedDict())[thread] = None
 
     def _learn(self, thread: Thread) -> None:
-        """Note that a thread comes back now."""
-        kind, session, lasted = thread.kind, thread.session, float(self._cache.now - thread.since)
-        lasted = max(lasted, self._kept / _SHORTEST)
+        """Note that a thread comes back: when its session's request began, since more was told by now; or now."""
+        kind, session = thread.kind, thread.session
+        back = self._cache.now if session is None or session.began is None else session.began
+        lasted = max(float(back - thread.since), self._kept / _SHORTEST)
         if kind is not None and lasted > 0.0:
             own = None if session is None else session.rhythms.setdefault(kind, Rhythm())
-            kind.returns.learn(lasted, self._rhythm_of(thread, kind), own)
+            kind.returns.learn(lasted, thread.took, self._rhythm_of(thread, kind), own)
 
     def _resume(self, thread: Thread) -> None:
         """Let a thread pause no more, if it does."""

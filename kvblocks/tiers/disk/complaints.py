@@ -1,6 +1,7 @@
 """`Complaints`: warnings that don't fill a log when a disk, or a store, dies."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -10,7 +11,8 @@ _LOG = logging.getLogger("kvblocks.tiers.disk")
 class Complaints:
     """Warnings of a store: the first of a kind at once, then at most one in so many seconds, with how many there were.
 
-    clock: in seconds. logger: who takes them; a disk's by default. Not for two threads at once.
+    clock: in seconds. logger: who takes them; a disk's by default. Any thread may call it: what a logger's handlers do,
+    they do while nothing is locked.
     """
 
     def __init__(
@@ -22,15 +24,17 @@ class Complaints:
         self._seconds = seconds
         self._clock = clock
         self._logger = logger
+        self._lock = threading.Lock()
         self._last: dict[str, float] = {}
         self._unsaid: dict[str, int] = {}
 
     def warn(self, kind: str, message: str) -> None:
         """Log a warning, or count it for the next of its kind."""
         now = self._clock()
-        if kind in self._last and now - self._last[kind] < self._seconds:
-            self._unsaid[kind] = self._unsaid.get(kind, 0) + 1
-            return
-        self._last[kind] = now
-        unsaid = self._unsaid.pop(kind, 0)
+        with self._lock:
+            if kind in self._last and now - self._last[kind] < self._seconds:
+                self._unsaid[kind] = self._unsaid.get(kind, 0) + 1
+                return
+            self._last[kind] = now
+            unsaid = self._unsaid.pop(kind, 0)
         self._logger.warning("%s%s", message, f" (and {unsaid} more like it before)" if unsaid else "")

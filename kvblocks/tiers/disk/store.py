@@ -367,18 +367,16 @@ class DiskStore:
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + more[name] for name in more})
 
     def _note_damage(self, number: int, message: str) -> None:
-        with self._lock:
-            self._count_locked({"num_damaged_blocks": number})
-            self._complaints.warn("damage", f"{self._folder.path}: {message}: not used")
+        self._count(num_damaged_blocks=number)
+        self._complaints.warn("damage", f"{self._folder.path}: {message}: not used")
 
     @contextmanager
     def _counting_failures(self, name: str) -> Iterator[None]:
         try:
             yield
         except DiskError as error:
-            with self._lock:
-                self._count_locked({name: 1})
-                self._complaints.warn(name, str(error))
+            self._count(**{name: 1})
+            self._complaints.warn(name, str(error))
             raise
 
 

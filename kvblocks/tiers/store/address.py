@@ -1,5 +1,6 @@
 """`StoreAddress`: where a store is and how long to wait for it, as a URL says."""
 
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -56,7 +57,7 @@ def parse_address(url: str) -> StoreAddress:
     """Return what a URL says: SCHEME://[USER:PASSWORD@]HOST[:PORT][,HOST:PORT...][/DB][?OPTION=VALUE&...].
 
     Schemes: valkey, redis; valkeys, rediss with TLS; each also with +cluster behind it. Options: connections,
-    timeout_ms, lookup_ms, ttl_s, db, ca_file, password_file. Reads the password's file. Raises InvalidArgumentError, in
+    timeout_ms, lookup_ms, ttl_s, db, ca_file, password_file. Reads these files. Raises InvalidArgumentError, in
     which no password stands.
     """
     if not isinstance(url, str) or not url:
@@ -86,6 +87,8 @@ def parse_address(url: str) -> StoreAddress:
         raise InvalidArgumentError(f"store: expected db 0, which is all that a cluster has, got {counts['db']}")
     if options.get("ca_file") and not is_tls:
         raise InvalidArgumentError("store: ca_file: expected valkeys:// or rediss://, since it is of TLS, got neither")
+    if options.get("ca_file"):
+        _check_certificates(options["ca_file"])
     file = options.get("password_file")
     if file is not None and password:
         raise InvalidArgumentError("store: expected a password in the URL or a password_file, got both")
@@ -151,6 +154,14 @@ def _node(text: str) -> tuple[str, int]:
     ):
         raise InvalidArgumentError(f"store: expected HOST or HOST:PORT, with a port from 1 to 65535, got {text!r}")
     return host, DEFAULT_PORT if port is None else port
+
+
+def _check_certificates(file: str) -> None:
+    """Raise InvalidArgumentError for what can't be read: later on it would look like a store that is away."""
+    try:
+        ssl.create_default_context().load_verify_locations(file)
+    except (OSError, ValueError) as error:  # of the former ssl's own are some
+        raise InvalidArgumentError(f"store: ca_file: expected a file of certificates, got {file!r}: {error}") from None
 
 
 def _read_password(file: str) -> str:

@@ -32,6 +32,7 @@ LAYOUT_PAUSE_S = 1.0
 """A cluster isn't asked for its layout more often."""
 
 _NUM_SCANNED = 1000
+_ONCE = frozenset({"ZPOPMIN"})  # a second time it takes what the first left
 
 
 class Client(Protocol):
@@ -97,7 +98,7 @@ class ValkeyClient:
         answers: list[Any] = [None] * len(commands)
         parts = self._parts(commands, end_s)
         begun = [
-            (numbers, self._submit(self._run_part, node, [commands[number] for number in numbers]))
+            (numbers, self._submit(self._run_part, node, [commands[number] for number in numbers], end_s))
             for node, numbers in parts
         ]
         lost: StoreError | None = None
@@ -122,7 +123,7 @@ class ValkeyClient:
         failure: StoreError | None = None
         for node in self._wait(self._submit(self._nodes), end_s):
             try:
-                self._wait(self._submit(self._run_part, node, [("PING",)]), end_s)
+                self._wait(self._submit(self._run_part, node, [("PING",)], end_s), end_s)
             except StoreError as error:
                 failure = error
             else:
@@ -137,7 +138,7 @@ class ValkeyClient:
             cursor = b"0"
             while True:
                 scan = [("SCAN", cursor, "MATCH", pattern, "COUNT", _NUM_SCANNED)]
-                (answer,) = self._wait(self._submit(self._run_part, node, scan), end_s)
+                (answer,) = self._wait(self._submit(self._run_part, node, scan, end_s), end_s)
                 try:
                     cursor, keys = _checked(answer)
                     is_last = int(cursor) == 0
@@ -145,7 +146,7 @@ class ValkeyClient:
                     raise StoreError(f"{self._address}: expected a cursor and keys, got a damaged answer") from None
                 unlink = [("UNLINK", key) for key in keys]
                 if unlink:
-                    deleted = self._wait(self._submit(self._run_part, node, unlink), end_s)
+                    deleted = self._wait(self._submit(self._run_part, node, unlink, end_s), end_s)
                     number += sum([_checked(one) for one in deleted])
                 if is_last:
                     break
@@ -176,9 +177,7 @@ class ValkeyClient:
             "socket_timeout": address.timeout_s,
             "socket_connect_timeout": min(CONNECT_S, address.timeout_s),
             "socket_keepalive": True,
-            # Once, and at once: a connection that the other side closed while nobody used it is no failure.
-            "retry": package.retry.Retry(package.backoff.NoBackoff(), 1, (package.ConnectionError,)),
-            "retry_on_error": [package.ConnectionError],
+            "retry": package.retry.Retry(package.backoff.NoBackoff(), 0),  # it knows no deadline; `_run_part` does
         }
         if address.is_tls:
             options |= {"ssl": True, "ssl_check_hostname": True, "ssl_ca_certs": address.ca_file}
@@ -226,17 +225,23 @@ class ValkeyClient:
             parts += [(node, numbers[start : start + size]) for start in range(0, len(numbers), size)]
         return parts
 
-    def _run_part(self, node: Any, commands: Sequence[Command]) -> list[Any]:
-        """Run commands as one pipeline. On a thread of the pool. Raises StoreError."""
+    def _run_part(self, node: Any, commands: Sequence[Command], end_s: float) -> list[Any]:
+        """Run commands as one pipeline. On a thread of the pool. Raises StoreError.
+
+        Once more, and at once, where the connection is lost before `end_s`: the other side may have closed it while
+        nobody used it. Unless the first time may have done what must not be done twice.
+        """
         package = self._package
         if node is None and self._single is None:
             raise StoreError(f"{self._address}: expected a node for each slot, got slots without")
+        may_repeat = not any(command[0] in _ONCE for command in commands)
         try:
-            client = self._single if self._single is not None else self._open_cluster().get_valkey_connection(node)
-            with client.pipeline(transaction=False) as pipeline:
-                for command in commands:
-                    pipeline.execute_command(*command)
-                answers: list[Any] = pipeline.execute(raise_on_error=False)
+            try:
+                answers = self._run_once(node, commands)
+            except package.ConnectionError:
+                if not may_repeat or time.monotonic() >= end_s:
+                    raise
+                answers = self._run_once(node, commands)
         except Exception as error:  # damaged answers end in the parser, or a closed connection, by any exception
             raise StoreError(f"{self._address}: expected an answer, got {_words(error)}") from error
         for number, answer in enumerate(answers):
@@ -246,6 +251,14 @@ class ValkeyClient:
                 if isinstance(answer, package.ReadOnlyError) and self._single is not None:
                     self.drop_connections()  # what was the primary isn't any more: its name may lead to another one
                 answers[number] = StoreRefusedError(f"{self._address}: {_words(answer)}")
+        return answers
+
+    def _run_once(self, node: Any, commands: Sequence[Command]) -> list[Any]:
+        client = self._single if self._single is not None else self._open_cluster().get_valkey_connection(node)
+        with client.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers: list[Any] = pipeline.execute(raise_on_error=False)
         return answers
 
     # Waiting.

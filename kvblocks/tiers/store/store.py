@@ -30,6 +30,9 @@ from kvblocks.tiers.store.stats import StoreStats
 LEAST_BYTES_PER_SECOND = 50e6
 """A transfer may take so long for its bytes, beside `timeout_s`: what is slower is seldom faster than computing."""
 
+MOST_LOOKUPS = 1024
+"""Blocks that are asked for in one batch, which may take `lookup_timeout_s`."""
+
 CLAIM_MS = 10_000
 """For how long nobody else writes a block that somebody began to write."""
 
@@ -59,10 +62,10 @@ class SharedStore:
         self._sealer = sealer
         self._names = StoreNames(sealer)
         self._lookups, self._loads, self._stores = clients
-        self._lock = threading.Lock()  # of what follows; held for no I/O
+        self._complaints = Complaints(logger=_LOG)
+        self._lock = threading.Lock()  # of what follows; held for no I/O, and no logging
         self._breaker = Breaker(time.monotonic)
         self._stats = StoreStats()
-        self._complaints = Complaints(logger=_LOG)
         # Patterns' tenants, None for all of them; with how often it was asked for, so that none is forgotten.
         self._undeleted: dict[str | None, int] = {}
 
@@ -83,7 +86,8 @@ class SharedStore:
     def find(self, asked: Sequence[tuple[str | None, Sequence[bytes]]]) -> list[list[bool]]:
         """Return which blocks are there, for each salt and its digests; nothing is if it can't be said in time.
 
-        What is there counts as used. One batch, a command a block. O(digests).
+        What is there counts as used. A command a block, in batches; none begins after `lookup_timeout_s`, since a store
+        that answers slowly hasn't failed. O(digests).
         """
         tenants = [self._names.tenant(salt) for salt, _ in asked]
         nothing = [[False] * len(digests) for _, digests in asked]
@@ -95,13 +99,16 @@ class SharedStore:
         if not keys:
             return nothing
         self._count(num_lookups=1)
+        end_s, answers = time.monotonic() + self.address.lookup_timeout_s, list[Any]()
         try:
-            with self._calling():
-                answers = self._lookups.run([("TOUCH", key) for key in keys], self.address.lookup_timeout_s)
+            while len(answers) < len(keys) and (not answers or time.monotonic() < end_s):
+                commands: list[Command] = [("TOUCH", key) for key in keys[len(answers) : len(answers) + MOST_LOOKUPS]]
+                with self._calling():
+                    answers += self._lookups.run(commands, self.address.lookup_timeout_s)
         except StoreError:
             return nothing
         self._note_refused(answers)
-        there = iter([answer == 1 for answer in answers])
+        there = iter([answer == 1 for answer in answers] + [False] * (len(keys) - len(answers)))
         return [
             [next(there) and not self._is_forbidden(tenant) for _ in digests]
             for tenant, (_, digests) in zip(tenants, asked, strict=True)
@@ -130,7 +137,8 @@ class SharedStore:
         )
         if num_damaged:
             self._loads.drop_connections()  # they may have lost step, and give others' answers
-            self._warn("damage", f"{num_damaged} blocks were not what they should be: not used")
+            number = f"{num_damaged} blocks were not what they should be"
+            self._complaints.warn("damage", f"{self.address}: {number}: not used")
         return found
 
     def write(
@@ -147,7 +155,11 @@ class SharedStore:
         longer. Raises StoreError if it can't be said in time. O(bytes).
         """
         tenant = self._names.tenant(owner.salt)
-        if self._is_forbidden(tenant) or owner.max_blocks == 0:
+        if self._is_forbidden(tenant):
+            return False
+        if owner.max_blocks == 0:  # it may have been more
+            with self._calling():
+                self._trim(tenant, 0, (), first, ())
             return False
         digests = [identity.digest() for identity in identities]
         keys = [self._names.block(tenant, digest) for digest in digests]
@@ -266,7 +278,8 @@ class SharedStore:
         scored = [(now + _SCORE - 1 - min(place, _SCORE - 1), digest) for place, digest in enumerate(digests, first)]
         above = [(now + _SCORE - 1 - min(place, _SCORE - 1), digest) for place, digest in enumerate(before)]
         commands: list[Command] = [("ZADD", index, "XX", *_flat(above))] if above else []
-        commands += [("ZADD", index, *_flat(scored)), ("ZCARD", index)]
+        commands += [("ZADD", index, *_flat(scored))] if scored else []
+        commands.append(("ZCARD", index))
         answers = self._stores.run(commands, self.address.timeout_s)
         number = answers[-1]
         if isinstance(number, int) and number > max_blocks:
@@ -314,20 +327,15 @@ class SharedStore:
         with self._lock:
             self._count_locked(num_failures=1)
             self._breaker.note_failure()
-            self._complaints.warn("failure", f"{error}: prompts are computed meanwhile")
+        self._complaints.warn("failure", f"{error}: prompts are computed meanwhile")
         self.on_failure()
 
     def _note_refused(self, answers: Sequence[Any]) -> int:
         """Return how many answers are none, and warn of those that are refusals."""
         refused = [answer for answer in answers if isinstance(answer, StoreRefusedError)]
         if refused:
-            with self._lock:
-                self._complaints.warn("refused", str(refused[0]))
+            self._complaints.warn("refused", str(refused[0]))
         return sum([isinstance(answer, StoreError) for answer in answers])
-
-    def _warn(self, kind: str, message: str) -> None:
-        with self._lock:
-            self._complaints.warn(kind, f"{self.address}: {message}")
 
     def _count(self, **more: int) -> None:
         with self._lock:

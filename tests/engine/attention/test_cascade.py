@@ -5,8 +5,8 @@ from itertools import pairwise
 import torch
 
 from kvblocks import KVCacheManager, Sequence
-from kvblocks.engine.attention.cascade import CascadePlanner
-from kvblocks.kernels.table import CASCADE, CascadeThreshold
+from kvblocks.engine.attention.cascade import CascadePlanner, RunBucket
+from kvblocks.kernels.table import CASCADE, CascadeThreshold, read_bytes_per_microsecond
 
 BLOCK_SIZE = 4
 ANY_GROUP = CascadeThreshold(min_run_tokens=1, min_saved_share=0.0)
@@ -64,6 +64,31 @@ def test_what_is_not_worth_it_is_left_alone():
     assert batch.planner(CascadeThreshold(25, 0.0)).plan(batch.sequences) is None
     assert batch.planner(CASCADE).plan(batch.sequences) is None
     assert batch.planner().plan(batch.sequences[:1]) is None
+
+
+def test_what_is_saved_must_be_worth_what_launches_cost():
+    batch, room = Batch(), RunBucket.of(4)
+    num_saved = 3 * 16 + 8
+    token_bytes = 10 * read_bytes_per_microsecond(torch.device("cpu"))  # a token is read in 10 microseconds
+
+    def plan(captured_tokens, eager_tokens, bucket):
+        threshold = CascadeThreshold(1, 0.0, 10.0 * captured_tokens, 10.0 * eager_tokens)
+        planner = CascadePlanner(batch.manager.shared_prefixes, BLOCK_SIZE, torch.device("cpu"), threshold)
+        assert planner.plan(batch.sequences, bucket) is not None, "without a token's bytes costs don't count"
+        planner = CascadePlanner(
+            batch.manager.shared_prefixes, BLOCK_SIZE, torch.device("cpu"), threshold, token_bytes=token_bytes
+        )
+        return planner.plan(batch.sequences, bucket), planner.packed
+
+    for bucket in (None, room):  # all eager, all captured
+        assert plan(num_saved - 1, 1000, bucket)[0] is not None
+        assert plan(num_saved + 1, 0, bucket) == (None, None)
+    too_small = RunBucket(4, 1, 16)  # eager, where the step without it would be captured
+    runs, packed = plan(1000, num_saved - 1, too_small)
+    assert stretches(runs) == [([0, 1, 2, 3], 0, 4, 0), ([0, 1], 4, 6, 1)] and packed is None
+    assert plan(0, num_saved + 1, too_small) == (None, None)
+    runs, packed = plan(0, 0, room)
+    assert packed is not None and runs.num_groups == 4 and runs.num_shared.tolist() == [6, 6, 4, 4]
 
 
 def test_runs_stay_while_the_batch_does():

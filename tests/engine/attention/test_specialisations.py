@@ -20,8 +20,11 @@ def test_after_the_warm_up_nothing_is_compiled(model):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["served"] == found["warm"]
+    # A norm by itself, of a sum, and behind the last layer a sum without one.
+    assert found["served"].pop("norm_kernel") == 3
     # Of those that attend: for prompts and for a few rows each, or with and without a window.
     assert max(found["served"].values()) <= (4 if model == "windows" else 2), found["served"]
+    assert {"place_kernel", "gate_kernel"} <= found["served"].keys()
     assert found["launches"] > 100
     is_deterministic = "deterministic" in model
     assert (found["cascades"] > 0, found["replays"] > 0) == (not is_deterministic, not is_deterministic)

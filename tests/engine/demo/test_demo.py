@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kvblocks.cli import app as cli
 from kvblocks.engine.completion import Completion
-from kvblocks.engine.demo.demo import DemoReport, DemoRequest, run_demo
+from kvblocks.engine.demo.demo import DemoCache, DemoReport, DemoRequest, run_demo
 from kvblocks.engine.demo.script import HANDBOOK, SUPPORT_DESK, DemoScript
 from kvblocks.engine.errors import ModelError
 from kvblocks.engine.run.runner import LoadedModel
@@ -37,6 +37,16 @@ def test_the_demo_shares_what_can_be_shared(roomy_folder):
     shown = screen.getvalue()
     for text in ("> Is it in?", "> How much?", "> And then?", "customer 1 again", "identical: yes", "median x"):
         assert text in shown
+
+
+def test_a_demo_whose_second_engine_caches_nothing_says_so(roomy_folder):
+    screen = io.StringIO()
+    cache = DemoCache(num_blocks=100, prefix_caching=False, eviction="slru")
+    model = LoadedModel.load(roomy_folder)
+    report = run_demo(model, Console(file=screen, width=100), script=SHORT_SCRIPT, max_tokens=2, cache=cache)
+    assert report.is_identical
+    assert all(request.warm.num_cached_tokens == 0 for request in report.requests)
+    assert "Without -> without prefix caching, again" in screen.getvalue()
 
 
 def make_completion(ttft_s, token_ids=(1, 2)):

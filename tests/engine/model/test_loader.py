@@ -1,5 +1,7 @@
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,11 +10,13 @@ from engine.small_models import GEMMA3 as GEMMA3_MODEL
 from safetensors.torch import save_file
 
 from kvblocks.engine.errors import ModelError
+from kvblocks.engine.model import loader
 from kvblocks.engine.model.architectures import GEMMA3 as GEMMA3_ARCHITECTURE
 from kvblocks.engine.model.architectures import GEMMA3_WITH_IMAGES, LLAMA, QWEN3
 from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerAttention
 from kvblocks.engine.model.loader import expected_shapes, load_weights
+from kvblocks.engine.model.products import pack
 from kvblocks.engine.model.rope_config import RopeConfig
 
 FIELDS = {
@@ -264,6 +268,20 @@ class TestWeights:
         every = torch.arange(EVEN.vocab_size)
         assert torch.equal(weights.embed(every), tensors["model.embed_tokens.weight"])
         assert torch.equal(plain(weights.layers[0].down), tensors["model.layers.0.mlp.down_proj.weight"])
+
+    @pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="needs to hear what of a file is in memory")
+    def test_a_file_is_not_kept_in_memory_while_it_is_read(self, tmp_path, monkeypatch):
+        config, path, found = replace(EVEN, num_layers=6, intermediate_size=4096), tmp_path / "model.safetensors", []
+        save_file(random_tensors(config), path)
+
+        def pack_and_look(matrix):
+            parts = re.findall(f"{path}\n(?:.+\n)*?Rss: +([0-9]+) kB", Path("/proc/self/smaps").read_text())
+            found.append(1024 * sum(map(int, parts)))
+            return pack(matrix)
+
+        monkeypatch.setattr(loader, "pack", pack_and_look)
+        load_weights(tmp_path, config)
+        assert 0 < max(found) < path.stat().st_size / 3
 
     @pytest.mark.parametrize(
         ("change", "message"),

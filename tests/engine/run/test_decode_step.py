@@ -99,7 +99,7 @@ def test_padding_changes_nothing():
         assert torch.equal(old, new)
 
 
-def test_steps_are_made_anew_when_the_tables_move():
+def test_steps_stay_when_the_tables_move():
     made = []
 
     def capture(step):
@@ -112,7 +112,7 @@ def test_steps_are_made_anew_when_the_tables_move():
     assert made == [2]
     check(case, [0, 1, 2], [5, 6, 7])  # three rows of a table that has two
     check(case, [0, 1], [8, 9])
-    assert made == [2, 4, 2]
+    assert made == [2, 4]
 
 
 def test_a_step_reads_no_tensor_on_the_host(monkeypatch):
@@ -122,16 +122,21 @@ def test_a_step_reads_no_tensor_on_the_host(monkeypatch):
     reading = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy")
     with monkeypatch.context() as patch, torch.inference_mode():
         # The kernels themselves, which the interpreter runs on the host.
-        for name in ("store", "decode"):
-            patch.setattr(f"kvblocks.engine.attention.triton_attention.{name}", fake_kernel(name))
+        for name, fake in FAKE_KERNELS.items():
+            patch.setattr(f"kvblocks.engine.attention.triton_attention.{name}", fake)
         for name in reading:
             patch.setattr(torch.Tensor, name, refuse(name))
         logits = ready.compute()
     assert logits.shape == (2, TINY.vocab_size)
 
 
-def fake_kernel(name):
-    return (lambda *_: None) if name == "store" else (lambda query, *_, **__: (query, None))
+FAKE_KERNELS = {
+    "decode": lambda query, *_, **__: (query, None),
+    "norm": lambda rows, *_: rows,
+    "add_norm": lambda hidden, *_, **__: hidden,
+    "gate": lambda gate_up, *_: gate_up.chunk(2, -1)[0],
+    "place": lambda heads, *_: heads[:, : TINY.num_heads],
+}
 
 
 def refuse(name):
@@ -159,10 +164,10 @@ def test_captured_steps_give_what_fresh_batches_give(is_tiled):
 @pytest.mark.skipif(
     DEVICE.type == "cpu", reason="CUDA graphs need a GPU; without one the same steps run in place, above"
 )
-def test_steps_are_captured_anew_when_the_tables_move():
+def test_captured_steps_stay_good_when_the_tables_move():
     case = Case(GraphCapture())
     check(case, [0, 1], [1, 2])
-    check(case, [0, 1, 2], [5, 6, 7])  # three rows of a table that has two: all graphs go
+    check(case, [0, 1, 2], [5, 6, 7])  # three rows of a table that has two
     check(case, [0, 1], [8, 9])
     check(case, [2], [3])
 

@@ -10,7 +10,7 @@ from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.sampling.prompt_scores import PromptScores, ScoredRows, Scorer
 from kvblocks.errors import InvalidArgumentError
 
-TOLERANCE = 2e-4  # float32 on both sides, in another order
+TOLERANCE = 1e-3  # of float32 with this model: transformers' own is 4e-4 away from float64
 PROMPT = [(7 * index + index * index) % 260 + 3 for index in range(150)]
 
 
@@ -22,11 +22,11 @@ def model(tiny_folder):
 @pytest.fixture(scope="module")
 def reference(tiny_folder):
     """Log probabilities by transformers: of what follows each token of a prompt, float64 [tokens, vocab]."""
-    other = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    other = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
 
     def compute(token_ids):
         with torch.inference_mode():
-            return other(torch.tensor([token_ids])).logits[0].double().log_softmax(-1)
+            return other(torch.tensor([token_ids])).logits[0].log_softmax(-1)
 
     return compute
 

@@ -230,6 +230,34 @@ def test_the_commands_pin_list_and_unpin(kvblocks, tmp_path, http):
     assert error == f"kvblocks: expected the id of a pin that stands, got '{pin_id}'\n"
 
 
+def test_all_pins_of_some_tokens_end_together_and_those_of_others_stand(kvblocks):
+    tokens, longer = ",".join(map(str, range(50))), ",".join(map(str, range(51)))
+    commands = [(tokens,), (tokens, "--priority", "7"), (longer,), (tokens, "--salt", "a")]
+    first, second, third, salted = (kvblocks("pin", "--tokens", *command)[1].split()[0] for command in commands)
+    assert kvblocks("unpin", "--tokens", tokens) == (0, f"unpinned {first}\nunpinned {second}\n", "")
+    assert [line.split()[0] for line in kvblocks("list-pinned")[1].splitlines()] == [third, salted]
+    code, output, error = kvblocks("unpin", "--tokens", tokens)
+    assert (code, output) == (1, "")
+    assert error == "kvblocks: expected a prefix that is pinned, got one that isn't\n"
+    _, output, _ = kvblocks("unpin", "--tokens", tokens, "--salt", "a", "--json")
+    assert [entry["id"] for entry in json.loads(output)["pins"]] == [salted]
+    assert kvblocks("unpin", third)[0] == 0
+
+
+def test_what_is_cached_is_drawn_for_graphviz(kvblocks, http, server):
+    ask(http)
+    server.wait_until_idle()
+    code, drawn, _ = kvblocks("dot")
+    assert code == 0
+    assert drawn == server.on_thread(server.engine.manager.to_dot) + "\n"
+    ask(http, question="Why? " * 20)
+    assert "left out: 2 nodes" in kvblocks("dot", "--max-nodes", "1")[1]
+    for wrong in ("0", "-1", "x", "", "1" * 9, "\u0663"):
+        response = http.get("/v1/cache/dot", params={"max_nodes": wrong})
+        assert response.status_code == 400
+        assert "max_nodes: expected a number from 1 to 999999" in response.json()["error"]["message"]
+
+
 def test_a_pin_says_why_it_holds_nothing_yet_and_a_warm_one_holds_all(kvblocks):
     _, output, _ = kvblocks("pin", SYSTEM)
     assert re.search(r", 0 of \d+ blocks held \(the rest from when a request computes it; see --warm\),", output)
@@ -245,6 +273,11 @@ def test_a_pin_says_why_it_holds_nothing_yet_and_a_warm_one_holds_all(kvblocks):
         (["pin", "a", "--tokens", "1"], "exactly one"),
         (["pin", "--tokens", "1,a"], "--tokens: expected token ids"),
         (["pin", "--file", "/nonsense"], "expected a readable file"),
+        (["pin", "--tokens", "1,2,3"], "full block"),
+        (["unpin"], "exactly one"),
+        (["unpin", "pin-1", "--tokens", "1"], "exactly one"),
+        (["unpin", "pin-1", "--salt", "a"], "exactly one"),
+        (["unpin", "--tokens", "1,a"], "--tokens: expected token ids"),
         (["explain", "a", "--request", "x"], "--request alone"),
         (["explain", "--tokens", "1", "--system", "x"], "--system with a message only"),
         (["explain", "--request", "x"], "expected that of one of the last requests"),
@@ -272,6 +305,8 @@ def test_without_a_server_the_command_says_so(capsys):
         (["stats"], "prefix_caching"),
         (["pin", "a"], "id"),
         (["unpin", "a"], "id"),
+        (["unpin", "--tokens", "1"], "pins"),
+        (["dot"], "dot"),
         (["list-pinned"], "pins"),
         (["reset"], "num_removed_entries"),
         (["forget", "--salt", "a"], "num_removed_entries"),

@@ -14,6 +14,7 @@ from kvblocks.errors import InvalidArgumentError
         ({"num_blocks": 10, "kv_cache_memory": "10"}, ["--num-blocks or --kv-cache-memory", "got both"]),
         ({"prefix_caching": False, "schedule": "grouped"}, ["--schedule fcfs", "--no-prefix-caching", "grouped"]),
         ({"schedule": "random"}, ["--schedule", "longest-prefix", "'random'"]),
+        ({"kv_cache_dtype": "int4"}, ["--kv-cache-dtype", "fp8_e4m3", "'int4'"]),
         ({"eviction": "mru"}, ["--eviction", "sessions", "'mru'"]),
         ({"max_num_batched_tokens": 10, "max_num_seqs": 11}, ["--max-num-batched-tokens", "(11)", "got 10"]),
         ({"num_blocks": 0}, ["--num-blocks", "got 0"]),

@@ -1,9 +1,11 @@
 """Engines that share a store: the same bits as computed ones, whatever the store does."""
 
+import queue
 import random
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tiers.store.servers import proxied, running, wait_for
 from kvblocks import Sequence
 from kvblocks.engine import Engine, LoadedModel, StepLimits
 from kvblocks.engine.tiers.options import TierOptions
+from kvblocks.engine.tiers.seeker import Seeker
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.store import SharedStore, StoreError
 
@@ -409,3 +412,24 @@ def test_a_store_is_asked_for_a_prompt_once_however_long_it_waits(share):
     assert counted(engine).num_lookups <= 4
     sequence = Sequence("new", asked[0])
     assert engine.manager.tiers.find(engine.manager.get_computed_blocks(sequence)) is not None
+
+
+def test_who_asks_for_scores_of_a_prompt_waits_for_no_lookup(share):
+    (prompt,) = prompts(1)
+    one, other = share(), share()
+    ask(one, prompt)
+    settle(one)
+    (scored,) = other.generate([prompt], max_tokens=2, prompt_logprobs=1)
+    assert counted(other).num_lookups == 0 and scored.num_loaded_tokens == {}
+    assert len(scored.prompt_logprobs) == len(prompt)
+
+
+def test_no_prompt_joins_a_batch_that_is_long_enough():
+    seeker = object.__new__(Seeker)  # without a thread that would take them
+    seeker._queue, seeker._num_columns = queue.SimpleQueue(), 1
+    seeker._must_delete, seeker._deletion = False, None
+    seeker._store = SimpleNamespace(seconds_to_probe=lambda: 0.0)
+    searches = [SimpleNamespace(num_blocks=300) for _ in range(5)]
+    for search in searches:
+        seeker._queue.put(search)
+    assert [seeker._next(), seeker._next(), seeker._next()] == [searches[:2], searches[2:4], searches[4:]]

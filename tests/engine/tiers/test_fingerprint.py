@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine.small_models import EVEN, GEMMA3, random_weights
+import torch
+from engine.small_models import EVEN, GEMMA3, converted, packed, random_tokens, random_weights
 
-from kvblocks.engine import LoadedModel
-from kvblocks.engine.model.products import pack
+from kvblocks.engine import Engine, LoadedModel
+from kvblocks.engine.model.products import pack, packed_rows
+from kvblocks.engine.tiers import building
 from kvblocks.engine.tiers.fingerprint import fingerprint
 
 MODEL = LoadedModel(EVEN, random_weights(EVEN))
@@ -31,10 +33,57 @@ def test_it_is_the_same_in_another_process():
     assert len(fingerprint(MODEL, "layout", "mode")) == 32
 
 
+def packed_as_loaded(weights):
+    """The weights as the loader lays them out, where they are packed: a tied embedding lies in the head."""
+    laid_out = packed(weights)
+    return replace(laid_out, embedding=packed_rows(laid_out.lm_head, weights.embedding))
+
+
+needs_packing = pytest.mark.skipif(
+    not pack(torch.ones(1, 1)).is_mkldnn,
+    reason="torch has oneDNN pack matrices on x86 alone, and keeps them plain here",
+)
+
+
+@needs_packing
 def test_it_is_the_same_however_weights_are_laid_out():
-    layers = tuple(replace(layer, qkv=pack(layer.qkv), down=pack(layer.down)) for layer in MODEL.weights.layers)
-    packed = LoadedModel(EVEN, replace(MODEL.weights, layers=layers))
-    assert fingerprint(packed, "layout", "mode") == fingerprint(MODEL, "layout", "mode")
+    weights = packed_as_loaded(MODEL.weights)
+    assert weights.embedding.dim() == 4
+    assert fingerprint(LoadedModel(EVEN, weights), "layout", "mode") == fingerprint(MODEL, "layout", "mode")
+
+
+def same(weights):
+    return weights
+
+
+def in_bfloat16(weights):
+    return converted(weights, torch.bfloat16)
+
+
+@needs_packing
+@pytest.mark.parametrize(
+    ("change", "arithmetic", "is_deterministic", "is_used"),
+    [
+        (packed_as_loaded, 0, False, True),
+        (packed_as_loaded, 0, True, False),  # bits are promised, and those of packed products are others
+        (same, 0, True, True),
+        (same, 1, True, False),  # so are those of another version of the layers
+        (same, 1, False, True),
+        (in_bfloat16, 0, False, False),
+    ],
+)
+def test_who_uses_what_an_engine_left_on_a_disk(tmp_path, monkeypatch, change, arithmetic, is_deterministic, is_used):
+    torch.set_num_threads(1)
+    options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB", "deterministic": is_deterministic}
+    prompt, num_hit = random_tokens(EVEN, 300), []
+    for weights, added in ((MODEL.weights, 0), (change(MODEL.weights), arithmetic)):
+        monkeypatch.setattr(building, "ARITHMETIC", building.ARITHMETIC + added)
+        with Engine(LoadedModel(EVEN, weights), num_blocks=24, **options) as engine:
+            (completion,) = engine.generate([prompt], max_tokens=1)
+            num_hit.append(completion.num_cached_tokens)
+            while engine.has_work:
+                engine.step()
+    assert num_hit == [0, 288 if is_used else 0]
 
 
 def changed(name):

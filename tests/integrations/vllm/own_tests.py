@@ -41,8 +41,11 @@ def copy_tests(from_folder: Path, to_folder: Path) -> None:
         (to_folder / model / "config.json").write_text(json.dumps(OPT), encoding="utf-8")
 
 
-def run(folder: Path, names: list[str], *, swaps: bool) -> dict[str, str]:
-    """Run tests in `folder`, and return their outcomes by name: "passed", or what went wrong."""
+def run(folder: Path, names: list[str], *, swaps: bool, plugin: str = "integrations.vllm.swap") -> dict[str, str]:
+    """Run tests in `folder`, and return their outcomes by name: "passed", or what went wrong.
+
+    plugin: a module that puts what is under test in the places of vLLM's.
+    """
     outcomes = folder / "outcomes.json"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
@@ -52,7 +55,7 @@ def run(folder: Path, names: list[str], *, swaps: bool) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "integrations.vllm.swap", *names]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", plugin, *names]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )

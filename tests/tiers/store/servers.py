@@ -81,8 +81,8 @@ def running(folder, *options, port=None):
 
 
 @contextlib.contextmanager
-def cluster(folder, number=3):
-    """A cluster of primaries, which serves what it has when some are gone."""
+def cluster(folder, number=3, num_replicas=0):
+    """A cluster, which serves what it has when some are gone: primaries, then replicas of the first ones, one each."""
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(
@@ -92,11 +92,11 @@ def cluster(folder, number=3):
                     *("--cluster-port", str(free_port()), "--cluster-node-timeout", "1000"),
                 )
             )
-            for index in range(number)
+            for index in range(number + num_replicas)
         ]
         clients = [stack.enter_context(server.client()) for server in servers]
         share = 16384 // number
-        for index, client in enumerate(clients):
+        for index, client in enumerate(clients[:number]):
             end = 16383 if index == number - 1 else (index + 1) * share - 1
             client.execute_command("CLUSTER ADDSLOTSRANGE", index * share, end)
             client.execute_command("CONFIG SET", "save", "")
@@ -104,7 +104,10 @@ def cluster(folder, number=3):
             bus = client.config_get("cluster-port")["cluster-port"]
             clients[0].execute_command("CLUSTER MEET", "127.0.0.1", server.port, bus)
         for client in clients:
-            wait_for(lambda c=client: b"cluster_state:ok" in _raw(c) and _knows(c) == number, 20)
+            wait_for(lambda c=client: b"cluster_state:ok" in _raw(c) and _knows(c) == len(servers), 20)
+        for index, client in enumerate(clients[number:]):
+            primary = clients[index].execute_command("CLUSTER MYID")
+            wait_for(lambda c=client, p=primary: _follows(c, p), 20)
         yield servers
 
 
@@ -115,6 +118,15 @@ def _raw(client):
 
 def _knows(client):
     return len([node for node in client.execute_command("CLUSTER NODES").values() if "fail" not in node["flags"]])
+
+
+def _follows(client, primary):
+    """Whether a replica has all that its primary has; else tell it to follow that."""
+    if client.info("replication").get("master_link_status") == "up":
+        return True
+    with contextlib.suppress(Exception):  # it doesn't know that primary yet
+        client.execute_command("CLUSTER REPLICATE", primary)
+    return False
 
 
 def cluster_url(servers):

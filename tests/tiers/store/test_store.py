@@ -17,7 +17,7 @@ from kvblocks.tiers.sealing import Sealer
 from kvblocks.tiers.store import SharedStore, StoreError, parse_address
 from kvblocks.tiers.store.client import open_clients
 from kvblocks.tiers.store.names import StoreNames
-from kvblocks.tiers.store.store import Owner
+from kvblocks.tiers.store.store import MOST_LOOKUPS, Owner
 
 SIZE = 20_000  # bytes of a block
 SECRET = b"sixteen bytes or more"
@@ -103,6 +103,60 @@ def test_several_prompts_are_asked_for_at_once(server, connect):
     assert store.find(asked) == [[True] * 2 + [False] * 3, [True] * 3 + [False] * 2, [False] * 5]
     assert store.stats.num_lookups == 1
     assert store.find([]) == []
+
+
+class Slow:
+    """In the place of a client: all is there, and each batch takes so many seconds."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.sizes = seconds, []
+
+    def run(self, commands, timeout_s):
+        assert self.seconds <= timeout_s, "it would have failed"
+        self.sizes.append(len(commands))
+        time.sleep(self.seconds)
+        return [1] * len(commands)
+
+    def close(self):
+        pass
+
+
+def test_long_prompts_are_asked_for_in_batches_and_a_slow_store_has_not_failed():
+    def ask(client, *numbers):
+        store = SharedStore(parse_address("valkey://host?lookup_ms=100"), Sealer(bytes(32)), (client,) * 3)
+        found = store.find([(None, [bytes([prompt]) * 32] * number) for prompt, number in enumerate(numbers)])
+        assert [len(one) for one in found] == list(numbers) and not store.is_away
+        return [one.count(True) for one in found]
+
+    quick, slow = Slow(), Slow(0.06)
+    assert ask(quick, 3000, 10, 500) == [3000, 10, 500]
+    assert max(quick.sizes) == MOST_LOOKUPS and sum(quick.sizes) == 3510
+    first, second = ask(slow, 3 * MOST_LOOKUPS, 4 * MOST_LOOKUPS)
+    assert first + second == len(slow.sizes) * MOST_LOOKUPS <= 2 * MOST_LOOKUPS
+
+
+def test_warnings_are_written_while_nothing_is_locked(server, connect, caplog):
+    store = connect(server.url)
+    identities, payloads = chain(1)
+    store.write(NOBODY, identities, payloads)
+    server.client().set(
+        StoreNames(Sealer(bytes(32))).block(StoreNames(Sealer(bytes(32))).tenant(None), identities[0].digest()), b"x"
+    )
+    asked = []
+
+    class Asking(logging.Handler):
+        """Asks the store for its counters, as a handler may that sends metrics along."""
+
+        def emit(self, record):
+            asked.append(store.stats.num_damaged_blocks)
+
+    handler = Asking()
+    logging.getLogger("kvblocks.tiers.store").addHandler(handler)
+    try:
+        assert read(store, identities) == [None]
+    finally:
+        logging.getLogger("kvblocks.tiers.store").removeHandler(handler)
+    assert asked == [1]
 
 
 def test_who_differs_in_fingerprint_or_secret_shares_nothing(server, connect):
@@ -313,6 +367,15 @@ def test_a_quota_holds_in_the_whole_store_and_the_ends_go_first(server, connect)
     assert not any(finds(one, first, "bob"))
 
 
+def test_a_quota_that_was_lowered_to_nothing_deletes_what_is_there(server, connect):
+    identities, payloads = chain(6)
+    store = connect(server.url)
+    assert store.write(Owner("ann", 10), identities, payloads)
+    assert not store.write(Owner("ann", 0), identities[:1], payloads[:1])
+    assert finds(store, identities, "ann") == [False] * 6 and store.stats.num_trimmed_blocks == 6
+    assert not store.write(Owner("ann", 0), identities[:1], payloads[:1]) and store.stats.num_failures == 0
+
+
 def test_what_comes_before_is_spared_with_what_is_stored_behind_it(server, connect):
     store = connect(server.url)
     long, payloads = chain(12)
@@ -402,6 +465,36 @@ def test_a_connection_that_was_closed_while_nobody_used_it_is_no_failure(server,
         assert store.stats.num_failures == 0
 
 
+def test_what_must_not_be_done_twice_is_not_repeated_over_a_cut_connection(server, connect, monkeypatch):
+    """valkey's own retry would: it knows neither the command nor our deadline."""
+    import valkey
+
+    with proxied(server) as proxy:
+        client = connect(proxy.url)._stores  # noqa: SLF001
+        for command in (("ZADD", "kvblocks:set", 1, "a", 2, "b"), ("TOUCH", "kvblocks:set")):
+            client.run([command], 20.0)
+        plain, begun = type(client)._run_once, []  # noqa: SLF001
+
+        def cut_behind(self, node, commands):
+            answers = plain(self, node, commands)  # the server did it, and the answer is lost
+            begun.append(commands[0][0])
+            if len(begun) == 1:
+                raise valkey.ConnectionError("cut")
+            return answers
+
+        monkeypatch.setattr(type(client), "_run_once", cut_behind)
+        with pytest.raises(StoreError):
+            client.run([("ZPOPMIN", "kvblocks:set", 1)], 20.0)
+        assert begun == ["ZPOPMIN"] and server.client().zcard("kvblocks:set") == 1
+        begun.clear()
+        assert client.run([("TOUCH", "kvblocks:set")], 20.0) == [1] and begun == ["TOUCH", "TOUCH"]
+        begun.clear()
+        with pytest.raises(StoreError):  # there is no time left
+            client._run_part(None, [("TOUCH", "kvblocks:set")], 0.0)  # noqa: SLF001
+        assert begun == ["TOUCH"]
+        assert client._single.get_retry()._retries == 0  # noqa: SLF001
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_damaged_answers_never_give_wrong_bytes(server, connect, seed):
     """Whatever bits change on the way: a block is right, or it isn't there."""
@@ -461,6 +554,7 @@ def test_tls_checks_the_certificate(server, tmp_path, connect):
     with behind_tls(server, certificate, key) as port:
         url = f"valkeys://127.0.0.1:{port}"
         good = connect(url, options=f"{PATIENT}&ca_file={certificate}")
+        assert good.address.ca_file == str(certificate)
         assert good.write(NOBODY, identities, payloads) and read(good, identities) == payloads
         assert not connect(url).probe(), "whom the system trusts didn't sign it"
         assert not connect(f"valkeys://localhost:{port}", options=f"{PATIENT}&ca_file={certificate}").probe()
@@ -494,6 +588,25 @@ def test_a_cluster_loses_what_a_killed_node_had_and_nothing_else(tmp_path, conne
         with pytest.raises(StoreError):
             store.forget(None, 5.0)  # the node that is gone may come back with its part
         assert number
+
+
+@pytest.mark.slow
+def test_a_replica_that_takes_over_serves_what_its_primary_had(tmp_path, connect):
+    """A primary is killed; its replica is voted for, and who asks learns of it."""
+    identities, payloads = chain(60)
+    with cluster(tmp_path, num_replicas=3) as servers:
+        primaries, replicas = servers[:3], servers[3:]
+        store = connect(cluster_url(servers))
+        assert store.write(NOBODY, identities, payloads) and read(store, identities) == payloads
+        wait_for(
+            lambda: all(a.client().dbsize() == b.client().dbsize() for a, b in zip(primaries, replicas, strict=True))
+        )
+        primaries[1].kill()
+        assert not all(finds(store, identities)), "its part is gone at first"
+        wait_for(lambda: took(read, store, identities) == payloads or (store.probe() and None), 30)
+        more, payloads = chain(20, first=1000)
+        wait_for(lambda: took(store.write, NOBODY, more, payloads) is True or (store.probe() and None), 30)
+        assert read(store, more) == payloads, "stores have connections of their own, which learn of it by themselves"
 
 
 def some(values):

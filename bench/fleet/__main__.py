@@ -1,0 +1,5 @@
+"""`python -m bench.fleet`."""
+
+from bench.fleet.fleet import main
+
+main()

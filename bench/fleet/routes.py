@@ -1,0 +1,171 @@
+"""The ways to a worker that bench.fleet compares: round robin, SGLang's router, and an index of what is cached."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import httpx2
+
+from bench.fleet.servers import Server, free_ports
+from examples.route_by_prefix import Errand, Index, MirrorIndex, Router
+
+SGLANG_FLAGS = (
+    "--health-check-interval-secs",
+    "1",
+    "--health-success-threshold",
+    "1",
+    "--cb-timeout-duration-secs",
+    "2",
+)
+"""Beside its defaults: it looks after its workers once a second, not once a minute, since the whole run takes two."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Where a request goes. worker: None: a router decides. errand: of the index's router."""
+
+    url: str
+    worker: str | None = None
+    errand: Errand | None = None
+
+
+class Route(Protocol):
+    """Says where each request goes."""
+
+    needs_tokens: bool
+
+    def send(self, tokens: list[int], max_tokens: int) -> Sent:
+        """Choose. Raises LookupError if there is nobody."""
+
+    def finish(self, sent: Sent) -> None:
+        """Take note that a request was answered, or failed."""
+
+    def note(self, worker: str, *, is_up: bool) -> None:
+        """Take note that a worker doesn't answer, or does again."""
+
+
+class RoundRobin:
+    """One worker after the other."""
+
+    needs_tokens = False
+
+    def __init__(self, servers: Mapping[str, Server]) -> None:
+        self._servers, self._up = servers, dict.fromkeys(servers, True)
+        self._order = list(servers)
+
+    def send(self, tokens: list[int], max_tokens: int) -> Sent:
+        """As `Route` says."""
+        del tokens, max_tokens
+        for name in self._order:
+            if self._up[name]:
+                self._order.remove(name)
+                self._order.append(name)
+                return Sent(self._servers[name].worker.url, name)
+        raise LookupError("expected a worker that answers, got none")
+
+    def finish(self, sent: Sent) -> None:
+        """As `Route` says."""
+
+    def note(self, worker: str, *, is_up: bool) -> None:
+        """As `Route` says."""
+        self._up[worker] = is_up
+
+
+class Precise:
+    """Where the least is left to compute, as the router of examples/ has it."""
+
+    needs_tokens = True
+
+    def __init__(self, servers: Mapping[str, Server], index: Index) -> None:
+        self._servers, self.index = servers, index
+        self._router = Router(index, servers)
+
+    def send(self, tokens: list[int], max_tokens: int) -> Sent:
+        """As `Route` says."""
+        errand = self._router.send(tokens, max_tokens=max_tokens)
+        return Sent(self._servers[errand.worker].worker.url, errand.worker, errand)
+
+    def finish(self, sent: Sent) -> None:
+        """As `Route` says."""
+        if sent.errand is not None:
+            self._router.finish(sent.errand)
+
+    def note(self, worker: str, *, is_up: bool) -> None:
+        """As `Route` says."""
+        if is_up:
+            self._router.note_up(worker)
+        else:
+            self._router.note_down(worker)
+
+
+class Routed:
+    """A router of others at a URL."""
+
+    needs_tokens = False
+
+    def __init__(self, url: str) -> None:
+        self._sent = Sent(url)
+
+    def send(self, tokens: list[int], max_tokens: int) -> Sent:
+        """As `Route` says."""
+        del tokens, max_tokens
+        return self._sent
+
+    def finish(self, sent: Sent) -> None:
+        """As `Route` says."""
+
+    def note(self, worker: str, *, is_up: bool) -> None:
+        """As `Route` says."""
+
+
+@contextmanager
+def precise(servers: Mapping[str, Server], block_size: int) -> Iterator[Precise]:
+    """The index is our own mirror, which knows all workers before this returns."""
+    index = MirrorIndex({name: server.worker for name, server in servers.items()}, block_size)
+    try:
+        wait_until(lambda: index.find([0], None) is not None and all(map(index.client.mirror.is_complete, servers)))
+        yield Precise(servers, index)
+    finally:
+        index.close()
+
+
+@contextmanager
+def sglang(servers: Mapping[str, Server], python: str) -> Iterator[Routed]:
+    """SGLang's router, cache-aware. python: the interpreter of an environment that has it."""
+    port, metrics = free_ports(2)
+    url = f"http://127.0.0.1:{port}"
+    command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--policy", "cache_aware", "--prometheus-port", str(metrics), "--log-level", "warn", *SGLANG_FLAGS]
+    command += ["--worker-urls", *(server.worker.url for server in servers.values())]
+    environment = {**os.environ, "PYTHONPATH": ""}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+
+    def is_ready() -> bool:
+        if process.poll() is not None:
+            raise RuntimeError(f"{' '.join(command)}: ended with status {process.returncode}")
+        try:
+            workers = httpx2.get(f"{url}/workers", trust_env=False).json()["workers"]
+        except httpx2.TransportError:
+            return False
+        return len(workers) == len(servers)
+
+    try:
+        wait_until(is_ready)
+        yield Routed(url)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until(is_so: object, seconds: float = 60.0) -> None:
+    """Wait. Raises RuntimeError if it takes too long."""
+    assert callable(is_so)
+    end = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > end:
+            raise RuntimeError(f"expected all workers to be known within {seconds:g} s")
+        time.sleep(0.05)

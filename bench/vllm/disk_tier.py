@@ -1,0 +1,160 @@
+"""How fast a job of vLLM's goes from the host's memory to a disk and back: kvblocks' tier beside vLLM's own file tier.
+
+    python -m bench.vllm.disk_tier [--rounds N] [--folder DIR] [--json FILE] [--quick]
+
+Needs the environment that `make test-vllm` makes. All get the same jobs by vLLM's own calls: submit, wait, ask for what
+has ended. They take turns, every other round in reverse. Every round stores new keys. kvblocks' tier checks every byte
+that it loads, vLLM's none. vLLM's is there twice: as it is, with O_DIRECT where the file system has it, and through the
+page cache, as kvblocks' is.
+
+What it does not show. A disk, but for O_DIRECT: what was just stored is in the page cache. What a sync costs those that
+run beside it: kvblocks' tier syncs once a second in a thread of its own, vLLM's never. A GPU.
+"""
+
+import argparse
+import mmap
+import shutil
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+import vllm
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload import config
+from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, ReqContext, make_offload_key
+from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+from bench.conditions import conditions, keep, print_conditions
+from bench.timing import Spread
+from kvblocks.integrations.vllm import DiskTier
+
+CHUNKS = {"256 KiB": 2**18, "2 MiB": 2**21}
+JOB_BYTES = 2**26
+OURS, THEIRS, BUFFERED = "kvblocks", "vLLM's files", "vLLM's files, page cache"
+CONTEXT = ReqContext(req_id="bench")
+
+
+def make_spec() -> Any:
+    """Return what tiers ask of vLLM's configuration."""
+    spec = MagicMock()
+    spec.config = config.OffloadingConfig(
+        groups=(),
+        worker_kv_bytes_per_block=0,
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id="bench",
+        model=config.OffloadingModelConfig(name="bench", dtype="float16"),
+        cache=config.OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=config.OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, is_parallelism_agnostic=False),
+    )
+    spec.blocks_per_chunk = 1
+    spec.kv_events_config = OffloadingKVEventsConfig(enable_kv_cache_events=False, self_describing_kv_events=False)
+    return spec
+
+
+class Bench:
+    """Both tiers before one memory, for chunks of one size."""
+
+    def __init__(self, folder: Path, num_chunk_bytes: int, num_threads: int) -> None:
+        self.number = JOB_BYTES // num_chunk_bytes
+        pages = mmap.mmap(-1, JOB_BYTES)  # O_DIRECT wants whole ones
+        self.memory = torch.frombuffer(pages, dtype=torch.int8).view(self.number, num_chunk_bytes)
+        self.memory.random_(-128, 127)
+        view = memoryview(self.memory.numpy())
+        threads = {"n_read_threads": num_threads, "n_write_threads": num_threads}
+        most = {"max_bytes": 40 * JOB_BYTES}
+        self.tiers: dict[str, Any] = {
+            OURS: DiskTier(make_spec(), view, OURS, root_dir=str(folder / "ours"), **most, **threads),
+            THEIRS: FileSystemTierManager(make_spec(), view, THEIRS, root_dir=str(folder / "theirs"), **threads),
+            BUFFERED: FileSystemTierManager(make_spec(), view, BUFFERED, root_dir=str(folder / "cached"), **threads),
+        }
+        self.tiers[BUFFERED]._use_o_direct = False  # noqa: SLF001
+        self.num_jobs = 0
+
+    def time(self, name: str, keys: list[Any], *, is_load: bool) -> float:
+        """Return the MB/s of a job, in two halves so that several threads have something to do."""
+        tier = self.tiers[name]
+        start, half = perf_counter(), self.number // 2
+        for places in (range(half), range(half, self.number)):
+            self.num_jobs += 1
+            own = [keys[place] for place in places]
+            job = TransferJob(self.num_jobs, own, list(places), is_load, CONTEXT)
+            (tier.submit_load if is_load else tier.submit_store)(job)
+        tier.drain_jobs()
+        results = list(tier.get_finished_jobs())
+        seconds = perf_counter() - start
+        if len(results) != 2 or not all(result.success for result in results):
+            raise RuntimeError(f"{name}: expected two jobs that succeed, got {results}")
+        return JOB_BYTES / seconds / 1e6
+
+    def round(self, number: int) -> dict[tuple[str, str], float]:
+        """Store new keys in both tiers and load them again; by tier and call, MB/s."""
+        keys = [make_offload_key(sha256((number, place)), 0) for place in range(self.number)]
+        order = list(self.tiers)[:: -1 if number % 2 else 1]
+        found = {}
+        for call in ("store", "load"):
+            for name in order:
+                kept = self.memory.clone()
+                if call == "load":
+                    self.memory.zero_()
+                found[name, call] = self.time(name, keys, is_load=call == "load")
+                if not torch.equal(self.memory, kept):
+                    raise RuntimeError(f"{name}: what was loaded is not what was stored")
+        return found
+
+    def close(self) -> None:
+        """Let go of both."""
+        for tier in self.tiers.values():
+            tier.shutdown()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=4, help="that read, and as many that write, of each tier")
+    parser.add_argument("--folder", type=Path, help="where to make the folders; the system's for temporary files")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="one round, to see that it runs")
+    given = parser.parse_args(arguments)
+    kv_cache_utils.init_none_hash(sha256)
+    rows, has_direct = [], None
+    for label, size in CHUNKS.items():
+        folder = Path(tempfile.mkdtemp(prefix="kvblocks-bench-", dir=given.folder))
+        try:
+            bench = Bench(folder, size, given.threads)
+            has_direct = bench.tiers[THEIRS]._use_o_direct  # noqa: SLF001
+            bench.round(0)  # files are made, pages are touched
+            rounds = [bench.round(number) for number in range(1, 2 if given.quick else given.rounds + 1)]
+            bench.close()
+        finally:
+            shutil.rmtree(folder)
+        for call in ("store", "load"):
+            row: dict[str, Any] = {"item": f"{call}, chunks of {label}", "unit": "MB/s"}
+            for name in (OURS, THEIRS, BUFFERED):
+                spread = Spread([found[name, call] for found in rounds])
+                row[name] = {"min": spread.low, "median": spread.median, "max": spread.high}
+            ratios = Spread([found[OURS, call] / found[BUFFERED, call] for found in rounds])
+            row["ratio to page cache"] = {"min": ratios.low, "median": ratios.median, "max": ratios.high}
+            rows.append(row)
+            medians = "".join(f"{name} {row[name]['median']:.0f}   " for name in (OURS, THEIRS, BUFFERED))
+            print(f"{row['item']:<28}{medians}", flush=True)
+    facts = conditions(
+        vllm=vllm.__version__,
+        rounds=1 if given.quick else given.rounds,
+        threads=given.threads,
+        job_bytes=JOB_BYTES,
+        o_direct_of_vllms_tier=has_direct,
+    )
+    print_conditions(facts)
+    if given.json is not None:
+        keep(given.json, facts, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""A router in miniature: a prompt goes where the least is left to compute.
+
+    kvblocks serve --port 8001 --kv-events tcp://127.0.0.1:5551 --kv-replay tcp://127.0.0.1:6551      # and 8002, 8003
+    python examples/route_by_prefix.py --worker a=http://127.0.0.1:8001,tcp://127.0.0.1:5551,tcp://127.0.0.1:6551 \
+        --worker b=… --worker c=… "Once upon a time"
+
+What workers have cached says an index. There are two, with the same calls: our own mirror of the workers' events, and
+Dynamo's indexer (`python -m dynamo.indexer`, --dynamo http://127.0.0.1:8090), which listens to the same events. Without
+arguments it shows three workers without a model, in this process. Needs `pip install 'kvblocks[wire]'`.
+"""
+
+import argparse
+import json
+import time
+import urllib.request
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.error import HTTPError
+
+from kvblocks import KVCacheManager, Sequence
+from kvblocks.wire import EventPublisher, MirrorClient, Source
+
+TIMEOUT_S = 600.0
+CONFLICT = 409
+RECOMPUTE_WEIGHT = 2
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A server: where it answers, and where it publishes what it caches."""
+
+    url: str
+    source: Source
+
+
+class Index(Protocol):
+    """Says what workers have cached."""
+
+    def find(self, tokens: list[int], salt: str | None) -> dict[str, int]:
+        """Return by worker how many of a prompt's first tokens it has cached. Workers with none may be left out."""
+
+    def forget(self, worker: str) -> None:
+        """Forget what a worker had, since it died, and listen to whoever comes back in its place."""
+
+    def close(self) -> None:
+        """Listen no more."""
+
+
+class MirrorIndex:
+    """Our own mirror of the workers' events. Not safe to share between threads.
+
+    hash_algorithm: what the workers' blocks are named by; "vllm:sha256_cbor" before vLLM servers, say.
+    """
+
+    def __init__(self, workers: Mapping[str, Worker], block_size: int, hash_algorithm: str = "xxh3_128") -> None:
+        self._workers = workers
+        self._names = KVCacheManager(1, block_size, hash_algorithm=hash_algorithm)  # it only names blocks
+        self.client = MirrorClient({name: worker.source for name, worker in workers.items()}, patience=0.2)
+
+    def find(self, tokens: list[int], salt: str | None) -> dict[str, int]:
+        """As `Index` says. O(workers x blocks found)."""
+        while self.client.receive():
+            pass  # what has come since the last time
+        names = self._names.block_hashes(Sequence("prompt", tokens, salt=salt))
+        found = self.client.mirror.overlaps(names)
+        return {holder.worker: num_blocks * self._names.block_size for holder, num_blocks in found.items()}
+
+    def forget(self, worker: str) -> None:
+        """As `Index` says."""
+        self.client.remove(worker)
+        self.client.add(worker, self._workers[worker].source)
+
+    def close(self) -> None:
+        """As `Index` says."""
+        self.client.close()
+
+
+class DynamoIndex:
+    """Dynamo's indexer at a URL. It knows blocks by their tokens, whatever their salt."""
+
+    def __init__(self, url: str, workers: Mapping[str, Worker], block_size: int, model: str = "kvblocks") -> None:
+        self._url, self._workers, self._model, self._block_size = url, workers, model, block_size
+        # Its workers are numbers, of all models together.
+        self._numbers = {name: zlib.crc32(f"{model}/{name}".encode()) for name in workers}
+        for name in workers:
+            try:
+                self._register(name)
+            except HTTPError as error:
+                if error.code != CONFLICT:  # it listens already, for a router before this one or beside it
+                    raise
+
+    def find(self, tokens: list[int], salt: str | None) -> dict[str, int]:
+        """As `Index` says. Its answer counts tokens."""
+        del salt
+        scores = post(f"{self._url}/query", {"token_ids": tokens, "model_name": self._model})["scores"]
+        return {name: scores.get(str(number), {}).get("0", 0) for name, number in self._numbers.items()}
+
+    def forget(self, worker: str) -> None:
+        """As `Index` says."""
+        post(f"{self._url}/unregister", {"instance_id": self._numbers[worker], "model_name": self._model})
+        self._register(worker)
+
+    def close(self) -> None:
+        """Nothing: it goes on listening, for the next router."""
+
+    def _register(self, worker: str) -> None:
+        source = self._workers[worker].source
+        about = {"instance_id": self._numbers[worker], "model_name": self._model, "block_size": self._block_size}
+        where = {"endpoint": source.endpoint, "replay_endpoint": source.replay_endpoint}
+        post(f"{self._url}/register", {**about, **where})
+
+
+@dataclass(eq=False)
+class Errand:
+    """A prompt that was sent to a worker, until it is finished. num_cached: tokens that were expected there."""
+
+    worker: str
+    tokens: list[int]
+    salt: str | None
+    num_cached: int
+    num_left: int
+
+
+class Router:
+    """Chooses a worker for each prompt. Not safe to share between threads.
+
+    The cost of a worker is counted in tokens: twice the part of the prompt that it hasn't cached, and its load, which
+    is that part of the prompts that it hasn't finished, once, and their answers. What a worker is just computing counts
+    as cached there, though no event says so yet.
+    """
+
+    def __init__(self, index: Index, workers: Iterable[str]) -> None:
+        self.index = index
+        self._up = dict.fromkeys(workers, True)
+        self._errands: dict[str, list[Errand]] = {name: [] for name in self._up}
+
+    def send(self, tokens: list[int], salt: str | None = None, *, max_tokens: int = 0) -> Errand:
+        """Choose a worker, and count the prompt as its work until `finish`. Raises LookupError if all are down."""
+        found = self.index.find(tokens, salt)
+        cached = {name: max(found.get(name, 0), self._coming(name, tokens, salt)) for name in self.up}
+        if not cached:
+            raise LookupError("expected a worker that answers, got none")
+        load = {name: sum(errand.num_left for errand in self._errands[name]) for name in cached}
+        chosen = cheapest({name: len(tokens) - cached[name] for name in cached}, load)
+        errand = Errand(chosen, tokens, salt, cached[chosen], len(tokens) - cached[chosen] + max_tokens)
+        self._errands[chosen] = [*self._errands.pop(chosen), errand]  # now the last one, so of equals not the next
+        return errand
+
+    def finish(self, errand: Errand) -> None:
+        """Take note that a prompt was answered, or failed."""
+        self._errands[errand.worker].remove(errand)
+
+    @property
+    def up(self) -> list[str]:
+        """The workers that answer, as far as is known: first the one to which nothing was sent for the longest time."""
+        return [name for name in self._errands if self._up[name]]
+
+    def note_down(self, worker: str) -> None:
+        """Take note that a worker doesn't answer: nothing is sent to it, and what it had is forgotten."""
+        if self._up[worker]:
+            self._up[worker] = False
+            self.index.forget(worker)
+
+    def note_up(self, worker: str) -> None:
+        """Take note that a worker answers again. What it has is in its events."""
+        self._up[worker] = True
+
+    def _coming(self, worker: str, tokens: list[int], salt: str | None) -> int:
+        """Return how many of the first tokens a worker will have cached when it is done with what it has."""
+        errands = [errand for errand in self._errands[worker] if errand.salt == salt]
+        return max((num_common(tokens, errand.tokens) for errand in errands), default=0)
+
+
+def cheapest(missing: Mapping[str, int], load: Mapping[str, int]) -> str:
+    """Return the worker with the lowest cost; of equals the one with the least load, and then the first.
+
+    What is missing counts RECOMPUTE_WEIGHT times: computing it again also delays whoever comes next.
+    """
+    return min(missing, key=lambda name: (RECOMPUTE_WEIGHT * missing[name] + load[name], load[name]))
+
+
+def num_common(one: list[int], other: list[int]) -> int:
+    """Return how many tokens two prompts have in common at their beginning. O(tokens)."""
+    for place, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return place
+    return min(len(one), len(other))
+
+
+def post(url: str, body: dict[str, Any], key: str | None = None) -> Any:
+    """Return what an HTTP server answers to a POST of JSON, read as JSON where it is. Raises OSError."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310  # whoever runs this names it
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
+        text = answer.read()
+    return json.loads(text) if text.startswith((b"{", b"[")) else text
+
+
+def read_worker(text: str) -> tuple[str, Worker]:
+    """Read `name=url,events,replay`."""
+    name, _, rest = text.partition("=")
+    parts = rest.split(",")
+    if not name or len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"expected NAME=URL,EVENTS,REPLAY, got {text!r}")
+    return name, Worker(parts[0].rstrip("/"), Source(parts[1], parts[2]))
+
+
+def ask(
+    router: Router, workers: Mapping[str, Worker], prompt: str, given: argparse.Namespace
+) -> tuple[Errand, dict[str, Any]]:
+    """Send a prompt to the worker that the router chooses, or to the next one if that doesn't answer.
+
+    Raises LookupError if none does, and HTTPError if one refuses the prompt.
+    """
+    while router.up:
+        name, errand = router.up[0], None
+        try:
+            tokens = post(f"{workers[name].url}/tokenize", {"prompt": prompt}, given.api_key)["tokens"]
+            errand = router.send(tokens, given.salt, max_tokens=given.max_tokens)
+            name = errand.worker
+            body = {"model": given.model, "prompt": tokens, "max_tokens": given.max_tokens}
+            return errand, post(f"{workers[name].url}/v1/completions", body, given.api_key)
+        except HTTPError as error:
+            if error.code not in (502, 503):
+                raise
+            router.note_down(name)
+        except OSError as error:
+            print(f"{name}: {error}")
+            router.note_down(name)
+        finally:
+            if errand is not None:
+                router.finish(errand)
+    raise LookupError("expected a worker that answers, got none")
+
+
+def demonstrate() -> None:
+    """Show where prompts go, with three managers and their events in place of servers."""
+    managers = {name: KVCacheManager(64, 4, enable_events=True) for name in "abc"}
+    publishers = {name: EventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0") for name in managers}
+    workers = {name: Worker("", Source(one.endpoint, one.replay_endpoint)) for name, one in publishers.items()}
+    index = MirrorIndex(workers, 4)
+    router = Router(index, workers)
+    handbook, novel = list(range(100, 180)), list(range(500, 540))
+    for number, prompt in enumerate([handbook, novel, [*handbook, 1, 2], [*novel, 3], list(range(30))]):
+        errand = router.send(prompt)
+        print(f"{len(prompt)} tokens go to {errand.worker}, which has {errand.num_cached} of them")
+        manager = managers[errand.worker]
+        sequence = Sequence(number, prompt)
+        manager.allocate_slots(sequence)
+        manager.free(sequence)
+        publishers[errand.worker].publish(manager.take_events())
+        router.finish(errand)
+        while index.client.mirror.number(errand.worker) != publishers[errand.worker].number:
+            index.client.receive(0.1)
+    index.close()
+    for publisher in publishers.values():
+        publisher.close()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Send each prompt to a worker, one after the other, and say where it went and what was cached."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worker", action="append", default=[], type=read_worker, help="NAME=URL,EVENTS,REPLAY")
+    parser.add_argument("--dynamo", help="URL of a Dynamo indexer, in place of a mirror of our own")
+    parser.add_argument("--block-size", type=int, default=16, help="of the servers (default 16)")
+    parser.add_argument("--api-key", help="of the servers")
+    parser.add_argument("--salt", help="under which the servers cache the prompts: kvblocks/tenant/NAME, with --keys")
+    parser.add_argument("--model", default="smollm2", help="what the servers call it (default smollm2)")
+    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("prompts", nargs="*")
+    given = parser.parse_args(arguments)
+    if not given.worker:
+        demonstrate()
+        return
+    workers = dict(given.worker)
+    with closing(make_index(given, workers)) as index:
+        router = Router(index, workers)
+        time.sleep(1.0)  # an index needs a moment to learn what workers had before it came
+        for prompt in given.prompts:
+            errand, answer = ask(router, workers, prompt, given)
+            usage = answer["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            print(f"{errand.worker}: {cached} of {usage['prompt_tokens']} tokens cached, {errand.num_cached} expected")
+            print(answer["choices"][0]["text"])
+
+
+def make_index(given: argparse.Namespace, workers: Mapping[str, Worker]) -> Index:
+    """Return the index that was asked for."""
+    if given.dynamo:
+        return DynamoIndex(given.dynamo, workers, given.block_size)
+    return MirrorIndex(workers, given.block_size)
+
+
+if __name__ == "__main__":
+    main()

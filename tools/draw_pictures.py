@@ -1,0 +1,273 @@
+# ruff: noqa: E501  # a line of a picture is a line here
+"""Draw the pictures of docs/pictures: `python tools/draw_pictures.py` writes them all.
+
+Each function below draws one picture, and is named like its file. A picture is SVG with a light ground of its own, so that
+it can be read on a dark page too. A test compares the files with what this script draws.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
+WIDTH = 760
+FILLS = {
+    "shared": "#bfe3c8",  # cached, and used by several
+    "own": "#c6dafc",  # a sequence's own
+    "new": "#ffe2a8",  # computed or taken now
+    "empty": "#ffffff",
+    "gone": "#e3e3e3",  # no longer held, or not needed
+    "note": "none",
+}
+HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">
+<title>{title}</title>
+<style>text {{ font: 13px system-ui, sans-serif; fill: #1c1c1c }} .small {{ font-size: 11px; fill: #555 }}
+.bold {{ font-weight: 600 }} .line {{ stroke: #444; stroke-width: 1.3; fill: none }} .dash {{ stroke-dasharray: 4 3 }}</style>
+<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto-start-reverse">
+<path d="M0 0 8 4 0 8z" fill="#444"/></marker></defs>
+<rect width="{width}" height="{height}" rx="8" fill="#fbfbf8"/>
+"""
+
+
+class Picture:
+    """An SVG under construction. All lengths are in pixels, from the upper left corner."""
+
+    def __init__(self, title: str, height: int) -> None:
+        """Begin a picture of the common width."""
+        self.parts = [HEAD.format(width=WIDTH, height=height, title=escape(title))]
+
+    def box(self, x: int, y: int, width: int, text: str, fill: str, height: int = 30) -> None:
+        """A rectangle with a text in its middle."""
+        self.parts.append(
+            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" fill="{FILLS[fill]}" stroke="#444"/>\n'
+        )
+        self.text(x + width // 2, y + height // 2 + 5, text, anchor="middle")
+
+    def text(self, x: int, y: int, text: str, kind: str = "", anchor: str = "start") -> None:
+        """One line of text; y is its base line. kind: "", "small" or "bold"."""
+        self.parts.append(f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>\n')
+
+    def arrow(self, *points: tuple[int, int], both: bool = False, dash: bool = False) -> None:
+        """A line through the points, with a tip at its end, or at both."""
+        path = "M" + " L".join(f"{x} {y}" for x, y in points)
+        start = ' marker-start="url(#tip)"' if both else ""
+        kind = "line dash" if dash else "line"
+        self.parts.append(f'<path d="{path}" class="{kind}" marker-end="url(#tip)"{start}/>\n')
+
+    def svg(self) -> str:
+        """The whole picture."""
+        return "".join([*self.parts, "</svg>\n"])
+
+
+def why() -> Picture:
+    """What prefix caching saves: the measured demo of README.md."""
+    picture = Picture("Four questions that share a long prompt, without and with prefix caching", 250)
+    picture.text(20, 28, "Four requests with the same 1,024 tokens in front: time to first token", "bold")
+    rows = [
+        ("customer 1", 2.86, 2.85),
+        ("customer 2", 2.92, 0.15),
+        ("customer 3", 2.93, 0.16),
+        ("customer 4", 2.83, 0.16),
+    ]
+    for number, (name, without, with_caching) in enumerate(rows):
+        y = 46 + 46 * number
+        picture.text(20, y + 20, name)
+        for offset, seconds, fill in ((0, without, "gone"), (17, with_caching, "shared")):
+            length = round(seconds * 190)
+            picture.box(110, y + offset, length, "", fill, 15)
+            picture.text(118 + length, y + offset + 12, f"{seconds:.2f} s", "small")
+    picture.box(110, 229, 14, "", "gone", 12)
+    picture.text(130, 240, "without", "small")
+    picture.box(190, 229, 14, "", "shared", 12)
+    picture.text(210, 240, "with caching. SmolLM2-135M, 2 CPU cores, float32; make demo shows your machine's", "small")
+    return picture
+
+
+def hash_chain() -> Picture:
+    """Why equal blocks behind unequal beginnings are different."""
+    picture = Picture("A block's key is its parent, its tokens and its extra keys", 250)
+    picture.text(20, 28, "A block is found by what it has, and by what stands before it", "bold")
+    words = [("You are a", "shared"), ("kind robot .", "shared"), ("Tell me of", "own"), ("the sea .", "own")]
+    picture.text(20, 68, "prompt 1")
+    for number, (text, fill) in enumerate(words):
+        x = 100 + 160 * number
+        picture.box(x, 48, 120, text, fill)
+        picture.text(x + 60, 96, f"block {number}", "small", "middle")
+        if number:
+            picture.arrow((x, 63), (x - 40, 63))
+    picture.text(20, 178, "prompt 2")
+    for number, (text, fill) in enumerate([("Sing me of", "new"), ("the sea .", "new")]):
+        x = 420 + 160 * number
+        picture.box(x, 158, 120, text, fill)
+        picture.text(x + 60, 206, f"block {number + 4}", "small", "middle")
+    picture.arrow((420, 173), (364, 173), (364, 110), (364, 90), (356, 80))
+    picture.arrow((580, 173), (540, 173))
+    picture.text(100, 150, "found: blocks 0 and 1", "small")
+    picture.text(100, 166, "computed: the rest", "small")
+    picture.text(
+        20,
+        234,
+        'An arrow leads to the parent. "the sea ." is there twice: its KV depends on all that stands before it.',
+        "small",
+    )
+    return picture
+
+
+def free_queue() -> Picture:
+    """In which order blocks are taken."""
+    picture = Picture("The free queue: which block is taken next", 200)
+    picture.text(20, 28, "Free blocks wait in one doubly linked list", "bold")
+    blocks = [
+        ("9", "empty"),
+        ("4", "empty"),
+        ("7", "gone"),
+        ("2", "shared"),
+        ("0", "shared"),
+        ("6", "shared"),
+        ("5", "shared"),
+    ]
+    picture.text(20, 86, "taken")
+    picture.arrow((92, 81), (64, 81))
+    for number, (name, fill) in enumerate(blocks):
+        x = 100 + 84 * number
+        picture.box(x, 66, 56, name, fill)
+        if number:
+            picture.arrow((x - 26, 81), (x - 2, 81), both=True)
+    picture.arrow((716, 81), (664, 81))
+    picture.text(690, 62, "freed", "", "middle")
+    picture.text(100, 122, "hold nothing", "small")
+    picture.text(268, 122, "left a window", "small")
+    picture.text(380, 122, "cached: the least recently used first", "small")
+    picture.text(
+        20,
+        160,
+        "A hit takes a block out of the middle in constant time, because each block knows both neighbours.",
+        "small",
+    )
+    picture.text(
+        20,
+        180,
+        "A sequence gives its last block back first. So the end of a prompt goes before its beginning.",
+        "small",
+    )
+    return picture
+
+
+def runs() -> Picture:
+    """What the index keeps: runs of blocks that were cached together."""
+    picture = Picture("Blocks that were cached together are one run: one lookup and one comparison", 230)
+    picture.text(20, 28, "Blocks that were cached together are one run: one lookup, one comparison of memory", "bold")
+    for number in range(6):
+        picture.box(100 + 70 * number, 60, 70, f"block {number}", "shared" if number < 3 else "own")
+    picture.text(20, 80, "run A")
+    for number in range(3):
+        picture.box(310 + 70 * number, 140, 70, f"block {number + 6}", "new")
+    picture.text(20, 160, "run B")
+    picture.arrow((310, 155), (290, 155), (290, 92))
+    picture.text(540, 80, "tokens of 6 blocks in one piece", "small")
+    picture.text(540, 160, "attached behind block 2", "small")
+    picture.text(
+        20, 200, "A prompt that begins like A and goes on like B is found in two steps, however long it is.", "small"
+    )
+    picture.text(
+        20,
+        218,
+        "A radix tree would cut run A in two when B comes. Here A stays as it is, and B is attached to a place inside it.",
+        "small",
+    )
+    return picture
+
+
+def copy_on_write() -> Picture:
+    """A fork, and the first token that one of the two adds."""
+    picture = Picture("A fork shares all blocks; the first that adds a token gets a copy of the last one", 250)
+    for x, title in ((20, "After the fork"), (400, "One token later")):
+        picture.text(x, 28, title, "bold")
+    for x in (20, 400):
+        picture.text(x, 78, "first")
+        picture.text(x, 198, "twin")
+        picture.box(x + 90, 118, 90, "a b c d", "shared")
+        picture.text(x + 135, 166, "block 0", "small", "middle")
+        picture.arrow((x + 45, 78), (x + 88, 122))
+        picture.arrow((x + 45, 190), (x + 88, 148))
+    picture.box(215, 118, 90, "e f _ _", "shared")
+    picture.text(260, 166, "block 1", "small", "middle")
+    picture.arrow((65, 73), (240, 73), (250, 116))
+    picture.arrow((65, 195), (240, 195), (250, 172))
+    picture.box(595, 58, 90, "e f x _", "new")
+    picture.text(640, 50, "block 2, copied", "small", "middle")
+    picture.box(595, 178, 90, "e f y _", "own")
+    picture.text(640, 226, "block 1", "small", "middle")
+    picture.arrow((445, 73), (593, 73))
+    picture.arrow((445, 195), (593, 195))
+    picture.arrow((640, 176), (640, 92), dash=True)
+    picture.text(648, 138, "copy e f", "small")
+    return picture
+
+
+def cascade() -> Picture:
+    """Attention over a shared prefix, once for all who share it."""
+    picture = Picture("Cascade attention: the shared blocks are read once for all sequences", 260)
+    picture.text(20, 28, "Cascade attention reads shared blocks once for all who share them", "bold")
+    for number in range(4):
+        picture.box(100 + 60 * number, 60, 60, f"block {number}", "shared")
+    picture.text(20, 80, "shared")
+    for row in range(3):
+        y = 118 + 42 * row
+        picture.text(20, y + 20, f"sequence {row + 1}")
+        for number in range(2 if row != 1 else 1):
+            picture.box(340 + 60 * number, y, 60, f"block {4 + 2 * row + number}", "own")
+        picture.arrow((470 if row != 1 else 410, y + 15), (560, y + 15))
+    picture.arrow((345, 75), (620, 75), (620, 112))
+    picture.text(356, 68, "3 queries at once", "small")
+    picture.box(562, 114, 116, "merge", "new", 118)
+    picture.arrow((682, 173), (740, 173))
+    picture.text(
+        20,
+        250,
+        "Merging weighs each part by its sum of exponentials, so the result is that of attention over all blocks.",
+        "small",
+    )
+    return picture
+
+
+def windows() -> Picture:
+    """Two groups of layers, one with a sliding window."""
+    picture = Picture("A group of layers with a sliding window holds the blocks that its window sees", 230)
+    picture.text(20, 28, "Two groups of layers, two block tables, one pool", "bold")
+    for y, name in ((58, "full attention"), (118, "window of 8")):
+        picture.text(20, y + 20, name)
+    for number in range(7):
+        picture.box(130 + 80 * number, 58, 80, f"block {number}", "own")
+        inside = number >= 4
+        picture.box(
+            130 + 80 * number, 118, 80, f"block {number + 3}" if inside else "dead", "own" if inside else "gone"
+        )
+    picture.arrow((690, 52), (690, 40))
+    picture.text(664, 34, "next token", "small")
+    picture.arrow((450, 166), (688, 166), both=True)
+    picture.text(490, 184, "what the next token sees", "small")
+    picture.text(
+        20,
+        204,
+        "What leaves the window goes back to the pool, first in its queue. A hit of n tokens needs all blocks before n",
+        "small",
+    )
+    picture.text(
+        20, 220, "in the first group, and in the second the blocks in front of n that the window sees.", "small"
+    )
+    return picture
+
+
+PICTURES: tuple[Callable[[], Picture], ...] = (why, hash_chain, free_queue, runs, copy_on_write, cascade, windows)
+
+
+def main() -> None:
+    """Write all pictures."""
+    FOLDER.mkdir(exist_ok=True)
+    for draw in PICTURES:
+        (FOLDER / f"{draw.__name__.replace('_', '-')}.svg").write_text(draw().svg(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
