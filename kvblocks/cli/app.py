@@ -155,6 +155,7 @@ def generate(
         eviction=eviction,
     )
     options = OptionValues(
+        n=n,
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
@@ -169,7 +170,7 @@ def generate(
     is_chat = tokenizer is not None and tokenizer.has_chat_template
     tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if tokenizer and is_chat else prompt
     if n > 1:
-        completions = engine.generate([tokens], n=n, **options)
+        completions = engine.generate([tokens], **options)
         for number, completion in enumerate(completions, 1):
             print(f"[{number}/{n}]\n{completion.text}")
         return
