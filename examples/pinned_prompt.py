@@ -1,0 +1,44 @@
+"""A system prompt that stays cached, whatever else comes: a pin. Run it: it needs no torch.
+
+A pin is a standing wish for a prefix. It may be made before the prefix is computed. It gives way only when a request
+needs blocks and nothing else is left, and comes back when the prefix is computed again; priority 100 never gives way.
+"""
+
+from kvblocks import KVCacheManager, Sequence
+
+SYSTEM_PROMPT = list(range(128))  # 8 blocks
+ROUNDS = 20
+
+
+def serve(manager: KVCacheManager, name: str, prompt: list[int]) -> int:
+    """Compute a prompt, as an engine would, and return how many of its tokens were cached."""
+    sequence = Sequence(name, prompt)
+    hit = manager.get_computed_blocks(sequence)
+    if manager.allocate_slots(sequence, hit=hit) is None:
+        raise RuntimeError(f"no room: {manager.last_refusal}")
+    manager.free(sequence)
+    return hit.num_tokens
+
+
+def cached_at_each_question(manager: KVCacheManager) -> list[int]:
+    """Ask below the system prompt now and then, while long documents come once each."""
+    found = []
+    for number in range(ROUNDS):
+        serve(manager, f"document {number}", [1000 * (number + 1) + i for i in range(500)])
+        if number % 5 == 0:
+            found.append(serve(manager, f"question {number}", [*SYSTEM_PROMPT, 900 + number]))
+    return found
+
+
+plain = KVCacheManager(num_blocks=40, block_size=16)
+print("without a pin, cached at each question:", cached_at_each_question(plain))
+
+pinned = KVCacheManager(num_blocks=40, block_size=16)
+pin = pinned.pin(SYSTEM_PROMPT, priority=80)  # expires_at=…: on a clock of yours, see `expire_pins`
+found = cached_at_each_question(pinned)
+print("with one, from the second question on:", found)
+print(f"{pin.num_held_blocks} of {pin.num_blocks} blocks held")
+assert found == [0, 128, 128, 128]
+
+pinned.unpin(pin)  # its blocks stay cached, as any others do
+pinned.check()
