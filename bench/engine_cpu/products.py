@@ -1,17 +1,22 @@
 """Products of a model's weights with few rows, in the layouts that torch and numpy offer, beside a whole decode step.
 
+    export THP_MEM_ALLOC_ENABLE=1 OPENBLAS_NUM_THREADS=1
     python -m bench.engine_cpu.products [--rows 1 8] [--rounds N] [--quick] [--json FILE]
 
 A decoded token reads all weights once. So each contestant multiplies all matrices of SmolLM2-135M (538 MB in float32,
 random numbers), in the order of its layers, which leaves the caches as a step does. "reading" sums the same matrices.
-"a step" is the engine's own, all of it, with as many clients as rows; it takes turns with the products in one process,
+"a step" is the engine's own, all of it, with as many clients as rows. It takes turns with the products in one process,
 on one thread. Times are milliseconds of the processor; GB/s count the weights once. "of the best" says what share of
 the fastest product's speed the step reaches, by medians. --quick: 2 layers and no engine, to see that it runs.
+
+`kvblocks` commands ask torch for huge pages as the first variable does. numpy is left out where its OpenBLAS isn't held
+to one thread by the second.
 
 What it does not show: other models, processors and dtypes, several threads.
 """
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -47,8 +52,17 @@ def make_products(matrices: list[Tensor], num_rows: int) -> dict[str, Run]:
         READING: lambda: [matrix.sum() for matrix in matrices],
         "F.linear": lambda: [F.linear(rows[matrix.shape[1]], matrix) for matrix in matrices],
         "weights as [in, out]": lambda: [rows[matrix.shape[0]] @ matrix for matrix in turned],
-        "numpy": lambda: [matrix.numpy() @ columns[matrix.shape[1]] for matrix in matrices],
     }
+    if os.environ.get("OPENBLAS_NUM_THREADS") == "1":
+        runs["numpy"] = lambda: [matrix.numpy() @ columns[matrix.shape[1]] for matrix in matrices]
+    else:
+        print("# numpy is left out: expected OPENBLAS_NUM_THREADS=1 in the environment", flush=True)
+    if torch.backends.mkl.is_available():
+        own = [torch.ops.mkl._mkl_reorder_linear_weight(matrix, num_rows) for matrix in matrices]  # noqa: SLF001
+        runs["MKL, packed weights"] = lambda: [
+            torch.ops.mkl._mkl_linear(rows[matrix.shape[1]], weight, matrix, None, num_rows)  # noqa: SLF001
+            for matrix, weight in zip(matrices, own, strict=True)
+        ]
     if all(weight.is_mkldnn for weight in packed):
         widths = [matrix.shape[1] for matrix in matrices]
         runs["oneDNN, blocked weights"] = lambda: [
