@@ -93,6 +93,14 @@ def test_the_first_page_of_the_design_lists_the_others():
     assert len(DESIGN) > 20
 
 
+def test_the_glossary_is_in_order_and_its_index_whole():
+    glossary = DOCS / "glossary.md"
+    terms = re.findall(r"^### (.+)$", glossary.read_text(encoding="utf-8"), re.MULTILINE)
+    assert terms == sorted(terms, key=lambda term: re.sub(r"[-_]", " ", term.lower()))
+    listed = {link.removeprefix("#") for link in page(glossary)[1] if link.startswith("#")}
+    assert {anchor_of(term) for term in terms} - listed == set()
+
+
 def test_what_leads_nowhere_is_found():
     readme = ROOT / "README.md"
     assert fault("docs/design.md#the-shape", readme) is None
