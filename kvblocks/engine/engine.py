@@ -76,8 +76,8 @@ class Engine:
     dtype: "float32", "float16", "bfloat16" or torch's own, of weights, KV cache and computing; None: float32 on a CPU,
     the model's own on cuda, or what a `LoadedModel` has.
     kv_cache_dtype: "auto": K and V are kept in dtype; "fp8_e4m3" (or "fp8"): in 8 bits, with scales that are found now
-    and then stay, so that a pool of the same bytes has two or four times as many blocks (docs/design.md says what that
-    costs).
+    and then stay, so that a pool of the same bytes has two or four times as many blocks (docs/performance.md says what
+    that costs).
     cuda_graphs: whether decode steps are captured and replayed, where there is CUDA and attention is triton.
     schedule: in which order prompts that wait are begun: "fcfs", first come first served; "longest-prefix", those first
     of which most is cached; "grouped", those together that share a prefix. See `engine.order`.
