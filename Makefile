@@ -23,11 +23,15 @@ CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers te
 
 # The tests that find most in the least time: core, groups, floors, bad input, and some of each wing. Under a minute on two
 # cores; tests/house/test_way_in.py looks whether they exist.
+FAST_WALKS := test_walks_that_forget_salts_agree_with_the_dumb_model
 FAST_TESTS := \
-	tests/house/test_layering.py tests/house/test_way_in.py tests/house/test_pictures.py tests/house/test_public_names.py \
-	tests/core tests/test_worked_examples.py tests/test_manager.py tests/test_branching.py tests/test_late_commit.py tests/test_loading.py \
-	tests/test_bad_input.py tests/test_costs.py \
-	tests/groups/test_groups.py tests/groups/test_plan.py
+	$(addprefix tests/house/test_,layering.py way_in.py pictures.py public_names.py) \
+	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py bad_input.py costs.py) \
+	tests/core tests/test_stateful.py::$(FAST_WALKS) \
+	tests/groups/test_groups.py tests/groups/test_plan.py tests/groups/test_group_stateful.py::$(FAST_WALKS) \
+	$(addprefix tests/retention/test_,pins.py quotas.py holds.py box_policies.py) tests/tiers/test_tiers.py \
+	tests/observe/test_explanation.py tests/kernels/test_table.py \
+	tests/engine/test_engine.py::test_every_way_gives_the_same_bits tests/engine/server/test_server_requests.py
 
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
