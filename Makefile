@@ -23,12 +23,11 @@ CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers te
 
 # The tests that find most in the least time: core, groups, floors, bad input, and some of each wing. Under a minute on two
 # cores; tests/house/test_way_in.py looks whether they exist.
-FAST_WALKS := test_walks_that_forget_salts_agree_with_the_dumb_model
 FAST_TESTS := \
 	$(addprefix tests/house/test_,layering.py way_in.py pictures.py public_names.py) \
 	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py bad_input.py costs.py) \
-	tests/core tests/test_stateful.py::$(FAST_WALKS) \
-	tests/groups/test_groups.py tests/groups/test_plan.py tests/groups/test_group_stateful.py::$(FAST_WALKS) \
+	tests/core tests/test_stateful.py::test_walks_that_forget_salts_agree_with_the_dumb_model \
+	tests/groups/test_groups.py tests/groups/test_plan.py \
 	$(addprefix tests/retention/test_,pins.py quotas.py holds.py box_policies.py) tests/tiers/test_tiers.py \
 	tests/observe/test_explanation.py tests/kernels/test_table.py \
 	tests/engine/test_engine.py::test_every_way_gives_the_same_bits tests/engine/server/test_server_requests.py

@@ -1,6 +1,7 @@
 """The pages for newcomers: the paths, functions and fast tests that they name are there, and the README stays short."""
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ def find(name: str) -> Path | None:
     return next((path for path in (ROOT / name, ROOT / "kvblocks" / name) if path.exists()), None)
 
 
+@functools.cache
 def definitions(path: Path) -> set[str]:
     """The names of a file's functions, classes and methods, these as Class.method too."""
     names = set()
