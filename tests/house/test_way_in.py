@@ -47,10 +47,7 @@ def missing(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_names_is_there(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    assert not missing(text)
-    for link in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text):
-        assert (ROOT / page).parent.joinpath(link).exists(), f"{page}: expected a file, got the link {link}"
+    assert not missing((ROOT / page).read_text(encoding="utf-8"))
 
 
 def test_the_map_names_functions_and_paths():
