@@ -85,7 +85,7 @@ class Engine:
     `time.monotonic`. "sessions" goes by the option `session` of prompts.
     remember_next_token: whether a greedy prompt's next token is kept with its KV, so that the same prompt again gets
     its first token without a forward pass; at most REMEMBERED_SHARE of the blocks hold such prompts, and only as long
-    as nobody needs them (docs/design/remembered.md). `close` gives them back.
+    as nobody needs them (docs/design/engine/remembered.md). `close` gives them back.
     num_history_blocks: how many evicted blocks `manager.explain` remembers.
     host_cache: host memory for blocks that don't fit the pool: bytes, a text such as "2GiB", or a share of what is
     free. disk_cache: a folder for blocks, which the next engine finds again. disk_cache_size: what it may take in all,

@@ -140,6 +140,17 @@ def test_an_answered_request_whose_prompt_is_given_up_computes_it():
     assert again.output_token_ids == answer_alone((None, 0), PROMPT, 4)
 
 
+def test_what_was_looked_up_before_the_answer_counts_no_more():
+    """A server looks a request up when it comes; then its last token had to be computed for its logits."""
+    scheduler, cache = remembering(), FakeCache(BLOCK_SIZE)
+    serve(scheduler, cache, PROMPT[:8])
+    again = add(scheduler, "again", PROMPT[:8])
+    assert scheduler.lookups.find(again).num_tokens == 7
+    answers(scheduler)
+    scheduler.remembered.clear()
+    assert step(scheduler, cache) == [(8, 1)]
+
+
 def test_a_session_of_its_own_stays_its_own():
     scheduler, cache = remembering(), FakeCache(BLOCK_SIZE)
     serve(scheduler, cache, PROMPT, session="first")
@@ -186,10 +197,8 @@ def test_what_is_not_plain_is_not_kept():
 def test_the_least_recently_used_prompts_go_first():
     scheduler, cache = remembering(max_prompts=2), FakeCache(BLOCK_SIZE)
     prompts = [[number] * 5 for number in range(3)]
-    serve(scheduler, cache, prompts[0])
-    serve(scheduler, cache, prompts[1])
-    serve(scheduler, cache, prompts[0])
-    serve(scheduler, cache, prompts[2])
+    for which in (0, 1, 0, 2):
+        serve(scheduler, cache, prompts[which], 1)
     assert len(scheduler.remembered) == 2
     requests = [add(scheduler, number, prompt) for number, prompt in enumerate(prompts)]
     assert list(answers(scheduler)) == [requests[0], requests[2]]
