@@ -258,7 +258,7 @@ def cascade_decode(
     shared run. shares: what `share_cascade` made; all layers of a step can use the same. The call changes its `lse`.
 
     Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and the natural logarithm of what it was
-    divided by, fp32 [num_rows, num_heads]. Four launches with `shares`: the runs, what each request has alone, one merge
+    divided by, fp32 [num_rows, num_heads]. Four launches with `shares`: the runs, what each request has alone, a merge
     of what both split, and the merge of both. Raises KernelArgumentError. Changes nothing else, and never waits for the
     device.
     """
