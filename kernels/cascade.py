@@ -1,7 +1,8 @@
-"""Decoding where requests share blocks: one pass over what groups share, one over what each has alone, and a merge.
+"""Decoding where requests share blocks: a pass over the shared blocks, a pass over each request's own, and a merge.
 
-The result is that of `decode`. It pays where many requests share many blocks: `decode` reads these once for each, this
-reads them once for each group. The last merge takes the partial results of all levels in one launch.
+The result is that of `decode`. A cascade pays where many requests share many blocks: `decode` reads shared blocks once
+for each request, a cascade reads them once for each group. The last merge takes the partial results of all levels in
+one launch.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from kvblocks.kernels.table import Launch
 
 _TILE_HEADS = 4
 _LEVELS = 4
-"""Levels whose partial results are read at once; more are rare."""
+"""Levels whose partial results are read at once. More levels are rare."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class CascadeShares:
 
 @dataclass(frozen=True)
 class OwnParts:
-    """What each request attends to alone, int32: block_tables, [num_rows, max_blocks], and seq_lens, [num_rows]."""
+    """Each request's blocks behind those that it shares. block_tables: int32 [num_rows, max_blocks]; seq_lens: int32
+    [num_rows].
+    """
 
     block_tables: Tensor
     seq_lens: Tensor
@@ -158,8 +161,8 @@ def merge_shared_kernel(
 ):
     """Merge TILE_HEADS heads of one row. Grid: (num_rows, ceil(num_heads / TILE_HEADS)); everything is contiguous.
 
-    own, output: [num_rows, num_heads, HEAD_DIM]; part: fp32 [num_levels, num_rows, num_heads, HEAD_DIM], read where its
-    lse is above -inf, LEVELS at once.
+    own, output: [num_rows, num_heads, HEAD_DIM]; part: fp32 [num_levels, num_rows, num_heads, HEAD_DIM], of which
+    LEVELS levels are read at once, where the lse is above -inf.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
@@ -195,11 +198,11 @@ def merge_shared_kernel(
 
 
 def own_parts(block_tables: Tensor, seq_lens: Tensor, runs: SharedRuns, block_size: int) -> OwnParts:
-    """What is left of each request behind the runs that it shares.
+    """Each request's blocks and tokens behind the runs that it shares.
 
     block_tables: int32 [num_rows, max_blocks]; seq_lens: int32 [num_rows], each at least as long as the row's runs.
-    It is the same in every layer: make it once per step. One launch. Raises KernelArgumentError. Changes nothing, and
-    never waits for the device.
+    The result is the same in every layer: make it once per step. One launch. Raises KernelArgumentError. Changes
+    nothing, and never waits for the device.
     """
     num_rows = block_tables.shape[0]
     check_dtype("block_tables", block_tables, (torch.int32,))
@@ -250,14 +253,14 @@ def cascade_decode(
     """`decode` for a batch in which requests share runs of blocks.
 
     query: [num_rows, num_heads, head_dim], one row a request; key_cache, value_cache: as in `decode`; own:
-    `own_parts(block_tables, seq_lens, runs, block_size)`; block_tables: int32 [num_rows, max_blocks]; `runs`: see
-    there. There is no window: where a row's window has left a shared run, its group is no group. shares: of
-    `share_cascade`, where all layers of a step have the same; its `lse` changes.
+    `own_parts(block_tables, seq_lens, runs, block_size)`; block_tables: int32 [num_rows, max_blocks]; runs: see
+    `SharedRuns`. There is no `window` parameter: with windows, pass only groups of rows that still see their whole
+    shared run. shares: what `share_cascade` made; all layers of a step can use the same. The call changes its `lse`.
 
     Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and the natural logarithm of what it was
-    divided by, fp32 [num_rows, num_heads]. Four launches with `shares`: the runs, what each request has alone, the
-    merge of what both split, and the merge of both. Raises KernelArgumentError. Changes nothing else, and never waits
-    for the device.
+    divided by, fp32 [num_rows, num_heads]. Four launches with `shares`: the runs, what each request has alone, a merge
+    of what both split, and the merge of both. Raises KernelArgumentError. Changes nothing else, and never waits for the
+    device.
     """
     options = AttentionOptions(scale, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
     check_shape("own.seq_lens", own.seq_lens, (block_tables.shape[0],))

@@ -2,12 +2,12 @@
 
 The keys of a sequence are split over several programs, whose parts a second launch merges. There are two ways to split:
 
-* By even shares, the default: a fixed number of programs share the tiles of all sequences and heads (`device.shares`).
-* Splits of a fixed number of keys: which splits a sequence has, and the order in which they are merged, depends on its
-  own length only. So its bits do not depend on the batch. The price is unequal work, and parts for every split.
+* Even shares, the default: a fixed number of programs share the tiles of all sequences and heads (`device.shares`).
+* Splits of a fixed number of keys: a sequence's splits, and the order in which they are merged, depend on its own
+  length only. So its bits do not depend on the batch. The price is unequal work, and parts for every split.
 
-The host reads nothing but shapes, so a call can be captured in a CUDA graph and replayed with other block tables and
-lengths in the same tensors.
+The host reads only shapes, so a call can be captured in a CUDA graph and replayed with other block tables and lengths
+in the same tensors.
 """
 
 import torch
@@ -52,8 +52,9 @@ def share_decodes(
 ) -> Shares:
     """How `decode` shares out its work, for all calls with these lengths and this window; the shapes are as there.
 
-    A layer's call makes it itself where it isn't given; of a model's layers all of one window can have the same.
-    launch: instead of the table's entry. One launch of one program. Changes nothing, and never waits for the device.
+    `decode` makes the shares itself where it gets none. All layers with the same window can use the same shares.
+    launch: used instead of the table's entry. One launch of one program. Changes nothing, and never waits for the
+    device.
     """
     launch = find_launch(DECODE, query, key_cache) if launch is None else launch
     ends = torch.empty_like(seq_lens)
@@ -90,14 +91,15 @@ def decode(
 
     query: [num_seqs, num_heads, head_dim] in fp32, fp16 or bf16; key_cache, value_cache: [num_blocks, block_size,
     num_kv_heads, head_dim] in the same dtype or e4m3; block_tables: int32 [num_seqs, max_blocks]; seq_lens: int32
-    [num_seqs], the tokens in context, this one's included, whose K and V are stored already: at most as many as the
-    table has slots. A length of 0 is a row of padding: its output is 0 and its lse -inf, or its sink. Slots that a
-    sequence does not own, or that its window has left, are not read. The rest: `AttentionOptions`.
+    [num_seqs], the tokens in context, the query's own included: their K and V are stored already. A length is at most
+    the number of slots in the sequence's table. A length of 0 is a row of padding: its output is 0 and its lse -inf, or
+    its sink. Slots that a sequence does not own, or that its window has left, are not read. The rest:
+    `AttentionOptions`.
 
-    split_keys: None shares the work evenly; a number splits sequences into so many keys, and their bits then do not
-    depend on the batch. output: where to write, or None; any supported dtype, fp32 say for parts that will be merged.
-    launch: instead of the table's entry. shares: what `share_decodes` made for these lengths and this window; its
-    launch counts then.
+    split_keys: None shares the work evenly. A number splits sequences into pieces of so many keys; their bits then do
+    not depend on the batch. output: where to write, or None; any supported dtype, such as fp32 for parts that will be
+    merged. launch: used instead of the table's entry. shares: what `share_decodes` made for these lengths and this
+    window; its launch is then used.
 
     Returns the output, [num_seqs, num_heads, head_dim], and the natural logarithm of what it was divided by, fp32
     [num_seqs, num_heads]. Raises KernelArgumentError. Changes `output` only, and never waits for the device.

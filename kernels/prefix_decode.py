@@ -1,14 +1,14 @@
 """Attention of decoding requests over the blocks that they share: each shared run is read once for all of its group.
 
-The idea is from Hydragen and from FlashInfer's cascade. Requests with a common prefix hold the same physical blocks in
-front, so that the queries of a group, with all their heads, make one matrix that multiplies one copy of K: a matrix
-product of 128 rows instead of many of 4. What comes out is a partial result with its lse; `cascade.cascade_decode`
-merges it with what each request attends to alone.
+The idea is from Hydragen and from FlashInfer's cascade. Requests with a common prefix begin with the same physical
+blocks. So the queries of a group, with all their heads, make one matrix that multiplies one copy of K: a matrix product
+of 128 rows instead of many of 4. The output is a partial result with its lse. `cascade.cascade_decode` merges it with
+the attention over each request's own blocks.
 
-Groups nest: 64 requests share a system prompt, eight of them a document after it. A request is then in one group of
-each level, and gets one partial result from each. All groups of all levels go in one launch, and their runs are shared
-out by tiles of keys (`device.shares`): a few long runs fill a GPU as well as many. A second launch merges what was
-split.
+Groups nest: 64 requests share a system prompt, and eight of them also share a document after it. A request is then in
+one group of each level, and gets one partial result from each. One launch computes all groups of all levels. Their runs
+are shared out by tiles of keys (`device.shares`), so that a few long runs fill a GPU as well as many short ones. A
+second launch merges what was split.
 """
 
 import torch
@@ -58,8 +58,8 @@ def prefix_decode(
 
     query: [num_rows, num_heads, head_dim] in fp32, fp16 or bf16, one row a request; key_cache, value_cache:
     [num_blocks, block_size, num_kv_heads, head_dim] in the same dtype or e4m3; block_tables: int32 [num_rows,
-    max_blocks]; `runs`: see there. A group's blocks are read from its first member's table. launch: instead of the
-    table's entry. shares: what `share_runs` made for these runs; its launch counts then.
+    max_blocks]; runs: see `SharedRuns`. A group's blocks are read from its first member's table. launch: used instead
+    of the table's entry. shares: what `share_runs` made for these runs; its launch is then used.
 
     Returns partial results, fp32 [num_levels, num_rows, num_heads, head_dim], and their lse (natural logarithm), fp32
     [num_levels, num_rows, num_heads]. Where a row is in no group of a level, the lse is -inf and the partial result is
@@ -130,8 +130,8 @@ def attend_runs(
 def share_runs(query: Tensor, key_cache: Tensor, runs: SharedRuns, *, launch: Launch | None = None) -> Shares:
     """How `prefix_decode` shares out its work, for all calls with these runs, of at least one group; shapes as there.
 
-    A layer's call makes it itself where it isn't given; all layers of a step can have the same. One launch of one
-    program. Changes nothing, and never waits for the device.
+    `prefix_decode` makes the shares itself where it gets none. All layers of a step can use the same shares. One launch
+    of one program. Changes nothing, and never waits for the device.
     """
     launch = find_launch(PREFIX_DECODE, query, key_cache) if launch is None else launch
     num_units = _count_units(query, key_cache, runs, launch)
@@ -148,5 +148,5 @@ def share_runs(query: Tensor, key_cache: Tensor, runs: SharedRuns, *, launch: La
 
 
 def _count_units(query: Tensor, key_cache: Tensor, runs: SharedRuns, launch: Launch) -> int:
-    """How many tiles of members there may be."""
+    """The most tiles of members that there can be."""
     return runs.members.shape[0] // tile_queries(query, key_cache, launch) + runs.num_groups

@@ -1,6 +1,6 @@
 """The Triton kernels of `prefix_decode`: attention of groups of single queries over the runs of blocks that they share.
 
-A unit of `shares` is a tile of a group's members: `tiles.find_segment` tells which group.
+A unit of `shares` is a tile of a group's members: `tiles.find_segment` finds the group.
 """
 
 import triton
@@ -20,7 +20,7 @@ from kvblocks.kernels.device.tiles import (
 
 @triton.jit
 def find_members(start_ptr, unit, num_groups, TILE_Q: tl.constexpr):
-    """A tile's group: its number, its first member and how many it has; and the tile's first of them."""
+    """A tile's group: its index, its first member and how many it has; then the tile's first member in the group."""
     group = find_segment(start_ptr, unit, num_groups, TILE_Q)
     group_start = tl.load(start_ptr + group)
     num_members = tl.load(start_ptr + group + 1) - group_start
@@ -53,7 +53,7 @@ def attend_run(
     HAS_SOFTCAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Attention of rows to all positions from `start` to `stop`; the rest and what is returned as in `attend_pages`."""
+    """Attention of rows to all positions from `start` to `stop`. The rest, and the result, are as in `attend_pages`."""
     full_stop = start + (stop - start) // TILE_N * TILE_N
     output, odd, row_max, row_sum = attend_pages(
         query, output, odd, row_max, row_sum, position, start, full_stop, table_ptr, k_ptr, v_ptr,
@@ -87,7 +87,7 @@ def prefix_ends_kernel(
     TILE_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Where each unit's tiles end in the line of all. Grid: (1,). A group without members has no unit."""
+    """Where each unit's tiles end in the line of all tiles. Grid: (1,). A group without members has no unit."""
     total = 0
     for begin in tl.range(0, num_units, CHUNK):
         unit = begin + tl.arange(0, CHUNK)
@@ -163,7 +163,7 @@ def prefix_kernel(
     begin, end, first_head, stop_head = find_heads(end_ptr, num_units, program, tl.num_programs(0), NUM_KV_HEADS)
     packed = tl.arange(0, TILE_M)
     element = tl.arange(0, HEAD_DIM)
-    # What could be moved out of this loop would take registers throughout the one over keys.
+    # Values that the compiler moves out of this loop would take registers throughout the inner loop, over keys.
     for index in tl.range(first_head, stop_head, num_stages=1, disable_licm=True):
         unit, kv_head, first_tile, last_tile, head_tiles = find_tiles(end_ptr, index, begin, end, NUM_KV_HEADS)
         group, group_start, num_members, first = find_members(start_ptr, unit, num_groups, TILE_Q)
@@ -178,7 +178,7 @@ def prefix_kernel(
         run_start = tl.load(run_start_ptr + group) * BLOCK_SIZE
         start = run_start + first_tile * TILE_N
         stop = tl.minimum(run_start + last_tile * TILE_N, tl.load(run_stop_ptr + group) * BLOCK_SIZE)
-        position = packed * 0 + stop  # whatever it is, it lies behind the run
+        position = packed * 0 + stop  # any position behind the run would do
         output, odd, row_max, row_sum = attend_run(
             query, output, odd, row_max, row_sum, position, start, stop,
             table_ptr + tl.load(members_ptr + group_start).to(tl.int64) * stride_table,
