@@ -35,7 +35,7 @@ FAST_TESTS := \
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help demo bench test test-fast test-all test-compiled test-vllm test-wire test-clients gpu-test soak check format clean distclean
+.PHONY: help demo dist bench test test-fast test-all test-compiled test-vllm test-wire test-clients gpu-test soak check format clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -51,6 +51,7 @@ help:
 	@echo 'make test-clients  clients of the server that others wrote (2 GB in .venv-clients and .venv-guidellm, the first time)'
 	@echo 'make soak MINUTES=60  a server among clients of all kinds, killed and started again: what does it need ever more of?'
 	@echo 'make check   format, lint, types, floors and the contents of the wheel: what CI asks beside the tests'
+	@echo 'make dist    a release: source distribution, plain and compiled wheel, checked and tried in clean environments'
 	@echo 'make format  rewrite the sources as `make check` wants them'
 	@echo 'make clean   remove caches and build outputs; make distclean: .venv, .venv-vllm and .venv-wire too'
 	@echo
@@ -148,6 +149,22 @@ check: $(DEV_STAMP)
 	$(BIN)/python tools/check_types.py
 	$(BIN)/python -m pytest -q tests/house/test_layering.py tests/house/test_packaging.py
 
+# What a release consists of, in dist/. Each wheel is installed and tested in clean environments, the compiled one for PYTHON.
+DIST_VENV := .venv-dist
+DIST_PYTHONS ?= $(PYTHON)
+DIST_PIP = $(DIST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+DIST_BUILD = $(DIST_VENV)/bin/python -m build --no-isolation --outdir dist
+
+dist:
+	@$(DIST_VENV)/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(DIST_VENV)
+	@$(DIST_PIP) build setuptools mypy twine==6.2.0
+	rm -rf dist build
+	$(DIST_BUILD)
+	KVBLOCKS_COMPILE=1 $(DIST_BUILD) --wheel
+	$(DIST_VENV)/bin/twine check --strict dist/*
+	$(DIST_VENV)/bin/python tools/try_wheel.py dist/*-none-any.whl --python $(DIST_PYTHONS)
+	$(DIST_VENV)/bin/python tools/try_wheel.py $$(ls dist/*.whl | grep -v none-any) --python "$(PYTHON)"
+
 format: $(DEV_STAMP)
 	$(BIN)/python -m ruff format .
 	$(BIN)/python -m ruff check --fix .
@@ -157,7 +174,7 @@ clean:
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(VLLM_VENV) $(WIRE_VENV) $(CLIENTS_VENV) $(GUIDELLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(WIRE_VENV) $(CLIENTS_VENV) $(GUIDELLM_VENV) $(DIST_VENV)
 
 # Interpreter and venv in one step; a .venv whose interpreter has gone is made anew.
 define make_venv

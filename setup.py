@@ -1,11 +1,14 @@
 """The compiled build: `KVBLOCKS_COMPILE=1 pip install .` runs mypyc over the core, whose sources stay as they are.
 
-Everything else about the package is in pyproject.toml. Without the variable, or where the C compiler fails, the plain
-build is made; `kvblocks.__compiled__` tells which one is installed.
+Without the variable, or where the C compiler fails, the plain build is made; `kvblocks.__compiled__` tells which one is
+installed. The package's long description is made here, too: README.md, whose links lead to files of the repository.
+Everything else about the package is in pyproject.toml.
 """
 
 import os
+import re
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,6 +41,19 @@ def compiled_files() -> list[str]:
     return [f"kvblocks/{file}" for file in files if file not in PLAIN and not file.endswith("__init__.py")]
 
 
+def long_description() -> str:
+    """Return README.md with links to files of this version's tag, below the repository of pyproject.toml.
+
+    A package index has no files beside the page. Links with a scheme, and those within the page, stay.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    version = (ROOT / "kvblocks" / "version.py").read_text(encoding="utf-8").split('"')[-2]
+    repository = project["urls"]["Repository"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    images = re.sub(r"(!\[[^]]*\]\()(?![a-z]+:|#)", rf"\g<1>{repository}/raw/v{version}/", text)
+    return re.sub(r"(?<!!)(\[[^]]*\]\()(?![a-z]+:|#)", rf"\g<1>{repository}/blob/v{version}/", images)
+
+
 class BuildOrGoWithout(build_ext):
     """All extensions or none: half of them would not work together."""
 
@@ -61,12 +77,14 @@ def extensions() -> list:
 
 def main() -> None:
     """Build."""
+    readme = {"long_description": long_description(), "long_description_content_type": "text/markdown"}
     if os.environ.get("KVBLOCKS_COMPILE") != "1":
-        setup()
+        setup(**readme)
     elif find_spec("mypyc") is None:
-        setup(setup_requires=["mypy>=1.18"])  # pip asks for this first, and then installs it where it builds
+        setup(**readme, setup_requires=["mypy>=1.18"])  # pip asks for this first, and then installs it where it builds
     else:
-        setup(ext_modules=extensions(), cmdclass={"build_ext": BuildOrGoWithout}, setup_requires=["mypy>=1.18"])
+        built = {"ext_modules": extensions(), "cmdclass": {"build_ext": BuildOrGoWithout}}
+        setup(**readme, **built, setup_requires=["mypy>=1.18"])
 
 
 if __name__ == "__main__":

@@ -97,6 +97,31 @@ def test_the_wheel_carries_the_licence(wheel, metadata):
     assert metadata["License-File"] == "LICENSE"
 
 
+def test_the_wheels_description_is_the_readme_with_links_that_work_anywhere(metadata):
+    repository = PYPROJECT["project"]["urls"]["Repository"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    description = metadata.get_payload()
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)]+)\)", description)
+    assert len(links) == len(re.findall(r"\]\(", readme)) > 20
+    for image, link in links:
+        kind = "raw" if image else "blob"
+        if link.startswith(repository):
+            path = link.removeprefix(f"{repository}/{kind}/v{kvblocks.__version__}/").partition("#")[0]
+            assert (ROOT / path).is_file(), link
+        else:
+            assert re.match(r"https?://|#", link), link
+    assert metadata["Description-Content-Type"] == "text/markdown"
+
+
+def test_the_version_is_the_changelogs_newest_and_its_platforms_are_those_that_are_promised():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.findall(r"^## \[(\d+\.\d+\.\d+)\]", changelog, flags=re.MULTILINE)[0]
+    assert newest == kvblocks.__version__
+    promised = {name.split()[-1] for name in PYPROJECT["project"]["classifiers"] if ":: 3." in name}
+    built = {f"{tag[2]}.{tag[3:].partition('-')[0]}" for tag in PYPROJECT["tool"]["cibuildwheel"]["build"]}
+    assert built == promised
+
+
 def test_the_wheel_says_what_it_needs(metadata):
     assert metadata["Name"] == "kvblocks"
     assert metadata["Version"] == kvblocks.__version__ == importlib.metadata.version("kvblocks")
