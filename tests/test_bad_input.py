@@ -546,7 +546,7 @@ def test_an_int_may_be_of_any_kind_that_has_an_index(name: str, parameter: str) 
 
 # What the table leaves out: the name, and what its docstring says of it.
 EXEMPT = {
-    "BlockPool": "checks no types",
+    "BlockPool": "check no types",
     "CacheView": "What a policy may ask",
     "EvictionPolicy": "Says which of the free cached blocks is to go next",
     "FreeBlockQueue": "checks no types",
@@ -575,7 +575,7 @@ EXEMPT = {
     "Sequence.check": "Only for the manager",
     "Sequence.describe_for": "Only for the manager",
 }
-RECORDS = "Nothing is checked of the records"
+RECORDS = "check nothing when somebody else makes one"
 """What `kvblocks.__doc__` says of the classes whose objects only calls make: they take anything."""
 
 
