@@ -163,7 +163,7 @@ class TestLoads:
         manager.cache_blocks(sequence, 16)
         manager.allocate_slots(sequence)
         assert sequence.first_live_block(1) == 3
-        with pytest.raises(SequenceStateError, match="rewind: expected to keep so much"):
+        with pytest.raises(SequenceStateError, match="rewind: expected to keep enough tokens"):
             manager.rewind(sequence, 8)
 
 

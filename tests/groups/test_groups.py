@@ -94,7 +94,7 @@ class TestSpecs:
 
     def test_a_block_size_beside_the_groups_agrees(self) -> None:
         assert KVCacheManager(8, 4, groups=[WINDOW, FULL]).block_size == 4
-        with pytest.raises(InvalidArgumentError, match="which is 4 for the primary one, got 8 too"):
+        with pytest.raises(InvalidArgumentError, match="expected None, or 4 as the groups have it, got 8"):
             KVCacheManager(8, 8, groups=[SlidingWindow(8, 4), FULL])
 
 
@@ -190,7 +190,9 @@ class TestTables:
         manager.allocate_slots(sequence)
         manager.append_slots(sequence, [1, 2, 3, 4])
         manager.append_slots(sequence, [5, 6, 7, 8])  # from 14 on: nothing before 9 is seen
-        with pytest.raises(SequenceStateError, match="sees nothing before 8, where group 1, with a window of 6"):
+        with pytest.raises(
+            SequenceStateError, match="sees no token before 8, the first that group 1, with a window of 6"
+        ):
             manager.truncate(sequence, 12)
         assert sequence.num_tokens == 18
         manager.truncate(sequence, 14)
