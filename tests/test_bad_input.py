@@ -548,7 +548,7 @@ def test_an_int_may_be_of_any_kind_that_has_an_index(name: str, parameter: str) 
 EXEMPT = {
     "BlockPool": "check no types",
     "CacheView": "What a policy may ask",
-    "EvictionPolicy": "Says which of the free cached blocks is to go next",
+    "EvictionPolicy": "Says which of the free cached blocks is evicted next",
     "FreeBlockQueue": "checks no types",
     "CacheHit.__init__": "Made by `get_computed_blocks`",
     "BlockHold.__init__": "Made by `BlockHolds`",
