@@ -319,7 +319,7 @@ class TestEvictingById:
         manager.allocate_slots(sequence)
         manager.evict_blocks(sequence.block_ids[:1])
         explanation = manager.explain(Sequence("b", PROMPT))
-        assert (explanation.cause, str(explanation).count("taken out of the cache on request")) == ("dropped", 1)
+        assert (explanation.cause, str(explanation).count("removed from the cache on request")) == ("dropped", 1)
 
     def test_an_explanation_says_so_of_a_window(self):
         manager = KVCacheManager(16, groups=[FullAttention(4), SlidingWindow(4, 4)], num_history_blocks=9)
