@@ -1,8 +1,8 @@
 """Bad input: every public call, every parameter, every odd value, alike in both builds.
 
-`CALLS` is the table. A call with an odd value either succeeds, where the value is what the parameter takes, or raises a
-KVBlocksError that says what was expected, or lets out what the caller's own code raised; and unless it succeeded,
-nothing has changed. `test_the_table_is_complete` finds a public call or parameter that the table lacks.
+`CALLS` is the table. A call with an odd value succeeds if the parameter takes such a value. Otherwise it raises a
+KVBlocksError that says what was expected, or passes on what the caller's own code raised, and has changed nothing.
+`test_the_table_is_complete` finds a public call or parameter that the table lacks.
 """
 
 import inspect
@@ -576,7 +576,7 @@ EXEMPT = {
     "Sequence.describe_for": "Only for the manager",
 }
 RECORDS = "check nothing when somebody else makes one"
-"""What `kvblocks.__doc__` says of the classes whose objects only calls make: they take anything."""
+"""What `kvblocks.__doc__` says of records that calls return: their classes take anything."""
 
 
 def public_calls() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tokens whose KV comes from elsewhere, what becomes of a failed load, and slots for a total number of tokens."""
+"""External tokens, failed loads, and slots for a total number of tokens."""
 
 import pytest
 
@@ -339,7 +339,7 @@ class TestEvictingById:
         assert num_hit(manager, PROMPT) == 20
 
     def test_what_a_sharer_cached_again_is_not_its_own_duplicate(self, manager):
-        """An early sequence goes on behind blocks that its twin has cached since."""
+        """An early sequence goes on behind blocks that its fork has cached in the meantime."""
         sequence = Sequence("a", PROMPT[:4])
         manager.allocate_slots(sequence)
         manager.evict_blocks(sequence.block_ids[:1])

@@ -197,7 +197,7 @@ class GroupHistory(History):
         self.pins.append((pin, ModelPin(prefix, [priority] * num_full, expires_at)))
         self.model.pin(self.pins[-1][1])
 
-    # What the operations are made of.
+    # Parts of the operations.
 
     def grow(
         self,
