@@ -1,8 +1,8 @@
 """Bad input: every public call, every parameter, every odd value, alike in both builds.
 
-`CALLS` is the table. A call with an odd value either succeeds, where the value is what the parameter takes, or raises a
-KVBlocksError that says what was expected, or lets out what the caller's own code raised; and unless it succeeded,
-nothing has changed. `test_the_table_is_complete` finds a public call or parameter that the table lacks.
+`CALLS` is the table. A call with an odd value succeeds if the parameter takes such a value. Otherwise it raises a
+KVBlocksError that says what was expected, or passes on what the caller's own code raised, and has changed nothing.
+`test_the_table_is_complete` finds a public call or parameter that the table lacks.
 """
 
 import inspect
@@ -546,9 +546,9 @@ def test_an_int_may_be_of_any_kind_that_has_an_index(name: str, parameter: str) 
 
 # What the table leaves out: the name, and what its docstring says of it.
 EXEMPT = {
-    "BlockPool": "checks no types",
+    "BlockPool": "check no types",
     "CacheView": "What a policy may ask",
-    "EvictionPolicy": "Says which of the free cached blocks is to go next",
+    "EvictionPolicy": "Says which of the free cached blocks is evicted next",
     "FreeBlockQueue": "checks no types",
     "CacheHit.__init__": "Made by `get_computed_blocks`",
     "BlockHold.__init__": "Made by `BlockHolds`",
@@ -561,9 +561,9 @@ EXEMPT = {
     "Transfer.__init__": "Made by `manager.tiers`",
     "Pin.__init__": "Made by `KVCacheManager.pin`",
     "PrefixMatch.__init__": "Made by a `PrefixCache`",
-    "PrefixMatch.show": "For the cache alone",
-    "PrefixMatch.renew": "For the cache alone",
-    "PrefixMatch.is_still": "For the cache alone",
+    "PrefixMatch.show": "Only for the cache",
+    "PrefixMatch.renew": "Only for the cache",
+    "PrefixMatch.is_still": "Only for the cache",
     "PrefixCache.hold": "For `PrefixMatch",
     "PrefixCache.let_go": "For `PrefixMatch",
     "Sequence.append_checked": "Only for the manager",
@@ -575,8 +575,8 @@ EXEMPT = {
     "Sequence.check": "Only for the manager",
     "Sequence.describe_for": "Only for the manager",
 }
-RECORDS = "Nothing is checked of the records"
-"""What `kvblocks.__doc__` says of the classes whose objects only calls make: they take anything."""
+RECORDS = "check nothing when somebody else makes one"
+"""What `kvblocks.__doc__` says of records that calls return: their classes take anything."""
 
 
 def public_calls() -> dict[str, Any]:

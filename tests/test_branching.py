@@ -347,7 +347,7 @@ class TestRenew:
 
 
 class TestWhatNobodyComputedIsNotHit:
-    """Each was a wrong hit once: found by walks over a simulated KV memory, shortened by hand."""
+    """Each case was once a wrong hit. Walks over a simulated KV memory found it, and it was shortened by hand."""
 
     PROBE = (0, 1, 2, 3, 4, 50, 60, 70, 9)
 

@@ -1,4 +1,4 @@
-"""A call that was left half done is known: the object refuses from then on, or it is as before or after the call.
+"""A call that was left half done is noticed: the object refuses further calls, or is as before or after the call.
 
 In the plain build a KeyboardInterrupt comes at the package's opcodes: at each of them with HYPOTHESIS_PROFILE=thorough,
 at a share of them otherwise. The compiled build has none, so there the caller's own functions raise.
@@ -36,7 +36,7 @@ def test_an_interrupted_manager_refuses_or_is_consistent(kind: str) -> None:
 
 @pytest.fixture
 def collected():
-    """Have what a test leaves collected while its marks still hold."""
+    """Collect a test's garbage while the test's marks still apply."""
     yield
     gc.collect()
 
@@ -154,7 +154,7 @@ def test_a_hash_function_that_raises_harms_nothing() -> None:
 
 
 class Token:
-    """A token whose number can't be had, or only with an interrupt."""
+    """A token whose `__index__` raises, or interrupts."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
@@ -182,7 +182,7 @@ def test_a_token_that_raises_harms_nothing(error: type[BaseException]) -> None:
 
 
 class Name:
-    """A sequence's id that is interrupted when it is looked for the n-th time from now."""
+    """A sequence's id whose n-th lookup from now is interrupted."""
 
     def __init__(self) -> None:
         self.num_left = -1
@@ -196,7 +196,7 @@ class Name:
 
 @pytest.mark.parametrize("groups", [None, [kvblocks.FullAttention(4), kvblocks.SlidingWindow(4, 6)]])
 def test_a_name_that_raises_harms_nothing(groups: Any) -> None:
-    """An id's own `__hash__` is asked for before anything changes, and not again."""
+    """An id's `__hash__` runs before anything changes, and not again."""
     verdicts: dict[str, set[str]] = {}
     for call in ("allocate_slots", "free", "abort", "fork"):
         num_left = 1
@@ -235,7 +235,7 @@ def test_a_name_that_raises_harms_nothing(groups: Any) -> None:
 
 
 def test_a_call_in_the_middle_of_another_is_refused() -> None:
-    """A finalizer's or a signal handler's; the manager is fine when the call that was under way has ended."""
+    """A call by a finalizer or a signal handler. The manager works again once the interrupted call has ended."""
     manager = KVCacheManager(16, 4)
     refused = []
 
@@ -257,7 +257,7 @@ def test_a_call_in_the_middle_of_another_is_refused() -> None:
 
 
 def test_a_payload_that_dies_may_call_the_cache() -> None:
-    """Payloads die when their change has ended."""
+    """Payloads are finalized only after the change has ended."""
     cache = PrefixCache(2, 4)
     seen = []
 

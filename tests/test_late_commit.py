@@ -1,6 +1,6 @@
 """Caching late: for engines that write a step's keys and values before others may read them.
 
-Promise by promise; what they come to together is test_stateful.py's and test_group_stateful.py's.
+One promise at a time. Long histories are in test_stateful.py and test_group_stateful.py.
 """
 
 import pytest
@@ -242,7 +242,7 @@ def test_events_come_when_it_is_cached():
 
 @pytest.mark.parametrize("way", ["allocate_slots", "append_slots", "append_step"])
 def test_a_delayed_call_caches_nothing_that_an_earlier_one_could_not(way):
-    """The parent was gone when a block got full, and is back: events and digests must not miss the block."""
+    """The parent wasn't cached when a block got full, and is again: events and digests must not miss the block."""
     manager = KVCacheManager(16, 4, enable_events=True, debug=True)
     first, sequence = Sequence("first", range(4)), Sequence("a", range(8))
     manager.allocate_slots(first)

@@ -1,4 +1,4 @@
-"""Tokens whose KV comes from elsewhere, what becomes of a failed load, and slots for a total number of tokens."""
+"""External tokens, failed loads, and slots for a total number of tokens."""
 
 import pytest
 
@@ -163,7 +163,7 @@ class TestLoads:
         manager.cache_blocks(sequence, 16)
         manager.allocate_slots(sequence)
         assert sequence.first_live_block(1) == 3
-        with pytest.raises(SequenceStateError, match="rewind: expected to keep so much"):
+        with pytest.raises(SequenceStateError, match="rewind: expected to keep enough tokens"):
             manager.rewind(sequence, 8)
 
 
@@ -319,7 +319,7 @@ class TestEvictingById:
         manager.allocate_slots(sequence)
         manager.evict_blocks(sequence.block_ids[:1])
         explanation = manager.explain(Sequence("b", PROMPT))
-        assert (explanation.cause, str(explanation).count("taken out of the cache on request")) == ("dropped", 1)
+        assert (explanation.cause, str(explanation).count("removed from the cache on request")) == ("dropped", 1)
 
     def test_an_explanation_says_so_of_a_window(self):
         manager = KVCacheManager(16, groups=[FullAttention(4), SlidingWindow(4, 4)], num_history_blocks=9)
@@ -339,7 +339,7 @@ class TestEvictingById:
         assert num_hit(manager, PROMPT) == 20
 
     def test_what_a_sharer_cached_again_is_not_its_own_duplicate(self, manager):
-        """An early sequence goes on behind blocks that its twin has cached since."""
+        """An early sequence goes on behind blocks that its fork has cached in the meantime."""
         sequence = Sequence("a", PROMPT[:4])
         manager.allocate_slots(sequence)
         manager.evict_blocks(sequence.block_ids[:1])

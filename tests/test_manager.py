@@ -1,4 +1,4 @@
-"""The manager's promises one by one. What they come to together, over long histories, is test_stateful.py's."""
+"""The manager's promises, one at a time. Long histories are in test_stateful.py."""
 
 import pickle
 from typing import Any
@@ -19,7 +19,7 @@ from kvblocks.core.hashing import sha256_digest
 
 
 def start(manager: KVCacheManager, sequence: Sequence) -> int:
-    """Look up and allocate whole; the tokens that needed no computing."""
+    """Look up a sequence and allocate all of it. Returns the number of hit tokens."""
     hit = manager.get_computed_blocks(sequence)
     assert manager.allocate_slots(sequence, hit=hit) is not None
     manager.check()
@@ -309,7 +309,7 @@ class TestAbort:
         assert hit_tokens(manager, list(range(12))) == 8
 
     def test_a_last_token_that_no_step_computes(self) -> None:
-        """Appended, it fills a block, which is cached at once; the request ends before any step writes the slot."""
+        """The token fills a block, which is cached at once. The request ends before any step writes the slot."""
         manager = KVCacheManager(16, 4)
         ended, cancelled = Sequence("ended", range(7)), Sequence("cancelled", range(50, 57))
         for sequence in (ended, cancelled):
@@ -413,7 +413,7 @@ class TestMisuse:
             manager.allocate_slots(sequence, hit=hit)
 
     def test_another_manager_s_hit(self) -> None:
-        """Even of a manager that is in the same state."""
+        """A hit of another manager is refused, even if both managers are in the same state."""
         one, two = KVCacheManager(8, 4), KVCacheManager(8, 4)
         cached = Sequence("cached", range(8))
         start(two, cached)
@@ -458,7 +458,7 @@ class TestMisuse:
 
     @pytest.mark.parametrize("call", ["allocate", "append"])
     def test_a_hash_function_that_raises_changes_nothing(self, call: str) -> None:
-        """Digests are only computed during a call when events need them; then before anything is changed."""
+        """A call computes digests only when events need them, and before it changes anything."""
         broken = False
 
         def hash_function(preimage: bytes) -> bytes:
@@ -586,7 +586,7 @@ class TestEventsAndStats:
 
 
 def test_a_sequence_is_found_by_its_id_while_it_holds_blocks():
-    """So what its caller lost can be freed."""
+    """So a sequence can be freed even if the caller has lost the object."""
     manager = KVCacheManager(8, 2)
     manager.allocate_slots(Sequence(("lost", 1), [1, 2, 3]))
     lost = manager.sequence(("lost", 1))
@@ -599,7 +599,7 @@ def test_a_sequence_is_found_by_its_id_while_it_holds_blocks():
 
 
 def test_a_block_is_found_by_its_digest_while_it_is_cached():
-    """With duplicates the one that hits get; never one of before a reset."""
+    """With duplicates it finds the block that hits get, and never one that was cached before a reset."""
     manager = KVCacheManager(8, 2)
     first, second = Sequence("first", [1, 2, 3]), Sequence("second", [1, 2, 4])
     manager.allocate_slots(first)

@@ -29,8 +29,8 @@ class DataChooser:
         return self.data.draw(st.integers(low, high))
 
 
-# With eight digests events can't say which of several prefixes they mean, so that history goes without them. Without
-# events and debugging decoded tokens take short ways of their own, so both are on in one variant and off in another.
+# With eight digests several prefixes share a name, so that history has no events. Without events and debugging, decoded
+# tokens take fast paths. So both are on in one variant and off in another.
 VARIANTS = {
     "xxh3_128": {"enable_events": True, "num_history_blocks": 100_000, "debug": True},
     "short ways": {"first_block_id": 2},
@@ -75,7 +75,7 @@ def test_machine_agrees_with_the_dumb_model(variant: str) -> None:
 def test_long_walks_agree_with_the_dumb_model(variant: str, num_blocks: int, block_size: int) -> None:
     history = History(num_blocks, block_size, **VARIANTS[variant])
     walk(history, RandomChooser(seed=num_blocks * 10 + block_size), num_operations=10_000)
-    # A walk that never met these would prove little.
+    # A walk without these cases would prove little.
     assert history.num_refused > 100
     assert history.manager.stats.num_taken_blocks > 500
     if history.model.enable_caching:

@@ -1,6 +1,7 @@
 """The examples that vLLM's design document on automatic prefix caching walks through, step by step.
 
-The document queues all freed blocks alike; here, as in vLLM's code since, those that hold nothing are taken first.
+In the document, all freed blocks go to the end of the queue. Here, as in vLLM's code today, blocks that hold nothing
+are taken first.
 """
 
 from kvblocks import KVCacheManager, Sequence
@@ -59,7 +60,7 @@ def test_the_example() -> None:
 
 
 def test_the_example_in_its_other_wording() -> None:
-    """The document's text also says 33 tokens of which 16 are shared: block 3 is then hit too."""
+    """The document's text also has a variant in which block 3 is hit, too: 33 tokens, 16 of them shared."""
     manager, request_0, request_1 = first_two_requests()
     manager.free(request_0)
     manager.free(request_1)
@@ -90,7 +91,7 @@ def test_duplicate_blocks() -> None:
     one, three = first.blocks[1], second.blocks[1]
     assert one.block_hash == three.block_hash is not None  # cached under one key
 
-    # The duplicate goes from the map when it is evicted; the prefix stays cached as long as one of the two is left.
+    # The duplicate leaves the map when it is evicted. The prefix stays cached as long as one of the two blocks does.
     third = Sequence("third", list(b"ABCDEFGH"))
     assert [block.block_id for block in manager.get_computed_blocks(third).blocks] == [0, 1]
     manager.free(first)

@@ -53,8 +53,8 @@ class KVCacheBlock:
 
     ref_cnt: how many owners it has; 0 exactly when it is in the free queue. prev_free_block, next_free_block: its
     neighbours in the queue. For a block that isn't queued, prev_free_block is the block itself and next_free_block is
-    undefined. run, index: the run that it is in and its position there; run is None when it isn't cached. A pool makes
-    blocks; callers only read them.
+    undefined. run, index: the run that it is in and its position there; run is None when it isn't cached. Made by a
+    pool; callers only read it.
     """
 
     __slots__ = ("block_id", "index", "next_free_block", "prev_free_block", "ref_cnt", "run")

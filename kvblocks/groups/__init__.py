@@ -1,9 +1,9 @@
-"""Several groups of layers over one pool: those that attend to everything, and those with windows.
+"""Several groups of layers over one pool: groups with full attention, and groups with windows.
 
-`kinds` is what an engine says of its layers, `plan` finds it for a model, and `layout` is what follows from it. The
-others extend the core: `index` has the blocks beside the primary group's, `anchors` stand in for a primary group that
-is missing, `pool`, `tables`, `need`, `slots`, `caching`, `hit` and `pins` do for several groups what the core does for
-one.
+`kinds` describes the groups of a model, `plan` computes them for a model, and `layout` derives what the manager needs.
+The other modules extend the core: `index` keeps the attached blocks, `anchors` stand in for a missing primary group,
+`loading` is for sequences that load from tiers, and `pool`, `tables`, `need`, `slots`, `caching`, `hit` and `pins` do
+for several groups what the core does for one.
 """
 
 from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow

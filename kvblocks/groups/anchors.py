@@ -1,9 +1,9 @@
-"""Identities without KV: what stands in for the primary group where no group has full attention.
+"""Anchors: they stand in for the primary group's blocks where no group has full attention.
 
-An anchor is a block that has no memory. Sequences hold anchors in their primary tables, and the prefix index keeps them
-in its runs, as it does blocks; so what is attached to them is exact for the same reason, whatever the hash. There are
-as many as sequences need, and those that nobody holds stay for later hits; but beyond a number of these, the least
-recently used is reused before another one is made.
+An anchor is a block without memory. Sequences hold anchors in their primary tables, and the prefix index keeps them in
+its runs, like blocks. So what is attached to them is exact for the same reason, whatever the hash. Anchors are made as
+sequences need them. Free anchors stay for later hits; once there are more than `max_free`, the least recently used one
+is reused before another one is made.
 
 Invariants: ids begin where the pool's end.
 """
@@ -15,13 +15,13 @@ from kvblocks.core.free_queue import FreeBlockQueue
 from kvblocks.groups.index import GroupIndex
 
 KEPT_PER_BLOCK = 16
-"""Free anchors for each block of the pool, beyond which they are reused. One takes about 150 bytes, with 16 tokens."""
+"""How many free anchors to keep for each block of the pool. An anchor and 16 tokens take about 150 bytes."""
 
 
 class AnchorBlocks:
-    """The anchors of a pool of `num_blocks`, with ids from `first_id` on.
+    """The anchors of a pool of `num_blocks` blocks, with ids from `first_id` on.
 
-    Once more than `max_free` are held by nobody, those are reused.
+    Once `max_free` anchors are free, free ones are reused.
     """
 
     def __init__(self, first_id: int, num_blocks: int, index: GroupIndex) -> None:
@@ -33,11 +33,11 @@ class AnchorBlocks:
 
     @property
     def num_free(self) -> int:
-        """Anchors that nobody holds. O(1)."""
+        """Anchors that nobody owns. O(1)."""
         return self._queue.num_free_blocks
 
     def take(self, num_anchors: int) -> list[KVCacheBlock]:
-        """Return anchors that mean nothing yet, each held once. A reused one loses what is attached. O(anchors)."""
+        """Return anchors that aren't cached, each with one owner. Reused ones lose attached blocks. O(anchors)."""
         taken: list[KVCacheBlock] = []
         while len(taken) < num_anchors:
             first = self._queue.first
@@ -52,19 +52,19 @@ class AnchorBlocks:
         return taken
 
     def touch(self, anchors: Sequence[KVCacheBlock]) -> None:
-        """Hold each of `anchors` once more. O(anchors)."""
+        """Add an owner to each of `anchors`. O(anchors)."""
         self._queue.touch(anchors)
 
     def release(self, anchors: Sequence[KVCacheBlock]) -> None:
-        """Let go of each of `anchors`, last one first; those that mean nothing are reused next. O(anchors)."""
+        """Remove an owner from each of `anchors`, last one first. Uncached ones are reused next. O(anchors)."""
         self._queue.release_table(anchors)
 
     def requeue(self, anchors: Sequence[KVCacheBlock]) -> None:
-        """Have those of `anchors`, which mean nothing any more, that nobody holds reused next. O(anchors)."""
+        """Move the free ones of `anchors`, which are no longer cached, to the front of the queue. O(anchors)."""
         self._queue.move_to_front(sorted([anchor for anchor in anchors if not anchor.ref_cnt], key=_block_id))
 
     def check(self, tables: list[Sequence[KVCacheBlock]]) -> int:
-        """Raise AssertionError unless the anchors are held as `tables` say; returns how many are cached. O(anchors)."""
+        """Return how many anchors are cached. Raises AssertionError unless `tables` give their owners. O(anchors)."""
         owners = [0] * len(self.blocks)
         for table in tables:
             for anchor in table:

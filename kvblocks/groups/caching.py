@@ -1,4 +1,4 @@
-"""Caching what fills up in the side groups: each block is attached where it ends."""
+"""Caching full blocks of side groups: each is attached to the primary block that contains its last token."""
 
 from kvblocks.core.sequence import Sequence
 from kvblocks.groups.index import GroupIndex
@@ -6,9 +6,9 @@ from kvblocks.groups.tables import tables_of
 
 
 def attach_full_blocks(index: GroupIndex, sequence: Sequence, first: int) -> None:
-    """Cache side groups' blocks that end in a sequence's cached ones, from block `first` of those on. O(blocks).
+    """Cache the side groups' blocks that end in a sequence's cached primary blocks from `first` on. O(blocks).
 
-    Not those that no hit can ever need, since hits end at multiples of the largest block size only.
+    Skips blocks that no hit can need: hits end only at multiples of the alignment.
     """
     primary_size, alignment = index.block_size, index.layout.alignment
     end = sequence.num_cached_blocks * primary_size
@@ -32,7 +32,7 @@ def attach_full_blocks(index: GroupIndex, sequence: Sequence, first: int) -> Non
 
 
 def attach_anew(index: GroupIndex, sequence: Sequence, first: int) -> None:
-    """Cache what ends in a sequence's blocks from `first` on, which were cached late or after a reset. O(blocks)."""
+    """`attach_full_blocks` for primary blocks that were cached late or after a reset. O(blocks)."""
     for table in tables_of(sequence).tables:
         for block in table.blocks:
             if block.run is not None and not block.run.epoch.is_current:

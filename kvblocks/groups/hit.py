@@ -1,9 +1,9 @@
-"""Lookups where there are several groups: the longest prefix for which every group can serve attention.
+"""Lookups with several groups: the longest prefix for which every group has the blocks that attention needs.
 
-Groups of full attention need all blocks of the prefix, windowed ones those that the next token's query sees: of the
-tokens before the hit's end the last window - 1, and one more where the whole prompt is cached, since its last token is
-then computed again. The primary group's cached prefix is found as ever; from its end the walk goes back: a missing
-block of a side group ends every hit that would need it, so the next candidate ends where that block begins.
+A group with full attention needs all blocks of the prefix. A windowed group needs the blocks that the next token's
+query sees: those of the last window - 1 tokens of the hit. A full hit needs one token more, since its last token is
+computed again. The core finds the primary group's cached prefix. From its end the search goes back: a missing block of
+a side group rules out every hit that needs it, so the next candidate ends where that block begins.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from kvblocks.groups.index import GroupIndex, Row, removal_key
 from kvblocks.groups.layout import SideGroup
 
 Tables = list[tuple[int, list[KVCacheBlock]]]
-"""By `layout.side_groups`: the first index of its table that a hit needs, and the blocks from there to its end."""
+"""By `layout.side_groups`: the first table index that a hit needs, and the blocks from there to the hit's end."""
 
 
 class GroupHit(CacheHit):
-    """A `CacheHit` of several groups. tables: what it has of those beside the primary one."""
+    """A `CacheHit` of several groups. tables: its blocks of the side groups."""
 
     __slots__ = ("group_index", "num_matched", "tables")
 
@@ -34,7 +34,7 @@ class GroupHit(CacheHit):
         index: GroupIndex,
         source: HitSource,
     ) -> None:
-        """blocks: the primary group's, of the hit. num_matched: how many of them there were without other groups."""
+        """blocks: the primary group's blocks of the hit. num_matched: how many the primary group alone has cached."""
         super().__init__(sequence, blocks, len(blocks) * index.block_size, sequence.num_tokens, source)
         self.group_index = index
         self.num_matched = num_matched
@@ -46,7 +46,7 @@ class GroupHit(CacheHit):
         return self.num_matched * self.index.block_size
 
     def group_blocks(self, group: SupportsIndex) -> list[KVCacheBlock | None]:
-        """Return the blocks of a group's table, None where it needs none. O(blocks)."""
+        """Return the blocks of a group's table, None where the hit needs none. O(blocks)."""
         layout = self.group_index.layout
         number = check_count("group", group, 0, len(layout.groups) - 1)
         for side_group, (first, held) in zip(layout.side_groups, self.tables, strict=True):
@@ -55,14 +55,14 @@ class GroupHit(CacheHit):
         return [*self.blocks]
 
     def _cut_to(self, num_blocks: int) -> CacheHit:
-        """Return a hit of at most the first `num_blocks` blocks, which are fewer than all."""
+        """Return a hit of at most the first `num_blocks` blocks, fewer than this one has."""
         num_tokens = self.sequence.num_tokens
         hit = longest_hit(self.group_index, self.sequence, self.blocks[:num_blocks], num_tokens, self.source)
         hit.version = self.version
         return hit
 
     def has_lost_attached(self) -> bool:
-        """Whether a block of another group than the primary one is cached no more where it was. O(blocks)."""
+        """Whether a side group's block of this hit is no longer cached where it was found. O(blocks)."""
         for side_group, (first, held) in zip(self.group_index.layout.side_groups, self.tables, strict=True):
             if _find(self.group_index, side_group, self.blocks, first, first + len(held)) != held:
                 return True
@@ -71,7 +71,7 @@ class GroupHit(CacheHit):
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """What ended a hit: a group's block `number` isn't cached."""
+    """What limits a hit: the group's block `number` isn't cached."""
 
     side_group: SideGroup
     number: int
@@ -80,9 +80,9 @@ class _Limit:
 def longest_hit(
     index: GroupIndex, sequence: Sequence, matched: list[KVCacheBlock], num_tokens: int, source: HitSource
 ) -> GroupHit:
-    """Return the longest hit that every group can serve. Changes nothing. O(blocks seen).
+    """Return the longest hit that every group can serve. Changes nothing. O(blocks looked at).
 
-    matched: the primary group's cached blocks, as many as the hit may have. num_tokens: known of the sequence.
+    matched: the primary group's cached blocks; the hit has these or fewer. num_tokens: the sequence's known tokens.
     """
     end, tables, _ = _longest_end(index, matched, num_tokens)
     num_hit = end // index.block_size
@@ -91,7 +91,7 @@ def longest_hit(
 
 
 def find_limit(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, HitLimit | None]:
-    """Return how many tokens of `matched` can be hit, and which group has no more. As `SlotAllocator.find_limit`."""
+    """Return how many tokens of `matched` can be hit, and which group limits it. As `SlotAllocator.find_limit`."""
     end, _, limit = _longest_end(index, matched, num_tokens)
     if limit is None:
         return end, None
@@ -102,16 +102,16 @@ def find_limit(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int) 
 
 
 def _longest_end(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, Tables, _Limit | None]:
-    """Return how many tokens the longest hit has, its tables, and what kept all that is matched from being hit.
+    """Return how many tokens the longest hit has, its tables, and what first limited it (None: nothing).
 
-    matched: the primary group's blocks. num_tokens: known of the sequence.
+    matched: the primary group's blocks. num_tokens: the sequence's known tokens.
     """
     size, alignment = index.layout.block_size, index.layout.alignment
     end = len(matched) * size // alignment * alignment
     limit: _Limit | None = None
     while True:
         tables: Tables = []
-        rows: dict[int, list[Row]] = {}  # by the first of them: groups that are alike ask for the same ones
+        rows: dict[int, list[Row]] = {}  # by first index: groups of the same kind need the same rows
         for side_group in index.layout.side_groups:
             first, last = needed_blocks(side_group, end, num_tokens)
             found: list[KVCacheBlock | None]
@@ -124,7 +124,7 @@ def _longest_end(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int
                 and last > first
                 and index.attached(matched[last - 1], side_group.first_column) is None
             ):
-                first, found = last - 1, [None]  # so that stretches without anything cost O(1) a block
+                first, found = last - 1, [None]  # so that stretches without attached blocks cost O(1) a block
             else:
                 if first not in rows:
                     rows[first] = index.rows(matched, first, last)
@@ -142,9 +142,9 @@ def _longest_end(index: GroupIndex, matched: list[KVCacheBlock], num_tokens: int
 
 
 def needed_blocks(side_group: SideGroup, end: int, num_tokens: int) -> tuple[int, int]:
-    """Return the first block, and the one behind the last, that a hit of `end` tokens needs of a group.
+    """Return the range of a group's blocks that a hit of `end` tokens needs: the first one, and the last one + 1.
 
-    None of one that isn't cached: then both are where the sequence's own blocks begin.
+    The range is empty for a group that isn't cached. It then begins where the sequence's own blocks begin.
     """
     if not end:
         return 0, 0

@@ -1,13 +1,14 @@
-"""Cached blocks of groups beside the primary one, attached to the primary group's cached blocks.
+"""Cached blocks of the side groups, attached to the primary group's cached blocks.
 
-An attached block is attached to the node (run, position) that ends with the same token, so it needs no key of its own.
-It means what the node means, and a node never comes to mean a second prefix, whatever the hash: an attached block is
-found exactly as long as its whole prefix is. When a node goes, its attached blocks can never be hit again; they are
-cached no more and come to `detached`, for the pool to have them reused first.
+An attached block is attached to the node (run, position) of the primary block that contains its last token, so it needs
+no key of its own. Its prefix is part of the node's, and a node never comes to mean a second prefix, whatever the hash.
+So an attached block is found exactly as long as its whole prefix is. When the node's prefix stops being cached, its
+attached blocks can never be hit again. They stop being cached and are put into `detached`, and the pool has them reused
+first.
 
-A node has a row with a column for each attached block that ends in it. A column holds one block: where a second
-sequence brings another, the newer one stays if nobody owns the older, which is then detached; otherwise the newer one
-isn't cached. An attached block's `run` and `index` are the node's, so that it counts as cached as any block does.
+A node has a row with a column for each attached block that ends in it. A column holds one block. If a second sequence
+brings another one, the newer block replaces the older one if nobody owns that, and the older one is detached. Otherwise
+the newer block isn't cached. An attached block has the `run` and `index` of its node, so it counts as cached.
 
 Invariants: every row belongs to a cached position and holds at least one block; a block in a row leads back to it.
 """
@@ -25,7 +26,7 @@ Row = list[KVCacheBlock | None]
 
 
 class GroupIndex(PrefixIndex):
-    """The prefix index of the primary group, with what is attached to it."""
+    """The prefix index of the primary group, with the attached blocks."""
 
     def __init__(self, layout: GroupLayout, names: Names) -> None:
         super().__init__(layout.block_size, names)
@@ -33,15 +34,15 @@ class GroupIndex(PrefixIndex):
         self.num_attached_blocks = 0
         self._rows: dict[Run, dict[int, Row]] = {}
         self._empty_row: Row = [None] * layout.row_size
-        self._gone: list[bytes] = []  # what watchers know attached blocks by, of those that a call stops caching
+        self._gone: list[bytes] = []  # removal keys of attached blocks that this call stops caching
 
     def row(self, block: KVCacheBlock) -> Row | None:
-        """Return what is attached to a cached primary block, by column; None: nothing. Not to be changed. O(1)."""
+        """Return the row of a cached primary block, None if nothing is attached. Don't change it. O(1)."""
         rows = None if block.run is None else self._rows.get(block.run)
         return None if rows is None else rows.get(block.index)
 
     def rows_of(self, run: Run) -> dict[int, Row]:
-        """Return the rows of a run, by position. Not to be changed. O(1)."""
+        """Return the rows of a run, by position. Don't change them. O(1)."""
         return self._rows.get(run, {})
 
     def attached(self, primary: KVCacheBlock, column: int) -> KVCacheBlock | None:
@@ -63,9 +64,9 @@ class GroupIndex(PrefixIndex):
         return found
 
     def attach(self, primary: KVCacheBlock, column: int, block: KVCacheBlock) -> bool:
-        """Cache `block`, which isn't cached, where `primary` is, unless the column holds an owned one. O(1).
+        """Attach `block`, which isn't cached, to `primary`, unless the column holds an owned block. O(1).
 
-        Returns whether the column was empty: whether something is cached that wasn't.
+        Returns whether the column was empty, so that something new is cached.
         """
         run = primary.run
         assert run is not None and run.epoch.is_current, f"{primary}: nothing can be attached to it"
@@ -109,16 +110,16 @@ class GroupIndex(PrefixIndex):
         )
 
     def name(self, primary: KVCacheBlock, side_group: SideGroup, column: int) -> bytes:
-        """Return how an attached block is named to the outside: the digest of the primary block that it ends in.
+        """Return the name of an attached block for the outside: the digest of the primary block that it ends in.
 
-        Behind that, where several of its group end in one, comes which of them as a little-endian u32. O(1) when the
-        digest is known.
+        If several blocks of its group end in a primary block, its number among them follows as a little-endian u32.
+        O(1) when the digest is known.
         """
         digest = primary.block_hash or b""
         return digest if side_group.num_columns == 1 else digest + pack("<I", column - side_group.first_column)
 
     def evict(self, blocks: list[KVCacheBlock]) -> int:
-        """`PrefixIndex.evict`; of primary blocks and attached blocks."""
+        """`PrefixIndex.evict` of primary blocks and attached blocks."""
         num_cached_before = self.num_cached_blocks
         for block in blocks:
             if block.run is not None:
@@ -133,7 +134,7 @@ class GroupIndex(PrefixIndex):
         return self.evict([block])
 
     def forget(self, block: KVCacheBlock, cause: RemovalCause = "aborted") -> None:
-        """Stop caching what `block` holds, as of its node; what is attached there was perhaps never written either."""
+        """Stop caching `block`. Blocks that are attached to it stop, too, since they may not be written either."""
         if block.run is not None and block.run.epoch.is_current:
             if self._drops(block):
                 self.detached.append(block)
@@ -190,7 +191,7 @@ class GroupIndex(PrefixIndex):
         return super()._cut_end(run, position)
 
     def _detach(self, run: Run, first: int, end: int) -> None:
-        """Stop caching what is attached to positions first to end - 1 of a run, last first. O(positions)."""
+        """Detach the blocks that are attached to positions first to end - 1 of a run, last first. O(positions)."""
         rows = self._rows.get(run)
         if rows is None:
             return
@@ -201,7 +202,7 @@ class GroupIndex(PrefixIndex):
                     self.detached.append(block)
 
     def _drops(self, block: KVCacheBlock) -> bool:
-        """Stop caching `block` if it is an attached block. Whether it was, or was one before a reset."""
+        """Stop caching `block` if it is an attached block. Returns whether it is one."""
         row = self.row(block)
         if row is None or block not in row:
             return False
@@ -237,20 +238,20 @@ class GroupIndex(PrefixIndex):
         if self._gone and self.watcher is not None:
             self.watcher.note_removed(self._gone, cause)
         self._gone = []
-        super()._note_removal(removed, cause)  # last, as what an explanation looks for first
+        super()._note_removal(removed, cause)  # last: explanations look for the latest removal first
 
     def _note_drop(self, cause: RemovalCause) -> None:
-        """Note that an attached block, and nothing else, is cached no more."""
+        """Note that an attached block, and nothing else, stopped being cached."""
         self.version += 1
         if self.needs_digests:
             self._note_removal([], cause)
 
     def name_in_chain(self, side_group: SideGroup, chain: list[KVCacheBlock], number: int) -> bytes:
-        """Return `name` of a group's block `number` that is attached to a chain of cached primary blocks. O(1)."""
+        """Return the `name` of a group's block `number`. chain: the cached primary blocks of its prefix. O(1)."""
         position, column = side_group.home(number)
         return self.name(chain[position], side_group, column)
 
 
 def removal_key(group: int, name: bytes) -> bytes:
-    """Return what watchers know a group's block by."""
+    """Return the name by which watchers know a group's block."""
     return pack("<I", group) + name

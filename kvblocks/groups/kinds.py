@@ -1,12 +1,10 @@
-"""KV-cache groups: what an engine says of its layers, where they don't all attend alike.
+"""KV-cache groups: how an engine describes its layers if they don't all attend in the same way.
 
-A group is a set of layers that share a block table: they attend alike (all of the past, or a window of it) and a block
-of theirs holds as many tokens. One pool serves all groups, so a block id stands for the same number of bytes in each;
-`plan` puts a model's layers into such groups.
+A group is a set of layers that share a block table. Its layers attend in the same way (to all earlier tokens, or to a
+window of them), and have the same number of tokens in a block. One pool serves all groups, so a block has the same
+number of bytes in each. `plan` puts a model's layers into such groups, and `layout` derives what the manager needs.
 
-What follows from them for the manager is in `layout`.
-
-Groups of layers with a block table each, over one pool, are vLLM's hybrid KV-cache manager's.
+Groups of layers over one pool, each with a block table, come from vLLM's hybrid KV-cache manager.
 """
 
 from dataclasses import dataclass
@@ -26,21 +24,21 @@ class FullAttention:
 
     @property
     def window(self) -> int | None:
-        """None: there is none."""
+        """None: no window."""
         return None
 
     @property
     def is_cached(self) -> bool:
-        """True: hits are what its blocks hold."""
+        """True: hits consist of its blocks."""
         return True
 
     @property
     def keeps_passed(self) -> bool:
-        """False: there is no window to leave."""
+        """False: no block leaves a window."""
         return False
 
     def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
-        """Return how many blocks a sequence of `num_tokens` holds at most; `num_step_tokens` make no difference."""
+        """Return how many blocks a sequence of `num_tokens` holds at most; `num_step_tokens` makes no difference."""
         check_count("num_step_tokens", num_step_tokens, 1)
         return -(-check_count("num_tokens", num_tokens, 0) // self.block_size)
 
@@ -49,11 +47,12 @@ class FullAttention:
 class SlidingWindow:
     """Layers in which a token at position p attends to p - window + 1 to p.
 
-    block_size: tokens in a block. window: at least 1; what Hugging Face's configs call sliding_window. is_cached:
-    whether its blocks are cached; if not, hits don't wait for them: the sequence gets new blocks for what the first
-    token behind the hit sees, and the engine computes that part of the hit once more for these layers. keeps_passed:
-    whether what left the window is reused by last use, like other cached blocks, and not before them: better where
-    prompts part anywhere, worse where they part where others ended. Raises InvalidArgumentError.
+    block_size: tokens in a block. window: at least 1; Hugging Face's configs call it sliding_window. is_cached: whether
+    its blocks are cached. If not, hits don't need them: the sequence gets new blocks for what the first token behind
+    the hit sees, and the engine computes that part of the hit again for these layers. keeps_passed: whether blocks that
+    left the window are reused in order of last use, like other cached blocks, and not before those. True is better
+    where prompts begin to differ anywhere, False where they begin to differ where earlier ones ended. Raises
+    InvalidArgumentError.
     """
 
     block_size: int
@@ -70,11 +69,11 @@ class SlidingWindow:
     def num_blocks(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> int:
         """Return how many blocks a sequence of `num_tokens` holds at most.
 
-        num_step_tokens: the most that a step computes of it, such as a chunk of a prompt; the step holds what all of
-        them see.
+        num_step_tokens: the most tokens that a step computes of it, such as a chunk of a prompt. In a step the sequence
+        holds the blocks that all these tokens see.
         """
         num_seen = check_count("num_step_tokens", num_step_tokens, 1) + self.window - 1
-        # The tokens may begin with the last of a block, and end with the first of another.
+        # The first of these tokens may be the last in its block, and the last one the first in its block.
         most = 1 if num_seen == 1 else (num_seen - 2) // self.block_size + 2
         return min(most, -(-check_count("num_tokens", num_tokens, 0) // self.block_size))
 

@@ -1,11 +1,10 @@
-"""What follows from an engine's groups alone: which is the primary one, and what the others' blocks are attached to.
+"""What follows from an engine's groups: which is the primary group, and what the side groups' blocks are attached to.
 
-The *primary* group is the first with full attention. Its cached prefixes are what the prefix index knows; the blocks of
-the others are attached to them (`side_groups`). Where no group has full attention, identities without KV stand in for
-it (`anchors`).
+The *primary* group is the first with full attention. The prefix index knows its cached prefixes; the blocks of the side
+groups are attached to these. Where no group has full attention, anchors stand in for the primary group (`anchors`).
 
-Invariants: of two block sizes the smaller one divides the larger one, so hits, which every group must be able to
-serve, are multiples of the largest.
+Invariants: of two block sizes the smaller one divides the larger one. So hits, which every group must be able to serve,
+are multiples of the largest block size.
 """
 
 from collections.abc import Iterable
@@ -17,12 +16,12 @@ from kvblocks.groups.kinds import FullAttention, Group, SlidingWindow
 
 
 class SideGroup:
-    """A group beside the primary one: what its blocks are attached to.
+    """A side group, and what its blocks are attached to.
 
-    Its block that ends with token e is attached to the primary block that has token e - 1, in one of the columns
-    first_column to first_column + num_columns - 1 of that block's row: several when its blocks are smaller. window:
-    None: all of the past. is_cached: whether its blocks are attached at all. keeps_passed: whether those that left the
-    window are reused by last use. Read-only.
+    A block of it is attached to the primary block that contains its last token, in one of the columns first_column to
+    first_column + num_columns - 1 of that block's row. It has several columns if its blocks are smaller. window: None:
+    full attention. is_cached: whether its blocks are attached at all. keeps_passed: whether blocks that left the window
+    are reused in order of last use. Read-only.
     """
 
     __slots__ = (
@@ -48,16 +47,16 @@ class SideGroup:
         return position, self.first_column + (end - position * self.primary_size) // self.block_size - 1
 
     def number_at(self, position: int, column: int) -> int:
-        """Return which of its blocks has this home. O(1)."""
+        """Return the number of its block whose `home` is (position, column). O(1)."""
         if self.num_columns == 1:
             return (position + 1) * self.primary_size // self.block_size - 1
         return position * self.primary_size // self.block_size + column - self.first_column
 
     def first_needed(self, position: int) -> int:
-        """Return the first of its blocks that has a token which a query at `position` sees. O(1).
+        """Return the number of its first block with a token that a query at `position` sees. O(1).
 
-        The one place that knows what layers see. It never decreases with the position: lookups skip what lies before
-        a missing block (`hit`), and tables let go for good of what no query sees any more (`tables`).
+        Only this function knows which tokens layers see. The result must never decrease with the position: lookups skip
+        the blocks before a missing one (`hit`), and tables release blocks that no later query sees (`tables`).
         """
         if self.window is None or position < self.window:
             return 0
@@ -65,12 +64,13 @@ class SideGroup:
 
 
 class GroupLayout:
-    """What follows from the groups alone. Read-only.
+    """What follows from the groups. Read-only.
 
-    primary: the number of the group whose cached prefixes the index knows, None where no group has full
-    attention. block_size: tokens of a primary block. alignment: hits are multiples of it. smallest_block_size: of any
-    group. side_groups: the other groups. row_size: columns of a row. table_numbers: by
-    group, the number of its table: its index in side_groups, or one behind them for the primary group.
+    primary: the number of the primary group, None where no group has full attention. block_size: tokens in a primary
+    block. alignment: the largest block size of a group; every hit is a multiple of it. smallest_block_size: the
+    smallest block size of a group. side_groups: all groups but the primary one. row_size: columns of a row.
+    table_numbers: by group, the number of its table: its index in side_groups, or len(side_groups) for the primary
+    group.
     """
 
     __slots__ = (
@@ -110,7 +110,7 @@ class GroupLayout:
 
 
 def check_groups(groups: Iterable[Group]) -> GroupLayout:
-    """Return the layout of what an engine gives as its groups. Raises InvalidArgumentError."""
+    """Return the layout of an engine's groups. Raises InvalidArgumentError."""
     items = listed("groups", "FullAttention and SlidingWindow items", groups)
     if not items or not all(is_a(item, FullAttention) or is_a(item, SlidingWindow) for item in items):
         raise wrong("groups", "FullAttention and SlidingWindow items", items)
@@ -124,13 +124,13 @@ def check_groups(groups: Iterable[Group]) -> GroupLayout:
 
 
 def make_layout(size: int | None, groups: Iterable[Group]) -> GroupLayout:
-    """Return the layout of a manager's `groups`. size: the block size that was given beside them, if one was.
+    """Return the layout of a manager's `groups`. size: the manager's `block_size` argument.
 
-    Raises InvalidArgumentError, also when both are given and don't agree.
+    Raises InvalidArgumentError, also when `size` isn't None and differs from the primary group's block size.
     """
     layout = check_groups(groups)
     if size is not None and size != layout.block_size:
         raise InvalidArgumentError(
-            f"block_size: expected the groups' alone, which is {layout.block_size} for the primary one, got {size} too"
+            f"block_size: expected None, or {layout.block_size} as the groups have it, got {size}"
         )
     return layout

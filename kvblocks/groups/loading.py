@@ -1,7 +1,7 @@
-"""A hit that ends behind what is cached: what a sequence starts with whose loads bring the blocks that are missing.
+"""Starting a sequence that loads blocks behind its hit.
 
-Such a sequence's side tables begin with what a query behind the loads sees. What one at the cached hit's end sees is
-held beside them until the loads have arrived: where they fail, the sequence goes back there.
+The sequence's side tables begin with the blocks that a query behind the loads sees. The sequence also holds the blocks
+that a query at the hit's end sees, until the loads have arrived. If the loads fail, it goes back to the hit's end.
 """
 
 from kvblocks.core.block import KVCacheBlock
@@ -10,21 +10,21 @@ from kvblocks.groups.hit import GroupHit, Tables
 from kvblocks.groups.index import GroupIndex
 
 Mixed = list[tuple[int, list[KVCacheBlock | None]]]
-"""By `layout.side_groups`: the first index of its table that a start needs, and the blocks from there; None: loaded."""
+"""By `layout.side_groups`: the first table index that a start needs, and the blocks from there; None: to be loaded."""
 
 
 class LoadingHit(GroupHit):
-    """A `GroupHit` with what is to be loaded behind it.
+    """A `GroupHit` and the loads behind it.
 
-    end: the token at which loads end, a multiple of the alignment. more: the primary group's blocks behind the hit that
-    are cached, up to there. mixed: the other groups' blocks that a start there needs.
+    end: the number of tokens up to the end of the loads, a multiple of the alignment. more: the primary group's cached
+    blocks from the hit's end up to there. mixed: the side groups' blocks that a start at `end` needs.
     """
 
     __slots__ = ("end", "mixed", "more")
 
     def __init__(self, found: CacheHit, hit: GroupHit | None, index: GroupIndex, held: list[KVCacheBlock]) -> None:
-        """found: what the loads were looked up behind. hit: what the sequence is to start with, as long; None: nothing.
-        held: the primary group's cached blocks up to the loads' end.
+        """found: the hit behind which loads were looked up. hit: the hit of the same length that the sequence starts
+        with; None: no hit. held: the primary group's cached blocks up to the end of the loads.
         """
         if hit is None:
             tables: Tables = [(0, []) for _ in index.layout.side_groups]
@@ -38,10 +38,10 @@ class LoadingHit(GroupHit):
 
 
 class Fallback:
-    """Where a sequence whose loads fail goes back to.
+    """Where a sequence goes back to if its loads fail.
 
-    start: token up to which all is there. end: where its loads end. tables: what its side tables held at `start`; the
-    sequence owns it, once more where its tables have it, too.
+    start: the number of tokens before the loads. end: the number of tokens up to the end of the loads. tables: the
+    blocks that its side tables need at `start`. The sequence owns these blocks, in addition to those in its tables.
     """
 
     __slots__ = ("end", "start", "tables")

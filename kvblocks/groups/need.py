@@ -1,6 +1,6 @@
-"""What a call that makes room needs, of all groups: found out before anything is changed.
+"""Which blocks a call that makes room needs, in all groups. It is computed before anything is changed.
 
-Tables are counted as in `GroupTables.tables`; the sequence's primary table, which may be one of anchors, is the last.
+Tables are numbered as in `GroupTables.tables`; the sequence's primary table, which may have anchors, comes last.
 """
 
 from kvblocks.core.block import KVCacheBlock
@@ -10,11 +10,12 @@ from kvblocks.groups.tables import GroupTables
 
 
 class Need:
-    """What slots for a sequence's first `num_slots` tokens take, of which those from `start` on are to be written.
+    """What slots for a sequence's first `num_slots` tokens need. Tokens from `start` on are to be written.
 
-    tables: the sequence's. passed: by side table, how many of its first live blocks no query at `start` or later sees,
-    nor one for a token that isn't written. shared: by table, the index of the block that must not be written to, None:
-    there is none. missing: by table, how many blocks its end lacks. block_size: of the primary group. O(groups).
+    tables: the sequence's. passed: by side table, how many of its first live blocks have left the window: no query at
+    `start` or later sees them, and no query of a token that isn't written yet. shared: by table, the index of the
+    shared block that must not be written to, None if there is none. missing: by table, how many new blocks it needs at
+    its end. block_size: of the primary group. O(groups).
     """
 
     __slots__ = ("missing", "passed", "sequence", "shared", "tables")
@@ -35,12 +36,12 @@ class Need:
             self._find_shared(start, block_size)
 
     def keep_for(self, position: int) -> None:
-        """Let nothing pass that a query at `position` sees, which a step in flight computes. O(groups)."""
+        """Keep the blocks that a query at `position` sees, since a step in flight computes it. O(groups)."""
         for number, table in enumerate(self.tables.tables):
             self.passed[number] = min(self.passed[number], table.num_passed(position))
 
     def _find_shared(self, start: int, block_size: int) -> None:
-        """Find the blocks that the token at `start` must not be written to. O(groups)."""
+        """Find the shared blocks that the token at `start` must not be written to. O(groups)."""
         sizes = [*[table.side_group.block_size for table in self.tables.tables], block_size]
         for number, size in enumerate(sizes):
             if start % size:
@@ -49,20 +50,20 @@ class Need:
                     self.shared[number] = start // size
 
     def block(self, number: int, index: int) -> KVCacheBlock | None:
-        """Return the block at an index of table `number`, None if that is dead. O(1)."""
+        """Return the block at an index of table `number`, None for a dead entry. O(1)."""
         tables = self.tables.tables
         return self.sequence.blocks[index] if number == len(tables) else tables[number].live_block(index)
 
     def num_taken(self, number: int) -> int:
-        """Return how many blocks it takes for table `number`. O(1)."""
+        """Return how many blocks table `number` takes. O(1)."""
         return self.missing[number] + (self.shared[number] is not None)
 
     def num_blocks(self, num_tables: int) -> int:
-        """Return how many blocks it takes for the first `num_tables` tables. O(groups)."""
+        """Return how many blocks the first `num_tables` tables take. O(groups)."""
         return sum(self.missing[:num_tables]) + num_tables - self.shared[:num_tables].count(None)
 
     def leaving(self) -> list[KVCacheBlock]:
-        """Return the blocks that the sequence lets go of. O(blocks)."""
+        """Return the blocks that the sequence releases, since they left a window. O(blocks)."""
         leaving: list[KVCacheBlock] = []
         for table, num_passed in zip(self.tables.tables, self.passed, strict=False):
             leaving += table.blocks[:num_passed]
@@ -70,7 +71,7 @@ class Need:
 
 
 def keep_for_last(needs: list[Need]) -> None:
-    """Let the last of a step's sequences that would leave a shared block keep it. O(sequences x groups)."""
+    """For each shared block, let the last sequence of a step that would leave it keep it. O(sequences x groups)."""
     num_leaving: dict[KVCacheBlock, int] = {}
     for need in needs:
         for number, shared in enumerate(need.shared):

@@ -1,10 +1,10 @@
-"""Pins where there are several groups: they keep what a hit of the whole pinned prefix needs of every group.
+"""Pins with several groups: they keep the blocks of every group that a hit of the whole pinned prefix needs.
 
-A pin holds the prefix's blocks of the primary group as ever, and once it holds all of them, what is attached to them
-and a hit needs. That is worth nothing by halves, so it is held and given up together, before anything else of the pin:
-with windows, a hit can't end anywhere else in the prefix on what the pin holds.
+A pin holds the primary group's blocks of the prefix. Once it holds all of them, it also holds the attached blocks that
+a hit of the whole prefix needs. With windows, no shorter hit can use these. So the attached blocks are held all
+together or not at all, and the pin gives them up before its primary blocks.
 
-Invariants: a pin with attached blocks holds all of its primary ones. Anchors cost nothing, and count for nothing.
+Invariants: a pin with attached blocks holds all of its primary blocks. Anchors are free of charge.
 """
 
 from itertools import chain
@@ -28,20 +28,20 @@ class GroupPins(Pins):
         self._group_index: GroupIndex = pool.group_index
 
     def remove(self, pin: Pin) -> None:
-        """End a pin; what it holds is free then, unless others hold it."""
+        """End a pin and release its blocks."""
         attached, pin.attached_blocks = pin.attached_blocks, []
         super().remove(pin)
         self._pool.release_table(attached)
 
     def drop_uncached(self) -> None:
-        """Let go of what is cached no more, after an abort or a reset. O(pinned blocks)."""
+        """Release blocks that are no longer cached, after an abort or a reset. O(pinned blocks)."""
         for pin in self.pins:
             if not all(block.is_cached for block in [*pin.attached_blocks, *pin.blocks]):
                 self._drop_attached(pin)
         super().drop_uncached()
 
     def tables(self) -> list[list[KVCacheBlock]]:
-        """Return all that pins hold. O(pins)."""
+        """Return the blocks that pins hold. O(pins)."""
         return super().tables() + [pin.attached_blocks for pin in self.pins]
 
     def check(self) -> None:
@@ -76,7 +76,7 @@ class GroupPins(Pins):
             self._note(pin)
 
     def _find_attached(self, pin: Pin) -> list[KVCacheBlock]:
-        """Return what a hit of the whole pin needs beside the primary group; nothing unless all of it is cached."""
+        """Return the side groups' blocks that a hit of the whole pin needs; none unless all of them are cached."""
         found: list[KVCacheBlock] = []
         for side_group in self._group_index.layout.side_groups:
             first, end = needed_blocks(side_group, self._end(pin), self._end(pin))

@@ -1,13 +1,13 @@
-"""How a model's layers share one pool of KV-cache memory, as numbers that a person can check. `plan` makes it.
+"""How a model's layers share one pool of KV-cache memory, as numbers that a person can check. `plan` computes them.
 
-One pool serves all groups, so a block has the same number of bytes in each. Layers of one kind attend alike; they are
-dealt to as many groups as needed, each with as many layers as fit a block: *slots* of it. Where a group has fewer
-layers than slots, or layers of another size, the rest of each of its blocks is padding.
+One pool serves all groups, so a block has the same number of bytes in each. Layers of one kind attend in the same way.
+They are distributed over as many groups as needed. A group has at most as many layers as fit a block; the room for a
+layer is called a *slot*. If a group has fewer layers than slots, or smaller layers, the rest of its blocks is padding.
 
-More layers a block mean fewer groups, which means less work for the manager and shorter tables, but perhaps padding.
-So `plan` takes the largest blocks of which no more than a given share is padding.
+With more layers in a block there are fewer groups, so less work for the manager and fewer tables, but perhaps more
+padding. So `plan` takes the largest blocks with no more than a given share of padding.
 
-Groups of equal size over one pool, with padding, are vLLM's hybrid KV-cache manager's.
+Groups of equal size over one pool, with padding, come from vLLM's hybrid KV-cache manager.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ DTYPE_BYTES = {
 
 
 class KVLayer(NamedTuple):
-    """What a layer keeps of a token: K and V of num_kv_heads x head_dim elements each. kind: its index in `kinds`."""
+    """What a layer keeps for a token: K and V of num_kv_heads x head_dim elements each. kind: an index in `kinds`."""
 
     kind: int
     num_kv_heads: int
@@ -41,12 +41,12 @@ class KVLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a budget of KV-cache memory holds.
+    """How a budget of KV-cache memory is used.
 
     groups: for `KVCacheManager(num_blocks, groups=...)`. group_layers: by group, the numbers of its layers, in the
-    order of their slots. layer_bytes: by group, bytes that a layer of it takes of a block. block_bytes: of a block of
-    the pool. num_blocks: in the pool. num_bytes: the budget. padding: share of a block's bytes that no layer uses,
-    over all groups, 0.0 to 1.0.
+    order of their slots. layer_bytes: by group, bytes of a block that one layer takes. block_bytes: bytes of a block.
+    num_blocks: blocks in the pool. num_bytes: the budget. padding: share of the blocks' bytes that no layer uses, as a
+    mean over the groups, 0.0 to 1.0.
     """
 
     groups: tuple[Group, ...]
@@ -65,18 +65,18 @@ class Plan:
 
     @property
     def num_slots(self) -> int:
-        """Layers of the group that has most of them. O(groups)."""
+        """The largest number of layers in a group. O(groups)."""
         return max([len(layers) for layers in self.group_layers])
 
     def blocks_of_sequence(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> tuple[int, ...]:
         """Return how many blocks of each group a sequence of `num_tokens` holds at most.
 
-        num_step_tokens: the most that a step computes of it. Raises InvalidArgumentError. O(groups).
+        num_step_tokens: the most tokens that a step computes of it. Raises InvalidArgumentError. O(groups).
         """
         return tuple([group.num_blocks(num_tokens, num_step_tokens) for group in self.groups])
 
     def num_sequences(self, num_tokens: SupportsIndex, num_step_tokens: SupportsIndex = 1) -> float:
-        """Return how many sequences of `num_tokens` fit at a time that share nothing. As `blocks_of_sequence`."""
+        """Return how many sequences of `num_tokens` fit at once if they share nothing. As `blocks_of_sequence`."""
         check_count("num_tokens", num_tokens, 1)
         return self.num_blocks / sum(self.blocks_of_sequence(num_tokens, num_step_tokens))
 
@@ -85,7 +85,7 @@ class Plan:
         contexts: Iterable[SupportsIndex] = (1024, 8192, 32_768, 131_072),
         num_step_tokens: SupportsIndex = 1,
     ) -> str:
-        """Return it as lines of text, with how many sequences of some lengths fit. Raises InvalidArgumentError."""
+        """Return the plan as text, with how many sequences of some lengths fit. Raises InvalidArgumentError."""
         lengths = [
             check_count("contexts", context, 1) for context in listed("contexts", "an iterable of ints", contexts)
         ]
@@ -118,12 +118,11 @@ def plan(
     *,
     max_padding: SupportsFloat = 0.1,
 ) -> Plan:
-    """Return how `num_bytes` of memory hold the KV cache of a model.
+    """Return how to divide `num_bytes` of memory for the KV cache of a model.
 
-    kinds: how layers attend, with their block sizes; layers that keep more bytes of a token may have smaller blocks.
-    layers: of the model, in order. dtype: a name in DTYPE_BYTES, or bytes of an element. max_padding: the largest share
-    of padding to accept for having fewer groups, 0.0 to 1.0; where no way has so little, the one with the least is
-    taken.
+    kinds: how layers attend, with their block sizes. Layers that keep more bytes for a token may have smaller blocks.
+    layers: the model's, in order. dtype: a name in DTYPE_BYTES, or bytes of an element. max_padding: the largest share
+    of padding to accept for fewer groups, 0.0 to 1.0. If every way has more padding, the one with the least is taken.
 
     Raises InvalidArgumentError, also when not even one block of each group fits. O(layers squared).
     """
@@ -172,9 +171,9 @@ def _parts(kinds: Sequence[Group], layers: Iterable[KVLayer], element_bytes: int
 
 
 def _deal(parts: list[_Part], block_bytes: int) -> tuple[float, int, list[_Part]]:
-    """Deal the layers to groups with blocks of at least `block_bytes`; returns (padding, bytes a block, groups).
+    """Distribute layers over groups with blocks of about `block_bytes`. Returns (padding, bytes of a block, groups).
 
-    Each part is dealt to as few groups as possible, as evenly as possible.
+    Each part gets as few groups as possible, of sizes as equal as possible.
     """
     block_bytes = max([block_bytes, *[size for _, size, _ in parts]])
     dealt: list[_Part] = []

@@ -1,6 +1,7 @@
-"""The pool of a manager of several groups: which block is reused next, and what stands for the primary group.
+"""The pool of a manager of several groups: which block is reused next, and the anchors.
 
-A block's group is where it is held or attached, not a property of it: any free block may serve any group next.
+A block has no group of its own. It serves the group in whose table it is held or to which it is attached; once free, it
+may serve any group.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from kvblocks.groups.index import GroupIndex
 
 
 class GroupPool(BlockPool):
-    """`BlockPool` for a `GroupIndex`. anchors: None where the primary group has blocks of its own."""
+    """`BlockPool` for a `GroupIndex`. anchors: None where there is a primary group."""
 
     def __init__(self, num_blocks: SupportsIndex, index: GroupIndex, first_block_id: SupportsIndex = 0) -> None:
         super().__init__(num_blocks, index, first_block_id)
@@ -29,13 +30,13 @@ class GroupPool(BlockPool):
         return self.group_index.num_attached_blocks if self.anchors is not None else self.index.num_cached_blocks
 
     def is_anchor(self, block: KVCacheBlock) -> bool:
-        """Whether a block has no memory. O(1)."""
+        """Whether a block is an anchor, without memory. O(1)."""
         return block.block_id >= self.end_block_id
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take the next free blocks, one after the other. Raises PoolExhaustedError. O(num_blocks).
 
-        If evicting one makes attached blocks unreachable, those are taken next.
+        If evicting a block detaches others, those are taken next.
         """
         if not 0 <= num_blocks <= self.queue.num_free_blocks:
             raise PoolExhaustedError(f"expected 0 to {self.queue.num_free_blocks} blocks to take, got {num_blocks}")
@@ -55,23 +56,24 @@ class GroupPool(BlockPool):
         return anchors
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add an owner to each of `blocks`, which are all anchors or none. O(blocks)."""
+        """Add an owner to each of `blocks`. Either all of them are anchors or none is. O(blocks)."""
         if self.anchors is not None and blocks and self.is_anchor(blocks[0]):
             self.anchors.touch(blocks)
         else:
             super().touch(blocks)
 
     def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
-        """Take an owner from each of `blocks`, all anchors or none, as `BlockPool.release_table`. O(blocks)."""
+        """`BlockPool.release_table`. Either all of `blocks` are anchors or none is. O(blocks)."""
         if self.anchors is not None and blocks and self.is_anchor(blocks[0]):
             self.anchors.release(blocks)
         else:
             super().release_table(blocks, num_cached)
 
     def release_passed(self, passed: list[KVCacheBlock], empty: list[KVCacheBlock]) -> None:
-        """Take an owner from blocks that left a window: `passed` are cached, `empty` hold nothing. O(blocks).
+        """Remove an owner from blocks that left a window: `passed` are cached, `empty` hold nothing. O(blocks).
 
-        Of those without another, the cached ones are reused before what was freed at a sequence's end, in order.
+        Those without another owner become free. The cached ones are reused before blocks that were freed at a
+        sequence's end, in the order given.
         """
         if empty:
             self.queue.release_empty(empty[::-1])
@@ -82,14 +84,14 @@ class GroupPool(BlockPool):
             self._note_released(empty + passed)
 
     def requeue_detached(self) -> None:
-        """`BlockPool.requeue_detached`, of anchors too. O(their number)."""
+        """`BlockPool.requeue_detached`, for anchors, too. O(blocks detached)."""
         if self.anchors is not None:
             self.anchors.requeue([block for block in self.index.detached if self.is_anchor(block)])
             self.index.detached = [block for block in self.index.detached if not self.is_anchor(block)]
         super().requeue_detached()
 
     def check(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
-        """`BlockPool.check`, of anchors too. O(pool + anchors)."""
+        """`BlockPool.check`, for anchors, too. O(pool + anchors)."""
         real: list[Sequence[KVCacheBlock]] = []
         anchored: list[Sequence[KVCacheBlock]] = []
         for table in tables:

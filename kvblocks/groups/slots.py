@@ -1,14 +1,14 @@
-"""How a sequence of several groups gets blocks, and what becomes of those that leave a window.
+"""How a sequence of several groups gets blocks, and what happens to blocks that leave a window.
 
-A call that makes room for the tokens from `start` on first lets go of what no query at `start` or later sees, so that
-the step may reuse it; then it takes what all groups need. Whether the pool can serve that is known before anything is
-changed.
+A call that makes room for the tokens from `start` on checks first whether the pool can serve it. Then it releases the
+blocks that no query at `start` or later sees, so that the step may reuse them. Then it takes the blocks that all groups
+need.
 
-What leaves a window is worth less than what is freed at a sequence's end: only a hit that ends just behind it needs
-it. So it is reused before other cached blocks, except what hits will probably need: those that end where this
-sequence's own hit did, where its prefix parted from what was cached, and where its prompt ends (its landmarks).
-docs/design/groups.md says why. Keeping the state at the points where sequences part is what Marconi
-does for recurrent layers.
+A block that left a window is worth less than one that was freed at a sequence's end, since only a hit that ends just
+behind it needs it. So it is reused before other cached blocks. The exception are blocks that a hit will probably need,
+at the sequence's landmarks: where its own hit ended, where its prefix differs from what was cached, and where its
+prompt ends. docs/design/groups.md says why. Marconi does the same for recurrent layers: it keeps the
+states at the points where sequences begin to differ.
 """
 
 from array import array
@@ -33,7 +33,7 @@ from kvblocks.groups.pool import GroupPool
 from kvblocks.groups.tables import GroupTables, tables_of
 
 GAP = KVCacheBlock(-1)
-"""Stands in a new table for a block that is taken at once."""
+"""A placeholder in a new table for a block that is taken right after."""
 
 
 class GroupSlots(SlotAllocator):
@@ -56,7 +56,7 @@ class GroupSlots(SlotAllocator):
         return longest_hit(self._group_index, sequence, matched, sequence.num_tokens, source)
 
     def find_limit(self, matched: list[KVCacheBlock], num_tokens: int) -> tuple[int, HitLimit | None]:
-        """Return how many tokens of what the primary group has cached can be hit, and which group has no more."""
+        """Return how many tokens of `matched` can be hit, and which group limits it. As `SlotAllocator.find_limit`."""
         return find_limit(self._group_index, matched, num_tokens)
 
     def num_cached_by_group(self) -> list[int]:
@@ -73,7 +73,7 @@ class GroupSlots(SlotAllocator):
         *,
         delayed: bool,
     ) -> list[KVCacheBlock] | None:
-        """Give a sequence without blocks those of `hit` and what its first `end` tokens need beyond them, as ever."""
+        """Give a sequence without blocks the blocks of `hit`, and new blocks for the rest of `num_slots` slots."""
         found = hit if isinstance(hit, GroupHit) else None
         loading = hit if isinstance(hit, LoadingHit) else None
         ends = [] if found is None else [found.num_readonly_tokens, found.num_matched_tokens]
@@ -92,7 +92,7 @@ class GroupSlots(SlotAllocator):
         num_hit = 0 if found is None else len(found.blocks)
         in_pool = held + touched if self._group_pool.anchors is None else touched
         in_pool = in_pool if loading is None else [*dict.fromkeys(in_pool)]
-        sequence.owner = sequence.tail_owner = self._manager  # first: what is left half done is nobody else's
+        sequence.owner = sequence.tail_owner = self._manager  # first, so that no other manager can take it
         sequence.side_tables = tables
         sequence.blocks += held
         try:
@@ -123,7 +123,7 @@ class GroupSlots(SlotAllocator):
     def grow(
         self, sequence: Sequence, end: int, num_slots: int, num_in_flight: int = 0, *, delayed: bool
     ) -> list[KVCacheBlock] | None:
-        """Give a sequence with blocks what its first `end` tokens need, and let go of what it needs no more."""
+        """Give a sequence that has blocks new ones for `num_slots` slots, and release those that left a window."""
         need = self._need(sequence, sequence.num_computed_tokens, num_slots, num_in_flight)
         num_taken = self._num_taken_for([need])
         if num_taken > self.pool.queue.num_free_blocks and self._note_refusal(num_taken, []):
@@ -136,7 +136,7 @@ class GroupSlots(SlotAllocator):
         return self._finish(need, end, digests)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock] | None:
-        """Give a sequence slots for `num_tokens` more than are known. Lets go of nothing."""
+        """Give a sequence slots for `num_tokens` more tokens than are known. Releases nothing."""
         if not num_tokens:
             return []
         need = self._need(sequence, sequence.num_computed_tokens, sequence.num_tokens + num_tokens)
@@ -151,7 +151,7 @@ class GroupSlots(SlotAllocator):
     def append(
         self, sequence: Sequence, tokens: "array[int] | memoryview[int]", *, delayed: bool
     ) -> list[KVCacheBlock] | None:
-        """Add packed tokens to a sequence all of whose tokens have slots, with slots for them."""
+        """Add packed tokens, and slots for them, to a sequence that has slots for all its tokens."""
         num_before = sequence.num_tokens
         end = num_before + len(tokens)
         need = self._need(sequence, num_before, end)
@@ -171,7 +171,7 @@ class GroupSlots(SlotAllocator):
         *,
         delayed: bool,
     ) -> list[Change] | None:
-        """Add one token to each sequence; returns the changes of block tables, without their groups."""
+        """Add one token to each sequence. Returns the changes of block tables, without their groups."""
         changes = self.append_group_step(sequences, tokens, at_boundary, indices, delayed=delayed)
         return None if changes is None else [(i, index, block_id) for i, _, index, block_id in changes]
 
@@ -184,9 +184,9 @@ class GroupSlots(SlotAllocator):
         *,
         delayed: bool,
     ) -> list[GroupChange] | None:
-        """Add one token to each sequence; returns the changes of block tables.
+        """Add one token to each sequence. Returns the changes of block tables.
 
-        Raises as `append`, changing nothing.
+        Raises what `append` raises, changing nothing.
         """
         needs = [self._need(s, s.num_computed_tokens, s.num_computed_tokens + 1) for s in at_boundary]
         keep_for_last(needs)
@@ -209,7 +209,7 @@ class GroupSlots(SlotAllocator):
         return changes
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
-        """Let a twin hold all blocks that hold the sequence's computed tokens. O(blocks)."""
+        """Make `twin` an owner of all blocks that hold the sequence's computed tokens. O(blocks)."""
         super().fork(sequence, twin)
         tables = tables_of(sequence)
         copies = GroupTables(self._layout, tables.landmarks)
@@ -224,9 +224,9 @@ class GroupSlots(SlotAllocator):
                 self.pool.touch(blocks)
 
     def rewind(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give back the blocks that the first `num_tokens` tokens don't need, and keep the tokens. O(given back).
+        """Release the blocks that the first `num_tokens` tokens don't need. All tokens stay. O(blocks released).
 
-        A sequence that goes back into what it loads goes to where that begins.
+        If `num_tokens` is inside the tokens that the sequence loads, it goes back to where these begin.
         """
         tables = tables_of(sequence)
         fallback = tables.fallback
@@ -248,12 +248,12 @@ class GroupSlots(SlotAllocator):
                 self.pool.release_table(dropped_all)
 
     def end_loads(self, sequence: Sequence) -> None:
-        """Give back what a sequence would have gone back to if its loads had failed. O(blocks)."""
+        """Release the blocks that a sequence holds in case its loads fail. O(blocks)."""
         for blocks in tables_of(sequence).end_loads():
             self.pool.release_table(blocks)
 
     def count_missing(self, sequence: Sequence, num_slots: int, hit: CacheHit | None) -> int:
-        """Return how many free blocks slots for `num_slots` tokens take, less those that leave windows for them."""
+        """Return how many free blocks `num_slots` slots take, minus those that leave windows before."""
         if sequence.owner is not None:
             if num_slots <= sequence.num_computed_tokens:
                 return 0
@@ -269,17 +269,17 @@ class GroupSlots(SlotAllocator):
         return num_missing + super().count_missing(sequence, num_slots, hit)
 
     def cache_from(self, sequence: Sequence, first: int, num_tokens: int, digests: bytearray | None) -> None:
-        """Cache what the first `num_tokens` tokens fill, of all groups, from block `first` on. O(blocks)."""
+        """Cache the blocks of all groups that the first `num_tokens` tokens fill, from block `first` on. O(blocks)."""
         super().cache_from(sequence, first, num_tokens, digests)
         attach_anew(self._group_index, sequence, first)
         self.pool.requeue_detached()
 
     def commit(self, prepared: Commit) -> None:
-        """Cache what the first `num_tokens` tokens of a sequence, which are written, fill in all groups. O(blocks)."""
+        """Begin a change by caching the blocks of all groups that a sequence's written tokens fill. O(blocks)."""
         super().commit(prepared)
         sequence = prepared[0]
         if self.soft_holds is not None:
-            self.soft_holds.extend(sequence)  # what a pin lacks may leave the window before the sequence is freed
+            self.soft_holds.extend(sequence)  # now, since blocks that a pin lacks may leave the window before `free`
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the copies since the last call, and forget them. O(1)."""
@@ -291,7 +291,7 @@ class GroupSlots(SlotAllocator):
         return self._copy_groups
 
     def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
-        """Return all that a sequence holds, by table. O(groups)."""
+        """Return the blocks that a sequence holds, by table. O(groups)."""
         tables = tables_of(sequence)
         held = [sequence.blocks, *[table.blocks for table in tables.tables]]
         return held if tables.fallback is None else held + [blocks for _, blocks in tables.fallback.tables]
@@ -308,14 +308,14 @@ class GroupSlots(SlotAllocator):
         return num_tokens % self.alignment != 0
 
     def _need(self, sequence: Sequence, start: int, num_slots: int, num_in_flight: int = 0) -> Need:
-        """Return what slots for the first `num_slots` tokens take. A window slides by what is written."""
+        """Return what `num_slots` slots need, with writing from `start` on."""
         need = Need(sequence, tables_of(sequence), start, num_slots, self._block_size)
         if num_in_flight:
             need.keep_for(start - num_in_flight)
         return need
 
     def _num_taken_for(self, needs: list[Need]) -> int:
-        """Return how many blocks they take, beyond those that their sequences let go of before."""
+        """Return how many free blocks these needs take, minus those that their sequences release before."""
         num_taken = 0
         leaving: dict[KVCacheBlock, int] = {}
         for need in needs:
@@ -326,7 +326,7 @@ class GroupSlots(SlotAllocator):
         return num_taken - sum([count == block.ref_cnt for block, count in leaving.items()])
 
     def _let_pass(self, need: Need) -> None:
-        """Let go of what has left the windows of a sequence."""
+        """Release the blocks that have left the windows of a sequence."""
         for table, num_passed in zip(need.tables.tables, need.passed, strict=True):
             if num_passed:
                 first = table.num_dead
@@ -345,16 +345,16 @@ class GroupSlots(SlotAllocator):
                     self.pool.release_table(kept)
 
     def _finish(self, need: Need, end: int, digests: bytearray | None) -> list[KVCacheBlock]:
-        """Give a sequence what it needs, and cache what its first `end` tokens fill."""
+        """Give a sequence the blocks that it needs, and cache those that its first `end` tokens fill."""
         blocks = self._fill(need, 0, [])
         self._count(need.sequence, end)
         self._cache(need.sequence, digests)
         return blocks
 
     def _fill(self, need: Need, step_index: int, changes: list[GroupChange]) -> list[KVCacheBlock]:
-        """Give a sequence what it needs, group after group; returns the blocks of the pool. O(blocks).
+        """Give a sequence the blocks that it needs, group after group. Returns them, without anchors. O(blocks).
 
-        step_index: the sequence's in a step whose `changes` are wanted.
+        step_index: the sequence's index in a step. Appends the table entries that change to `changes`.
         """
         sequence, side_tables, numbers = need.sequence, need.tables.tables, self._layout.table_numbers
         blocks = self._take(need.num_blocks(self.num_groups), sequence)
@@ -375,7 +375,7 @@ class GroupSlots(SlotAllocator):
         return blocks
 
     def _fill_gaps(self, sequence: Sequence, tables: GroupTables) -> list[KVCacheBlock]:
-        """Give a sequence the blocks of its side tables that loads bring; returns them, group after group."""
+        """Replace the placeholders in a sequence's side tables by new blocks, for loads. Returns them by group."""
         filled: list[KVCacheBlock] = []
         for table in tables.tables:
             gaps = [index for index, block in enumerate(table.blocks, table.num_dead) if block is GAP]
@@ -388,7 +388,10 @@ class GroupSlots(SlotAllocator):
         return filled
 
     def _fill_table(self, need: Need, number: int, blocks: list[KVCacheBlock]) -> list[int]:
-        """Put blocks into a table, in place of the shared one, if there is one, and at its end; returns the indices."""
+        """Put blocks into a table: the first replaces the shared block, if any, the rest go to its end.
+
+        Returns the indices of the changed entries.
+        """
         sequence, side_tables, shared = need.sequence, need.tables.tables, need.shared[number]
         table = None if number == len(side_tables) else side_tables[number]
         end = len(sequence.blocks) if table is None else table.num_dead + len(table.blocks)
@@ -409,7 +412,7 @@ class GroupSlots(SlotAllocator):
         return [*indices, *range(end, end + len(blocks))]
 
     def _let_copy(self, need: Need, number: int, shared: int, block: KVCacheBlock) -> None:
-        """Let go of a shared block, and have it copied if it has any memory."""
+        """Release a shared block. Unless it is an anchor, note that it has to be copied to `block`."""
         source = need.block(number, shared)
         assert source is not None, f"{need.sequence}: shares a dead block"
         if self.soft_holds is not None:
@@ -420,7 +423,7 @@ class GroupSlots(SlotAllocator):
             self._copy_groups.append(self._layout.table_numbers.index(number))
 
     def _cache(self, sequence: Sequence, digests: bytearray | None) -> None:
-        """Cache what has become full, in all groups."""
+        """Cache the blocks that have become full, in all groups."""
         first = sequence.num_cached_blocks
         if sequence.num_computed_tokens // self._block_size > first:
             cache_full_blocks(self._index, sequence, digests)
@@ -429,16 +432,15 @@ class GroupSlots(SlotAllocator):
                 if self._index.detached:
                     self.pool.requeue_detached()
                 if self.soft_holds is not None:
-                    self.soft_holds.extend(
-                        sequence
-                    )  # what a pin lacks may have left the window when the sequence is freed
+                    # Now, since blocks that a pin lacks may have left the window before the sequence is freed.
+                    self.soft_holds.extend(sequence)
 
 
 def _begin_loading(tables: GroupTables, hit: LoadingHit) -> tuple[list[KVCacheBlock], list[KVCacheBlock], int]:
-    """Begin the side tables of a sequence that loads, with gaps for what is loaded, and say what it falls back to.
+    """Begin the side tables of a sequence that loads, with placeholders for loaded blocks, and set its fallback.
 
-    Returns the blocks of its primary table, the others that are cached, as often as it is to own them, and the number
-    of gaps. O(blocks).
+    Returns the blocks of its primary table; the cached blocks of side groups, each as often as the sequence is to own
+    it; and the number of placeholders. O(blocks).
     """
     touched: list[KVCacheBlock] = []
     num_gaps = 0
@@ -460,7 +462,7 @@ def make_slots(
     manager: Changeable,
     first_block_id: SupportsIndex,
 ) -> SlotAllocator:
-    """Return the slots of a manager with these groups, with a pool and an index of their own: those that they need.
+    """Return the slot allocator of a manager with these groups, with its pool and index.
 
     Raises InvalidArgumentError. O(num_blocks).
     """

@@ -1,7 +1,7 @@
-"""The block tables that a sequence has beside its primary one: one for each side group.
+"""A sequence's side tables: one block table for each side group.
 
-A windowed group's table forgets its beginning: an entry whose block has left the window is *dead*, and stays so. An
-entry's index never changes, so token i is always in the block at index i // block_size.
+In a windowed group's table, an entry becomes *dead* when its block leaves the window, and stays dead. An entry's index
+never changes, so token i is always in the block at index i // block_size.
 """
 
 from collections.abc import Hashable, Iterable
@@ -14,11 +14,11 @@ from kvblocks.groups.layout import GroupLayout, SideGroup
 from kvblocks.groups.loading import Fallback
 
 DEAD_BLOCK_ID = 0
-"""What a list of ids has for a dead entry: an id in range, so that nothing breaks; never to be read."""
+"""The id of a dead entry: a valid id, so that nothing breaks, whose block must not be read."""
 
 
 class GroupTable:
-    """The block table of one group. blocks: of its entries num_dead, num_dead + 1, …; those before are dead."""
+    """The block table of one group. Its first num_dead entries are dead; blocks: those of the other entries."""
 
     __slots__ = ("block_ids", "blocks", "num_dead", "side_group")
 
@@ -39,18 +39,18 @@ class GroupTable:
         self.block_ids[index] = block.block_id
 
     def begin(self, num_dead: int, blocks: list[KVCacheBlock]) -> None:
-        """Begin a table, in place of what it was, with dead entries and a hit's blocks. O(entries)."""
+        """Replace the whole table by `num_dead` dead entries and a hit's blocks. O(entries)."""
         self.num_dead = num_dead
         self.blocks = list(blocks)
         self.block_ids[:] = [DEAD_BLOCK_ID] * num_dead + [block.block_id for block in blocks]
 
     def num_passed(self, position: int) -> int:
-        """Return how many of its first live blocks no query at `position` or later sees. O(1)."""
+        """Return how many of its first live blocks have left the window for queries from `position` on. O(1)."""
         num_passed = self.side_group.first_needed(position) - self.num_dead
         return 0 if num_passed <= 0 else min(num_passed, len(self.blocks))
 
     def drop_first(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Make the first `num_blocks` live entries dead; returns their blocks. O(live entries)."""
+        """Make the first `num_blocks` live entries dead. Returns their blocks. O(live entries)."""
         dropped = self.blocks[:num_blocks]
         del self.blocks[:num_blocks]
         end = self.num_dead + num_blocks
@@ -59,30 +59,30 @@ class GroupTable:
         return dropped
 
     def truncate(self, num_entries: int) -> list[KVCacheBlock]:
-        """Cut the table to its first entries, no fewer than are dead; returns the blocks of the rest. O(rest)."""
+        """Cut the table to its first `num_entries` entries, at least the dead ones. Returns the other blocks."""
         keep = num_entries - self.num_dead
         dropped = self.blocks[keep:]
         del self.blocks[keep:], self.block_ids[num_entries:]
         return dropped
 
     def live_block(self, index: int) -> KVCacheBlock | None:
-        """Return the block at an index, None if that is dead or doesn't exist. O(1)."""
+        """Return the block at an index, None if the entry is dead or doesn't exist. O(1)."""
         index -= self.num_dead
         return self.blocks[index] if 0 <= index < len(self.blocks) else None
 
 
 class GroupTables(SideTables):
-    """All tables of a sequence but the primary one.
+    """A sequence's side tables.
 
-    tables: by `layout.side_groups`. landmarks: numbers of tokens at which a later sequence's hit probably ends; what a
-    hit there needs is kept longer than other blocks that leave a window. fallback: what the sequence goes back to if
-    its loads fail; None: it loads nothing.
+    tables: by `layout.side_groups`. landmarks: numbers of tokens at which a later sequence's hit will probably end.
+    Blocks that such a hit needs are kept longer than other blocks that leave a window. fallback: where the sequence
+    goes back to if its loads fail; None: it loads nothing.
     """
 
     __slots__ = ("fallback", "landmarks", "layout", "tables")
 
     def __init__(self, layout: GroupLayout, ends: Iterable[int]) -> None:
-        """ends: where hits may end; the landmarks are the last multiples of the alignment before them."""
+        """ends: numbers of tokens where hits may end; rounded down to the alignment, they are the landmarks."""
         self.layout = layout
         self.num_groups = len(layout.groups)
         self.has_primary = layout.primary is not None
@@ -92,17 +92,17 @@ class GroupTables(SideTables):
         self.fallback: Fallback | None = None
 
     def end_loads(self) -> list[list[KVCacheBlock]]:
-        """Give up the fallback; returns the blocks that the sequence owned for it, by table. O(groups)."""
+        """Drop the fallback. Returns the blocks that the sequence owned for it, by table. O(groups)."""
         fallback, self.fallback = self.fallback, None
         return [] if fallback is None else [blocks for _, blocks in fallback.tables]
 
     def block_ids(self, group: int) -> list[int] | None:
-        """Return the ids of a group's table, the list itself; None for the primary one. O(1)."""
+        """Return the block ids of a group's table, as the list itself; None for the primary group. O(1)."""
         number = self.layout.table_numbers[group]
         return self.tables[number].block_ids if number < len(self.tables) else None
 
     def blocks(self, group: int) -> list[KVCacheBlock | None] | None:
-        """Return the blocks of a group's table, None where it is dead; None for the primary one. O(blocks)."""
+        """Return the blocks of a group's table, None for dead entries; None for the primary group. O(blocks)."""
         number = self.layout.table_numbers[group]
         if number == len(self.tables):
             return None
@@ -124,13 +124,13 @@ class GroupTables(SideTables):
             if side_group.first_needed(position) < num_dead:
                 first = num_dead * side_group.block_size
                 raise SequenceStateError(
-                    f"{call}: expected to keep so much that the next token sees nothing before {first}, where group"
-                    f" {side_group.group}, with a window of {side_group.window}, begins to be held;"
+                    f"{call}: expected to keep enough tokens that the next one sees no token before {first}, the first"
+                    f" that group {side_group.group}, with a window of {side_group.window}, still holds;"
                     f" got {position} of {shown(sequence_id)}"
                 )
 
     def check(self, num_slots: int) -> None:
-        """Raise AssertionError unless all tables have slots for so many tokens, and ids that agree. O(blocks)."""
+        """Raise AssertionError unless all tables have slots for `num_slots` tokens and the right ids. O(blocks)."""
         for table in self.tables:
             size, group = table.side_group.block_size, table.side_group.group
             assert (table.num_dead + len(table.blocks)) * size >= num_slots, f"group {group}: too short"
@@ -138,10 +138,10 @@ class GroupTables(SideTables):
             assert table.block_ids == expected, f"group {group}: its ids"
 
     def is_landmark(self, table: GroupTable, index: int) -> bool:
-        """Whether a hit that ends at one of the landmarks needs the block at an index of a table. O(landmarks)."""
+        """Whether a hit that ends at a landmark needs the block at this index of the table. O(landmarks)."""
         side_group = table.side_group
         for landmark in self.landmarks:
-            # Of a hit that is the whole prompt the last token is computed once more, hence - 1.
+            # The last token of a full hit is computed again, hence - 1.
             if side_group.first_needed(landmark - 1) <= index < -(-landmark // side_group.block_size):
                 return True
         return False

@@ -1,1 +1,1 @@
-"""What people and engines look at: metrics, why a prefix missed, what is cached, and which sequences share blocks."""
+"""Reports for people and engines: metrics, events, why a prefix missed, what is cached, who shares blocks."""

@@ -1,4 +1,4 @@
-"""Somebody else's functions that are told which blocks are taken and touched: for metrics with records of their own."""
+"""Functions of the caller's that are told which blocks are taken and touched, for metrics of the caller's own."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -12,10 +12,10 @@ BlockCallback = Callable[[Items[KVCacheBlock]], Any]
 
 
 class BlockCallbacks(Watcher):
-    """Tells `taken` of blocks that were taken from the pool, and `touched` of those that got one more owner.
+    """Calls `taken` with blocks that were taken from the pool, and `touched` with blocks that got one more owner.
 
-    Made by `KVCacheManager.watch_blocks`. The functions are called in the middle of a change: they must change nothing
-    of the manager, and when one raises, the manager is corrupt.
+    Made by `KVCacheManager.watch_blocks`. The functions are called in the middle of a change, so they must not change
+    the manager. If one raises, the manager is left half done and can't be used any more.
     """
 
     def __init__(self, index: PrefixIndex, taken: BlockCallback, touched: BlockCallback) -> None:
@@ -25,15 +25,15 @@ class BlockCallbacks(Watcher):
         index.watch(self)
 
     def note_taken(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell it."""
+        """Call `taken`."""
         if blocks:
             self._taken(blocks)
 
     def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell it."""
+        """Call `touched`."""
         if blocks:
             self._touched(blocks)
 
     def stop(self) -> None:
-        """Tell nothing more. Does nothing the second time. O(watchers)."""
+        """End the calls. Does nothing the second time. O(watchers)."""
         self._index.unwatch(self)

@@ -1,11 +1,11 @@
-"""What happens to a sample of the pool's blocks: how long they live, lie idle, and wait to be used again.
+"""How long blocks live, lie idle and wait to be used again, measured on a sample of the pool's blocks.
 
-The sample is fixed when it is chosen, so it costs no randomness, and what isn't in it costs one look at a set that is
-done for a whole call's blocks at once. Time comes from a function that the caller gives, in its unit.
+The sample is chosen once, so it needs no randomness. Blocks outside the sample cost one set operation for all blocks of
+a call. Time comes from a function of the caller's, in its unit.
 
-Invariants: `_released_at` has just those sampled blocks that are free and whose release was seen, oldest first.
+Invariants: `_released_at` contains exactly the free sampled blocks whose release was seen, oldest first.
 
-What is measured are vLLM's sampled block metrics; the choice by multiples of the golden ratio is Knuth's (TAOCP 6.4).
+The measures are vLLM's sampled block metrics. The choice by multiples of the golden ratio is Knuth's (TAOCP 6.4).
 """
 
 from bisect import bisect_left
@@ -22,9 +22,9 @@ _SPREAD, _RANGE = 2_654_435_769, 2**32  # the first is the second over the golde
 
 
 def choose_sample(blocks: Iterable[KVCacheBlock], every: int) -> list[KVCacheBlock]:
-    """Return about one of `every` blocks: always the same of a pool, evenly spread, and block 0 among them. O(blocks).
+    """Return about one of `every` blocks, evenly spread, block 0 included. The choice depends only on ids. O(blocks).
 
-    Not each `every`-th id: prompts of equal lengths would show it the same part of each.
+    It doesn't take each `every`-th id: with prompts of equal lengths, these would be the same part of each prompt.
     """
     below = _RANGE // every
     return [block for block in blocks if block.block_id * _SPREAD % _RANGE < below]
@@ -44,10 +44,10 @@ def check_bounds(bounds: Iterable[SupportsFloat]) -> tuple[float, ...]:
 
 
 class Histogram:
-    """Counts of values by upper bounds, as Prometheus wants them, and their sum.
+    """Counts of values by upper bounds, as Prometheus needs them, and the sum of the values.
 
-    bounds: ascending; a value counts for the first bound that isn't below it. counts: one more than bounds, the last
-    for values above them all. O(log bounds) a value.
+    bounds: ascending; a value counts for the first bound that is equal or larger. counts: one for each bound, and a
+    last one for larger values. O(log bounds) for each value.
     """
 
     __slots__ = ("bounds", "counts", "total")
@@ -63,17 +63,17 @@ class Histogram:
         self.total += value
 
     def values(self) -> HistogramValues:
-        """Return what it holds now. O(bounds)."""
+        """Return the present counts. O(bounds)."""
         return HistogramValues(self.bounds, tuple(self.counts), self.total)
 
 
 class BlockSampler(Watcher):
     """Records the lives of `blocks` from now on. now: returns the time, never less than before. bounds: of histograms.
 
-    lifetimes: from a block's being taken until it is taken again, if it was cached then. idle_times: from its last
-    release until then; how long the queue keeps what nobody uses. reuse_gaps: from a release until a hit, or a pin,
-    takes the block back. last_idle_time: the newest of the idle times, the age that blocks reach in the queue now.
-    What began before the sampler did isn't recorded.
+    lifetimes: from when a block is taken until it is taken again, if it is cached then. idle_times: from its last
+    release until it is taken again, if it is cached then; this is how long the queue keeps unused blocks. reuse_gaps:
+    from a release until a hit or a pin owns the block again. last_idle_time: the latest of the idle times, which is the
+    age that blocks now reach in the queue. A time that began before the sampler was made isn't recorded.
     """
 
     def __init__(self, blocks: Iterable[KVCacheBlock], now: Callable[[], float], bounds: tuple[float, ...]) -> None:
@@ -93,12 +93,12 @@ class BlockSampler(Watcher):
 
     @property
     def oldest_release(self) -> float | None:
-        """When the sampled block that has been free the longest was released, None if none is. O(sample)."""
-        released = list(self._released_at.values())  # whole, so that another thread may ask
+        """When the sampled block that has been free longest was released, None if none is free. O(sample)."""
+        released = list(self._released_at.values())  # a copy, so that another thread may ask
         return released[0] if released else None
 
     def note_taken(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Blocks left the queue to be reused; what they hold is still marked. O(blocks)."""
+        """Blocks were taken for reuse. They are still marked as cached. O(blocks)."""
         if self._sampled.isdisjoint(blocks):
             return
         now = self._now()

@@ -1,4 +1,4 @@
-"""Digests, the names of blocks for the outside: a prompt's, and whose a given one is."""
+"""Digests, the names of blocks for the outside: those of a prompt, and the block of a given digest."""
 
 from typing import Any
 
@@ -21,10 +21,11 @@ def block_digests(index: PrefixIndex, sequence: Sequence) -> list[bytes]:
 
 
 def find_by_digest(index: PrefixIndex, digest: object) -> KVCacheBlock | None:
-    """Return the cached block of that digest, the one that hits get; None if none has it.
+    """Return the cached block with this digest, the one that hits get; None if there is none.
 
-    No hit is decided by digests, so there is no map of them: O(cached blocks), and O(their tokens) where their digests
-    were never asked for. Raises InvalidArgumentError for what isn't bytes. Changes nothing visible.
+    Digests decide no hit, so there is no map of them. So this costs O(cached blocks), and O(their tokens) for digests
+    that aren't computed yet. Raises InvalidArgumentError for what isn't bytes. Changes nothing, except that runs keep
+    computed digests.
     """
     if not is_a(digest, bytes):
         raise wrong("digest", "bytes", digest)

@@ -1,4 +1,4 @@
-"""The records of what gets cached and removed, for `take_events`: of the device and of all tiers, in one order."""
+"""The records of what gets cached and removed, for `take_events`: for the device and all tiers, in one order."""
 
 from collections.abc import Hashable, Sequence
 
@@ -9,14 +9,15 @@ from kvblocks.core.hooks import EventLog
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlocksHit, BlockStored, CacheEvent, EventOptions
 
 DEVICE = "GPU"
-"""What vLLM calls the device in its events, whatever it is."""
+"""vLLM's name for the device in its events, whatever kind of device it is."""
 
 
 class Records(EventLog):
-    """The log of one place: the device's or a tier's.
+    """The log of one medium: the device's or a tier's.
 
-    records: since last taken; those of all places of a manager. options: what is recorded. group: the primary group,
-    of which runs are; None where there is only one. is_anchored: its blocks have no memory, and make no records.
+    records: since last taken; all logs of a manager share this list. options: what is recorded. group: the primary
+    group, whose blocks are in runs; None where there is only one group. is_anchored: whether anchors stand in for its
+    blocks; they make no records.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class Records(EventLog):
         self.is_anchored = is_anchored
 
     def of_tier(self, medium: str) -> EventLog | None:
-        """Return the log of a tier, whose records stand among these; None if they aren't wanted."""
+        """Return the log of a tier, which shares `records`; None if the tier's changes aren't recorded."""
         if not self.options.tiers:
             return None
         log = Records(self.options, self.group, is_anchored=self.is_anchored, medium=medium)
@@ -66,17 +67,17 @@ class Records(EventLog):
         self.records.append(stored)
 
     def note_removed(self, names: Sequence[bytes]) -> None:
-        """Record that prefixes of the primary group are cached no more, by their names."""
+        """Record that prefixes of the primary group stopped being cached, by their names."""
         if not self.is_anchored:
             self.records.append(BlockRemoved(tuple(names), self.group, self.medium))
 
     def note_cleared(self) -> None:
-        """Record that nothing is cached any more. The device says so for all places."""
+        """Record that the cache was reset. The device's log does this for all media."""
         if self.medium == DEVICE:
             self.records.append(AllBlocksCleared())
 
     def note_hit(self, hit: CacheHit) -> None:
-        """Record that a sequence begins with a hit, by group. O(its blocks)."""
+        """Record that a sequence was allocated with a hit. O(its blocks)."""
         if not self.is_anchored:
             self._append_hit(hit.blocks, hit.sequence.sequence_id)
 

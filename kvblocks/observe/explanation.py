@@ -1,7 +1,7 @@
-"""Why a prefix missed: the answer of `KVCacheManager.explain`, for people who wonder about their hit rate.
+"""Why a prefix missed: `KVCacheManager.explain`, for people who wonder about their hit rate.
 
-Looks at the first block that isn't found. The removal history is asked first, since it knows; otherwise what is
-cached is searched for something similar: the same tokens under other keys, or a block that begins alike.
+Explains the first block that isn't found. It looks for the block in the removal history first. If the block isn't
+there, it searches the cache for similar blocks: the same tokens under other keys, or the same first tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -29,16 +29,19 @@ MissCause = Literal[
 class Explanation:
     """Why the longest cached prefix of a sequence ends after `num_cached_blocks` of its `num_full_blocks`.
 
-    cause: "no miss": all full blocks are cached. "evicted", "aborted", "reset", "dropped": the next one was cached, see
-    `removal`, `num_blocks_since` blocks taken from the pool ago. "other keys": it is cached under `their_keys`
-    instead of `our_keys` (salt, LoRA, keys by position, as `decode_extra_keys` returns them), first at block
-    `keys_block`. "partly equal": the block cached there has only its first `num_common_tokens` tokens in common.
-    "never cached": nothing like it is cached, or it went longer ago than the history remembers. "group": the primary
-    group has more, see `num_matched_blocks`, but `group`, with its `window`, lacks the tokens `missing_tokens` (first,
-    end), which a longer hit would need; `removal` says how they went, None: that isn't remembered, or they never were.
+    cause: why the next block isn't found.
+    - "no miss": there is none; all full blocks are cached.
+    - "evicted", "aborted", "reset", "dropped": it was cached, and removed: see `removal`. Since then `num_blocks_since`
+      blocks were taken from the pool.
+    - "other keys": it is cached under `their_keys` instead of `our_keys` (salt, LoRA, keys by position, as
+      `decode_extra_keys` returns them). The keys differ first at block `keys_block`.
+    - "partly equal": the block cached there has only its first `num_common_tokens` tokens in common.
+    - "never cached": no similar block is cached, or it was removed longer ago than the history remembers.
+    - "group": the primary group has `num_matched_blocks` blocks, but `group`, with its `window`, lacks the tokens
+      `missing_tokens` (first, end) that a longer hit needs. `removal` says why; None if that isn't known.
 
-    Blocks are the primary group's. group: the one that ended the hit; None where there is only one. tiers: what is
-    stored of the sequence behind the hit, the nearest part first.
+    Blocks are the primary group's. group: the group that limits the hit; None where there is only one. tiers: which
+    tokens behind the hit tiers have, in order.
     """
 
     cause: MissCause
@@ -65,7 +68,7 @@ class Explanation:
             found = (
                 f"{self.num_matched_blocks} of {self.num_full_blocks} full blocks are cached, {self.num_cached_blocks}"
             )
-            found += " of them to be hit: hits end where the largest blocks do"
+            found += " of them can be hit: hits end where the largest blocks end"
         if self.cause == "no miss":
             return found
         if self.missing_tokens is not None:
@@ -76,8 +79,8 @@ class Explanation:
             how = {
                 "evicted": f"was evicted{by}",
                 "aborted": "was never computed: its step was aborted",
-                "reset": "went with a reset of the cache",
-                "dropped": "was taken out of the cache on request",
+                "reset": "was removed by a reset of the cache",
+                "dropped": "was removed from the cache on request",
             }
             return f"{missed}{how[self.cause]}, {self.num_blocks_since} blocks ago"
         if self.cause == "other keys":
@@ -103,17 +106,17 @@ def explain(
     sequence: Sequence,
     tiers: tuple[TierPart, ...] = (),
 ) -> Explanation:
-    """Return why the hit of a sequence ends where it does, and which group ended it where there are several.
+    """Return why the hit of a sequence ends where it does, and with several groups which one limits it.
 
-    history: None: nothing is remembered. tiers: what they have behind the hit. Changes nothing visible. O(runs + tokens
-    + blocks cached for these tokens under any keys).
+    history: None: nothing is remembered. tiers: what they have behind the hit. Changes nothing, except that runs keep
+    computed digests. O(runs + tokens + blocks cached for these tokens under any keys).
     """
     explanation = _explain_hit(index, slots, history, sequence)
     return replace(explanation, tiers=tiers) if tiers else explanation
 
 
 def explain_miss(index: PrefixIndex, history: RemovalHistory | None, sequence: Sequence) -> Explanation:
-    """The same of a `PrefixCache`, which has no groups and no tiers."""
+    """Return the same for a `PrefixCache`, which has no groups and no tiers."""
     now = 0 if history is None else history.num_taken_blocks
     return _explain_miss(index, history, sequence, find_blocks(index, sequence), now)
 
@@ -150,7 +153,7 @@ def _group_limit(limit: HitLimit, num_hit: int, num_full: int, removal: Removal 
 def _explain_miss(
     index: PrefixIndex, history: RemovalHistory | None, sequence: Sequence, blocks: list[KVCacheBlock], now: int
 ) -> Explanation:
-    """Return why the first block behind `blocks`, what is cached of a sequence, isn't. now: in blocks taken."""
+    """Return why the first block behind `blocks`, the sequence's cached ones, isn't cached. now: in blocks taken."""
     size = index.block_size
     num_cached, num_full = len(blocks), sequence.num_tokens // size
     if num_cached == num_full:
@@ -182,7 +185,7 @@ def _explain_miss(
 
 
 def _longest_by_tokens(roots: list[Run], tokens: memoryview) -> list[bytes | None]:
-    """Return the keys, by block, of the cached prefix that shares most blocks with `tokens`, whatever its keys."""
+    """Return the keys, by block, of the cached prefix with most blocks in common with `tokens`, under any keys."""
     longest, end_of_longest = 0, ROOT
     pending: list[tuple[Run, int]] = [(root, 0) for root in roots]  # runs, and how many blocks are above them
     while pending:
@@ -209,7 +212,7 @@ def _keys_above(node: Node) -> list[bytes | None]:
 
 
 def _num_common_tokens(node: Node, roots: list[Run], tokens: bytes, key: bytes | None) -> int:
-    """Return how many first tokens of a block the most similar one below `node` with its keys has too."""
+    """Return how many first tokens `tokens` and the most similar block below `node` with this key have in common."""
     run, position = node
     children = roots if run is None else list((run.children or {}).get(position, {}))
     below = [bytes(child.tokens[: len(tokens)]) for child in children if child.key[3] == key]

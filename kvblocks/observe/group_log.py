@@ -9,10 +9,10 @@ from kvblocks.observe.event_log import Records
 
 
 class GroupRecords(Records):
-    """`Records` that say of a hit what it has of each group."""
+    """`Records` that record a hit's blocks of each group."""
 
     def note_hit(self, hit: CacheHit) -> None:
-        """Record that a sequence begins with a hit, by group. O(its blocks)."""
+        """Record that a sequence was allocated with a hit, by group. O(its blocks)."""
         super().note_hit(hit)
         if isinstance(hit, GroupHit):
             index = hit.group_index
@@ -24,7 +24,7 @@ class GroupRecords(Records):
 
 
 def make_group_log(options: EventOptions, index: PrefixIndex) -> Records:
-    """Return the log of the device of a manager of several groups."""
+    """Return the device's log of a manager of several groups."""
     assert isinstance(index, GroupIndex), f"{index}: not of several groups"
     primary = index.layout.primary
     return GroupRecords(options, primary, is_anchored=primary is None)

@@ -1,12 +1,12 @@
-"""What to watch a running cache by: hit rates, evictions, usage, pins, quotas, and the lives of a sample of blocks.
+"""Metrics of a running cache: hit rates, evictions, usage, pins, quotas, and the lives of a sample of blocks.
 
-Owns the window of recent requests and the sampler. Everything is read from counters that the manager keeps anyway,
-except the sample: only a manager that is watched looks, at each block that it takes, shares or gets back, whether the
-block is in the sample.
+`CacheMetrics` keeps a window of recent requests, and a sampler. All other values are counters that the manager keeps in
+any case. Only with a sampler the manager checks, for each block that it takes, shares or gets back, whether the block
+is in the sample.
 
-The core has no clock. Time is counted in blocks taken from the pool, which is deterministic and what an LRU queue's
-ages are about anyway: a block is evicted when as many as stood before it have been taken. With a clock of the caller's
-it is seconds.
+The core has no clock. Time is counted in blocks taken from the pool. This is deterministic, and it is the natural age
+in an LRU queue: a block is evicted once all blocks before it have been taken. With a clock of the caller's, time is in
+seconds.
 """
 
 from collections import deque
@@ -26,10 +26,10 @@ SECOND_BOUNDS: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0,
 
 
 class CacheMetrics:
-    """Watches a manager from now on; one at a time can watch the blocks of one.
+    """Watches a manager from now on. Only one object at a time can sample a manager's blocks.
 
-    sample_every: about one block in so many is watched; None: none is, the histograms stay empty, and watching costs
-    nothing at all. clock: returns seconds, such as `time.monotonic`, never less than before, and never raises; None:
+    sample_every: about one block in so many is sampled; None: no block is, the histograms stay empty, and watching
+    costs nothing. clock: returns seconds, such as `time.monotonic`, never less than before, and never raises; None:
     time is counted in blocks taken. window: how many of the last requests `MetricsSnapshot.window` is about. bounds: of
     the histograms, ascending, in the unit of time; None: BLOCK_BOUNDS or SECOND_BOUNDS.
 
@@ -55,10 +55,10 @@ class CacheMetrics:
         limits = (BLOCK_BOUNDS if clock is None else SECOND_BOUNDS) if bounds is None else check_bounds(bounds)
         self.time_unit: Literal["blocks", "seconds"] = "blocks" if clock is None else "seconds"
         self._manager = watched
-        self._tiers = watched.tiers  # asked for here, since another thread may take the snapshots
+        self._tiers = watched.tiers  # made here, since another thread may take the snapshots
         self._clock = clock
         self._max_queries = max_queries
-        # All that was noted, and its window: one tuple, so that another thread finds them to be of one moment.
+        # All counts so far and the window. One tuple, so that another thread reads both of the same moment.
         self._noted = (_hit_counts(watched), HitCounts())
         self._observed: deque[HitCounts] = deque()
         self._sampler = BlockSampler([], self._now, limits)
@@ -66,9 +66,9 @@ class CacheMetrics:
             self._sampler = watched.start_sampling(every, self._now, limits)
 
     def observe(self) -> None:
-        """Note the requests since the last call. Call it once a step: the window can't tell apart what came between.
+        """Note the requests since the last call. Call it once a step. O(1) on average.
 
-        O(1) on average.
+        The window can only be cut between two calls.
         """
         counts = _hit_counts(self._manager)
         noted, window = self._noted
@@ -82,10 +82,10 @@ class CacheMetrics:
         self._noted = (counts, window)
 
     def snapshot(self) -> MetricsSnapshot:
-        """Return the values of now. Changes nothing.
+        """Return the present values. Changes nothing. O(sample + pinned blocks + salts with a quota + tiers).
 
-        Another thread than the manager's may call this while the manager works (under CPython's global lock): values
-        may then be of slightly different moments. O(sample + pinned blocks + salts with a quota + tiers).
+        Under CPython's global lock, another thread may call this while the manager works. The values may then be of
+        slightly different moments.
         """
         manager, sampler = self._manager, self._sampler
         noted, window = self._noted
@@ -108,7 +108,7 @@ class CacheMetrics:
         )
 
     def close(self) -> None:
-        """Stop watching blocks, so that other metrics can. What was recorded stays. O(1)."""
+        """Stop sampling blocks, so that other metrics can. Recorded values stay. O(1)."""
         self._manager.stop_sampling(self._sampler)
 
     def _now(self) -> float:

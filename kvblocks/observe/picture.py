@@ -1,12 +1,11 @@
-"""A picture of what is cached, for people who want to see it.
+"""A picture of the cached prefixes, for people.
 
-The cached prefixes form a forest of stretches: a run is cut after every block that other runs are attached to, and each
-piece is one `PrefixRow`, with its parent. Every cached block is in exactly one row, as one of the blocks that hits get
-or as a duplicate. `prefix_rows` makes the rows; `to_dot` draws them for Graphviz; `engine.cache_table` makes a
-terminal's table of them.
+The cached prefixes form a forest. A run is cut after every block that other runs are attached to, and each piece is one
+`PrefixRow`, with its parent. Every cached block is in exactly one row, as a block that hits get or as a duplicate.
+`prefix_rows` makes the rows, `to_dot` draws them for Graphviz, and `engine.cache_table` prints them as a table.
 
-A row comes before its children, with all that is attached to the first child before the second. Children are in the
-order of their age, the rest of their parent's own run first.
+Rows are in depth-first order: a row, then its first child with all rows below, then its second child, and so on. The
+rest of a row's own run is its first child; the other children follow, oldest first.
 """
 
 from array import array
@@ -24,13 +23,13 @@ _MAX_PAYLOAD = 24  # characters or bytes of a key in a description
 
 
 class PrefixRow(NamedTuple):
-    """Consecutive cached blocks behind which the cached prefixes part, or end.
+    """Consecutive cached blocks up to a point where cached prefixes branch or end.
 
-    parent: index of the row that this one follows; None: it begins a prefix. depth: how many rows come before it in its
-    prefixes. start_token: its first token's position in the prefix. num_tokens: in its blocks. num_blocks: those that
-    hits get. num_duplicates: further blocks that hold the same. num_owned: how many of both kinds anybody holds; the
-    others are free. first_tokens: ids of the first tokens, at most 8. extra_keys: those of its blocks, each once, with
-    spans as (first position in the prefix, length).
+    parent: index of the row before it in its prefixes; None: it begins a prefix. depth: how many rows come before it in
+    its prefixes. start_token: position of its first token in the prefix. num_tokens: tokens in its blocks. num_blocks:
+    blocks that hits get. num_duplicates: further blocks that hold the same prefixes. num_owned: how many of all these
+    blocks have an owner; the others are free. first_tokens: ids of the first tokens, at most 8. extra_keys: the keys of
+    its blocks, each once, with spans as (first position in the prefix, length).
     """
 
     parent: int | None
@@ -45,15 +44,15 @@ class PrefixRow(NamedTuple):
 
     @property
     def num_free(self) -> int:
-        """Blocks, duplicates included, that no sequence holds. O(1)."""
+        """Blocks without an owner, duplicates included. O(1)."""
         return self.num_blocks + self.num_duplicates - self.num_owned
 
 
 def prefix_rows(index: PrefixIndex) -> list[PrefixRow]:
-    """Return what `index` has cached as rows, parents before children. Changes nothing. O(cached blocks + keys)."""
+    """Return the cached prefixes of `index` as rows, parents first. Changes nothing. O(cached blocks + keys)."""
     rows: list[PrefixRow] = []
     roots = [run for run in index.runs() if run.key[0] is None]
-    # (run, first position of the next stretch, where that one and those behind it end, last first; parent)
+    # (run, first position of the next row, ends of that row and of those behind it, last first, parent's index)
     pending: list[tuple[Run, int, list[int], int | None]] = []
     pending += [(run, 0, _ends(run), None) for run in reversed(roots)]
     while pending:
@@ -68,7 +67,7 @@ def prefix_rows(index: PrefixIndex) -> list[PrefixRow]:
 
 
 def describe_key(key: ExtraKey) -> str:
-    """Return an extra key as one line of printable text; a long one is abbreviated, with its length."""
+    """Return an extra key as one line of printable text. A long key is cut, and its length is added."""
     kind, span, payload = key
     text = repr(payload)
     if len(payload) > _MAX_PAYLOAD:
@@ -78,7 +77,7 @@ def describe_key(key: ExtraKey) -> str:
 
 
 def describe_keys(row: PrefixRow) -> list[str]:
-    """Return a row's extra keys, a line each; behind the first few, how many more there are."""
+    """Return the first of a row's extra keys, one per line, and how many more there are."""
     lines = [describe_key(key) for key in row.extra_keys[:_MAX_KEYS]]
     if len(row.extra_keys) > _MAX_KEYS:
         lines.append(f"and {len(row.extra_keys) - _MAX_KEYS} more keys")
@@ -86,7 +85,7 @@ def describe_keys(row: PrefixRow) -> list[str]:
 
 
 def describe_tokens(row: PrefixRow) -> str:
-    """Return a row's first token ids, with … where it has more."""
+    """Return a row's first token ids, with … if it has more."""
     text = " ".join([str(token) for token in row.first_tokens])
     return f"{text} …" if row.num_tokens > len(row.first_tokens) else text
 
@@ -102,10 +101,10 @@ def describe_blocks(rows: Items[PrefixRow]) -> str:
 
 
 def to_dot(rows: Items[PrefixRow], max_nodes: SupportsIndex | None = 200) -> str:
-    """Return a Graphviz document of `rows`: a node for each, below one for the whole cache.
+    """Return a Graphviz document of `rows`: a node for each row, below one node for the whole cache.
 
-    max_nodes: draw at most so many rows, those nearest to the beginning of prefixes; a further node then says what was
-    left out. None: draw all. Rows of which a sequence holds blocks are shaded. Raises InvalidArgumentError. O(rows).
+    max_nodes: draw at most so many rows, those nearest to the beginning of prefixes; one more node then says what was
+    left out. None: draw all. Rows with owned blocks are shaded. Raises InvalidArgumentError. O(rows).
     """
     limit = len(rows) if max_nodes is None else check_count("max_nodes", max_nodes, 1)
     by_depth = sorted([(row.depth, i) for i, row in enumerate(rows)])
@@ -126,7 +125,7 @@ def to_dot(rows: Items[PrefixRow], max_nodes: SupportsIndex | None = 200) -> str
 
 
 def _ends(run: Run) -> list[int]:
-    """Return where the stretches of `run` end, last first: behind blocks where others part from it, and at its end."""
+    """Return where the rows of `run` end, last first: behind blocks that other runs are attached to, and at its end."""
     ends = {len(run.blocks)}
     if run.children:
         ends |= {position + 1 for position in run.children}
@@ -188,7 +187,7 @@ def _counted(number: int, noun: str) -> str:
 def _quoted(lines: list[str]) -> str:
     """Return `lines` as a quoted string of the dot language, left-justified.
 
-    Graphviz gives a meaning to backslashes, quotes and HTML entities in it. Nothing unprintable comes here.
+    Escapes what has a meaning to Graphviz: backslashes, quotes and HTML entities. `lines` are printable.
     """
     escaped = [line.replace("\\", "\\\\").replace('"', '\\"').replace("&", "&amp;") for line in lines]
     return '"' + "".join([f"{line}\\l" for line in escaped]) + '"'

@@ -11,7 +11,7 @@ class Recording:
     """The records since last taken. log: where they are written."""
 
     def __init__(self, log: Records, index: PrefixIndex, names: Names) -> None:
-        """Begin to record what `index`, still empty, caches and removes, by these names."""
+        """Record from now on what `index`, which must be empty, caches and removes, by these names."""
         self.log = log
         self._shared_names = None if names.are_unique else SharedNames()
         index.record(log, names)
@@ -19,14 +19,14 @@ class Recording:
     def take(self) -> list[CacheEvent]:
         """Return the changes since the last call, oldest first, and forget them.
 
-        O(1); O(blocks in them) where several prefixes may share a name.
+        O(1); O(blocks in the events) if several prefixes may share a name.
         """
         events = self.log.take()
         return events if self._shared_names is None else self._shared_names.told(events)
 
 
 def start_recording(options: EventOptions, index: PrefixIndex, names: Names, *, has_side_groups: bool) -> Recording:
-    """Record what `index`, still empty, caches and removes from now on. has_side_groups: whether groups have logs."""
+    """Record from now on what `index`, which must be empty, caches and removes. has_side_groups: of the manager."""
     if not has_side_groups:
         return Recording(Records(options), index, names)
     from kvblocks.observe.group_log import make_group_log

@@ -1,7 +1,7 @@
-"""A bounded memory of prefixes that are cached no more, and why: what `explain` answers from.
+"""A bounded memory of prefixes that stopped being cached, and why. `explain` uses it.
 
-Prefixes are remembered by their digests, which name them well enough for an explanation; no hit depends on them. Time
-is counted in blocks taken from the pool, the one clock that a cache has by itself.
+Prefixes are remembered by their digests. These are good enough for an explanation, and no hit depends on them. Time is
+counted in blocks taken from the pool.
 """
 
 from collections import OrderedDict
@@ -18,7 +18,8 @@ class Removal(NamedTuple):
 
     cause: "evicted" (its block was taken for something else), "aborted" (its KV was never written),
     "reset" or "dropped" (`evict_blocks`, or a load that failed).
-    num_taken_blocks: from the pool until then. sequence_id: for which sequence it was evicted, None for other causes.
+    num_taken_blocks: how many blocks had been taken from the pool then. sequence_id: for which sequence the block was
+    evicted, None for other causes.
     """
 
     cause: RemovalCause
@@ -27,9 +28,9 @@ class Removal(NamedTuple):
 
 
 class RemovalHistory(Watcher):
-    """Remembers the last `max_blocks` prefixes that went, about 250 bytes each; told from the pool's beginning on.
+    """Remembers the last `max_blocks` prefixes that stopped being cached, with about 250 bytes each.
 
-    num_taken_blocks: from the pool until now.
+    num_taken_blocks: how many blocks have been taken from the pool so far.
     """
 
     needs_digests: bool = True
@@ -38,24 +39,24 @@ class RemovalHistory(Watcher):
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self.num_taken_blocks = 0
-        self._taker_id: Hashable | None = None  # of the sequence for which blocks were taken last
+        self._taker_id: Hashable | None = None  # the sequence for which blocks were taken last
         self._removals: OrderedDict[bytes, Removal] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._removals)
 
     def note_taking(self, num_blocks: int, sequence_id: Hashable) -> None:
-        """Keep the clock, and on whose behalf evictions happen from now on. O(1)."""
+        """Count the blocks, and remember for which sequence evictions happen from now on. O(1)."""
         self.num_taken_blocks += num_blocks
         self._taker_id = sequence_id
 
     def note_clearing(self, runs: Iterable[Run]) -> None:
-        """Remember all that is cached. O(cached blocks)."""
+        """Remember all cached prefixes as reset. O(cached blocks)."""
         for run in runs:
             self.note_removed([run.digest(index) for index in range(len(run.blocks))], "reset")
 
     def note_removed(self, digests: Items[bytes], cause: RemovalCause) -> None:
-        """Remember prefixes that just went, and forget the oldest beyond `max_blocks`. O(their number)."""
+        """Remember these prefixes, and forget the oldest beyond `max_blocks`. O(their number)."""
         removal = Removal(cause, self.num_taken_blocks, self._taker_id if cause == "evicted" else None)
         removals = self._removals
         for digest in digests:
@@ -65,5 +66,5 @@ class RemovalHistory(Watcher):
             removals.popitem(last=False)
 
     def find(self, digest: bytes) -> Removal | None:
-        """Return why the prefix of that digest went last, None if that isn't remembered. O(1). Changes nothing."""
+        """Return the last removal of the prefix with this digest, None if not remembered. Changes nothing. O(1)."""
         return self._removals.get(digest)

@@ -1,8 +1,9 @@
-"""Events by name, where several prefixes may have one name: `BlockStored` with the first, `BlockRemoved` with the last.
+"""Events by name, for schemes in which several prefixes may share a name.
 
-A manager's records are by prefix, and exact. Under a scheme whose names are coarser than that (`kvblocks.wire.names`),
-a reader who keeps a set of names would lose one that another prefix still has. So a manager with such a scheme counts,
-for each name, how many prefixes of each group have it. With names of our own there is nothing to count.
+A manager records events for each prefix. If two prefixes share a name (`kvblocks.wire.names`) and one is removed, a
+reader who keeps a set of names would lose the name, though the other prefix is still cached. So a manager with such a
+scheme counts, by medium and group, how many prefixes have each name. It gives out `BlockStored` for the first of them,
+and `BlockRemoved` for the last. Our own names are unique, so nothing is counted for them.
 """
 
 from collections.abc import Iterable
@@ -11,17 +12,17 @@ from dataclasses import replace
 from kvblocks.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent, part_of
 
 Name = tuple[str, int | None, bytes]
-"""Where it is cached: medium and group; and its digest."""
+"""A name in one place: (medium, group, digest)."""
 
 
 class SharedNames:
-    """What turns records by prefix into records by name."""
+    """Turns records about prefixes into records about names."""
 
     def __init__(self) -> None:
         self._counts: dict[Name, int] = {}
 
     def told(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:
-        """Return what of `events`, which follow those of the last call, changes the set of names. O(blocks)."""
+        """Return the parts of `events` that change the set of names. Give it all events, in order. O(blocks)."""
         shown: list[CacheEvent] = []
         for event in events:
             if isinstance(event, BlockStored):

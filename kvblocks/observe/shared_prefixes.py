@@ -1,19 +1,19 @@
 """Shared prefixes: which sequences of a batch read the same physical blocks, for cascade attention.
 
-A cascade kernel reads a stretch of blocks once for all sequences that share it, and merges what it finds with what each
-reads alone. `find_shared_prefixes` tells the stretches: sequences that hold the very same blocks at the same positions
-of their tables, from the first block on. Equal tokens in different blocks share nothing here.
+A cascade kernel reads a stretch of blocks once for all sequences that share it, and merges the result with what each
+sequence reads alone. `find_shared_prefixes` finds these stretches: the same blocks at the same indices of several block
+tables, from the first block on. Equal tokens in different blocks don't count.
 
-Such a kernel applies no causal mask within a stretch, so every slot of it must be visible to every query of every
-member. Hence the rule: only full blocks count, all of whose tokens are among the first `num_visible_tokens` of each
-member. Blocks that are reserved, or filled in part by either half of a fork, are never among them.
+Such a kernel applies no causal mask within a stretch, so every query of every member must see every slot of it. Hence
+the rule: only full blocks count, all of whose tokens are among the first `num_visible_tokens` of each member. So
+reserved blocks, and a partly filled block that a fork shares, never count.
 
-Invariants: a group has two members or more. Its stretch begins where its parent's ends and goes on for as long as all
-its members share. So the stretches of the groups that a sequence is in follow one another from block 0 on, outermost
-first, and what is behind the last of them it reads alone. With min_blocks 1 that is nothing that it could share.
+Invariants: a group has two members or more. Its stretch begins where its parent's ends, and goes on for as long as all
+its members share blocks. So the stretches of the groups that contain a sequence follow one another from block 0 on,
+outermost first. Behind the last of them the sequence reads alone; with min_blocks 1 it shares no block there.
 
-Shared prefixes at several levels are those of cascade attention in FlashInfer and of Hydragen. The walk is this
-project's: members are compared with one leader, by slices, until they part from it.
+Shared prefixes at several levels come from cascade attention in FlashInfer and from Hydragen. The algorithm is this
+project's: members are compared with one leader, by slices, until they differ from it.
 """
 
 from collections.abc import Iterable
@@ -26,16 +26,16 @@ from kvblocks.core.sequence import Sequence
 from kvblocks.core.tokens import num_equal
 from kvblocks.errors import InvalidArgumentError
 
-_PART_BLOCKS = 128  # compared at a time: little is looked at in vain, and the blocks' counts stay in the CPU's cache
+_PART_BLOCKS = 128  # compared at a time: few blocks are read in vain, and their counts stay in the CPU's cache
 
 
 class SharedPrefix(NamedTuple):
     """A stretch of blocks that several sequences of a batch share.
 
-    parent: index in the list of groups of the one whose stretch comes before this one's, always a smaller index; None:
-    this stretch begins at block 0. members: indices of its sequences in the batch, ascending; all of them are the
-    parent's too. start_block: where the stretch begins in their block tables. block_ids: the stretch. num_tokens:
-    tokens in it, all visible to every member.
+    parent: index, in the list of groups, of the group whose stretch comes before this one; always a smaller index;
+    None: this stretch begins at block 0. members: indices of its sequences in the batch, ascending; all are members of
+    the parent, too. start_block: index in their block tables where the stretch begins. block_ids: the stretch.
+    num_tokens: tokens in the stretch, all visible to every member.
     """
 
     parent: int | None
@@ -58,13 +58,13 @@ def find_shared_prefixes(
 ) -> list[SharedPrefix]:
     """Return the groups of `sequences` that share blocks, at all levels of nesting; a group before those inside it.
 
-    min_blocks: stretches with fewer aren't worth a group; their blocks go to the groups inside, whose stretches then
-    begin earlier. num_visible_tokens: for each sequence, how many of its first tokens all of its queries may attend to,
-    which is the position of its first query, plus 1. None: num_computed_tokens, which is right for a step in which each
-    sequence computes its last token only.
+    min_blocks: the shortest stretch that makes a group. The blocks of shorter stretches go to the groups inside, whose
+    stretches then begin earlier. num_visible_tokens: for each sequence, how many of its first tokens all of its queries
+    may attend to: the position of its first query, plus 1. None: num_computed_tokens, which is right for a step in
+    which each sequence computes only its last token.
 
     A sequence without blocks is in no group. Changes nothing. Raises InvalidArgumentError. O(sequences + shared blocks
-    of each + members of the groups, those smaller than `min_blocks` included); per block one comparison of pointers.
+    of each + members of the groups, those below `min_blocks` included), with one comparison of pointers for each block.
     """
     smallest = check_count("min_blocks", min_blocks, 1)
     limits = _visible_blocks(sequences, block_size, num_visible_tokens)
@@ -76,7 +76,7 @@ def find_shared_prefixes(
     pending += [(members, 0, 0, None) for members in reversed(_part(tables, limits, range(len(tables)), 0))]
     while pending:
         members, start, num_known, parent = pending.pop()
-        leader = max(members, key=limits.__getitem__)  # the one with which the others may share most
+        leader = max(members, key=limits.__getitem__)  # the member with which the others may share most
         _compare(tables, limits, members, leader, num_known, common)
         while len(members) > 1:
             end = min([common[member] for member in members])
@@ -93,7 +93,7 @@ def find_shared_prefixes(
 def _visible_blocks(
     sequences: Items[Sequence], block_size: int, num_visible_tokens: Items[SupportsIndex] | None
 ) -> list[int]:
-    """Return how many of each sequence's blocks may be shared."""
+    """Return how many first blocks of each sequence may count as shared."""
     if num_visible_tokens is None:
         return [sequence.num_computed_tokens // block_size for sequence in sequences]
     given = listed("num_visible_tokens", "an iterable of ints", num_visible_tokens)
@@ -126,8 +126,8 @@ def _compare(
 ) -> None:
     """Write to `common`, for each of `members`, how many blocks it shares with `leader`, at least `num_known`.
 
-    leader: one of them, with the highest limit. Slices are compared in C, part after part, all members with the same
-    part before the next; a bisection where one parts from the leader. O(blocks shared with the leader).
+    leader: a member with the highest limit. Slices are compared in C, part after part: all members with one part, then
+    with the next. Where a member differs from the leader, it bisects. O(blocks shared with the leader).
     """
     low, end, going = num_known, limits[leader], [member for member in members if member != leader]
     common[leader] = end

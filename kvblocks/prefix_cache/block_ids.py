@@ -17,9 +17,9 @@ _EXPECTED = "an iterable of ints, or a buffer of them"
 def check_block_ids(kv_block_ids: BlockIds, num_blocks: int, block_size: int) -> list[int]:
     """Return `kv_block_ids` as a list of `num_blocks` ints from 0 to 2**63 - 1; else InvalidArgumentError.
 
-    kv_block_ids: an iterable of ints, of which a bool is none; or a one-dimensional buffer of native integers of 2, 4
-    or 8 bytes, such as array("q"), a NumPy array, or what has a `numpy()` method (a torch CPU tensor). Whether they are
-    different is not looked at. O(ids).
+    kv_block_ids: an iterable of ints (a bool isn't one); or a one-dimensional buffer of native integers of 2, 4 or 8
+    bytes, such as array("q"), a NumPy array, or an object with a `numpy()` method (a torch CPU tensor). Doesn't check
+    that the ids are different. O(ids).
     """
     given: Any = kv_block_ids
     in_buffer = None if type(given) is list else _from_buffer(given)
@@ -36,14 +36,14 @@ def check_block_ids(kv_block_ids: BlockIds, num_blocks: int, block_size: int) ->
 
 
 def _from_buffer(given: Any) -> list[int] | None:
-    """Return what is in a buffer of integers; None where it is no buffer, but perhaps an iterable."""
+    """Return the items of a buffer of integers; None if `given` is no buffer, but perhaps an iterable."""
     if is_a(given, str) or is_a(given, bytes):
         return None
     source = given
     if hasattr(given, "numpy"):
         try:
             source = given.numpy()
-        except (TypeError, RuntimeError) as error:  # on a GPU, of bfloat16, with a gradient: it says which
+        except (TypeError, RuntimeError) as error:  # on a GPU, of bfloat16, with a gradient: the error says which
             raise wrong("kv_block_ids", f"a CPU tensor of ints; it says {error}", given) from error
     try:
         view = memoryview(source)
@@ -61,7 +61,7 @@ def _from_buffer(given: Any) -> list[int] | None:
 
 
 def _fit(ids: list[Any]) -> bool:
-    """Whether these ints are from 0 to 2**63 - 1. Half the price of min()."""
+    """Whether these ints are from 0 to 2**63 - 1. Takes half the time of min()."""
     packed = array("Q")
     try:
         packed.fromlist(ids)

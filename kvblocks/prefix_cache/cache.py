@@ -1,18 +1,18 @@
 """A prefix cache for engines that keep their own KV and choose their own block ids.
 
 `KVCacheManager` owns a pool and hands out its blocks. Here the engine owns the memory, and the cache only knows which
-blocks hold which prefix: the engine inserts what it has computed, looks up what it is about to compute, and asks which
-ids it may reuse. The exact map underneath is the same, so a hit is never wrong; no hash takes part.
+blocks hold which prefix. The engine inserts what it has computed, looks up what it is about to compute, and asks which
+ids it may reuse. The exact map below is the same as the manager's, so a hit is never wrong; no hash decides.
 
 Who owns an id: the engine, until `insert_prefix` takes it; then the cache, until `evict_lru`, `clear` or an insertion
-that evicts returns it. Ids that an insertion doesn't take are in its result.
+that evicts returns it. The result of an insertion names the ids that it didn't take.
 
-Every public call takes one lock and may come from any thread. Not from a finalizer or a signal handler, which may find
-the same thread in the middle of another call (a call that finds it in the middle of a change raises
-CorruptStateError); only leaving a match is safe there, and never waits.
+Every public call takes one lock and may come from any thread, but not from a finalizer or a signal handler. These may
+interrupt the same thread in the middle of another call; if that is making a change, the call raises CorruptStateError.
+Only leaving a match is safe there, and never waits.
 
-A call that raises has changed nothing. But one that is interrupted in the middle of a change, by a KeyboardInterrupt
-say, leaves a cache all of whose calls raise CorruptStateError.
+A call that raises has changed nothing. The exception is a call that is interrupted in the middle of a change, by a
+KeyboardInterrupt for example. After that all calls raise CorruptStateError.
 """
 
 from array import array
@@ -53,11 +53,11 @@ _SHARE = "a share of the cache from 0.0 to 1.0"
 class PrefixCache(Changeable):
     """Knows which of the engine's blocks hold which prefixes: at most `max_blocks` blocks of `block_size` tokens.
 
-    Wherever tokens are given, salt, lora and extra_keys say what else their KV depends on, as in `Sequence`; prefixes
-    are equal only where all of it is. Tokens come in any form that `tokens.pack_tokens` takes; without any, nothing is
-    found. Only full blocks are cached. max_blocks: 0 turns the cache off: nothing is found, and no id is taken. Raises
-    InvalidArgumentError. Takes no memory for blocks that were never inserted. What it costs to let go of a match falls
-    to a later call: O(1) for each that was left, and for each block that nothing then holds.
+    In all calls, salt, lora and extra_keys say what else the KV of tokens depends on, as in `Sequence`; equal prefixes
+    have equal keys. Tokens may have any form that `tokens.pack_tokens` takes. For no tokens, nothing is found. Only
+    full blocks are cached. max_blocks: 0 turns the cache off: nothing is found, and no id is taken. Raises
+    InvalidArgumentError. Takes no memory for blocks that were never inserted. The call after a match was left releases
+    its blocks, at a cost of O(1) for each match and for each block that nothing else holds.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class PrefixCache(Changeable):
         enable_events: Flag = False,
         num_history_blocks: SupportsIndex = 0,
     ) -> None:
-        """eviction, pin_budget, hash_algorithm, enable_events, num_history_blocks: as of a `KVCacheManager`.
+        """eviction, pin_budget, hash_algorithm, enable_events, num_history_blocks: as in `KVCacheManager`.
 
-        eviction: which blocks go first. A policy's calls come under the cache's lock. pin_budget: share of `max_blocks`
-        that pins may hold together. hash_algorithm: names blocks for events, `block_hashes` and `find_block`; decides
-        no hit. enable_events: whether `take_events` has anything to tell. num_history_blocks: how many prefixes that
-        are cached no more `explain` remembers.
+        eviction: which blocks are evicted first; a policy is called under the cache's lock. pin_budget: share of
+        `max_blocks` that all pins together may hold. hash_algorithm: names blocks for events, `block_hashes` and
+        `find_block`; it decides no hit. enable_events: whether `take_events` may be called. num_history_blocks: how
+        many removed prefixes `explain` remembers.
         """
         super().__init__("cache")
         self.max_blocks = check_count("max_blocks", max_blocks, 0)
         self.block_size = check_count("block_size", block_size, 1)
         share, records = check_share("pin_budget", pin_budget, _SHARE), check_flag("enable_events", enable_events)
         num_remembered, names = check_count("num_history_blocks", num_history_blocks, 0), get_names(hash_algorithm)
-        self._lock: Any = RLock()  # Any: what RLock is differs between versions of Python
+        self._lock: Any = RLock()  # Any: the type of RLock differs between versions of Python
         self._eviction = None if eviction is None else Eviction(eviction, max(self.max_blocks, 1), _MAX_ID + 1)
         self._now: int | float = 0.0
         self._store = PrefixStore(self.max_blocks, self.block_size, names, self._eviction)
@@ -93,16 +93,16 @@ class PrefixCache(Changeable):
         self._recording = Recording(Records(EventOptions()), self._store.index, names) if records else None
         self._pins = PrefixPins(self.block_size, int(share * self.max_blocks + 1e-6))  # 0.29 of 100 is 29
         self._holds: dict[Hold, None] = {}
-        self._left: deque[Hold] = deque()  # of matches that were left, until the next call lets go of them
+        self._left: deque[Hold] = deque()  # of matches that were left; the next call releases them
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
 
     def match_prefix(
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
     ) -> PrefixMatch:
-        """Return the longest cached prefix, which becomes the most recently used. Counted by the rates.
+        """Return the longest cached prefix, which becomes the most recently used. Counted in `stats`.
 
-        Enter the match (`with`) to keep its blocks; see `PrefixMatch`. It may cover all of the tokens: unless the
-        payload has the answer, compute the last one again for its logits. Raises InvalidTokensError and
+        Enter the match (`with`) to keep its blocks; see `PrefixMatch`. If it covers all tokens, and its payload doesn't
+        have the logits, compute the last token again for its logits. Raises InvalidTokensError and
         InvalidArgumentError. A dict lookup and a memcmp for each run of blocks that were inserted together, and
         O(blocks found).
         """
@@ -118,7 +118,7 @@ class PrefixCache(Changeable):
         lora: Text | None = None,
         extra_keys: Iterable[PositionKeys] = (),
     ) -> list[PrefixMatch]:
-        """`match_prefix` of several prompts, in order, as of one moment. extra_keys: an iterable a prompt, or ()."""
+        """`match_prefix` of several prompts, in order, as of one moment. extra_keys: one iterable per prompt, or ()."""
         items, keys = (
             listed("prompts", "an iterable of prompts", prompts),
             listed("extra_keys", "an iterable a prompt", extra_keys),
@@ -132,7 +132,7 @@ class PrefixCache(Changeable):
     def query_match_len(
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
     ) -> int:
-        """Return how many tokens `match_prefix` would find. Changes nothing, neither recency nor what is counted."""
+        """Return how many tokens `match_prefix` would find. Changes nothing, not even recency and counters."""
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
         with self._lock:
             self.check_whole()
@@ -148,17 +148,17 @@ class PrefixCache(Changeable):
         lora: Text | None = None,
         extra_keys: PositionKeys = (),
     ) -> PrefixInsert:
-        """Cache that these blocks, whose KV is computed, hold these tokens. The prefix becomes the most recently used.
+        """Cache these tokens in these blocks, whose KV is computed. The prefix becomes the most recently used.
 
         kv_block_ids: one for each full block, none for a partial one at the end; ints, or a buffer of them (see
         `block_ids.check_block_ids`). Where a prefix is cached already, its block stays and the given id is not taken.
-        When the cache is full, blocks that nothing holds are evicted, least recently used first; if that isn't enough,
-        the longest prefix that fits is cached. pin: pin what is cached, as `pin_prefix` does; the budget must have room
-        for all of its full blocks.
+        When the cache is full, blocks that nothing holds are evicted, least recently used first. If that isn't enough,
+        the longest prefix that fits is cached. pin: pin the cached blocks, as `pin_prefix` does; the budget must have
+        room for all full blocks of the tokens.
 
-        The result's `match` is what `match_prefix` of these tokens would find now, without another lookup, and counted
-        by no rate. It holds nothing until it is entered. Where other threads evict, use `exclusive` for both. It has a
-        copy of the tokens, so a buffer may change when this call has returned.
+        The result's `match` is what `match_prefix` of these tokens would find now, without another lookup; `stats`
+        doesn't count it. It holds nothing until it is entered. If other threads may evict, insert and enter inside
+        `exclusive`. The match has a copy of the tokens, so the caller may change a buffer after this call.
 
         Raises InvalidTokensError, InvalidArgumentError, BlockStateError for an id that holds another prefix, and
         PinBudgetError. O(tokens).
@@ -166,7 +166,7 @@ class PrefixCache(Changeable):
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
         ids = check_block_ids(kv_block_ids, sequence.num_tokens // self.block_size, self.block_size)
         pins = check_flag("pin", pin)
-        if not isinstance(sequence.tokens, array):  # the caller's, who may want to append to it
+        if not isinstance(sequence.tokens, array):  # a view of the caller's buffer, which the caller may change
             sequence.tokens = array("I", sequence.tokens.tobytes())
         store, match = self._store, PrefixMatch(self, sequence)
         with self._lock:
@@ -192,11 +192,11 @@ class PrefixCache(Changeable):
             return done
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Return a context manager; from entering to leaving it, calls of other threads wait, as they do for one call.
+        """Return a context manager. Between entering and leaving it, calls from other threads wait, as during a call.
 
-        For calls that belong together: in `with cache.exclusive():` nobody can evict what `insert_prefix` cached before
-        the match is entered. Leaving a match still waits for nobody. Wait for no other thread inside. It may be entered
-        again inside. Changes nothing. O(1).
+        For calls that belong together: inside `with cache.exclusive():` no other thread can evict what `insert_prefix`
+        cached before its match is entered. Leaving a match never waits, even then. Don't wait for another thread
+        inside. It may be entered again inside. Changes nothing. O(1).
         """
         lock: AbstractContextManager[object] = self._lock
         return lock
@@ -210,11 +210,11 @@ class PrefixCache(Changeable):
         lora: Text | None = None,
         extra_keys: PositionKeys = (),
     ) -> bool:
-        """Leave `payload` for matches of exactly these tokens, a partial last block's included; None takes it away.
+        """Attach `payload` to exactly these tokens, including a partial last block, for later matches. None removes it.
 
-        It is kept with the last full block until that is evicted: at most 16 a block, the latest. Prompts below a block
-        keep theirs together, at most `max_blocks` of them, until `clear`. Whether it was attached: not when some full
-        block isn't cached. Uses and counts nothing. O(tokens).
+        The payload is kept with the last full block until that is evicted; a block keeps the latest 16. For prompts
+        shorter than a block, the latest `max_blocks` payloads are kept until `clear`. Returns whether it was attached:
+        False when a full block isn't cached, or the cache is off. Changes no recency or counters. O(tokens).
         """
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
         with self._lock:
@@ -224,10 +224,10 @@ class PrefixCache(Changeable):
             return attached
 
     def evict_lru(self, num_blocks: SupportsIndex) -> list[int]:
-        """Give up the `num_blocks` least recently used blocks that nothing holds, ends of prefixes before beginnings.
+        """Evict the `num_blocks` least recently used blocks that nothing holds, ends of prefixes before beginnings.
 
-        Or those that an eviction policy names. Returns their ids, fewer if fewer are evictable. Raises
-        InvalidArgumentError. O(num_blocks), and what the policy costs.
+        With an eviction policy, evict the blocks that it names. Returns their ids, fewer if fewer are evictable. Raises
+        InvalidArgumentError. O(num_blocks) without the policy.
         """
         num_wanted = check_count("num_blocks", num_blocks, 0)
         with self._lock:
@@ -249,9 +249,9 @@ class PrefixCache(Changeable):
     ) -> int:
         """Keep the longest cached prefix from being evicted, until `unpin_prefix` is called as often for these tokens.
 
-        Returns how many tokens are pinned; 0: nothing was cached, and nothing is to be unpinned. What is inserted later
-        isn't pinned with it. description: for `list_pinned`. Raises InvalidTokensError and InvalidArgumentError.
-        O(tokens).
+        Returns how many tokens are pinned; 0: nothing was cached, and there is no pin. Blocks that are inserted later
+        aren't part of the pin. description: for `list_pinned`. Raises InvalidTokensError, InvalidArgumentError and
+        PinBudgetError. O(tokens).
         """
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
         name = check_name("description", description)
@@ -269,10 +269,10 @@ class PrefixCache(Changeable):
     def unpin_prefix(
         self, token_ids: TokenIds, *, salt: Text | None = None, lora: Text | None = None, extra_keys: PositionKeys = ()
     ) -> int:
-        """Take back the last pin of these tokens, whose blocks then are the most recently used.
+        """Remove the latest pin of these tokens. Its blocks become the most recently used.
 
-        The tokens are those that were pinned; a partial last block makes no difference. Returns how many were pinned;
-        0: there was no such pin. Raises InvalidTokensError, InvalidArgumentError. O(tokens).
+        token_ids: as given to `pin_prefix`; a partial last block makes no difference. Returns how many tokens were
+        pinned; 0: there was no such pin. Raises InvalidTokensError, InvalidArgumentError. O(tokens).
         """
         sequence = make_prompt(token_ids, salt, lora, extra_keys)
         with self._lock:
@@ -303,7 +303,7 @@ class PrefixCache(Changeable):
             return len(self._store.ids)
 
     def evictable_count(self) -> int:
-        """Return how many blocks are neither pinned nor held by a match. O(1) beside matches that were left."""
+        """Return how many blocks are neither pinned nor held by a match. O(1 + matches that were left)."""
         with self._lock:
             self._catch_up()
             return self._store.num_evictable_blocks
@@ -324,7 +324,7 @@ class PrefixCache(Changeable):
         return self.stats.mean_match_length
 
     def eviction_failure_count(self) -> int:
-        """Return how often an eviction policy raised, or named no block that it had been told of. O(1)."""
+        """Return how often an eviction policy raised, or named a block that it had not been told of. O(1)."""
         with self._lock:
             return 0 if self._eviction is None else self._eviction.num_failures
 
@@ -338,14 +338,14 @@ class PrefixCache(Changeable):
             return block_digests(self._store.index, sequence)
 
     def find_block(self, digest: Given[bytes]) -> int | None:
-        """Return the id of the cached block of that digest, None if there is none. As `KVCacheManager.find_block`."""
+        """Return the id of the cached block with this digest, None if there is none. As `KVCacheManager.find_block`."""
         with self._lock:
             self.check_whole()
             block = find_by_digest(self._store.index, digest)
             return None if block is None else block.block_id
 
     def take_events(self) -> list[CacheEvent]:
-        """Return the changes of what is cached since the last call. As `KVCacheManager.take_events`."""
+        """Return the changes of the cached set since the last call. As `KVCacheManager.take_events`."""
         with self._lock:
             if self._recording is None:
                 raise InvalidArgumentError(
@@ -366,20 +366,20 @@ class PrefixCache(Changeable):
             return explain_miss(self._store.index, self._history, sequence)
 
     def prefix_rows(self) -> list[PrefixRow]:
-        """Return what is cached as the rows of a table, for people. Changes nothing. O(cached blocks)."""
+        """Return the cached prefixes as rows of a table, for people. Changes nothing. O(cached blocks)."""
         with self._lock:
             self._catch_up()
             return prefix_rows(self._store.index)
 
     def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
-        """Return what is cached as a Graphviz document, of at most `max_nodes` nodes. As `prefix_rows`."""
+        """Return the cached prefixes as a Graphviz document of at most `max_nodes` nodes. As `prefix_rows`."""
         return to_dot(self.prefix_rows(), max_nodes)
 
     @property
     def now(self) -> int | float:
-        """The caller's clock, for eviction policies: set it now and then, in any unit. 0 until then. O(1).
+        """The caller's clock, for eviction policies, in any unit. Set it now and then. 0 until then. O(1).
 
-        Nothing here reads a clock. Setting it raises InvalidArgumentError for what is no number.
+        The cache reads no clock of its own. Setting it raises InvalidArgumentError unless it is a number.
         """
         return self._now
 
@@ -393,9 +393,10 @@ class PrefixCache(Changeable):
                 self._eviction.set_time(time)
 
     def clear(self) -> list[int]:
-        """Unpin and evict everything, after a change of weights, say. Returns the ids, which are the caller's.
+        """Unpin and evict everything, for example after a change of weights. Returns the ids, which are the caller's.
 
-        Raises BlockStateError while a match is held: its blocks are being read. The rates go on. O(cached blocks).
+        Raises BlockStateError while a match is held, since its blocks are being read. `stats` isn't reset. O(cached
+        blocks).
         """
         with self._lock:
             self._catch_up()
@@ -411,7 +412,7 @@ class PrefixCache(Changeable):
             return evicted
 
     def check(self) -> None:
-        """Raise AssertionError unless all invariants hold (never under python -O). O(cached blocks and holds)."""
+        """Raise AssertionError unless all invariants hold. Does nothing under python -O. O(cached blocks + holds)."""
         with self._lock:
             self._catch_up()
             paths = self._pins.paths()
@@ -419,7 +420,7 @@ class PrefixCache(Changeable):
             self._store.check([*paths, *[hold.blocks for hold in self._holds]])
 
     def hold(self, match: PrefixMatch, hold: Hold) -> None:
-        """Bring `match` up to date and hold its blocks by `hold`. For `PrefixMatch.__enter__`, which says the rest."""
+        """Bring `match` up to date and hold its blocks by `hold`. For `PrefixMatch.__enter__`; see there."""
         with self._lock:
             if self._left or self.change_state:
                 self._catch_up()
@@ -441,7 +442,7 @@ class PrefixCache(Changeable):
                 match.show(blocks, ids_of(blocks), self.block_size, version, payload)
 
     def let_go(self, hold: Hold) -> None:
-        """Let go of what `hold` held, if anything, at the next call, without a lock. For `PrefixMatch`, finalizers."""
+        """Have the next call release the blocks of `hold`. Takes no lock. For `PrefixMatch`, also in finalizers."""
         self._left.append(hold)
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
@@ -464,7 +465,7 @@ class PrefixCache(Changeable):
         return match
 
     def _catch_up(self) -> None:
-        """Let go of the matches that were left since the last call. Raises CorruptStateError."""
+        """Release the matches that were left since the last call. Raises CorruptStateError."""
         self.check_whole()
         while self._left:
             self.change_state = CHANGING

@@ -1,9 +1,8 @@
-"""What a `PrefixCache` answers: what it found, and what an insertion did.
+"""What a `PrefixCache` returns: what a lookup found, and what an insertion did.
 
-A `PrefixMatch` is a plain value that owns nothing until it is entered; then it holds its blocks until it is left.
-Holding from the lookup on was the other way. It would have made every match that somebody keeps in a variable, a
-traceback or a log a leak of cache memory, and letting go of it the work of a finalizer, which runs in any thread and in
-the middle of anything.
+A `PrefixMatch` is a plain value that owns nothing until it is entered; then it holds its blocks until it is left. It
+doesn't hold them from the lookup on, for two reasons. A match that somebody keeps in a variable, a traceback or a log
+would be a leak of cache memory. And a finalizer would have to release it, in any thread and in the middle of anything.
 """
 
 from array import array
@@ -21,7 +20,7 @@ def ids_of(blocks: list[KVCacheBlock]) -> list[int]:
 
 
 class Hold:
-    """Blocks of one prefix, from its first on, that may not be evicted. Compared by identity."""
+    """The first blocks of a prefix, which may not be evicted. Compared by identity."""
 
     __slots__ = ("blocks",)
 
@@ -30,27 +29,27 @@ class Hold:
 
 
 class MatchHolder(Protocol):
-    """What a match asks of its cache."""
+    """The calls of a cache that a match uses."""
 
     def hold(self, match: "PrefixMatch", hold: Hold) -> None:
         """Bring `match` up to date and hold its blocks by `hold`."""
 
     def let_go(self, hold: Hold) -> None:
-        """Hold them no longer. Telling it twice, or of a hold of nothing, does no harm."""
+        """End `hold`. Does no harm if it is called twice, or if the hold has no blocks."""
 
 
 class PrefixMatch:
-    """The longest cached prefix of some tokens, as of the lookup; and a context manager that keeps it.
+    """The longest cached prefix of some tokens, as of the lookup; and a context manager that holds its blocks.
 
-    As a value it owns nothing: its blocks may be evicted by any later call, from any thread. `with` holds them, and so
-    keeps true what the match says, until the body is left, by an exception too. Entering costs another lookup if
-    anything has been evicted since. A match that nobody has read yet then says what is cached now, so that
-    `with cache.match_prefix(tokens) as match` never fails; one that was read, and isn't true any more, raises
-    StaleHitError, because somebody may have acted on it. It may be entered again, while it is held too.
+    As a value it owns nothing: any later call, from any thread, may evict its blocks. `with` holds the blocks, so that
+    the match stays true, until the body is left, also by an exception. If anything was evicted since the lookup,
+    entering looks again. A match of which nothing was read yet then takes what is cached now, so
+    `with cache.match_prefix(tokens) as match` never fails. A match that was read, and that is no longer true, raises
+    StaleHitError, since the caller may have acted on it. A match may be entered again, even while it is held.
 
     An insertion's match is the same, as of the insertion. Tokens given to a lookup as a buffer are used without a copy
-    and must not change while the match is in use; an insertion's match has a copy. One match belongs to one thread at a
-    time. Made by a `PrefixCache`; sequence, blocks, version and is_read are for that.
+    and must not change while the match is in use; an insertion's match has a copy. Only one thread at a time may use a
+    match. Made by a `PrefixCache`; sequence, blocks, version and is_read are for the cache.
     """
 
     __slots__ = (
@@ -59,9 +58,9 @@ class PrefixMatch:
     )
 
     def __init__(self, holder: MatchHolder, sequence: Sequence) -> None:
-        self._holds: list[Hold] = []  # first of all, since a finalizer looks at it
+        self._holds: list[Hold] = []  # first, since the finalizer reads it
         self._holder = holder
-        self._packed_ids: array[int] | None = None  # made when first asked for; they can't change any more then
+        self._packed_ids: array[int] | None = None  # made at the first use; the ids can't change after that
         self._payload: Any = None
         self.sequence = sequence
         self.is_read = False
@@ -74,16 +73,16 @@ class PrefixMatch:
 
     @property
     def matched_kv_blocks(self) -> list[int]:
-        """The ids of the blocks that hold them, in order. The list is the match's own; don't change it. O(1)."""
+        """The ids of the blocks that hold the cached tokens, in order. Don't change the list. O(1)."""
         self.is_read = True
         return self._kv_block_ids
 
     @property
     def packed_kv_blocks(self) -> "array[int]":
-        """The same ids as an array of int64, typecode "q", which is the match's own; don't change it.
+        """The ids of `matched_kv_blocks` as an array of int64, typecode "q". Don't change the array.
 
-        numpy.frombuffer(…, "int64") and torch.frombuffer(…, dtype=torch.int64) take it without a copy (torch's takes
-        no empty one). O(blocks) once, then O(1).
+        numpy.frombuffer(…, "int64") and torch.frombuffer(…, dtype=torch.int64) take it without a copy; torch's takes no
+        empty array. O(blocks) once, then O(1).
         """
         self.is_read = True
         packed = self._packed_ids
@@ -93,19 +92,19 @@ class PrefixMatch:
 
     @property
     def matched_tokens(self) -> list[int]:
-        """The tokens that are cached. O(their number)."""
+        """The cached tokens. O(their number)."""
         self.is_read = True
         return self.sequence.token_ids(0, self._num_tokens)
 
     @property
     def remaining_tokens(self) -> list[int]:
-        """The tokens after them, whose KV is to be computed; perhaps none. O(their number)."""
+        """The tokens behind the cached ones, whose KV is to be computed; perhaps none. O(their number)."""
         self.is_read = True
         return self.sequence.token_ids(self._num_tokens)
 
     @property
     def payload(self) -> Any:
-        """What `PrefixCache.attach` left for exactly these tokens and keys, None if nothing. O(1)."""
+        """What `PrefixCache.attach` attached to exactly these tokens and keys, None if nothing. O(1)."""
         self.is_read = True
         return self._payload
 
@@ -116,21 +115,21 @@ class PrefixMatch:
             self._holder.hold(self, hold)
             self._holds.append(hold)
         except BaseException:
-            self._holder.let_go(hold)  # an interrupt may come when it is held and isn't known here yet
+            self._holder.let_go(hold)  # after an interrupt, the cache may hold the blocks without `_holds` knowing
             if hold in self._holds:
                 self._holds.remove(hold)
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let go of the blocks; never waits. Raises BlockStateError when they aren't held."""
+        """Release the blocks; never waits. Raises BlockStateError when they aren't held."""
         if not self._holds:
             raise BlockStateError(f"expected a match that was entered, got {self}")
-        self._holder.let_go(self._holds[-1])  # before it is forgotten here, so that an interrupt can't lose it
+        self._holder.let_go(self._holds[-1])  # before `pop`, so that an interrupt can't lose the hold
         self._holds.pop()
 
     def __del__(self) -> None:
-        """Let go of what is still held, and say so: whoever entered it by hand has forgotten to leave it."""
+        """Release blocks that are still held, with a ResourceWarning: `__enter__` was called, and not `__exit__`."""
         if self._holds:
             for hold in self._holds:
                 self._holder.let_go(hold)
@@ -144,9 +143,10 @@ class PrefixMatch:
     def show(
         self, blocks: list[KVCacheBlock], kv_block_ids: list[int], block_size: int, version: int, payload: Any
     ) -> Any:
-        """Say that these blocks, which have these ids, match, as of `version`. For the cache alone.
+        """Set the matching blocks, with their ids, as of `version`. Only for the cache.
 
-        Returns the payload that it had, which so outlives the change: its finalizer may do anything.
+        Returns the payload that the match had, so that the payload's finalizer, which may do anything, runs only after
+        the change.
         """
         self.blocks = blocks
         self.version = version
@@ -157,12 +157,12 @@ class PrefixMatch:
         return previous
 
     def renew(self, blocks: list[KVCacheBlock], version: int) -> None:
-        """Say the same as before, as of `version`, when these blocks have its ids. For the cache alone."""
+        """Set the blocks and their version; the blocks have the ids that the match has. Only for the cache."""
         self.blocks = blocks
         self.version = version
 
     def is_still(self, blocks: list[KVCacheBlock]) -> bool:
-        """Whether what it says is true when it would find `blocks` now. For the cache alone. O(blocks)."""
+        """Whether the match is still true if a lookup finds `blocks` now. Only for the cache. O(blocks)."""
         return ids_of(blocks) == self._kv_block_ids
 
     def __repr__(self) -> str:
@@ -171,12 +171,12 @@ class PrefixMatch:
 
 
 class PrefixInsert(NamedTuple):
-    """What an insertion did. Every id that was given is in the cache now or in `unused_kv_blocks`; none is lost.
+    """What an insertion did. Every given id is now in the cache or in `unused_kv_blocks`.
 
-    num_cached_blocks: blocks of the prefix that are cached now. num_new_blocks: those of them that this call added.
-    unused_kv_blocks: given ids that the cache did not take, because another block holds that prefix already or because
-    there was no room; they are the caller's. evicted_kv_blocks: ids that the cache gave up to make room, likewise.
-    match: what `match_prefix` of the tokens would find now, not counted by the rates.
+    num_cached_blocks: blocks of the prefix that are cached now. num_new_blocks: how many of these the call added.
+    unused_kv_blocks: given ids that the cache did not take, since another block holds the prefix already or there was
+    no room. evicted_kv_blocks: ids that the cache evicted to make room. Both are the caller's again. match: what
+    `match_prefix` of the tokens would find now; `stats` doesn't count it.
     """
 
     num_cached_blocks: int

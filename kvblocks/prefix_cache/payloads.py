@@ -1,7 +1,8 @@
-"""What the caller attached to prompts of a `PrefixCache`: the logits behind the last token, say.
+"""Payloads: what the caller attached to prompts of a `PrefixCache`, such as the logits behind the last token.
 
-A payload is kept with the last full block of its prompt, and goes with it; several prompts end in one block, each with
-a tail of its own. Prompts below a block have no block to go with, and stand together. Both are bounded.
+A payload is kept with the last full block of its prompt, until that block is evicted. Several prompts may have the same
+last full block, each with a tail of its own. Prompts shorter than a block have no full block; their payloads are kept
+together. The number of payloads is bounded in both cases.
 """
 
 from collections.abc import Iterable
@@ -12,16 +13,16 @@ from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
 
 Tail = tuple[bytes, bytes | None]
-"""What a prompt has behind its last full block: tokens, and their encoded keys."""
+"""The part of a prompt behind its last full block: tokens, and their encoded keys."""
 
 MAX_PAYLOADS_A_BLOCK = 16
 
 
 class Payloads:
-    """Payloads by block and tail; those of prompts below a block under None.
+    """Payloads by block and tail; block None: prompts shorter than a block.
 
-    At most MAX_PAYLOADS_A_BLOCK for a block and `max_short` for prompts below one. Whichever was attached longest ago
-    goes first. Forgotten ones are kept until `drop`, since a payload's finalizer may do anything.
+    At most MAX_PAYLOADS_A_BLOCK for a block, and `max_short` for short prompts; beyond that the oldest is forgotten.
+    Forgotten payloads are kept until `drop`, since a payload's finalizer may do anything.
     """
 
     def __init__(self, block_size: int, max_short: int) -> None:
@@ -36,9 +37,9 @@ class Payloads:
         return not self._by_block
 
     def attach(self, sequence: Sequence, path: list[KVCacheBlock], payload: Any) -> bool:
-        """Keep a payload for exactly this sequence, whose full blocks are `path`; None: keep none. O(block_size).
+        """Keep a payload for exactly this sequence, whose full blocks are `path`; None: forget it. O(block_size).
 
-        Returns whether that was possible.
+        Returns False if there is no room for payloads at all.
         """
         block, tail = path[-1] if path else None, self._tail(sequence, path)
         kept = self._by_block.get(block, {})
@@ -61,23 +62,23 @@ class Payloads:
         return None if kept is None else kept.get(self._tail(sequence, path))
 
     def forget(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Forget those that are kept with these blocks. O(blocks) if there are any payloads."""
+        """Forget the payloads of these blocks. O(blocks) if there are any payloads."""
         if self._by_block:
             for block in blocks:
                 if block in self._by_block:
                     self._dropped.append(self._by_block.pop(block))
 
     def clear(self) -> None:
-        """Forget all. O(blocks that have any)."""
+        """Forget all payloads. O(blocks with payloads)."""
         self._dropped += self._by_block.values()
         self._by_block.clear()
 
     def drop(self) -> None:
-        """Let go of what was forgotten. Called last in a call."""
+        """Drop the references to forgotten payloads. A call of the cache does this last."""
         self._dropped.clear()
 
     def check(self, blocks: AbstractSet[KVCacheBlock]) -> None:
-        """Raise AssertionError unless all are kept with one of `blocks`, and within their bounds. O(payloads)."""
+        """Raise AssertionError unless all payloads belong to one of `blocks` and are within the bounds. O(payloads)."""
         for block, kept in self._by_block.items():
             assert block is None or block in blocks, "payloads: one without its block"
             limit = self._max_short if block is None else MAX_PAYLOADS_A_BLOCK

@@ -1,7 +1,7 @@
-"""Which prefixes a `PrefixCache` is to keep: each pin holds a path of blocks until it is taken back.
+"""The pins of a `PrefixCache`: each holds a path of blocks until it is removed.
 
-A pin is found again by the tokens and keys that it was made with, not by the blocks that it got: what is cached for the
-same tokens may have grown since.
+A pin is found by the tokens and keys that it was made with, not by its blocks: more blocks may be cached for the same
+tokens since.
 """
 
 from array import array
@@ -18,7 +18,7 @@ Path = list[KVCacheBlock]
 
 
 class PinnedPrefix(NamedTuple):
-    """One pin. token_ids: the tokens that it covers. kv_block_ids: their blocks. description: what the caller said."""
+    """One pin. token_ids: the pinned tokens. kv_block_ids: their blocks. description: the caller's."""
 
     token_ids: list[int]
     kv_block_ids: list[int]
@@ -26,9 +26,9 @@ class PinnedPrefix(NamedTuple):
 
 
 class PrefixPins:
-    """Pins by prefix, several for one if it was pinned as often. Whoever adds one holds its path, here and outside.
+    """Pins by prefix; a prefix that was pinned several times has several. The caller holds the paths of pins.
 
-    max_blocks: for all pins together, where a block counts once for each pin that has it.
+    max_blocks: for all pins together; a block counts once for each pin that has it.
     """
 
     def __init__(self, block_size: int, max_blocks: int) -> None:
@@ -38,7 +38,7 @@ class PrefixPins:
         self._pins: dict[PinKey, list[tuple[Path, str | None]]] = {}
 
     def check_room(self, num_blocks: int) -> None:
-        """Raise PinBudgetError unless a pin of so many more blocks is within the budget. O(1)."""
+        """Raise PinBudgetError unless a pin of `num_blocks` more blocks is within the budget. O(1)."""
         if self._num_blocks + num_blocks > self._max_blocks:
             raise PinBudgetError(
                 f"pin_prefix: expected pins of at most {self._max_blocks} blocks together, got {num_blocks} more than "
@@ -51,7 +51,7 @@ class PrefixPins:
         self._pins.setdefault(self._key(sequence), []).append((path, description))
 
     def remove(self, sequence: Sequence) -> Path:
-        """Take back the sequence's last pin. Returns its path, empty when there is none. O(tokens)."""
+        """Remove the sequence's latest pin. Returns its path, empty when there is none. O(tokens)."""
         key = self._key(sequence)
         if key not in self._pins:
             return []
@@ -63,7 +63,7 @@ class PrefixPins:
         return path
 
     def clear(self) -> None:
-        """Take back all pins."""
+        """Remove all pins."""
         self._pins.clear()
         self._num_blocks = 0
 

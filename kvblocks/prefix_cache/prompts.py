@@ -1,4 +1,4 @@
-"""Prompts as `PrefixCache` takes them: sequences that hold nothing, and that may be empty."""
+"""Prompts of a `PrefixCache`: sequences without blocks, which may have no tokens."""
 
 from array import array
 
@@ -13,10 +13,10 @@ _NAME = "prefix"
 
 
 def make_prompt(token_ids: TokenIds, salt: Text | None, lora: Text | None, extra_keys: PositionKeys) -> Sequence:
-    """Return a prompt's tokens, and what else their KV depends on.
+    """Return a prompt as a sequence, with its tokens and keys.
 
-    A manager has no use for a sequence without tokens. A cache finds nothing for it, and that is an answer. Raises
-    InvalidTokensError and InvalidArgumentError. O(tokens) for ints, O(1) for a buffer of 4-byte integers.
+    Unlike a sequence of a manager, a prompt may have no tokens; a lookup then finds nothing. Raises InvalidTokensError
+    and InvalidArgumentError. O(tokens) for ints, O(1) for a buffer of 4-byte integers.
     """
     try:
         return Sequence(_NAME, token_ids, salt=salt, lora=lora, extra_keys=extra_keys)

@@ -1,13 +1,12 @@
-"""The blocks of a `PrefixCache`: ids that the engine chose, what they hold, and in which order they go.
+"""The blocks of a `PrefixCache`: ids that the engine chose, what they hold, and the order in which they are evicted.
 
-A block is here from its insertion to its eviction. The object that stood for it then goes to a stock and is used again,
-so that a cache in steady state makes no objects.
+A block is here from its insertion to its eviction. After that its object goes to a stock and is used again, so that a
+cache in steady state makes no objects.
 
-As in `BlockPool`, being in the queue and having `ref_cnt` 0 are one fact. What is held are whole paths, from a prefix's
-first block on; a reference is to a path's last block, and a block with any has one to the block that it is attached to.
-So holding a path that is held already, or shares its beginning with one, costs nothing for what they share. With the
-queue's order, children before their parents, that makes eviction leaf-first: a block never outlives what it is attached
-to.
+As in `BlockPool`, a block is queued exactly when its `ref_cnt` is 0. Only whole paths are held: the first blocks of a
+prefix, without a gap. A hold adds a reference to the path's last block. A block with references has one reference to
+its parent. So holding a path costs nothing for the part that it shares with a held path. In the queue children come
+before their parents. So eviction is leaf-first: no block stays longer than its parent.
 
 Takes no lock; `PrefixCache` does.
 """
@@ -29,11 +28,11 @@ from kvblocks.retention.eviction import Eviction
 
 
 class RecencyQueue(FreeBlockQueue):
-    """A queue whose blocks can be used without being taken out, and taken out as paths."""
+    """A queue in which a path of blocks can be moved to the end, or taken out to be held."""
 
     def hold(self, path: Items[KVCacheBlock]) -> None:
         """Add a reference to a path's last block, and to its parent if it had none. O(blocks taken out)."""
-        num_kept = 0  # what isn't reached is counted, since that costs nothing for each block
+        num_kept = 0  # blocks that aren't reached; counting these costs nothing per block
         above = reversed(path)
         for block in above:
             if block.ref_cnt:
@@ -48,7 +47,7 @@ class RecencyQueue(FreeBlockQueue):
         self.num_free_blocks -= len(path) - num_kept
 
     def let_go(self, path: Items[KVCacheBlock]) -> None:
-        """Undo one `hold`; blocks without a reference join the end, a path's first one last. O(those blocks)."""
+        """Undo one `hold`. Blocks without references go to the queue's end, the first one last. O(those blocks)."""
         root = self._root
         last = root.prev_free_block
         num_kept = 0
@@ -68,12 +67,12 @@ class RecencyQueue(FreeBlockQueue):
         self.num_free_blocks += len(path) - num_kept
 
     def renew(self, blocks: Items[KVCacheBlock]) -> int:
-        """Make a path's blocks the most recently used, its first one most of all. Owned ones stay out.
+        """Move a path's queued blocks to the end, its first block last, as the most recently used.
 
-        Returns how many are queued. Blocks that were queued together mostly stand together still, and are moved in one
-        piece. O(blocks).
+        Returns how many are queued; owned blocks aren't. Blocks that were queued together are mostly still linked, and
+        are moved in one piece. O(blocks).
         """
-        first: KVCacheBlock | None = None  # of a stretch that stands together, and is followed by `following`
+        first: KVCacheBlock | None = None  # the first of a linked stretch, which ends before `following`
         last = following = self._root
         num_owned = 0
         above = reversed(blocks)
@@ -82,7 +81,7 @@ class RecencyQueue(FreeBlockQueue):
                 if first is not None:
                     self._move_to_end(first, last)
                 first = None
-                if block.ref_cnt:  # so have all above it
+                if block.ref_cnt:  # then all above it are owned, too
                     num_owned = 1 + length_hint(above)
                     break
                 first = block
@@ -93,7 +92,7 @@ class RecencyQueue(FreeBlockQueue):
         return len(blocks) - num_owned
 
     def _move_to_end(self, first: KVCacheBlock, last: KVCacheBlock) -> None:
-        """Move what is linked from `first` to `last`. O(1)."""
+        """Move the linked blocks from `first` to `last` to the end. O(1)."""
         root, before, after = self._root, first.prev_free_block, last.next_free_block
         before.next_free_block = after
         after.prev_free_block = before
@@ -105,12 +104,12 @@ class RecencyQueue(FreeBlockQueue):
 
 
 class PrefixStore:
-    """At most `max_blocks` blocks of `block_size` tokens. ids: of those that are here. index: what they hold.
+    """At most `max_blocks` blocks of `block_size` tokens. ids: the ids of its blocks. index: what they hold.
 
-    names: by which its changes are told to whoever watches `index`. eviction: who says which go first; None: the least
-    recently used.
+    names: the naming scheme of `index`. eviction: chooses which blocks are evicted first; None: the least recently
+    used.
 
-    Many lines here are one call for all blocks of a path: with one token a block, a loop is what an insertion costs.
+    Much here is one call for all blocks of a path: with one token per block, loops would take most of the time.
     """
 
     def __init__(self, max_blocks: int, block_size: int, names: Names, eviction: Eviction | None = None) -> None:
@@ -120,7 +119,7 @@ class PrefixStore:
         self.ids: set[int] = set()
         self.index = PrefixIndex(block_size, names)
         self._queue = RecencyQueue(())
-        self._stock: list[KVCacheBlock] = []  # ref_cnt 1, as they come off the queue and as they go into it
+        self._stock: list[KVCacheBlock] = []  # with ref_cnt 1, as they leave the queue and as `let_go` needs them
         self._payloads = Payloads(block_size, max_blocks)
 
     @property
@@ -129,7 +128,7 @@ class PrefixStore:
         return self._queue.num_free_blocks
 
     def find(self, sequence: Sequence) -> list[KVCacheBlock]:
-        """Return the blocks of the longest prefix that is here. Changes nothing."""
+        """Return the blocks of the longest cached prefix. Changes nothing."""
         return find_blocks(self.index, sequence)
 
     def renew(self, path: list[KVCacheBlock]) -> None:
@@ -146,7 +145,7 @@ class PrefixStore:
             self._eviction.note_touched(path)
 
     def let_go(self, path: list[KVCacheBlock]) -> None:
-        """Undo one `hold`; what nothing holds any more becomes the most recently used. O(1 + those blocks)."""
+        """Undo one `hold`. Blocks that nothing else holds become the most recently used. O(1 + those blocks)."""
         self._queue.let_go(path)
         if self._eviction is not None:
             self._eviction.note_released(path[::-1])
@@ -160,22 +159,21 @@ class PrefixStore:
         *,
         is_held: bool,
     ) -> tuple[list[KVCacheBlock], list[int]]:
-        """Cache as much of the sequence's full blocks as there is room for, evicting what nothing holds.
+        """Cache as many of the sequence's full blocks as there is room for, evicting blocks that nothing holds.
 
-        kv_block_ids: one for each full block, that passed `check_insertable`. path: what is found of the sequence.
-        digests: of the full blocks behind it, where changes are named.
-        Returns the path that is cached then, and the ids that were evicted. is_held: whether the path is held once;
-        else it is the most recently used. O(blocks).
+        kv_block_ids: one for each full block; they passed `check_insertable`. path: the sequence's cached blocks.
+        digests: of the full blocks behind `path`, if digests are needed. is_held: whether to hold the new path; else it
+        becomes the most recently used. Returns the path that is then cached, and the ids that were evicted. O(blocks).
         """
         num_found = len(path)
         num_missing = len(kv_block_ids) - num_found - (self.max_blocks - len(self.ids))
         evicted: list[int] = []
         if num_missing > 0 and self._eviction is not None:
-            self.hold(path)  # whatever a policy names
+            self.hold(path)  # so that no policy can name its blocks
             evicted = self.evict(min(num_missing, self._queue.num_free_blocks))
             self.let_go(path)
         elif num_missing > 0:
-            num_queued = self._queue.renew(path)  # last in the queue now, so that what is extended isn't evicted for it
+            num_queued = self._queue.renew(path)  # now last in the queue, so that it isn't evicted for its own end
             evicted = self.evict(min(num_missing, self._queue.num_free_blocks - num_queued))
         room = self.max_blocks - len(self.ids)
         new = self._take(kv_block_ids[num_found : num_found + room])
@@ -184,20 +182,20 @@ class PrefixStore:
         if new:
             node = path[-1].node if path else ROOT
             keys = sequence.encoded_keys(self.block_size)
-            if digests is not None:  # perhaps there is no room for all
+            if digests is not None:  # there may not be room for all blocks
                 del digests[len(new) * self.index.epoch.num_digest_bytes :]
             self.index.cache(node, new, sequence.packed_tokens(), keys, num_found, digests)
         if is_held:
-            self.hold(path)  # for the first new block, which is held; without new blocks for the path itself
+            self.hold(path)  # the reference of the first new block; without new blocks, the hold itself
         else:
             self.let_go(new)
-            self.renew(path)  # behind its new end, which is to be evicted first
+            self.renew(path)  # behind the new blocks in the queue, which must be evicted first
         return path + new, evicted
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Give up at most `num_blocks` blocks that nothing holds, least recently used first unless a policy says.
+        """Evict at most `num_blocks` blocks that nothing holds, least recently used first or as a policy says.
 
-        Returns their ids. Payloads that go with them are kept until `drop_payloads`. O(blocks).
+        Returns their ids. Their payloads are kept until `drop_payloads`. O(blocks).
         """
         number = min(num_blocks, self._queue.num_free_blocks)
         blocks = self._queue.popleft_n(number) if self._eviction is None else self._choose(self._eviction, number)
@@ -206,17 +204,17 @@ class PrefixStore:
         return self._put_away(blocks)
 
     def clear(self) -> list[int]:
-        """Give up all blocks, none of which is held, as one reset. Returns their ids. O(blocks)."""
+        """Evict all blocks, none of which is held, by a reset. Returns their ids. O(blocks)."""
         blocks = self._queue.popleft_n(self._queue.num_free_blocks)
         if self._eviction is not None:
             self._eviction.note_clearing(self.index.runs())
         self.index.clear()
-        self.index.evict(blocks)  # what they held is of before the reset
+        self.index.evict(blocks)  # unmarks blocks that were cached before the reset
         self._payloads.clear()
         return self._put_away(blocks)
 
     def _put_away(self, blocks: list[KVCacheBlock]) -> list[int]:
-        """Keep blocks that hold nothing any more for later; returns their ids. O(blocks)."""
+        """Put evicted blocks into the stock. Returns their ids. O(blocks)."""
         kv_block_ids = [block.block_id for block in blocks]
         self.ids.difference_update(kv_block_ids)
         self._payloads.forget(blocks)
@@ -224,7 +222,7 @@ class PrefixStore:
         return kv_block_ids
 
     def _choose(self, eviction: Eviction, num_blocks: int) -> list[KVCacheBlock]:
-        """Take so many blocks that nothing holds, as policies say. Nobody is asked where all are to go."""
+        """Take `num_blocks` blocks that nothing holds, as policies say. If these are all, no policy is asked."""
         taken: list[KVCacheBlock] = []
         if num_blocks == self._queue.num_free_blocks:
             taken = self._queue.popleft_n(num_blocks)
@@ -236,24 +234,24 @@ class PrefixStore:
         return taken
 
     def attach(self, sequence: Sequence, payload: Any) -> bool:
-        """Keep `payload` for exactly this sequence; None: keep nothing. Whether its full blocks are here."""
+        """Keep `payload` for exactly this sequence; None: forget it. Returns False if a full block isn't cached."""
         path = self.find(sequence)
         if len(path) < sequence.num_tokens // self.block_size:
             return False
         return self._payloads.attach(sequence, path, payload)
 
     def payload(self, sequence: Sequence, path: list[KVCacheBlock]) -> Any:
-        """Return what was attached to exactly this sequence, whose cached blocks are `path`. O(block_size)."""
+        """Return the payload of exactly this sequence, whose cached blocks are `path`. O(block_size)."""
         if self._payloads.is_empty or len(path) < sequence.num_tokens // self.block_size:
             return None
         return self._payloads.find(sequence, path)
 
     def drop_payloads(self) -> None:
-        """Forget what evicted blocks carried. Called last, since a payload's finalizer may call the cache again."""
+        """Drop forgotten payloads. Called last, since a payload's finalizer may call the cache again."""
         self._payloads.drop()
 
     def check(self, holds: Iterable[list[KVCacheBlock]]) -> None:
-        """Raise AssertionError unless all here agrees, and the paths that are held are `holds`. O(blocks)."""
+        """Raise AssertionError unless all is consistent, and `holds` are the held paths. O(blocks)."""
         blocks = [block for run in self.index.runs() for block in run.blocks]
         num_holds = dict.fromkeys(blocks, 0)
         for path in holds:
@@ -283,16 +281,16 @@ class PrefixStore:
         self._payloads.check(num_holds.keys())
 
     def check_insertable(self, kv_block_ids: list[int], found: list[int]) -> list[int]:
-        """Return those of the ids for whose position there is another one in `found`, the ids of what is cached.
+        """Return the ids whose position is taken: `found`, the ids of the cached prefix, has another id there.
 
-        Raises InvalidArgumentError unless the ids are different ones, and BlockStateError when one is here for another
-        prefix. Changes nothing. O(ids).
+        Raises InvalidArgumentError unless all ids are different, and BlockStateError when an id holds another prefix.
+        Changes nothing. O(ids).
         """
         num_found = len(found)
         others: list[int] = []
         if kv_block_ids[:num_found] != found:
             others = [given for given, block_id in zip(kv_block_ids, found, strict=False) if given != block_id]
-        # Those that are `found` at their positions are different ones, and here. So only the rest is looked at.
+        # Ids that `found` has at the same position are different and valid. So only the rest is checked.
         rest = others + kv_block_ids[num_found:]
         if len(set(rest)) != len(rest) or not self.ids.isdisjoint(rest):
             self._refuse(kv_block_ids, found)
@@ -312,7 +310,7 @@ class PrefixStore:
         )
 
     def _take(self, kv_block_ids: list[int]) -> list[KVCacheBlock]:
-        """Return blocks with these ids, held once, from the stock as far as it goes."""
+        """Return blocks with these ids and one reference each, from the stock as far as it lasts."""
         stock = self._stock
         first = max(len(stock) - len(kv_block_ids), 0)
         blocks = stock[first:]
@@ -328,7 +326,7 @@ class PrefixStore:
 
 
 def _parent(block: KVCacheBlock) -> KVCacheBlock | None:
-    """The block that a cached block is attached to."""
+    """Return a cached block's parent, None for the first block of a prefix."""
     run = block.run
     assert run is not None, f"{block}: isn't cached"
     if block.index:

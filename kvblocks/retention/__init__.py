@@ -1,1 +1,1 @@
-"""What stays cached, beyond the order of use: pins, and quotas of tenants."""
+"""What stays cached, beyond the order of last use: pins, quotas of tenants, holds, eviction policies, sessions."""

@@ -1,8 +1,7 @@
-"""An eviction policy, the blocks that it was told of, and what it costs to trust it with nothing.
+"""An eviction policy, the blocks that it was told of, and the checks of what it answers.
 
-A policy is somebody else's code. So an adviser calls it and believes nothing: what it raises, or names that it was not
-told of, is counted, and the advice is then None. KeyboardInterrupt and the like pass through, as from anywhere in a
-call.
+A policy may be the caller's own code, so an adviser trusts nothing that it does. If the policy raises, or names a block
+that it was not told of, the adviser counts a failure and gives no advice. KeyboardInterrupt and the like pass through.
 """
 
 from collections.abc import Callable, Hashable
@@ -19,7 +18,7 @@ _MORE_CALLS = ("begin", "pause", "end")  # a policy may have these
 
 
 class Setting:
-    """What the policies of one cache share. now: the time that the caller told last. num_failures: see `Adviser`."""
+    """What the policies of one cache share. now: the caller's clock, as last set. num_failures: see `Adviser`."""
 
     def __init__(self) -> None:
         self.now: Any = 0.0
@@ -27,7 +26,7 @@ class Setting:
 
 
 class View:
-    """A `CacheView`: what a policy may ask. Tells nothing that could change the cache."""
+    """A `CacheView`: what a policy may ask. Nothing in it can change the cache."""
 
     def __init__(self, setting: Setting, blocks: dict[int, KVCacheBlock], num_blocks: int) -> None:
         self._setting = setting
@@ -53,11 +52,11 @@ class View:
 class Adviser:
     """One policy. blocks: the free cached blocks that it was told of, by their ids.
 
-    num_failures of `setting` counts calls of it that raised, and answers that were no block which it was told of.
+    num_failures of `setting` counts calls of the policy that raised, and answers that name no block it was told of.
     """
 
     def __init__(self, make: Callable[[Any], Any], setting: Setting, num_blocks: int) -> None:
-        """make: makes the policy. Raises what that raises, and InvalidArgumentError when it is none."""
+        """make: makes the policy. Raises what `make` raises, and InvalidArgumentError when the result is no policy."""
         self._setting = setting
         self.blocks: dict[int, KVCacheBlock] = {}
         try:
@@ -74,7 +73,7 @@ class Adviser:
         self._begin, self._pause, self._end = more
 
     def free(self, blocks: list[KVCacheBlock], records: list[FreeBlock]) -> None:
-        """Tell of blocks that became free, with a record of each. O(blocks)."""
+        """Tell the policy of blocks that became free, with a record of each. O(blocks)."""
         for block in blocks:
             self.blocks[block.block_id] = block
         try:
@@ -83,15 +82,15 @@ class Adviser:
             self._setting.num_failures += 1
 
     def use(self, block_ids: list[int]) -> None:
-        """Tell of blocks that it knew and that have owners again. O(blocks)."""
+        """Tell the policy of blocks that it knew and that have owners again. O(blocks)."""
         self._forget(self._use, block_ids)
 
     def remove(self, block_ids: list[int]) -> None:
-        """Tell of blocks that it knew and that are cached no more. O(blocks)."""
+        """Tell the policy of blocks that it knew and that are no longer cached. O(blocks)."""
         self._forget(self._remove, block_ids)
 
     def begin(self, session: Hashable, tenant: str | None) -> None:
-        """Tell that a session's request begins, if the policy wants to know. O(1)."""
+        """Tell the policy, if it wants to know, that a session's request begins. O(1)."""
         if self._begin is not None:
             try:
                 self._begin(session, tenant)
@@ -99,7 +98,7 @@ class Adviser:
                 self._setting.num_failures += 1
 
     def pause(self, session: Hashable, tenant: str | None, reason: str) -> None:
-        """Tell that a session pauses, if the policy wants to know. O(1)."""
+        """Tell the policy, if it wants to know, that a session pauses. O(1)."""
         if self._pause is not None:
             try:
                 self._pause(session, tenant, reason)
@@ -107,7 +106,7 @@ class Adviser:
                 self._setting.num_failures += 1
 
     def end(self, session: Hashable, tenant: str | None) -> None:
-        """Tell that a session has ended, if the policy wants to know. O(1)."""
+        """Tell the policy, if it wants to know, that a session has ended. O(1)."""
         if self._end is not None:
             try:
                 self._end(session, tenant)
@@ -115,7 +114,7 @@ class Adviser:
                 self._setting.num_failures += 1
 
     def ask(self, num_blocks: int) -> KVCacheBlock | None:
-        """Return the block that is to go, free and cached; None: the policy doesn't say, or what it says is no use."""
+        """Return the victim, a free cached block; None if the policy names none, or fails."""
         block: KVCacheBlock | None = None
         try:
             answer = self._victim(num_blocks)
@@ -124,16 +123,15 @@ class Adviser:
             block = self.blocks.get(index(answer))
         except Exception:  # noqa: BLE001
             block = None
-        if (
-            block is None or block.ref_cnt or not block.is_cached
-        ):  # all that it was told of is; an owned one must not go
+        # Blocks that it was told of are free and cached. An owned one must never be evicted, so this looks again.
+        if block is None or block.ref_cnt or not block.is_cached:
             self._setting.num_failures += 1
             return None
         return block
 
     def _forget(self, tell: Any, block_ids: list[int]) -> None:
         try:
-            tell([*block_ids])  # a copy, since the policy may keep it, or change it
+            tell([*block_ids])  # a copy, since the policy may keep or change the list
         except Exception:  # noqa: BLE001
             self._setting.num_failures += 1
         for block_id in block_ids:
@@ -141,7 +139,7 @@ class Adviser:
 
 
 def find_factory(given: Any, named: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """Return what makes policies: `given`, or what `named` has under it. Raises InvalidArgumentError."""
+    """Return a function that makes policies: `given`, or `named[given]`. Raises InvalidArgumentError."""
     if callable(given):
         found: Callable[[Any], Any] = given
         return found

@@ -1,15 +1,16 @@
-"""Which cached block goes next, where an eviction policy was given: `KVCacheManager(eviction=...)`.
+"""Which cached block is taken next with an eviction policy: `KVCacheManager(eviction=...)`.
 
-The free queue stays the truth of what is free. `Eviction` stands between it and the policies: it tells them of free
-cached blocks, asks one of them when the queue has nothing else to give, and turns the victim into the blocks that go,
-leaves first. What it tells, and in which order blocks go:
+The free queue still decides which blocks are free. `Eviction` stands between the queue and the policies. It tells them
+of free cached blocks, and asks one of them for a victim when the queue has only cached blocks. Then it takes the victim
+and the blocks below it, leaves first. The order in which blocks are taken:
 
-- what holds nothing goes first, and never reaches a policy; nor do blocks that left a window, which go next;
-- while a tenant is over its quota, a policy of its own is asked, which sees that tenant's blocks only;
-- then the pool's policy is asked, which sees all; without an answer of any use the least recently used block goes.
+1. blocks that hold nothing; policies are never told of these;
+2. blocks that left a window; policies are never told of these, either;
+3. while a tenant is over its quota: the victim of that tenant's own policy, which is told only of the tenant's blocks;
+4. the victim of the pool's policy, which is told of all; without a valid answer, the least recently used block.
 
-A manager without a policy has none of this. With one it is the index's `accounts`, and passes on to the quotas, if
-there are any, what they are to be told.
+A manager without a policy has no `Eviction`. With a policy, `Eviction` is the index's `accounts`, and passes on to the
+quotas, if there are any, what it is told.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -31,16 +32,16 @@ from kvblocks.retention.tenant import Tenant
 
 
 class Eviction(Accounts):
-    """The eviction policies of one pool. giver: the sequence that is letting go of blocks; None: it is none."""
+    """The eviction policies of one pool. giver: the sequence that is releasing blocks; None: it isn't a sequence."""
 
     def __init__(self, eviction: Any, num_blocks: int, end_block_id: int) -> None:
-        """eviction: a name, or what makes a policy. Raises InvalidArgumentError, and what that raises."""
+        """eviction: a name, or what makes a policy. Raises InvalidArgumentError, and what making a policy raises."""
         self._make: Callable[[Any], Any] = find_factory(eviction, NAMED)
         self._setting = Setting()
         self._end_block_id = end_block_id
         self._main = Adviser(self._make, self._setting, num_blocks)
-        self._own: dict[int, Adviser] = {}  # by block id: the tenant's adviser that was told of it
-        self._released: dict[int, int] = {}  # by block id: when it became free, of those that policies were told of
+        self._own: dict[int, Adviser] = {}  # by block id: the tenant's adviser that was told of the block
+        self._released: dict[int, int] = {}  # by block id: when it became free; only blocks that policies know
         self._num_released = 0
         self._hits: dict[int, int] = {}
         self._passing: Items[KVCacheBlock] = ()
@@ -51,32 +52,32 @@ class Eviction(Accounts):
 
     @property
     def now(self) -> Any:
-        """The caller's clock, as told last."""
+        """The caller's clock, as last set."""
         return self._setting.now
 
     def set_time(self, now: Any) -> None:
-        """Take note of the caller's clock. O(1)."""
+        """Set the caller's clock. O(1)."""
         self._setting.now = now
 
     @property
     def num_failures(self) -> int:
-        """How often a policy raised, or named no block that it was told of. O(1)."""
+        """How often a policy raised, or named a block that it was not told of. O(1)."""
         return self._setting.num_failures
 
     def use_quotas(self, quotas: TenantQuotas | None) -> None:
-        """Put quotas, counted anew, into force. Tenants' own policies begin anew. O(salts)."""
+        """Apply quotas whose blocks were counted again. Tenants' own policies are made again. O(salts)."""
         self._quotas = quotas
         self._own.clear()
         if quotas is not None:
             quotas.forget_advisers()
 
     def pause(self, session: Hashable, tenant: str | None, reason: str) -> None:
-        """Tell the policies that have a tenant's blocks that a session of its pauses. O(1), beside them."""
+        """Tell the policies that know a tenant's blocks that one of its sessions pauses. O(1) without the policies."""
         for adviser in self._advisers_of(tenant):
             adviser.pause(session, tenant, reason)
 
     def end(self, session: Hashable, tenant: str | None) -> None:
-        """Tell the policies that have a tenant's blocks that a session of its has ended. O(1), beside them."""
+        """Tell the policies that know a tenant's blocks that one of its sessions ended. O(1) without the policies."""
         for adviser in self._advisers_of(tenant):
             adviser.end(session, tenant)
 
@@ -86,7 +87,7 @@ class Eviction(Accounts):
             return [self._main]
         return [account.adviser, self._main]
 
-    # What it is asked.
+    # Calls that ask.
 
     @property
     def is_choosing(self) -> bool:
@@ -94,11 +95,14 @@ class Eviction(Accounts):
         return True
 
     def account_of(self, extra_keys: bytes | None) -> Tenant | None:
-        """As the quotas say."""
+        """`TenantQuotas.account_of`; None without quotas."""
         return None if self._quotas is None else self._quotas.account_of(extra_keys)
 
     def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:
-        """Take what holds nothing, else what goes for a victim. O(blocks + branches below it) beside the policy."""
+        """Take blocks that hold nothing, else a victim and the blocks below it.
+
+        O(blocks + branches below the victim) without the policy.
+        """
         if self._starting is not None:
             self._tell_begin(self._starting)
         taken = queue.popleft_empty(max_blocks)
@@ -111,8 +115,8 @@ class Eviction(Accounts):
         return taken
 
     def _choose(self, first: KVCacheBlock, max_blocks: int) -> list[KVCacheBlock]:
-        """Return what is to go next. first: the least recently used free block."""
-        if not first.is_cached:  # of before a reset
+        """Return the blocks to be taken next. first: the first block of the queue."""
+        if not first.is_cached:  # cached before a reset
             return [first]
         tenant = None if self._quotas is None else self._quotas.next_tenant()
         if tenant is not None:
@@ -130,36 +134,36 @@ class Eviction(Accounts):
         return [fallback] if victim is None else free_stretch(victim, max_blocks, self._released)
 
     def _adviser_of(self, tenant: Tenant) -> Adviser:
-        """Return the adviser of a tenant: made when it is first asked, and told of what the tenant has free then."""
+        """Return the adviser of a tenant. It is made at the first use, and told of the tenant's free blocks."""
         if tenant.adviser is None:
             num_blocks = max(1, tenant.max_cached_blocks)
             try:
                 tenant.adviser = Adviser(self._make, self._setting, num_blocks)
-            except Exception:  # noqa: BLE001  # then the tenant's least recently used blocks go
+            except Exception:  # noqa: BLE001  # then the tenant's least recently used blocks are taken
                 self._setting.num_failures += 1
                 tenant.adviser = Adviser(_Silent, self._setting, num_blocks)
             blocks = [block for block in tenant.all_free() if block.block_id in self._released]
             self._tell_own(tenant.adviser, blocks, self._records(blocks))
         return tenant.adviser
 
-    # What it is told.
+    # Calls that tell.
 
     def note_start(self, sequence: Sequence | None) -> None:
-        """A sequence is about to begin: policies are told once it touches or takes blocks. None: it has begun. O(1)."""
+        """A sequence is about to start. Policies are told once it touches or takes blocks. None: it started. O(1)."""
         self._starting = None if sequence is None or sequence.session is None else sequence
 
     def note_hit(self, blocks: Items[KVCacheBlock]) -> None:
         """A sequence has hit these blocks. O(blocks)."""
         for block in blocks:
-            if block.block_id < self._end_block_id:  # an anchor is no block
+            if block.block_id < self._end_block_id:  # not an anchor
                 self._hits[block.block_id] = self._hits.get(block.block_id, 0) + 1
 
     def note_passed(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell no policy of these, which `note_released` comes to next."""
+        """Tell no policy of these blocks, for which `note_released` follows."""
         self._passing = blocks
 
     def note_released(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell of those that are free and cached now. O(blocks + runs above them)."""
+        """Tell policies of those that are now free and cached. O(blocks + runs above them)."""
         passing, self._passing = self._passing, ()
         if self._quotas is not None:
             self._quotas.note_released(blocks)
@@ -184,7 +188,7 @@ class Eviction(Accounts):
         self._main.free(freed, records)
 
     def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell of those that were free. O(blocks)."""
+        """Tell policies of those that were free. O(blocks)."""
         if self._starting is not None and blocks:
             self._tell_begin(self._starting)
         used = self._leave(blocks)
@@ -194,15 +198,15 @@ class Eviction(Accounts):
                 adviser.use(block_ids)
 
     def note_taken(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell of those that were known, before what they hold is forgotten. O(blocks)."""
+        """Tell policies of those that they know, before the index evicts them. O(blocks)."""
         self._note_gone(blocks)
 
     def note_detached(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell of those that were free. O(blocks)."""
+        """Tell policies of those that they know. O(blocks)."""
         self._note_gone(blocks)
 
     def note_clearing(self, runs: Iterable[Run]) -> None:
-        """Tell that nothing is cached any more. O(free cached blocks)."""
+        """Tell policies that no block is cached any more. O(free cached blocks)."""
         gone = [*self._released]
         if gone:
             self._main.remove(gone)
@@ -214,7 +218,7 @@ class Eviction(Accounts):
             self._quotas.note_clearing(runs)
 
     def check(self, queue: FreeBlockQueue) -> None:
-        """Raise AssertionError unless policies know what is free and cached, and left no window. O(queue)."""
+        """Raise AssertionError unless policies know the free cached blocks that left no window. O(queue)."""
         known = self._main.blocks
         assert known.keys() == self._released.keys(), "eviction: told of other blocks than counted"
         assert max(self._hits, default=-1) < self._end_block_id, "eviction: hits of what is no block"
@@ -241,11 +245,11 @@ class Eviction(Accounts):
                 adviser.remove(block_ids)
 
     def _leave(self, blocks: Items[KVCacheBlock]) -> list[int]:
-        """Return the ids of those blocks that policies were told of, each once: they are no more among these."""
+        """Forget those of `blocks` that policies were told of. Returns their ids, each once."""
         return [block.block_id for block in blocks if self._released.pop(block.block_id, 0)]
 
     def _leave_own(self, block_ids: list[int]) -> list[tuple[Adviser, list[int]]]:
-        """Forget what tenants' own policies were told of; returns their advisers, with theirs of these blocks."""
+        """Forget those of these blocks that tenants' own policies were told of. Returns them by adviser."""
         theirs: dict[Adviser, list[int]] = {}
         if self._own:
             for block_id in block_ids:
@@ -255,7 +259,7 @@ class Eviction(Accounts):
         return [*theirs.items()]
 
     def _note_giver(self, blocks: Items[KVCacheBlock], session: Hashable) -> None:
-        """Note whose sequence gave these back, of those that are cached. O(blocks)."""
+        """Note which session gave back those of `blocks` that are cached. O(blocks)."""
         cached = [block for block in blocks if block.run is not None and block.run.epoch.is_current]
         try:
             self._givers.note(cached, session)
@@ -263,13 +267,13 @@ class Eviction(Accounts):
             self._setting.num_failures += 1
 
     def _tell_begin(self, sequence: Sequence) -> None:
-        """Tell that a request of a session begins, once."""
+        """Tell policies, once, that a request of a session begins."""
         self._starting = None
         for adviser in self._advisers_of(sequence.salt):
             adviser.begin(sequence.session, sequence.salt)
 
     def _tell_tenants(self, freed: list[KVCacheBlock], records: list[FreeBlock]) -> None:
-        """Tell the tenants' own policies, where there are any, of theirs."""
+        """Tell the tenants' own policies of their tenant's blocks."""
         theirs: dict[Adviser, list[int]] = {}
         for i, block in enumerate(freed):
             account = None if block.run is None else block.run.account
@@ -284,7 +288,7 @@ class Eviction(Accounts):
         adviser.free(blocks, records)
 
     def _records(self, blocks: list[KVCacheBlock]) -> list[FreeBlock]:
-        """Return what policies are told of free cached blocks. O(blocks + runs above them)."""
+        """Return the records of free cached blocks for policies. O(blocks + runs above them)."""
         records: list[FreeBlock] = []
         last: Run | None = None
         first, tenant = 0, None
@@ -293,7 +297,7 @@ class Eviction(Accounts):
             run = block.run
             assert run is not None, f"{block}: isn't cached"
             if run is not last:
-                if last is not None and last.key[0] is run:  # a table from its end: the run above
+                if last is not None and last.key[0] is run:  # often so, since a table's blocks come last first
                     first -= last.key[1] + 1
                 else:
                     first = num_blocks_above(run)
@@ -302,7 +306,7 @@ class Eviction(Accounts):
             block_id = block.block_id
             sessions = givers.of(block_id)
             fields = block_id, first + block.index, tenant, sessions[-1], hits.get(block_id, 0), sessions[:-1]
-            records.append(tuple.__new__(FreeBlock, fields))  # half the price of FreeBlock(...)
+            records.append(tuple.__new__(FreeBlock, fields))  # takes half the time of FreeBlock(...)
         return records
 
 
@@ -317,19 +321,19 @@ def num_blocks_above(run: Run) -> int:
 
 
 class _Silent:
-    """A policy that has nothing to say."""
+    """A policy that never names a victim."""
 
     def __init__(self, cache: object) -> None:
-        """cache: isn't asked."""
+        """cache: not used."""
 
     def free(self, blocks: object) -> None:
-        """Take no note."""
+        """Do nothing."""
 
     def use(self, block_ids: object) -> None:
-        """Take no note."""
+        """Do nothing."""
 
     def remove(self, block_ids: object) -> None:
-        """Take no note."""
+        """Do nothing."""
 
     def victim(self, num_blocks: object) -> None:
-        """Name none."""
+        """Name no block."""

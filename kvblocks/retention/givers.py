@@ -1,4 +1,4 @@
-"""Which sessions gave a cached block back: whose requests contained it, whoever has it now or had it last."""
+"""Which sessions gave a cached block back, that is, which sessions' requests contained it."""
 
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
@@ -7,15 +7,16 @@ from typing import Final
 from kvblocks.core.block import KVCacheBlock
 
 MAX_SESSIONS: Final = 8
-"""As many are remembered of a block, the last ones: more of them tell a policy nothing new."""
+"""How many sessions are remembered for a block, the last ones. More would tell a policy nothing new."""
 
 _NOBODY: Final[tuple[Hashable, ...]] = (None,)
 
 
 class Givers:
-    """By block id, the sessions whose sequences gave the block back since it was cached; None among them: of none.
+    """By block id, the sessions whose sequences gave the block back since it was cached.
 
-    Sessions are compared by the caller's own code, which may raise; then what was known of the block stays.
+    None stands for sequences without a session. Comparing sessions runs the caller's own code, which may raise. Then
+    the block keeps the sessions that it had.
     """
 
     def __init__(self) -> None:
@@ -34,15 +35,15 @@ class Givers:
                 known[block.block_id] = (*others[1 - MAX_SESSIONS :], session) if others else own
 
     def of(self, block_id: int) -> tuple[Hashable, ...]:
-        """Return the sessions that gave a block back, the last one last; (None,) where nothing is known. O(1)."""
+        """Return the sessions that gave a block back, the latest last; (None,) if nothing is known. O(1)."""
         return self._sessions.get(block_id, _NOBODY)
 
     def forget(self, blocks: Items[KVCacheBlock]) -> None:
-        """These blocks are cached no more. O(blocks)."""
+        """These blocks stopped being cached. O(blocks)."""
         if self._sessions:
             for block in blocks:
                 self._sessions.pop(block.block_id, None)
 
     def clear(self) -> None:
-        """Nothing is cached any more. O(blocks)."""
+        """The cache was reset. O(blocks)."""
         self._sessions.clear()

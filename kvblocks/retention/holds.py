@@ -1,12 +1,12 @@
-"""Holds: blocks that somebody else reads or writes, such as a transfer, while sequences come and go.
+"""Holds: they own blocks that somebody other than a sequence reads or writes, such as a transfer.
 
-A hold owns blocks as a sequence does: those of a sequence's first tokens, from the first block on, in all groups. It
-outlives the sequence, so blocks under a transfer are neither reused nor evicted, whatever is freed, aborted or rewound
-meanwhile. Only `release` ends it; it never gives way, as pins do.
+A hold owns blocks as a sequence does: those of a sequence's first tokens, in all groups. It outlives the sequence. So
+blocks under a transfer are neither reused nor evicted, whatever is freed, aborted or rewound meanwhile. Only `release`
+ends a hold; unlike a pin, it never gives blocks up.
 
-While its sequence goes on, a hold is of full blocks only. No full block is written twice, so none is ever copied for
-being held; but where a sequence went back into the middle of one (`truncate`), it gets a copy, as ever. The unfilled
-last block is held by `detach` alone, whose sequence is gone.
+While the sequence goes on, a hold has only full blocks. A full block is never written twice, so a hold causes no copy.
+The exception is a sequence that went back into the middle of a held block (`truncate`): it gets a copy, as with any
+shared block. Only `detach` holds the unfilled last block, since it frees the sequence.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -23,9 +23,10 @@ from kvblocks.errors import BlockStateError
 class BlockHold:
     """Blocks that are neither reused nor evicted before this is released. Made by `BlockHolds`; compared by identity.
 
-    sequence_id: of the sequence that they were held for. num_tokens: its first tokens, whose KV they have or will have.
-    tables: by group, the blocks that are held, as they stand in the sequence's table from index first_blocks[group] on;
-    what left a window before is not held. is_released: whether it has ended. Read-only.
+    sequence_id: of the sequence whose blocks they were. num_tokens: how many of its first tokens have, or will have,
+    their KV in these blocks. tables: by group, the held blocks: those of the sequence's table from index
+    first_blocks[group] on. Blocks that had left a window are not held. is_released: whether the hold has ended.
+    Read-only.
     """
 
     __slots__ = ("first_blocks", "is_released", "num_tokens", "sequence_id", "tables")
@@ -41,17 +42,17 @@ class BlockHold:
 
     @property
     def block_ids(self) -> list[int]:
-        """The ids of the blocks that are held of group 0, the only one of most managers. O(blocks)."""
+        """The ids of the held blocks of group 0, which is the only group in most managers. O(blocks)."""
         return self.group_block_ids(0)
 
     def group_block_ids(self, group: SupportsIndex) -> list[int]:
-        """Return the ids of the blocks that are held of a group. Raises InvalidArgumentError. O(blocks)."""
+        """Return the ids of the held blocks of a group. Raises InvalidArgumentError. O(blocks)."""
         number = check_count("group", group, 0, len(self.tables) - 1)
         return [block.block_id for block in self.tables[number]]
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks it holds, of all groups. O(groups)."""
+        """How many blocks it holds in all groups. O(groups)."""
         return sum([len(table) for table in self.tables])
 
     def __repr__(self) -> str:
@@ -62,7 +63,7 @@ class BlockHold:
 class BlockHolds:
     """The holds of a manager: `manager.holds`. Iterates over them, oldest first.
 
-    Made by a manager. Its calls raise as the manager's, and have changed nothing then.
+    Made by a manager. As with the manager's calls, one that raises has changed nothing.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class BlockHolds:
         free: Callable[[Sequence], None],
         end: Callable[[], None],
     ) -> None:
-        """check_owned, free, end: calls of the manager; the last ends a change and checks all, if that is wanted."""
+        """check_owned, free, end: calls of the manager; `end` ends a change and, in debug mode, checks all."""
         self._manager = manager
         self._slots = slots
         self._check_owned = check_owned
@@ -88,10 +89,10 @@ class BlockHolds:
         return iter(list(self._holds))
 
     def read(self, sequence: Given[Sequence], num_tokens: SupportsIndex | None = None) -> BlockHold:
-        """Hold the blocks that a sequence's first `num_tokens` written tokens fill, for somebody who reads them.
+        """Hold the blocks that a sequence's first `num_tokens` written tokens fill, for a reader.
 
-        num_tokens: up to `sequence.num_written_tokens`; None: that. Raises SequenceStateError (not this manager's) and
-        InvalidArgumentError. O(blocks).
+        num_tokens: at most `sequence.num_written_tokens`; None: all of these. Raises SequenceStateError (not this
+        manager's) and InvalidArgumentError. O(blocks).
         """
         given = None if num_tokens is None else asked_once(num_tokens)
         own = self._check_owned(sequence, "holds.read")
@@ -99,10 +100,10 @@ class BlockHolds:
         return self._hold_full(own, most if given is None else check_count("num_tokens", given, 0, most))
 
     def write(self, sequence: Given[Sequence], num_tokens: SupportsIndex | None = None) -> BlockHold:
-        """Hold the blocks that a sequence's first `num_tokens` tokens with slots fill, for somebody who writes them.
+        """Hold the blocks that a sequence's first `num_tokens` tokens with slots fill, for a writer.
 
-        As `read`, but what is delayed counts, too: tokens that are being loaded, for example.
-        num_tokens: up to `sequence.num_computed_tokens`; None: that.
+        As `read`, but delayed tokens count, too, such as tokens that are being loaded. num_tokens: at most
+        `sequence.num_computed_tokens`; None: all of these.
         """
         given = None if num_tokens is None else asked_once(num_tokens)
         own = self._check_owned(sequence, "holds.write")
@@ -110,11 +111,11 @@ class BlockHolds:
         return self._hold_full(own, most if given is None else check_count("num_tokens", given, 0, most))
 
     def detach(self, sequence: Given[Sequence]) -> BlockHold:
-        """Free a sequence, and hold all blocks that it had until `release` gives them back.
+        """Free a sequence, and hold all blocks that it had until `release`.
 
-        For steps in flight, which may write to them still, and for those who read a finished sequence's KV. The
-        sequence may be allocated again at once, with other blocks behind its hit. What must not stay cached is for
-        `evict_blocks`. Raises as `free`. O(blocks).
+        For steps in flight that may still write to the blocks, and for readers of a finished sequence's KV. The
+        sequence may be allocated again at once, with other blocks behind its hit. Call `evict_blocks` for blocks that
+        must not stay cached. Raises what `free` raises. O(blocks).
         """
         own = self._check_owned(sequence, "holds.detach")
         hold = self._hold(own, own.num_computed_tokens, is_whole=True)
@@ -123,14 +124,15 @@ class BlockHolds:
             self._free(own)
         except BaseException:
             if own.owner is not None and self._manager.change_state != CHANGING:
-                self.release(hold)  # nothing was freed: the id's hash raised, say
+                self.release(hold)  # nothing was freed, for example since the id's hash raised
             raise
         return hold
 
     def release(self, hold: Given[BlockHold]) -> None:
-        """End a hold; its blocks are free then, unless others have them. What is cached of them stays so.
+        """End a hold. Blocks without other owners become free. Cached blocks stay cached.
 
-        Raises BlockStateError when it has ended, InvalidArgumentError for what is no hold of this manager. O(blocks).
+        Raises BlockStateError when the hold has ended or is another manager's, InvalidArgumentError when it is no hold.
+        O(blocks).
         """
         self._manager.check_whole()
         given: Any = hold
@@ -148,7 +150,7 @@ class BlockHolds:
         self._end()
 
     def owned(self) -> list[list[KVCacheBlock]]:
-        """Return all that is held, each block as often as it is. Only for the manager. O(holds)."""
+        """Return the held blocks, each as often as it is held. Only for the manager. O(holds)."""
         return [table for hold in self._holds for table in hold.tables]
 
     def _hold_full(self, sequence: Sequence, num_tokens: int) -> BlockHold:

@@ -1,9 +1,9 @@
-"""Which blocks only pins hold: what a call that finds too few free blocks could have, and what it could not.
+"""Which blocks have only pins as owners: a call that finds too few free blocks could have those of low priority.
 
-To know it takes a look at everything that is pinned. So it is kept for the next call, which a scheduler makes at its
-next step. It may change when a pin holds other blocks, which `Pins` says, and when a block gets another owner
-or loses one of several, which the free queue counts for all blocks alike. What is taken and freed otherwise makes no
-difference. So a pool in which prefixes are shared all the time is looked at each time, once a call.
+Finding out costs a look at all pinned blocks. So the answer is kept for the next call, which a scheduler makes in its
+next step. The answer may change in two cases: a pin holds other blocks, of which `Pins` tells; or a block that stays
+owned gets or loses an owner, which the free queue counts, for all blocks together. Taking and freeing unshared blocks
+doesn't change it. In a pool where prefixes are shared all the time, each call has to look again.
 """
 
 from collections.abc import Iterable
@@ -12,14 +12,14 @@ from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.pool import BlockPool
 
 KEEP = 100
-"""The priority of what is never given up before it expires."""
+"""The priority of pins that are never given up before they expire."""
 
 Held = Iterable[tuple[KVCacheBlock, int]]
-"""What one pin holds, with priorities."""
+"""The blocks that one pin holds, with priorities."""
 
 
 class PinnedBlocks:
-    """The blocks of `pool` that have pins and no other owners, while that is known."""
+    """The blocks of `pool` that are owned only by pins, kept while the answer is valid."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -28,20 +28,20 @@ class PinnedBlocks:
         self._num_shared_changes = 0
 
     def forget(self) -> None:
-        """Note that pins hold other blocks than before. O(1)."""
+        """Drop the kept answer, since pins hold other blocks than before. O(1)."""
         self._may_go = None
 
     @property
     def known(self) -> dict[KVCacheBlock, bool] | None:
-        """Whether each of them would be given up; None: that isn't known any more. O(1)."""
+        """By block, whether it would be given up; None if no valid answer is kept. O(1)."""
         if self._num_shared_changes != self._pool.num_shared_changes:
             self._may_go = None
         return self._may_go
 
     def count(self, pins: Iterable[Held], touched: list[KVCacheBlock], num_wanted: int) -> tuple[int, int]:
-        """Return how many blocks would be given up, and how many not, when `touched` are taken first.
+        """Return how many blocks pins would give up, and how many not, once `touched` have another owner.
 
-        Stops counting when there are `num_wanted` to be given up. O(touched) while it is known, else O(pinned blocks).
+        Stops counting when `num_wanted` would be given up. O(touched) while an answer is kept, else O(pinned blocks).
         """
         may_go = self.known
         if may_go is None:
@@ -56,19 +56,19 @@ class PinnedBlocks:
         return num_going, num_staying
 
     def note_given_up(self, known: dict[KVCacheBlock, bool] | None, blocks: list[KVCacheBlock]) -> None:
-        """Keep what was `known` before pins gave up `blocks`, in the order of their priorities. O(blocks).
+        """Update the answer that was `known` before pins gave up `blocks`, in order of priority. O(blocks).
 
-        Whatever pins hold one of these still, they have no lower priority than the one that gave it up.
+        If other pins still hold such a block, their priority is at least as high as that of the pin that gave it up.
         """
         self._may_go = known
         self._num_shared_changes = self._pool.num_shared_changes
         if known is not None:
             for block in blocks:
                 if not block.ref_cnt:
-                    self._num_going -= known.pop(block, False)  # nothing, of an anchor
+                    self._num_going -= known.pop(block, False)  # 0 for an anchor
 
     def check(self, pins: Iterable[Held]) -> None:
-        """Raise AssertionError unless what is known is so. O(pinned blocks)."""
+        """Raise AssertionError unless the kept answer is right. O(pinned blocks)."""
         priorities: dict[KVCacheBlock, list[int]] = {}
         for held in pins:
             for block, priority in held:
@@ -80,11 +80,11 @@ class PinnedBlocks:
     def _learn(
         self, pins: Iterable[Held], touched: list[KVCacheBlock], num_wanted: int
     ) -> dict[KVCacheBlock, bool] | None:
-        """Find out, and keep it; None as soon as `num_wanted` blocks beside `touched` would be given up."""
+        """Compute and keep the answer; None as soon as `num_wanted` blocks other than `touched` would be given up."""
         taken = set(touched)
         may_go: dict[KVCacheBlock, bool] = {}
-        num_pins: dict[KVCacheBlock, int] = {}  # of blocks with several owners
-        staying: set[KVCacheBlock] = set()  # those of them that some pin keeps
+        num_pins: dict[KVCacheBlock, int] = {}  # only blocks with several owners
+        staying: set[KVCacheBlock] = set()  # those of them that a pin never gives up
         num_found = 0
         for held in pins:
             for block, priority in held:

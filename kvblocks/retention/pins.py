@@ -1,15 +1,14 @@
-"""Pins: prefixes that stay cached because somebody said so, until they expire or more important things need the space.
+"""Pins: prefixes that the caller wants to stay cached, until they expire or sequences need the space.
 
-A pin holds its prefix's blocks as a sequence holds its own, so that they are out of the free queue and nothing on the
-hot path has to know of pins. It stands for a prefix, not for some blocks: what of it isn't cached yet, or had to be
-given up, is held from when it is cached and would become free.
+A pin owns its prefix's blocks as a sequence owns its blocks. So they aren't in the free queue, and nothing on the hot
+path has to know of pins. A pin is for a prefix, not for certain blocks. Blocks of the prefix that aren't cached yet, or
+that the pin gave up, are held once they are cached and a sequence releases them.
 
-No deadlock: all pins together hold at most a share of the pool, and when the pool has nothing else, pins give up
-blocks, those of lowest priority first, and within a pin the end of the prefix first. Only those of priority 100 never
-do.
+No deadlock: all pins together hold at most a share of the pool. When the pool has no other blocks, pins give up blocks,
+those of lowest priority first, and within a pin the end of the prefix first. Only pins of priority 100 never do.
 
-Invariants: a pin holds the first blocks of its prefix, all cached; their priorities never rise from one block to the
-next, so no block is protected longer than the one it is attached to.
+Invariants: a pin holds the first blocks of its prefix, all cached. Their priorities never increase from one block to
+the next, so no block is kept longer than its parent.
 
 Retention priorities by ranges of tokens are TensorRT-LLM's; holding a reference as the way to protect is this
 project's.
@@ -34,12 +33,12 @@ Priority = SupportsIndex | Iterable[tuple[SupportsIndex, SupportsIndex, Supports
 
 
 class Pin:
-    """A standing wish to keep a prefix cached. Made by `KVCacheManager.pin`; tell pins apart by identity.
+    """A wish to keep a prefix cached. Made by `KVCacheManager.pin`; pins are compared by identity.
 
     sequence: the prefix, with its salt and keys. priorities: of its full blocks, first to last. expires_at: the time
-    from which it counts no more, None: never. blocks: those that it holds now. attached_blocks: of groups beside the
-    primary one, those that a hit of the whole prefix needs, if it holds all of them. num_wanted_blocks: that it is for
-    in all groups, and that count towards the budget.
+    when it ends, None: never. blocks: the primary group's blocks that it holds now. attached_blocks: the side groups'
+    blocks that it holds: all that a hit of the whole prefix needs, or none. num_wanted_blocks: blocks of all groups
+    that it is for; this counts towards the budget.
     """
 
     __slots__ = ("attached_blocks", "blocks", "expires_at", "has_ended", "num_wanted_blocks", "priorities", "sequence")
@@ -55,12 +54,12 @@ class Pin:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that it is for, of the primary group. O(1)."""
+        """Blocks of the primary group that it is for. O(1)."""
         return len(self.priorities)
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks that it protects now: those that are cached and weren't given up. O(1)."""
+        """Blocks that it holds now: those that are cached and weren't given up. O(1)."""
         return len(self.blocks) + len(self.attached_blocks)
 
     def __repr__(self) -> str:
@@ -71,7 +70,7 @@ class Pin:
 class Pins(SoftHolds):
     """The pins of a pool, which together hold at most `max_blocks`.
 
-    lacking: those of them that don't hold all of their blocks, by their first block's tokens.
+    lacking: the pins that don't hold all of their blocks, by their first block's tokens.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
@@ -82,9 +81,9 @@ class Pins(SoftHolds):
         self._only_pinned = PinnedBlocks(pool)
 
     def make(self, sequence: Sequence, priority: Priority, expires_at: Any) -> Pin:
-        """Return a pin of a prefix, for `add`. InvalidArgumentError; PinBudgetError when it would take too much.
+        """Return a pin of a prefix, for `add`. Changes nothing. O(tokens + pins).
 
-        expires_at: a number, or None. Changes nothing. O(tokens + pins).
+        expires_at: a number, or None. Raises InvalidArgumentError; PinBudgetError when the budget is too small.
         """
         pin = Pin(sequence, block_priorities(priority, sequence.num_tokens, self._pool.index.block_size), expires_at)
         self._count_wanted(pin)
@@ -97,34 +96,34 @@ class Pins(SoftHolds):
         return pin
 
     def add(self, pin: Pin) -> None:
-        """Put a pin that `make` returned into force. O(tokens)."""
+        """Begin a pin that `make` returned. O(tokens)."""
         self.pins[pin] = None
         self._note(pin)
         self._extend(pin)
 
     def remove(self, pin: Pin) -> None:
-        """End a pin; its blocks are free then, unless others hold them. O(its blocks)."""
+        """End a pin. Its blocks without other owners become free. O(its blocks)."""
         del self.pins[pin]
         blocks, pin.blocks, pin.has_ended = pin.blocks, [], True
         self._note(pin)
-        self.extend(pin.sequence)  # another pin may have given up what this one held all the same
+        self.extend(pin.sequence)  # another pin may lack blocks that this one holds
         self._pool.release_table(blocks)
 
     def expired(self, now: Any) -> list[Pin]:
-        """Return the pins whose time has come. O(pins)."""
+        """Return the pins whose `expires_at` is at or before `now`. O(pins)."""
         return [pin for pin in self.pins if pin.expires_at is not None and pin.expires_at <= now]
 
     def extend(self, sequence: Sequence) -> None:
-        """Hold what pins lack and `sequence`, which is about to let go of blocks, may have. A lookup for each of those.
+        """Let pins hold the blocks that they lack and `sequence` has. The sequence is about to release blocks.
 
-        Pins of other prefixes, by their first block, are not looked at.
+        Costs a lookup for each lacking pin that has the same tokens in its first block.
         """
         if self.lacking:
             for pin in list(self.lacking.get(_first_block(sequence, self._pool.index.block_size), ())):
                 self._extend(pin)
 
     def drop_uncached(self) -> None:
-        """Let go of what is cached no more, after an abort or a reset. O(pinned blocks)."""
+        """Release blocks that are no longer cached, after an abort or a reset. O(pinned blocks)."""
         for pin in self.pins:
             num_cached = 0
             while num_cached < len(pin.blocks) and pin.blocks[num_cached].is_cached:
@@ -135,24 +134,24 @@ class Pins(SoftHolds):
             self._note(pin)
 
     def find_refusal(self, num_blocks: int, touched: list[KVCacheBlock]) -> Refusal | None:
-        """Return why `num_blocks` can't be had after `touched` are taken, None if they can: pins give up what they may.
+        """Return why `num_blocks` can't be had once `touched` are owned. None if they can, perhaps after `give_up`.
 
-        Changes nothing. O(touched), and O(pinned blocks) if pins hold others than at the last call, or if any block got
-        another owner since or lost one of several.
+        Changes nothing. O(touched), and O(pinned blocks) if since the last call pins hold other blocks, or an owned
+        block got or lost an owner.
         """
         num_free = self._pool.num_free_blocks - sum([block.ref_cnt == 0 for block in touched])
         num_given = num_kept = 0
         if self.pins:
-            held = map(self._held_by, self.pins)  # as far as is needed; a compiled generator makes a list first
+            held = map(self._held_by, self.pins)  # lazy; in the compiled build a generator would make a list first
             num_given, num_kept = self._only_pinned.count(held, touched, num_blocks - num_free)
             if num_given >= num_blocks - num_free:
                 return None
         return Refusal(num_blocks, num_free, num_given, num_kept)
 
     def give_up(self, num_blocks: int) -> None:
-        """Free `num_blocks` blocks of pins, by priority, then of the oldest pin. `find_refusal` must have found none.
+        """Free `num_blocks` blocks of pins, lowest priority first, then oldest pin first.
 
-        O(pins + blocks given up x log pins).
+        `find_refusal` must have returned None. O(pins + blocks given up x log pins).
         """
         order = [(pin.priorities[len(pin.blocks) - 1], age, pin) for age, pin in enumerate(self.pins) if pin.blocks]
         heapify(order)
@@ -184,7 +183,7 @@ class Pins(SoftHolds):
         self._note(pin)
 
     def _note(self, pin: Pin) -> None:
-        """Keep `lacking` true of a pin that is new, ends, or holds other blocks than before."""
+        """Update `lacking` for a pin that is new, has ended, or holds other blocks than before."""
         self._only_pinned.forget()
         first = _first_block(pin.sequence, self._pool.index.block_size)
         if not pin.has_ended and self._lacks(pin):
@@ -195,17 +194,17 @@ class Pins(SoftHolds):
                 del self.lacking[first]
 
     def tables(self) -> list[list[KVCacheBlock]]:
-        """Return all that pins hold. O(pins)."""
+        """Return the blocks that pins hold. O(pins)."""
         return [pin.blocks for pin in self.pins]
 
     def _count_wanted(self, pin: Pin) -> None:
-        """Set what counts towards the budget, of a pin that is being made."""
+        """Set num_wanted_blocks of a pin that is being made. For several groups."""
 
     def _lacks(self, pin: Pin) -> bool:
         return len(pin.blocks) < pin.num_blocks
 
     def _give_up_end(self, pin: Pin) -> list[KVCacheBlock]:
-        """Let go of the end of what a pin holds, and return it."""
+        """Release the last block or blocks that a pin holds, and return them."""
         end = [pin.blocks.pop()]
         self._pool.release_table(end)
         return end
@@ -220,14 +219,14 @@ def _first_block(sequence: Sequence, block_size: int) -> bytes:
 
 
 def block_priorities(priority: Priority, num_tokens: int, block_size: int) -> list[int]:
-    """Return the priority of each full block that is to be kept.
+    """Return the priority of each full block to pin.
 
     A block has the highest priority of the ranges that touch it, and at least that of the blocks behind it. Blocks
-    behind the last range are not pinned. Raises InvalidArgumentError unless that leaves at least one. O(blocks +
+    behind the last range are not pinned. Raises InvalidArgumentError unless at least one block is pinned. O(blocks +
     ranges).
     """
     given: Any = priority
-    if as_int(given) is not None or not hasattr(given, "__iter__"):  # one number, for all of it
+    if as_int(given) is not None or not hasattr(given, "__iter__"):  # one number, for the whole prefix
         ranges = [(0, num_tokens, check_count("priority", given, 0, KEEP))]
     else:
         ranges = [

@@ -1,8 +1,8 @@
 """Quotas of tenants: how many cached blocks each salt may keep while others want the space.
 
-A quota takes nothing away by itself: as long as the pool has blocks that hold nothing, a tenant may cache beyond its
-quota. But where a block that somebody else cached is next to be reused, the least recently used free block of the
-tenant that is longest beyond its quota goes instead. Blocks in use count towards a quota and are never taken.
+A quota alone evicts nothing: as long as the pool has blocks that hold nothing, a tenant may cache beyond its quota. But
+when a cached block would be evicted next, and tenants are over their quotas, the one that has been so longest loses its
+least recently used free block instead. Owned blocks count towards a quota and are never taken.
 
 Counting is exact: every cached run knows its tenant, by the salt in its first block's key.
 """
@@ -19,7 +19,7 @@ from kvblocks.stats import QuotaUsage
 
 
 class TenantQuotas(Accounts):
-    """The tenants there are, by salt."""
+    """The tenants that have quotas, by salt."""
 
     def __init__(self) -> None:
         self.default_max_blocks: int | None = None
@@ -33,12 +33,12 @@ class TenantQuotas(Accounts):
 
     @property
     def over(self) -> dict[Tenant, int]:
-        """The tenants beyond their quotas, longest first. Not to be changed. O(1)."""
+        """The tenants over their quotas, the longest first. Don't change it. O(1)."""
         return self._over.tenants
 
     @property
     def is_choosing(self) -> bool:
-        """Whether any tenant is beyond its quota. O(1)."""
+        """Whether any tenant is over its quota. O(1)."""
         return bool(self._over.tenants)
 
     @property
@@ -47,16 +47,16 @@ class TenantQuotas(Accounts):
         return not self._named and self.default_max_blocks is None
 
     def tenants(self) -> list[Tenant]:
-        """Return the tenants that have a quota of their own or anything cached, in order of their making."""
-        tenants = list(self._tenants.values())  # at once, since another thread may ask for metrics
+        """Return the tenants that have a quota of their own or anything cached, oldest first."""
+        tenants = list(self._tenants.values())  # a copy, since another thread may ask, for metrics
         return [tenant for tenant in tenants if tenant.salt in self._named or tenant.num_cached_blocks]
 
     def usage(self) -> list[QuotaUsage]:
-        """Return the quotas of `tenants`, and what of them is used. O(salts)."""
+        """Return quota and usage of each of `tenants`. O(salts)."""
         return [QuotaUsage(t.salt, t.max_cached_blocks, t.num_cached_blocks) for t in self.tenants()]
 
     def set_quota(self, salt: str | None, max_blocks: int | None) -> None:
-        """Give the sequences of one salt a quota; None takes it away. `charge` must follow. O(1)."""
+        """Set the quota of one salt; None removes it. `charge` must follow. O(1)."""
         self._tenants.pop(salt, None)
         self._named.pop(salt, None)
         if max_blocks is not None:
@@ -64,7 +64,7 @@ class TenantQuotas(Accounts):
             self._named[salt] = max_blocks
 
     def set_default(self, max_blocks: int | None) -> None:
-        """Give every other salt one of `max_blocks`; None: none. `charge` must follow. O(salts)."""
+        """Set the quota of all other salts; None: they have none. `charge` must follow. O(salts)."""
         self.default_max_blocks = max_blocks
         self._tenants = {salt: tenant for salt, tenant in self._tenants.items() if salt in self._named}
 
@@ -82,16 +82,19 @@ class TenantQuotas(Accounts):
         return tenant
 
     def find(self, salt: str | None) -> Tenant | None:
-        """Return the tenant of a salt, None if nothing has asked for it. O(1)."""
+        """Return the tenant of a salt, None if none was made yet. O(1)."""
         return self._tenants.get(salt)
 
     def forget_advisers(self) -> None:
-        """Let all tenants' eviction policies be made anew, also of those that have nothing cached. O(salts)."""
+        """Drop all tenants' own eviction policies, so that new ones are made when needed. O(salts)."""
         for tenant in self._tenants.values():
             tenant.adviser = None
 
     def recount(self, runs: list[tuple[Run, int]], free_blocks: Items[KVCacheBlock]) -> None:
-        """Count anew. runs: all, parents first, with how much each has cached. free_blocks: in their order. O(both)."""
+        """Count all cached blocks again. O(runs + free blocks).
+
+        runs: all runs, parents first, each with how many blocks it has cached. free_blocks: in the queue's order.
+        """
         self._over.reorder([])
         for tenant in self._tenants.values():
             tenant.num_cached_blocks = 0
@@ -101,11 +104,11 @@ class TenantQuotas(Accounts):
             run.account = self.account_of(extra_keys) if parent is None else parent.account
             if run.account is not None:
                 run.account.add(num_cached_blocks)
-        self._over.reorder(sorted(self.over, key=_name))  # nobody knows who went over first
+        self._over.reorder(sorted(self.over, key=_name))  # by name: it isn't known who went over first
         self.note_released(free_blocks)
 
     def note_released(self, blocks: Items[KVCacheBlock]) -> None:
-        """Keep the order in which tenants' blocks became free. blocks: just released, in order. O(blocks)."""
+        """Note which tenants' blocks became free. blocks: just released, in order. O(blocks)."""
         for block in blocks:
             if block.ref_cnt == 0 and block.run is not None:
                 tenant = block.run.account
@@ -113,7 +116,7 @@ class TenantQuotas(Accounts):
                     tenant.note_free(block)
 
     def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:  # noqa: ARG002  # one by one
-        """Take the first block, or if that is cached, `next_victim`. O(log tenants) on average."""
+        """Take the first block; if it is cached, `next_victim` instead, if any. O(log tenants) on average."""
         first = queue.first
         block = self.next_victim() if first is not None and first.is_cached else None
         if block is None:
@@ -127,19 +130,19 @@ class TenantQuotas(Accounts):
         return None if tenant is None else tenant.first_free()
 
     def next_tenant(self) -> Tenant | None:
-        """Return the tenant longest beyond its quota that has a free block, None if none has. O(log tenants)."""
+        """Return the tenant that has been over its quota longest and has a free block, None if none. O(log tenants)."""
         return self._over.next_tenant()
 
-    def note_clearing(self, runs: Iterable[Run]) -> None:  # noqa: ARG002  # they are told to others
-        """Start anew, since nothing is cached any more. O(salts with a quota of their own)."""
+    def note_clearing(self, runs: Iterable[Run]) -> None:  # noqa: ARG002  # for other watchers
+        """Reset all counts, since nothing is cached any more. O(salts with a quota of their own)."""
         self._over = OverQuota()
         self._tenants = {salt: Tenant(salt, max_blocks, self._over) for salt, max_blocks in self._named.items()}
 
     def _forget_idle(self) -> None:
-        """Drop tenants by default that have nothing cached, so that salts that come and go don't add up."""
+        """Drop tenants with the default quota and nothing cached, so that tenants of old salts don't accumulate."""
         kept = [t for t in self._tenants.values() if t.salt in self._named or t.num_cached_blocks]
         self._tenants = {tenant.salt: tenant for tenant in kept}
-        self._sweep_at = max(1000, 2 * len(kept))  # so that sweeping costs O(1) a tenant on average
+        self._sweep_at = max(1000, 2 * len(kept))  # so that this costs O(1) for each tenant on average
 
 
 def _name(tenant: Tenant) -> str:

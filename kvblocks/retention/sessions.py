@@ -1,7 +1,7 @@
-"""Sessions: what a caller tells of the conversations that its requests belong to, for eviction policies that listen.
+"""Sessions: what a caller tells eviction policies about the conversations that its requests belong to.
 
-A request says which session it is of (`Sequence(session=...)`). Between a session's requests the caller may say that it
-pauses, and why, or that it has ended. A session belongs to a tenant: the same name under another salt is another one.
+A request names its session (`Sequence(session=...)`). Between a session's requests the caller may say that it pauses,
+and why, or that it has ended. A session belongs to a tenant: the same name with another salt is another session.
 """
 
 from collections.abc import Callable, Hashable
@@ -13,23 +13,23 @@ from kvblocks.retention.eviction import Eviction
 
 
 class Sessions:
-    """What can be told of sessions: `manager.sessions`. Does nothing where no eviction policy listens.
+    """The calls about sessions: `manager.sessions`. They do nothing without an eviction policy that wants to know.
 
-    Made by a manager. Its calls raise as the manager's, and have changed nothing then.
+    Made by a manager. As with the manager's calls, one that raises has changed nothing.
     """
 
     def __init__(self, manager: Changeable, eviction: Eviction | None, end: Callable[[], None]) -> None:
-        """end: the manager's call that ends a change, and checks all if that is wanted."""
+        """end: the manager's call that ends a change and, in debug mode, checks all."""
         self._manager = manager
         self._eviction = eviction
         self._end = end
 
     def pause(self, session: Hashable, reason: Text, salt: Text | None = None) -> None:
-        """Say that a session's last request has come to its end, and why: its stop reason.
+        """Say that a session's latest request has ended, and why: its stop reason.
 
         reason: any non-empty str, such as "tool_use", "end_turn", "stop" or "length"; policies learn what each means.
-        salt: of its requests. Call it when the request has been freed, with the manager's clock (`manager.now`) set. A
-        session that nobody has heard of may pause, too. Raises InvalidArgumentError. O(1) beside the policy.
+        salt: of its requests. Call this when the request has been freed, with the manager's clock (`manager.now`) set.
+        An unknown session may pause, too. Raises InvalidArgumentError. O(1) without the policy.
         """
         own, why, tenant = self._check(session), _check_reason(reason), check_name("salt", salt)
         if self._eviction is not None:
@@ -38,9 +38,9 @@ class Sessions:
             self._end()
 
     def end(self, session: Hashable, salt: Text | None = None) -> None:
-        """Say that no request of a session will come any more. One that comes all the same begins it anew.
+        """Say that a session will have no more requests. If another request comes, the session begins again.
 
-        salt: of its requests. Raises InvalidArgumentError. O(1) beside the policy.
+        salt: of its requests. Raises InvalidArgumentError. O(1) without the policy.
         """
         own, tenant = self._check(session), check_name("salt", salt)
         if self._eviction is not None:

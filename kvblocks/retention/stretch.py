@@ -1,29 +1,29 @@
-"""Which blocks go for a victim that an eviction policy names: leaves first, whatever it names."""
+"""Which blocks are evicted for a victim that an eviction policy names: always leaves first."""
 
 from kvblocks.core.block import KVCacheBlock, Run
 
-_LATEST = 1 << 62  # later than any release: of what isn't free
+_LATEST = 1 << 62  # for blocks that aren't free: later than any release
 
 
 def free_stretch(victim: KVCacheBlock, max_blocks: int, released: dict[int, int]) -> list[KVCacheBlock]:
-    """Return the free blocks that go when `victim`, free and cached, is to go: those below it, and it at last.
+    """Return the free blocks to evict for `victim`, a free cached block: those below it, and the victim last.
 
-    At most `max_blocks`, each after all that are below it; of several branches the least recently used first. A block
-    whose prefix another one holds too, or that is attached to one, has nothing below. released: by block id, when it
-    became free. Changes nothing. O(blocks returned, and owned ones between them, and branches).
+    At most `max_blocks`, each after all blocks below it; of several branches the least recently used first. A block
+    that has duplicates, a duplicate, and an attached block have nothing below. released: by block id, when it became
+    free. Changes nothing. O(blocks returned + owned blocks between them + branches).
     """
     run, index = victim.run, victim.index
     assert run is not None, f"{victim}: isn't cached"
     if run.blocks[index] is not victim or (run.duplicates and index in run.duplicates):
         return [victim]
-    if not run.children and not run.duplicates:  # the short way: a run's end, all of it free
+    if not run.children and not run.duplicates:  # fast path: the end of a run, if all of it is free
         tail = run.blocks[max(index, len(run.blocks) - max_blocks) :]
         if not any([block.ref_cnt for block in tail]):  # noqa: C419  # a generator costs more
             tail.reverse()
             return tail
     found: list[KVCacheBlock] = []
-    # From the end: stretches of runs to emit, (run, high, low), and what is to be taken apart first. A list, since a
-    # prefix may have parted more often than calls may be nested.
+    # Stacks instead of recursion, since a prefix may have more branches below each other than calls may be nested.
+    # emits: stretches of runs to emit, as (run, high, low). parts: what must be taken apart before it is emitted.
     emits: list[tuple[Run, int, int] | None] = [None]
     parts: list[tuple[Run, int]] = [(run, index)]
     while emits and len(found) < max_blocks:
@@ -43,9 +43,9 @@ def _take_apart(
     parts: list[tuple[Run, int]],
     released: dict[int, int],
 ) -> None:
-    """Split what is cached from position `low` of a run on where it branches first: the branches, then what is above.
+    """Split what is cached from position `low` of a run on at its first branching: the branches, then what is above.
 
-    `emits` and `parts` are stacks, where a None in the first stands for the next of the second.
+    `emits` and `parts` are stacks. A None in `emits` stands for the top item of `parts`.
     """
     end = len(run.blocks)
     positions = [] if not run.children else [position for position in run.children if position >= low]

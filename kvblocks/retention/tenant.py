@@ -1,11 +1,13 @@
-"""A tenant: whoever shares a salt, with a quota on what it may keep cached while others want the space.
+"""A tenant: all sequences of one salt, with a quota on what they may keep cached while others want the space.
 
-The runs that a tenant has cached count it up and down; `TenantQuotas` makes it and tells it what becomes free. What
-stops being free is not told, but found out when somebody looks, so that it costs nothing where nobody does.
+The tenant's runs add and subtract their cached blocks here. `TenantQuotas` makes tenants, and tells them which blocks
+become free. A tenant isn't told which blocks stop being free. It finds out when it looks for a free block, so this
+costs nothing otherwise.
 
-Invariants: every free cached block of the tenant's is in `free_blocks`, in the order in which they became free (the
-free queue puts those that left a window before the others); together with those that aren't any more they are at most
-2 * num_cached_blocks + 16. Every tenant that is over its quota and has `free_blocks` is a candidate of `OverQuota`.
+Invariants: `free_blocks` contains every free cached block of the tenant, in the order in which they became free (the
+free queue has those that left a window before the others). It may also contain blocks that are no longer free, and has
+at most 2 * num_cached_blocks + 16 blocks. Every tenant that is over its quota and has `free_blocks` is a candidate of
+`OverQuota`.
 """
 
 from collections import OrderedDict
@@ -16,31 +18,31 @@ from kvblocks.retention.adviser import Adviser
 
 
 class OverQuota:
-    """The tenants beyond their quotas. tenants: each with its number, in the order in which they went beyond.
+    """The tenants over their quotas. tenants: by tenant, a number that gives the order in which they went over.
 
-    Those that may have free blocks are candidates, in a heap by number; who has everything in use costs nothing.
+    Tenants that may have free blocks are candidates, in a heap by number. A tenant without free blocks costs nothing.
     """
 
     __slots__ = ("_candidates", "_num_entered", "tenants")
 
     def __init__(self) -> None:
         self.tenants: dict[Tenant, int] = {}
-        self._candidates: list[tuple[int, Tenant]] = []  # some may have left since, or have entered again
+        self._candidates: list[tuple[int, Tenant]] = []  # some are outdated: they have left, or entered again
         self._num_entered = 0
 
     def enter(self, tenant: "Tenant") -> None:
-        """Note that a tenant, which isn't here, is beyond its quota. O(log tenants) on average."""
+        """Add a tenant that went over its quota. O(log tenants) on average."""
         self._num_entered += 1
         self.tenants[tenant] = self._num_entered
         if tenant.free_blocks:
             self.note_free(tenant)
 
     def leave(self, tenant: "Tenant") -> None:
-        """Note that a tenant isn't beyond its quota any more, if it was. O(1)."""
+        """Remove a tenant, if it is here. O(1)."""
         self.tenants.pop(tenant, None)
 
     def note_free(self, tenant: "Tenant") -> None:
-        """Note that a tenant has a free block, if it is here. O(log tenants) on average."""
+        """Make a tenant a candidate, if it is here, since it has a free block. O(log tenants) on average."""
         number = self.tenants.get(tenant, 0)
         if not number or tenant.candidate_number == number:
             return
@@ -51,7 +53,7 @@ class OverQuota:
             heapify(self._candidates)
 
     def next_tenant(self) -> "Tenant | None":
-        """Return the tenant that is here longest and has a free block; None: none has. O(log tenants) on average."""
+        """Return the tenant that has been here longest and has a free block, or None. O(log tenants) on average."""
         while self._candidates:
             entry = self._candidates[0]
             if self._is_valid(entry):
@@ -63,7 +65,7 @@ class OverQuota:
         return None
 
     def reorder(self, tenants: "list[Tenant]") -> None:
-        """Let these be the tenants beyond their quotas, in this order. O(tenants x log tenants)."""
+        """Replace the tenants over their quotas by these, in this order. O(tenants x log tenants)."""
         self.tenants.clear()
         self._candidates.clear()
         for tenant in tenants:
@@ -76,9 +78,9 @@ class OverQuota:
 class Tenant(Account):
     """The sequences of one salt.
 
-    max_cached_blocks: its quota. num_cached_blocks: what it has cached, owned or free. free_blocks: blocks that it gave
-    back, least recently first; some may have been taken or evicted since. over: shared by all tenants; it keeps
-    candidate_number. adviser: its eviction policy, None until one is asked; `Eviction` keeps it.
+    max_cached_blocks: its quota. num_cached_blocks: its cached blocks, owned or free. free_blocks: blocks that it gave
+    back, least recently first; some may have been taken or evicted since. over: shared by all tenants; writes
+    candidate_number. adviser: its eviction policy, None until it is used; `Eviction` writes it.
     """
 
     __slots__ = ("adviser", "candidate_number", "free_blocks", "max_cached_blocks", "num_cached_blocks", "over", "salt")
@@ -94,11 +96,11 @@ class Tenant(Account):
 
     @property
     def num_excess_blocks(self) -> int:
-        """Cached blocks beyond the quota; negative while it isn't used up. O(1)."""
+        """Cached blocks over the quota; negative while the tenant is below it. O(1)."""
         return self.num_cached_blocks - self.max_cached_blocks
 
     def add(self, num_blocks: int) -> None:
-        """Count blocks that became cached, or with a negative number are cached no more. O(log tenants) on average."""
+        """Count blocks that became cached; negative: that stopped being cached. O(log tenants) on average."""
         self.num_cached_blocks += num_blocks
         if self.num_cached_blocks > self.max_cached_blocks:
             if self not in self.over.tenants:
@@ -109,7 +111,7 @@ class Tenant(Account):
             self._limit_stale()
 
     def note_free(self, block: KVCacheBlock) -> None:
-        """Put a cached block of the tenant's, which was just released, behind the others. O(log tenants) on average."""
+        """Add a cached block of the tenant that was just released, as the last. O(log tenants) on average."""
         self.free_blocks[block] = None
         self.free_blocks.move_to_end(block)
         self.over.note_free(self)
@@ -125,7 +127,7 @@ class Tenant(Account):
         return None
 
     def all_free(self) -> list[KVCacheBlock]:
-        """Return its free cached blocks, least recently used first. O(them, and those that were)."""
+        """Return its free cached blocks, least recently used first. O(`free_blocks`)."""
         return [block for block in self.free_blocks if self._has_free(block)]
 
     def _has_free(self, block: KVCacheBlock) -> bool:
@@ -133,7 +135,7 @@ class Tenant(Account):
         return block.ref_cnt == 0 and run is not None and run.account is self and run.epoch.is_current
 
     def _limit_stale(self) -> None:
-        """Forget blocks that aren't free and the tenant's any more, once they are many: half of those that it keeps."""
+        """Drop entries that are no longer free cached blocks of the tenant, once more than half may be such."""
         if len(self.free_blocks) > 2 * self.num_cached_blocks + 16:
             self.free_blocks = OrderedDict.fromkeys(self.all_free())
 

@@ -124,7 +124,7 @@ def test_decoding_gives_back_what_was_encoded(keys: Any, block_size: int) -> Non
 
 @given(KEYS, st.data())
 def test_decoding_accepts_nothing_else(keys: Any, data: st.DataObject) -> None:
-    """What is decoded, encoded by hand, is the very bytes that it came from, even where those were tampered with."""
+    """Decoded keys that are encoded again give the same bytes, even if the bytes were tampered with."""
     encoded = data.draw(st.sampled_from([b"", *encode_extra_keys(*keys, 4).values()]))
     for _ in range(data.draw(st.integers(0, 2))):
         offset = data.draw(st.integers(0, len(encoded)))

@@ -1,4 +1,4 @@
-"""What a hit says of tokens that somebody is about to compute."""
+"""What a hit says of tokens that another sequence is about to compute."""
 
 from typing import Any
 
@@ -117,7 +117,7 @@ def test_it_forgets_who_has_finished() -> None:
 
 
 def test_it_speaks_of_now_when_the_sequence_got_more_tokens_since_the_lookup() -> None:
-    """What is cached of them by now isn't pending any more, though the hit is of before."""
+    """Tokens that are cached by now aren't pending any more, though the hit is older."""
     manager = KVCacheManager(64, 4)
     ahead = Sequence("ahead", range(40))
     manager.allocate_slots(ahead, 12)

@@ -76,7 +76,7 @@ def test_eviction_gives_the_memory_of_a_long_run_back() -> None:
 
 
 def test_evicting_a_block_takes_along_what_hangs_from_it() -> None:
-    """Not by the manager's order of freeing, but the index must be exact in any order."""
+    """The manager frees blocks in another order, but the index must be exact in any order."""
     index = make()
     trunk, branch, twig = blocks_from(0, 3), blocks_from(10, 2), blocks_from(20, 1)
     index.cache(ROOT, trunk, view([0, 0, 1, 1, 2, 2]), None, 0)
@@ -112,7 +112,7 @@ def test_the_end_of_a_run_goes_with_what_is_attached_to_it(way: str) -> None:
 
 
 def test_runs_find_what_a_dict_of_prefixes_finds() -> None:
-    """On generated histories with evictions in the middle of runs' lives, duplicates, aborts and resets."""
+    """On generated histories with evictions from runs that are then extended, duplicates, aborts and resets."""
     random = Random(5)
     manager = KVCacheManager(60, 2)
     holders: dict[int, tuple[int, ...]] = {}  # block id -> the tokens of the prefix that it holds
@@ -152,7 +152,7 @@ def test_runs_find_what_a_dict_of_prefixes_finds() -> None:
 
 @pytest.mark.parametrize("num_prompt_tokens", [17, 16])
 def test_a_run_that_lost_its_end_to_another_sequence_is_not_extended(num_prompt_tokens: int) -> None:
-    """Whether a prompt's last token takes the block, or a decoded one."""
+    """In both cases: a prompt's token takes the block, or a decoded one."""
     manager = KVCacheManager(5, 4)
     first = Sequence("first", range(20))
     manager.allocate_slots(first)

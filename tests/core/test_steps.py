@@ -1,6 +1,6 @@
-"""Whole decode steps one by one: what is only added to, what is at an edge, and what failing calls leave.
+"""Decode steps, one at a time: sequences inside a block, sequences at a boundary, and failing calls.
 
-Their long histories are test_stateful.py's.
+Long histories are in test_stateful.py.
 """
 
 import gc
@@ -34,7 +34,7 @@ def state(sequences: list[Sequence]) -> list[Any]:
 
 
 class Id:
-    """Counts how often it is asked for its number, and refuses from some time on."""
+    """An integer whose `__index__` answers so many times, then raises."""
 
     def __init__(self, num_answers: int) -> None:
         self.num_left = num_answers
@@ -284,7 +284,7 @@ def test_a_step_that_is_refused_keeps_nobody() -> None:
 
 
 def test_an_append_that_raises_lets_nothing_leave_a_window() -> None:
-    """A token that only fits a block looks at no window, whatever failed before it."""
+    """A token that fits its block without filling it releases nothing from a window, whatever failed before it."""
     name = Hash()
     manager = KVCacheManager(16, groups=[SlidingWindow(4, 6)], hash_algorithm=name, enable_events=True)
     (one,) = some(manager, 8)

@@ -1,4 +1,4 @@
-"""Every form in which token ids may come, and every form in which they may not."""
+"""Every form of token ids that is accepted, and every form that is refused."""
 
 from array import array
 from collections.abc import Iterator
@@ -145,7 +145,7 @@ def test_an_iterable_s_own_error_is_not_hidden() -> None:
 
 
 def test_numbers_of_any_kind_can_be_appended() -> None:
-    """Inside a block and at its end, which are two ways through the code."""
+    """Inside a block and at its end, which take two paths through the code."""
     numpy = pytest.importorskip("numpy", reason="numpy comes with the engine's dependencies")
     manager = KVCacheManager(8, 4)
     sequence = Sequence("s", [1])

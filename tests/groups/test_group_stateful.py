@@ -1,4 +1,4 @@
-"""Managers of several groups against the dumb model of all groups, as test_stateful.py does it for one."""
+"""Managers of several groups against the dumb model of several groups, as in test_stateful.py for one."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_machine_agrees_with_the_dumb_model(variant: str) -> None:
 def test_long_walks_agree_with_the_dumb_model(variant: str, name: str) -> None:
     history = GroupHistory(10 * len(SETS[name]), SETS[name], **VARIANTS[variant])
     walk(history, RandomChooser(seed=len(name)), num_operations=4000)
-    # A walk that never met these would prove little.
+    # A walk without these cases would prove little.
     assert history.num_refused > 50
     assert history.num_hits > 20
     assert history.num_limited > 5

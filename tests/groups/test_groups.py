@@ -1,4 +1,4 @@
-"""Groups of layers, promise by promise. What they come to together is test_group_stateful.py's."""
+"""Groups of layers, one promise at a time. Long histories are in test_group_stateful.py."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ FULL, WINDOW = FullAttention(4), SlidingWindow(4, 6)
 
 
 def compute(manager: KVCacheManager, name: str, tokens: list[int], chunk: int | None = None, **keys: Any) -> int:
-    """A request that comes and goes; the tokens that its hit had."""
+    """Run a request from start to end. Returns the number of hit tokens."""
     sequence = Sequence(name, tokens, **keys)
     hit = manager.get_computed_blocks(sequence)
     start = hit.num_tokens
@@ -41,7 +41,7 @@ def hit_tokens(manager: KVCacheManager, tokens: list[int], **keys: Any) -> int:
 
 
 def lost_window(**options: Any) -> KVCacheManager:
-    """A manager whose full group has 0 to 40 cached, while the window has lost what a hit of up to 16 needs."""
+    """A manager whose full group has tokens 0 to 40 cached, and whose window lacks blocks for hits of up to 16."""
     manager = KVCacheManager(20, groups=[FULL, WINDOW], **options)
     compute(manager, "a", list(range(40)), chunk=8)
     compute(manager, "b", list(range(100, 108)))
@@ -94,7 +94,7 @@ class TestSpecs:
 
     def test_a_block_size_beside_the_groups_agrees(self) -> None:
         assert KVCacheManager(8, 4, groups=[WINDOW, FULL]).block_size == 4
-        with pytest.raises(InvalidArgumentError, match="which is 4 for the primary one, got 8 too"):
+        with pytest.raises(InvalidArgumentError, match="expected None, or 4 as the groups have it, got 8"):
             KVCacheManager(8, 8, groups=[SlidingWindow(8, 4), FULL])
 
 
@@ -190,7 +190,9 @@ class TestTables:
         manager.allocate_slots(sequence)
         manager.append_slots(sequence, [1, 2, 3, 4])
         manager.append_slots(sequence, [5, 6, 7, 8])  # from 14 on: nothing before 9 is seen
-        with pytest.raises(SequenceStateError, match="sees nothing before 8, where group 1, with a window of 6"):
+        with pytest.raises(
+            SequenceStateError, match="sees no token before 8, the first that group 1, with a window of 6"
+        ):
             manager.truncate(sequence, 12)
         assert sequence.num_tokens == 18
         manager.truncate(sequence, 14)
@@ -268,7 +270,7 @@ class TestHits:
         assert (hit.pending_tokens, hit.pending_sequence) == (20, ahead)
 
     def test_where_prefixes_part_is_kept_from_the_second_time_on(self) -> None:
-        """Nobody knows where a system prompt ends until a second request parts there."""
+        """Where a system prompt ends is known only once a second request differs there from the first."""
         manager = KVCacheManager(41, groups=[FULL, WINDOW])
         system = list(range(16))
         blocker = Sequence("blocker", range(900, 900 + 44))  # so that nothing is left but what is reused
@@ -304,7 +306,7 @@ class TestHits:
         assert manager.free_block_ids()[: len(first)] == sorted(first)  # they can be hit no more
 
     def test_an_abort_takes_attached_blocks_along_that_were_never_written(self) -> None:
-        """The primary blocks of 0 to 12 stay cached, since another sequence wrote them; the window's weren't."""
+        """The primary blocks of 0 to 12 stay cached, since another sequence wrote them; the window's blocks weren't."""
         manager = lost_window()
         probe = Sequence("probe", range(13))
         sequence = Sequence("c", range(12))
@@ -469,7 +471,7 @@ class TestPins:
 
 
 class TestWhatASequenceKeeps:
-    """Nothing of a manager of several groups, once it holds no blocks there."""
+    """A freed sequence keeps no reference to a manager of several groups."""
 
     def test_a_freed_sequence_may_go_to_a_manager_of_one_group(self) -> None:
         windows = KVCacheManager(8, groups=[SlidingWindow(4, 8)])
@@ -519,7 +521,7 @@ class TestWhatASequenceKeeps:
 
 
 def test_the_history_keeps_the_primary_groups_block_longest() -> None:
-    """Since an explanation looks for that one first."""
+    """Since an explanation looks for the primary group's block first."""
     manager = KVCacheManager(8, groups=[FullAttention(4), SlidingWindow(4, 8)], num_history_blocks=1)
     sequence = Sequence("a", range(4))
     manager.allocate_slots(sequence)
@@ -529,7 +531,7 @@ def test_the_history_keeps_the_primary_groups_block_longest() -> None:
 
 
 class TestWindowsThatAreNotCached:
-    """A hit is what the others hold; the sequence gets new blocks for what the next token sees."""
+    """A hit consists of the other groups' blocks. The sequence gets new blocks for what the next token sees."""
 
     GROUPS = (FullAttention(4), SlidingWindow(4, 8, is_cached=False), SlidingWindow(4, 8))
 

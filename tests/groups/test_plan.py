@@ -1,4 +1,4 @@
-"""Plans: numbers that a person can check, so they are checked by hand here."""
+"""Plans: the numbers are checked by hand."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How much work a call is, on any machine: the bytecodes that it executes."""
+"""A measure of a call's work that is the same on any machine: the bytecodes that it executes."""
 
 import sys
 from collections.abc import Callable

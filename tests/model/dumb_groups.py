@@ -1,7 +1,7 @@
 """What a manager of several groups must do, as plainly as possible: `DumbModel` with a list for each table.
 
-An attached block's content is its home node's prefix with its group and its end behind it, so that it is attached to
-the prefixes that the node is attached to. Anchors are numbers behind those of the pool's blocks.
+An attached block's content is the prefix of its node, followed by its group and its end. So it is below all prefixes
+that the node is below. Anchors have numbers behind those of the pool's blocks.
 """
 
 from collections import Counter
@@ -54,7 +54,7 @@ class DumbGroups(DumbModel):
     # Lookups.
 
     def numbers(self, group: int, position: int, end: int) -> set[int]:
-        """The blocks before `end` that have a token which a query at `position` sees."""
+        """The numbers of the blocks before `end` with a token that a query at `position` sees."""
         size, window = self.specs[group]
         return {i // size for i in range(end) if window is None or i > position - window}
 
@@ -158,7 +158,7 @@ class DumbGroups(DumbModel):
         return [block for blocks in self.new for block in blocks]
 
     def group_step(self, sequences: list[ModelSequence], tokens: list[int]) -> list[tuple[int, int, int, int]] | None:
-        """One token for each. Windows are looked at where a block begins or ends, or may be shared."""
+        """Add a token to each sequence. Windows matter only where a block begins or ends, or may be shared."""
         at_boundary = [i for i, sequence in enumerate(sequences) if self.is_edge(sequence)]
         starts = [len(sequences[i].tokens) for i in at_boundary]
         for sequence, token in zip(sequences, tokens, strict=True):
@@ -419,7 +419,7 @@ class DumbGroups(DumbModel):
         return twin
 
     def can_truncate(self, sequence: ModelSequence, num_tokens: int) -> bool:
-        """Whether all that the next token sees is there, and its own end."""
+        """Whether the blocks that the next token sees are held, and the block of the sequence's own end."""
         position = min(sequence.num_computed, num_tokens)
         for group in self.others:
             table = self.tables[sequence][group]

@@ -171,7 +171,7 @@ class GroupHistory(History):
         num_tokens = chooser.integer(model.num_prompt, len(model.tokens))
         if not self.model.can_truncate(model, num_tokens):
             self.num_refused_truncations += 1
-            with self.unchanged(), pytest.raises(SequenceStateError, match="sees nothing before"):
+            with self.unchanged(), pytest.raises(SequenceStateError, match="sees no token before"):
                 self.manager.truncate(sequence, num_tokens)
             return
         self.truncate_to(chooser, pair, num_tokens)
@@ -197,7 +197,7 @@ class GroupHistory(History):
         self.pins.append((pin, ModelPin(prefix, [priority] * num_full, expires_at)))
         self.model.pin(self.pins[-1][1])
 
-    # What the operations are made of.
+    # Parts of the operations.
 
     def grow(
         self,

@@ -58,7 +58,7 @@ class HashError(Exception):
 
 
 class FragileHash:
-    """A hash function that raises once each time it is told to."""
+    """A hash function that raises once each time a test asks for it."""
 
     is_about_to_fail = False
 
@@ -92,7 +92,7 @@ class History(Transfers):
         self.num_failed_hashes = self.num_late = self.num_commits = 0
         self.causes: set[str] = set()
 
-    # Operations. Each does nothing when there is nothing to do it to.
+    # Operations. Each does nothing when it has nothing to work on.
 
     def new(self, chooser: Chooser) -> None:
         num_tokens = chooser.integer(1, 14)
@@ -105,7 +105,7 @@ class History(Transfers):
         self.add(tokens, salt, lora, spans)
 
     def new_like_another(self, chooser: Chooser) -> None:
-        """Same beginning, so that sequences share blocks, duplicate each other's and part wherever they can."""
+        """A prompt that begins like another one, so that sequences share and duplicate blocks, and differ anywhere."""
         if not self.pairs:
             return
         _, other = chooser.choose(self.pairs)
@@ -133,13 +133,13 @@ class History(Transfers):
             self.pairs.remove(pair)
 
     def look_up_all(self, chooser: Chooser) -> None:
-        """Take hits and keep them, to be used when they may have gone stale."""
+        """Take hits and keep them for later, when they may be stale."""
         for sequence, model in self.pairs:
             if not model.is_allocated:
                 self.hits[model.name] = self.manager.get_computed_blocks(sequence)
 
     def allocate(self, chooser: Chooser) -> None:
-        """Start a sequence, whole or with a first chunk, with a fresh hit, an old one, one that is cut, or none."""
+        """Start a sequence, whole or with a first chunk, with a new hit, an old one, a cut one, or none."""
         pair = self.pick(chooser, allocated=False)
         if pair is None:
             return
@@ -191,7 +191,7 @@ class History(Transfers):
             self.begin_load(pair, start, start + num_external, is_held=chooser.integer(0, 1) == 1)
 
     def num_external(self, chooser: Chooser, model: ModelSequence, hit: CacheHit | None) -> int:
-        """How many tokens are to be loaded, behind a hit that is no whole one and was looked up with these tokens."""
+        """How many tokens to load, behind a hit that isn't full and was looked up with these tokens."""
         start = 0 if hit is None else hit.num_readonly_tokens
         is_usual = hit is None or hit.num_tokens == start < len(model.tokens)
         if not is_usual or chooser.integer(0, 2):
@@ -300,7 +300,7 @@ class History(Transfers):
         return self.model.step(models, tokens)
 
     def cache_blocks(self, chooser: Chooser) -> None:
-        """Say how much of a sequence is written: at most what is, after a step that may run first."""
+        """Call `cache_blocks`, perhaps after a step, with at most the number of tokens that are written."""
         pairs = [pair for pair in self.pairs if pair[1].is_allocated]
         pairs = [pair for pair in pairs if pair[1].delayed is not None] or pairs
         if not pairs:
@@ -342,7 +342,7 @@ class History(Transfers):
         assert [block.block_id for block in blocks] == expected
 
     def fork(self, chooser: Chooser) -> None:
-        """Two sequences go on from the same tokens and blocks, and may part in the middle of one."""
+        """Fork a sequence, perhaps in the middle of a block."""
         pair = self.pick(chooser, allocated=True)
         if pair is None or len([1 for _, model in self.pairs if model.is_allocated]) > MAX_RUNNING:
             return
@@ -472,7 +472,7 @@ class History(Transfers):
             self.abort_lost(chooser)
 
     def abort_a_sharer(self, chooser: Chooser) -> None:
-        """Abort a sequence whose own blocks another one has hit, which goes on without what it is attached to."""
+        """Abort a sequence whose own blocks another one has hit. The other goes on, though its prefix isn't cached."""
         size = self.model.block_size
         for pair in self.pairs:
             model = pair[1]
@@ -488,7 +488,7 @@ class History(Transfers):
         self.step()
 
     def step_dies(self, chooser: Chooser) -> None:
-        """Nothing is written, and at most some copies are made. Who was in the step, or relied on it, is aborted."""
+        """A step dies: it makes at most some copies, and writes nothing. Abort all sequences that rely on it."""
         self.schedule()
         starts = {pair: self.memory.start_of_step(pair[0]) for pair in self.pairs if pair[1].is_allocated}
         in_step = [sequence for sequence, _ in self.memory.coming()]
@@ -576,7 +576,7 @@ class History(Transfers):
         with self.unchanged(), pytest.raises(KVBlocksError):
             chooser.choose(calls)()
 
-    # What the operations are made of.
+    # Parts of the operations.
 
     def is_late(self, chooser: Chooser) -> bool:
         """Whether the next call delays caching."""
@@ -641,7 +641,7 @@ class History(Transfers):
         self.model.abort(pair[1], num_computed)
 
     def abort_lost(self, chooser: Chooser | None = None) -> None:
-        """Abort those that relied on what nobody is going to write any more."""
+        """Abort sequences that rely on KV that no step will write."""
         while True:
             lost = [pair for pair in self.pairs if pair[1].is_allocated and self.memory.is_lost(pair[0])]
             if not lost:
@@ -654,7 +654,7 @@ class History(Transfers):
         return chooser.choose(pairs) if pairs else None
 
     def pick_longer(self, chooser: Chooser) -> Pair | None:
-        """Pick one that has tokens behind its prompt, and held ones among them, if there is any."""
+        """Pick a sequence with tokens behind its prompt, if possible one with held blocks there."""
         pairs = [pair for pair in self.pairs if pair[1].is_allocated and len(pair[1].tokens) > pair[1].num_prompt]
         pairs = [pair for pair in pairs if self.num_held_blocks(pair, pair[1].num_prompt)] or pairs
         return chooser.choose(pairs) if pairs else self.pick(chooser, allocated=True)
@@ -683,7 +683,7 @@ class History(Transfers):
         return True
 
     def attempt(self, call: Callable[[], Any]) -> Any:
-        """Make a call, and once more if the hash function raised; then the first one must have changed nothing."""
+        """Make a call. If the hash function raises, check that nothing has changed, and make the call again."""
         before = self.snapshot() if isinstance(self.hash, FragileHash) else None
         try:
             return call()
@@ -739,7 +739,7 @@ class History(Transfers):
             self.replay_events()
 
     def check_cut(self, hit: CacheHit, expected: ModelSequence) -> None:
-        """What a lookup finds within a limit, and what a hit is cut to; what starting or growing would take."""
+        """Check lookups with a limit, cut hits, and how many blocks starting or growing would take."""
         if (self.num_checks + len(expected.name)) % 3:
             return
         sequence, number = hit.sequence, self.num_checks % (len(expected.tokens) + 2)
@@ -777,7 +777,7 @@ class History(Transfers):
             self.memory.check_cached(block, 0, prefix, len(prefix[2]))  # type: ignore[arg-type]
 
     def check_pending(self, hit: CacheHit, model: ModelSequence) -> None:
-        """A hit tells how much more of it a chunked prefill is going to compute."""
+        """Check that a hit says how many tokens behind it a chunked prefill will compute."""
         size, expected = self.model.block_size, 0
         for _, other in self.pairs:
             if other.is_allocated and other.written < len(other.tokens) and other.is_of_this_epoch:

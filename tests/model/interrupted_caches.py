@@ -13,7 +13,7 @@ IDS = array("q", [60, 1, 61])
 
 
 class CacheWorld:
-    """A full cache with pins, a payload, a match that is held, and one that was left and not let go of yet."""
+    """A full cache with pins, a payload, a held match, and a match that was left and isn't released yet."""
 
     def __init__(self, eviction: str | None = None) -> None:
         self.cache = cache = PrefixCache(
@@ -53,7 +53,7 @@ class CacheWorld:
         }
 
     def calls(self) -> dict[str, Callable[[], Any]]:
-        """Return every public call but leaving a match, which only takes note of it."""
+        """Return every public call except leaving a match, which only notes it for the next call."""
         cache = self.cache
         return {
             "match_prefix": lambda: cache.match_prefix(LONG),

@@ -47,7 +47,7 @@ RESTORED = [
 
 
 class Odd:
-    """A number that is none: its `__index__` raises."""
+    """An object whose `__index__` raises."""
 
     def __index__(self) -> int:
         raise TypeError("no number")
@@ -300,14 +300,14 @@ def _delayed(world: World) -> None:
 
 
 def _drained(world: World) -> None:
-    """Let somebody take all but the last free blocks, so that what comes next evicts and makes pins give up."""
+    """Take all but the last free blocks, so that the next call evicts blocks and makes pins give blocks up."""
     size = 4 * (world.manager.num_free_blocks // world.num_groups - 1)
     while size > 0 and world.manager.allocate_slots(world.add("drain", list(range(800, 800 + size)))) is None:
         size -= 4
 
 
 def _emptied(world: World) -> None:
-    """Let nothing be in the tiers, nor on its way there."""
+    """Empty the tiers, with no transfers under way."""
     for transfer in world.transfers:
         world.manager.tiers.complete(transfer, ok=False)
     world.manager.reset_prefix_cache()

@@ -61,7 +61,7 @@ def interrupt(call: Callable[[], Any], at: int) -> bool:
 
 
 def run(call: Callable[[], Any]) -> None:
-    """Run a call that may be refused for what it asks."""
+    """Run a call, which may raise one of our errors."""
     with suppress(kvblocks.KVBlocksError):
         call()
 

@@ -1,13 +1,13 @@
 """An engine's KV memory in miniature: what every slot holds, as the context that it was computed in.
 
-A manager promises that the slots of a block table hold the sequence's own tokens, and a hit's those of the sequence
-that hits, once the step has run for which they were allocated. So there are two pictures of the memory: `now`, what has
-been computed, and `then`, what the step that is being put together will leave. A step that runs carries out the copies
-and writes what it was scheduled to write; a step that dies writes nothing. Nothing here believes the manager but the
-block tables and copies that it hands out, and `num_readonly_tokens`, which says what is not to be written.
+A manager promises: once the step has run for which slots were allocated, the slots of a block table hold the sequence's
+own tokens, and the slots of a hit hold those of the sequence that hits. So there are two pictures of the memory: `now`,
+what has been computed, and `then`, what the step that is being put together will leave. A step that runs makes the
+copies and writes what it was scheduled to write. A step that dies writes nothing. Of the manager's state, this memory
+uses only block tables, copies, and `num_readonly_tokens`, which says what must not be written.
 
-What a slot holds is a number: of the group, the salt, the adapter, all tokens and keys up to there, and which weights
-each of them was computed with. Equal numbers are equal KV, and there are no others.
+The content of a slot is a number. It stands for the group, the salt, the adapter, all tokens and keys up to there, and
+the weights that each of them was computed with. Equal numbers mean equal KV, and equal KV has equal numbers.
 """
 
 from collections.abc import Iterable
@@ -68,7 +68,7 @@ class KVMemory:
                     self.then[block_id][offset] = self._in_group(group, numbers[position])
 
     def run_step(self) -> None:
-        """Carry out the copies, then write all that was scheduled; and look at what each of its queries sees."""
+        """Make the copies, then write all that was scheduled, and check what each query of the step sees."""
         self.num_operations += 1
         self.num_copied += len(self.copies)
         for sequence, positions in self.coming():
@@ -161,14 +161,14 @@ class KVMemory:
             self.loading[twin] = list(self.loading[sequence])
 
     def forget(self, sequence: kvblocks.Sequence) -> None:
-        """It gave its blocks back."""
+        """Note that a sequence gave its blocks back."""
         self.computed_with.pop(sequence, None)
         self.loading.pop(sequence, None)
         self.unwritten.pop(sequence, None)
         self.first_own.pop(sequence, None)
 
     def truncate(self, sequence: kvblocks.Sequence) -> None:
-        """What comes after the tokens that it has left is to be written anew."""
+        """Note that a sequence was truncated: what comes behind its remaining tokens is to be written again."""
         end = sequence.num_computed_tokens
         del self.computed_with[sequence][end:]
         if self.first_own.get(sequence, 0) >= end:
@@ -183,7 +183,7 @@ class KVMemory:
             self.project()
 
     def cut(self, sequences: Iterable[kvblocks.Sequence]) -> None:
-        """They have as many slots as the manager says by now: the next step writes nothing behind those."""
+        """Note that sequences lost slots: the next step writes nothing behind those that they have now."""
         for sequence in sequences:
             end = sequence.num_computed_tokens
             left = [position for position in self.unwritten.pop(sequence, []) if position < end]
@@ -197,7 +197,7 @@ class KVMemory:
         self._cached.clear()
 
     def forget_salt(self, salt: object) -> None:
-        """Nothing that was computed with a salt may be found any more: as if that had other weights from now on."""
+        """Nothing that was computed with this salt may be found any more, as if it had other weights from now on."""
         self.num_forgotten[salt] = self.num_forgotten.get(salt, 0) + 1
         self._cached.clear()
 
@@ -233,7 +233,7 @@ class KVMemory:
         return coming
 
     def is_lost(self, sequence: kvblocks.Sequence) -> bool:
-        """Whether the next step won't leave what its table says."""
+        """Whether the next step will not write what the sequence's table needs."""
         end = self._end_of(sequence)
         return any(self._num_right(sequence, group, self.then) < end for group in range(len(self.groups)))
 
@@ -257,7 +257,7 @@ class KVMemory:
         return False
 
     def check(self) -> None:
-        """Every table leads to what its sequence needs, and nobody takes his own writing for somebody else's."""
+        """Check that every table leads to what its sequence needs, and that read-only positions aren't written."""
         for sequence in self.computed_with:
             end, num_readonly = self._end_of(sequence), sequence.num_readonly_tokens
             for group in range(len(self.groups)):

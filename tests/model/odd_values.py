@@ -1,7 +1,8 @@
-"""Values that a caller may pass by mistake, each with what it may be taken for, for tests/test_bad_input.py.
+"""Values that a caller may pass by mistake, with the kinds of parameters that take them, for tests/test_bad_input.py.
 
-`ODD` is name -> (make, kinds): `make` returns a fresh value, and `kinds` are the roles that it may fill: a parameter
-that takes "int" takes those that have it, and must refuse all others. "uncalled": a function that is kept, not tried.
+`ODD` is name -> (make, kinds): `make` returns a new value, and `kinds` are the roles that it may fill. A parameter that
+takes "int" must accept the values with this kind, and refuse all others. "uncalled": a function that is kept and not
+called on trial.
 """
 
 from array import array
@@ -19,11 +20,11 @@ except ImportError:
 
 
 class Mine(Exception):  # noqa: N818  # no error of ours
-    """What the caller's own code raises: it may come out of any call as it is."""
+    """An error that the caller's own code raises; any call may pass it on."""
 
 
 class Index:
-    """An int by `__index__`. answers: how often it says its number; then it raises `error`."""
+    """An int by `__index__`. answers: how often `__index__` returns; then it raises `error`."""
 
     def __init__(self, number: int = 1, answers: int = 1000, error: type[Exception] = Mine) -> None:
         self.number, self.answers, self.error = number, answers, error
@@ -154,7 +155,7 @@ class NumpyIsText:
 
 
 class Text(str):  # noqa: SLOT000
-    """A str that encodes, and says that it is, something else than it holds."""
+    """A str whose methods encode and show something else than it holds."""
 
     def encode(self, *_: Any, **__: Any) -> bytes:
         return b"same"
@@ -173,7 +174,7 @@ class Text(str):  # noqa: SLOT000
 
 
 class Bytes(bytes):
-    """Bytes that say that they are more than they hold."""
+    """Bytes whose `__len__` says more than they hold."""
 
     def __len__(self) -> int:
         return 1000

@@ -1,9 +1,9 @@
-"""What every eviction policy meets, and what no policy can do: histories of a manager beside an advised dumb model.
+"""The contract of eviction policies: histories of a manager, compared with a dumb model that asks policies, too.
 
 `check_policy` runs a policy in two worlds: in a manager, and in the dumb model, which tells and asks an instance of its
-own as docs/policies.md says. Both instances must be told the same, and every block that is taken must be the model's.
-So it holds for policies of any behaviour that depends on nothing but what they are told: the box's, random ones, and
-malicious ones, whose advice is no advice. The memory of `kv_memory` is beside both.
+own as docs/policies.md says. Both instances must be told the same, and the manager must take the same blocks as the
+model. A policy's behaviour may depend only on what it is told. This allows built-in, random and malicious policies. The
+memory of `kv_memory` is checked in both worlds.
 """
 
 import random
@@ -26,7 +26,7 @@ Log = list[tuple[Any, ...]]
 
 
 class Logged:
-    """A policy that notes what it is told and asked, block by block: how calls are cut makes no difference."""
+    """A policy that records what it is told and asked, block by block, however calls group the blocks."""
 
     def __init__(self, policy: EvictionPolicy, log: Log) -> None:
         self.policy = policy
@@ -109,7 +109,7 @@ class DumbAdviser:
 
 
 class Advised:
-    """What a dumb model does otherwise where there are policies."""
+    """What a dumb model does differently with policies."""
 
     def begin(self, make: Make, num_real: int, num_blocks: int) -> None:
         """num_real: ids of blocks are below it; others are anchors'."""
@@ -315,7 +315,7 @@ class Contract:
             self.check()
 
     def tell(self, number: int) -> None:
-        """Let a session pause or end: one that there is or isn't, of this tenant or that."""
+        """Let a session pause or end: a known or unknown one, of any tenant."""
         session, salt, model = "abcd"[number % 4], (None, "salt", "other salt")[number % 3], self.history.model
         if number % 5 == 0:
             self.history.manager.sessions.end(session, salt)

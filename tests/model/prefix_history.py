@@ -128,7 +128,7 @@ class PrefixModel:
 
 
 class PrefixHistory:
-    """Operations on both. Each does nothing when there is nothing to do it to."""
+    """Operations on both. Each does nothing when it has nothing to work on."""
 
     def __init__(self, max_blocks: int, block_size: int, **options: Any) -> None:
         self.cache = PrefixCache(max_blocks, block_size, enable_events=True, num_history_blocks=4, **options)
@@ -181,7 +181,7 @@ class PrefixHistory:
         self.keep(chooser, match, prompt, self.model.ids(self.model.look_up(prompt)))
 
     def keep(self, chooser: Chooser, match: PrefixMatch, prompt: Prompt, ids: list[int]) -> None:
-        """Keep a match, which is of these ids, for what comes after it; perhaps read it now."""
+        """Keep a match, which has these ids, for later operations; perhaps read it now."""
         read = chooser.choose([True, False])
         if read:
             self.compare(match, prompt, ids)
@@ -243,7 +243,7 @@ class PrefixHistory:
             self.model.let_go(path)
 
     def drop(self, chooser: Chooser) -> None:
-        """Forget a match that was entered and not left: it lets go of what it holds, and warns."""
+        """Drop a match that was entered and not left: it releases its blocks, with a warning."""
         if not self.held or chooser.integer(0, 2):
             return
         index = chooser.integer(0, len(self.held) - 1)  # a chooser keeps what it chose
@@ -437,7 +437,7 @@ class PrefixHistory:
         )
 
     def check_explanations(self) -> None:
-        """They say how much is cached, and speak of a miss where there is one."""
+        """Check that explanations say how much is cached, and that there is a miss where there is one."""
         for prompt in self.prompts:
             explanation = self.cache.explain(prompt.tokens, **prompt.options())
             assert explanation.num_cached_blocks == len(self.model.find(prompt))
@@ -445,7 +445,7 @@ class PrefixHistory:
             assert (explanation.cause == "no miss") == (explanation.num_cached_blocks == explanation.num_full_blocks)
 
     def check_names(self) -> None:
-        """What the events have said is cached is cached, in these blocks; and digests find them."""
+        """Check that the blocks that events report as cached are cached, and that their digests find them."""
         if not self.names_are_unique:
             return
         for event in self.cache.take_events():
@@ -465,7 +465,7 @@ class PrefixHistory:
         return self.memory.chain(prompt.salt, prompt.lora, prompt.tokens, prompt.keys)
 
     def check_memory(self) -> None:
-        """What is cached or held has the KV of its tokens; what is pinned is what the model says."""
+        """Check that cached and held blocks have the KV of their tokens, and that pins are the model's."""
         for prefix, block_id in self.model.holders.items():
             self.memory.check_cached(block_id, 0, prefix, len(prefix[2]))  # type: ignore[arg-type]
         prompts = {id(match): prompt for match, prompt, _ in self.matches}
@@ -489,4 +489,4 @@ OPERATIONS: tuple[tuple[Callable[[PrefixHistory, Chooser], None], int], ...] = (
     (PrefixHistory.unpin, 4),
     (PrefixHistory.misuse, 1),
 )
-"""Each operation and how often a walk does it. `clear` is left to the caller: it ends all that is interesting."""
+"""Each operation and how often a walk does it. `clear` is left to the caller, since it ends everything."""

@@ -1,8 +1,8 @@
 """An engine with tiers in miniature: the memory machine, and beside it the bytes of every slot below the device.
 
-Transfers are carried out at any time between `take_transfers` and `complete`, in any order, answered in any order, more
-than once or as failed, in which case they may leave garbage in whatever they were to write. Nothing here believes the
-manager: each hit, on the device and below, must hold what its sequence needs.
+Transfers are carried out at any time between `take_transfers` and `complete`, and in any order. They are answered in
+any order, perhaps twice, perhaps as failed; a failed transfer may leave garbage where it was to write. Nothing is taken
+from the manager on trust: each hit, on the device and in tiers, must hold what its sequence needs.
 """
 
 import random
@@ -120,7 +120,7 @@ class TierMachine:
             self.add(tokens, other.salt, spans)
 
     def do_new_like_ended(self) -> None:
-        """One that goes on where an ended one did, and finds what was stored at its end."""
+        """A new sequence that continues an ended one, and finds what was stored at its end."""
         if self.past:
             other = self.random.choice(self.past)
             tokens = other.token_ids() + [self.random.randrange(2) for _ in range(self.random.randint(1, 3))]
@@ -234,7 +234,7 @@ class TierMachine:
             assert self.manager.tiers.is_loading(sequence)
 
     def do_crowd(self) -> None:
-        """A sequence that comes and is dropped takes what was cached on the device with it."""
+        """Run and drop a sequence that evicts what was cached on the device."""
         self.schedule()
         room = self.manager.num_free_blocks * self.manager.block_size // len(self.manager.groups)
         num_tokens = self.random.randint(1, max(1, room))
@@ -389,7 +389,7 @@ class TierMachine:
             self.waiting.append(sequence)
 
     def abort_lost(self) -> None:
-        """Abort those that relied on what nobody is going to write any more."""
+        """Abort sequences that rely on KV that no step will write."""
         while lost := [s for s in self.running if self.memory.is_lost(s)]:
             sequence = self.random.choice(lost)
             self.drop(sequence, self.memory.start_of_step(sequence))
@@ -446,7 +446,7 @@ class TierMachine:
         self.count("renewed")
 
     def do_evict_blocks(self) -> None:
-        """Some KV turns out to be bad, on the device and wherever it was stored: nobody finds it any more."""
+        """Some KV turns out to be bad, on the device and in tiers: no lookup may find it any more."""
         used = {block.block_id for sequence in self.running for block in self.blocks_of(sequence)}
         used |= {block_id for _, contents in self.holds for block_id in contents}
         bad = [block for block in self.manager.blocks if block.is_cached and block.block_id not in used]
@@ -468,7 +468,7 @@ class TierMachine:
         self.manager.evict_blocks([block.block_id])
 
     def blocks_of(self, sequence: kvblocks.Sequence) -> list[KVCacheBlock]:
-        """All that a sequence holds, also in case that its loads fail."""
+        """All blocks that a sequence holds, including those for the case that its loads fail."""
         held = [block for group in range(len(self.manager.groups)) for block in sequence.group_blocks(group)]
         if isinstance(sequence.side_tables, GroupTables) and sequence.side_tables.fallback is not None:
             held += [block for _, blocks in sequence.side_tables.fallback.tables for block in blocks]
@@ -516,7 +516,7 @@ class TierMachine:
             self.manager.tiers.set_quota(tier, self.random.choice([None, *SALTS]), number)
 
     def do_forget_salt(self) -> None:
-        """Nobody finds any of a tenant's data any more, here, below or after a restart, but who has it already."""
+        """No lookup finds a tenant's data any more, on the device, in tiers or after a restart."""
         if self.random.random() > 0.2:
             return
         salt = self.random.choice([None, *SALTS, *SALTS, *SALTS])
@@ -549,7 +549,7 @@ class TierMachine:
                     remembered[slot] = identity
 
     def do_restore(self) -> None:
-        """As if the manager ended now: another one finds by what is remembered all that this one does, and no more."""
+        """As if the manager ended now: from what was remembered, another one finds the same as this one."""
         self.remember()
         for name, remembered in self.remembered.items():
             fresh = self.make_manager()
@@ -572,7 +572,7 @@ class TierMachine:
             self.check_restored(name, fresh)
 
     def check_restored(self, name: str, fresh: KVCacheManager) -> None:
-        """What can be found in a tier of this manager can be found in the same one of a fresh one, and is the same."""
+        """Check that a new manager finds in each tier the same as this one."""
         old, new = (tier_pool(manager, name) for manager in (self.manager, fresh))
         for run in old.index.runs():
             prefix = prefix_of(run, len(run.blocks))
@@ -591,7 +591,7 @@ class TierMachine:
     def do_restart(self) -> None:
         """The process dies, and a new one goes on with what was remembered and the bytes of slots that outlive it.
 
-        Whatever was being written is there, in part, or not; and some of what was remembered may be lost.
+        What was being written is there, there in part, or missing. Some of what was remembered may be lost.
         """
         if not self.remembered or self.random.random() > 0.15:
             return
@@ -744,7 +744,7 @@ class TierMachine:
             assert [*self.manager.tiers] == before
             assert self.manager.tiers.num_stale_answers == number + 1
 
-    # What must hold.
+    # Checks.
 
     def check(self) -> None:
         self.schedule()

@@ -1,4 +1,4 @@
-"""What an observer knows from events, by medium and group; and what is cached, asked of the maps."""
+"""What an observer knows from events, by medium and group; and what is cached according to the prefix indexes."""
 
 from dataclasses import dataclass, field
 from typing import Any

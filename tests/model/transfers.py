@@ -1,7 +1,7 @@
-"""Operations of a history in which somebody else than a step reads or writes blocks: loads, holds, evictions by id.
+"""Operations of a history in which not only steps read and write blocks: loads, holds, evictions by id.
 
-A load writes external tokens at some time after its call, wherever their slots were then, and may fail. With a write
-hold it goes on when its sequence is gone; without one it ends with its sequence.
+A load writes external tokens at some time after its call, to the slots that they had at the call, and may fail. With a
+write hold it goes on after its sequence was freed; without one it ends with its sequence.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class Load:
 
 @dataclass(eq=False)
 class Held:
-    """A hold, and what its blocks must go on to hold; None: that isn't said."""
+    """A hold, and what its blocks must contain until it ends; None: not checked."""
 
     hold: BlockHold
     tables: list[list[int]]
@@ -74,7 +74,7 @@ class Transfers:
         self.loads.append(load)
 
     def end_a_load(self, chooser: Any) -> None:
-        """A transfer ends, in any order: with all of it, or with a part that arrived."""
+        """A transfer ends, in any order: all of it arrived, or only a part."""
         if self.loads:
             load = chooser.choose(self.loads)
             arrived = load.end if chooser.integer(0, 1) else chooser.integer(load.first, load.end - 1)
@@ -104,7 +104,7 @@ class Transfers:
         return bool(load.pairs) or (load.hold is not None and any(block in table for table in load.hold.tables))
 
     def leave_loads(self, pair: Pair, behind: int = 0) -> None:
-        """A sequence gives up what it waits for, as far as that ends behind so many tokens."""
+        """A sequence no longer waits for loads that end behind its first `behind` tokens."""
         for load in [load for load in self.loads if pair in load.pairs and load.end > behind]:
             is_owner = load.pairs[0] is pair
             load.pairs.remove(pair)

@@ -1,4 +1,4 @@
-"""Functions of an engine's own that are told which blocks are taken and which get one more owner."""
+"""An engine's own functions that are told which blocks are taken and which get one more owner."""
 
 import pytest
 
@@ -8,7 +8,7 @@ PROMPT = list(range(10))
 
 
 class Told:
-    """What a manager told, in order: ("taken" or "touched", ids)."""
+    """Records what a manager tells, in order: ("taken" or "touched", ids)."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.calls: list[tuple[str, list[int]]] = []

@@ -1,4 +1,4 @@
-"""The sampler against histories computed by hand, and against a log of what happened to every block."""
+"""The sampler against histories computed by hand, and against a log of all blocks."""
 
 import random
 from typing import Any
@@ -14,7 +14,7 @@ BOUNDS = tuple([float(n) for n in range(2000)])  # a value a bucket: what was re
 
 
 class Clock:
-    """The time that a test says it is."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -202,7 +202,7 @@ def test_one_sampler_at_a_time() -> None:
 
 
 class BlockLog:
-    """What happened to each block, from its owners before and after each call; a life at a time."""
+    """The lives of all blocks, derived from their owners before and after each call."""
 
     def __init__(self, manager: KVCacheManager, clock: Clock) -> None:
         self.manager = manager
@@ -243,7 +243,7 @@ class BlockLog:
 
 
 def free_at_head(free: list[int], blocks: list[KVCacheBlock], num_taken: int, function: Any) -> set[int]:
-    """The blocks that a call took: the first of the queue, but for those that its hit took out of it before."""
+    """Return the blocks that a call took: the first of the queue, without those that its hit took before."""
     hit = function.hit_ids if hasattr(function, "hit_ids") else set()
     return set([block_id for block_id in free if block_id not in hit][:num_taken])
 

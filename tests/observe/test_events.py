@@ -1,4 +1,4 @@
-"""Records: what they say beside the change, hits, and pickles of older versions."""
+"""Event records: their further fields, hits, and pickles of older versions."""
 
 import pickle
 

@@ -152,7 +152,7 @@ def test_hits_that_end_before_what_is_cached_since_blocks_are_larger() -> None:
     manager.allocate_slots(cached)
     answer = manager.explain(Sequence("other", [*range(80), *[9] * 30]))
     assert str(answer) == (
-        "5 of 6 full blocks are cached, 4 of them to be hit: hits end where the largest blocks do;"
+        "5 of 6 full blocks are cached, 4 of them can be hit: hits end where the largest blocks end;"
         " block 5 was never cached, as far as is remembered"
     )
-    assert "4 of them to be hit" in str(manager.explain(Sequence("same", range(81))))
+    assert "4 of them can be hit" in str(manager.explain(Sequence("same", range(81))))

@@ -15,7 +15,7 @@ from kvblocks.stats import HitCounts, PinUsage
 
 
 def compute(manager: KVCacheManager, tokens: Any, salt: str | None = None) -> HitCounts:
-    """A request from its start to its end, and what it should count for."""
+    """Run a request from start to end. Returns what it should count for."""
     sequence = Sequence("passing", tokens, salt=salt)
     hit = manager.get_computed_blocks(sequence)
     assert manager.allocate_slots(sequence, hit=hit) is not None
@@ -226,7 +226,7 @@ def test_observing_is_not_needed_for_counts_and_means_all_for_the_window() -> No
 
 
 def test_another_thread_may_take_snapshots() -> None:
-    """They don't raise while salts, pins and blocks come and go, and counters don't go back."""
+    """Snapshots don't raise while salts, pins and blocks come and go, and counters never decrease."""
     manager = KVCacheManager(200, 1, pin_budget=1.0)
     metrics = CacheMetrics(manager, sample_every=1)
     manager.set_default_quota(3)

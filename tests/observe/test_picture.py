@@ -1,4 +1,4 @@
-"""The picture of the cache: every cached block once, whatever happened to it; dot that says just what the rows say."""
+"""The picture of the cache: rows have every cached block once, and the dot document says the same as the rows."""
 
 import ast
 import re
@@ -63,7 +63,7 @@ def num_of(noun: str, label: str) -> int:
 
 
 def check_dot(rows: list[PrefixRow], max_nodes: int | None) -> None:
-    """A node for each row, in the order of the rows; nothing lost but what the last node counts."""
+    """Check that each row has a node, in order, and that the last node counts all rows that are left out."""
     drawing = parse(to_dot(rows, max_nodes))
     labels = {name: attributes["label"] for name, attributes in drawing.nodes.items()}
     whole, left_out = labels.pop("cache"), labels.pop("left_out", "")
@@ -148,7 +148,7 @@ def test_walks_lose_no_block(num_blocks: int, block_size: int, has_events: bool)
         max_depth = max(max_depth, *[row.depth for row in rows], 0)
         num_duplicates += sum(row.num_duplicates for row in rows)
         num_keys += sum(len(row.extra_keys) for row in rows)
-    # A walk that never met these would prove little.
+    # A walk without these cases would prove little.
     assert num_compared > 1500
     assert max_depth >= 2
     assert num_duplicates > 20

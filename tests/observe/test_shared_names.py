@@ -1,7 +1,7 @@
-"""Where prefixes share a name, events say it with the first and take it back with the last.
+"""Prefixes that share a name: `BlockStored` comes with the first, `BlockRemoved` with the last.
 
-Random histories over the dumb model, whose prefixes are named by an oracle of its own: adapters in two versions, and
-spans that end somewhere else, are finer than vLLM's names.
+Random histories over the dumb model, with an oracle for the names. Two versions of an adapter share names in vLLM's
+scheme, and so do spans with different ends.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def name_of(prefix: Any, block_size: int) -> bytes:
 
 
 class Named:
-    """What is replayed of events, by name, and the operations that make prefixes share names."""
+    """The names that events report as cached, and operations that make prefixes share names."""
 
     num_shared = 0
 
@@ -102,7 +102,7 @@ class NamedGroupHistory(Named, GroupHistory):
 
 @pytest.fixture
 def operations(monkeypatch):
-    """Have walks use our two operations, which the tables name by the classes that they come from."""
+    """Make walks use the two operations above instead of those of the base class."""
     for module in ("model.history.OPERATIONS", "model.group_history.GROUP_OPERATIONS"):
         path, name = module.rsplit(".", 1)
         table = getattr(__import__(path, fromlist=[name]), name)
@@ -139,7 +139,7 @@ class SharingMachine(TierMachine):
 
 @pytest.mark.parametrize("groups", [None, [FullAttention(2), SlidingWindow(2, 4)]])
 def test_replayed_names_are_those_of_each_tier(groups):
-    """Images that begin alike and end elsewhere share names, on the device and below."""
+    """Images with the same beginning and different ends share names, on the device and in tiers."""
     names, num_shared = VllmNames("sha256_cbor", seed="seed"), 0
     tiers = [Tier("host", 40, 100, store="computed", medium="CPU"), Tier("disk", 90, 100, medium="DISK")]
     for seed in range(6):

@@ -14,7 +14,7 @@ Group = tuple[Any, tuple[int, ...], int, tuple[int, ...], int]
 
 
 def expected_groups(prefixes: list[list[int]], block_size: int, min_blocks: int) -> set[Group]:
-    """The groups of block tables cut to what may be shared, by a dict of all their prefixes. A parent comes whole."""
+    """Return the expected groups, by a dict. prefixes: block tables, cut to what may be shared."""
     members: dict[tuple[int, ...], list[int]] = {}
     for i, table in enumerate(prefixes):
         for end in range(1, len(table) + 1):
@@ -49,7 +49,7 @@ def as_groups(found: list[SharedPrefix]) -> list[Group]:
 def check_batch(
     sequences: list[Sequence], block_size: int, min_blocks: int = 1, visible: Any = None
 ) -> list[SharedPrefix]:
-    """The groups are those of the dict, in an order that puts parents first; a member's stretches begin its table."""
+    """Check that the groups are the dict's, parents first, and that each member's stretches begin at block 0."""
     limits = [sequence.num_computed_tokens for sequence in sequences] if visible is None else visible
     found = find_shared_prefixes(sequences, block_size, min_blocks, visible)
     prefixes = [list(s.block_ids[: limit // block_size]) for s, limit in zip(sequences, limits, strict=True)]
@@ -100,7 +100,7 @@ def test_walks_agree_with_a_dict_of_prefixes(num_blocks: int, block_size: int) -
         num_nested += sum(group.parent is not None for group in found)
         num_free += len(sequences) - len(allocated)
         num_uncomputed += sum(len(s.blocks) > s.num_computed_tokens // block_size for s in allocated)
-    # A walk that never met these would prove little.
+    # A walk without these cases would prove little.
     assert num_groups > 300
     assert num_nested > 20
     assert num_free > 100
@@ -115,7 +115,7 @@ TABLES = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=9)
 def test_made_up_tables_agree_with_a_dict_of_prefixes(
     tables: list[list[int]], min_blocks: int, data: st.DataObject
 ) -> None:
-    """Among them forks with a last block that is shared but not full, and equal blocks under unequal ones."""
+    """Including forks whose shared last block isn't full, and equal blocks behind different ones."""
     sequences = []
     for choices in tables:
         blocks = [POOL[position][choice] for position, choice in enumerate(choices)]

@@ -128,7 +128,7 @@ def test_what_is_extended_is_not_evicted_for_it():
 
 
 def test_what_is_extended_goes_after_its_extension():
-    """Whether something had to be evicted for it or not, and where another prefix is attached to the middle."""
+    """With and without an eviction for the extension, and with another prefix attached to the middle."""
     for max_blocks in (9, 5):
         cache = filled(max_blocks, ([*ABC[:2], 8, 8], [0, 7]), (ABC[:4], [0, 1]), ([9, 9, 9, 9], [10, 11]))
         result = cache.insert_prefix([*ABC, 5, 5], [0, 1, 2, 3])
@@ -349,7 +349,7 @@ def test_bad_block_ids(ids, message):
 
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_an_id_holds_one_prefix(wrong):
-    """Whether the block would have been taken or not; ids of this very prefix at another position are no better."""
+    """Refused whether or not the block would have been taken, and also for ids of this prefix at another position."""
     cache = filled(8, (ABC[:4], [0, 1]), ([9, 9], [2]))
     for ids in ([wrong, 3, 2], [2, 1, 3], [1, 0, 3], [0, 1, wrong + 0] if wrong == 2 else [5, wrong, 2]):
         with pytest.raises(BlockStateError, match=r"expected ids that hold no other prefix, got \d at position \d"):
@@ -460,7 +460,7 @@ def test_a_match_that_was_read_and_is_not_true_any_more_is_stale():
 
 
 def test_a_match_holds_what_has_its_ids_now():
-    """Another object may stand for an id that was evicted and inserted again."""
+    """An id that was evicted and inserted again may have another block object."""
     cache = filled(4, (ABC, [0, 1, 2]))
     match = cache.match_prefix(ABC)
     assert match.matched_kv_blocks == [0, 1, 2]
@@ -485,7 +485,7 @@ def test_a_match_that_was_read_keeps_its_payload():
 
 
 def test_what_was_left_counts_at_once():
-    """For each call that needs it, with no other in between."""
+    """For each call that needs it, right after the match was left."""
     cache = filled(3, (ABC, [0, 1, 2]))
     with cache.match_prefix(ABC):
         pass
@@ -595,7 +595,7 @@ def test_an_insertion_s_match_of_a_pin_may_outlive_it():
 
 @pytest.mark.parametrize("typecode", ["I", "i", "q"])
 def test_a_buffer_of_tokens_is_the_caller_s_again_after_an_insertion(typecode):
-    """Though the match is kept. An array can't grow while somebody looks at it."""
+    """Even while the match is kept. An array can't grow while a view of it exists."""
     cache, tokens = filled(), array(typecode, ABC)
     result = cache.insert_prefix(tokens, [0, 1, 2])
     tokens.append(7)
@@ -623,7 +623,7 @@ def test_rates_by_request_and_by_token():
 
 
 def test_events_follow_what_is_cached():
-    """In the order in which it happened, under the names that `block_hashes` and `find_block` know."""
+    """In order, with the names that `block_hashes` and `find_block` use."""
     cache = PrefixCache(3, 2, enable_events=True)
     cache.insert_prefix(ABC, [10, 11, 12], salt="a", lora="pirate")
     one, two, three = cache.block_hashes(ABC, salt="a", lora="pirate")
@@ -789,7 +789,7 @@ def test_a_payload_goes_with_its_block():
 
 
 def test_a_payloads_finalizer_may_use_the_cache():
-    """What it finds is in order, also when it makes another payload go, and when the last to have it was a match."""
+    """The finalizer finds a consistent cache, also if it drops another payload or if a match was the last owner."""
     seen: list[int] = []
 
     class Payload:
@@ -840,7 +840,7 @@ def test_pins_keep_prefixes_and_nest():
 
 
 def test_unpinning_undoes_the_last_pin_of_these_tokens():
-    """Also when more of them is cached by then."""
+    """Also when more of these tokens are cached by then."""
     cache = filled(8, (ABC[:2], [0]))
     assert cache.pin_prefix(ABC, "first") == 2
     cache.insert_prefix(ABC, [0, 1, 2], pin=True)
@@ -860,7 +860,7 @@ def test_keys_tell_pins_apart():
 
 
 def test_pins_stay_within_their_budget():
-    """So that pins can't fill the cache, and the next insertion finds room."""
+    """So pins can't fill the cache, and the next insertion finds room."""
     cache = PrefixCache(4, 2)
     cache.insert_prefix([*ABC, 7, 7], [0, 1, 2, 3])
     assert cache.pin_prefix(ABC[:2]) == 2
@@ -971,7 +971,7 @@ def test_long_walks_agree_with_the_dumb_model(max_blocks, block_size, weak_hash)
             history.clear(chooser)
         if chooser.integer(0, 2):  # not always: it lets go of what was left, so that other calls needn't
             history.check()
-    # A walk that never met these would prove little.
+    # A walk without these cases would prove little.
     expected = {"hits", "payloads", "stale", "conflicts", "evicting", "cut short", "too few evictable", "unpinned"}
     expected |= {"stale, of an insertion", "held, of an insertion", "dropped", "beyond the pin budget"}
     history.end()
@@ -1011,7 +1011,7 @@ class HammeredEngine:
             self.errors.append(error)
 
     def serve(self, tokens: list[int]) -> None:
-        """A request: what is cached is read, the rest written and inserted."""
+        """Run a request: read the cached blocks, write and insert the rest."""
         with self.cache.match_prefix(tokens) as match:
             ids = match.matched_kv_blocks
             assert match.payload in (None, tokens)
@@ -1109,7 +1109,7 @@ def test_eight_threads_and_an_audit():
 
 
 def test_nobody_evicts_between_two_calls_that_are_exclusive():
-    """While a thread evicts all it can, a match that is entered where it was inserted holds all of it."""
+    """While another thread evicts, a match that is entered right after its insertion holds all inserted blocks."""
     cache, stop, num_evictions = PrefixCache(64, 1), threading.Event(), [0]
 
     def evict() -> None:
@@ -1151,7 +1151,7 @@ def wait_for(is_done: Callable[[], bool]) -> None:
 
 
 def test_leaving_a_match_waits_for_nobody():
-    """Not even while another thread is inside the cache, here in a payload's finalizer."""
+    """Even while another thread is in a call, here in a payload's finalizer, leaving doesn't wait."""
     is_inside, has_left = threading.Event(), threading.Event()
     seen: list[bool] = []
 

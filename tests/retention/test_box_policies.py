@@ -1,4 +1,4 @@
-"""What each policy of the box evicts, by itself and in a manager."""
+"""What each built-in policy evicts, by itself and in a manager."""
 
 from collections.abc import Iterable
 
@@ -43,7 +43,7 @@ def test_slru_evicts_what_was_never_hit_first() -> None:
 
 
 def test_slru_protects_a_share_only() -> None:
-    """What has been protected longest goes behind what is on probation, and comes back by another hit."""
+    """The block that was protected longest goes to the end of the probation queue. Another hit protects it again."""
     policy = SLRU(View(100))
     free(policy, [10])
     free(policy, [1, 2, 3, 4, 5], num_hits=1)  # at most 4.8 of 6: 1 is on probation, behind 10
@@ -107,9 +107,9 @@ def test_s3fifo_remembers_no_more_than_the_main_queue_may_hold() -> None:
 
 @pytest.mark.parametrize(("name", "num_cached"), [("lru", 0), ("slru", 24), ("s3fifo", 32)])
 def test_a_scan_pushes_out_what_was_hit_or_does_not(name: str, num_cached: int) -> None:
-    """A system prompt that three requests had, then a hundred prompts that come once.
+    """Three requests with one system prompt, then a hundred prompts that come once.
 
-    All that is free at first was hit, so `slru` puts a fifth of it on probation, the end of the prompt.
+    At first all free blocks were hit, so `slru` puts a fifth of them on probation: the end of the prompt.
     """
     manager = KVCacheManager(20, 4, eviction=name)
 

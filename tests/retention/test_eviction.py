@@ -1,4 +1,4 @@
-"""The door for eviction policies: what is asked, what goes for a victim, and what a policy can't do."""
+"""`Eviction`: what policies are asked, which blocks are evicted for a victim, and what a policy can't do."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from kvblocks import (
 
 
 class Told:
-    """Names what it is told to name, in turn, and keeps what it hears. `made` has all instances."""
+    """Names the blocks in `names`, in turn, and records what it is told. `made` has all instances."""
 
     made: list["Told"]
 
@@ -138,7 +138,7 @@ def test_what_is_below_a_victim_goes_first_from_its_end(told: type[Told]) -> Non
 
 
 def test_what_an_equal_block_holds_too_has_nothing_below(told: type[Told]) -> None:
-    """Two sequences that computed the same at once: one copy goes, and all that is chained to the other stays."""
+    """Two sequences computed the same blocks at once. One copy is evicted, and all below the duplicate stays."""
     manager = KVCacheManager(6, 1, eviction=told)
     one, other = Sequence("one", [1, 2]), Sequence("other", [1, 2, 3])
     assert manager.allocate_slots(one) is not None and manager.allocate_slots(other) is not None
@@ -332,7 +332,7 @@ def test_a_policy_that_calls_its_manager_is_refused() -> None:
 @pytest.mark.parametrize("call", ["free", "use", "remove", "victim"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_in_a_policy_is_known(call: str, error: type[BaseException]) -> None:
-    """It ends the call, as anywhere else in it; the manager refuses then, and nobody takes it for whole."""
+    """The interrupt ends the call, as anywhere else. After that the manager refuses all calls."""
     interrupted = False
 
     def fail() -> Any:

@@ -1,6 +1,6 @@
-"""The proof of quotas: a greedy tenant that has one does not take from the modest ones what they use again.
+"""Quotas work: a greedy tenant with a quota does not evict what modest tenants use again.
 
-The simulation, and what it does not show, is bench/replay/fairness.py.
+bench/replay/fairness.py has the simulation, and says what it does not show.
 """
 
 import importlib
@@ -31,7 +31,7 @@ def test_a_quota_gives_the_modest_tenants_their_hit_rate_back(fairness, seed):
     assert with_quota.hit_rate > alone.hit_rate - 0.01
     for salt in fairness.MODEST:
         assert with_quota.hit_rates[salt] > alone.hit_rates[salt] - 0.01
-    # The greedy one got as much done, and where nobody else wants the space, all of it is its own.
+    # The greedy tenant got as much done. Where nobody else wants the space, it may use all of it.
     assert with_quota.num_greedy_requests == without.num_greedy_requests > 900
     assert greedy_alone.max_greedy_blocks == fairness.NUM_BLOCKS
     assert without.max_greedy_blocks > fairness.NUM_BLOCKS * 0.7
@@ -39,7 +39,7 @@ def test_a_quota_gives_the_modest_tenants_their_hit_rate_back(fairness, seed):
 
 @pytest.mark.parametrize("quota", [0, 64, 200, 400])
 def test_nobody_loses_a_block_while_a_tenant_is_above_the_bound(fairness, quota):
-    """At such a loss it has cached at most its quota, or else nothing but what its running sequences hold."""
+    """When another tenant loses a block, this one has cached at most its quota, or only what its sequences own."""
     outcome = fairness.simulate("", (*fairness.MODEST, fairness.GREEDY), quota)
     assert outcome.num_lost_blocks > 1000
     assert outcome.max_over_bound == 0  # it is reached, and never passed
@@ -53,7 +53,7 @@ def test_without_a_quota_there_is_no_bound(fairness):
 
 
 def test_a_default_quota_is_as_good(fairness):
-    """All tenants have the same one, and a tenant with none of its own needs no name."""
+    """All tenants have the default quota, and none has to be named."""
     alone = fairness.simulate("", fairness.MODEST, None)
     simulation = fairness.Simulation((*fairness.MODEST, fairness.GREEDY), None)
     for salt in simulation.tenants:
@@ -69,7 +69,7 @@ def test_a_default_quota_is_as_good(fairness):
 
 
 def test_what_runs_is_never_taken():
-    """Even with a quota of nothing a tenant keeps all that its running sequences hold; then it is given away first."""
+    """With a quota of 0 a tenant keeps the blocks of its running sequences. Once freed, they are evicted first."""
     manager = KVCacheManager(8, 4)
     manager.set_quota("greedy", 0)
     running = Sequence("running", range(24), salt="greedy")

@@ -1,4 +1,4 @@
-"""Holds: blocks under a transfer are neither reused nor evicted, whatever becomes of their sequence."""
+"""Holds: blocks under a transfer are neither reused nor evicted, whatever happens to their sequence."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def started(manager: KVCacheManager, name: str = "a", **options) -> Sequence:
 
 
 def fill(manager: KVCacheManager) -> list[int]:
-    """Take all that is free."""
+    """Take all free blocks."""
     number = manager.num_free_blocks
     sequence = Sequence("filler", range(1000, 1000 + 4 * number))
     assert manager.allocate_slots(sequence) is not None
@@ -112,7 +112,7 @@ def test_a_detached_sequence_is_free_and_its_blocks_are_not(manager):
 
 
 class FragileId:
-    """An id whose hash raises once, after it was asked for a few times."""
+    """An id whose hash raises once, after a few calls."""
 
     def __init__(self) -> None:
         self.num_left = -1

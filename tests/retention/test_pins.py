@@ -1,4 +1,4 @@
-"""Pins one by one; their long histories are test_stateful.py's."""
+"""Pins, one promise at a time. Long histories are in test_stateful.py."""
 
 from array import array
 from typing import Any
@@ -19,7 +19,7 @@ from kvblocks.retention.pins import block_priorities
 
 
 def compute(manager: KVCacheManager, tokens: Any, **keys: Any) -> None:
-    """A request that comes and goes; its full blocks stay cached."""
+    """Run a request from start to end. Its full blocks stay cached."""
     sequence = Sequence("passing", tokens, **keys)
     assert manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence)) is not None
     manager.free(sequence)
@@ -320,7 +320,7 @@ def test_what_leaves_a_window_may_be_only_pinned_then() -> None:
 
 
 def test_asking_again_changes_no_answer() -> None:
-    """A refusal is counted from what is known of the last one where that holds still."""
+    """A refusal may reuse the counts of the last one as long as they are valid."""
     manager = KVCacheManager(12, 4, debug=True)
     compute(manager, range(12))
     compute(manager, range(100, 108))

@@ -1,4 +1,4 @@
-"""The contract of eviction policies: the box's, random and malicious ones, in every kind of cache."""
+"""The contract of eviction policies: built-in, random and malicious ones, in every kind of cache."""
 
 import random
 from typing import Any
@@ -39,7 +39,7 @@ GROUPS: dict[str, list[Group]] = {
 )
 def test_manager_and_dumb_model_agree(name: str, num_blocks: int, block_size: int, options: dict[str, Any]) -> None:
     contract = check_policy(POLICIES[name], num_blocks, block_size, 2500, seed=10 * num_blocks + block_size, **options)
-    # A walk that never met these would prove little.
+    # A walk without these cases would prove little.
     assert contract.counts["asked"] > 50
     assert contract.counts["several wanted"] > 10
     assert contract.counts["hit"] > 20
@@ -70,7 +70,7 @@ def test_a_prefix_cache_agrees(name: str, max_blocks: int, block_size: int) -> N
 
 @pytest.mark.parametrize("policy", [None, "lru"])
 def test_lru_is_what_there_is_without_a_policy(policy: str | None) -> None:
-    """Block for block: the same histories beside the same dumb models, which know nothing of policies."""
+    """Block for block: the same histories with the same dumb models, which know nothing of policies."""
     history = History(14, 1, eviction=policy, enable_events=True)
     walk(history, RandomChooser(seed=141), num_operations=2000, forget_every=100)
     assert history.manager.stats.num_evicted_blocks > 50
@@ -129,7 +129,7 @@ def test_lru_is_what_there_is_without_a_policy_where_there_are_tiers() -> None:
 
 @pytest.mark.parametrize("groups", ["two windows", "kept windows"])
 def test_lru_is_what_there_is_without_a_policy_with_windows_and_quotas(groups: str) -> None:
-    """What left a window is its tenant's, too, and goes when its turn comes."""
+    """Blocks that left a window count for their tenant, too, and are evicted in their order."""
     num_over = 0
     for seed in range(4):
         chosen = random.Random(seed)
@@ -158,7 +158,7 @@ def test_lru_is_what_there_is_without_a_policy_with_windows_and_quotas(groups: s
 
 
 def start_chunk(manager: KVCacheManager, sequence: Sequence, num_tokens: int) -> bool:
-    """Start a sequence with what is cached of it and so many tokens more. Whether there was room."""
+    """Start a sequence with its hit and `num_tokens` tokens more. Returns whether there was room."""
     hit = manager.get_computed_blocks(sequence)
     number = min(num_tokens, sequence.num_tokens - hit.num_tokens)
     return manager.allocate_slots(sequence, number, hit=hit) is not None

@@ -1,4 +1,4 @@
-"""Quotas one by one; their long histories are test_stateful.py's, what they do for fairness test_fairness.py's."""
+"""Quotas, one promise at a time. Long histories are in test_stateful.py, fairness is in test_fairness.py."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is told of sessions: to whom, by which names, and what is refused."""
+"""`manager.sessions`: which policies are told what, and which calls are refused."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from kvblocks.retention.policies.lru import LRU
 
 
 class Listener:
-    """LRU that notes what it is told of sessions, by no derived class: compiled ones can't have any."""
+    """LRU that records what it is told of sessions. It wraps `LRU`, since compiled classes can't be derived from."""
 
     def __init__(self, cache: Any) -> None:
         self.lru = LRU(cache)

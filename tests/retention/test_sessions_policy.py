@@ -1,4 +1,4 @@
-"""What `eviction="sessions"` keeps: by itself, in a manager, and on a made-up trace, beside LRU."""
+"""What `eviction="sessions"` keeps: by itself, in a manager, and on a made-up trace compared with LRU."""
 
 import heapq
 import random
@@ -16,7 +16,7 @@ BLOCK_SIZE = 4
 
 
 class Chats:
-    """A manager whose requests are runs of numbered blocks of a session, told when they pause."""
+    """A manager whose requests are lists of numbered blocks of a session. It is told when sessions pause."""
 
     def __init__(self, num_blocks: int, eviction: Any = "sessions") -> None:
         self.manager = KVCacheManager(num_blocks, BLOCK_SIZE, eviction=eviction)
@@ -41,7 +41,7 @@ class Chats:
         return len(self.manager.get_computed_blocks(Sequence("probe", tokens, salt=salt)).blocks)
 
     def evict(self, num_blocks: int) -> None:
-        """Have so many cached blocks go, and nothing be cached for them."""
+        """Evict so many cached blocks, and cache nothing instead."""
         num_empty = self.manager.count_empty_blocks(self.manager.num_blocks)
         filler = Sequence("filler", range(10**6, 10**6 + BLOCK_SIZE * (num_empty + num_blocks)))
         assert self.manager.allocate_slots(filler) is not None
@@ -143,7 +143,7 @@ def test_one_that_comes_again_begins_anew() -> None:
 
 @pytest.mark.parametrize("other", ["another", None])
 def test_what_another_one_has_stays(other: str | None) -> None:
-    """Of a session, or of requests without any."""
+    """Another session has it, or requests without a session do."""
     chats = Chats(20)
     chats.run("old", span(100, 4))
     chats.run(other, span(0, 4))
@@ -219,7 +219,7 @@ def test_a_tool_that_should_have_come_back_long_ago_goes() -> None:
 
 @pytest.mark.parametrize("times", [lambda i: 0, lambda i: -i, lambda i: 10**30 * i, lambda i: i / 1000])
 def test_without_sessions_it_is_lru(times: Any) -> None:
-    """Whatever the clock does; and prompts meet and part."""
+    """Whatever the clock does, with prompts that share beginnings."""
     chosen = random.Random(3)
     one, other = Chats(30), Chats(30, eviction=None)
     for i in range(400):
@@ -260,7 +260,7 @@ def test_sessions_that_never_come_back_are_forgotten() -> None:
 
 
 def test_a_block_that_two_threads_of_a_session_share_goes_with_the_last_of_them() -> None:
-    """A sub-agent with the same system prompt is let go, and so is who waits for a person, before the main thread."""
+    """Evicted before the main thread: a sub-agent with its system prompt, and a session that waits for a person."""
     chats = Chats(40)
     learn(chats)
     main, sub = chats.start("chat", span(0, 8)), chats.start("chat", [*span(0, 2), *span(50, 4)])
@@ -285,7 +285,7 @@ ACTIONS = st.lists(
 @settings(deadline=None)
 @given(ACTIONS)
 def test_whatever_is_told_no_call_fails(actions: list[tuple[str, int, int]]) -> None:
-    """Several live sequences of a session, equal names under salts, pauses of unknown ones, ends twice."""
+    """Several allocated sequences of a session, equal names with other salts, unknown sessions, a second end."""
     chats = Chats(24)
     manager, running, salts = chats.manager, list[Sequence](), (None, None, "a", "b")
     for action, who, what in actions:
@@ -411,14 +411,14 @@ def hit_rate(eviction: str, num_blocks: int) -> float:
 
 
 def test_it_beats_lru_where_the_pool_is_short() -> None:
-    """The same numbers each time: nothing here is left to chance."""
+    """The trace is the same each time, so the numbers are, too."""
     assert hit_rate("sessions", 400) > hit_rate("lru", 400) + 0.02
     assert hit_rate("sessions", 160) > hit_rate("lru", 160) + 0.01
     assert hit_rate("sessions", 3000) >= hit_rate("lru", 3000)
 
 
 def test_a_session_whose_blocks_are_gone_keeps_no_threads() -> None:
-    """One name for everybody, as a careless server's clients have: what is remembered is bounded by the pool."""
+    """All requests have one session name, as with a careless client: the memory is bounded by the pool."""
     chooser, chats = random.Random(0), Chats(50)
     made: list[Any] = [chats.manager._eviction._main._free.__self__]  # type: ignore[union-attr]  # noqa: SLF001
     history, running = [7], []

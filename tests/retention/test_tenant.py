@@ -36,7 +36,7 @@ def fill(pool: BlockPool, quotas: TenantQuotas, salt: str, first: int, num_block
 
 
 def test_tenants_that_come_and_go_keep_no_blocks() -> None:
-    """Else each would come to hold the whole pool: 100,000 blocks and 1000 salts would be 10 GB."""
+    """Otherwise each tenant would refer to the whole pool in time: with 100,000 blocks and 1000 salts, 10 GB."""
     pool, quotas = make_pool(NUM_BLOCKS)
     tenants = [fill(pool, quotas, f"tenant-{number}", 0, NUM_BLOCKS) for number in range(50)]
     assert tenants[-1].num_cached_blocks == NUM_BLOCKS
@@ -46,7 +46,7 @@ def test_tenants_that_come_and_go_keep_no_blocks() -> None:
 
 
 def test_those_over_their_quota_are_just_those() -> None:
-    """However many salts there were: what is kept for them is kept for those alone."""
+    """With any number of salts, data is kept only for tenants over their quota."""
     pool, quotas = make_pool(0)
     tenants = [fill(pool, quotas, f"user-{number}", 0, 5) for number in range(300)]
     assert set(quotas.over) == {tenant for tenant in tenants if tenant.num_excess_blocks > 0}
@@ -57,7 +57,7 @@ def test_those_over_their_quota_are_just_those() -> None:
 
 
 def test_what_is_dropped_was_not_free() -> None:
-    """Blocks that were evicted, hit or given back again: the order that is left is that of the free queue."""
+    """After evictions, hits and releases, the remaining blocks are in the order of the free queue."""
     pool, quotas = make_pool(NUM_BLOCKS)
     for turn in range(30):
         tenant = fill(pool, quotas, "ann", turn * 1000, 90)
@@ -75,7 +75,7 @@ def test_what_is_dropped_was_not_free() -> None:
 
 
 def test_the_victim_is_of_the_tenant_that_is_over_its_quota_longest() -> None:
-    """As if all were looked at, and no more is kept for it than there are tenants."""
+    """The same victim as a look at all tenants finds, with no more entries than tenants."""
     pool, quotas = make_pool(5)
     random = Random(1)
     held: list[KVCacheBlock] = []

@@ -1,4 +1,4 @@
-"""`LRU`: the least recently used block goes first, as without a policy."""
+"""`LRU`: the least recently used block is evicted first, as without a policy."""
 
 from collections import OrderedDict
 
@@ -6,9 +6,9 @@ from kvblocks.retention.policies.policy import CacheView, FreeBlock
 
 
 class LRU:
-    """Evicts what was let go of longest ago. The plainest policy: an order, and its first one."""
+    """Evicts the block that became free longest ago. The simplest policy: it keeps an order and names its first."""
 
-    def __init__(self, cache: CacheView) -> None:  # noqa: ARG002  # all policies are made so
+    def __init__(self, cache: CacheView) -> None:  # noqa: ARG002  # all policies take it
         self._order: OrderedDict[int, None] = OrderedDict()
 
     def free(self, blocks: list[FreeBlock]) -> None:

@@ -1,6 +1,6 @@
-"""What an eviction policy is: what it is told, what it may ask, and the one answer that it gives.
+"""The interface of eviction policies: what a policy is told, what it may ask, and what it answers.
 
-A policy is the caller's plain class; it derives from nothing here. docs/policies.md shows how to write one.
+A policy is a plain class of the caller's; it derives from nothing here. docs/policies.md shows how to write one.
 """
 
 from collections.abc import Callable, Hashable
@@ -8,12 +8,12 @@ from typing import NamedTuple, Protocol
 
 
 class FreeBlock(NamedTuple):
-    """A cached block that nobody owns, as a policy is told of it.
+    """What a policy is told of a free cached block.
 
-    depth: how many blocks come before it in its prefix. tenant: the salt, None for none. session: of the sequence that
-    gave it back last, whoever held it after that; None if it has none. num_hits: how often sequences have hit it since
-    it was cached. others: the other sessions whose sequences gave it back since it was cached, the last 7 of them, the
-    last one last; None among them stands for those without a session.
+    depth: how many blocks come before it in its prefix. tenant: the salt, None for no salt. session: of the sequence
+    that gave the block back last, even if a pin or a transfer held it after that; None: no session. num_hits: how often
+    sequences have hit it since it was cached. others: the other sessions whose sequences gave it back since it was
+    cached: the last 7, the latest last; None stands for sequences without a session.
     """
 
     block_id: int
@@ -33,46 +33,43 @@ class CacheView(Protocol):
 
     @property
     def now(self) -> float:
-        """The time as the caller told it last, 0 before that. Nothing is promised of its steps, nor that it rises."""
+        """The caller's clock, as last set; 0 before that. It need not be regular, and may even go back."""
 
     def digest(self, block_id: int) -> bytes | None:
-        """Return the digest that names a block's prefix, the same each time that this prefix is cached.
+        """Return the digest that names a block's prefix. It is the same each time that this prefix is cached.
 
-        Of a block that `free` told of, and in `remove` still; None where nothing is known of it, or nothing any more.
-        O(1) once it is known, which the first call for a block costs a hash.
+        For blocks that the policy knows, including those that `remove` is just telling of; None for other blocks. The
+        first call for a block costs a hash, later ones O(1).
         """
 
 
 class EvictionPolicy(Protocol):
-    """Says which of the free cached blocks is to go next. Its own exceptions harm nobody: see docs/policies.md.
+    """Says which of the free cached blocks is evicted next. An exception in it does no harm: see docs/policies.md.
 
-    It knows a block between `free` and the `use` or `remove` that follows, and no longer: what comes with the same id
-    later may hold something else.
+    It knows a block from `free` until the `use` or `remove` that follows. A later block with the same id may hold
+    another prefix.
     """
 
     def free(self, blocks: list[FreeBlock]) -> None:
-        """Take note of cached blocks that nobody owns any more, in the order in which the queue has them.
-
-        Of one prefix mostly, its end first.
-        """
+        """Cached blocks became free. They come in the queue's order: mostly one prefix, with its end first."""
 
     def use(self, block_ids: list[int]) -> None:
-        """Take note of blocks that somebody owns again: they were hit, pinned, or are held by a transfer."""
+        """Blocks have an owner again: they were hit or pinned, or a transfer holds them."""
 
     def remove(self, block_ids: list[int]) -> None:
-        """Take note of blocks that are cached no more: evicted, whoever named them, or forgotten."""
+        """Blocks stopped being cached: they were evicted, whether or not this policy named them, or detached."""
 
-    # A policy may have these three as well, or leave them out: `begin(session, tenant)`, when a request of a session
-    # begins (what it hits comes by `use`), `pause(session, tenant, reason)`, when that has come to its end, and
-    # `end(session, tenant)`, when no other will come. docs/policies.md has more.
+    # A policy may also have these three calls: `begin(session, tenant)` when a session's request begins (`use` tells
+    # what it hits), `pause(session, tenant, reason)` when the request has ended, and `end(session, tenant)` when the
+    # session will have no more requests. docs/policies.md has more.
 
     def victim(self, num_blocks: int) -> int | None:
-        """Return the id of the block that is to go next, of those that it knows; None: the least recently used.
+        """Return the id of the block to evict next, one that it knows; None: the least recently used.
 
-        What is cached below it goes first, from the end. num_blocks: how many are wanted; it is asked again when fewer
-        are below it.
+        Blocks below it are evicted before it, last first. num_blocks: how many blocks are wanted. If the victim and the
+        blocks below it are fewer, the policy is asked again.
         """
 
 
 PolicyFactory = Callable[[CacheView], EvictionPolicy]
-"""What makes a policy: its class, say. Called once for a pool, and once for each tenant that is over its quota."""
+"""Makes a policy, such as its class. Called once for a pool, and once for each tenant that is over its quota."""

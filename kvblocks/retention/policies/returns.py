@@ -1,28 +1,28 @@
-"""How soon what pauses comes back: a life table that is learned from the pauses of one kind, by the caller's clock.
+"""How soon a paused session comes back: a life table, learned from the pauses of one kind by the caller's clock.
 
-Pauses differ by orders of magnitude, between kinds and between sessions, so all is learned of the logarithms of their
-lengths, and relative to what is usual (the rhythm) for the session and for a request that ran so long: how many were so
-many half octaves longer or shorter than that. From this comes what it is worth to keep one that has lasted so long: the
-chance that it ends within a horizon, for each unit of time that it would be kept until then.
+Pauses differ by orders of magnitude, between kinds and between sessions. So the table uses the logarithms of their
+lengths, relative to the usual length (the rhythm) for the session and for a request that ran so long. It counts, in
+half octaves, how much longer or shorter pauses were than that. From the table follows what it is worth to keep a pause
+that has lasted so long: the chance that it ends within a horizon, for each unit of time that it would be kept.
 """
 
 from math import log2, sqrt
 from typing import Final
 
-STEPS: Final = 2  # of the table, an octave
-_MIDDLE: Final = 16  # octaves: what is shorter or longer than the rhythm by more counts as that
+STEPS: Final = 2  # steps of the table per octave
+_MIDDLE: Final = 16  # octaves: the largest difference from the rhythm; larger ones count as that
 _LENGTH: Final = 2 * _MIDDLE * STEPS
-_MOST: Final = 4096  # pauses that count in full; then all are halved, so that the last ones matter most
-_RHYTHM_STEPS: Final = 4  # of a rhythm, an octave
-_RHYTHM_WEIGHT: Final = 5.0  # pauses of its own after which a session's rhythm counts about as much as its kind's
-_RHYTHM_KEPT: Final = 0.9  # of what a session's earlier pauses count, with each that ends: about the last ten matter
-_SLOPE_WEIGHT: Final = 20.0  # squared octaves that requests have to differ by before how long they ran says something
-RECENCY_WEIGHT: Final = 5.0  # pauses that as good as nothing but recency is expected of, beside those that were seen
-_PARTS: Final = (1 / 16, 1 / 4, 1.0)  # of a horizon, where it is looked at how many pauses last so long
+_MOST: Final = 4096  # pauses; beyond that all counts are halved, so that the latest pauses matter most
+_RHYTHM_STEPS: Final = 4  # steps of a rhythm per octave
+_RHYTHM_WEIGHT: Final = 5.0  # after so many pauses of its own, a session's rhythm counts as much as its kind's
+_RHYTHM_KEPT: Final = 0.9  # with each pause that ends, a session's earlier ones count less: about the last ten matter
+_SLOPE_WEIGHT: Final = 20.0  # how much run times must vary, in squared octaves, before they predict pauses
+RECENCY_WEIGHT: Final = 5.0  # imagined pauses, besides those seen, of which the latest to pause returns first
+_PARTS: Final = (1 / 16, 1 / 4, 1.0)  # parts of the horizon at which the table is read
 
 
 class Rhythm:
-    """The usual length of pauses of one kind. total: of the base-2 logarithms of `number` of them, both weighted."""
+    """The usual length of pauses of one kind. total: sum of `number` base-2 logarithms of lengths, both weighted."""
 
     __slots__ = ("number", "total")
 
@@ -31,28 +31,28 @@ class Rhythm:
         self.number = 0.0
 
     def mean(self) -> float:
-        """Return the mean of the logarithms, 0: there are none. O(1)."""
+        """Return the mean of the logarithms, 0 if there are none. O(1)."""
         return self.total / self.number if self.number else 0.0
 
 
 class Returns:
-    """The pauses of one kind. num_open: those that haven't ended, or never will.
+    """The pauses of one kind. num_open: pauses that haven't ended, or never will.
 
-    recency_weight: how many pauses the expectation that what paused last comes back first counts as.
+    recency_weight: how many pauses the assumption counts for that the latest to pause returns first.
     """
 
     def __init__(self, recency_weight: float) -> None:
         self._recency_weight = recency_weight
         self.num_open = 0.0
         self._usual, self._took = Rhythm(), Rhythm()
-        self._took_by_length = self._took_by_took = 0.0  # sums of products, of what is beside the usual
+        self._took_by_length = self._took_by_took = 0.0  # sums of products of differences from the usual
         self._ended = [0.0] * _LENGTH
-        self._longer: list[float] = []  # from each step on, how many ended; made when it is asked
+        self._longer: list[float] = []  # by step: how many pauses were at least so long; made at the first use
 
     def rhythm(self, own: Rhythm | None, took: float) -> float:
-        """Return the length, as a logarithm in steps, that is usual for a pause. O(1).
+        """Return the usual length of a pause, as a base-2 logarithm rounded to rhythm steps. O(1).
 
-        own: of its session. took: how long the request before it ran; 0: nobody knows.
+        own: its session's rhythm. took: how long the request before it ran; 0: not known.
         """
         slope = self._took_by_length / (self._took_by_took + _SLOPE_WEIGHT)
         return round((self._mean(own) + slope * self._beside(took)) * _RHYTHM_STEPS) / _RHYTHM_STEPS
@@ -64,11 +64,11 @@ class Returns:
         return usual
 
     def _beside(self, took: float) -> float:
-        """Return by how many octaves a request ran longer than usual."""
+        """Return by how many octaves a request ran longer than usual; 0 if that isn't known."""
         return log2(took) - self._took.mean() if took > 0.0 and self._took.number else 0.0
 
     def learn(self, length: float, took: float, rhythm: float, own: Rhythm | None) -> None:
-        """Note that a pause has ended. length: more than 0. rhythm: what was usual when it began. O(1)."""
+        """Learn from a pause that has ended. length: more than 0. rhythm: as when it began. O(1)."""
         logarithm = log2(length)
         if self._usual.number:  # the first ones had no rhythm
             self._ended[min(max(int((logarithm - rhythm + _MIDDLE) * STEPS), 0), _LENGTH - 1)] += 1.0
@@ -97,15 +97,15 @@ class Returns:
         self._ended = [number / 2 for number in self._ended]
 
     def close(self) -> None:
-        """Note that a pause is over, or that nobody waits for its end any more. O(1)."""
+        """Note that a pause has ended, or that its end is no longer expected. O(1)."""
         self.num_open = max(0.0, self.num_open - 1.0)
 
     def worth(self, lasted: float, horizon: float, rhythm: float) -> float:
         """Return what it is worth to keep a pause that has lasted so long. O(1).
 
-        That is the chance that it ends within the horizon, by the share of the horizon for which it would be kept until
-        then: at least 0, and more than 1 where most end soon. Both more than 0. What few pauses lasted so long says
-        little; then what paused last is likelier to come back.
+        This is the chance that the pause ends within the horizon, divided by the share of the horizon for which it
+        would be kept: at least 0, and more than 1 where most pauses end soon. lasted, horizon: more than 0. If few
+        pauses lasted so long, the latest to pause is assumed likelier to return.
         """
         first = before = self._num_longer(log2(lasted) - rhythm) + self._recency_weight
         kept, end = self.num_open, 0.0

@@ -1,9 +1,10 @@
-"""`S3FIFO`: a small queue through which newcomers pass, a main one, and the names of what was evicted from the small.
+"""`S3FIFO`: a small queue for new blocks, a main queue, and digests of blocks that were evicted from the small queue.
 
-J. Yang, Y. Zhang, Z. Qiu, Y. Yue, R. Vinayak, "FIFO Queues are All You Need for Cache Eviction", SOSP 2023. What is hit
-more than once, or comes back soon after it was evicted, gets to the main queue; there each hit, of at most three, is
-worth another round. Unlike there, a block that is hit has an owner, can't be evicted meanwhile, and joins the end of a
-queue when it is free again: so hits change the order, and the small queue's bound is a share of the free blocks.
+J. Yang, Y. Zhang, Z. Qiu, Y. Yue, R. Vinayak, "FIFO Queues are All You Need for Cache Eviction", SOSP 2023. A block
+goes to the main queue if it is hit more than once, or if its prefix is cached again soon after it was evicted. In the
+main queue each hit, up to three, gives it another round. Unlike in the paper, a block that is hit has an owner and
+can't be evicted meanwhile. It goes to the end of a queue when it is free again. So hits change the order, and the small
+queue is limited to a share of the free blocks.
 """
 
 from collections import OrderedDict
@@ -16,16 +17,16 @@ MAX_ROUNDS: Final = 3
 
 
 class S3FIFO:
-    """Evicts newcomers that nobody asks for again before anything else."""
+    """Evicts new blocks that aren't hit again before all others."""
 
     def __init__(self, cache: CacheView) -> None:
         self._cache = cache
         self._small: OrderedDict[int, None] = OrderedDict()
-        self._main: OrderedDict[int, int] = OrderedDict()  # with the rounds that each has left
+        self._main: OrderedDict[int, int] = OrderedDict()  # by block id: rounds left
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
 
     def free(self, blocks: list[FreeBlock]) -> None:
-        """Put them at the end of their queues. O(blocks), and a hash for each that is new while there are ghosts."""
+        """Put them at the end of their queues. O(blocks), and a hash for each new block while there are ghosts."""
         for block in blocks:
             block_id, num_hits = block.block_id, block.num_hits
             if num_hits > 1 or (not num_hits and self._ghosts and self._was_evicted(block_id)):
@@ -40,7 +41,7 @@ class S3FIFO:
             self._main.pop(block_id, None)
 
     def remove(self, block_ids: list[int]) -> None:
-        """Take them out of their queues, and remember newcomers by name: as many as the main queue may be long."""
+        """Take them out of their queues. Remembers digests from the small queue, at most the main queue's limit."""
         for block_id in block_ids:
             if block_id in self._small:
                 digest = self._cache.digest(block_id)
@@ -51,7 +52,7 @@ class S3FIFO:
         self.use(block_ids)
 
     def victim(self, num_blocks: int) -> int | None:  # noqa: ARG002
-        """Return the oldest newcomer while there are many, else the first of the main queue without rounds left.
+        """Return the first of the small queue while that is too long, else the main queue's first without rounds left.
 
         O(1) on average.
         """
@@ -68,7 +69,7 @@ class S3FIFO:
         return None
 
     def _was_evicted(self, block_id: int) -> bool:
-        """Whether this is the prefix of a ghost, which it is no longer then."""
+        """Whether the block's prefix is among the ghosts. Removes it from them."""
         digest = self._cache.digest(block_id)
         if digest is None or digest not in self._ghosts:
             return False

@@ -1,18 +1,20 @@
-"""`Sessions`: keeps what comes back soon, by what is told of sessions and learned of their pauses.
+"""`Sessions`: keeps what comes back soon, by what it is told of sessions and learns of their pauses.
 
-First goes what no session wants any more: what a session's next request did not contain, and what ended. Then the
-blocks of the paused request whose chance to come back is the least, within the time for which the pool can keep
-anything: see `returns`. Blocks without a session are one kind of their own, the least recently used first, so a caller
-who tells of no session gets LRU.
+Blocks that no session wants any more are evicted first: those that a session's next request did not contain, and those
+of ended sessions. Then it evicts the blocks of the paused request that is least likely to come back within the time for
+which the pool can keep blocks: see `returns`. Blocks without a session form a kind of their own, least recently used
+first. So without any sessions the policy is LRU.
 
-The unit is a thread: the blocks that one request gave back, which are wanted together. A session has one mostly, and
-several where it has sub-agents. A request that hits at least half of a thread's blocks continues it, and what it leaves
-of them is superseded. One that hits fewer (a history was compacted) leaves the thread: such go first, too, until some
-have been seen to come back. One that hits none (a sub-agent begins) sets the session's threads aside. To be left and
-to be set aside are kinds of pauses, of which it is learned how they end, as of any other.
+The unit is a thread: the blocks that one request gave back, which are wanted together. A session usually has one
+thread, and several with sub-agents. A request that hits at least half of a thread's blocks continues the thread; the
+blocks that it doesn't hit are superseded. A request that hits fewer (a history was compacted) leaves the thread. Such
+threads are evicted first, too, until some of them have come back. A request that hits none (a sub-agent begins) sets
+the session's threads aside. To be left and to be set aside are kinds of pauses; the policy learns how they end, as for
+any other kind.
 
-A block of several sessions is found in the thread of the one that gave it back last. When that is to lose it, or wants
-it no more, it goes to the thread of another session that had it and lives; one that many had is nobody's.
+A block of several sessions is in the thread of the session that gave it back last. When that thread is about to lose
+the block, or no longer wants it, the block goes to the thread of another session that had it and hasn't ended. A block
+that many sessions had goes to a thread without a session.
 """
 
 from collections import OrderedDict
@@ -24,18 +26,18 @@ from typing import Final
 from kvblocks.retention.policies.policy import CacheView, FreeBlock
 from kvblocks.retention.policies.returns import RECENCY_WEIGHT, Returns, Rhythm
 
-_MAX_REASONS: Final = 32  # whatever callers make up; the rest are one
-_MANY: Final = 7  # other sessions: as many as a block is told with
-_MOST_HEIRS: Final = 8  # threads of the same session that are asked whether they want a block, the newest ones
-_SHORTEST: Final = 256  # a pause of less than such a part of the time that the pool keeps things counts as that
-_ADAPTING: Final = 50  # victims over which that time is averaged
-_HORIZON: Final = 2.0  # of that time, how far it is looked ahead
+_MAX_REASONS: Final = 32  # different reasons; all further ones count as one kind
+_MANY: Final = 7  # other sessions: the most that `FreeBlock.others` has
+_MOST_HEIRS: Final = 8  # the newest threads of the same session that may get a block
+_SHORTEST: Final = 256  # shorter pauses count as 1/256 of the time for which the pool keeps blocks
+_ADAPTING: Final = 50  # that time is averaged over so many victims
+_HORIZON: Final = 2.0  # how far to look ahead, in multiples of that time
 
 SessionKey = tuple[str | None, Hashable]
 
 
 class Kind:
-    """A kind of pause: its returns, and the threads that pause so by their rhythms, each in order of pausing."""
+    """A kind of pause. returns: what was learned of it. paused: its threads by rhythm, each in order of pausing."""
 
     def __init__(self, recency_weight: float = RECENCY_WEIGHT) -> None:
         self.returns = Returns(recency_weight)
@@ -43,23 +45,23 @@ class Kind:
 
 
 class Session:
-    """A session. reason: why it pauses, None: nobody said. last: the thread of its last request."""
+    """A session. reason: why it pauses, None: not known. last: the thread of its last request."""
 
     def __init__(self, key: SessionKey) -> None:
         self.key = key
         self.threads: dict[Thread, None] = {}
-        self.waiting: dict[Thread, None] = {}  # of them, those that pause for a reason that was said or not
+        self.waiting: dict[Thread, None] = {}  # those that pause, but are neither left nor set aside
         self.rhythms: dict[Kind, Rhythm] = {}
         self.reason: str | None = None
-        self.began: float | None = None  # when its last request did
+        self.began: float | None = None  # when its last request began
         self.last: Thread | None = None
         self.has_ended = False
 
 
 class Thread:
-    """Free blocks with their depths, those that go first coming first.
+    """Free blocks with their depths, the next to evict first.
 
-    kind: of its pause, None: it doesn't pause. is_open: whether it is waited for still.
+    kind: of its pause, None: it doesn't pause. is_open: whether its return is still expected.
     """
 
     def __init__(self, session: Session | None) -> None:
@@ -69,41 +71,41 @@ class Thread:
         self.is_open = False
         self.rhythm = 0.0
         self.since: float = 0.0
-        self.took = 0.0  # how long the request ran that gave the blocks back, 0: nobody knows
+        self.took = 0.0  # how long the request ran that gave the blocks back, 0: not known
         self.number = 0
 
 
 class Sessions:
-    """Evicts what no session wants, then what is least likely to come back soon."""
+    """Evicts blocks that no session wants, then those least likely to be wanted soon."""
 
     def __init__(self, cache: CacheView) -> None:
         self._cache = cache
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         self._unwanted: OrderedDict[int, None] = OrderedDict()
-        self._threads: dict[int, Thread] = {}  # by block id: the one that has it, or had it when it was last free
+        self._threads: dict[int, Thread] = {}  # by block id: the one that has it, or had it last
         self._others: dict[int, tuple[Hashable, ...]] = {}
-        self._tenants: dict[int, str | None] = {}  # of the blocks that have others
+        self._tenants: dict[int, str | None] = {}  # of the blocks in `_others`
         self._without, self._rest, self._aside, self._left = Kind(), Kind(), Kind(), Kind(recency_weight=0.0)
         self._kinds: dict[str, Kind] = {}
         self._starting: Session | None = None
-        self._used: dict[Thread, list[int]] = {}  # by the request that is starting: which blocks of which threads
+        self._used: dict[Thread, list[int]] = {}  # by thread: blocks that the starting request uses
         self._num_pauses = 0
-        self._kept = 0.0  # for how long blocks that weren't wanted again were kept, on average; 0: nobody knows yet
+        self._kept = 0.0  # mean time for which evicted blocks were kept; 0: not known yet
         self._num_victims = 0
         self._victim: Thread | None = None
         self._chosen_at: float = 0.0
 
-    # What it is told.
+    # Calls that tell.
 
     def begin(self, session: Hashable, tenant: str | None) -> None:
-        """Look what the request will use of the session's threads. O(threads of the last one that began)."""
+        """Watch from now on which of the session's threads the request uses. O(threads of the session before)."""
         self._settle()
         self._starting = self._find(tenant, session)
         self._starting.has_ended = False
         self._starting.began = self._cache.now
 
     def free(self, blocks: list[FreeBlock]) -> None:
-        """Let them be a thread, or the one that a request continued. O(blocks)."""
+        """Make the blocks a thread, or put them into the one that the request continued. O(blocks)."""
         self._settle()
         thread: Thread | None = None
         first = 0
@@ -125,7 +127,7 @@ class Sessions:
                 continue
             session = thread.session
             if session is None:
-                if thread.is_open:  # the rest of it stays where it is
+                if thread.is_open:  # the rest of its blocks stay
                     self._learn(thread)
                     self._close(thread)
             elif session is self._starting:
@@ -146,7 +148,7 @@ class Sessions:
             self._pause(found.last, self._kind_of(found), is_new=False)
 
     def end(self, session: Hashable, tenant: str | None) -> None:
-        """Let all that no other session had be unwanted. O(blocks of the session)."""
+        """Make the session's blocks unwanted, except those that other sessions want. O(blocks of the session)."""
         self._settle()
         found = self._sessions.get((tenant, session))
         if found is not None:
@@ -157,12 +159,13 @@ class Sessions:
             found.threads.clear()
             found.last = None
 
-    # What it is asked.
+    # Calls that ask.
 
     def victim(self, num_blocks: int) -> int | None:
-        """Return what nobody wants; else of the thread with the least chance its end, or where that begins.
+        """Return an unwanted block; else a block near the end of the thread that is worth the least.
 
-        O(kinds of pauses and rhythms), the first time at a time of the clock and for a thread; then O(blocks that go).
+        Choosing a thread costs O(kinds of pauses x rhythms). It is done once for each time of the clock and whenever
+        the chosen thread is used up. Otherwise O(blocks evicted).
         """
         self._settle()
         while True:
@@ -181,7 +184,7 @@ class Sessions:
             self._move(block_id, depth, heir)
 
     def _choose(self) -> Thread | None:
-        """Return the thread that is worth the least, of equal ones that which has paused longest."""
+        """Return the thread that is worth the least; among equal ones, the one that has paused longest."""
         now, found = self._cache.now, None
         least, first = inf, 0
         for kind in (self._left, self._without, self._rest, self._aside, *self._kinds.values()):
@@ -189,8 +192,8 @@ class Sessions:
                 if not paused:
                     del kind.paused[rhythm]
                     continue
-                # The worth rises at first, while a pause is shorter than most, and falls then. So the least one is
-                # at an end. Without sessions there is no saying that what has just come won't come again.
+                # The worth rises at first, while a pause is shorter than most, and falls after that. So the least is
+                # at one of the two ends. Without sessions only the oldest counts: what just came may come again.
                 ends = [next(iter(paused))]
                 if len(paused) > 1 and kind is not self._without:
                     ends.append(next(reversed(paused)))
@@ -205,17 +208,17 @@ class Sessions:
         return found
 
     def _worth(self, thread: Thread, kind: Kind, now: float) -> float:
-        if self._kept <= 0.0:  # the clock stands still, or nothing was evicted yet
+        if self._kept <= 0.0:  # the clock stood still, or nothing was evicted yet
             return 0.0 if kind is self._left else 0.5
         lasted = max(float(now - thread.since), self._kept / _SHORTEST)
         return kind.returns.worth(lasted, _HORIZON * self._kept, self._rhythm_of(thread, kind))
 
     def _rhythm_of(self, thread: Thread, kind: Kind) -> float:
-        """Return what is usual for the pause that a thread makes; without sessions all are alike."""
+        """Return the rhythm of a thread's pause; without sessions all threads have the same."""
         return kind.returns.rhythm(None, 0.0) if kind is self._without else thread.rhythm
 
     def _end_of(self, thread: Thread, block_id: int, num_blocks: int) -> int:
-        """Return where the last `num_blocks` blocks of a thread begin, as far as they are certainly no others'."""
+        """Return the first of the last `num_blocks` blocks of a thread, or of those that surely no other wants."""
         session = thread.session
         if num_blocks == 1 or session is None or len(session.threads) > 1:
             return block_id
@@ -229,7 +232,7 @@ class Sessions:
     # Who wants a block.
 
     def _heir(self, thread: Thread, block_id: int, depth: int) -> Thread | None:
-        """Return another thread that wants a block, None: there is none."""
+        """Return another thread that wants a block, None if there is none."""
         session = thread.session
         if session is not None and len(session.threads) > 1:
             for other in islice(reversed(session.threads), _MOST_HEIRS):
@@ -256,13 +259,13 @@ class Sessions:
         return None
 
     def _nobody(self) -> Thread:
-        """Return a thread without a session, as if it had just paused."""
+        """Return a new thread without a session that pauses from now on."""
         thread = Thread(None)
         self._pause(thread, self._without)
         return thread
 
     def _drop(self, thread: Thread) -> None:
-        """Let what a thread has be unwanted, except what others want. O(blocks)."""
+        """Make a thread's blocks unwanted, except those that other threads want. O(blocks)."""
         for block_id, depth in [*thread.blocks.items()]:
             heir = self._heir(thread, block_id, depth)
             if heir is None:
@@ -292,7 +295,7 @@ class Sessions:
     # Threads, and when they pause.
 
     def _settle(self) -> None:
-        """See which thread the request that has begun continues, now that all that it hit was told."""
+        """Decide which thread the request that has begun continues. `use` has told of all blocks that it hit."""
         session, self._starting = self._starting, None
         if session is None:
             return
@@ -319,13 +322,13 @@ class Sessions:
                 session.threads.pop(thread, None)
 
     def _continue(self, thread: Thread) -> None:
-        """Let a thread's next request have begun. O(blocks that it left)."""
+        """Note that a thread's next request has begun. O(blocks that the request didn't hit)."""
         self._learn(thread)
         self._drop(thread)
         self._resume(thread)
 
     def _part(self, session: Session, block_ids: list[int]) -> Thread:
-        """Return a new thread of a session's, to which blocks will belong that are in use. O(blocks)."""
+        """Return a new thread of a session, for blocks that are in use now. O(blocks)."""
         thread = Thread(session)
         session.threads[thread] = None
         for block_id in block_ids:
@@ -333,7 +336,7 @@ class Sessions:
         return thread
 
     def _gather(self, blocks: list[FreeBlock]) -> Thread:
-        """Return the thread of blocks that one sequence gave back, with them in it."""
+        """Put blocks that one sequence gave back into a thread. Returns the thread."""
         first = blocks[0]
         session = None if first.session is None else self._find(first.tenant, first.session)
         found: Thread | None = None
@@ -358,14 +361,14 @@ class Sessions:
         return thread
 
     def _replace_last(self, session: Session, thread: Thread | None) -> None:
-        """Let another thread be that of a session's last request; the one before goes if it has nothing."""
+        """Set the thread of a session's last request. The one before is forgotten if it has no blocks."""
         before, session.last = session.last, thread
         if before is not None and before is not thread and not before.blocks:
             self._resume(before)
             session.threads.pop(before, None)
 
     def _leave(self, block_id: int) -> Thread | None:
-        """Take a block out of its thread, which it returns; None: it is in none."""
+        """Take a block out of its thread. Returns the thread, None if the block was in none."""
         if self._others:
             self._forget_others(block_id)
         thread = self._threads.get(block_id)
@@ -395,7 +398,7 @@ class Sessions:
         return self._kinds[reason]
 
     def _pause(self, thread: Thread, kind: Kind, *, is_new: bool = True) -> None:
-        """Let a thread pause from now on; is_new: or, if not, let it be another kind of the pause that it makes."""
+        """Begin a thread's pause of this kind. If not is_new, only change the kind of the pause that it makes."""
         self._resume(thread)
         session = thread.session
         thread.kind = kind
@@ -411,7 +414,10 @@ class Sessions:
             kind.paused.setdefault(thread.rhythm, OrderedDict())[thread] = None
 
     def _learn(self, thread: Thread) -> None:
-        """Note that a thread comes back: when its session's request began, since more was told by now; or now."""
+        """Learn from the pause of a thread that comes back.
+
+        The pause ended when the session's request began, or now without a session: by now other calls have come.
+        """
         kind, session = thread.kind, thread.session
         back = self._cache.now if session is None or session.began is None else session.began
         lasted = max(float(back - thread.since), self._kept / _SHORTEST)
@@ -420,7 +426,7 @@ class Sessions:
             kind.returns.learn(lasted, thread.took, self._rhythm_of(thread, kind), own)
 
     def _resume(self, thread: Thread) -> None:
-        """Let a thread pause no more, if it does."""
+        """End a thread's pause, if it pauses."""
         kind = thread.kind
         if kind is not None:
             self._close(thread)
@@ -431,19 +437,19 @@ class Sessions:
             thread.kind = None
 
     def _close(self, thread: Thread) -> None:
-        """Wait for a thread no more."""
+        """Expect a thread's return no longer."""
         if thread.is_open and thread.kind is not None:
             thread.kind.returns.close()
         thread.is_open = False
 
     def _find(self, tenant: str | None, session: Hashable) -> Session:
-        """Return a session, made if it is new. Then those that have nothing here are forgotten, once they are many."""
+        """Return a session, made if it is new. A new one may make it forget old sessions without blocks."""
         key = tenant, session
         found = self._sessions.get(key)
         if found is None:
             found = self._sessions[key] = Session(key)
             most = 2 * self._cache.num_blocks + 64
-            for _ in range(8):  # half of them or more have nothing, if there are so many
+            for _ in range(8):  # with more sessions than that, at least half have no blocks
                 if len(self._sessions) <= most:
                     break
                 oldest = next(iter(self._sessions))
