@@ -107,8 +107,8 @@ def test_gaps_and_restarts_are_shown(capsys):
             is_done.set()
             thread.join()
     printed = capsys.readouterr()
-    assert "! 1 batches before the next one did not come" in printed.out
-    assert "! number 1 after 5: it was started again" in printed.out
+    assert "! 1 batches before the next one are missing" in printed.out
+    assert "! number 1 after 5: the publisher was restarted" in printed.out
     assert "# frame: expected [topic, 8 bytes, payload]" in printed.err
 
 

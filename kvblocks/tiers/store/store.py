@@ -3,7 +3,7 @@
 Invariants:
 - `read` gives a block's bytes only if the record before them names this block, and the checksum is right.
 - Each call has a time limit: what the store doesn't give in time counts as missing. After a failure no call is made
-until a probe has succeeded.
+  until a probe has succeeded.
 - A tenant that is to be deleted is not looked up, read or written until the deletion has succeeded.
 
 The store is a cache: others write to it, and it may evict or lose everything. That only costs hits.
