@@ -132,11 +132,10 @@ class LoadJob(Job):
                 self.num_good = 0
 
     def start_for(self, sequence: Sequence, epoch: Epoch) -> int:
-        """Return how many first tokens a sequence has without the load: fewer than `start` if a part of its hit was
-        taken back.
+        """Return how many first tokens a sequence has without the load.
 
-        A hit is taken back if the step that was to write it died, or if it turned out to be bad. O(1); O(blocks) if
-        taken back.
+        These are fewer than `start` if a part of its hit was taken back. A hit is taken back if the step that was to
+        write it died, or if it turned out to be bad. O(1); O(blocks) if taken back.
         """
         start = self._starts.get(sequence, self.start)
         if sequence.epoch is not epoch or not epoch.is_current:

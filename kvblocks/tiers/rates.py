@@ -35,7 +35,7 @@ class Rate:
         self._is_measured = True
 
     def doubt(self) -> None:
-        """Take the learned speed for a little faster than it was.
+        """Assume that the learned speed is a little too low.
 
         A tier that is no longer used gets no new measurements.
         """

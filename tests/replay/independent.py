@@ -50,7 +50,7 @@ class Served:
 
 
 class Pool:
-    """Blocks: `empty` by number, `free` (with contents) in the order of reuse, and the number of owners of `held` ones."""
+    """Blocks: `empty` by number, `free` (with contents) in the order of reuse, and how many owners `held` have."""
 
     def __init__(self, num_blocks: int) -> None:
         self.empty = num_blocks

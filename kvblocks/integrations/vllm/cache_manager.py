@@ -340,7 +340,7 @@ class KVBlocksCacheManager:
     # Giving back.
 
     def free(self, request: Any) -> None:
-        """Give a request's blocks back. Blocks that got slots but that no step will compute leave the cache."""
+        """Give a request's blocks back. Tokens that got slots but that no step will compute leave the cache."""
         sequence = self._sequences.get(request.request_id)
         if sequence is None:
             return
@@ -357,7 +357,7 @@ class KVBlocksCacheManager:
     def pop_blocks_for_free(self, request: Any) -> list[BlockHold]:
         """Free a request whose blocks a step in flight may still write. Returns what `block_pool.free_blocks` takes.
 
-        As in `free`, blocks that no step will compute leave the cache.
+        As in `free`, tokens that no step will compute leave the cache.
         """
         sequence = self._sequences.pop(request.request_id, None)
         if sequence is None or not sequence.is_allocated:

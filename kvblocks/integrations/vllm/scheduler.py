@@ -108,10 +108,10 @@ def _put_back(owner: Any, name: str) -> None:
 
 
 def _skip_hashing() -> None:
-    """Have the engine core that is being made hash no request. It asks for its hasher once, after its scheduler is
-    made.
+    """Have the engine core that is being made hash no request.
 
-    Another engine core that asks first gets its hasher. That happens if ours failed before, or there was none.
+    It asks for its hasher once, after its scheduler is made. Another engine core that asks first gets its hasher. That
+    happens if ours failed before, or there was none.
     """
     core = _engine_core()
 

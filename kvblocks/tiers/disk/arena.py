@@ -1,5 +1,4 @@
-"""`Arena`: the file of a store's slots. A slot holds a block's record, zeros up to the end of its room, and its
-payload.
+"""`Arena`: the file of a store's slots. A slot holds a block's record, zeros up to a page's end, and its payload.
 
 A slot is written in place. So its record alone shows a torn write, a write that is half on the disk, or another block.
 """

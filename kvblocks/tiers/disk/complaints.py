@@ -9,8 +9,7 @@ _LOG = logging.getLogger("kvblocks.tiers.disk")
 
 
 class Complaints:
-    """Warnings of a store. The first of a kind is logged at once, then at most one per interval, with a count of the
-    rest.
+    """Warnings of a store. The first of a kind is logged at once, then one per interval at most, with a count.
 
     clock: in seconds. logger: where warnings go; by default, that of a disk. Any thread may call it. No lock is held
     while a logger's handlers run.

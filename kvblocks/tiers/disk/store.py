@@ -134,11 +134,11 @@ class DiskStore:
         self._count(num_written_blocks=len(pairs), num_written_bytes=len(data))
 
     def read(self, slots: Iterable[SupportsIndex], identities: Iterable[BlockIdentity], out: Payload) -> int:
-        """Fill a buffer with blocks, and return how many of the first ones are right. The rest of the buffer means
-        nothing.
+        """Fill a buffer with blocks, and return how many of the first ones are right.
 
-        Reading ends at a block that isn't what was asked for. Such a block is counted and logged, not raised. out:
-        writable, as `write` takes. Raises InvalidArgumentError, and DiskError after `close`. O(bytes).
+        The rest of the buffer means nothing. Reading ends at a block that isn't what was asked for. Such a block is
+        counted and logged, not raised. out: writable, as `write` takes. Raises InvalidArgumentError, and DiskError
+        after `close`. O(bytes).
         """
         pairs = self._check_blocks("read", slots, identities)
         data = self._check_buffer("read: out", out, len(pairs))
@@ -161,10 +161,10 @@ class DiskStore:
         return number
 
     def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
-        """Take note of the answer of `manager.tiers.take_changes` for this tier: which block each slot holds; None: no
-        block.
+        """Take note of what `manager.tiers.take_changes` returned for this tier.
 
-        All of it or none is on the disk after the next `sync`. Raises InvalidArgumentError. O(changes).
+        changes: by slot, the block that it holds; None: no block. All of it or none is on the disk after the next
+        `sync`. Raises InvalidArgumentError. O(changes).
         """
         given: Any = changes
         if not isinstance(given, Mapping):

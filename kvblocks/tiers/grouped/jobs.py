@@ -87,8 +87,7 @@ class GroupLoadJob(LoadJob):
                 self.num_good = 0
 
     def start_for(self, sequence: Sequence, epoch: Epoch) -> int:  # noqa: ARG002  # all that wait have the same
-        """Return how many first tokens a sequence has without this load: 0 if anything that its hit needs was taken
-        back.
+        """Return how many first tokens a sequence has without this load: 0 if a part of its hit was taken back.
 
         With windows there is no shorter hit to go back to. O(1).
         """

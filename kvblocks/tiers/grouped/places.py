@@ -63,8 +63,7 @@ def find_all_needed(
 def find_longest(
     layout: GroupLayout, places: list[Place], num_blocks: int, num_tokens: int | None
 ) -> tuple[int, list[tuple[int, Found]]]:
-    """Return how many tokens of the first `num_blocks` primary blocks a hit over all places can have, and what it
-    needs.
+    """Return how many tokens a hit over all places can have in `num_blocks` primary blocks, and what it needs.
 
     The second is as `find_all_needed` returns it. 0 and [] where there is no such hit. O(blocks seen x groups).
     """

@@ -177,7 +177,7 @@ class ValkeyClient:
             "socket_timeout": address.timeout_s,
             "socket_connect_timeout": min(CONNECT_S, address.timeout_s),
             "socket_keepalive": True,
-            "retry": package.retry.Retry(package.backoff.NoBackoff(), 0),  # no retries: `_run_part` does them
+            "retry": package.retry.Retry(package.backoff.NoBackoff(), 0),  # they know no deadline: `_run_part` retries
         }
         if address.is_tls:
             options |= {"ssl": True, "ssl_check_hostname": True, "ssl_ca_certs": address.ca_file}

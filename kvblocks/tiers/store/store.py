@@ -118,8 +118,7 @@ class SharedStore:
         ]
 
     def read(self, salt: str | None, identities: Sequence[BlockIdentity], num_bytes: int) -> list[memoryview | None]:
-        """Return blocks' bytes; None for a block that isn't there, or isn't what it should be. num_bytes: of all
-        blocks.
+        """Return blocks' bytes; None for one that isn't there, or isn't what it should be. num_bytes: of all.
 
         Raises StoreError if the store doesn't answer in time. O(bytes).
         """

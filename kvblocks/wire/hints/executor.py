@@ -1,5 +1,4 @@
-"""KV hints: an orchestrator's wishes about prefixes, carried out on a manager's pins and tiers. Each action is
-answered.
+"""KV hints: an orchestrator's wishes about prefixes, carried out on a manager's pins and tiers, and answered.
 
 The envelope is that of vLLM and Dynamo (`envelope`). The payloads of `pin`, `release`, `expire`, `prefetch` and
 `retain` are this project's, since the projects have agreed on none. docs/wire-hints.md shows them.
@@ -125,7 +124,7 @@ class HintExecutor:
         """End what is over, go on with what waits, and return the answers to actions that were deferred before.
 
         Call it between two steps of the engine, after `tiers.complete` has reported what arrived. If the manager
-        refused a call (returned None) before, no load begins in this step. O(pins and prefetches + blocks).
+        refused a call (returned None) since the last `step`, no load begins. O(pins and prefetches + blocks).
         """
         self._check_open("step")
         time = _check_time(now)
