@@ -131,8 +131,8 @@ class GroupTraffic(Traffic):
     def _find_store(self, pool: TierPool, run: Run, num_blocks: int) -> tuple[Prefix, list[list[KVCacheBlock]]]:
         """Return what is to be stored with a prefix, and what the tier has of it.
 
-        Two kinds of hits decide what is stored: the longest one that device and tier can serve together, and one at every
-        n-th token.
+        Two kinds of hits decide what is stored: the longest one that device and tier can serve together, and one at
+        every n-th token.
         """
         prefix, layout = prefix_of(run, num_blocks), self._group_index().layout
         parents = pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
