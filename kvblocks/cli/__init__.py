@@ -1,4 +1,4 @@
-"""The command line: `app` puts the commands together; each family of them is a module."""
+"""The command line: `app` puts the commands together; each family of commands is a module."""
 
 from kvblocks.cli.app import main
 

@@ -1,7 +1,8 @@
 """The `kvblocks` command: one typer app, one function for each command.
 
-Torch and the other heavy imports happen inside the commands, so that `kvblocks --help` answers at once. Errors that a
-user can act on (KVBlocksError) become one line on stderr and exit code 1; results go to stdout, progress to stderr.
+Torch and other heavy packages are imported inside the commands, so that `kvblocks --help` answers at once. An error
+that a user can act on (KVBlocksError) becomes one line on stderr and exit code 1. Results go to stdout, progress to
+stderr.
 """
 
 import os
@@ -21,7 +22,7 @@ _NO_ENGINE = "kvblocks: this command needs the engine: pip install 'kvblocks[eng
 try:
     import typer
 except ModuleNotFoundError as _error:
-    # The console script imports this module first of all, so this is where a core-only installation ends.
+    # The console script imports this module first, so a core-only installation fails here.
     raise SystemExit(f"{_NO_ENGINE} (Python has no module {_error.name!r})") from _error
 
 from kvblocks.cli.cache import cache_commands  # noqa: E402  # these need typer too
@@ -89,14 +90,14 @@ def demo(
 ) -> None:
     """Answer questions that share a long prompt, without and with prefix caching, and compare. Takes about a minute.
 
-    Then a server is killed and started again, and its first answer comes from the disk; without the packages of
-    `kvblocks[server]` that is left out.
+    Then a server is killed and started again, and its first answer comes from the disk. That needs `kvblocks[server]`;
+    without its packages it is left out.
 
-    With --no-prefix-caching the second engine caches nothing either: what two equal runs differ by on this machine.
-    The server is left out then, too.
+    With --no-prefix-caching the second engine caches nothing either. So the comparison shows how much two equal runs
+    differ on this machine. The server is left out then, too.
 
-    One torch thread is the default: deterministic results are fastest there, and other work on the machine disturbs
-    the times least.
+    By default torch uses one thread: deterministic results are fastest so, and other work on the machine disturbs the
+    times least.
     """
     from json import dumps
 
@@ -113,7 +114,7 @@ def demo(
         try:
             from kvblocks.cli.restart import run_restart
         except ModuleNotFoundError as error:
-            console.print(f"There is a last act for `pip install 'kvblocks[engine,server]'`: {error}", markup=False)
+            console.print(f"The last part needs `pip install 'kvblocks[engine,server]'`: {error}", markup=False)
         else:
             results["restart"] = run_restart(model, console).to_json()
     if json:
@@ -126,17 +127,17 @@ def generate(
     model: ModelOption = "smollm2",
     max_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most likely token.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="For a temperature above 0.")] = None,
-    n: Annotated[int, typer.Option(min=1, help="How many answers; they are equal at temperature 0.")] = 1,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of random choices, at a temperature above 0.")] = None,
+    n: Annotated[int, typer.Option(min=1, help="Number of answers; all are equal at temperature 0.")] = 1,
     min_p: Annotated[
         float,
         typer.Option(
             min=0.0, max=1.0, help="Draw no token that is less likely than this share of the most likely one."
         ),
     ] = 0.0,
-    presence_penalty: Annotated[float, typer.Option(help="Against what the answer has already; 0: none.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="The same, for each time.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="The same, and what the prompt has; 1: none.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Penalty for tokens in the answer so far; 0: none.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, for each occurrence; 0: none.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Penalty for tokens in prompt or answer; 1: none.")] = 1.0,
     json_schema: Annotated[
         Path | None, typer.Option(help="A file with the JSON schema that the answer is to be of.")
     ] = None,
@@ -144,7 +145,7 @@ def generate(
     no_prefix_caching: NoPrefixCachingOption = False,
     eviction: EvictionOption = None,
 ) -> None:
-    """Answer a prompt, printing the text as it comes; several answers are printed one after another."""
+    """Answer a prompt, and print the text as it comes. Several answers are printed one after another."""
     from kvblocks.engine.engine import Engine
     from kvblocks.engine.options import OptionValues
 
@@ -202,8 +203,8 @@ app.add_typer(cache_commands, name="cache")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command line (sys.argv's by default) and exit: 0 if all is well, 1 error, 2 bad usage, 130 Ctrl-C."""
-    # Torch looks at it when it first takes memory. Weights on huge pages are read a few per cent faster by a CPU.
+    """Run a command line (default: sys.argv's) and exit: 0 success, 1 error, 2 bad usage, 130 Ctrl-C."""
+    # Torch reads this when it first allocates memory. A CPU reads weights on huge pages a few per cent faster.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         app(args=arguments, prog_name="kvblocks")
@@ -211,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"kvblocks: {error}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "kvblocks":
-            raise  # ours, so a bug
+            raise  # one of our modules: a bug
         needed = _NO_SERVER if error.name.partition(".")[0] in _SERVER_PACKAGES else _NO_ENGINE
         sys.exit(f"{needed} (Python has no module {error.name!r})")
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`kvblocks cache`: questions to a running server about its cache, and what is done to it."""
+"""`kvblocks cache`: commands that ask a running server about its cache, or change it."""
 
 import json as json_module
 from pathlib import Path
@@ -29,13 +29,13 @@ _Json = Annotated[bool, typer.Option("--json", help="Print the server's JSON.")]
 _Text = Annotated[str | None, typer.Argument(help="The text; or --file, or --tokens.")]
 _File = Annotated[Path | None, typer.Option(help="Read the text from a file (UTF-8).")]
 _Tokens = Annotated[str | None, typer.Option(help="Token ids instead: 1,2,3, or @FILE with a JSON list.")]
-_Raw = Annotated[bool, typer.Option("--raw", help="The text is a prompt as it is, not a part of a chat.")]
-_Salt = Annotated[str | None, typer.Option(help="The cache_salt of the requests that it is for.")]
+_Raw = Annotated[bool, typer.Option("--raw", help="Take the text as a whole prompt, not as a part of a chat.")]
+_Salt = Annotated[str | None, typer.Option(help="The cache_salt of the requests that this is for.")]
 
 
 @cache_commands.command()
 def stats(url: _Url = _URL, api_key: _Key = None, json: _Json = False) -> None:
-    """Entries, hit rate, memory, the average time of a lookup, and what tiers hold and moved."""
+    """Show entries, hit rate, memory, the average time of a lookup, and what tiers hold and moved."""
     with _client(url, api_key) as client:
         values = _ask(client, "prefix_caching", "GET", "/v1/cache/stats")
     if json:
@@ -67,9 +67,9 @@ def pin(
     tokens: _Tokens = None,
     raw: _Raw = False,
     description: Annotated[str | None, typer.Option(help="What it is, for list-pinned.")] = None,
-    ttl: Annotated[float | None, typer.Option(help="Seconds until it ends. Default: never.")] = None,
-    priority: Annotated[int, typer.Option(min=0, max=100, help="Who gives way first; 100 never does.")] = 50,
-    warm: Annotated[bool, typer.Option("--warm", help="Compute it now, so that it is held at once.")] = False,
+    ttl: Annotated[float | None, typer.Option(help="Seconds until the pin ends. Default: never.")] = None,
+    priority: Annotated[int, typer.Option(min=0, max=100, help="Lower ones give up blocks first; 100 never.")] = 50,
+    warm: Annotated[bool, typer.Option("--warm", help="Compute the prefix now, so that it is held at once.")] = False,
     salt: _Salt = None,
     url: _Url = _URL,
     api_key: _Key = None,
@@ -77,9 +77,9 @@ def pin(
 ) -> None:
     """Keep a prefix cached: a system prompt by default, or with --raw any text. Prints the pin's id.
 
-    A pin holds full blocks: what is shorter than one block of the server's is refused, and of what is longer the
-    tokens behind the last full block aren't held. What isn't cached yet is held from when a request computes it, or at
-    once with --warm.
+    A pin holds full blocks. A text shorter than one of the server's blocks is refused; tokens behind the last full
+    block aren't held. Blocks that aren't cached yet are held as soon as a request computes them, or at once with
+    --warm.
     """
     prefix = _prefix(text, file, tokens, "text" if raw else "system")
     options = {"description": description, "ttl_s": ttl, "priority": priority, "cache_salt": salt}
@@ -102,7 +102,7 @@ def unpin(
     api_key: _Key = None,
     json: _Json = False,
 ) -> None:
-    """End a pin, or all pins of these tokens; their prefix stays cached as any other does."""
+    """End a pin, or all pins of these tokens. Their prefix stays cached, but may be evicted."""
     from urllib.parse import quote
 
     if (pin_id is None) == (tokens is None) or (pin_id is not None and salt is not None):
@@ -121,7 +121,7 @@ def unpin(
 
 @cache_commands.command("list-pinned")
 def list_pinned(url: _Url = _URL, api_key: _Key = None, json: _Json = False) -> None:
-    """The pins that stand, oldest first."""
+    """List the pins, oldest first."""
     with _client(url, api_key) as client:
         values = _ask(client, "pins", "GET", "/v1/cache/pins")
     if json:
@@ -141,7 +141,7 @@ def hints(
     api_key: _Key = None,
     json: _Json = False,
 ) -> None:
-    """Carry out KV hints: pin, release, expire or prefetch prefixes of one salt. Prints what became of each action."""
+    """Carry out KV hints: pin, release, expire or prefetch prefixes of one salt. Prints the outcome of each action."""
     try:
         envelope = json_module.loads(_read(file))
     except ValueError as error:
@@ -162,7 +162,7 @@ def hints(
 
 @cache_commands.command()
 def reset(url: _Url = _URL, api_key: _Key = None, json: _Json = False) -> None:
-    """Forget all that is cached. Pins stand."""
+    """Forget all that is cached. Pins stay."""
     with _client(url, api_key) as client:
         values = _ask(client, "num_removed_entries", "POST", "/v1/cache/reset", {})
     print(json_module.dumps(values) if json else f"removed {values['num_removed_entries']} entries")
@@ -183,7 +183,7 @@ def forget(
 
 @cache_commands.command()
 def dot(
-    max_nodes: Annotated[int, typer.Option(min=1, help="At most so many nodes; the rest is counted.")] = 200,
+    max_nodes: Annotated[int, typer.Option(min=1, help="Show at most so many nodes, and count the rest.")] = 200,
     url: _Url = _URL,
     api_key: _Key = None,
     json: _Json = False,
@@ -207,13 +207,13 @@ def explain(
     api_key: _Key = None,
     json: _Json = False,
 ) -> None:
-    """Why a prompt would miss the cache now, or why an earlier request did when it came.
+    """Show why a prompt would miss the cache now, or why an earlier request missed it.
 
-    The text is a user's message by default, or with --raw a prompt.
+    By default the text is a user's message; with --raw it is a prompt.
     """
     if request is not None:
         if (text, file, tokens, system, salt) != (None,) * 5 or raw:
-            raise InvalidArgumentError("expected --request alone, since the server knows the rest, got more")
+            raise InvalidArgumentError("expected --request alone, since the server knows its prompt, got more")
         body: dict[str, Any] = {"request_id": request}
     else:
         body = _prefix(text, file, tokens, "text" if raw else "messages")
@@ -242,9 +242,9 @@ def warm(
     api_key: _Key = None,
     json: _Json = False,
 ) -> None:
-    """Have prompts cached before anybody asks: load or compute them, and generate nothing.
+    """Have prompts cached before anybody asks: load or compute them, without generating.
 
-    A line is a text ("..."), or an object with one of text, system, messages or token_ids, and perhaps a cache_salt.
+    A line is a text ("..."), or an object with one of text, system, messages or token_ids, and optionally a cache_salt.
     """
     from kvblocks.cli.warm import read_prompts, warm_prompts
 
@@ -260,7 +260,7 @@ def _client(url: str, api_key: str | None, *, timeout_s: float = 60.0) -> "Serve
 
 
 def _ask(client: "ServerClient", field: str, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """What the server answers. Raises InvalidArgumentError if that lacks `field`, as another program's does."""
+    """Return the server's answer. Raises InvalidArgumentError if it lacks `field`: the server is another program."""
     values = client.ask(method, path, body)
     if field not in values:
         raise InvalidArgumentError(f"expected a kvblocks server at {client.url}, got an answer without {field!r}")
@@ -268,7 +268,7 @@ def _ask(client: "ServerClient", field: str, method: str, path: str, body: dict[
 
 
 def _prefix(text: str | None, file: Path | None, tokens: str | None, kind: str) -> dict[str, Any]:
-    """The prefix that a command is about, as the server takes it. Raises InvalidArgumentError."""
+    """Return the prefix that a command names, as the server takes it. Raises InvalidArgumentError."""
     if (text is not None) + (file is not None) + (tokens is not None) != 1:
         raise InvalidArgumentError("expected a text, --file or --tokens, exactly one of them")
     if tokens is not None:

@@ -1,6 +1,6 @@
-"""A chat in the terminal that shows what each turn cost: time to first token, speed, and how much was cached.
+"""A chat in the terminal that shows the cost of each turn: time to first token, speed, and cached tokens.
 
-What it says is separate from where answers come from: a server, or an engine in this process.
+The chat doesn't know where its answers come from: a server, or an engine in this process.
 """
 
 import time
@@ -15,7 +15,7 @@ from kvblocks.engine.errors import ModelError
 from kvblocks.errors import KVBlocksError
 
 if TYPE_CHECKING:
-    from kvblocks.engine.engine import Engine  # brings torch, which a chat with a server doesn't need
+    from kvblocks.engine.engine import Engine  # needs torch, which a chat with a server doesn't need
 
 Message = dict[str, str]
 
@@ -24,7 +24,7 @@ HOW_TO_END = "An empty line or Ctrl-D ends the chat."
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer and what it cost. ttft_s, seconds: from asking to the first piece of text, and to the end."""
+    """One answer and its cost. ttft_s: seconds to the first piece of text. seconds: to the end."""
 
     text: str
     num_prompt_tokens: int
@@ -42,14 +42,14 @@ class Turn:
 
 
 class Answerer(Protocol):
-    """Where answers come from."""
+    """A source of answers."""
 
     def answer(self, messages: list[Message]) -> Iterator[str | Turn]:
-        """Give the pieces of an answer as they come, and last what it cost. Raises KVBlocksError."""
+        """Yield the pieces of an answer as they come, and its cost last. Raises KVBlocksError."""
 
 
 class EngineAnswerer:
-    """Answers with an engine in this process. Raises ModelError for a model that has no chat template."""
+    """Answers with an engine in this process. Raises ModelError for a model without a chat template."""
 
     def __init__(self, engine: "Engine", *, max_tokens: int, temperature: float, seed: int | None) -> None:
         tokenizer = engine.model.tokenizer
@@ -83,7 +83,7 @@ class EngineAnswerer:
 
 
 class ServerAnswerer:
-    """Answers with a server's model. salt: keeps this chat's prefixes apart from those of others."""
+    """Answers with a server's model. salt: this chat shares no prefixes with other salts."""
 
     def __init__(
         self, client: ServerClient, *, max_tokens: int, temperature: float, seed: int | None, salt: str | None = None
@@ -126,11 +126,11 @@ def chat(
     note: Callable[[str], None] | None = None,
     while_answering: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[Turn]:
-    """Chat until a line is empty or there is none, and return the turns.
+    """Chat until a line is empty or there are no more, and return the turns.
 
-    lines: what the user says, one turn each. write: gets the answers' text as it comes; note: a line about each turn,
-    by default as `write`. while_answering: entered for as long as an answer is written, and its note. A turn that
-    fails is said so and forgotten; the chat goes on.
+    lines: what the user says, one per turn. write: gets the text of answers as it comes. note: gets a line about each
+    turn; default: `write`. while_answering: entered while an answer and its note are written. If a turn fails, that is
+    reported, the turn is forgotten, and the chat goes on.
     """
     remark = note or (lambda text: write(f"[{text}]\n"))
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -155,7 +155,7 @@ def chat(
 
 
 def _show(pieces: Iterator[str | Turn], write: Callable[[str], None]) -> Turn:
-    """Write an answer's pieces, and return what it cost."""
+    """Write an answer's pieces, and return its cost."""
     for piece in pieces:
         if isinstance(piece, Turn):
             return piece
@@ -164,7 +164,7 @@ def _show(pieces: Iterator[str | Turn], write: Callable[[str], None]) -> Turn:
 
 
 def describe_engine(engine: "Engine") -> str:
-    """What a chat with an engine in this process begins with: where answers come from, the cache, how to end."""
+    """Return the first lines of a chat with an engine in this process: the engine, its cache, how to end the chat."""
     model, plan = engine.model, engine.plan
     caching = "on" if engine.manager.enable_caching else "off"
     tokens = " and ".join(sorted({str(group.block_size) for group in plan.groups}))
@@ -176,9 +176,9 @@ def describe_engine(engine: "Engine") -> str:
 
 
 def describe_server(client: ServerClient) -> str:
-    """What a chat with a server begins with. Raises KVBlocksError if there is none, or it wants another key.
+    """Return the first lines of a chat with a server. Raises KVBlocksError if there is none, or the key is wrong.
 
-    The cache of a server that isn't kvblocks, or that shows it to the operator alone, isn't described.
+    The cache isn't described if the server isn't kvblocks, or shows its cache only to the operator.
     """
     models = client.ask("GET", "/v1/models")
     names = ", ".join(str(entry.get("id")) for entry in models.get("data", []))

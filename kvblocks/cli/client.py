@@ -1,4 +1,4 @@
-"""A small client of the server, for the command line: JSON there and back, and streams of events."""
+"""A small client of the server, for the command line: JSON requests and answers, and streams of events."""
 
 import json
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ Json = dict[str, Any]
 
 
 class ServerClient:
-    """Talks to the server at `url`, such as http://127.0.0.1:8000; a path of /v1 may follow.
+    """Talks to the server at `url`, such as http://127.0.0.1:8000, with or without /v1 at the end.
 
-    Raises InvalidArgumentError for what is no such URL. Close it, or use it in a with statement.
+    Raises InvalidArgumentError for any other URL. Close it, or use it in a with statement.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, timeout_s: float = 600.0) -> None:
@@ -30,7 +30,7 @@ class ServerClient:
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise InvalidArgumentError("--api-key: expected ASCII on one line, got something else")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        # A proxy that the environment names can't reach this machine's own servers.
+        # Without the environment's proxy, which can't reach servers on this machine.
         uses_environment = not is_loopback(parsed.host)
         timeout = httpx2.Timeout(timeout_s, connect=10.0)
         self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=uses_environment)
@@ -48,7 +48,7 @@ class ServerClient:
     def ask(self, method: str, path: str, body: Json | None = None) -> Json:
         """Send a request and return the JSON of the answer.
 
-        Raises ApiError with what the server said, and InvalidArgumentError if there is no server to be reached.
+        Raises ApiError with the server's message, and InvalidArgumentError if no server can be reached.
         """
         try:
             response = self._http.request(method, path, **_content(body))
@@ -57,7 +57,7 @@ class ServerClient:
         return _checked(response)
 
     def stream(self, path: str, body: Json) -> Iterator[Json]:
-        """Send a request whose answer is a stream, and give its events. Raises as `ask` does."""
+        """Send a request whose answer is a stream, and yield its events. Raises as `ask` does."""
         try:
             with self._http.stream("POST", path, **_content(body)) as response:
                 if response.status_code != 200:
@@ -79,7 +79,7 @@ class ServerClient:
 
 
 def _content(body: Json | None) -> dict[str, Any]:
-    """A body as a request takes it. ASCII, since what a terminal gives may be no Unicode: the server says so then."""
+    """Encode a body as ASCII: text from a terminal may be invalid Unicode, and then the server reports that."""
     if body is None:
         return {}
     try:
@@ -112,7 +112,7 @@ def _parse_event(text: str) -> Json:
 
 
 def _error(status: int, value: Any) -> ApiError:
-    """The error that a server told of; other servers may say it in other ways."""
+    """Return the error in a server's answer. Other servers may write errors in other ways."""
     error = value.get("error") if isinstance(value, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     return ApiError(status, str(message or f"the server answered with status {status}"))

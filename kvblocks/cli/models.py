@@ -1,4 +1,4 @@
-"""Models as commands need them: the option that names one, loading it, and showing how a download gets on."""
+"""Models for commands: the option that names a model, loading it, and showing the progress of a download."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ NumBlocksOption = Annotated[
     int | None, typer.Option(help="Blocks in the pool. Default: as many as 512 MB hold.", rich_help_panel=CACHE_PANEL)
 ]
 NoPrefixCachingOption = Annotated[
-    bool, typer.Option("--no-prefix-caching", help="Compute every prompt wholly.", rich_help_panel=CACHE_PANEL)
+    bool, typer.Option("--no-prefix-caching", help="Compute every prompt in full.", rich_help_panel=CACHE_PANEL)
 ]
 EvictionOption = Annotated[
     str | None,
@@ -30,7 +30,7 @@ EvictionOption = Annotated[
 
 
 def load_model(model: str, device: str = "auto", dtype: str | None = None) -> "LoadedModel":
-    """Load a model for a command, as `Engine` would; a known one is fetched first, which shows its progress."""
+    """Load a model for a command, as `Engine` would. A known model is fetched first, with its progress shown."""
     from kvblocks.engine.engine import choose_device
     from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model
     from kvblocks.engine.run.runner import LoadedModel
@@ -51,7 +51,7 @@ _STAGES = {
 
 @contextmanager
 def show_progress() -> Iterator["Progress"]:
-    """Shows the stages of `fetch_model` on stderr: bars on a terminal, elsewhere (a log) one line for each stage."""
+    """Show the stages of `fetch_model` on stderr: as bars on a terminal, otherwise (a log) a line for each stage."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 

@@ -141,7 +141,7 @@ def replay(
     )
     with _show_progress() as progress:
         result = sweep(read, options, jobs, progress)
-    # Files first, since whoever reads the table may have gone, and one that can't be written costs no other.
+    # Files first: the table's reader may be gone. If one file can't be written, the others still are.
     with ExitStack() as left:
         left.callback(_print, result)
         if report is not None:
@@ -151,11 +151,11 @@ def replay(
 
 
 def _write(path: Path, make_text: Callable[[], str]) -> None:
-    """Write a file whole, or not at all."""
+    """Write a whole file, or nothing."""
     part = path.with_name(f".{os.getpid()}.part")
     try:
         try:
-            part.write_text(make_text(), encoding="utf-8", errors="replace")  # a file's name may be no Unicode
+            part.write_text(make_text(), encoding="utf-8", errors="replace")  # a file name may be invalid Unicode
             part.replace(path)
         except BaseException:
             part.unlink(missing_ok=True)
@@ -166,7 +166,7 @@ def _write(path: Path, make_text: Callable[[], str]) -> None:
 
 @contextmanager
 def _show_progress() -> Iterator["Progress"]:
-    """Shows a bar for each job on stderr, if that is a terminal."""
+    """Show a bar for each job, if stderr is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -192,7 +192,7 @@ def _print(result: "Result") -> None:
     from rich.table import Table
 
     facts = result.trace
-    name = facts.name.encode(errors="replace").decode()  # of a file; perhaps no Unicode
+    name = facts.name.encode(errors="replace").decode()  # a file name may be invalid Unicode
     print(
         f"{name}: {facts.num_requests:,} requests in {facts.num_sessions:,} sessions,"
         f" {facts.num_references:,} references to {facts.num_unique_blocks:,} blocks of {facts.block_size} tokens;"

@@ -1,6 +1,6 @@
-"""The demo's last act: a server is killed and started again, and its first answer comes from the disk.
+"""The last part of the demo: a server is killed and started again, and its first answer comes from the disk.
 
-It is `kvblocks serve --disk-cache` in a process of its own, asked as any client asks.
+It runs `kvblocks serve --disk-cache` in its own process, and asks it as any client does.
 """
 
 import os
@@ -27,15 +27,15 @@ from kvblocks.errors import KVBlocksError
 MAX_TOKENS = 16
 DISK_CACHE_SIZE = "512MiB"
 
-_START_S = 600.0  # the model may have to be read from a slow disk
+_START_S = 600.0  # reading the model from a slow disk takes long
 _STORED_S = 30.0
-_QUIET_S = 1.5  # a sync comes a second after what it is for
+_QUIET_S = 1.5  # a sync comes one second after the writes that it is for
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class FirstAnswer:
-    """The first answer of a server: what it says and what it cost. num_disk_tokens: of those cached, from the disk."""
+    """The first answer of a server and its cost. num_disk_tokens: the cached tokens that came from the disk."""
 
     text: str
     num_prompt_tokens: int
@@ -46,18 +46,18 @@ class FirstAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RestartReport:
-    """The first answer of a server, and that of the next one on the same folder, after the first was killed."""
+    """The first answers of two servers on the same folder; the first server was killed."""
 
     before: FirstAnswer
     after: FirstAnswer
 
     @property
     def is_identical(self) -> bool:
-        """Whether both said the same."""
+        """Whether both answers are equal."""
         return self.before.text == self.after.text
 
     def to_json(self) -> dict[str, object]:
-        """The report as plain values."""
+        """Return the report as plain values."""
         return {
             "prompt_tokens": self.after.num_prompt_tokens,
             "cached_tokens_before": self.before.num_cached_tokens,
@@ -70,9 +70,9 @@ class RestartReport:
 
 
 def run_restart(model: str, console: Console, *, script: DemoScript = SUPPORT_DESK) -> RestartReport:
-    """Run the act with a model by name or folder, and show it on `console`. Leaves nothing behind.
+    """Run this part with a model by name or folder, and show it on `console`. Leaves nothing behind.
 
-    Raises KVBlocksError if a server doesn't start, answer or store; what it said is part of the message.
+    Raises KVBlocksError if a server doesn't start, answer or store. The message has the server's output.
     """
     console.rule("Killed and started again")
     question = script.questions[0]
@@ -96,7 +96,7 @@ def run_restart(model: str, console: Console, *, script: DemoScript = SUPPORT_DE
 
 @contextmanager
 def _serving(model: str, folder: Path) -> Iterator[ServerClient]:
-    """A server whose disk cache is in the folder, and a client of it. In the end it is killed, whatever it does."""
+    """Run a server with its disk cache in the folder, and yield a client. The server is killed in the end."""
     command = [
         *(sys.executable, "-m", "kvblocks", "serve", "--model", model, "--port", "0", "--deterministic"),
         *("--block-size", str(BLOCK_SIZE), "--threads", str(torch.get_num_threads())),
@@ -110,7 +110,7 @@ def _serving(model: str, folder: Path) -> Iterator[ServerClient]:
     ):
         try:
             with ServerClient(_find_url(process, log)) as client:
-                # The first pass of a process also sets up the libraries.
+                # The first pass of a process also initializes the libraries.
                 _ask(client, [{"role": "user", "content": "Hello"}], cache_salt="shared with nobody")
                 yield client
         finally:
@@ -118,10 +118,10 @@ def _serving(model: str, folder: Path) -> Iterator[ServerClient]:
 
 
 def _find_url(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    """Wait until the server says where it is, and return that."""
+    """Wait until the server reports its URL, and return it."""
     end_s = time.monotonic() + _START_S
     while True:
-        has_ended = process.poll() is not None  # before its last lines are read
+        has_ended = process.poll() is not None  # asked before its last lines are read
         said = log.read_text(errors="replace")
         found = re.search(r"serving \S+ at (http://\S+)\n", said)
         if found is not None:
@@ -150,7 +150,7 @@ def _ask(client: ServerClient, chat: list[dict[str, str]], **more: object) -> Fi
 
 
 def _wait_until_stored(client: ServerClient, num_blocks: int) -> None:
-    """Return when so many blocks are stored and the disk's syncs have ended: a kill loses nothing then."""
+    """Wait until so many blocks are stored and the disk's syncs have ended. Then a kill loses nothing."""
     end_s = time.monotonic() + _STORED_S
     num_syncs, since_s = -1, time.monotonic()
     while (now_s := time.monotonic()) < end_s:

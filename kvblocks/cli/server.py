@@ -66,7 +66,7 @@ def serve(
         Path | None, typer.Option(help="A folder for blocks, found again after a restart.", rich_help_panel=_TIERS)
     ] = None,
     disk_cache_size: Annotated[
-        str | None, typer.Option(help="What the folder may take in all. Default: 8GiB.", rich_help_panel=_TIERS)
+        str | None, typer.Option(help="The most that the folder may take. Default: 8GiB.", rich_help_panel=_TIERS)
     ] = None,
     disk_cache_secret_file: Annotated[
         Path | None,
@@ -99,7 +99,7 @@ def serve(
         str, typer.Option(help="Who is admitted first: fcfs, longest-prefix or grouped.", rich_help_panel=_WORK)
     ] = "fcfs",
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same bits, cached or not.", rich_help_panel=_WORK)
+        bool, typer.Option("--deterministic", help="Give equal logits, cached or not.", rich_help_panel=_WORK)
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto.", rich_help_panel=_WORK)] = "auto",
     attention: Annotated[str, typer.Option(help="torch, triton, flash-attn or auto.", rich_help_panel=_WORK)] = "auto",
@@ -125,13 +125,13 @@ def serve(
     api_key: ApiKeyOption = None,
     keys: Annotated[
         Path | None,
-        typer.Option(help="Instead: a file of keys, one for each tenant; see docs/server.md.", rich_help_panel=_SERVER),
+        typer.Option(help="Instead: a file with a key for each tenant; see docs/server.md.", rich_help_panel=_SERVER),
     ] = None,
     admin_key: Annotated[
         str | None,
         typer.Option(
             envvar="KVBLOCKS_ADMIN_KEY",
-            help="The operator's key: what is about the cache needs it then.",
+            help="The operator's key; requests about the cache then need it.",
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -141,7 +141,7 @@ def serve(
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name that requests may ask by, beside localhost; may be given several times.",
+            help="A host name that requests may use, beside localhost; may be given several times.",
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -179,10 +179,10 @@ def serve(
     ] = None,
     kv_replay: Annotated[
         str | None,
-        typer.Option(help="Where subscribers ask for what they missed: tcp://127.0.0.1:5558.", rich_help_panel=_EVENTS),
+        typer.Option(help="Where subscribers ask for missed batches: tcp://127.0.0.1:5558.", rich_help_panel=_EVENTS),
     ] = None,
     kv_topic: Annotated[
-        str, typer.Option(help="What each batch begins with, such as kv@NAME@MODEL.", rich_help_panel=_EVENTS)
+        str, typer.Option(help="The topic of each batch, such as kv@NAME@MODEL.", rich_help_panel=_EVENTS)
     ] = "",
     kv_allow_remote: Annotated[
         bool,

@@ -1,4 +1,4 @@
-"""A terminal in which somebody types while an answer is being written: neither gets into the other."""
+"""A terminal in which somebody may type while an answer is written. The two texts don't mix."""
 
 import os
 import sys
@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 
 class Terminal:
-    """Where a chat reads lines and writes answers. What is typed during an answer stands in the next line."""
+    """Where a chat reads lines and writes answers. Text typed during an answer becomes part of the next line."""
 
     def __init__(self) -> None:
         self._typed = ""
 
     def read_lines(self) -> Iterator[str]:
-        """The lines that the user types, until Ctrl-D."""
+        """Yield the lines that the user types, until Ctrl-D."""
         while True:
             try:
                 yield self._read_line() if sys.stdin.isatty() else input()
@@ -21,12 +21,12 @@ class Terminal:
                 return
 
     def write(self, text: str) -> None:
-        """Write at once."""
+        """Write text at once."""
         print(text, end="", flush=True)
 
     @contextmanager
     def hold_typing(self) -> Iterator[None]:
-        """Show nothing of what is typed meanwhile, and keep it for the next line. Ctrl-C works as ever."""
+        """Hide what is typed meanwhile, and keep it for the next line. Ctrl-C works as usual."""
         try:
             import termios
         except ImportError:  # not POSIX
@@ -39,7 +39,7 @@ class Terminal:
         before = termios.tcgetattr(descriptor)
         quiet = termios.tcgetattr(descriptor)
         quiet[3] &= ~(termios.ECHO | termios.ICANON)
-        quiet[6][termios.VMIN], quiet[6][termios.VTIME] = 0, 0  # a read returns what there is
+        quiet[6][termios.VMIN], quiet[6][termios.VTIME] = 0, 0  # a read returns what is there, without waiting
         termios.tcsetattr(descriptor, termios.TCSADRAIN, quiet)
         try:
             yield
@@ -50,11 +50,11 @@ class Terminal:
             self._typed += "".join(character for character in text if character.isprintable())
 
     def _read_line(self) -> str:
-        """Ask for a line, in which what was typed before stands already, to be gone on with or deleted."""
+        """Ask for a line. It begins with what was typed before, which the user can continue or delete."""
         typed, self._typed = self._typed, ""
         try:
             import readline
-        except ImportError:  # then it can't be deleted
+        except ImportError:  # without readline, the user can't delete the text
             return typed + input(f"> {typed}")
         readline.set_startup_hook(lambda: readline.insert_text(typed))
         try:

@@ -1,4 +1,4 @@
-"""`kvblocks cache warm`: prompts of a file, given to a server one after another, and what each of them cost."""
+"""`kvblocks cache warm`: passes a file's prompts to a server one after another, and prints the cost of each."""
 
 import json as json_module
 import sys
@@ -12,9 +12,9 @@ Json = dict[str, Any]
 
 
 def read_prompts(text: str, *, raw: bool) -> list[tuple[int, Any]]:
-    """Return the prompts of a file and their lines, counted from 1. raw: all of it is one prompt.
+    """Return a file's prompts with their line numbers, from 1. raw: the whole file is one prompt.
 
-    What a prompt may be is the server's to say. Raises InvalidArgumentError for a line that is no JSON.
+    The server checks the prompts. Raises InvalidArgumentError for a line that isn't JSON.
     """
     if raw:
         return [(1, {"text": text})]
@@ -33,10 +33,10 @@ def read_prompts(text: str, *, raw: bool) -> list[tuple[int, Any]]:
 def warm_prompts(
     prompts: list[tuple[int, Any]], ask: Callable[[Json], Json], salt: str | None, *, json: bool = False
 ) -> None:
-    """Have prompts cached, and print a line for each, or with json all that the server said.
+    """Have prompts cached, and print a line for each; with json, the server's whole answer.
 
-    A prompt that the server refuses is told of on stderr, and the others go on; anything else that goes wrong ends it.
-    Raises KVBlocksError at the end if any was refused, and what `ask` raises, having said how many were done.
+    Prompts that the server refuses are reported on stderr, and the others go on. Any other error ends the call. Raises
+    KVBlocksError at the end if any prompt was refused. An error of `ask` is raised after printing how many are done.
     """
     done: list[Json] = []
     num_refused = 0

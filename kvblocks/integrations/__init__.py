@@ -1,1 +1,1 @@
-"""kvblocks inside engines that exist. Each module or folder uses the public names of kvblocks only."""
+"""kvblocks inside existing engines. Each module or folder uses only the public names of kvblocks."""

@@ -5,11 +5,11 @@
 
 docs/integrations/mini-sglang.md says what it gains, what is refused, and how it was tested.
 
-Who owns a page: mini-sglang's CacheManager, until it inserts it; then this cache, until `evict` returns it. Also pages
-of which there is another one for the same tokens, since two requests computed them at the same time. mini-sglang frees
-those itself with a radix tree, also of a request that goes on, whose page table points at them: the next request
-writes to them while the first one reads. Here they are *spares*: kept for as long as the handle of the request's
-insertion is locked, then the first to be evicted.
+Who owns a page: mini-sglang's CacheManager until it inserts the page; then this cache, until `evict` returns it. When
+two requests compute the same tokens at the same time, there are two pages for them. With a radix tree, mini-sglang
+frees the second one itself, even if its request goes on and its page table still points at it. The next request then
+writes to a page that the first one reads. Here such pages are *spares*: they are kept while the handle of the request's
+insertion is locked, and are then evicted first.
 """
 
 import sys
@@ -26,7 +26,7 @@ from kvblocks import BlockStateError, InvalidArgumentError, PrefixCache, PrefixM
 from kvblocks.integrations import probing
 
 TESTED_COMMITS = ("20fcd7f3c6a1898a61139fae1c97cc7a40bd8d66",)
-"""Of sgl-project/mini-sglang, version 0.1.0. It has no releases, so its parts are looked at, and not its version."""
+"""Commits of sgl-project/mini-sglang, version 0.1.0. It has no releases, so its parts are checked, not its version."""
 
 NAME = "kvblocks"
 
@@ -38,21 +38,21 @@ _ANSWERS = {
     "MatchResult": ("cuda_handle",),
     "SizeInfo": ("evictable_size", "protected_size"),
 }
-_MOST_PAGES = 2**48  # of a cache that its CacheManager keeps within its memory
+_MOST_PAGES = 2**48  # no limit of ours: mini-sglang's CacheManager keeps the cache within its memory
 
 
 @dataclass(frozen=True, eq=False)
 class KVBlocksHandle(base.BaseCacheHandle):
-    """A prefix of `cached_len` tokens that was found or inserted. match: None where nothing is cached.
+    """A prefix of `cached_len` tokens that was found or inserted. match: None if nothing is cached.
 
-    spares: pages that only the request of this insertion has, in place of those that hold the same tokens.
+    spares: pages that only this insertion's request uses, in place of cached pages with the same tokens.
     """
 
     cache: "KVBlocksPrefixCache"
     match: PrefixMatch | None
     spares: dict[int, None] = field(default_factory=dict)
 
-    __eq__ = object.__eq__  # the base compares lengths, and two requests' handles may have one length
+    __eq__ = object.__eq__  # the base compares lengths; handles of two requests may have the same length
     __hash__ = object.__hash__
 
     def get_matched_indices(self) -> torch.Tensor:
@@ -61,10 +61,10 @@ class KVBlocksHandle(base.BaseCacheHandle):
 
 
 class KVBlocksPrefixCache(base.BasePrefixCache):
-    """mini-sglang's prefix cache on `PrefixCache`, with pages of the size that mini-sglang's context names.
+    """mini-sglang's prefix cache on `PrefixCache`, with the page size of mini-sglang's context.
 
-    cache: the PrefixCache underneath, whose ids are page numbers: for pins, rates and attached answers. One thread at
-    a time, as mini-sglang's. Slots are what mini-sglang calls indices: page * page_size and those behind it.
+    cache: the PrefixCache underneath, whose ids are page numbers: for pins, rates and attached answers. Not
+    thread-safe, as mini-sglang's isn't. Slots are mini-sglang's indices: page * page_size and the next ones.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,14 +73,14 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
         self.page_size = get_global_ctx().page_size
         self.cache = PrefixCache(_MOST_PAGES, self.page_size)
         self._offsets = torch.arange(self.page_size, dtype=torch.int32)
-        self._spares: dict[int, KVBlocksHandle] = {}  # by page; all
-        self._loose: dict[int, None] = {}  # those of them whose handle isn't locked
-        self._locks: dict[KVBlocksHandle, int] = {}  # how often
+        self._spares: dict[int, KVBlocksHandle] = {}  # all spares, by page
+        self._loose: dict[int, None] = {}  # the spares whose handle isn't locked
+        self._locks: dict[KVBlocksHandle, int] = {}  # how often each is locked
 
     def lock_handle(self, handle: Any, unlock: bool = False) -> None:
-        """Hold a handle's pages and spares, or hold them once less.
+        """Hold a handle's pages and spares once more, or with `unlock` once less.
 
-        Raises BlockStateError, changing nothing, for a handle that isn't held: its request is released a second time.
+        Raises BlockStateError, changing nothing, for a handle that isn't held: its request was released twice.
         """
         if not unlock:
             if handle.match is not None:
@@ -103,7 +103,7 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
             self._loose.update(handle.spares)
 
     def match_prefix(self, input_ids: torch.Tensor) -> Any:
-        """Return the longest cached prefix, which becomes the most recently used."""
+        """Return the longest cached prefix, and make it the most recently used."""
         if len(input_ids) < self.page_size:
             return base.MatchResult(KVBlocksHandle(0, self, None))
         match = self.cache.match_prefix(input_ids.numpy())
@@ -111,16 +111,17 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
         return base.MatchResult(KVBlocksHandle(length, self, match if length else None))
 
     def insert_prefix(self, input_ids: torch.Tensor, indices: torch.Tensor) -> Any:
-        """Cache the full pages of a prefix, and own them all from now on: so the answer's `cached_len`, which says how
-        much the caller has to free, is 0.
+        """Cache the full pages of a prefix, and own all of them from now on.
 
-        Raises BlockStateError for a page that is here for other tokens. Then two requests have one page; neither has
-        been given to a third. On a GPU the ids are copied to the host once.
+        So the caller has nothing to free: the answer's `cached_len`, which says how much, is 0.
+
+        Raises BlockStateError for a page that is cached with other tokens. Then two requests have the same page, and no
+        third one has got it. On a GPU the ids are copied to the host once.
         """
         num_tokens = len(input_ids) // self.page_size * self.page_size
         if not num_tokens:
             return base.InsertResult(0, KVBlocksHandle(0, self, None))
-        # Slices of NumPy's arrays: one of a tensor costs ten times as much.
+        # Slices of NumPy arrays: slices of tensors take ten times as long.
         starts = indices.numpy() if indices.is_cpu else indices.cpu().numpy()
         pages = starts[:num_tokens] if self.page_size == 1 else starts[: num_tokens : self.page_size] // self.page_size
         done = self.cache.insert_prefix(input_ids.numpy()[:num_tokens], pages)
@@ -130,9 +131,9 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
         return base.InsertResult(0, handle)
 
     def evict(self, size: int) -> torch.Tensor:
-        """Give up pages of at least `size` tokens, spares first, then the least recently used. Returns their slots.
+        """Evict pages of at least `size` tokens, spares first, then the least recently used. Returns their slots.
 
-        Raises InvalidArgumentError, changing nothing, when fewer are evictable.
+        Raises InvalidArgumentError, changing nothing, if fewer tokens are evictable.
         """
         if size > self.size_info.evictable_size:
             raise InvalidArgumentError(f"evict: expected at most {self.size_info.evictable_size} tokens, got {size}")
@@ -144,7 +145,7 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
         return self.slots_of(array("q", pages))
 
     def reset(self) -> None:
-        """Forget all pages, which then are the caller's. Raises BlockStateError while a handle is locked."""
+        """Forget all pages. They are the caller's then. Raises BlockStateError while a handle is locked."""
         self.cache.clear()
         for handle in self._spares.values():
             handle.spares.clear()
@@ -153,7 +154,7 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
 
     @property
     def size_info(self) -> Any:
-        """How many tokens' pages could be evicted, and how many are held; spares count. O(1)."""
+        """How many tokens' pages could be evicted, and how many are held. Spares count. O(1)."""
         evictable = self.cache.evictable_count()
         held = self.cache.cached_block_count() - evictable + len(self._spares) - len(self._loose)
         return base.SizeInfo((evictable + len(self._loose)) * self.page_size, held * self.page_size)
@@ -170,7 +171,7 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
 
     def slots_of(self, pages: "array[int]") -> torch.Tensor:
         """Return the slots of all tokens in `pages`, of typecode "q", as int32 on the cache's device. O(tokens)."""
-        if not pages:  # which torch takes no view of
+        if not pages:  # torch makes no view of an empty array
             return torch.empty(0, dtype=torch.int32, device=self.device)
         slots = torch.frombuffer(pages, dtype=torch.int64).to(torch.int32)
         if self.page_size > 1:
@@ -178,7 +179,7 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
         return slots.to(self.device)
 
     def _keep_spares(self, handle: KVBlocksHandle, pages: list[int]) -> None:
-        """Note who reads which spare. One that was another handle's is this one's: its request was inserted again."""
+        """Record which handle reads each spare. If a request was inserted again, its spares move to the new handle."""
         for page in handle.spares:
             previous = self._spares.get(page)
             if previous is not None:
@@ -191,10 +192,10 @@ class KVBlocksPrefixCache(base.BasePrefixCache):
 
 
 def register(name: str = NAME) -> None:
-    """Add kvblocks to mini-sglang's cache types. Once is enough; `unregister` takes it back.
+    """Add kvblocks to mini-sglang's cache types. Call it once; `unregister` removes it.
 
-    A process that mini-sglang spawns has types of its own: call it at the top of a script, and not below
-    `if __name__ == "__main__"`. Raises UnsupportedEngineError, and KeyError where the name is another type's.
+    Each process that mini-sglang spawns has its own cache types. So call it at the top of a script, not below `if
+    __name__ == "__main__"`. Raises UnsupportedEngineError, and KeyError if another type has the name.
     """
     check_mini_sglang()
     types = kvcache.SUPPORTED_CACHE_MANAGER
@@ -203,14 +204,14 @@ def register(name: str = NAME) -> None:
 
 
 def unregister(name: str = NAME) -> None:
-    """Take kvblocks out of mini-sglang's cache types. Nothing if it isn't there."""
+    """Remove kvblocks from mini-sglang's cache types. Does nothing if it isn't there."""
     types = vars(kvcache.SUPPORTED_CACHE_MANAGER)["_registry"]
     if types.get(name) is KVBlocksPrefixCache:
         del types[name]
 
 
 def check_mini_sglang() -> None:
-    """Raise UnsupportedEngineError unless mini-sglang's parts that are used are as expected. Changes nothing."""
+    """Raise UnsupportedEngineError unless the parts of mini-sglang in use are as expected. Changes nothing."""
     calls = frozenset(getattr(base.BasePrefixCache, "__abstractmethods__", ()))
     wrong = [f"BasePrefixCache.{name} (unknown)" for name in sorted(calls - _CALLS)]
     wrong += [f"BasePrefixCache.{name}" for name in sorted(_CALLS - calls)]
@@ -227,7 +228,7 @@ def check_mini_sglang() -> None:
     )
 
 
-if __name__ in ("__main__", "__mp_main__"):  # the latter in each process that the former spawns
+if __name__ in ("__main__", "__mp_main__"):  # the second: in each process that the main one spawns
     register()
 if __name__ == "__main__":
     from minisgl.server import launch_server

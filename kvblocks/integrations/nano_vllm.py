@@ -6,10 +6,10 @@
 
 docs/integrations/nano-vllm.md says what it gains, what is refused, and how it was tested.
 
-nano-vllm caches a block when the step that computes it has run: `KVBlocksBlockManager` does the same, so decisions are
-those of its own manager. But all layers of nano-vllm store a step's K and V before they attend, and its scheduler takes
-nobody out of a step. So what a step computes may be found by the prompts behind it in the same step:
-`KVBlocksEarlyBlockManager`.
+nano-vllm caches a block after the step that computes it. `KVBlocksBlockManager` does the same, so its decisions equal
+those of nano-vllm's own manager. But all layers of nano-vllm store a step's K and V before they attend, and its
+scheduler removes nobody from a step. So later prompts of a step may hit what earlier prompts of the same step compute:
+`KVBlocksEarlyBlockManager` does that.
 """
 
 import inspect
@@ -20,42 +20,42 @@ from kvblocks import CacheHit, KVCacheManager, PoolExhaustedError, Sequence
 from kvblocks.integrations import probing
 
 TESTED_COMMITS = ("bb823b3e06983d71485a8e1f23715ebd87d98ef8",)
-"""Of GeeeekExplorer/nano-vllm, version 0.2.0. It has no releases, so its parts are looked at, and not its version."""
+"""Commits of GeeeekExplorer/nano-vllm, version 0.2.0. It has no releases, so its parts are checked, not its version."""
 
 _CALLS = dict.fromkeys(("can_allocate", "deallocate", "can_append", "may_append", "hash_blocks"), "seq")
 _CALLS["allocate"] = "seq num_cached_blocks"
 _FIELDS = ("seq_id", "token_ids", "num_tokens", "num_cached_tokens", "num_scheduled_tokens", "block_table")
 
-_replaced: list[type] = []  # nano-vllm's own class, while ours stands in its place
+_replaced: list[type] = []  # nano-vllm's own class, while ours replaces it
 
 
 class KVBlocksBlockManager:
     """A drop-in for nano-vllm's BlockManager: the calls of its scheduler, with their meaning.
 
-    manager: the KVCacheManager underneath, for pins, quotas, explanations and statistics. `seq` is nano-vllm's
-    Sequence everywhere. Takes no lock, as nano-vllm doesn't.
+    manager: the KVCacheManager underneath, for pins, quotas, explanations and statistics. `seq` is always nano-vllm's
+    Sequence. Not thread-safe, as nano-vllm isn't.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.manager = KVCacheManager(num_blocks, block_size)
-        self._sequences: dict[int, Sequence] = {}  # by seq_id: those that have blocks
-        self._asked: tuple[Any, Sequence, CacheHit] | None = None  # of the last `can_allocate`
+        self._sequences: dict[int, Sequence] = {}  # by seq_id: sequences that have blocks
+        self._asked: tuple[Any, Sequence, CacheHit] | None = None  # the last `can_allocate`
 
     def can_allocate(self, seq: Any) -> int:
-        """Return how many blocks of a sequence are cached, -1 when there is no room for the others. Changes nothing.
+        """Return how many blocks of a sequence are cached; -1 if there is no room for the others. Changes nothing.
 
-        The last block is never found, full or not, since a model can't compute logits from nothing. O(tokens) at the
-        first question about a sequence; then as `KVCacheManager.get_computed_blocks`.
+        The last block never counts, full or not, since a model can't compute logits from nothing. The first call for a
+        sequence takes O(tokens); later calls take as long as `KVCacheManager.get_computed_blocks`.
         """
         own, hit = self._look_up(seq)
         missing = self.manager.get_num_blocks_to_allocate(own, own.num_tokens, hit=hit)
         return len(hit.blocks) if self._has_room(missing, num_others=len(self._sequences)) else -1
 
     def allocate(self, seq: Any, num_cached_blocks: int) -> None:
-        """Give a sequence blocks for all of its tokens, of which the first `num_cached_blocks` are found ones.
+        """Give a sequence blocks for all of its tokens. The first `num_cached_blocks` of them are cached ones.
 
-        Raises PoolExhaustedError, changing nothing; not after `can_allocate` said that there is room. O(blocks).
+        Raises PoolExhaustedError, changing nothing. It never does after `can_allocate` found room. O(blocks).
         """
         asked = self._asked
         own, hit = asked[1:] if asked is not None and asked[0] is seq else self._look_up(seq)
@@ -68,13 +68,13 @@ class KVBlocksBlockManager:
         seq.num_cached_tokens = len(hit.blocks) * self.block_size
 
     def deallocate(self, seq: Any) -> None:
-        """Take a sequence's blocks back; those whose KV is written stay cached. Raises KeyError for one without any."""
+        """Give a sequence's blocks back. Written blocks stay cached. Raises KeyError for a sequence without blocks."""
         self.manager.free(self._sequences.pop(seq.seq_id))
         seq.num_cached_tokens = 0
         seq.block_table.clear()
 
     def can_append(self, seq: Any) -> bool:
-        """Whether there is room for a sequence's last token, which has none yet. Changes nothing. O(1)."""
+        """Whether there is room for a sequence's last token, which has no slot yet. Changes nothing. O(1)."""
         needs_block = seq.num_tokens % self.block_size == 1
         return not needs_block or self._has_room(1, num_others=len(self._sequences) - 1)
 
@@ -87,19 +87,19 @@ class KVBlocksBlockManager:
             seq.block_table.append(own.block_ids[-1])
 
     def hash_blocks(self, seq: Any) -> None:
-        """Cache the blocks that the last step has filled. Named as nano-vllm does: no hash decides anything here."""
+        """Cache the blocks that the last step has filled. The name is nano-vllm's; no hash decides anything here."""
         start = seq.num_cached_tokens
         end = start + seq.num_scheduled_tokens
         if start // self.block_size < end // self.block_size:
             own = self._sequences[seq.seq_id]
-            if own.num_tokens < end:  # tokens that fill the last block: they needed no room, so nobody told of them yet
+            if own.num_tokens < end:  # tokens that fill the last block needed no room, so this manager hasn't seen them
                 self.manager.append_slots(own, seq.token_ids[own.num_tokens : end], delay_cache_blocks=True)
             self.manager.cache_blocks(own, end)
 
     def _look_up(self, seq: Any) -> tuple[Sequence, CacheHit]:
         asked = self._asked
         if asked is not None and asked[0] is seq and asked[1].num_tokens == seq.num_tokens:
-            own = asked[1]  # it waits: its tokens are what they were
+            own = asked[1]  # a waiting sequence: its tokens haven't changed
         else:
             own = Sequence(seq.seq_id, seq.token_ids)
         last = (own.num_tokens - 1) // self.block_size * self.block_size
@@ -108,49 +108,49 @@ class KVBlocksBlockManager:
         return own, hit
 
     def _has_room(self, num_blocks: int, *, num_others: int) -> bool:
-        """Whether so many blocks can be had. Pins give way when nobody else is there whose blocks could come back."""
+        """Whether num_blocks blocks are available. Pins give up blocks if nobody else has any that could come back."""
         return num_blocks <= self.manager.num_free_blocks or (num_others == 0 and bool(self.manager.pins))
 
 
 class KVBlocksEarlyBlockManager(KVBlocksBlockManager):
-    """The same, but a prompt also finds what prompts before it in the same step are about to compute.
+    """`KVBlocksBlockManager`, in which a prompt also hits what earlier prompts of the same step will compute.
 
-    Right as long as every layer stores a step's K and V before it attends to them, as nano-vllm's do. A step that dies
-    leaves blocks cached which nobody wrote: make a new LLM then, as with nano-vllm's own manager.
+    This is right as long as every layer stores a step's K and V before it attends to them, as nano-vllm's layers do. A
+    step that dies leaves blocks cached that nobody wrote. Make a new LLM then, as with nano-vllm's own manager.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
-        self._prefills: dict[int, Any] = {}  # by seq_id: those whose last block isn't written yet
+        self._prefills: dict[int, Any] = {}  # by seq_id: prompts whose last block isn't written yet
 
     def can_allocate(self, seq: Any) -> int:
-        """As there; what was scheduled since the last step counts as cached. O(prompts of this step) more."""
+        """As in the base class; blocks scheduled since the last step count as cached. Also O(prompts of this step)."""
         for other in [*self._prefills.values()]:
             self.hash_blocks(other)
         return super().can_allocate(seq)
 
     def allocate(self, seq: Any, num_cached_blocks: int) -> None:
-        """As there."""
+        """As in the base class."""
         super().allocate(seq, num_cached_blocks)
         self._prefills[seq.seq_id] = seq
 
     def deallocate(self, seq: Any) -> None:
-        """As there."""
+        """As in the base class."""
         super().deallocate(seq)
         self._prefills.pop(seq.seq_id, None)
 
     def hash_blocks(self, seq: Any) -> None:
-        """As there."""
+        """As in the base class."""
         super().hash_blocks(seq)
         if self._prefills and seq.num_cached_tokens + seq.num_scheduled_tokens == seq.num_tokens:
             self._prefills.pop(seq.seq_id, None)
 
 
 def install(*, early: bool = False) -> None:
-    """Put kvblocks in the place of nano-vllm's BlockManager, for every LLM that is made from now on.
+    """Replace nano-vllm's BlockManager by kvblocks, for every LLM that is made from now on.
 
-    early: prompts also find what others of the same step compute (`KVBlocksEarlyBlockManager`). Replaces one name in
-    memory, `nanovllm.engine.scheduler.BlockManager`; `uninstall` puts it back. Raises UnsupportedEngineError.
+    early: prompts also hit what others of the same step compute (`KVBlocksEarlyBlockManager`). Replaces one name in
+    memory, `nanovllm.engine.scheduler.BlockManager`; `uninstall` restores it. Raises UnsupportedEngineError.
     """
     from nanovllm.engine import scheduler
 
@@ -161,7 +161,7 @@ def install(*, early: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Put nano-vllm's own BlockManager back, for every LLM that is made from now on. Nothing if it is there."""
+    """Restore nano-vllm's own BlockManager, for every LLM that is made from now on. Does nothing if it is there."""
     if _replaced:
         from nanovllm.engine import scheduler
 
@@ -169,7 +169,7 @@ def uninstall() -> None:
 
 
 def check_nano_vllm() -> None:
-    """Raise UnsupportedEngineError unless nano-vllm's parts that are used are as expected. Changes nothing."""
+    """Raise UnsupportedEngineError unless the parts of nano-vllm in use are as expected. Changes nothing."""
     from nanovllm.engine import block_manager, scheduler
     from nanovllm.engine.sequence import Sequence as Theirs
 

@@ -1,4 +1,4 @@
-"""What the probes of all integrations share: how parts are compared, and the words in which an engine is refused."""
+"""What the probes of all integrations share: the comparison of an engine's parts, and the errors that refuse it."""
 
 import inspect
 import warnings
@@ -14,21 +14,21 @@ def refuse(integration: str, feature: str, reason: str) -> UnsupportedEngineErro
 
 
 def check_parts(integration: str, expected: str, got: str, parts: Iterable[str]) -> None:
-    """Raise UnsupportedEngineError if there are `parts` that are wrong. expected and got: the engine, as a sentence."""
+    """Raise UnsupportedEngineError if `parts`, the differing parts, has any. expected, got: the engine, in words."""
     named = "; ".join(parts)
     if named:
         raise UnsupportedEngineError(f"{integration}: expected {expected}, got {got} {named}")
 
 
 def warn_untested(integration: str, tested: Iterable[str], got: str, found: str) -> None:
-    """Warn the caller's caller that its engine's version, `got`, isn't one of those that were tested."""
+    """Warn the caller's caller that its engine's version, `got`, was not tested."""
     warnings.warn(f"{integration} was tested with {', '.join(tested)}, not with {got}; {found}", stacklevel=4)
 
 
 def differing_calls(owner: Any, calls: Mapping[str, str | tuple[str, ...]]) -> list[str]:
-    """Return what is wrong with a class's calls: those that are gone, and those that take other parameters.
+    """Return the differences in a class's calls: missing calls, and calls with other parameters.
 
-    calls: the names of a call's parameters, with spaces between them, by the call's name; several where each will do.
+    calls: by the call's name, the names of its parameters with spaces between them; several if each of them is right.
     """
     problems = []
     for name, wanted in calls.items():

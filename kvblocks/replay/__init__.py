@@ -1,1 +1,1 @@
-"""Traces of requests, run through the production manager: what a policy, a size or a tier would be worth."""
+"""Traces of requests, replayed through the production manager, to see what a policy, a size or a tier is worth."""

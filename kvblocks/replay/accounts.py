@@ -1,7 +1,6 @@
-"""What a replay counts: hits, where misses come from, waits, and the run over time.
+"""What a replay counts: hits, causes of misses, waits, and the state over time.
 
-Everything here watches, and decides nothing. Blocks are handled a request at a time, by NumPy, since a replay has
-millions of them.
+Everything here only watches. NumPy handles the blocks of a request at once, since a replay has millions of blocks.
 """
 
 from collections.abc import Sequence as Items
@@ -16,24 +15,24 @@ from kvblocks.replay.trace import Numbers, Trace
 
 MAX_MOMENTS = 120
 AGES = (1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-"""Seconds up to which the bars of `Misses.ages` go; one more has the rest."""
+"""Upper ends, in seconds, of the bars of `Misses.ages`. One more bar has the rest."""
 
-_NEW, _CACHED, _EVICTED, _REFUSED = 0, 1, 2, 3  # what became of a block of the trace, as far as was seen
+_NEW, _CACHED, _EVICTED, _REFUSED = 0, 1, 2, 3  # what became of a block of the trace so far
 
 
 class MissAccounts:
-    """Which block of the trace lies where, who evicted it and when, and so why each miss is one."""
+    """Which block of the trace is where, who evicted it and when, and so the cause of each miss."""
 
     def __init__(self, trace: Trace, num_blocks: int, first_block_id: int) -> None:
         num_unique = trace.num_unique_blocks
-        self._content = np.full(num_blocks, -1, np.int64)  # by block of the pool: the trace's block that it holds
+        self._content = np.full(num_blocks, -1, np.int64)  # by block of the pool: the block of the trace that it holds
         self._first_id = first_block_id
-        # By block of the trace: where it was cached last; -1: nowhere. One more, the last, is for no block: -1 always.
+        # By block of the trace: where it was cached last; -1: nowhere. The extra last entry is for no block: always -1.
         self._place = np.full(num_unique + 1, -1, np.int64)
         self._fate = np.zeros(num_unique, np.int8)
-        self._was_hit = np.zeros(num_unique, bool)  # since it was cached
+        self._was_hit = np.zeros(num_unique, bool)  # since it was cached last
         self._evicted_at = np.zeros(num_unique)
-        self._evictor = np.zeros(num_unique, np.int64)  # a session
+        self._evictor = np.zeros(num_unique, np.int64)  # number of a session
         tenants = {tenant: number for number, tenant in enumerate(dict.fromkeys(trace.tenants))}
         self._tenants = np.array([tenants[tenant] for tenant in trace.tenants])
         self._counts = dict.fromkeys(("first", "own", "other", "tenant", "dropped", "refused", "window"), 0)
@@ -45,10 +44,10 @@ class MissAccounts:
         self._taken += blocks
 
     def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
-        """Nothing: a hit is counted when its request is admitted."""
+        """Do nothing: hits are counted when their request is admitted."""
 
     def note_admitted(self, path: Numbers, found: tuple[int, int], table: list[int], session: int, now: float) -> None:
-        """Count a request: its blocks, where all of them are now, and how many were `found`: hit, and loaded.
+        """Count a request. path: its blocks. table: where they are now. found: how many were hit, and how many loaded.
 
         O(blocks), by NumPy.
         """
@@ -80,13 +79,13 @@ class MissAccounts:
         self._fate[path[self._fate[path] == _NEW]] = _REFUSED
 
     def note_dropped(self, block_ids: list[int]) -> None:
-        """Take note that these blocks of the pool hold nothing any more."""
+        """Take note that these blocks of the pool no longer hold anything."""
         places = np.array(block_ids, np.int64) - self._first_id
         self._place[self._content[places]] = -1
         self._content[places] = -1
 
     def place(self, path: Numbers) -> list[int]:
-        """Return the ids of the pool's blocks that hold these of the trace, where they are cached."""
+        """Return the ids of the pool's blocks that hold these blocks of the trace, for those that are cached."""
         places = self._place[path]
         found: list[int] = (places[places >= 0] + self._first_id).tolist()
         return found
@@ -96,7 +95,7 @@ class MissAccounts:
         return int(self._was_hit[self._content[self._content >= 0]].sum())
 
     def misses(self) -> Misses:
-        """Return what was counted."""
+        """Return the misses by cause."""
         counts = self._counts
         ages = [Bucket(upto, int(count)) for upto, count in zip((*AGES, None), self._ages, strict=True)]
         return Misses(
@@ -132,7 +131,7 @@ class MissAccounts:
 
 @dataclass(slots=True)
 class State:
-    """What a run is like at a moment. blocks: held, cached, used, as `Moment` has them."""
+    """The state of a run at a moment. blocks: held, cached, used, as in `Moment`."""
 
     live_sessions: int
     running_requests: int
@@ -143,10 +142,10 @@ class State:
 
 
 class Timeline:
-    """The run over time, in at most MAX_MOMENTS buckets: when there are more, each two become one."""
+    """The run over time, in at most MAX_MOMENTS buckets. When there would be more, two become one."""
 
     def __init__(self, begin_s: float, end_s: float) -> None:
-        """begin_s, end_s: when the run begins, and about when it will end."""
+        """begin_s, end_s: when the run begins, and roughly when it ends."""
         self._begin = begin_s
         self._width = max((end_s - begin_s) / (MAX_MOMENTS - 20), 1e-3)
         self._moments: list[Moment] = []
@@ -159,7 +158,7 @@ class Timeline:
         self._hits += num_hits
 
     def note(self, state: State, now: float) -> None:
-        """Take note of the state, which lasts until `now`, for every bucket that ends before."""
+        """Take note of the state, which lasts until `now`, for each bucket that ends before then."""
         while self.next_s < now:
             self._append(state, self.next_s)
             if len(self._moments) == MAX_MOMENTS:
@@ -201,7 +200,7 @@ class Timeline:
 
 
 def count_waits(waits_s: list[float], num_refused: int) -> Waits:
-    """Return what is to be said of the waits of all requests that ran."""
+    """Return a summary of the waits of all requests that ran."""
     if not waits_s:
         return Waits(0, 0.0, 0.0, 0.0, num_refused)
     waits = np.array(waits_s)

@@ -1,11 +1,11 @@
-"""The best leaf-first schedule with holds that we can compute with the future known.
+"""The best schedule that we can compute if the future is known: leaf-first, and with holds.
 
-A request holds its blocks from admission until it ends, as in `run`, and the block that goes is the free one whose next
-request comes last. Whoever needs a block needs all before it, so a block is never needed later than the one before it:
-of equal times the deeper block goes first, and so leaves go before what is above them. What is never needed again goes
-at once.
+A request holds its blocks from admission until it ends, as in `run`. The evicted block is the free one whose next
+request comes last. A request that needs a block needs all blocks before it, so a block is never needed later than the
+one before it. Of equal times the deeper block goes first. So leaves go before the blocks above them. Blocks that are
+never needed again go at once.
 
-Not a bound: with holds, to give up a block that is needed sooner can be better.
+This is not a bound: with holds, it can be better to evict a block that is needed sooner.
 """
 
 import heapq
@@ -20,13 +20,13 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class KnownFuture:
-    """A pool of blocks, and of each block the next request that needs it.
+    """A pool of blocks, and for each block the next request that needs it.
 
-    Blocks are handled by NumPy, and free ones in stretches: pieces of a prompt whose next request is the same.
+    NumPy handles the blocks. Free blocks are kept in stretches: pieces of a prompt whose next request is the same.
     """
 
     def __init__(self, trace: Trace, num_blocks: int, needed: Numbers) -> None:
-        """needed: for each reference of the trace, when the next request with that block comes, or _NEVER."""
+        """needed: for each reference of the trace, when the block's next request comes, or _NEVER."""
         self._trace, self._num_blocks, self._needed_by_reference = trace, num_blocks, needed
         num_unique = trace.num_unique_blocks
         self._is_cached = np.zeros(num_unique, bool)
@@ -37,15 +37,15 @@ class KnownFuture:
         self._num_stretches = self._num_owned = self._num_cached = 0
 
     def num_hit(self, path: Numbers) -> int:
-        """Return how many blocks of a prompt are cached. Its first ones, since leaves go first."""
+        """Return how many blocks of a prompt are cached. These are its first ones, since leaves go first."""
         return int(self._is_cached[path].sum())
 
     def num_room(self, path: Numbers) -> int:
-        """Return how many more blocks would be free if this prompt were admitted; below 0: it doesn't fit."""
+        """Return how many more blocks would be free after this prompt is admitted; below 0: it doesn't fit."""
         return self._num_blocks - self._num_owned - int((self._owners[path] == 0).sum())
 
     def admit(self, request: int, path: Numbers, start: int = 0) -> None:
-        """Let a request own blocks of its prompt, for which there is room. path: those from its block `start` on."""
+        """Let a request own blocks of its prompt, for which there is room. path: its blocks from index `start` on."""
         is_cached = self._is_cached[path]
         num_missing = len(path) - int(is_cached.sum())
         self._num_owned += int((self._owners[path] == 0).sum())
@@ -58,9 +58,10 @@ class KnownFuture:
         self._num_cached += num_missing
 
     def admit_in_part(self, request: int, path: Numbers) -> Numbers:
-        """Let a request whose prompt doesn't fit own its first blocks; returns those.
+        """Let a request whose prompt doesn't fit own its first blocks. Returns those.
 
-        It takes what is cached of them, and more as long as each is needed sooner than the block that goes.
+        It takes those that are cached. It takes more as long as each is needed sooner than the block that would be
+        evicted.
         """
         end = self.num_hit(path)
         self.admit(request, path[:end])
@@ -68,7 +69,7 @@ class KnownFuture:
         needed = self._needed_by_reference[first : first + len(path)]
         most = min(len(path) + self.num_room(path[end:]), int((needed != _NEVER).sum()))
         while end < most:
-            wanted = self._num_blocks - self._num_cached  # empty ones
+            wanted = self._num_blocks - self._num_cached  # blocks that hold nothing
             if not wanted:
                 furthest, depth, name, stretch = heapq.heappop(self._free)
                 blocks = stretch[self._stretch[stretch] == name]
@@ -102,7 +103,7 @@ class KnownFuture:
         heapq.heappush(self._free, (-needed, -depth, self._num_stretches, blocks))
 
     def _evict(self, number: int) -> None:
-        """Evict so many free blocks, if that is more than 0."""
+        """Evict so many free blocks; none for 0 or less."""
         while number > 0:
             needed, depth, name, stretch = heapq.heappop(self._free)
             blocks = stretch[self._stretch[stretch] == name]
@@ -118,9 +119,9 @@ class KnownFuture:
 def attainable_hits(
     trace: Trace, arrivals: Numbers, num_blocks: int, *, never_waits: bool, thinks: Numbers | None = None
 ) -> int:
-    """Return how many references the schedule hits. never_waits: as of `Setup`.
+    """Return how many references the schedule hits. never_waits: as in `Setup`.
 
-    thinks: of `think_times`, for a closed loop; what is needed next is then judged by the times that there would be if
+    thinks: from `think_times`, for a closed loop. What is needed next is then judged by the times that would result if
     nobody waited. O(references), by NumPy, and O(log) for each stretch.
     """
     from kvblocks.replay.run import followers
@@ -158,7 +159,7 @@ def attainable_hits(
                 if never_waits:
                     pool.end(pool.admit_in_part(request, path))
                 else:
-                    hits = 0  # larger than the pool: it never runs
+                    hits = 0  # the prompt is larger than the pool, so it never runs
                 path = path[:0]
             else:
                 pool.admit(request, path)
@@ -170,7 +171,7 @@ def attainable_hits(
 
 
 def needed_ranks(trace: Trace, order: Numbers) -> Numbers:
-    """Return for each reference of the trace, in its own order, the rank of the next request that has the block."""
+    """Return, for each reference in the trace's order, the rank of the next request that has the block."""
     lengths = np.diff(trace.ends)
     uses = next_uses(references_in(trace, order.tolist()))
     ranks = np.repeat(np.arange(len(order)), lengths[order])
@@ -185,7 +186,7 @@ def needed_ranks(trace: Trace, order: Numbers) -> Numbers:
 def closed_times(arrivals: Numbers, thinks: Numbers, durations: Numbers, following: dict[int, int]) -> Numbers:
     """Return when requests would come in a closed loop if none waited."""
     times = arrivals.copy()
-    for request in range(len(times)):  # those of a session are in order
+    for request in range(len(times)):  # a session's requests are in order
         follower = following.get(request)
         if follower is not None:
             times[follower] = times[request] + durations[request] + thinks[follower]

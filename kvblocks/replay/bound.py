@@ -9,7 +9,7 @@ from kvblocks.replay.trace import Numbers, Trace
 
 
 def next_uses(blocks: Numbers) -> Numbers:
-    """Return for each reference the position of the next one to the same block; -1: there is none.
+    """Return for each reference the position of the next one to the same block; -1 if there is none.
 
     blocks: the references in order. O(references x log(references)).
     """
@@ -21,20 +21,20 @@ def next_uses(blocks: Numbers) -> Numbers:
 
 
 def references_in(trace: Trace, order: list[int]) -> Numbers:
-    """Return the blocks of all requests of an order, one after another. O(references)."""
+    """Return the blocks of all requests in an order, one after another. O(references)."""
     if not order:
         return trace.blocks[:0]
     return np.concatenate([trace.blocks_of(request) for request in order])
 
 
 def max_hits(uses: Numbers, num_blocks: int) -> int:
-    """Return how many references any cache of `num_blocks` blocks can hit at most, the future known.
+    """Return how many references any cache of `num_blocks` blocks can hit at most if the future is known.
 
-    uses: of `next_uses`. At each moment at most num_blocks blocks are kept, each for its next use; when there are more,
-    the one whose next use is furthest is given up (L. A. Belady's MIN), which may be the one that was just used.
+    uses: from `next_uses`. At each moment at most num_blocks blocks are kept, each for its next use. If there are more,
+    the block whose next use is furthest is given up; it may be the one that was just used. Source: L. A. Belady's MIN.
     O(references), and a search of a byte in memory for each block that is given up.
     """
-    kept = bytearray(len(uses))  # by position: whether the block that is used there is kept until then
+    kept = bytearray(len(uses))  # by position: whether the block used there is kept until its next use
     num_kept = num_hits = furthest = 0
     for position, following in enumerate(uses.tolist()):
         if kept[position]:

@@ -1,4 +1,4 @@
-"""Models by name, for `--groups`: how their layers attend, in blocks of a trace."""
+"""Models by name, for `--groups`: their groups of layers, in blocks of a trace."""
 
 from kvblocks.arguments import shown
 from kvblocks.errors import InvalidArgumentError
@@ -9,16 +9,17 @@ _BF16_BYTES = 2
 _GIB = 2**30
 
 MODELS: dict[str, tuple[int, list[KVLayer]]] = {
-    # 34 layers of 4 KV heads of 256, five with a window of 1,024 tokens to one with full attention
+    # 34 layers with 4 KV heads of 256; for each with full attention, five with a window of 1,024 tokens
     "gemma3-4b": (1024, [KVLayer(0 if (layer + 1) % 6 == 0 else 1, 4, 256) for layer in range(34)]),
 }
-"""By name: tokens in the window, and the layers, of kind 0 (full attention) or 1 (the window)."""
+"""By name: tokens in the window, and the layers, of kind 0 (full attention) or 1 (window)."""
 
 
 def model_groups(name: str, block_size: int) -> tuple[Group, ...]:
-    """Return a model's groups of layers, where a block of `block_size` tokens is one token.
+    """Return a model's groups of layers, in which one token stands for a block of `block_size` tokens.
 
-    A hit ends at a block's edge, and what comes then sees window - 1 tokens before it: so many blocks, rounded up.
+    A hit ends at the end of a block, and the next token sees the window - 1 tokens before it: so many blocks, rounded
+    up.
     Raises InvalidArgumentError.
     """
     if name not in MODELS:

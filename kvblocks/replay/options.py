@@ -1,4 +1,4 @@
-"""What people write on the command line, turned into what `sweep` takes."""
+"""Turns options of the command line into what `sweep` takes."""
 
 import re
 from contextlib import suppress
@@ -16,15 +16,15 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)(%?)")
 
 
 def parse_sizes(text: str, num_unique_blocks: int) -> tuple[int, ...]:
-    """Return numbers of blocks: "1%,2%,5000" are two shares of the trace's unique blocks, and a number.
+    """Return numbers of blocks. "1%,2%,5000" is two shares of the trace's unique blocks, and a number.
 
-    Each at least 1; none twice. Raises InvalidArgumentError.
+    Each is at least 1, and none comes twice. Raises InvalidArgumentError.
     """
     return tuple(dict.fromkeys(parse_size(part, num_unique_blocks) for part in text.split(",")))
 
 
 def parse_size(text: str, num_unique_blocks: int) -> int:
-    """Return a number of blocks, at least 1, of "2%" or "5000". Raises InvalidArgumentError."""
+    """Return the number of blocks, at least 1, of a text such as "2%" or "5000". Raises InvalidArgumentError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise InvalidArgumentError(f"size: expected a number of blocks, or a share such as 2%, got {shown(text)}")
@@ -38,7 +38,7 @@ def parse_size(text: str, num_unique_blocks: int) -> int:
 
 
 def parse_arrivals(text: str | None, trace: Trace) -> float | None:
-    """Return the mean time between sessions' beginnings in seconds, or None for arrivals as recorded.
+    """Return the mean time in seconds between the beginnings of sessions; None for arrivals as recorded.
 
     text: "recorded", a number, or None: recorded where the trace says when sessions begin, else DEFAULT_MEAN_S. Raises
     InvalidArgumentError.
@@ -65,9 +65,9 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 def check_can_write(path: Path | None, option: str) -> None:
-    """Raise InvalidArgumentError if a file can't be written, before an hour is spent on what goes there.
+    """Raise InvalidArgumentError if a file can't be written, before an hour is spent on its contents.
 
-    Tries it, with a file that is gone when this returns.
+    Creates a file as a test, and deletes it.
     """
     if path is None:
         return
@@ -85,14 +85,14 @@ def check_can_write(path: Path | None, option: str) -> None:
 
 
 def check_differ(paths: dict[str, Path | None]) -> None:
-    """Raise InvalidArgumentError if two of these are one file, which would lose what the other one has.
+    """Raise InvalidArgumentError if two of these are the same file, where one would overwrite the other.
 
-    paths: by what they are called; None: not asked for. Links count as what they lead to.
+    paths: by the option's name; None: not given. Links are resolved.
     """
     given = [(name, path) for name, path in paths.items() if path is not None]
     for (name, path), (other_name, other) in combinations(given, 2):
         is_one = realpath(path) == realpath(other)
-        with suppress(OSError):  # one isn't there, or can't be read, which is said elsewhere
+        with suppress(OSError):  # one doesn't exist, or can't be read: other checks report that
             is_one = is_one or path.samefile(other)
         if is_one:
             raise InvalidArgumentError(f"{other_name}: expected another file than {name}, got {other} for both")

@@ -1,4 +1,4 @@
-"""The structure of a trace's prefixes: a bounded tree of runs of blocks, for an icicle picture."""
+"""The structure of a trace's prefixes: a tree of runs of blocks, of limited size, for an icicle picture."""
 
 import numpy as np
 
@@ -10,9 +10,10 @@ MAX_LEVELS = 64
 
 
 def prefix_tree(trace: Trace, max_nodes: int = MAX_NODES) -> PrefixNode:
-    """Return the root of the tree; the runs with the most references, those below them included, are in it.
+    """Return the root of the tree. It has the runs with the most references, where those below a run count too.
 
-    A run is a stretch of blocks that the same requests have. Runs more than MAX_LEVELS deep are hidden. O(references),
+    A run here is a stretch of blocks that the same requests have. Runs deeper than MAX_LEVELS are hidden.
+    O(references),
     by NumPy, and O(runs).
     """
     runs = _Runs(trace)
@@ -67,7 +68,7 @@ class _Runs:
         num_sessions = np.bincount(pairs // len(trace.session_names), minlength=num_unique)
         one = np.zeros(num_unique, np.int64)
         one[trace.blocks] = sessions
-        # A block goes on with the run above it if it is its parent's only child and has all of the parent's requests.
+        # A block continues the run above it if it is its parent's only child and has all of the parent's requests.
         children = np.bincount(parents[parents >= 0], minlength=num_unique)
         above = np.maximum(parents, 0)
         goes_on = (parents >= 0) & (children[above] == 1) & (counts[above] == counts)
@@ -80,11 +81,11 @@ class _Runs:
         self.num_sessions, self.sessions = num_sessions[firsts], one[firsts]
         self.lengths = np.bincount(run_of, minlength=len(firsts))
         self.parents = np.where(parents[firsts] >= 0, run_of[np.maximum(parents[firsts], 0)], -1)
-        self.levels = np.zeros(len(firsts), np.int64)  # runs above
+        self.levels = np.zeros(len(firsts), np.int64)  # number of runs above
         self.blocks_below, self.references_below = self._sums()
 
     def _sums(self) -> tuple[Numbers, Numbers]:
-        """Return the blocks and the references of each run and all below it. Fills in `levels`, too."""
+        """Return the numbers of blocks and references of each run with all below it. Fills in `levels`, too."""
         for run in np.argsort(self.depths, kind="stable").tolist():
             parent = int(self.parents[run])
             self.levels[run] = self.levels[parent] + 1 if parent >= 0 else 0
@@ -97,14 +98,14 @@ class _Runs:
         return blocks, references
 
     def largest(self, number: int) -> list[int]:
-        """Return the runs with the most references at and below them, each after its parent, the largest first."""
+        """Return the runs with the most references, those below them included: largest first, each after its parent."""
         order = np.lexsort((np.arange(len(self.depths)), self.depths, -self.references_below))
         order = order[self.levels[order] < MAX_LEVELS]
-        found: list[int] = order[:number].tolist()  # a parent has as many as its child, and is less deep
+        found: list[int] = order[:number].tolist()  # at equal numbers, the parent is less deep than its child
         return found
 
     def hidden(self, shown: set[int]) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the blocks and the references that are in no shown run, by the lowest shown run above them."""
+        """Return the numbers of blocks and references in hidden runs, by the lowest shown run above them."""
         blocks: dict[int, int] = {}
         references: dict[int, int] = {}
         for run, parent in enumerate(self.parents.tolist()):

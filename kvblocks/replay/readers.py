@@ -1,7 +1,7 @@
 """Readers of traces: Mooncake's format, the session format of agents' traces, and ours, which `recorder` writes.
 
-All three are JSON lines, and their names may end in .gz. What a file is, its first line says. docs/replay.md describes
-the formats, field by field.
+All three are JSON lines; a name may end in .gz. A file's first line shows its format. docs/replay.md describes the
+formats, field by field.
 """
 
 import gzip
@@ -21,13 +21,13 @@ from kvblocks.replay.trace import Numbers, Trace, TraceError, ends_of, number_de
 
 MOONCAKE_BLOCK_SIZE = 512
 MAX_BLOCKS = 2**24
-"""In one prompt: far above any, and little enough for memory."""
+"""Blocks in one prompt: far above any real prompt, and small enough for memory."""
 MAX_COUNT = 2**40
-"""Of tokens in a prompt, and the like: far above any, and so that sums of them are whole numbers of 64 bits."""
+"""Tokens in a prompt, and similar counts: far above any real one, and sums of them fit into 64 bits."""
 VERSION = 1
-"""Of our own format: the value of `kvblocks_trace` in its first line."""
+"""Version of our own format: the value of `kvblocks_trace` in its first line."""
 
-_SURROGATE = re.compile("[\ud800-\udfff]")  # what no file and no manager takes
+_SURROGATE = re.compile("[\ud800-\udfff]")  # neither files nor managers take these
 
 _log = logging.getLogger(__name__)
 _NONE: Any = object()
@@ -41,7 +41,7 @@ class Line:
         self.row = row
 
     def wrong(self, field: str, expected: str, got: object = _NONE) -> TraceError:
-        """Return the error that says so; got: what the field is, unless it is given."""
+        """Return the error for a field. got: by default, the field's value."""
         if got is _NONE:
             got = self.row.get(field, _NONE)
         return TraceError(
@@ -58,7 +58,7 @@ class Line:
         return value
 
     def seconds(self, field: str) -> float:
-        """Return a number; NaN for null, or where there is none."""
+        """Return a number; NaN for null, or if the field is missing."""
         value = self.row.get(field)
         if value is None:
             return float("nan")
@@ -67,14 +67,14 @@ class Line:
         return float(value)
 
     def duration(self, field: str) -> float:
-        """Return a number of at least 0; NaN for null, or where there is none."""
+        """Return a number of at least 0; NaN for null, or if the field is missing."""
         value = self.seconds(field)
         if value < 0:
             raise self.wrong(field, "a number of at least 0")
         return value
 
     def time(self, field: str) -> float:
-        """Return a number that must be there."""
+        """Return a number. The field must be there."""
         if self.row.get(field) is None:
             raise self.wrong(field, "a number")
         return self.seconds(field)
@@ -97,7 +97,7 @@ class Line:
 
 
 class _Columns:
-    """What a reader fills. Sessions are known by their names."""
+    """The data that a reader collects. Sessions are known by their names."""
 
     def __init__(self, name: str, source_format: str, block_size: int) -> None:
         self.name, self.source_format, self.block_size = name, source_format, block_size
@@ -118,20 +118,20 @@ class _Columns:
             column.append(value)
 
     def note(self, stop: str, num_tokens: int, num_output_tokens: int) -> None:
-        """Add the rest of the request that was added last."""
+        """Add the remaining fields of the last added request."""
         self.stops.append(stop)
         self.tokens.append(num_tokens)
         self.outputs.append(num_output_tokens)
 
     def trace(self, *, times_are_relative: bool) -> Trace:
-        """Return the trace: by time, within sessions if times are relative to those."""
+        """Return the trace, by time; by time within each session if times are relative to its beginning."""
         if not self.prompts:
             raise TraceError(f"{self.name}: expected requests, got none")
         times, sessions = np.array(self.times), np.array(self.sessions)
         if not times_are_relative:
             times -= times.min()
         order = np.lexsort((times, sessions)) if times_are_relative else np.argsort(times, kind="stable")
-        if not times_are_relative:  # sessions are numbered as they begin
+        if not times_are_relative:  # sessions are numbered in the order in which they begin
             _, firsts = np.unique(sessions[order], return_index=True)
             rank = np.empty(len(firsts), np.int64)
             rank[np.argsort(firsts)] = np.arange(len(firsts))
@@ -162,13 +162,13 @@ class _Columns:
 
 
 class _Tree:
-    """Every block's parent, so that a trace whose equal ids don't mean equal prefixes is refused."""
+    """Every block's parent. So a trace in which equal ids don't mean equal prefixes is refused."""
 
     def __init__(self) -> None:
         self.parents: dict[int, int] = {}
 
     def check(self, line: Line, field: str, path: list[int], start: int) -> None:
-        """Note path[start:], ids of blocks one below another. Raises TraceError where one had another parent."""
+        """Record path[start:], ids of consecutive blocks. Raises TraceError if one had another parent before."""
         parents = self.parents
         before = path[start - 1] if start else -1
         for block in path[start:]:
@@ -178,10 +178,10 @@ class _Tree:
 
 
 def read_trace(path: Path, block_size: int | None = None) -> Trace:
-    """Return the trace in a file. Raises TraceError, and OSError where the file can't be read.
+    """Return the trace in a file. Raises TraceError, and OSError if the file can't be read.
 
-    block_size: a multiple of the file's own: the blocks of a prompt are then joined, that many tokens in each, and what
-    is left over at its end is in no block. None: the file's own. O(references).
+    block_size: a multiple of the file's own. The blocks of a prompt are then joined to blocks of so many tokens; a rest
+    at the end is in no block. None: the file's own. O(references).
     """
     lines = _lines(path)
     first = next(lines, None)
@@ -195,7 +195,7 @@ def read_trace(path: Path, block_size: int | None = None) -> Trace:
 
 
 def _lines(path: Path) -> Iterator[Line]:
-    """Yield the file's lines. A last one that was cut, as a killed recorder leaves it, is left out, and logged."""
+    """Yield the file's lines. A last line that is cut, as by a killed recorder, is left out, and logged."""
     number = 0
     try:
         with _open(path) as file:
@@ -222,7 +222,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _factor(where: str, own: int, wanted: int | None) -> int:
-    """Return how many of the file's blocks are one of the wanted."""
+    """Return how many of the file's blocks make one of the wanted size."""
     if wanted is None:
         return 1
     if wanted < own or wanted % own:
@@ -231,7 +231,7 @@ def _factor(where: str, own: int, wanted: int | None) -> int:
 
 
 def _thin(path: Any, factor: int) -> Numbers:
-    """Return every `factor`-th id: that of a block stands for all before it, so it names the larger block too."""
+    """Return every `factor`-th id. A block's id stands for all before it, so it also names the larger block."""
     return np.array(path[factor - 1 :: factor], np.int64)
 
 
@@ -301,7 +301,7 @@ def _read_sessions(name: str, first: Line, rest: Iterator[Line], block_size: int
 
 
 def _ranges(line: Line, most: int) -> list[tuple[int, int]]:
-    """Return the ranges of a line, of `most` ids in all."""
+    """Return the ranges in a line. most: how many ids they may have in all."""
     found: list[tuple[int, int]] = []
     for pair in line.items("h"):
         if type(pair) is not list or [type(part) for part in pair] != [int, int] or min(pair) < 0 or sum(pair) > 2**32:
@@ -327,7 +327,7 @@ def _read_ours(name: str, first: Line, rest: Iterator[Line], block_size: int | N
     numbers: dict[str, int] = {}
     parents: list[int] = []  # by number; -1: none
     for count, line in enumerate(rest):
-        if "kvblocks_trace" in line.row:  # the file was continued, by a recorder with a key of its own
+        if "kvblocks_trace" in line.row:  # another recorder, with its own key, continued the file
             if line.count("block_size", 1) != own:
                 raise line.wrong("block_size", f"{own}, as in the first line")
             continue
@@ -345,7 +345,7 @@ def _read_ours(name: str, first: Line, rest: Iterator[Line], block_size: int | N
 
 
 def _path(line: Line, numbers: dict[str, int], parents: list[int]) -> list[int]:
-    """Return the blocks of a line of ours: those up to `after`, and `ids` behind them."""
+    """Return the blocks of a line in our format: those up to `after`, then `ids`."""
     path: list[int] = []
     after = line.row.get("after")
     if after is not None:

@@ -1,8 +1,8 @@
-"""Records requests as a trace that `kvblocks replay` reads: for engine authors, and behind `kvblocks serve --record`.
+"""Records requests as a trace that `kvblocks replay` reads: for engine authors, and for `kvblocks serve --record`.
 
-A line a request, in JSON; docs/replay.md describes it. No text and no token leaves the process: a block is named by a
-keyed hash of its tokens and all before them, and so are tenants and sessions. The key is random, and forgotten with the
-process, so nobody can guess a prompt and look for its hash.
+One line of JSON per request; docs/replay.md describes it. No text and no token leaves the process. A block is named by
+a keyed hash of its tokens and all before them; tenants and sessions are named by keyed hashes too. The key is random,
+and lost when the process ends. So nobody can guess a prompt and look for its hash.
 """
 
 import errno
@@ -21,9 +21,9 @@ from kvblocks.arguments import Given, check_count, check_number, check_text, is_
 from kvblocks.core.sequence import Sequence, as_sequence
 from kvblocks.errors import InvalidArgumentError
 
-_ID_BYTES = 8  # a million blocks have two of equal names with a chance of 1 to 37 million
+_ID_BYTES = 8  # among a million blocks, two have the same name with a chance of 1 in 37 million
 _MAX_REMEMBERED = 250_000  # names, about 20 MB of them
-_MAX_HEADER = 4096  # bytes of a file's first line that are looked at
+_MAX_HEADER = 4096  # the most bytes that are read of a file's first line
 _SAY_EVERY_S = 60.0
 _SECONDS = "seconds, a number between -1e15 and 1e15"
 
@@ -33,15 +33,15 @@ _log = logging.getLogger(__name__)
 class TraceRecorder:
     """Appends a line for each request to a file, from one process at a time.
 
-    path: made readable for its owner only; a trace of equal blocks that is there is continued, and what a killed
-    recorder left of a last line is cut off. block_size: of the blocks that are named. key: 16 to 64 bytes; recorders
-    with equal keys give equal names, which is what you want of several processes whose traces belong together; None: a
-    random one. A file that can't be opened, that another recorder has open, or that holds anything else raises
-    InvalidArgumentError, and stays as it is.
+    path: made readable for its owner only. A trace with equal blocks in it is continued; the rest of a last line that a
+    killed recorder left is cut off. block_size: of the blocks that are named. key: 16 to 64 bytes. Recorders with equal
+    keys give equal names, which several processes need if their traces belong together. None: a random key.
+    InvalidArgumentError is raised for a file that can't be opened, that another recorder has open, or that holds
+    anything else; such a file stays as it is.
 
-    What can't be written later (a full disk) raises nothing: it is counted in `num_lost`, logged once a minute, and
-    left out whole, so that the file has whole lines only. Every line is given to the system at once: a process that is
-    killed loses none. A file that somebody empties meanwhile, to rotate it, begins anew. Any thread may call it.
+    A failure to write later (a full disk) raises nothing. The request is left out as a whole, counted in `num_lost`,
+    and logged once a minute. So the file has whole lines only. Every line is passed to the system at once: a killed
+    process loses none. If somebody empties the file meanwhile, to rotate it, it begins anew. Thread-safe.
     """
 
     def __init__(self, path: Path | str, block_size: int, *, key: bytes | None = None) -> None:
@@ -49,10 +49,10 @@ class TraceRecorder:
         if key is not None and (not is_a(key, bytes) or not 16 <= len(key) <= 64):
             raise wrong("key", "None or 16 to 64 bytes", "something else")
         self._key = token_bytes(32) if key is None else plain_bytes(key)
-        self._names: set[bytes] = set()  # of blocks that lines of this recorder have
+        self._names: set[bytes] = set()  # of blocks that this recorder has written
         self._lock = threading.Lock()
         self._said_at = -_SAY_EVERY_S
-        self._end = 0  # of the file, when it was written to last
+        self._end = 0  # of the file, after the last write
         self.num_recorded = self.num_lost = 0
         try:
             self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -78,12 +78,12 @@ class TraceRecorder:
         stop: str = "",
         think_s: float | None = None,
     ) -> bool:
-        """Record a request that has ended; returns whether it was written. Changes nothing of the sequence.
+        """Record a request that has ended. Returns whether it was written. Does not change the sequence.
 
-        Its prompt is what the sequence was made with, its answer the tokens after that; salt, LoRA and extra keys count
-        as they do for the cache, and the salt is its tenant. arrived_s: when it came, on `time.time`'s clock. seconds:
-        for how long it held blocks, or about. stop: why it ended, such as "tool_use" or "stop". think_s: how long its
-        session paused before it, if somebody knows. Raises InvalidArgumentError. O(tokens).
+        The prompt is what the sequence was made with; the answer is the tokens after it. Salt, LoRA and extra keys
+        count as for the cache; the salt is the tenant. arrived_s: when the request came, on `time.time`'s clock.
+        seconds: roughly how long it held blocks. stop: why it ended, such as "tool_use" or "stop". think_s: how long
+        its session paused before it, if known. Raises InvalidArgumentError. O(tokens).
         """
         own = as_sequence("record", sequence)
         times = {"t": _seconds("arrived_s", arrived_s), "a": max(0.0, _seconds("seconds", seconds))}
@@ -103,7 +103,7 @@ class TraceRecorder:
                 line = self._line(own, names) | times | {"stop": why}
                 has_room = len(self._names) + len(names) <= _MAX_REMEMBERED
                 self._append(line)
-            except Exception as error:  # noqa: BLE001  # nothing that goes wrong here may cost a request
+            except Exception as error:  # noqa: BLE001  # a failure here must never fail a request
                 self._lose(error)
                 return False
             if not has_room:
@@ -113,7 +113,7 @@ class TraceRecorder:
             return True
 
     def close(self) -> None:
-        """Close the file. What is recorded later is neither written nor counted. Does nothing the second time."""
+        """Close the file. Later records are neither written nor counted. A second call does nothing."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
@@ -123,7 +123,7 @@ class TraceRecorder:
         return {"kvblocks_trace": 1, "block_size": self._block_size}
 
     def _check_continued(self, path: Path | str) -> None:
-        """Raise InvalidArgumentError unless the file is new, or begins as our own would. Changes nothing."""
+        """Raise InvalidArgumentError unless the file is new, or begins as ours would. Changes nothing."""
         assert self._file is not None, "it was just opened"
         begin = os.pread(self._file, _MAX_HEADER, 0)
         first, newline, _ = begin.partition(b"\n")
@@ -138,7 +138,7 @@ class TraceRecorder:
             )
 
     def _line(self, sequence: Sequence, names: list[bytes]) -> dict[str, Any]:
-        """Return what a line says of a sequence: the names that no line before has, and the one that they follow."""
+        """Return a line's fields for a sequence: the names that no earlier line has, and the name before those."""
         start = len(names)
         while start and names[start - 1] not in self._names:
             start -= 1
@@ -173,7 +173,7 @@ class TraceRecorder:
         return digest.digest()
 
     def _append(self, row: dict[str, Any]) -> None:
-        """Write a line, or nothing of it and raise OSError."""
+        """Write a whole line. If that fails, write nothing and raise OSError."""
         assert self._file is not None, "the caller has looked"
         line = _packed(row)
         size = os.fstat(self._file).st_size
@@ -196,12 +196,12 @@ class TraceRecorder:
 
 
 def _packed(row: dict[str, Any]) -> bytes:
-    """Return a line."""
+    """Return a line's bytes."""
     return json.dumps(row, separators=(",", ":")).encode() + b"\n"
 
 
 def _seconds(name: str, value: float) -> float:
-    """Return a number of seconds, to the millisecond, that readers take. Raises InvalidArgumentError."""
+    """Return seconds, rounded to milliseconds, that readers accept. Raises InvalidArgumentError."""
     number = check_number(name, value, _SECONDS)
     if not abs(number) < 1e15:
         raise wrong(name, _SECONDS, value)
@@ -209,7 +209,7 @@ def _seconds(name: str, value: float) -> float:
 
 
 def _cut_torn_line(file: int) -> None:
-    """Cut what stands behind the last line's end, as a process that died in the middle of a write leaves it."""
+    """Cut off a torn last line, which a process leaves that dies in the middle of a write."""
     end = os.fstat(file).st_size
     while end:
         start = max(0, end - 2**16)

@@ -1,7 +1,7 @@
-"""What a replay finds out: plain dataclasses, which `to_json` turns into what JSON holds.
+"""The results of a replay: plain dataclasses. `to_json` turns them into what JSON can hold.
 
 A block here is a block of the trace: `TraceFacts.block_size` tokens. A reference is one block of one request's prompt.
-Shares are between 0.0 and 1.0 and times are seconds of the modelled clock.
+Shares are between 0.0 and 1.0. Times are seconds of the modelled clock.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TraceFacts:
-    """What was replayed, after --block-size and --arrivals were applied."""
+    """The trace as it was replayed, after --block-size and --arrivals were applied."""
 
     name: str
     """The file's name, without its folders."""
@@ -18,7 +18,7 @@ class TraceFacts:
     """One of "mooncake", "sessions" and "kvblocks"."""
     num_requests: int
     num_sessions: int
-    """Different sessions; requests without one count as a session each."""
+    """Different sessions. A request without one counts as a session."""
     num_references: int
     """Blocks of all prompts together."""
     num_unique_blocks: int
@@ -26,27 +26,27 @@ class TraceFacts:
     block_size: int
     """Tokens in a block."""
     duration_s: float
-    """From the first arrival to the last, as the trace and --arrivals say."""
+    """From the first arrival to the last, by the trace and --arrivals."""
     infinite_hit_rate: float
-    """Share of the references that are to a block that an earlier request had: what an infinite cache would hit."""
+    """Share of references to a block that an earlier request had. An infinite cache would hit these."""
     num_other_tokens: int = 0
     """Prompt tokens outside full blocks, such as those of partial last blocks. No cache can save them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """How it was replayed: with these options the same version finds the same numbers."""
+    """The options of a replay. With the same options, the same version finds the same numbers."""
 
     version: str
     """Of kvblocks."""
     compiled: bool
-    """Whether kvblocks was compiled. The numbers are the same either way; the time that they take isn't."""
+    """Whether kvblocks was compiled. That changes the replay's speed, and no other number."""
     python: str
     """The version of Python, such as "3.12.4"."""
     arrivals: str
-    """What --arrivals said: "recorded", or "poisson": sessions begin at random, each keeps the times inside it."""
+    """As --arrivals says: "recorded", or "poisson": sessions begin at random, and keep the times inside them."""
     mean_arrival_s: float | None
-    """Mean time between two sessions' beginnings; None for recorded arrivals."""
+    """Mean time between the beginnings of two sessions; None for recorded arrivals."""
     seed: int
     """Of the arrivals."""
     closed_loop: bool
@@ -54,7 +54,7 @@ class Conditions:
     groups: str | None
     """The model's groups of layers, such as "gemma3-4b"; None: full attention only."""
     host_blocks: int | None
-    """Blocks of the host tier; None: there is none."""
+    """Blocks of the host tier; None: no host tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class Tokens:
     prompt: int
     computed: int
     saved: int
-    """Not computed: found on the device or loaded from the host."""
+    """Tokens that were not computed: found on the device or loaded from the host."""
     loaded: int = 0
-    """Of those saved, loaded from the host tier."""
+    """Of the saved tokens, those loaded from the host tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ class Waits:
     count: int
     """Requests that waited at all."""
     mean_s: float
-    """Mean wait over all requests that ran, those that did not wait included."""
+    """Mean wait over all requests that ran; a request that did not wait counts as 0."""
     p99_s: float
-    """99th percentile, over the same."""
+    """99th percentile over the same requests."""
     max_s: float
     refused: int
     """Requests that are larger than the whole pool: they never ran, and their references are misses."""
@@ -86,7 +86,7 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A bar of a histogram: `count` values above the bucket before it, up to `upto`; None: without end."""
+    """A bar of a histogram: `count` values up to `upto` (None: no limit), and above the `upto` of the bar before."""
 
     upto: float | None
     count: int
@@ -105,18 +105,18 @@ class Misses:
     other_tenant: int
     """Cached before, and evicted for another tenant."""
     dropped: int
-    """Cached before, and forgotten without anybody's need: what a policy drops, such as superseded blocks."""
+    """Cached before, and given up without being evicted: dropped by the policy, such as superseded blocks."""
     refused: int
-    """Of requests that are larger than the pool, and blocks that only such a request had before."""
+    """References of requests that are larger than the pool, and to blocks that only such a request had before."""
     window: int
-    """Cached for layers of full attention, where the layers with windows had lost what the next token sees."""
+    """Cached for layers with full attention, but layers with windows had lost what the next token sees."""
     ages: list[Bucket]
     """For the three evicted kinds together: seconds from the eviction to the miss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A bucket of time, as it was at its end."""
+    """The state at the end of a bucket of time."""
 
     time_s: float
     """The end of the bucket."""
@@ -129,20 +129,20 @@ class Moment:
     cached_blocks: int
     """Blocks that hold a prefix, owned or not."""
     used_blocks: int
-    """Of those cached, blocks that were hit since they were cached."""
+    """Cached blocks that were hit since they were cached."""
     references: int
     """References of the requests admitted within the bucket."""
     hits: int
-    """Those that were hit."""
+    """Those of the references that were hit."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedOrder:
-    """The same run, but that no request waits: all are admitted when they come, as the trace and --arrivals say.
+    """The same run, except that no request waits: all are admitted when they come, by the trace and --arrivals.
 
-    One that doesn't fit is served outside the pool: it reads what is cached, leaves its first blocks in the pool, as
-    many as fit, and holds none. The order is the same for all policies and sizes, so these numbers compare policies and
-    nothing else.
+    A request that doesn't fit is served outside the pool. It reads what is cached, leaves as many of its first blocks
+    in the pool as fit, and holds none. The order is the same for all policies and sizes. So these numbers compare
+    policies and nothing else.
     """
 
     hit_rate: float
@@ -162,15 +162,15 @@ class Row:
     share: float
     """num_blocks as a share of the trace's unique blocks."""
     hit_rate: float
-    """Hit references of all references. Those loaded from a host tier count as hits too; see `device_hit_rate`."""
+    """Hit references as a share of all. Those loaded from a host tier count as hits; see `device_hit_rate`."""
     device_hit_rate: float
     """Hit on the device."""
     bound: float
-    """MIN with bypass on single blocks, for the order that this run realised: no policy can hit more in that order."""
+    """MIN with bypass on single blocks, for the order of requests in this run. No policy can hit more in that order."""
     attainable: float | None
-    """The best leaf-first schedule with holds that was found with the future known, at this size; the same for all
-    policies. The better of two: requests that don't fit wait, or are served outside the pool (see `FixedOrder`).
-    None: it was not asked for. Not a bound: another schedule may be better still."""
+    """The best schedule found that knows the future: leaf-first, with holds, at this size; the same for all policies.
+    It is the better of two: requests that don't fit wait, or are served outside the pool (see `FixedOrder`). None: it
+    was not asked for. It is not a bound: another schedule may be better."""
     tokens: Tokens
     waits: Waits
     misses: Misses
@@ -180,9 +180,9 @@ class Row:
     """None: it was not asked for."""
     num_evicted: int
     num_policy_failures: int
-    """How often the policy raised or named nothing of use."""
+    """How often the policy raised, or named no usable block."""
     wall_s: float
-    """Seconds that the replay took, on the machine's clock, without the optima. The one number that varies."""
+    """Seconds that the replay took by the machine's clock, without the optima. Only this number varies between runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +194,17 @@ class PrefixNode:
     num_blocks: int
     """Blocks in the run. 0 for the root."""
     num_requests: int
-    """Requests that have this run. Its references are num_blocks * num_requests."""
+    """Requests that have this run. It has num_blocks * num_requests references."""
     num_sessions: int
     """Different sessions among them."""
     label: str
-    """A name for people: the session that it belongs to if there is one only, else the number of sessions."""
+    """A name for people: of the only session that it belongs to, else the number of sessions."""
     num_hidden_blocks: int = 0
-    """Unique blocks below it that are in none of `children`, since the tree is bounded."""
+    """Unique blocks below it that are in no child, since the tree's size is limited."""
     num_hidden_references: int = 0
-    """The references to those."""
+    """The references to those blocks."""
     children: list["PrefixNode"] = field(default_factory=list)
-    """The largest first, by references in all of the subtree."""
+    """The largest first, by the references in the whole subtree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +214,9 @@ class Result:
     trace: TraceFacts
     conditions: Conditions
     rows: list[Row]
-    """By size, then by policy, as they were asked for."""
+    """By size, then by policy, in the order asked for."""
     prefixes: PrefixNode
-    """The root of the prefix structure: at most 2,000 nodes in all, and at most 64 below one another."""
+    """The root of the prefix structure: at most 2,000 nodes, at most 64 deep."""
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as dicts, lists and numbers."""

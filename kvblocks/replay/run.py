@@ -1,13 +1,13 @@
 """One run: a trace through a manager, on a modelled clock.
 
-A request comes, waits until the manager has room for its prompt, holds its blocks from then on for as long as the
-trace says that it ran, and frees them. Requests are admitted in the order in which they come: one that doesn't fit
-holds up those behind it. In a closed loop a session's next request comes its think time after the last one ended.
+A request comes, waits until the manager has room for its prompt, and is admitted. It then holds its blocks for as long
+as the trace says that it ran, and frees them. Requests are admitted in the order in which they come: one that doesn't
+fit holds up those after it. In a closed loop a session's next request comes its think time after the last one ended.
 
-The manager is the production one, with blocks of one token: the number of a trace's block is that token. A block's
-number stands for all of its tokens and all before them, so the manager finds equal prefixes exactly where the trace
-has them. A hit's blocks count, not its tokens: the token that is computed again when a whole prompt is cached is one of
-512 or so, not a block.
+The manager is the production one, with blocks of one token: that token is the number of a block of the trace. The
+number stands for all of the block's tokens and all before them. So the manager finds equal prefixes exactly where the
+trace has them. Hits are counted in blocks. When a whole prompt is cached, a manager computes its last token again; that
+is one token of the trace's block, of 512 or so, and the block counts as hit.
 """
 
 import heapq
@@ -32,27 +32,30 @@ POLICIES: dict[str, str | None] = {
     **{name: None if name == "lru" else name for name in NAMED},
     "lru-drop": None,
 }
-"""What `Setup.policy` may be, and what the manager is told. lru: the manager's own queue, which equals its policy of
-that name block for block. lru-drop: that, and what a session's next request no longer has is dropped at once, if no
-other live session's last request has it."""
+"""Values of `Setup.policy`. lru: the manager's own queue, which equals its policy of that name block for block.
+
+lru-drop: lru; also, blocks that a session's next request no longer has are dropped at once, unless the last request of
+another live session has them.
+"""
 
 END, ARRIVAL = 0, 1
-"""What happens to a request. Of two at one moment an end comes first."""
+"""Kinds of events of a request. Of two at the same time an END comes first."""
 
 STORE = "store"
-"""What a manager calls the tier that several runs share."""
+"""The manager's name for the tier that several runs share."""
 
 _EVERY = 64  # requests between two calls of `progress`
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a run is run with. groups: of the model's layers, their blocks in blocks of the trace; None: one of full
-    attention. host_blocks: of a tier below the device; None: there is none. never_waits: all requests are admitted when
-    they come, so in one order whatever the policy and the size are. One that doesn't fit is served outside the pool: it
-    reads what is cached when it comes, leaves its first blocks in the pool, as many as fit, and holds none.
-    tells_ends: whether the manager is told when a session's last request has ended, which the trace knows and a server
-    may not.
+    """The settings of a run.
+
+    groups: of the model's layers, with blocks of the trace as tokens; None: one group with full attention. host_blocks:
+    of a tier below the device; None: no tier. never_waits: all requests are admitted when they come, so in one order
+    for all policies and sizes. A request that doesn't fit is served outside the pool: it reads what is cached when it
+    comes, leaves as many of its first blocks in the pool as fit, and holds none. tells_ends: whether the manager is
+    told when a session's last request has ended. The trace knows that; a server may not.
     """
 
     policy: str
@@ -66,8 +69,8 @@ class Setup:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a run. order: the requests as they were admitted. hits: of each request of the trace, blocks that
-    were found on the device; loaded: in the host tier. waits_s: of each that was admitted.
+    """The results of a run. order: the requests in the order of admission. hits: of each request of the trace, the
+    blocks found on the device. loaded: those found in the host tier. waits_s: of each admitted request.
     """
 
     order: list[int]
@@ -82,7 +85,7 @@ class Outcome:
 
 
 def make_manager(setup: Setup) -> KVCacheManager:
-    """Return the manager that a run is run with. Raises InvalidArgumentError."""
+    """Return the manager for a run. Raises InvalidArgumentError."""
     if setup.policy not in POLICIES:
         raise InvalidArgumentError(f"policy: expected one of {', '.join(POLICIES)}, got {setup.policy}")
     options: dict[str, Any] = {"eviction": POLICIES[setup.policy]}
@@ -101,17 +104,17 @@ def run(
     progress: Callable[[int], object] = lambda _: None,
     manager: KVCacheManager | None = None,
 ) -> Outcome:
-    """Run a trace. arrivals, thinks: of `arrival_times` and `think_times`; progress: told how many requests are done.
+    """Run a trace. arrivals, thinks: from `arrival_times` and `think_times`. progress: called with the requests done.
 
-    manager: an empty one with blocks of one token, with a policy of one's own, say; None: `make_manager(setup)`.
-    Durations that the trace doesn't say are 0. O(references), and O(log requests) for each.
+    manager: an empty one with blocks of one token, for example with a policy of your own; None: `make_manager(setup)`.
+    A duration that the trace doesn't have is 0. O(references), and O(log requests) for each.
     """
     place = None if manager is None else Place(Agenda(), manager)
     return Run(trace, arrivals, thinks, setup, place=place).run(progress)
 
 
 class Agenda:
-    """What will happen when: a request's arrival, or its end. Several runs may share one, and so a clock."""
+    """Future events: arrivals and ends of requests. Several runs may share one, and so one clock."""
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, int, int]] = []  # when, which kind, number, request
@@ -121,20 +124,20 @@ class Agenda:
         return bool(self._events)
 
     def push(self, when: float, kind: int, request: int) -> None:
-        """Let something happen: an ARRIVAL or an END. O(log events)."""
+        """Add an event: an ARRIVAL or an END. O(log events)."""
         heapq.heappush(self._events, (when, kind, next(self._numbers), request))
 
     def pop(self) -> tuple[float, int, int]:
-        """Return what comes next: when, which kind, and of which request. O(log events)."""
+        """Remove and return the next event: when, which kind, and of which request. O(log events)."""
         when, kind, _, request = heapq.heappop(self._events)
         return when, kind, request
 
 
 class SharedBlocks:
-    """What a store has that several runs share: blocks of the trace, by salt and number, by last use."""
+    """A store that several runs share: blocks of the trace, by salt and number, least recently used first."""
 
     def __init__(self, num_blocks: int) -> None:
-        """num_blocks: as many as there is room for."""
+        """num_blocks: the store's size."""
         self._num_blocks = num_blocks
         self._held: OrderedDict[tuple[str | None, int], None] = OrderedDict()
 
@@ -142,14 +145,14 @@ class SharedBlocks:
         return len(self._held)
 
     def num_found(self, path: Items[int], salt: str | None) -> int:
-        """Return how many of the first blocks are there, which is a use, of the last of them first. O(found)."""
+        """Return how many of the first blocks are there. These count as used, the last of them first. O(found)."""
         number = next((place for place, block in enumerate(path) if (salt, block) not in self._held), len(path))
         for block in reversed(path[:number]):
             self._held.move_to_end((salt, block))
         return number
 
     def add(self, blocks: Items[int], salt: str | None) -> None:
-        """Store blocks, in the order of a prefix; what was used least recently goes. O(blocks)."""
+        """Store blocks, in the order of a prefix. The least recently used blocks go. O(blocks)."""
         for block in reversed(blocks):
             self._held[salt, block] = None
             self._held.move_to_end((salt, block))
@@ -159,9 +162,9 @@ class SharedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A run's place among several. agenda: of all. manager: of this one, instead of the setup's.
+    """What a run needs to be one of several. agenda: shared by all. manager: of this run, instead of the setup's.
 
-    store: of all; the manager then has one tier, called STORE, which is shared.
+    store: shared by all; the manager then has one tier, named STORE, which is shared.
     """
 
     agenda: Agenda
@@ -170,7 +173,7 @@ class Place:
 
 
 class Run:
-    """The state of a run: a trace, or those of its requests that come to this place, through one manager."""
+    """The state of a run: one manager, and all requests of a trace, or those of them that come to this place."""
 
     def __init__(
         self, trace: Trace, arrivals: Numbers, thinks: Numbers, setup: Setup, *, place: Place | None = None
@@ -218,7 +221,7 @@ class Run:
         return self.outcome()
 
     def happen(self, when: float, kind: int, request: int) -> None:
-        """Let a request come here, or end, and admit whoever has room then."""
+        """Handle a request's arrival or end here, then admit all requests that have room."""
         if when > self.timeline.next_s:
             self.timeline.note(self.state(), when)
         self.now = when
@@ -232,7 +235,7 @@ class Run:
             self.num_done += 1
 
     def outcome(self) -> Outcome:
-        """Return what came of it."""
+        """Return the results."""
         stats = self.manager.stats
         return Outcome(
             order=self.order,
@@ -247,7 +250,7 @@ class Run:
         )
 
     def arrive(self, request: int) -> None:
-        """Let a request wait for its turn, unless it is larger than the pool."""
+        """Queue a request, or refuse it if it is larger than the pool."""
         self.live.add(self.sessions[request])
         path = self.trace.blocks_of(request)
         if len(path) > self.setup.num_blocks and not self.setup.never_waits:
@@ -256,7 +259,7 @@ class Run:
             self.waiting.append((request, self.now))
 
     def state(self) -> State:
-        """Return what the run is like now."""
+        """Return the state of the run now."""
         stats = self.manager.stats
         return State(
             live_sessions=len(self.live),
@@ -268,7 +271,7 @@ class Run:
         )
 
     def admit(self, request: int, came_s: float) -> bool:
-        """Admit a request, or refuse it for good; False: it has to wait."""
+        """Admit a request, or refuse it for good. Returns False if it has to wait."""
         path = self.trace.blocks_of(request)
         session = self.sessions[request]
         manager = self.manager
@@ -294,7 +297,7 @@ class Run:
             if loaded is None:
                 if self.running:
                     return False
-                self.refuse(request, path)  # nothing runs, and yet there is no room
+                self.refuse(request, path)  # nothing else runs, and still there is no room
                 return True
             self.accounts.note_admitted(path, (num_hit, num_loaded), sequence.block_ids, session, self.now)
             self.hits[request], self.loaded[request] = num_hit, num_loaded
@@ -308,7 +311,7 @@ class Run:
         return True
 
     def cut(self, path: Numbers, salt: str | None) -> Numbers:
-        """Return the first blocks of a prompt that there is room for now, perhaps none."""
+        """Return the first blocks of a prompt for which there is room now; perhaps none."""
         sequence = Sequence(-1, path, salt=salt)
         hit = self.manager.get_computed_blocks(sequence)
         num_missing = self.manager.get_num_blocks_to_allocate(sequence, len(path), hit=hit)
@@ -316,7 +319,7 @@ class Run:
         return path[: len(path) - num_left_out] if num_left_out else path
 
     def load(self, sequence: Sequence, hit: Any) -> int | None:
-        """Make room for a sequence of a manager with a tier, and load what that has; returns how many blocks."""
+        """Make room for a sequence of a manager with a tier, and load what the tier has. Returns how many blocks."""
         manager = self.manager
         if manager.get_num_blocks_to_allocate(sequence, sequence.num_tokens, hit=hit) > manager.num_free_blocks:
             return None
@@ -333,7 +336,7 @@ class Run:
         return sum(load.num_tokens for load in loads)
 
     def move(self) -> None:
-        """Carry out all transfers, at once."""
+        """Carry out all transfers at once."""
         if self.has_tiers:
             tiers = self.manager.tiers
             while True:
@@ -346,7 +349,7 @@ class Run:
                     return
 
     def refuse(self, request: int, path: Numbers) -> None:
-        """Give up a request that is larger than the pool."""
+        """Refuse a request that is larger than the pool."""
         self.refused.append(request)
         self.accounts.note_refused(path)
         self.timeline.add(len(path), 0)
@@ -361,7 +364,7 @@ class Run:
         self.finish(request)
 
     def finish(self, request: int) -> None:
-        """Count a request that ended, and let the next one of its session come."""
+        """Count a request that ended, and have the next one of its session come."""
         session = self.sessions[request]
         self.unfinished[session] -= 1
         self.tell(request, session, has_ended=not self.unfinished[session])
@@ -372,7 +375,7 @@ class Run:
             self.agenda.push(self.now + self.thinks[follower], ARRIVAL, follower)
 
     def tell(self, request: int, session: int, *, has_ended: bool) -> None:
-        """Tell the manager that a session pauses, and why, or that it has ended."""
+        """Tell the manager that a session has ended, or that it pauses, and why."""
         if self.names[session] is None:
             return
         salt = None if self.salts is None else self.salts[session]
@@ -382,7 +385,7 @@ class Run:
             self.manager.sessions.pause(session, self.trace.stops[request], salt)
 
     def drop(self, session: int, path: Numbers) -> None:
-        """Forget what the session's request before had, this one hasn't, and nobody holds."""
+        """Drop blocks that the session's last request had, this one hasn't, and nobody holds."""
         assert self.drops is not None
         dropped = self.accounts.place(self.drops.superseded(session, path))
         first = self.manager.first_block_id
@@ -393,14 +396,14 @@ class Run:
 
 
 class Drops:
-    """By session, what its last request had; and how many live sessions' last requests have each block."""
+    """By session, the blocks of its last request; by block, how many live sessions' last requests have it."""
 
     def __init__(self, trace: Trace) -> None:
         self._last: dict[int, Numbers] = {}
         self._users = np.zeros(trace.num_unique_blocks, np.int64)
 
     def superseded(self, session: int, path: Numbers) -> Numbers:
-        """Take note of a session's request; returns the blocks that it no longer has, nor any other session."""
+        """Record a session's request. Returns the blocks that neither it nor another session has any more."""
         before = self._last.get(session, path[:0])
         num_shared = num_common(before, path)
         self._last[session] = path
@@ -412,7 +415,7 @@ class Drops:
 
 
 def push_arrivals(agenda: Agenda, arrivals: list[float], left_out: Collection[int] = ()) -> None:
-    """Let all requests come when they do, in their order, but for those that come when another one has ended."""
+    """Add the arrivals of all requests, in their order, except those that come when another request has ended."""
     coming = [request for request in range(len(arrivals)) if request not in left_out]
     for request in sorted(coming, key=lambda request: (arrivals[request], request)):
         agenda.push(arrivals[request], ARRIVAL, request)
@@ -426,7 +429,7 @@ def num_common(one: Numbers, other: Numbers) -> int:
 
 
 def followers(trace: Trace) -> dict[int, int]:
-    """Return the request that comes next in the same session, for each that has one."""
+    """Return the next request of the same session, for each request that has one."""
     last: dict[int, int] = {}
     found: dict[int, int] = {}
     for request, session in enumerate(trace.sessions.tolist()):

@@ -1,15 +1,15 @@
-"""The trace that ships with the project, and its generator: `python -m kvblocks.replay.sample FILE` writes it again.
+"""The trace that ships with the project, and its generator. `python -m kvblocks.replay.sample FILE` writes it again.
 
 It is made up, from one seed: agents of four tenants, whose sessions begin within two hours. It proves nothing about a
-policy; real traces do. It is there so that a replay shows something at once, and it has what makes real traces hard:
+policy; only real traces do. With it a replay shows something at once. It has what makes real traces hard:
 
 - Sessions of a tenant share the system prompt and the tools of their application. Tenants share nothing.
-- An agent calls tools. Each call adds the answer and the tool's result to the prompt, after a pause of seconds, seldom
+- An agent calls tools. Each call adds the answer and the tool's result to the prompt, after a pause of seconds, rarely
   of minutes. After an end of turn a person thinks, for minutes.
-- A prompt that gets too long is compacted: the next one has the system prompt and a summary, and what was behind it is
+- A prompt that gets too long is compacted: the next one has the system prompt and a summary. The rest of the old one is
   never asked for again.
 - An agent may wait for a sub-agent: a session of its own, with a shorter system prompt.
-- One tenant sends documents, each read once: scans, which evict what others come back for.
+- One tenant sends documents, each read once. Such scans evict what others come back for.
 
 Pauses are log-normal, as those of real agents: 9 s in the median after a tool call, 127 s after an end of turn.
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SAMPLE = Path(__file__).with_name("sample.jsonl.gz")
-"""Where it is."""
+"""Where the sample is."""
 BLOCK_SIZE = 512
 SEED = 20
 NUM_AGENTS = 320
@@ -33,10 +33,11 @@ DURATION_S = 7200.0
 
 @dataclass(frozen=True)
 class _App:
-    """What a tenant runs. Sizes are tokens.
+    """A tenant's application. Sizes are in tokens.
 
-    weight: its share of the sessions. num_turns, num_calls: means, of turns in a session and of tool calls in a turn.
-    question, result: medians, of what a person writes and a tool returns. sub_share: how many calls start a sub-agent.
+    weight: its share of the sessions. num_turns, num_calls: mean numbers of turns in a session, and of tool calls in a
+    turn. question, result: median sizes of what a person writes and a tool returns. sub_share: share of calls that
+    start a sub-agent.
     """
 
     tenant: str
@@ -75,7 +76,7 @@ class Request:
 
 
 class _Draws:
-    """Numbers from one seed, the same on every machine and Python: all are made of `random()`, whose bits are fixed."""
+    """Numbers from one seed, equal on every machine and Python: all come from `random()`, whose bits are fixed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed).random
@@ -91,7 +92,7 @@ class _Draws:
         return median * math.exp(sigma * radius * math.cos(angle))
 
     def count(self, mean: float) -> int:
-        """1 or more, geometric."""
+        """Return a geometric number, at least 1."""
         return 1 if mean <= 1.0 else 1 + int(math.log(1.0 - self._random()) / math.log(1.0 - 1.0 / mean))
 
 
@@ -102,7 +103,7 @@ class _Names:
         self.last = 0
 
     def grow(self, chain: list[int], num_tokens: int) -> list[int]:
-        """Return the chain, with new blocks behind it, as far as `num_tokens` tokens fill blocks."""
+        """Return the chain with new blocks behind it, as many as `num_tokens` tokens fill."""
         num_new = max(0, num_tokens // BLOCK_SIZE - len(chain))
         self.last += num_new
         return chain + list(range(self.last - num_new + 1, self.last + 1))
@@ -110,7 +111,7 @@ class _Names:
 
 @dataclass
 class _Talk:
-    """A session under way: an agent's or a sub-agent's."""
+    """A session in progress, of an agent or a sub-agent."""
 
     app: _App
     session: str
@@ -149,7 +150,7 @@ class _Maker:
             self._pause(talk, min(draws.lognormal(127.0, 1.5), 3600.0))
 
     def _request(self, talk: _Talk, stop_reason: str) -> Request:
-        """Return the next request of a talk, which then has the answer in its context."""
+        """Return the next request of a talk, and add the answer to the talk's context."""
         talk.chain = self._names.grow(talk.chain, talk.num_tokens)
         num_output = 1 + int(self._draws.lognormal(180.0 if stop_reason == "tool_use" else 350.0, 0.8))
         duration_s = round(0.4 + num_output / 70.0, 2)
@@ -173,7 +174,7 @@ class _Maker:
         talk.now += talk.think_s
 
     def _sub_agent(self, parent: _Talk) -> Iterator[Request]:
-        """Yield the requests of a sub-agent; its parent goes on when it has ended."""
+        """Yield the requests of a sub-agent. Its parent goes on when it has ended."""
         draws, system = self._draws, self._sub_systems[parent.app.tenant]
         parent.num_sub_agents += 1
         name = f"{parent.session}/{parent.num_sub_agents}"
@@ -187,14 +188,14 @@ class _Maker:
         self._pause(parent, talk.now + 0.5 - parent.now)
 
     def _compact(self, talk: _Talk) -> None:
-        """Put a summary in the place of what a prompt has behind its system prompt, if it is too long."""
+        """If a prompt is too long, replace what is behind its system prompt by a summary."""
         if talk.num_tokens > talk.app.max_tokens:
             talk.chain = talk.system
             talk.num_tokens = talk.app.system + int(self._draws.lognormal(2500.0, 0.3))
 
 
 def make_sample() -> list[Request]:
-    """Return the sample's requests by their start. Deterministic; takes well below a second."""
+    """Return the sample's requests by their start. Deterministic; takes less than a second."""
     draws = _Draws(SEED)
     maker, requests, start_s = _Maker(draws), list[Request](), 0.0
     for number in range(NUM_AGENTS):
@@ -209,7 +210,7 @@ def make_sample() -> list[Request]:
 
 
 def lines(requests: list[Request]) -> Iterator[str]:
-    """Yield the lines of a trace in the project's own format. Each names the blocks that no line before it has."""
+    """Yield the lines of a trace in the project's own format. Each names the blocks that no earlier line has."""
     yield json.dumps({"kvblocks_trace": 1, "block_size": BLOCK_SIZE})
     known = set[int]()
     for request in requests:
@@ -232,7 +233,7 @@ def lines(requests: list[Request]) -> Iterator[str]:
 
 
 def write_sample(path: Path) -> None:
-    """Write the sample as gzip, without the time in its head."""
+    """Write the sample as gzip, without the time in the gzip header."""
     text = "".join(f"{line}\n" for line in lines(make_sample()))
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
 

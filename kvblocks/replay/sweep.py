@@ -1,4 +1,4 @@
-"""A sweep: a trace under several policies and sizes, each run in a process of its own, on all cores."""
+"""A sweep: a trace under several policies and sizes, on all cores, each run in its own process."""
 
 import multiprocessing
 import os
@@ -29,10 +29,10 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is asked for. sizes: blocks of the pool. mean_arrival_s: None: arrivals as recorded.
+    """What a sweep runs. sizes: blocks of the pool. mean_arrival_s: None: arrivals as recorded.
 
-    host_blocks: of a tier below the device; None: there is none. groups: a model of `models.MODELS`. optima: whether
-    `Row.attainable` and `Row.fixed_order` are wanted. tells_ends: as of `run.Setup`.
+    host_blocks: of a tier below the device; None: no tier. groups: a model of `models.MODELS`. optima: whether to
+    compute `Row.attainable` and `Row.fixed_order`. tells_ends: as in `run.Setup`.
     """
 
     policies: tuple[str, ...]
@@ -46,30 +46,30 @@ class Options:
     tells_ends: bool = False
 
     def setup(self, policy: str, num_blocks: int, block_size: int) -> Setup:
-        """Return what one run is run with."""
+        """Return the settings of one run."""
         groups = None if self.groups is None else model_groups(self.groups, block_size)
         return Setup(policy, num_blocks, self.host_blocks, groups, self.is_closed, tells_ends=self.tells_ends)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A piece of a sweep: a run, or, without a policy, the attainable hits of a size (waiting, never waiting)."""
+    """A part of a sweep: a run; or, without a policy, the attainable hits of a size (waiting, never waiting)."""
 
     policy: str | None
     num_blocks: int
 
     @property
     def title(self) -> str:
-        """What a progress bar says."""
+        """The text of a progress bar."""
         return f"{self.policy or 'known future'}, {self.num_blocks:,} blocks"
 
 
 Progress = Callable[[list[tuple[Job, float]]], object]
-"""Told now and then how far each job is, 0.0 to 1.0."""
+"""Called from time to time with the share of each job that is done, 0.0 to 1.0."""
 
 
 class Workload:
-    """A trace with its times, and what several jobs need of it."""
+    """A trace with its times, and data that several jobs need."""
 
     def __init__(self, trace: Trace, options: Options) -> None:
         self.trace, self.options = trace, options
@@ -78,7 +78,7 @@ class Workload:
         self._uses: dict[bytes, Numbers] = {}
 
     def bound(self, order: list[int], num_blocks: int) -> int:
-        """Return `max_hits` of an order of requests. What it needs of an order is kept for the next one."""
+        """Return `max_hits` of an order of requests. The data for the last order is kept for the next call."""
         name = repr(order).encode()
         if name not in self._uses:
             self._uses = {name: next_uses(references_in(self.trace, order))}
@@ -97,7 +97,7 @@ class Workload:
         if self.options.optima and setup.is_closed | (outcome.waits.count > 0) | (outcome.waits.refused > 0):
             fixed = self._fixed_order(setup, self._scaled(progress, share, 0.9))
         row = self._row(setup, outcome, fixed, wall_s)
-        if self.options.optima and fixed is None:  # nobody waited, so it was that order
+        if self.options.optima and fixed is None:  # nobody waited, so this run was in the fixed order
             row = replace(row, fixed_order=FixedOrder(hit_rate=row.hit_rate, bound=row.bound, attainable=None))
         return row
 
@@ -190,7 +190,7 @@ def _with_optima(row: Row | tuple[int, int], attainable: Row | tuple[int, int] |
 
 
 def _do_all(workload: Workload, jobs: list[Job], num_processes: int, progress: Progress) -> dict[Job, Any]:
-    """Carry out jobs, the largest pools last; in this process if one is enough."""
+    """Carry out jobs, the largest pools last; in this process if one process is enough."""
     if num_processes == 1 or len(jobs) == 1:
         done = dict.fromkeys(jobs, 0.0)
         found = {}
@@ -203,7 +203,7 @@ def _do_all(workload: Workload, jobs: list[Job], num_processes: int, progress: P
             found[job] = workload.do(job, note)
             note(1.0)
         return found
-    context = multiprocessing.get_context("spawn")  # a fork would copy the caller's threads and locks half
+    context = multiprocessing.get_context("spawn")  # a fork could copy the caller's locks while they are held
     shares = context.Array("d", len(jobs), lock=False)
     others = _children()
     with _pool(context, min(num_processes, len(jobs)), (workload.trace, workload.options, shares)) as pool:
@@ -215,7 +215,7 @@ def _do_all(workload: Workload, jobs: list[Job], num_processes: int, progress: P
             progress([*zip(jobs, shares, strict=True)])
             waiting = [result for result in waiting if not result.ready()]
             if waiting and not workers <= _children():
-                # The pool would start another one, and wait for ever for what this one was to do.
+                # Otherwise the pool would start another process, and wait forever for the result of this one.
                 raise KVBlocksError(
                     "sweep: expected processes that run to the end, got one that was killed (no memory?)"
                 )
@@ -228,9 +228,9 @@ def _children() -> set[int | None]:
 
 @contextmanager
 def _pool(context: Any, num_processes: int, arguments: tuple[Any, ...]) -> Iterator[Pool]:
-    """Processes that end with the block, however that ends. Ctrl-C is for the parent: they don't see it."""
-    resource_tracker.ensure_running()  # otherwise the first process starts it, and it unblocks the signal
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which they inherit
+    """Processes that end when the block ends, in whatever way. They ignore Ctrl-C, which the parent handles."""
+    resource_tracker.ensure_running()  # otherwise the first process starts the tracker, which unblocks the signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the processes inherit this
     try:
         pool = context.Pool(num_processes, _begin, arguments)
     finally:
@@ -244,7 +244,7 @@ def _pool(context: Any, num_processes: int, arguments: tuple[Any, ...]) -> Itera
 
 
 _worker: list[Any] = []
-"""In a process of a pool: its workload, and the shares that its jobs have done."""
+"""In a process of a pool: its workload, and the done shares of all jobs."""
 
 
 def _begin(trace: Trace, options: Options, shares: Any) -> None:

@@ -1,8 +1,8 @@
 """A trace in memory: requests, and the blocks of their prompts, in a few flat arrays.
 
-A block is known by a number from 0 on. Equal numbers mean equal prefixes: a block's number stands for its tokens and
-for all that comes before them. So a prompt is a path in a tree, and one number in place of the tokens of a block says
-all that a block manager asks.
+A block is a number from 0 on. Equal numbers mean equal prefixes: a block's number stands for its tokens and for all
+tokens before them. So a prompt is a path in a tree, and a block manager needs only this number in place of a block's
+tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -24,14 +24,14 @@ class TraceError(KVBlocksError, ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Requests in the order of their file; those of a session are in the order of their times.
+    """Requests in the order of their file. A session's requests are in the order of their times.
 
-    blocks: all prompts' blocks, one prompt after another, uint32. ends: int64, where each request's blocks end; request
-    i has blocks[ends[i]:ends[i + 1]], so ends[0] is 0. sessions: each request's session, a number. times: seconds, from
-    the trace's beginning, or the session's if `times_are_relative`. durations: seconds that a request ran; NaN where
-    the trace doesn't say. thinks: seconds from the end of the request before it in its session; NaN likewise. stops:
-    why each ended. tokens, outputs: of the prompts and the answers. session_names: None: a request of no session, which
-    counts as one. tenants: by session; None: the same as all others without.
+    blocks: all prompts' blocks, one prompt after another, uint32. ends: int64; request i has blocks[ends[i]:ends[i +
+    1]], so ends[0] is 0. sessions: the number of each request's session. times: seconds from the trace's beginning, or
+    from the session's if `times_are_relative`. durations: seconds that each request ran; NaN if not known. thinks:
+    seconds from the end of the session's request before; NaN if not known. stops: why each ended. tokens, outputs:
+    numbers of tokens of prompts and answers. session_names: None: a request without a session, which counts as one.
+    tenants: by session; None: no tenant, the same for all such sessions.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Trace:
 
     @property
     def num_requests(self) -> int:
-        """How many there are. O(1)."""
+        """The number of requests. O(1)."""
         return len(self.sessions)
 
     @property
     def num_unique_blocks(self) -> int:
-        """Different blocks. O(1)."""
+        """The number of different blocks. O(1)."""
         return int(self.blocks.max()) + 1 if len(self.blocks) else 0
 
     def blocks_of(self, request: int) -> Numbers:
@@ -65,7 +65,7 @@ class Trace:
         return self.blocks[self.ends[request] : self.ends[request + 1]]
 
     def with_durations(self, seconds_per_token: float) -> "Trace":
-        """Return the trace with durations where it had none: so many seconds for each token of the answer."""
+        """Return the trace with missing durations filled in: so many seconds for each token of the answer."""
         missing = np.isnan(self.durations)
         return replace(self, durations=np.where(missing, self.outputs * seconds_per_token, self.durations))
 
@@ -94,7 +94,7 @@ class Trace:
         )
 
     def facts(self, arrivals: Numbers) -> TraceFacts:
-        """Return what is to be said of it. arrivals: of `arrival_times`. O(1)."""
+        """Return facts about the trace. arrivals: from `arrival_times`. O(1)."""
         num_references, num_unique = len(self.blocks), self.num_unique_blocks
         num_tokens = int(self.tokens.sum())
         return TraceFacts(
@@ -112,14 +112,14 @@ class Trace:
 
 
 def ends_of(lengths: Numbers) -> Numbers:
-    """Return where pieces of these lengths end, one after another, with a 0 before them."""
+    """Return the ends of consecutive pieces of these lengths, with a 0 in front."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 def number_densely(blocks: Numbers) -> Numbers:
-    """Return the blocks numbered from 0 on without gaps, in their order, as uint32.
+    """Return the blocks numbered from 0 on without gaps, in the order of their numbers, as uint32.
 
-    O(references + largest number), or O(references x log(references)) where that is much larger.
+    O(references + largest number), or O(references x log(references)) if that number is much larger.
     """
     if not len(blocks):
         return blocks.astype(np.uint32)
@@ -131,9 +131,9 @@ def number_densely(blocks: Numbers) -> Numbers:
 
 
 def arrival_times(trace: Trace, mean_s: float | None, seed: int) -> Numbers:
-    """Return when each request comes, in seconds; in a closed loop, that counts for sessions' first requests only.
+    """Return when each request comes, in seconds. In a closed loop only sessions' first requests come at these times.
 
-    mean_s: None: as recorded; where the trace says only the time inside a session, all begin at 0. Otherwise sessions
+    mean_s: None: as recorded; if the trace has only times inside sessions, all sessions begin at 0. Otherwise sessions
     begin in their order, at the sums of `random.Random(seed).expovariate(1 / mean_s)`, and keep the times inside them.
     """
     if mean_s is None:
@@ -149,9 +149,9 @@ def arrival_times(trace: Trace, mean_s: float | None, seed: int) -> Numbers:
 
 
 def think_times(trace: Trace) -> Numbers:
-    """Return the seconds between the end of the request before in the session and this one; 0 for the first.
+    """Return the seconds between the end of a session's request and the next one; 0 for the first.
 
-    Where the trace doesn't say, they come of times and durations; never less than 0.
+    If the trace doesn't have them, they are computed from times and durations. Never less than 0.
     """
     thinks = trace.thinks.copy()
     last: dict[int, int] = {}

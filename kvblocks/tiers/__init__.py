@@ -1,4 +1,5 @@
-"""Tiers: where cached blocks are kept below the device, host memory or a disk, and what moves between them and when.
+"""Tiers: places below the device that keep cached blocks, such as host memory or a disk, and what moves between them.
 
-Nothing here moves a byte: `Tiers` says what to copy (`take_transfers`) and is told what came of it (`complete`).
+Nothing here moves a byte. `Tiers` says what to copy (`take_transfers`); the engine answers with the result
+(`complete`).
 """

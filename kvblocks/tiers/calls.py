@@ -10,8 +10,8 @@ from kvblocks.core.slots import Commit
 class ManagerCalls:
     """What `Tiers` needs of its manager.
 
-    check_owned: as the manager's. commit: caches what `prepare_commit` returned. rewind: gives slots back, in a
-    change that is under way. end: ends a change, and checks all, if that is wanted.
+    check_owned: as the manager's. commit: caches what `prepare_commit` returned. rewind: gives slots back; called
+    inside a change of the manager. end: ends a change, and runs `check` where the manager checks after each change.
     """
 
     def __init__(

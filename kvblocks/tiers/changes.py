@@ -1,4 +1,4 @@
-"""What became of the slots of a tier that outlives its manager, for whoever is to remember it."""
+"""Changes of the slots of a tier that outlives its manager, for whoever remembers what the slots hold."""
 
 from typing import SupportsIndex
 
@@ -8,17 +8,17 @@ from kvblocks.core.prefix_index import PrefixIndex
 from kvblocks.tiers.identity import BlockIdentity
 
 Changes = dict[int, BlockIdentity | None]
-"""By a slot's id: whose bytes it holds, or None, nothing that is to be found; what was stored last comes last."""
+"""By slot id: whose bytes the slot holds, or None if lookups can find nothing in it. What was stored last is last."""
 
 
 class SlotChanges:
-    """What became of slots since somebody asked last. Fed by who stores in them, and by their pool."""
+    """What became of slots since the last `take`. Fed by the code that stores in them, and by their pool."""
 
     def __init__(self) -> None:
         self._changes: Changes = {}
 
     def __bool__(self) -> bool:
-        """Whether `take` has anything to say. O(1)."""
+        """Whether `take` would return any change. O(1)."""
         return bool(self._changes)
 
     def note_stored(self, slots: list[KVCacheBlock], identities: list[BlockIdentity]) -> None:
@@ -28,7 +28,7 @@ class SlotChanges:
             self._changes[slot.block_id] = identity
 
     def note_unstored(self, slots: list[KVCacheBlock]) -> None:
-        """Take note that slots hold nothing that is to be found. O(slots)."""
+        """Take note that slots hold nothing that lookups can find. O(slots)."""
         self._changes.update(dict.fromkeys([slot.block_id for slot in slots]))
 
     def look(self) -> Changes:
@@ -36,19 +36,19 @@ class SlotChanges:
         return dict(self._changes)
 
     def take(self) -> Changes:
-        """Return what became of slots since the last call, and forget it. O(1)."""
+        """Return what became of slots since the last call, and forget these changes. O(1)."""
         changes, self._changes = self._changes, {}
         return changes
 
 
 class PersistentSlots(BlockPool):
-    """`BlockPool` that says which slots hold nothing any more, though nobody took them."""
+    """`BlockPool` that reports slots whose contents were detached, though no new block took them."""
 
     def __init__(self, num_blocks: SupportsIndex, index: PrefixIndex, changes: SlotChanges) -> None:
         super().__init__(num_blocks, index)
         self._changes = changes
 
     def requeue_detached(self) -> None:
-        """`BlockPool.requeue_detached`; what these slots held is not to be found any more, though it is there still."""
+        """`BlockPool.requeue_detached`. Lookups no longer find what these slots held; the bytes are still there."""
         self._changes.note_unstored(self.index.detached)
         super().requeue_detached()

@@ -1,7 +1,8 @@
-"""`BlockIdentity`: what a stored block holds, in words that mean the same to every process.
+"""`BlockIdentity`: which block a stored block is, in terms that mean the same in every process.
 
-A tier that outlives its manager, or that several share, keeps a block's identity beside its bytes: a chain of SHA-256
-digests names what comes before it, tokens and keys say what it holds. Whoever reads the bytes compares all of it.
+A tier that outlives its manager, or that several managers share, keeps a block's identity beside its bytes. A chain of
+SHA-256 digests names what comes before the block; its tokens and keys say what it holds. A reader of the bytes compares
+all of these.
 """
 
 from struct import pack, unpack
@@ -17,18 +18,18 @@ _MOST_COLUMN: Final = 2 ** (8 * _NUM_COLUMN_BYTES) - 1
 
 
 def identity_names() -> Names:
-    """Return how a tier's index names blocks: as identities do."""
+    """Return the names that a tier's index gives to blocks: SHA-256 digests, as in identities."""
     return Names(sha256_digest, NUM_DIGEST_BYTES)
 
 
 class BlockIdentity:
-    """What a stored block holds.
+    """The identity of a stored block.
 
-    parent: the SHA-256 digest of the block before it, b"" for a first one. extra_keys: encoded as
-    `kvblocks.hashing` says, b"" for none. tokens: its token ids as little-endian u32. column: 0 for a block of the only
-    group, or of the first one with full attention. Those of other groups are numbered from 1 on by their column among
-    all blocks that end in one of that group's (`groups.index`): `parent` is then the digest of that very block, which
-    says it all, and they have no keys and no tokens of their own. Read-only, compared by value.
+    parent: the SHA-256 digest of the block before it, b"" for a first block. extra_keys: encoded as `kvblocks.hashing`
+    says, b"" for none. tokens: its token ids as little-endian u32. column: 0 for a block of the primary group. Side
+    groups' blocks count from 1: the column of the row that they are attached in (`groups.index`), plus 1. Their
+    `parent` is the digest of the primary block that they are attached to. That digest covers everything, so their keys
+    and tokens are b"". Read-only, compared by value.
     Raises InvalidArgumentError for what isn't bytes, or a count.
     """
 
@@ -37,20 +38,20 @@ class BlockIdentity:
     def __init__(
         self, parent: Given[bytes], extra_keys: Given[bytes], tokens: Given[bytes], column: SupportsIndex = 0
     ) -> None:
-        # As they mostly are, without a call each: a disk may have millions.
+        # Mostly they are bytes. No call for those, since a disk may have millions.
         self.parent = parent if type(parent) is bytes else _bytes_of("parent", parent)
         self.extra_keys = extra_keys if type(extra_keys) is bytes else _bytes_of("extra_keys", extra_keys)
         self.tokens = tokens if type(tokens) is bytes else _bytes_of("tokens", tokens)
         self.column = check_count("BlockIdentity: column", column, 0, _MOST_COLUMN)
 
     def preimage(self) -> bytes:
-        """Return all of it, one behind the other, so that no two identities have the same bytes. O(tokens)."""
+        """Return all parts, one after another, encoded so that no two identities have the same bytes. O(tokens)."""
         return make_preimage(*self.parts())
 
     def parts(self) -> tuple[bytes, bytes, bytes]:
-        """Return what the preimage is made of, where a block of the primary group has its parent, keys and tokens.
+        """Return the parts of the preimage. For a block of the primary group: its parent, keys and tokens.
 
-        `of_parts` is the way back. O(1).
+        `of_parts` turns them back into the identity. O(1).
         """
         if self.column:
             return self.parent, _COLUMN_KEYS, pack("<I", self.column)

@@ -1,7 +1,7 @@
-"""Jobs: a sequence's load, or a prefix's store, of one or more transfers, and the fences around them.
+"""Jobs: the load of a sequence or the store of a prefix, in one or more transfers.
 
-A job owns the blocks on both sides from its beginning to the end of its last transfer, whatever becomes of sequences
-meanwhile. So a transfer's bytes never go to, nor come from, a block that means something else by then.
+A job owns the blocks on both sides from its beginning to the end of its last transfer, whatever happens to sequences
+meanwhile. So no transfer reads or writes a block that has been given to something else.
 """
 
 from kvblocks.core.block import Epoch, KVCacheBlock, Node, Run
@@ -14,11 +14,11 @@ from kvblocks.tiers.wishes import Prefix, prefix_of
 
 
 class Job:
-    """What both kinds have.
+    """What loads and stores have in common.
 
-    transfers: all of them. prefix: what is moved, and what comes before. first: where in it that begins. blocks: the
-    device's that are moved, in the prefix's order. slots: the tiers' for them. num_good: the first so many are not
-    known to hold anything but what they should.
+    transfers: all of the job's. prefix: the blocks that move, and those before them. first: index in the prefix of the
+    first block that moves. blocks: the device's blocks that move, in the prefix's order. slots: the tiers' slots for
+    them. num_good: how many first blocks are not known to be bad.
     """
 
     def __init__(self, prefix: Prefix, first: int, slots: list[KVCacheBlock]) -> None:
@@ -44,16 +44,16 @@ class Job:
             self._note_arrived(self._has_arrived, transfer)
 
     def note_forgotten(self) -> None:
-        """Take note that something was taken back from the device's cache. O(blocks)."""
+        """Take note that something was removed from the device's cache because it is not valid. O(blocks)."""
 
     def cancel_queued(self) -> None:
-        """End the transfers that nobody knows of yet."""
+        """End the transfers that `take_transfers` hasn't returned yet."""
         for transfer in self.transfers:
             if transfer.state == QUEUED:
                 self.end(transfer, ok=False)
 
     def has_arrived(self, also: Transfer | None = None) -> list[bool]:
-        """Return which blocks have arrived. also: a transfer that counts as if it had. O(blocks)."""
+        """Return which blocks have arrived. also: a transfer whose blocks count as arrived. O(blocks)."""
         arrived = self._has_arrived
         if also is not None:
             arrived = arrived.copy()
@@ -61,7 +61,7 @@ class Job:
         return arrived
 
     def num_arrived(self, also: Transfer | None = None) -> int:
-        """Return how many first blocks have arrived, and are good. also: as `has_arrived`."""
+        """Return how many first blocks have arrived and are good. also: as in `has_arrived`."""
         arrived = self.has_arrived(also)
         return min(arrived.index(False) if False in arrived else len(arrived), self.num_good)
 
@@ -73,10 +73,10 @@ class Job:
 class LoadJob(Job):
     """Loads of the blocks that stand in its sequences' tables from index `first` on.
 
-    sequences: who waits for it: the one that it was begun for, and those that were forked from it since. prefix: what
-    the tables hold up to its end. start: how many first tokens are there without it. pools: the tier of each slot.
-    parts: by tier, the slots of the prefix that it has, which are owned. held: the device's blocks that are owned, the
-    prefix's until nobody waits any more.
+    sequences: those that wait for the load: the one that it was begun for, and later forks. prefix: what the tables
+    hold up to the load's end. start: how many first tokens are there without the load. pools: the tier of each slot.
+    parts: for each tier, its slots of the prefix; the job owns them. held: the device's blocks that the job owns: all
+    of the prefix, as long as a sequence waits.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class LoadJob(Job):
         self.start = first * size
         self.held = [*prefix.blocks]
         self.sequences: dict[Sequence, None] = {sequence: None}
-        self._starts: dict[Sequence, int] = {}  # of those that lost some of their hit
+        self._starts: dict[Sequence, int] = {}  # of sequences that lost a part of their hit
         self.pools = pools
         self.parts = parts
 
     def stretches(self) -> list[tuple[TierPool, range]]:
-        """Return which numbers of its slots are one behind the other of one tier, with that. O(slots)."""
+        """Return each tier's stretches of consecutive slots, as ranges of slot numbers. O(slots)."""
         found: list[tuple[TierPool, range]] = []
         start = 0
         for number in range(1, len(self.pools) + 1):
@@ -108,33 +108,34 @@ class LoadJob(Job):
         return found
 
     def join(self, twin: Sequence, sequence: Sequence) -> None:
-        """Have a fork of a sequence that waits wait as well. O(1)."""
+        """Have the fork (`twin`) of a waiting sequence wait too. O(1)."""
         self.sequences[twin] = None
         if sequence in self._starts:
             self._starts[twin] = self._starts[sequence]
 
     def note_forgotten(self) -> None:
-        """Take note of what was taken back of hits, before a reset hides it. O(sequences)."""
+        """Take note of what was taken back of the sequences' hits, before a reset hides it. O(sequences)."""
         for sequence in self.sequences:
             if sequence.epoch is not None:
                 self._starts[sequence] = self.start_for(sequence, sequence.epoch)
 
     def note_bad(self, index: int) -> None:
-        """Take note that what its tables hold, or will, at `index` is bad: nothing from there on has arrived."""
+        """Take note that the block at `index` of the tables is or will be bad: none from there on counts as arrived."""
         self.num_good = min(self.num_good, max(0, index - self.first))
         if index >= self.first:
             self.pools[index - self.first].drop([self.slots[index - self.first]])
 
     def note_lost(self, epoch: Epoch) -> None:
-        """Take note of what was taken back of the hit before it: what is behind that may be bad. epoch: the cache's."""
+        """If a part of a hit before the load was taken back, take note that the load may be bad. epoch: the cache's."""
         for sequence in self.sequences:
             if self.start_for(sequence, epoch) < self.start:
                 self.num_good = 0
 
     def start_for(self, sequence: Sequence, epoch: Epoch) -> int:
-        """Return how many first tokens a sequence has without it: fewer than `start` if some of its hit was taken back.
+        """Return how many first tokens a sequence has without the load.
 
-        A step that died was to write that, or it turned out to be bad. O(1), and O(blocks) for what was taken back.
+        These are fewer than `start` if a part of its hit was taken back. A hit is taken back if the step that was to
+        write it died, or if it turned out to be bad. O(1); O(blocks) if taken back.
         """
         start = self._starts.get(sequence, self.start)
         if sequence.epoch is not epoch or not epoch.is_current:
@@ -143,7 +144,7 @@ class LoadJob(Job):
         return min(start, kept * self._block_size) if kept < min(self.first, len(sequence.blocks)) else start
 
     def index_of(self, block: KVCacheBlock, prefix: Prefix | None) -> int | None:
-        """Return where a block stands in its tables, or another one that holds the same prefix; None: nowhere."""
+        """Return the index in the tables of a block, or of one with the same prefix; None if there is none."""
         if block in self.prefix.blocks:
             return self.prefix.blocks.index(block)
         if prefix is None or not self.prefix.begins_with(prefix, self._block_size):
@@ -151,9 +152,9 @@ class LoadJob(Job):
         return len(prefix.blocks) - 1
 
     def end_in(self, sequence: Sequence, also: Transfer | None = None) -> int:
-        """Return up to which token of a sequence this job's blocks have arrived, and stand in its tables still.
+        """Return the token of a sequence up to which this job's blocks have arrived and still stand in its table.
 
-        also: as `has_arrived`. O(blocks).
+        also: as in `has_arrived`. O(blocks).
         """
         table, index = sequence.blocks, self.first
         for block in self.blocks[: self.num_arrived(also)]:
@@ -163,7 +164,7 @@ class LoadJob(Job):
         return index * self._block_size
 
     def waits_behind(self, sequence: Sequence, end: int) -> bool:
-        """Whether a sequence has a block of this job behind token `end`, a multiple of the block size. O(1)."""
+        """Whether a sequence has a block of this job at token `end`, a multiple of the block size. O(1)."""
         index = end // self._block_size
         number = index - self.first
         return (
@@ -172,10 +173,10 @@ class LoadJob(Job):
 
 
 class StoreJob(Job):
-    """The store of a prefix's blocks behind those that are stored.
+    """The store of a prefix's blocks, behind those that the tier has.
 
-    run: whose wish it was. above: slots of the prefix that the tier has, first what comes before. slots: new ones.
-    All of them are owned.
+    run: the run that was wished for. above: slots of the prefix that the tier has; the first list has the primary
+    blocks before the store. slots: new ones. The job owns all of these slots.
     """
 
     def __init__(
@@ -189,9 +190,9 @@ class StoreJob(Job):
         self._names = names_of(pool, self.blocks)
 
     def good_tables(self) -> list[list[KVCacheBlock]]:
-        """Return the device's blocks that are cached still, in the order in which they are to be given back.
+        """Return the device's blocks that are still cached, in the order in which they are to be given back.
 
-        Of the prefix, from its beginning to what was good of this. O(prefix).
+        These are the prefix's blocks, from its beginning to the last good block of this store. O(prefix).
         """
         if not self.num_good:
             return []
@@ -199,9 +200,10 @@ class StoreJob(Job):
         return [] if run is None else [prefix_of(run, index + 1).blocks]
 
     def note_forgotten(self) -> None:
-        """Take note of which blocks are cached no more where they were: what they hold may be what nobody wrote.
+        """Take note of blocks that are no longer cached at their node: perhaps nobody wrote what they hold.
 
-        Asked whenever something is taken back, since a block may be cached at the same place again. O(blocks).
+        Called whenever something is taken back. Later would be too late: a block may be cached at the same node again.
+        O(blocks).
         """
         for number in range(self.num_good):
             (run, index), block = self._nodes[number], self.blocks[number]
@@ -210,7 +212,7 @@ class StoreJob(Job):
                 break
 
     def names(self, number: int) -> bytearray | None:
-        """Return what events call the first blocks, None where nobody asks. O(number)."""
+        """Return the names of the first blocks for events; None if no events are recorded. O(number)."""
         return None if self._names is None else self._names[: number * self.pool.index.epoch.num_digest_bytes]
 
     def finish(self) -> int:

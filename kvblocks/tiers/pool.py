@@ -1,9 +1,9 @@
 """`TierPool`: the slots of a tier, and the exact map of what they hold.
 
-A tier is another pool of ids below the device's: the same index, free queue and policy (`core`), so a hit in it
-compares tokens and keys as one on the device does, its least recently used blocks make room first, and a prefix's end
-goes before its beginning. A slot that is being written or read is owned by the transfer's job. Digests are sha256, and
-computed only when somebody asks for a block's identity.
+A tier is a pool of ids below the device's, with the same index, free queue and policy (`core`). So a hit in a tier
+compares tokens and keys as on the device, the least recently used blocks make room first, and a prefix's end goes
+before its beginning. A transfer's job owns a slot while it is written or read. Digests are sha256, computed only when
+somebody asks for a block's identity.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node
@@ -21,15 +21,15 @@ from kvblocks.tiers.wishes import Prefix, Wishes
 
 
 class TierPool:
-    """What a tier holds, and is to hold. Counters as `TierStats`.
+    """The slots of a tier and what is wished for. Counters as in `TierStats`.
 
-    rate: how fast it loads. wishes: what is to be stored. storing: the device's blocks that stores read now, at most
-    max_storing, and their salts. quotas: of tenants, None without any. changes: what is to be remembered of a
-    persistent tier, None of another one.
+    rate: how fast the tier loads. wishes: what is to be stored. storing: the device's blocks that stores read now, at
+    most max_storing, with their salts. quotas: of tenants; None without quotas. changes: what is to be remembered if
+    the tier is persistent; else None.
     """
 
     def __init__(self, tier: Tier, max_storing: int, pool: BlockPool, changes: SlotChanges | None) -> None:
-        """pool: its slots, and the map of what they hold; it feeds the changes, where there are some."""
+        """pool: the slots, and the map of what they hold. It reports to `changes`, if the tier has them."""
         self.rate = Rate(tier.bytes_per_second)
         self.wishes = Wishes()
         self.storing: dict[KVCacheBlock, str | None] = {}
@@ -57,10 +57,11 @@ class TierPool:
         self.pool.touch(blocks)
 
     def take(self, num_blocks: int, salt: str | None) -> list[KVCacheBlock]:
-        """Take free slots to store blocks of a salt: so many, or fewer where quotas say so. O(num_blocks) on average.
+        """Take free slots to store blocks of a salt: num_blocks, or fewer if a quota says so. O(num_blocks) on average.
 
-        A tenant with all of its quota stored, or on its way, gets slots that hold nothing, and those of tenants beyond
-        their quotas, of which it is one then; never others'. With quotas also O(blocks that are being stored).
+        A tenant whose quota is used up, by blocks that are stored or being stored, gets two kinds of slots: those that
+        hold nothing, and those of tenants beyond their quotas. It then is such a tenant itself. With quotas, also
+        O(blocks that are being stored).
         """
         tenant = None if self.quotas is None else self.quotas.tenant_of(salt)
         if tenant is None:
@@ -78,22 +79,22 @@ class TierPool:
         return taken
 
     def _has_spare(self) -> bool:
-        """Whether the next slot to be taken holds nothing, or somebody beyond a quota has a free one."""
+        """Whether the next slot to be taken holds nothing, or a tenant beyond its quota has a free slot."""
         first = self.pool.queue.first
         if first is None or not first.is_cached:
             return first is not None
         return self.quotas is not None and self.quotas.next_victim() is not None
 
     def let_go(self, blocks: list[KVCacheBlock]) -> None:
-        """Give slots back, in the order of their prefix; what is stored in them stays. O(their number)."""
+        """Give slots back, in the order of their prefix. What they store stays stored. O(their number)."""
         self.pool.release_table(blocks)
 
     def drop(self, blocks: list[KVCacheBlock]) -> None:
-        """Forget what slots hold, and all that is chained to it. O(all those)."""
+        """Forget what slots hold, and all that is chained to them. O(slots forgotten)."""
         self.pool.uncache(blocks)
 
     def drop_prefix(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, num_blocks: int) -> None:
-        """Forget a prefix of so many blocks, whoever holds it. A lookup for each slot that does."""
+        """Forget a prefix of so many blocks, in each slot that ends it. A lookup for each of those slots."""
         while len(found := self.match(tokens, extra_keys, num_blocks)) == num_blocks:
             self.drop(found[-1:])
 
@@ -111,9 +112,9 @@ class TierPool:
         return None if tenant is None else tenant.max_cached_blocks
 
     def num_ahead(self, blocks: list[KVCacheBlock]) -> int:
-        """Return how many slots are reused before the first of these, which hold one prefix, as things stand. O(slots).
+        """Return how many slots are reused before the first of these, which hold one prefix, as of now. O(slots).
 
-        Where its tenant is beyond its quota, only those that hold nothing or that are the tenant's come before it.
+        If their tenant is beyond its quota, only empty slots and that tenant's slots are reused before them.
         """
         account = blocks[0].run.account if blocks[0].run is not None else None
         is_over = isinstance(account, Tenant) and account.num_excess_blocks > 0
@@ -126,11 +127,11 @@ class TierPool:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is to be stored, or to be remembered by who keeps it. O(1)."""
+        """Whether something is to be stored, or changes are to be remembered. O(1)."""
         return len(self.wishes) > 0 or bool(self.changes)
 
     def empty_slots(self) -> list[int]:
-        """Return the slots that hold nothing that can be found, and that no transfer has. O(slots)."""
+        """Return the slots that hold nothing that lookups can find, and that no transfer uses. O(slots)."""
         return [slot.block_id for slot in self.pool.blocks if not slot.ref_cnt and not slot.is_cached]
 
     def wish(self, node: Node) -> None:
@@ -138,7 +139,10 @@ class TierPool:
         self.num_dropped_blocks += self.wishes.add(node)
 
     def clear(self) -> None:
-        """Forget everything that is stored. What transfers read and write they go on to own. O(1), as there."""
+        """Forget everything that is stored. Jobs keep the slots that their transfers read and write.
+
+        O(1) as in the core.
+        """
         self.index.clear()
         self.note_unstored(self.pool.blocks)
 
@@ -148,14 +152,14 @@ class TierPool:
             self.changes.note_stored(slots, prefix.identities(first, first + len(slots), self.index.block_size))
 
     def note_unstored(self, slots: list[KVCacheBlock]) -> None:
-        """Take note that slots hold nothing that is to be found. O(slots)."""
+        """Take note that slots hold nothing that lookups can find. O(slots)."""
         if self.changes is not None:
             self.changes.note_unstored(slots)
 
     def attach(self, primary: KVCacheBlock, column: int, slot: KVCacheBlock) -> bool:  # noqa: ARG002  # several groups do
-        """Cache a slot where a cached one is, in a column as `BlockIdentity` counts them. Whether it is cached. O(1).
+        """Attach a slot to a cached primary slot, in a column of `BlockIdentity`. Returns whether it is cached. O(1).
 
-        One group has no columns.
+        With one group there are no columns.
         """
         return False
 
@@ -164,10 +168,10 @@ class TierPool:
         return False
 
     def note_attached(self, chain: list[KVCacheBlock], tokens: bytearray, column: int) -> None:
-        """Have events say that something was attached behind a chain of slots. tokens: the chain's, at least."""
+        """Record in events that a slot was attached behind a chain of slots. tokens: at least the chain's."""
 
     def is_used_with_prefix(self, column: int) -> bool:  # noqa: ARG002  # several groups do
-        """Whether who uses a longer prefix uses what is attached in a column, too. O(groups)."""
+        """Whether a hit of a longer prefix also uses what is attached in a column. O(groups)."""
         return False
 
     def stats(self) -> TierStats:

@@ -1,18 +1,18 @@
-"""Load or compute: whether a load is expected to be faster, from what is known of the tiers' and the model's speed."""
+"""Load or compute: whether a load is expected to be faster, by what is known of the speeds of tiers and model."""
 
 from collections.abc import Sequence as Items
 
 MOST_NUMBER = 1e300
-"""Seconds and rates are below this, so that sums of them are numbers."""
+"""Seconds and rates are below this bound, so that their sums stay finite."""
 
 SMOOTHING = 0.2
 """The share of a new measurement in a learned rate."""
 
 
 class Rate:
-    """Units a second, learned from measurements: an exponentially weighted mean of the seconds a unit takes.
+    """Units per second, learned from measurements: an exponentially weighted mean of the seconds that a unit takes.
 
-    expected: what is taken until there is one; None: not known.
+    expected: used until there is a measurement; None: not known.
     """
 
     def __init__(self, expected: float | None = None) -> None:
@@ -21,11 +21,11 @@ class Rate:
 
     @property
     def seconds_a_unit(self) -> float:
-        """What one unit takes; 0.0 while that isn't known."""
+        """Seconds that one unit takes; 0.0 while not known."""
         return self._seconds_a_unit
 
     def note(self, num_units: int, seconds: float) -> None:
-        """Learn that so many units took so long. Nothing is learned from none."""
+        """Learn that num_units took so many seconds. Learns nothing from 0 units."""
         if num_units <= 0 or seconds <= 0.0:
             return
         found = seconds / num_units
@@ -35,16 +35,19 @@ class Rate:
         self._is_measured = True
 
     def doubt(self) -> None:
-        """Take what was learned for a little too slow: who no longer uses something learns nothing of it."""
+        """Assume that the learned speed is a little too low.
+
+        A tier that is no longer used gets no new measurements.
+        """
         self._seconds_a_unit *= 1.0 - SMOOTHING
 
 
 def num_worth_loading(loads: Items[tuple[int, float]], seconds_a_token: float) -> int:
-    """Return how many first `loads` to take, so that most time is saved: 0 if computing is faster than any of them.
+    """Return how many first `loads` to take, so that most time is saved: 0 if computing is faster in any case.
 
-    loads: of a prefix, one behind the other: how many tokens, and how many seconds it takes; the next one is of no
-    use without those before it. seconds_a_token: of computing, 0.0 where that isn't known: then all are taken. Of
-    several equal answers the least. O(loads).
+    loads: consecutive parts of a prefix, as (tokens, seconds to load them). A part is of no use without those before
+    it. seconds_a_token: of computing; 0.0 if not known: then all parts are taken. Of several equally good answers, the
+    least. O(loads).
     """
     if seconds_a_token <= 0.0:
         return len(loads)

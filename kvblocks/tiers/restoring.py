@@ -1,10 +1,11 @@
-"""Building a tier's map from what somebody says that it holds: what was remembered, or what was found there.
+"""Building a tier's map from what is known of its slots: what was remembered, or what was found there.
 
-Remembered are ids and identities, the oldest first. Nothing here makes an object for each slot where a list of numbers
-does: a tier may have millions.
+*Remembered*: slot ids and identities, the oldest first. Nothing here makes an object for each slot where a list of
+numbers is enough, since a tier may have millions.
 
-Found is what a tier has that others fill, too: blocks that this manager never stored are there, and some that it did
-are gone. Who moves the bytes asks before a lookup counts, and says here what the answer was. A load checks it.
+*Found*: what a tier has that others fill too. It may have blocks that this manager never stored, and lack some that it
+did store. Whoever moves the bytes asks the tier before a lookup counts on it, and reports the answer here. A load
+checks it.
 """
 
 from collections import Counter
@@ -23,11 +24,11 @@ from kvblocks.tiers.wishes import Prefix
 _EXPECTED = "pairs of a slot's id and a BlockIdentity"
 
 Remembered = tuple[list[int], list[BlockIdentity]]
-"""Slots, and whose bytes each holds."""
+"""Slots, and which block each holds."""
 
 
 def check_slots(pool: TierPool, slots: Iterable[tuple[SupportsIndex, BlockIdentity]]) -> Remembered:
-    """Return what was given, each slot once. Raises InvalidArgumentError. O(slots)."""
+    """Return what was given, as two lists. Raises InvalidArgumentError, also for a slot given twice. O(slots)."""
     numbers: list[int] = []
     identities: list[BlockIdentity] = []
     last = len(pool.pool.blocks) - 1
@@ -44,10 +45,10 @@ def check_slots(pool: TierPool, slots: Iterable[tuple[SupportsIndex, BlockIdenti
 
 
 def restore_slots(pool: TierPool, remembered: Remembered) -> int:
-    """Cache what slots hold, and have those reused first that were stored first. O(slots log slots).
+    """Cache what slots hold, and order them so that the slots stored first are reused first. O(slots log slots).
 
-    A block counts as stored when the last one behind it was, or beside it, so that a prefix's end goes before its
-    beginning. Returns how many were cached; the others count as forgotten.
+    A block counts as stored when the last block behind it, or attached to it, was stored. So a prefix's end is reused
+    before its beginning. Returns how many were cached; the others count as forgotten.
     """
     slots, identities = remembered
     blocks = [pool.pool.blocks[slot] for slot in slots]
@@ -64,7 +65,7 @@ def restore_slots(pool: TierPool, remembered: Remembered) -> int:
 
 
 class _Restoring:
-    """Slots that are on their way back into a tier's map, by their numbers in what was remembered."""
+    """Slots on their way back into a tier's map, by their number in what was remembered."""
 
     def __init__(self, pool: TierPool, identities: list[BlockIdentity], blocks: list[KVCacheBlock]) -> None:
         self._pool = pool
@@ -72,14 +73,14 @@ class _Restoring:
         self._blocks = blocks
         self._found: list[int] = []  # of the primary group, parents first
         self._attached: list[int] = []
-        self._above = [-1] * len(blocks)  # by number, that of the block before it, or that it is attached to; -1: none
-        # By a digest, the first number of what is behind that, and of what is attached there; by number, the next one.
+        self._above = [-1] * len(blocks)  # by number: that of the block before it, or that it is attached to; -1: none
+        # By digest: the number of the first block behind it, and of the first attached to it. By number: the next such.
         self._behind: dict[bytes, int] = {}
         self._beside: dict[bytes, int] = {}
         self._next = [-1] * len(blocks)
 
     def cache(self) -> None:
-        """Cache what can be found. O(slots)."""
+        """Cache all blocks whose prefix is there. O(slots)."""
         self._sort()
         begins, above = self._hang(self._behind.pop(b"", -1), -1), self._above
         while begins:
@@ -89,7 +90,7 @@ class _Restoring:
                 begins += others
 
     def _sort(self) -> None:
-        """Find what is behind each digest, and beside it. Backwards, so that of each the oldest comes first."""
+        """Find the blocks behind each digest, and those attached to it. Backwards, so that the oldest comes first."""
         size, next_number = 4 * self._pool.index.block_size, self._next
         behind, beside = self._behind, self._beside
         number = len(next_number)
@@ -103,7 +104,7 @@ class _Restoring:
                 behind[identity.parent] = number
 
     def _hang(self, number: int, top: int) -> list[int]:
-        """Return what stands one after the other from a number on, all of which `top` is now above."""
+        """Return a number and all that are linked after it, and set the block above each to `top`."""
         chain: list[int] = []
         while number >= 0:
             self._above[number] = top
@@ -112,7 +113,10 @@ class _Restoring:
         return chain
 
     def _cache_run(self, top: int, number: int) -> list[int]:
-        """Cache a stretch of blocks, one behind the other, below the block `top`. Returns what is behind it as well."""
+        """Cache consecutive blocks below the block `top`, from `number` on.
+
+        Returns the numbers of other blocks behind them.
+        """
         identities, blocks, above = self._identities, self._blocks, self._above
         stretch: list[KVCacheBlock] = []
         tokens = bytearray()
@@ -128,7 +132,7 @@ class _Restoring:
             stretch.append(blocks[number])
             self._found.append(number)
             if not self._behind and not self._beside:
-                break  # no digest is asked for any more
+                break  # nobody looks for a digest any more
             digest = identity.digest()
             if self._beside:
                 beside += self._hang(self._beside.pop(digest, -1), number)
@@ -143,17 +147,17 @@ class _Restoring:
         return others
 
     def _attach(self, numbers: list[int]) -> None:
-        """Attach slots to what they are beside. Of two in one column the newer one stays, as ever."""
+        """Attach slots to their primary blocks. If two belong in one column, the newer one stays, as always."""
         for number in sorted(numbers, reverse=True):
             primary = self._blocks[self._above[number]]
             if self._pool.attach(primary, self._identities[number].column, self._blocks[number]):
                 self._attached.append(number)
 
     def in_order(self) -> list[int]:
-        """Return the numbers of what is cached as they would be given back had they stayed: what is used last first.
+        """Return the numbers of the cached blocks in the order in which to give them back: the last used first.
 
-        What is attached was given back behind its prefix, and what was stored of one prefix in a row at once.
-        O(n log n).
+        It is the order of blocks that never left: attached blocks were given back behind their prefix, and attached
+        blocks that one store wrote, at the same time. O(n log n).
         """
         identities, blocks, newest = self._identities, self._blocks, list(range(len(self._blocks)))
         for number in range(len(newest) - 2, -1, -1):
@@ -169,11 +173,11 @@ class _Restoring:
         for number in self._attached:
             if self._pool.is_used_with_prefix(identities[number].column):
                 newest[number] = newest[self._above[number]]
-        return sorted(self._attached + self._found, key=newest.__getitem__, reverse=True)  # equal ones stay in order
+        return sorted(self._attached + self._found, key=newest.__getitem__, reverse=True)  # a stable sort
 
 
 def has_keys(identity: BlockIdentity) -> bool:
-    """Whether a block's keys can be read: who remembered them may have lost some. Quotas are charged by them."""
+    """Whether a block's keys can be read; they may be damaged. Quotas are charged by the keys."""
     try:
         decode_extra_keys(identity.extra_keys)
     except InvalidArgumentError:
@@ -182,7 +186,7 @@ def has_keys(identity: BlockIdentity) -> bool:
 
 
 def first_names(pool: TierPool, prefix: Prefix, num_blocks: int) -> bytearray | None:
-    """Return what events call the first blocks of a prefix, None where nobody asks. O(tokens)."""
+    """Return the names of a prefix's first blocks for events; None if no events are recorded. O(tokens)."""
     index = pool.index
     if index.events is None:
         return None
@@ -192,7 +196,7 @@ def first_names(pool: TierPool, prefix: Prefix, num_blocks: int) -> bytearray | 
 
 
 def known_prefix(sequence: Sequence, block_size: int) -> Prefix:
-    """Return the full blocks of a sequence that a tier may be asked for: not the last known token. O(tokens)."""
+    """Return the full blocks of a sequence that a tier may be asked for: those before the last token. O(tokens)."""
     num_blocks = max(0, sequence.num_tokens - 1) // block_size
     tokens = bytearray(sequence.packed_tokens()[: 4 * block_size * num_blocks])
     return Prefix(tokens, sequence.encoded_keys(block_size), [])
@@ -203,9 +207,9 @@ def note_found(
 ) -> int:
     """Have a tier's map say that it holds the first `num_blocks` blocks of a prefix, and nothing behind them.
 
-    attached: of other groups' blocks those that are there, as the index of the block that they end in and their column.
-    names: as `first_names` returned. Slots are taken as for a store, so there may be fewer. Returns how many first
-    blocks the map has then. O(blocks).
+    attached: the side groups' blocks that are there, as (index of the primary block that they are attached to, column).
+    names: as `first_names` returned. Slots are taken as for a store, so there may be fewer than needed. Returns how
+    many first blocks the map has after the call. O(blocks).
     """
     size, tokens = pool.index.block_size, prefix.token_view()
     num_known = len(prefix.tokens) // (4 * size)
@@ -239,11 +243,11 @@ def _take(pool: TierPool, num_blocks: int, salt: str | None) -> list[KVCacheBloc
 def _attach(
     pool: TierPool, prefix: Prefix, found: list[KVCacheBlock], attached: list[tuple[int, int]]
 ) -> list[KVCacheBlock]:
-    """Attach slots where other groups' blocks were found, and return them. O(attached)."""
+    """Attach slots for the side groups' blocks that were found, and return these slots. O(attached)."""
     missing = [(index, column) for index, column in attached if index < len(found)]
     missing = [(index, column) for index, column in missing if not pool.is_attached(found[index], column)]
     slots = _take(pool, len(missing), prefix.salt)
-    for (index, column), slot in zip(missing, slots, strict=False):  # quotas may have left fewer
+    for (index, column), slot in zip(missing, slots, strict=False):  # quotas may have allowed fewer
         if pool.attach(found[index], column, slot):
             pool.note_attached(found[: index + 1], prefix.tokens, column)
     return slots

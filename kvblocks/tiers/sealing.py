@@ -1,4 +1,4 @@
-"""`Sealer`: what stands beside a block's bytes, wherever they are kept, so that whoever reads them can check them.
+"""`Sealer`: makes the record that is kept beside a block's bytes, and checks bytes that are read against it.
 
 The record of a block, format 1; integers are little-endian and unsigned:
 
@@ -7,8 +7,8 @@ The record of a block, format 1; integers are little-endian and unsigned:
     checksum = 32 bytes over head | preimage | payload: xxh3_128 and zeros, or HMAC-SHA-256 where there is a secret
     preimage = of the block's identity: its parent's digest, its keys and its tokens, literally
 
-So a record and a payload say by themselves what they are. Nothing else needs to be trusted: neither an index that leads
-to them nor the place that they lie in.
+So a record and a payload are enough to tell what they are. Nothing else needs to be trusted: not the index that leads
+to them, and not the place where they are kept.
 """
 
 import hmac
@@ -36,9 +36,9 @@ Payload = bytes | bytearray | memoryview
 class Sealer:
     """Makes the records of blocks, and checks them.
 
-    fingerprint: 32 bytes that name what made the blocks' bytes: the model, its weights, the type and layout of KV.
-    secret: at least 16 bytes: then nobody without it can make a record that opens. None: a record shows damage only.
-    Raises InvalidArgumentError.
+    fingerprint: 32 bytes that name what made the blocks' bytes: the model, its weights, the dtype and layout of KV.
+    secret: at least 16 bytes; then nobody without it can make a record that `opens` accepts. None: records show damage
+    only. Raises InvalidArgumentError.
     """
 
     def __init__(self, fingerprint: bytes, secret: bytes | None = None) -> None:
@@ -58,9 +58,9 @@ class Sealer:
         return head + self._checksum(head, preimage, payload) + preimage
 
     def opens(self, record: Payload, identity: BlockIdentity, payload: Payload) -> bool:
-        """Whether a record is that of this block with these bytes; what stands behind it doesn't count. O(bytes).
+        """Whether a record is that of this block with these bytes. Bytes behind the record are ignored. O(bytes).
 
-        False for another format, fingerprint, secret or identity, and for any byte that isn't what was sealed.
+        False for another format, fingerprint, secret or identity, and for any byte that differs from what was sealed.
         """
         given = bytes(record)
         preimage = identity.preimage()
@@ -91,5 +91,5 @@ def _check_bytes(name: str, expected: str, value: Given[bytes]) -> bytes:
 
 
 def _wrong_number(name: str, expected: str, value: bytes) -> InvalidArgumentError:
-    """Return the error that says how many bytes were given, without what they are."""
+    """Return the error that says how many bytes were given, without showing them."""
     return InvalidArgumentError(f"{name}: expected {expected} bytes, got {len(value)}")

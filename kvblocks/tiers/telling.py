@@ -1,7 +1,7 @@
-"""What events say of tiers: the same as of the device, by the names that it has there, with the tier's medium.
+"""What events say of tiers: the same as of the device, with the same names of blocks, and the tier's medium.
 
-A tier's blocks come from the device's cache, where they are named already; so nothing is hashed for a store. Nothing of
-this costs anything where nobody asked for it (`EventOptions`).
+A tier's blocks come from the device's cache, where they have names already. So a store hashes nothing. If nobody asked
+for events (`EventOptions`), nothing here costs anything.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from kvblocks.tiers.tier import Tier
 
 
 def record_tiers(tiers: Iterable[Tier], pools: list[TierPool], device: EventLog | None, names: Names) -> None:
-    """Have recorded what tiers store and remove, if the device's log takes it. Raises InvalidArgumentError."""
+    """Have the device's event log, if there is one, record what tiers store and remove. Raises InvalidArgumentError."""
     media: list[str] = [] if device is None else [device.medium]
     for tier, pool in zip(tiers, pools, strict=True):
         log = None if device is None else device.of_tier(tier.medium)
@@ -29,14 +29,14 @@ def record_tiers(tiers: Iterable[Tier], pools: list[TierPool], device: EventLog 
 
 
 def names_of(pool: TierPool, blocks: list[KVCacheBlock]) -> bytearray | None:
-    """Return the names of cached blocks of the device that a tier will hold; None where nobody asks. O(blocks)."""
+    """Return the names of cached device blocks that a tier will hold; None if no events are recorded. O(blocks)."""
     if pool.index.events is None:
         return None
     return bytearray(b"".join([block.block_hash or b"" for block in blocks]))
 
 
 def try_names(pool: TierPool, identities: list[BlockIdentity]) -> None:
-    """Name what may be restored, so that a hash function that raises does so before anything is changed. O(tokens)."""
+    """Name what may be restored, so that a hash function that raises does so before any change. O(tokens)."""
     index = pool.index
     if index.events is None:
         return

@@ -1,4 +1,4 @@
-"""`Tier`: what a user says of a place below the device."""
+"""`Tier`: the description of a place below the device."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, SupportsFloat, SupportsIndex, get_args
@@ -30,19 +30,18 @@ class Tier:
     """A place that holds copies of cached blocks, in slots 0 to num_blocks - 1.
 
     name: of your choice. num_blocks: slots, each for one block's keys and values in all layers of its group.
-    num_block_bytes: of a slot; what a load costs is counted in them. store: when blocks are stored, see `StoreWhen`;
-    "freed" writes each once, "reused" spares a disk. min_store_tokens: prefixes of at least so many tokens are stored
-    when they are freed, whatever `store` says; None: there is no such length. window_store_tokens: of a window's blocks
-    those are stored that a hit at the end of what is stored needs, and a hit at every so many tokens; None: the first
-    only. bytes_per_second: how fast a load is expected to be, until
-    that is learned; None: not known. max_transfer_blocks: of one transfer; what fails, fails by so many. is_persistent:
-    whether it outlives the manager; `tiers.take_changes` then says what to remember, and `tiers.restore` takes it back.
-    is_shared: whether others store in it, too, and may take from it; `tiers.note_found` says what it has then. Such a
-    tier isn't persistent: its slots are what this manager knows of it. medium: what events call it; None: "EXTERNAL" if
-    it is shared, as SGLang says, "STORAGE" if it is persistent, else "CPU", which are vLLM's words.
-    Raises InvalidArgumentError.
+    num_block_bytes: bytes of a slot; the cost of a load is counted in them. store: when blocks are stored, see
+    `StoreWhen`; "freed" writes each once, "reused" spares a disk. min_store_tokens: prefixes of at least so many tokens
+    are stored when they are freed, whatever `store` says; None: no such length. window_store_tokens: which blocks of
+    windows are stored: those that a hit at the end of the stored prefix needs, and those that a hit at every so many
+    tokens needs; None: only the first. bytes_per_second: the expected speed of loads, until it is learned; None: not
+    known. max_transfer_blocks: blocks of one transfer; a failure loses as many. is_persistent: whether the tier
+    outlives the manager; `tiers.take_changes` then says what to remember, and `tiers.restore` takes it back. is_shared:
+    whether others also store in it, and may take from it; `tiers.note_found` then says what it has. A shared tier isn't
+    persistent: its slots are what this manager knows of it. medium: its name in events; None: "EXTERNAL" if shared, as
+    in SGLang; "STORAGE" if persistent, else "CPU", as in vLLM. Raises InvalidArgumentError.
 
-    The order of a manager's tiers is that of preference, the quickest first.
+    List a manager's tiers in the order of preference, the quickest first.
     """
 
     def __init__(

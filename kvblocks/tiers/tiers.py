@@ -1,12 +1,12 @@
 """`Tiers`: what is kept below the device, what moves between, and when. `manager.tiers`.
 
-The order of a step. An engine carries out the copies (`take_copies`), runs the step, and then what `take_transfers`
-returned after all calls that made room for that step: a store reads what the step wrote, and a load's target may be a
-block that the step or its copies read. Among each other transfers may run in any order, and as long as they like: no
-block and no slot is in two of them, unless both only read it. A sequence that is loading is in no step until `complete`
-says what arrived.
+The order of a step: the engine carries out the copies (`take_copies`), runs the step, and then carries out transfers.
+It asks for those (`take_transfers`) after all calls that made room for that step. The order matters: a store reads what
+the step wrote, and the step or its copies may read a block that a load writes. Transfers may run in any order, and take
+any time: no block and no slot is in two of them, unless both only read it. A sequence that is loading is in no step
+until `complete` says what arrived.
 
-What moves, and when, is `traffic`'s.
+`traffic` decides what moves, and when.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,12 +44,12 @@ from kvblocks.tiers.transfer import Loaded, TierHit, Transfer
 class Tiers:
     """The tiers of a manager, quickest first. Iterates over their `TierStats`. Made by a manager.
 
-    Its calls raise as the manager's, and have changed nothing then. num_stale_answers: `complete` calls that came for
-    a transfer which had ended already.
+    Calls raise as the manager's do; a call that raised has changed nothing. num_stale_answers: calls of `complete` for
+    a transfer that had already ended.
     """
 
     def __init__(self, manager: Changeable, traffic: Traffic, calls: ManagerCalls) -> None:
-        """traffic: what it asks and tells. calls: of the manager."""
+        """traffic: where calls are delegated. calls: what this needs of the manager."""
         self._manager = manager
         self._traffic = traffic
         self._calls = calls
@@ -64,15 +64,15 @@ class Tiers:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer isn't answered, or `take_transfers` or `take_changes` may have something. O(tiers).
+        """Whether a transfer isn't answered, or `take_transfers` or `take_changes` may return something. O(tiers).
 
-        What a tier stores as it is computed is found out by `take_transfers` alone.
+        Does not see new blocks that a tier stores as they are computed: only `take_transfers` looks for those.
         """
         return self._traffic.is_busy
 
     @property
     def num_resets(self) -> int:
-        """How often all that tiers have was forgotten (`reset_prefix_cache`). What others share is theirs to delete."""
+        """How often all contents of the tiers were forgotten (`reset_prefix_cache`). What others share stays."""
         return self._traffic.num_clears
 
     # Lookups.
@@ -80,7 +80,7 @@ class Tiers:
     def find(self, hit: Given[CacheHit]) -> list[TierHit]:
         """Return what the tiers have of a hit's sequence behind the hit, the nearest part first. Changes nothing.
 
-        Each part begins where the one before it ends. Any number of first parts may be given to `allocate_slots`.
+        Each part begins where the one before it ends. You may give `allocate_slots` any number of the first parts.
         Raises InvalidArgumentError, and SequenceStateError for another manager's hit. A lookup in each tier.
         """
         self._manager.check_whole()
@@ -93,16 +93,16 @@ class Tiers:
         return self._traffic.find(own)
 
     def worth_loading(self, loads: Iterable[TierHit]) -> list[TierHit]:
-        """Return those first parts of `find`'s answer whose load is expected to be faster than computing them.
+        """Return the first parts of `find`'s answer that are expected to be faster to load than to compute.
 
-        By the tiers' bytes a second (see `Tier`, learned by `complete`) and the model's speed (learned by
-        `note_computed`); what isn't known counts as fast for a tier, and as slow for the model.
+        Uses the tiers' bytes per second (see `Tier`, learned by `complete`) and the model's speed (learned by
+        `note_computed`). A tier of unknown speed counts as fast, and a model of unknown speed as slow.
         """
         given = self._traffic.listed(loads)
         costs = [(hit.num_tokens, hit.seconds()) for hit in given]
         number = num_worth_loading(costs, self._compute_rate.seconds_a_unit)
         for declined in given[number:]:
-            declined.pool.rate.doubt()  # so that one slow load doesn't end them for good
+            declined.pool.rate.doubt()  # so that one slow load doesn't rule out the tier forever
         return given[:number]
 
     def note_computed(self, num_tokens: SupportsIndex, seconds: SupportsFloat) -> None:
@@ -113,11 +113,11 @@ class Tiers:
     # Transfers.
 
     def take_transfers(self) -> list[Transfer]:
-        """Return what is to be copied, loads first, and count it as begun: each is to be answered by `complete`.
+        """Return what is to be copied, loads first. These transfers count as begun: answer each with `complete`.
 
-        Call it once a step, when all steps that slots were given for are launched or have ended: see the module. Takes
-        no more stores than the bound on blocks that are held for them allows. O(blocks that move, and of their
-        prefixes), and O(sequences) where a tier stores what is computed.
+        Call it once per step, when all steps that were given slots are launched or have ended: see the module. Begins
+        no more stores than the limit on held blocks allows. O(blocks that move, and of their prefixes), and
+        O(sequences) if a tier stores what is computed.
         """
         self._manager.begin_change()
         transfers = self._traffic.take()
@@ -125,11 +125,12 @@ class Tiers:
         return transfers
 
     def complete(self, transfer: Given[Transfer], ok: Flag, *, seconds: SupportsFloat | None = None) -> list[Loaded]:
-        """Say that a transfer is over, and whether all of its bytes arrived, were right, and stay where they are.
+        """Say that a transfer is over, and whether all of its bytes arrived, are right, and stay where they are.
 
-        With the last transfer of a load its sequences are told of: what arrived is cached, the slots behind it are
-        given back, and they go on from `Loaded.num_tokens`. What a load didn't bring is stored no more. An answer for a
-        transfer that was answered before changes nothing. seconds: how long it took; teaches `worth_loading`.
+        With the last transfer of a load, its sequences are returned. What arrived is cached, the slots behind that are
+        given back, and the sequences go on from `Loaded.num_tokens`. Blocks that a load didn't bring are forgotten by
+        the tier. A second answer for a transfer changes nothing. seconds: how long it took; `worth_loading` learns from
+        it.
 
         Raises InvalidArgumentError. O(blocks).
         """
@@ -148,10 +149,10 @@ class Tiers:
         return ended
 
     def give_up(self, sequence: Given[Sequence]) -> int:
-        """Stop waiting for a sequence's loads, which take too long; returns how many first tokens it has without them.
+        """Stop waiting for a sequence's loads. Returns how many first tokens the sequence has without them.
 
-        It goes on at once. Transfers that have begun still own their blocks until they are answered. Raises
-        SequenceStateError when the sequence isn't loading. O(blocks).
+        The sequence goes on at once. Transfers that have begun keep their blocks until they are answered. Raises
+        SequenceStateError if the sequence isn't loading. O(blocks).
         """
         self._manager.check_whole()
         own = self._calls.check_owned(sequence, "tiers.give_up")
@@ -163,13 +164,13 @@ class Tiers:
         return own.num_computed_tokens
 
     def is_loading(self, sequence: Given[Sequence]) -> bool:
-        """Whether a sequence waits for loads: it must be in no step. O(1)."""
+        """Whether a sequence waits for loads. Such a sequence must be in no step. O(1)."""
         if not is_a(sequence, Sequence):
             raise not_a_sequence("tiers.is_loading", sequence)
         own: Sequence = sequence  # type: ignore[assignment]
         return self._traffic.is_loading(own)
 
-    # What others store, too.
+    # Shared tiers.
 
     def note_found(
         self,
@@ -180,11 +181,11 @@ class Tiers:
     ) -> int:
         """Say that a shared tier has the first `num_blocks` full blocks of a sequence now, and nothing behind them.
 
-        tier: its name. attached: of other groups' blocks those that it has, as the index of the block that they end in
-        and their column (`BlockIdentity`). `find` counts on that from now on, and a load checks it. Slots are taken as
-        for a store, within quotas, so the answer may be less: how many first blocks are known to be there. Call it
-        when somebody has looked, before `find`; what `evict_blocks` took back is to be deleted there first. Raises
-        InvalidArgumentError. O(tokens).
+        tier: its name. attached: the side groups' blocks that it has, as (index of the primary block that they are
+        attached to, column as in `BlockIdentity`). From now on `find` counts on the answer, and a load checks it. Slots
+        are taken as for a store, within quotas. So the result may be less than `num_blocks`: it is the number of first
+        blocks known to be there. Call it after somebody has looked, and before `find`. Delete what `evict_blocks` took
+        back from the tier first. Raises InvalidArgumentError. O(tokens).
         """
         self._manager.check_whole()
         pool = self._check_tier("note_found", tier)
@@ -203,14 +204,14 @@ class Tiers:
         self._calls.end()
         return found
 
-    # What outlives the manager.
+    # Persistent tiers.
 
     def take_changes(self) -> dict[str, dict[int, BlockIdentity | None]]:
         """Return what became of the slots of persistent tiers since the last call, by tier.
 
-        By slot, whose bytes it holds from now on, or None: nothing that is to be found; what was stored last comes
-        last. Whoever remembers that, all of it or none, can give it to `restore`. At most a record a slot is kept for
-        the next call. O(tiers).
+        By slot: the block that it holds from now on, or None if it holds nothing that lookups can find. What was stored
+        last comes last. Whoever remembers these changes, all of them or none, can give them to `restore`. At most one
+        record per slot is kept for the next call. O(tiers).
         """
         self._manager.begin_change()
         noted = {pool.name: pool.changes for pool in self._traffic.pools}
@@ -219,9 +220,9 @@ class Tiers:
         return changes
 
     def empty_slots(self, tier: Text) -> list[int]:
-        """Return the slots of a persistent tier that hold nothing to be found, and that no transfer has.
+        """Return the slots of a persistent tier that hold nothing that lookups can find, and that no transfer uses.
 
-        Their bytes may be there still: whoever deletes data erases these. Raises InvalidArgumentError. O(slots).
+        Their bytes may still be there: whoever deletes data erases these slots. Raises InvalidArgumentError. O(slots).
         """
         self._manager.check_whole()
         return self._check_tier("empty_slots", tier, persistent=True).empty_slots()
@@ -229,11 +230,10 @@ class Tiers:
     def restore(self, tier: Text, slots: Iterable[tuple[SupportsIndex, BlockIdentity]]) -> int:
         """Take a persistent tier's slots back as they were remembered, the least recently stored first.
 
-        tier: its name; it must be empty, as it is in a new manager. slots: ids, and whose bytes they hold. Those whose
-        prefix isn't among them, or whose keys can't be read, can't be found, and count as forgotten (`take_changes`).
-        Returns how many can. Bytes are for whoever loads them to check. Raises InvalidArgumentError, and
-        SequenceStateError when the tier isn't empty.
-        O(slots).
+        tier: its name; it must be empty, as in a new manager. slots: ids, and the block that each holds. A slot can't
+        be found if its prefix isn't among them, or its keys can't be read; it counts as forgotten (`take_changes`).
+        Returns how many can be found. The bytes are checked by whoever loads them. Raises InvalidArgumentError, and
+        SequenceStateError if the tier isn't empty. O(slots).
         """
         self._manager.check_whole()
         pool = self._check_tier("restore", tier, persistent=True)
@@ -250,10 +250,10 @@ class Tiers:
     # Quotas.
 
     def set_quota(self, tier: Text, salt: Text | None, max_blocks: SupportsIndex | None) -> None:
-        """Bound what one salt (None: without any) keeps stored in a tier while others want its slots.
+        """Limit what one salt (None: blocks without a salt) keeps stored in a tier while others want its slots.
 
-        As the manager's `set_quota`, whose bound is the device's. tier: its name. Slots count once their bytes have
-        arrived. Raises InvalidArgumentError. O(slots of the tier).
+        As the manager's `set_quota`, which limits the device's blocks. tier: its name. Slots count once their bytes
+        have arrived. Raises InvalidArgumentError. O(slots of the tier).
         """
         pool = self._check_tier("set_quota", tier)
         name = check_name("salt", salt)
@@ -275,7 +275,7 @@ class Tiers:
         self._calls.end()
 
     def quotas(self, tier: Text) -> list[QuotaUsage]:
-        """Return a tier's quotas, of salts that were given one or have anything stored there, and what is used.
+        """Return a tier's quotas and their use, of salts that have a quota or store anything there.
 
         Raises InvalidArgumentError. O(salts).
         """

@@ -1,11 +1,11 @@
-"""`Traffic`: what moves between the device and the tiers, and what the manager tells of its sequences meanwhile.
+"""`Traffic`: what moves between the device and the tiers, and what the manager reports of its sequences meanwhile.
 
-Filling. A wish names a prefix (`wishes`); it becomes a store when there is room for one in flight, of those blocks that
-the tier lacks, parents first. Storing never makes a call wait, and what is taken before its store began is simply
-lost. A hit on the device counts as a use below: its wish touches the slots that the tier has.
+Filling. A wish names a prefix (`wishes`). When few enough stores are in flight, it becomes a store of those blocks that
+the tier lacks, parents first. Storing never makes a call wait. Blocks that are taken before their store began are not
+stored. A hit on the device counts as a use in the tiers: its wish touches the slots that a tier has.
 
-The shape, pools of ids below each other that one policy fills and somebody else's hands move, is that of a memory
-hierarchy; holding a block while it moves, and finding loading blocks as pending, are vLLM's KV connectors'.
+Sources: the shape, pools of ids below each other that one policy fills and somebody else moves bytes for, is that of a
+memory hierarchy. Holding a block while it moves, and finding loading blocks as pending, are from vLLM's KV connectors.
 """
 
 from collections.abc import Hashable, Mapping
@@ -27,13 +27,13 @@ from kvblocks.tiers.transfer import BEGUN, QUEUED, Loaded, TierHit, Transfer
 from kvblocks.tiers.wishes import Prefix, prefix_of
 
 STORING_SHARE = 8
-"""Stores of all tiers hold at most an eighth of the device's blocks, each tier an equal part, at least one."""
+"""Stores of all tiers hold at most an eighth of the device's blocks. Each tier gets an equal part, at least one."""
 
 
 class Traffic:
-    """The jobs of a manager, and its tiers' pools. Only for the manager and `Tiers`: arguments are what they should be.
+    """The jobs of a manager, and its tiers' pools. Only for the manager and `Tiers`, which check the arguments.
 
-    Where nothing else is said, a change of the manager is under way. pools: the tiers', quickest first.
+    Call methods inside a change of the manager, unless the docstring says otherwise. pools: the tiers', quickest first.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Traffic:
         sequences: Mapping[Hashable, Sequence],
         calls: ManagerCalls,
     ) -> None:
-        """sequences: the manager's, by id. calls: what of the manager this needs."""
+        """sequences: the manager's, by id. calls: what this needs of the manager."""
         self._manager = manager
         self._slots = slots
         self._sequences = sequences
@@ -54,25 +54,25 @@ class Traffic:
         most = max(1, len(slots.pool.blocks) // (STORING_SHARE * max(1, len(tiers))))
         self.pools = [self._make_pool(tier, most) for tier in tiers]
         record_tiers(tiers, self.pools, self.index.events, self.index.epoch.names)
-        self._queue: dict[Transfer, Job] = {}  # loads that nobody knows of yet
+        self._queue: dict[Transfer, Job] = {}  # loads that `take` hasn't returned yet
         self._begun: dict[Transfer, Job] = {}
         self._jobs: dict[Job, None] = {}
         self._loading: dict[Sequence, LoadJob] = {}
-        self._noted: dict[Sequence, int] = {}  # how many blocks were cached at the last look, where that is looked at
+        self._noted: dict[Sequence, int] = {}  # blocks cached at the last look, for tiers that store what is computed
         self._generation = 0
         self.num_clears = 0
 
-    # What `Tiers` asks and says.
+    # Called by `Tiers`.
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is on its way, wished for, or to be remembered. O(tiers)."""
+        """Whether anything moves, is wished for, or is to be remembered. O(tiers)."""
         return bool(self._jobs) or any(pool.is_busy for pool in self.pools)
 
     def find(self, hit: CacheHit) -> list[TierHit]:
         """Return what the tiers have behind a hit. Changes nothing. A lookup in each tier.
 
-        Nothing behind a hit of a whole prompt, the last token of which is computed again.
+        If the hit is the whole prompt, the tiers have nothing behind it: its last token is computed again.
         """
         size, sequence, position = self._block_size, hit.sequence, len(hit.blocks)
         if hit.num_tokens < position * size:
@@ -97,7 +97,7 @@ class Traffic:
         return given
 
     def take(self) -> list[Transfer]:
-        """Begin what can be begun, and return it, loads first."""
+        """Begin the transfers that can begin, and return them, loads first."""
         transfers = [*self._queue]
         self._begun.update(self._queue)
         self._queue = {}
@@ -110,14 +110,15 @@ class Traffic:
         return transfers
 
     def job_of(self, transfer: Transfer) -> Job | None:
-        """Return the job of a transfer that has begun, None if that is over. O(1)."""
+        """Return the job of a transfer that has begun and isn't over, else None. O(1)."""
         return self._begun.get(transfer)
 
     def prepare_commits(self, job: Job, transfer: Transfer, *, ok: bool) -> list[Commit]:
-        """Return what is to be cached of a load, once this transfer of it is over, for all who wait. In no change.
+        """Return what is to be cached of a load once this transfer is over, for all who wait. Call it outside a change.
 
-        Nothing before its last transfer, and nothing behind a hit that was taken back meanwhile: that may be bad, and
-        isn't ours to cache again. A hash function that raises does so here: the transfer can be answered again.
+        Nothing is cached before the load's last transfer. Nor is it behind a hit that was taken back meanwhile: that
+        hit may be bad, and must not be cached again. A hash function that raises does so here; then the transfer can be
+        answered again.
         """
         if not isinstance(job, LoadJob) or job.num_open > 1:
             return []
@@ -133,7 +134,7 @@ class Traffic:
     def end(
         self, transfer: Transfer, job: Job, commits: list[Commit], seconds: float | None, *, ok: bool
     ) -> list[Loaded]:
-        """End a transfer, and its job with the last one. Returns what became of loads. O(blocks)."""
+        """End a transfer; with the last one, end its job. Returns what became of loads. O(blocks)."""
         for prepared in commits:
             self._calls.commit(prepared)
         if isinstance(job, LoadJob):
@@ -149,16 +150,16 @@ class Traffic:
         return sequence in self._loading
 
     def give_up(self, sequence: Sequence) -> None:
-        """Have a sequence that is loading wait no more, and give back the slots of what it waited for. O(blocks)."""
+        """Have a loading sequence wait no more, and give back the slots of what it waited for. O(blocks)."""
         job = self._loading[sequence]
         start = job.start_for(sequence, self.index.epoch)
         self.leave(sequence)
         self._calls.rewind(sequence, start)
 
-    # What the manager tells.
+    # Called by the manager.
 
     def check_loads(self, sequence: Sequence, hit: CacheHit | None, loads: object) -> tuple[list[TierHit], int]:
-        """Return loads as a list, and of how many tokens. Raises as `allocate_slots`. Changes nothing. O(blocks)."""
+        """Return loads as a list, and their number of tokens. Raises as `allocate_slots`. Read-only. O(blocks)."""
         given = self.listed(loads)
         if given and sequence.owner is not None:
             raise SequenceStateError(f"allocate_slots: expected no loads, since {sequence} has blocks; got {given}")
@@ -178,7 +179,7 @@ class Traffic:
         return given, sum([load.num_tokens for load in given])
 
     def with_loads(self, sequence: Sequence, hit: CacheHit | None, loads: list[TierHit]) -> CacheHit | None:  # noqa: ARG002  # several groups need them
-        """Return what a sequence with these loads is to start with. Changes nothing."""
+        """Return the hit that a sequence with these loads starts with. Changes nothing."""
         return hit
 
     def begin_loads(self, sequence: Sequence, loads: list[TierHit]) -> None:
@@ -195,7 +196,7 @@ class Traffic:
                 self._queue[transfer] = job
 
     def note_use(self, hit: CacheHit) -> None:
-        """Take note that a sequence starts with a hit: a second use. O(tiers)."""
+        """Take note that a sequence starts with a hit, which is a second use of its blocks. O(tiers)."""
         self._wish_for_used(hit.blocks[-1])
 
     def note_end(self, sequence: Sequence) -> None:
@@ -222,9 +223,9 @@ class Traffic:
             self._loading[twin] = job
 
     def note_cut(self, sequence: Sequence) -> None:
-        """Take note that a sequence went back, perhaps into what it loads: it keeps whole blocks of that.
+        """Take note that a sequence went back. If that was into its load, it keeps whole blocks of the load.
 
-        A block that a transfer may still write is nobody's to add tokens to.
+        A transfer may still write to a partly kept block, so no token may be added to it.
         """
         job = self._loading.get(sequence)
         if job is None:
@@ -238,7 +239,7 @@ class Traffic:
                 self.leave(sequence)
 
     def num_writable(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many of the first tokens anybody else may say that they are written: not what is loading. O(1)."""
+        """Return how many of the first `num_tokens` tokens may be reported as written: those before the load. O(1)."""
         job = self._loading.get(sequence)
         return num_tokens if job is None else min(num_tokens, job.start)
 
@@ -248,10 +249,10 @@ class Traffic:
             job.note_forgotten()
 
     def note_bad(self, blocks: list[KVCacheBlock]) -> None:
-        """Forget what these blocks of the device hold in all tiers, too: it turned out to be bad.
+        """Forget in all tiers what these blocks of the device hold, because it turned out to be bad.
 
-        Loads that bring it, or that stand behind it, have failed there. O(their prefixes x loads); of blocks that are
-        cached one behind the other only the first counts.
+        Loads that bring it, or come behind it, have failed there. O(their prefixes x loads). Of blocks that are cached
+        one after another only the first is looked at.
         """
         if not self.pools:
             return
@@ -268,19 +269,19 @@ class Traffic:
                     job.note_bad(index)
 
     def clear(self) -> None:
-        """Forget everything in all tiers, after the device's cache was reset. O(1) but for giving memory back.
+        """Forget everything in all tiers, after the device's cache was reset. O(1), plus the time to free memory.
 
-        Loads that have begun go on, since their sequences are of before, too. Stores and wishes are for nothing: what
-        they read is cached no more.
+        Loads that have begun go on, since their sequences are from before the reset too. Stores and wishes come to
+        nothing, since what they read is no longer cached.
         """
         self.num_clears += 1
         for pool in self.pools:
             pool.clear()
 
     def forget_salt(self, salt: str | None) -> int:
-        """Forget what all tiers have of a salt, after the device did; returns how many slots. O(runs + those slots).
+        """Forget what all tiers have of a salt, after the device did. Returns how many slots. O(runs + those slots).
 
-        Loads that have begun go on, as after `clear`, and stores are for nothing.
+        Loads that have begun go on, as after `clear`. Stores of the salt come to nothing.
         """
         return sum([pool.forget_salt(salt) for pool in self.pools])
 
@@ -289,7 +290,7 @@ class Traffic:
         note_restored(pool)
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence waits for its loads no more; what nobody has begun for it alone is cancelled. O(blocks)."""
+        """Have a sequence wait for its loads no more. Cancels transfers for it alone that haven't begun. O(blocks)."""
         job = self._loading.pop(sequence)
         del job.sequences[sequence]
         if job.sequences:
@@ -304,11 +305,11 @@ class Traffic:
             self._finish(job)
 
     def owned(self) -> list[list[KVCacheBlock]]:
-        """Return the device's blocks that jobs own, each as often as they do. O(jobs)."""
+        """Return the device's blocks that jobs own, once for each job. O(jobs)."""
         return [job.held if isinstance(job, LoadJob) else job.blocks for job in self._jobs]
 
     def check(self) -> None:
-        """Raise AssertionError unless all here agrees. O(all slots)."""
+        """Raise AssertionError unless all data here agree. O(all slots)."""
         for pool in self.pools:
             tables: list[list[KVCacheBlock]] = []
             for job in self._jobs:
@@ -327,14 +328,14 @@ class Traffic:
             assert len(pool.storing) == sum(map(len, storing)), f"{pool.name}: blocks that are being stored"
             assert len(pool.storing) <= pool.max_storing, f"{pool.name}: more blocks are held than may be"
 
-    # What these are made of, and several groups do otherwise.
+    # Steps of the above that several groups do otherwise.
 
     def _make_pool(self, tier: Tier, max_storing: int) -> TierPool:
         """Return a tier's slots."""
         return make_pool(tier, self._block_size, max_storing)
 
     def _is_stored(self, load: TierHit) -> bool:
-        """Whether what a lookup found is stored still. O(1) while nothing left the tier."""
+        """Whether the blocks that a lookup found are still stored. O(1) while nothing left the tier."""
         sequence = load.sequence
         if load.version == load.pool.index.version and not sequence.was_truncated:
             return True
@@ -357,7 +358,7 @@ class Traffic:
     def _find_store(self, pool: TierPool, run: Run, num_blocks: int) -> tuple[Prefix, list[list[KVCacheBlock]]]:
         """Return what is to be stored with a prefix that ends in `run`, and what the tier has of it.
 
-        The second are lists of slots, of which the first has what comes before that.
+        The second is lists of slots. The first of these has the slots before the store.
         """
         prefix = prefix_of(run, num_blocks)
         return prefix, [pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))]
@@ -365,13 +366,13 @@ class Traffic:
     def _make_store(
         self, pool: TierPool, run: Run, prefix: Prefix, above: list[list[KVCacheBlock]], slots: list[KVCacheBlock]
     ) -> StoreJob:
-        """Return the job of a store behind what `_find_store` found."""
+        """Return the job that stores what `_find_store` found."""
         return StoreJob(pool, run, prefix, above, slots)
 
-    # What these are made of.
+    # Steps of the above.
 
     def _transfers(self, pool: TierPool, job: Job, numbers: range, *, is_load: bool) -> list[Transfer]:
-        """Return the transfers of those blocks of a job, all between the device and one tier."""
+        """Return the transfers of the blocks `numbers` of a job, all between the device and one tier."""
         made: list[Transfer] = []
         for start in numbers[:: pool.max_transfer_blocks]:
             part = range(start, min(start + pool.max_transfer_blocks, numbers.stop))
@@ -381,13 +382,13 @@ class Traffic:
         return made
 
     def _wish_for_used(self, block: KVCacheBlock) -> None:
-        """Wish for what a second sequence uses, up to this cached block."""
+        """Wish for the prefix up to this cached block, which a second sequence uses."""
         for pool in self.pools:
             if pool.stores_reused:
                 pool.wish(block.node)
 
     def _wish_for_computed(self) -> None:
-        """Wish for what sequences have cached since the last look, for tiers that store that."""
+        """Wish for what sequences have cached since the last look, for tiers that store what is computed."""
         pools = [pool for pool in self.pools if pool.stores_computed]
         if not pools:
             return
@@ -399,7 +400,7 @@ class Traffic:
                     pool.wish(sequence.blocks[number - 1].node)
 
     def _begin_stores(self, pool: TierPool, transfers: list[Transfer]) -> None:
-        """Begin what can be begun of a tier's wishes; the others stay."""
+        """Begin as many of a tier's wishes as possible. The others stay wishes."""
         for run, end in pool.wishes.take_all():
             room = pool.max_storing - len(pool.storing)
             if room <= 0:
@@ -422,7 +423,7 @@ class Traffic:
             slots = pool.take(number, prefix.salt)
             if not slots:
                 for held in above:
-                    pool.let_go(held)  # used: reused last
+                    pool.let_go(held)  # the stored part was used, so it is reused last
                 pool.num_dropped_blocks += len(prefix.blocks) - first
                 continue
             self._begin_store(self._make_store(pool, run, prefix, above, slots), transfers)
@@ -442,7 +443,7 @@ class Traffic:
             transfers.append(transfer)
 
     def _note_loaded(self, transfer: Transfer, seconds: float | None, *, is_ok: bool) -> None:
-        """Count a load, learn from it, and forget slots that didn't bring what they should."""
+        """Count a load, learn its speed, and forget slots whose bytes were wrong or didn't arrive."""
         pool = transfer.pool
         if is_ok:
             pool.num_loaded_blocks += len(transfer.slots)
@@ -454,7 +455,7 @@ class Traffic:
             pool.drop([pool.pool.blocks[slot - first] for slot in transfer.slots])
 
     def _finish(self, job: Job) -> list[Loaded]:
-        """End a job all of whose transfers are over."""
+        """End a job whose transfers are all over."""
         del self._jobs[job]
         if isinstance(job, LoadJob):
             return self._finish_load(job)
@@ -467,7 +468,7 @@ class Traffic:
         pool.num_stored_blocks += num_stored
         pool.num_dropped_blocks += num_arrived - num_stored
         if num_arrived < len(job.blocks):
-            pool.wishes.drop(job.run)  # not tried again before it is wished for again
+            pool.wishes.drop(job.run)  # not tried again until it is wished for again
         pool.wishes.resume()
         tables = job.good_tables()
         for table in tables:

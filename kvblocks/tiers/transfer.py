@@ -1,4 +1,4 @@
-"""What goes to and fro between a manager of tiers and who moves the bytes: `TierHit`, `Transfer`, `Loaded`."""
+"""What a manager of tiers and the mover of the bytes exchange: `TierHit`, `Transfer`, `Loaded`."""
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.sequence import Sequence
@@ -8,15 +8,15 @@ from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.wishes import Prefix
 
 QUEUED, BEGUN, ENDED = 0, 1, 2
-"""What becomes of a transfer: nobody knows of it yet, somebody carries it out, it is over or was never begun."""
+"""States of a transfer: not returned by `take_transfers` yet; begun; over, or never to begin."""
 
 
 class TierHit:
-    """What a tier has of a sequence, behind what the device and the tiers above it have, as of one moment.
+    """What a tier has of a sequence at one moment, behind what the device and the tiers above it have.
 
-    sequence: whose lookup it is. tier: its name. first_token: where it begins. num_tokens: of how many tokens it has
-    the KV, in whole blocks, and never with the last known one, whose logits are needed. num_bytes: what a load moves.
-    Made by `manager.tiers.find`; read-only. It owns nothing: `allocate_slots` checks that it is still true.
+    sequence: whose lookup it is. tier: its name. first_token: where it begins. num_tokens: tokens whose KV it has, in
+    whole blocks. The last known token is never among them, since its logits are needed. num_bytes: what a load moves.
+    Made by `manager.tiers.find`; read-only. It owns nothing: `allocate_slots` checks that it still holds.
     """
 
     __slots__ = ("first_token", "num_bytes", "num_tokens", "pool", "prefix", "sequence", "tier", "version")
@@ -24,7 +24,7 @@ class TierHit:
     def __init__(
         self, sequence: Sequence, pool: TierPool, prefix: list[KVCacheBlock], first_block: int, end_block: int
     ) -> None:
-        """prefix: the tier's slots from the sequence's first block on. first_block, end_block: what is meant."""
+        """prefix: the tier's slots from the sequence's first block on. first_block, end_block: this hit's blocks."""
         self.sequence = sequence
         self.pool = pool
         self.prefix = prefix
@@ -39,7 +39,7 @@ class TierHit:
         return self.num_bytes * self.pool.rate.seconds_a_unit
 
     def part(self) -> TierPart:
-        """Return the same as a record for people, with how long the tier will have it. O(slots of the tier)."""
+        """Return the same as a record for people, with how many slots are reused before it. O(slots of the tier)."""
         end = self.first_token + self.num_tokens
         return TierPart(self.tier, self.first_token, end, self.pool.num_ahead(self.prefix))
 
@@ -50,9 +50,9 @@ class TierHit:
 class Transfer:
     """Blocks whose bytes are to be copied: block_ids[i] of the device, slots[i] of the tier.
 
-    is_load: from the tier to the device; else the other way. tier: its name. generation: of this transfer alone, in
-    this manager; answers that came for another one change nothing. num_bytes: of all. state: see above. has_arrived:
-    whether it ended well. Made by `manager.tiers`; read-only, compared by identity.
+    is_load: whether bytes go from the tier to the device, or the other way. tier: its name. generation: unique to this
+    transfer within its manager; an answer for another one changes nothing. num_bytes: of all blocks. state: see above.
+    has_arrived: whether it ended well. Made by `manager.tiers`; read-only, compared by identity.
     """
 
     __slots__ = (
@@ -72,7 +72,7 @@ class Transfer:
     def __init__(
         self, generation: int, pool: TierPool, prefix: Prefix, position: int, slots: list[int], *, is_load: bool
     ) -> None:
-        """pool: the tier's. prefix: what its blocks are a part of, the first of them at `position`."""
+        """pool: the tier's. prefix: contains the transfer's blocks, from index `position` on."""
         self.generation = generation
         self.pool = pool
         self.tier = pool.name
@@ -87,23 +87,23 @@ class Transfer:
 
     @property
     def salt(self) -> str | None:
-        """Whose blocks they are. O(length of the salt)."""
+        """The salt of its blocks. O(length of the salt)."""
         return self.prefix.salt
 
     @property
     def max_blocks(self) -> int | None:
-        """The quota of its salt in the tier, None without one. O(1)."""
+        """The quota of its salt in the tier; None without one. O(1)."""
         return self.pool.max_blocks_of(self.prefix.salt)
 
     def digests_before(self) -> list[bytes]:
-        """Return the SHA-256 of each block of the prefix before its blocks. O(those), as `identities`."""
+        """Return the SHA-256 of each block of the prefix before its blocks. O(blocks before them), as `identities`."""
         before = self.prefix.identities(0, self.position, self.pool.index.block_size)
         return [identity.digest() for identity in before]
 
     def identities(self) -> list[BlockIdentity]:
-        """Return who its blocks are: what a tier that outlives the manager keeps beside their bytes, and compares.
+        """Return its blocks' identities, which a tier that outlives the manager keeps beside the bytes and compares.
 
-        O(blocks), and O(blocks before them) once a prefix.
+        O(blocks), and O(blocks before them) once per prefix.
         """
         return self.prefix.identities(self.position, self.position + len(self.slots), self.pool.index.block_size)
 
@@ -113,10 +113,10 @@ class Transfer:
 
 
 class Loaded:
-    """What became of a sequence's loads, all of which have ended.
+    """What became of a sequence's loads, which have all ended.
 
-    num_tokens: its first tokens whose KV is there; whatever comes behind them is to be computed. is_whole: whether all
-    arrived that was to be loaded. Made by `manager.tiers`; read-only.
+    num_tokens: how many first tokens have KV. The tokens behind them are to be computed. is_whole: whether everything
+    that was to be loaded arrived. Made by `manager.tiers`; read-only.
     """
 
     __slots__ = ("is_whole", "num_tokens", "sequence")

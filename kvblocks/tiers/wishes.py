@@ -1,7 +1,7 @@
-"""What is to be stored: prefixes of the device's cache, by where they end.
+"""Wishes: which prefixes of the device's cache are to be stored, by their last node.
 
-A wish owns nothing. Until its store begins its blocks may be taken for something else, and then it is for nothing, or
-for what is left of the prefix: so taking a block never waits for a copy.
+A wish owns nothing. Its blocks may be taken for something else before its store begins. Then only what is left of the
+prefix is stored, if anything. So taking a block never waits for a copy.
 """
 
 from kvblocks.core.block import KVCacheBlock, Node, Run
@@ -9,25 +9,28 @@ from kvblocks.retention.salts import salt_in
 from kvblocks.tiers.identity import BlockIdentity
 
 MOST_WISHES = 4096
-"""The oldest wish is dropped for one more: an engine that never asks for transfers loses hits, and no memory."""
+"""Beyond this the oldest wish is dropped.
+
+So an engine that never asks for transfers loses hits, but uses no more memory.
+"""
 
 
 class Prefix:
-    """A cached prefix: its tokens, packed, its encoded keys by block, and the blocks that hold it."""
+    """A cached prefix: its packed tokens, its encoded keys by block, and the blocks that hold it."""
 
     def __init__(self, tokens: bytearray, extra_keys: dict[int, bytes] | None, blocks: list[KVCacheBlock]) -> None:
         self.tokens = tokens
         self.extra_keys = extra_keys
         self.blocks = blocks
-        self._digests: list[bytes] = [b""]  # of nothing, of the first block, and so on, as far as somebody asked
+        self._digests: list[bytes] = [b""]  # before the first block, after the first, and so on, as far as asked for
 
     @property
     def salt(self) -> str | None:
-        """Whose it is. O(its length)."""
+        """The salt of its blocks. O(length of the salt)."""
         return salt_in((self.extra_keys or {}).get(0))
 
     def identities(self, first: int, end: int, block_size: int) -> list[BlockIdentity]:
-        """Return who blocks first to end - 1 are. O(blocks up to `end` that nobody asked for before, and those)."""
+        """Return the identities of blocks first to end - 1. O(blocks), plus O(blocks before them) at the first call."""
         keys, size, found = self.extra_keys or {}, 4 * block_size, list[BlockIdentity]()
         for index in range(min(first, len(self._digests) - 1), end):
             tokens = bytes(self.tokens[index * size : (index + 1) * size])
@@ -39,7 +42,7 @@ class Prefix:
         return found
 
     def begins_with(self, other: "Prefix", block_size: int) -> bool:
-        """Whether the other one is the beginning of this, by its tokens and keys. O(its tokens)."""
+        """Whether `other` is the beginning of this prefix, by its tokens and keys. O(its tokens)."""
         num_blocks = len(other.tokens) // (4 * block_size)
         if not self.tokens.startswith(other.tokens):
             return False
@@ -71,7 +74,7 @@ def prefix_of(run: Run, num_blocks: int) -> Prefix:
 class Wishes:
     """The prefixes that are to be stored in one tier, the oldest wish first.
 
-    Those whose beginning is being stored are put aside, so that nobody looks at them before that has ended.
+    A wish whose beginning is being stored is put aside, so that nobody looks at it before that store has ended.
     """
 
     def __init__(self) -> None:
@@ -82,7 +85,7 @@ class Wishes:
         return len(self._ends)
 
     def add(self, node: Node) -> int:
-        """Wish for the prefix that ends at a cached node. Returns how many older wishes had to go. O(1)."""
+        """Wish for the prefix that ends at a cached node. Returns how many older wishes were dropped. O(1)."""
         run, position = node
         if run is None:
             return 0
@@ -94,22 +97,22 @@ class Wishes:
         return 1
 
     def put_aside(self, run: Run, num_blocks: int) -> None:
-        """Wish for the first so many blocks of a run, but not before `resume`. O(1)."""
+        """Wish for the first num_blocks blocks of a run, but not before `resume`. O(1)."""
         self._aside[run] = num_blocks
 
     def resume(self) -> None:
-        """Have what was put aside looked at again, before what is newer. O(wishes)."""
+        """Take back what was put aside, ahead of newer wishes. O(wishes)."""
         if self._aside:
             newer, self._ends, self._aside = self._ends, self._aside, {}
             for run, num_blocks in newer.items():
                 self._ends[run] = max(self._ends.get(run, 0), num_blocks)
 
     def drop(self, run: Run) -> None:
-        """Wish for nothing of a run any more. O(1)."""
+        """Drop the wish for a run. O(1)."""
         self._ends.pop(run, None)
         self._aside.pop(run, None)
 
     def take_all(self) -> list[tuple[Run, int]]:
-        """Return the wishes, as runs and how many first blocks of them, and forget them. O(wishes)."""
+        """Return the wishes as runs and numbers of first blocks, and forget them. O(wishes)."""
         ends, self._ends = self._ends, {}
         return [*ends.items()]

@@ -1,4 +1,4 @@
-"""The formats in which routers and engines talk about cached blocks: events, their transport, and who has which blocks.
+"""The formats in which engines tell routers about cached blocks: events, their transport, who has which block.
 
     publisher = EventPublisher("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")
     publisher.publish(manager.take_events())           # in the engine, each step
@@ -7,9 +7,9 @@
         client.receive(1.0)                            # in the router
         client.mirror.find("worker-0", block_hashes)
 
-The records of the wire and their encodings are in `kvblocks.wire.codecs`, without input or output; so are the
-bookkeeping of a publisher (`kvblocks.wire.ledger`) and of a consumer (`kvblocks.wire.mirror`). Sockets are in
-`kvblocks.wire.publisher`, `client` and `tail` alone. docs/wire.md takes a frame apart.
+The records of the wire and their encodings are in `kvblocks.wire.codecs`; the bookkeeping of a publisher is in
+`kvblocks.wire.ledger`, and that of a consumer in `kvblocks.wire.mirror`. These three do no input or output. Only
+`kvblocks.wire.publisher`, `client` and `tail` use sockets. docs/wire.md explains a frame byte by byte.
 
 Needs `pip install 'kvblocks[wire]'`. The names below are imported when they are first asked for.
 """
@@ -67,7 +67,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for. Raises AttributeError for a name that there isn't."""
+    """Import the name that is asked for. Raises AttributeError for an unknown name."""
     if name not in _MODULES:
         raise AttributeError(f"module 'kvblocks.wire' has no attribute {name!r}")
     return vars(import_module(f"kvblocks.wire.{_MODULES[name]}"))[name]

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command; say what to install where a package is missing."""
+    """Run the command. If a package is missing, say what to install."""
     try:
         from kvblocks.wire.tail import main as run
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""A mirror that is fed over ZMQ: it listens to publishers, and asks them for what was lost."""
+"""A mirror that is fed over ZMQ: it listens to publishers, and asks them for lost batches."""
 
 import time
 from collections.abc import Mapping
@@ -17,14 +17,15 @@ try:
 except ImportError as _error:
     raise missing("pyzmq", _error) from _error
 
-_NUM_AT_ONCE: Final = 1000  # messages read from one socket before the others are looked at
+_NUM_AT_ONCE: Final = 1000  # messages read from one socket before other sockets get their turn
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a worker publishes.
 
-    replay_endpoint: where it can be asked; None: nowhere. topic: what the topics of its batches begin with.
+    replay_endpoint: where replays are asked for; None: the worker can't be asked. topic: the prefix of its batches'
+    topics.
     """
 
     endpoint: str
@@ -34,7 +35,7 @@ class Source:
 
 @dataclass(slots=True)
 class _Line:
-    """A worker's sockets. asks: None if it can't be asked. heard_at: of the last live message or answer."""
+    """A worker's sockets. asks: None if it can't be asked. heard_at: when the last live message or answer came."""
 
     source: Source
     live: "zmq.Socket[bytes]"
@@ -44,9 +45,9 @@ class _Line:
 
 
 class MirrorClient:
-    """Feeds a mirror from the publishers of workers. Not safe to share between threads: one thread calls `receive`.
+    """Feeds a mirror from the publishers of workers. Not thread-safe: one thread calls `receive`.
 
-    sources: by worker's name, where it publishes. patience: seconds without an answer after which is asked again.
+    sources: by worker's name, where it publishes. patience: seconds without an answer after which it asks again.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class MirrorClient:
             raise
 
     def add(self, worker: str, source: Source) -> None:
-        """Listen to a worker. Raises InvalidArgumentError for one that is there, zmq.ZMQError for a bad endpoint."""
+        """Listen to a worker. Raises InvalidArgumentError for a known worker, zmq.ZMQError for a bad endpoint."""
         if worker in self._lines:
             raise wrong("worker", "a name that is not in use", worker)
         live = self._connect(zmq.SUB, source.endpoint, source.topic)
@@ -83,11 +84,11 @@ class MirrorClient:
         self._poller.register(live, zmq.POLLIN)
         self._lines[worker] = _Line(source, live, asks)
         if worker in self.mirror.workers:
-            self.mirror.ask_anew(worker)  # what another client asked is answered to nobody
+            self.mirror.ask_anew(worker)  # answers to another client's questions don't come here
         self.mirror.add(worker, can_ask=asks is not None)
 
     def remove(self, worker: str) -> None:
-        """Listen to a worker no more, and forget what it had. Raises InvalidArgumentError for one that isn't there."""
+        """Stop listening to a worker, and forget what it had. Raises InvalidArgumentError for an unknown worker."""
         self.mirror.remove(worker)
         line = self._lines.pop(worker)
         for one in (line.live, line.asks):
@@ -96,7 +97,7 @@ class MirrorClient:
                 one.close(0)
 
     def silence(self, worker: str) -> float:
-        """Return for how many seconds nothing has come from a worker: longer than its heartbeat, it may be gone."""
+        """Return for how many seconds nothing has come from a worker. Longer than its heartbeat: it may be gone."""
         if worker not in self._lines:
             raise wrong("worker", f"one of {list(self._lines)[:20]}", worker)
         return time.monotonic() - self._lines[worker].heard_at
@@ -104,8 +105,8 @@ class MirrorClient:
     def receive(self, timeout: float = 0.0) -> int:
         """Take what has come, and ask for what is missing. Return the number of messages taken.
 
-        timeout: seconds to wait for the first one. Call it again and again: it is also what notices that an answer
-        doesn't come.
+        timeout: seconds to wait for the first message. Call it again and again: it also notices answers that don't
+        come.
         """
         ready = dict(self._poller.poll(int(1000 * min(timeout, self._patience))))
         num_taken = 0
@@ -117,7 +118,7 @@ class MirrorClient:
         self._lose_patience()
         for ask in self.mirror.take_asks():
             if ask.worker not in self._lines or self._lines[ask.worker].asks is None:
-                continue  # nobody of this client's
+                continue  # not this client's worker, or one that can't be asked
             self._send(
                 self._lines[ask.worker],
                 replay_request(ask.number) if ask.number is not None else snapshot_request(ask.request),
@@ -174,7 +175,7 @@ class MirrorClient:
 
     def _take_reply(self, worker: str, line: _Line, parts: list[bytes]) -> None:
         reply = read_reply(parts)
-        line.asked_at = time.monotonic()  # it answers, so it may take its time
+        line.asked_at = time.monotonic()  # the worker answers, so patience starts again
         if isinstance(reply, SnapshotChunk):
             self.mirror.receive_chunk(worker, reply)
         elif isinstance(reply, ReplayEnd):
@@ -192,5 +193,5 @@ class MirrorClient:
     def _send(self, line: _Line, parts: list[bytes]) -> None:
         assert line.asks is not None
         line.asked_at = time.monotonic()
-        with suppress(zmq.Again):  # nobody is there: asked again when patience is lost
+        with suppress(zmq.Again):  # nobody is there: it asks again when patience ends
             line.asks.send_multipart(parts, zmq.NOBLOCK)

@@ -1,13 +1,13 @@
-"""What the payloads of frames say, and how: records, and their encodings, without input or output.
+"""The payloads of frames: records and their encodings. No input or output.
 
 The records hold the fields of vLLM 0.33's and SGLang 0.5.23's events, by those names. A block's hash is an int
-(unsigned in vLLM's events, signed in SGLang's) or bytes. `unknown` holds the fields that are none of these, so that
-they survive; those of an array are a list under the name "".
+(unsigned in vLLM's events, signed in SGLang's) or bytes. `unknown` holds all other fields, so that they aren't lost. An
+array's unknown fields are a list under the name "".
 
-`decode` takes all encodings; an event tells by itself which it is in. `CODECS` has an encoder of each:
+`decode` takes all encodings: an event shows which one it is in. `CODECS` has an encoder of each:
 
-- "vllm": maps tagged "type", as vLLM 0.33 sends them. What has a default is left out when it has that value.
-- "vllm:array": the arrays that vLLM sent before June 2026, as its last version with them did (0.23): the tag, then the
+- "vllm": maps tagged "type", as vLLM 0.33 sends them. A field that has its default value is left out.
+- "vllm:array": arrays, as vLLM sent them before June 2026 (the last version with them is 0.23): the tag, then the
   fields in order.
 - "sglang": SGLang's maps: another order, other defaults, signed hashes.
 """
@@ -29,7 +29,7 @@ Hash: TypeAlias = int | bytes
 class BlockStored(Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
     """Consecutive blocks of one prefix became cached, on a medium.
 
-    token_ids: of all its blocks; a pair in place of an id is a bigram of speculative decoding.
+    token_ids: of all its blocks. A pair of ids in place of an id is a bigram of speculative decoding.
     """
 
     block_hashes: list[Hash]
@@ -52,7 +52,7 @@ class BlockStored(Struct, frozen=True, omit_defaults=True, kw_only=True, gc=Fals
 
 
 class BlockRemoved(Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """Blocks that are cached on a medium no more."""
+    """Blocks that are no longer cached on a medium."""
 
     block_hashes: list[Hash]
     medium: str | None = None
@@ -63,13 +63,13 @@ class BlockRemoved(Struct, frozen=True, omit_defaults=True, kw_only=True, gc=Fal
 
 
 class AllBlocksCleared(Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
-    """Nothing that was said before is cached any more."""
+    """Nothing that earlier events stored is cached any more."""
 
     unknown: dict[str, Any] | None = field(default=None, name="")
 
 
 class UnknownEvent(Struct, frozen=True, gc=False):
-    """An event of a type that none of the above is. content: the whole event, as it came."""
+    """An event of another type than the above. content: the whole event, as it came."""
 
     type: str
     content: Any
@@ -79,7 +79,7 @@ WireEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | UnknownEv
 
 
 class EventBatch(Struct, frozen=True, gc=False):
-    """The payload of a frame. ts: seconds since 1970. more: elements behind the ones that are known."""
+    """The payload of a frame. ts: seconds since 1970. more: elements behind the known ones."""
 
     ts: float
     events: list[WireEvent]
@@ -93,12 +93,12 @@ class EventBatch(Struct, frozen=True, gc=False):
 
 
 MAX_PAYLOAD_BYTES: Final = 1 << 26
-"""The most that a payload may have; a batch of a million tokens has a tenth of it."""
+"""The most bytes of a payload. A batch of a million tokens takes a tenth of it."""
 
 _Known = TypeVar("_Known", BlockStored, BlockRemoved, AllBlocksCleared)
 
 _CLASSES: Final = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
-# The fields in their order. vLLM only ever added some at the end, so these are its arrays' fields as well.
+# The fields in their order. vLLM has only added fields at the end, so its arrays have the same order.
 _VLLM: Final = {
     "BlockStored": (
         *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
@@ -131,7 +131,7 @@ class Codec:
     def __init__(
         self, name: str, fields: dict[str, tuple[str, ...]], num_always: tuple[int, int], hash_form: str
     ) -> None:
-        """num_always: of BlockStored and BlockRemoved, how many of the first fields are said even if they are None."""
+        """num_always: how many first fields of BlockStored and BlockRemoved are sent even if they are None."""
         self.name = name
         self.hash_form = hash_form
         self._fields = fields
@@ -139,10 +139,10 @@ class Codec:
         self._is_array = name.endswith(":array")
 
     def encode(self, batch: EventBatch) -> bytes:
-        """Return the payload that says `batch`. O(blocks + tokens).
+        """Return the payload of a batch. O(blocks + tokens).
 
-        A field that this encoding doesn't know is said behind those that it does. Raises InvalidArgumentError for
-        fields that an array has no place for.
+        Fields that this encoding doesn't know are written behind the known ones. Raises InvalidArgumentError for fields
+        that an array has no place for.
         """
         encode_event = self._as_array if self._is_array else self._as_map
         events = [encode_event(event) for event in batch.events]
@@ -192,14 +192,14 @@ CODECS: Final = {
 
 
 def get_codec(name: str) -> Codec:
-    """Return a codec by its name. Raises InvalidArgumentError for a name that there isn't."""
+    """Return the codec of a name. Raises InvalidArgumentError for an unknown name."""
     if not isinstance(name, str) or name not in CODECS:
         raise wrong("codec", " or ".join(map(repr, CODECS)), name)
     return CODECS[name]
 
 
 def decode(payload: bytes) -> EventBatch:
-    """Return what a payload says, in whichever encoding. Raises MalformedFrameError. O(bytes)."""
+    """Return the batch in a payload, of any encoding. Raises MalformedFrameError. O(bytes)."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise MalformedFrameError(f"payload: expected at most {MAX_PAYLOAD_BYTES} bytes, got {len(payload)}")
     try:

@@ -1,4 +1,4 @@
-"""kvblocks' records of what is cached, as records of the wire."""
+"""From kvblocks' records of what is cached to records of the wire."""
 
 from collections.abc import Iterable
 from typing import Any, Final
@@ -16,7 +16,7 @@ _MASK: Final = 2**64 - 1
 
 
 def to_u64(digest: Hash) -> int:
-    """Return the low 64 bits of a digest (its last eight bytes), unsigned; of a signed hash the same bits."""
+    """Return the low 64 bits of a digest (its last eight bytes), unsigned. A signed hash keeps its bits."""
     return int.from_bytes(digest[-8:]) if isinstance(digest, bytes) else digest & _MASK
 
 
@@ -35,10 +35,10 @@ _FORMS: Final[dict[str, Any]] = {"u64": to_u64, "i64": to_i64, "bytes": to_bytes
 
 
 class Converter:
-    """Makes records of the wire of kvblocks' records.
+    """Makes records of the wire from kvblocks' records.
 
-    codec: which encoding they are for. hash_form: "u64", "i64" or "bytes"; None: the codec's own. Raises
-    InvalidArgumentError for others.
+    codec: the name of the encoding. hash_form: "u64", "i64" or "bytes"; None: the codec's own form. Raises
+    InvalidArgumentError for other values.
     """
 
     def __init__(self, codec: str = "vllm", *, hash_form: str | None = None) -> None:
@@ -50,20 +50,20 @@ class Converter:
         self._is_sglang = codec == "sglang"
 
     def convert(self, events: Iterable[CacheEvent]) -> list[WireEvent]:
-        """Return the records that say the same, in order. O(blocks + tokens).
+        """Return the equivalent records, in order. O(blocks + tokens).
 
-        None for `BlocksHit`, which changes nothing and which no format has a word for. Raises InvalidArgumentError for
-        what is no record of kvblocks', or is of one of several groups where the format has none.
+        `BlocksHit` gives no record: it changes nothing, and no format has an event for it. Raises InvalidArgumentError
+        for other objects than kvblocks' records, and for records of several groups if the format has none.
         """
         return [self._one(event) for event in events if not isinstance(event, BlocksHit)]
 
     def check(self, event: BlockStored | BlockRemoved) -> None:
-        """Raise InvalidArgumentError if the format can't say it: SGLang's has no groups."""
+        """Raise InvalidArgumentError if the format can't express a record: SGLang's has no groups."""
         if self._is_sglang and event.group_idx is not None:
             raise wrong("group_idx", "None, since SGLang's events have no groups", event.group_idx)
 
     def medium_of(self, event: BlockStored | BlockRemoved) -> str:
-        """Return where a record's blocks are, in the format's words. A tier with a word of its own keeps that."""
+        """Return the medium of a record's blocks in the format's words. A tier with a medium of its own keeps that."""
         return _SGLANG_MEDIA.get(event.medium, event.medium) if self._is_sglang else event.medium
 
     def _one(self, event: CacheEvent) -> WireEvent:

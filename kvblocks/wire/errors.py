@@ -4,11 +4,11 @@ from kvblocks.errors import KVBlocksError
 
 
 class MalformedFrameError(KVBlocksError, ValueError):
-    """Bytes from outside that are no frame of this wire: what was received is worth nothing, and changed nothing."""
+    """Received bytes that are not a frame of this wire. They changed nothing."""
 
 
 class PublisherClosedError(KVBlocksError):
-    """Events were given to a publisher that is closed."""
+    """Events were given to a closed publisher."""
 
 
 def missing(package: str, error: ImportError) -> ImportError:

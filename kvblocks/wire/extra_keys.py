@@ -1,7 +1,7 @@
-r"""A block's extra keys as vLLM has them: tagged in its hashes, untagged in its events. Needs nothing but the core.
+r"""A block's extra keys as vLLM has them: tagged in its hashes, untagged in its events. Imports only the core.
 
-A sequence's `lora` is an adapter's name, or "name\0path"; what stands behind another "\0" is left out. A str position
-key is an image's identifier; a bytes key is of embeddings, and its first NUM_EMBEDDING_BYTES are the digest.
+A sequence's `lora` is an adapter's name, or "name\0path"; text behind another "\0" is ignored. A str position key is an
+image's identifier. A bytes key is one of embeddings; its first NUM_EMBEDDING_BYTES are the digest.
 """
 
 from hashlib import sha256
@@ -11,14 +11,14 @@ from kvblocks.core.hashing import decode_extra_keys
 from kvblocks.events import BlockStored
 
 NO_EMBEDDINGS: Final = sha256().digest()
-"""The digest of blocks behind a prompt of embeddings."""
+"""The digest of blocks that come after a prompt of embeddings."""
 NUM_EMBEDDING_BYTES: Final = 32
 
 
 def tagged_keys(encoded: bytes, *, has_embeddings: bool) -> tuple[Any, ...]:
-    """Return a block's own keys, each with where it comes from, in vLLM's order: images, salt, embeddings.
+    """Return a block's own keys, each with its kind, in vLLM's order: images, salt, embeddings.
 
-    encoded: the block's, b"" for none. has_embeddings: whether the prompt is one of embeddings.
+    encoded: the block's encoded keys, b"" for none. has_embeddings: whether the prompt is one of embeddings.
     """
     decoded = decode_extra_keys(encoded)
     found: list[Any] = [("mm", key, span[0]) for _, span, key in decoded if span is not None and isinstance(key, str)]
@@ -29,7 +29,7 @@ def tagged_keys(encoded: bytes, *, has_embeddings: bool) -> tuple[Any, ...]:
 
 
 def block_extra_keys(event: BlockStored, *, has_embeddings: bool = False) -> list[tuple[Any, ...] | None]:
-    """Return the keys of each block of a record as events say them, None for a block without any. O(blocks + keys).
+    """Return the keys of each block of a record as events write them; None for a block without keys. O(blocks + keys).
 
     The adapter's name first, then those of `tagged_keys`: (identifier, offset in tokens) of an image, salt, digests.
     """

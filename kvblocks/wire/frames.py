@@ -1,12 +1,11 @@
-"""The messages of the wire, part by part, without input or output.
+"""The messages of the wire, part by part. No input or output.
 
-Live (PUB): [topic, number, payload]; a batch's number is a big-endian u64. The replay socket (ROUTER) is asked for all
-batches from a number on: ["", number]; it answers each as ["", topic, number, payload], and then the end as
-["", "", -1, ""]. That much is vLLM's; before 2026 its answers had no topic.
+Live (PUB): [topic, number, payload]; a batch's number is a big-endian u64. To get all batches from a number on, a
+consumer sends ["", number] to the replay socket (ROUTER). Each batch comes as ["", topic, number, payload], and the end
+as ["", "", -1, ""]. These are vLLM's messages; before 2026 its answers had no topic.
 
-Ours is the snapshot, on the same socket: ["", SNAPSHOT, request] is answered by as many chunks as it takes,
-["", SNAPSHOT, head, payload]. A vLLM that is asked for one says in its log that it doesn't know the request, and
-answers nothing.
+The snapshot is ours, on the same socket: ["", SNAPSHOT, request] is answered by as many chunks as needed, ["",
+SNAPSHOT, head, payload]. vLLM doesn't know this request: it logs that, and answers nothing.
 """
 
 from typing import Final, NamedTuple
@@ -19,10 +18,10 @@ except ImportError as _error:
     raise missing("msgspec", _error) from _error
 
 VERSION: Final = 1
-"""Of the snapshot's messages."""
+"""Version of the snapshot's messages."""
 
 SNAPSHOT: Final = b"\0kvblocks.snapshot"
-"""Stands where a replay's answer has its topic. No topic of ours begins with a NUL."""
+"""Stands in a message where a replay's answer has its topic. No topic of ours begins with a NUL."""
 
 MAX_NUMBER: Final = 2**63 - 1
 END: Final = b"\xff" * 8
@@ -31,10 +30,11 @@ _NUM_BYTES: Final = 8
 
 
 class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What comes before a snapshot's chunk. Later versions may say more behind it.
+    """The head of a snapshot's chunk. Later versions may add fields at the end.
 
-    request: as it was asked with. epoch: the number of the first batch that this publisher ever made. number: that of
-    the last batch that the snapshot includes. index, total: of this chunk; a total of 0 is a refusal: ask again later.
+    request: the number in the request. epoch: the number of the first batch that this publisher ever made. number: of
+    the last batch that the snapshot includes. index, total: this chunk's index, and the number of chunks. A total of 0
+    is a refusal: ask again later.
     """
 
     version: int
@@ -46,7 +46,7 @@ class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a snapshot is asked with. request: any number, to know the answer by."""
+    """A request for a snapshot. request: any number; the answer repeats it."""
 
     version: int
     request: int
@@ -61,7 +61,7 @@ class Batch(NamedTuple):
 
 
 class ReplayEnd(NamedTuple):
-    """All that is kept has been replayed."""
+    """The end of a replay: all batches that are kept were sent."""
 
 
 class SnapshotChunk(NamedTuple):
@@ -77,7 +77,7 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 
 def pack_number(number: int) -> bytes:
-    """Return a batch's number as it is sent."""
+    """Return a batch's number in its bytes on the wire."""
     return number.to_bytes(_NUM_BYTES, "big")
 
 
@@ -104,7 +104,7 @@ def snapshot_reply(head: SnapshotHead, payload: bytes) -> list[bytes]:
 
 
 def read_request(parts: list[bytes]) -> int | SnapshotRequest:
-    """Return what a message asks for: the number to replay from, or a snapshot. Raises MalformedFrameError."""
+    """Return what a message asks for: a number to replay from, or a snapshot. Raises MalformedFrameError."""
     if len(parts) == 2 and not parts[0] and len(parts[1]) == _NUM_BYTES:
         return int.from_bytes(parts[1], "big")
     if len(parts) == _NUM_PARTS and not parts[0] and parts[1] == SNAPSHOT:
@@ -116,9 +116,9 @@ def read_request(parts: list[bytes]) -> int | SnapshotRequest:
 
 
 def read_reply(parts: list[bytes]) -> Batch | ReplayEnd | SnapshotChunk:
-    """Return what an answer says. Raises MalformedFrameError."""
+    """Return the content of an answer. Raises MalformedFrameError."""
     if len(parts) == _NUM_PARTS and not parts[0]:
-        parts = [b"", b"", *parts[1:]]  # vLLM's before 2026
+        parts = [b"", b"", *parts[1:]]  # an answer of vLLM before 2026
     if len(parts) != 4 or parts[0]:
         raise MalformedFrameError(f"reply: expected a batch or a chunk, got {_shown(parts)}")
     if parts[1] == SNAPSHOT:

@@ -1,4 +1,4 @@
-"""What a worker has cached, as its events say: sets of hashes, by rank, group and medium."""
+"""What a worker has cached according to its events: sets of hashes, by rank, group and medium."""
 
 from collections.abc import Iterable
 from typing import Final, NamedTuple, TypeAlias
@@ -20,11 +20,11 @@ class Place(NamedTuple):
 
 
 Change: TypeAlias = tuple[int, Place, list[int]]
-"""CLEARED, STORED or REMOVED; where; which hashes."""
+"""CLEARED, STORED or REMOVED; the place; the hashes."""
 
 
 def changes_of(batch: EventBatch) -> list[Change]:
-    """Return what a batch changes, without tokens. Unknown events change nothing. O(blocks)."""
+    """Return the changes in a batch, without tokens. Unknown events change nothing. O(blocks)."""
     rank = batch.data_parallel_rank or 0
     changes: list[Change] = []
     for event in batch.events:
@@ -39,7 +39,7 @@ def changes_of(batch: EventBatch) -> list[Change]:
 
 
 class Holdings:
-    """The cached blocks of one worker. Hashes are kept by their low 64 bits, unsigned, whichever form they come in."""
+    """The cached blocks of one worker. Hashes of all forms are kept as their low 64 bits, unsigned."""
 
     __slots__ = ("_sets",)
 
@@ -47,7 +47,7 @@ class Holdings:
         self._sets: dict[Place, set[int]] = {}
 
     def apply(self, changes: Iterable[Change]) -> None:
-        """Carry out changes, in order. O(blocks)."""
+        """Apply changes, in order. O(blocks)."""
         for kind, place, hashes in changes:
             if kind == CLEARED:
                 self._sets = {other: held for other, held in self._sets.items() if other.rank != place.rank}
@@ -64,7 +64,7 @@ class Holdings:
         self._sets = {}
 
     def count(self) -> int:
-        """Return the number of blocks, each once for each place that it is cached in. O(places)."""
+        """Return the number of blocks. A block counts once for each place where it is cached. O(places)."""
         return sum(map(len, self._sets.values()))
 
     def ranks(self) -> list[int]:
@@ -76,7 +76,7 @@ class Holdings:
         return {place: frozenset(held) for place, held in self._sets.items()}
 
     def find(self, hashes: Iterable[Hash], rank: int, group: int, medium: str | None) -> int:
-        """Return how many of the first of `hashes` are cached; medium None: on any. O(blocks found x media)."""
+        """Return how many first blocks of `hashes` are cached. medium None: on any. O(blocks found x media)."""
         held = [
             found
             for place, found in self._sets.items()

@@ -1,11 +1,12 @@
-"""A publisher's bookkeeping, without input or output: numbers, what waits to be sent, what can be had again.
+"""A publisher's bookkeeping, without input or output: batch numbers, the queue, and what is kept for replays.
 
-Batches are numbered from the epoch on: the number of the first one, which says that nothing is cached. A publisher that
-starts again has a higher epoch, so no two batches of a worker ever have the same number, and a later one has a higher
-number. What doesn't fit into the queue is not sent; its number stays unused, which every consumer sees as a gap.
+Batches are numbered from the epoch on. The epoch is the number of the first batch, which says that nothing is cached. A
+publisher that restarts has a higher epoch. So no two batches of a worker have the same number, and a later batch has a
+higher number. A batch that doesn't fit into the queue is not sent. Its number stays unused, which every consumer sees
+as a gap.
 
-The cached blocks are followed here too, dropped batches included, so that a snapshot is the cache's contents after all
-batches up to one number. The engine is not asked for it.
+The ledger also follows which blocks are cached, dropped batches included. So a snapshot is the cache's contents after
+all batches up to one number, and the engine is not asked for it.
 """
 
 from collections import deque
@@ -21,12 +22,12 @@ from kvblocks.wire.convert import Converter
 from kvblocks.wire.frames import VERSION, SnapshotHead
 
 PIECE_BLOCKS: Final = 32
-"""An event stays in memory while one of its blocks is cached, so long ones are followed in pieces of as many blocks."""
+"""An event stays in memory while any of its blocks is cached. So longer events are followed in pieces of this size."""
 
 CHUNK_BLOCKS: Final = 1024
 """Blocks in a chunk of a snapshot."""
 
-_BYTES_A_BLOCK: Final = 100  # of a queued event, beside its tokens: its digest and bookkeeping
+_BYTES_A_BLOCK: Final = 100  # of a queued event, without its tokens: digest and bookkeeping
 _BYTES_AN_EVENT: Final = 400
 
 BlockKey = tuple[int | None, str, bytes]
@@ -37,10 +38,10 @@ _Place = tuple[BlockStored, int]
 class Limits:
     """How much a publisher holds at most.
 
-    max_queued_batches, max_queued_bytes: waiting to be sent; what is more is dropped. num_kept_batches, max_kept_bytes:
-    for replays. num_sending: batches on their way to one slow consumer; what is more is lost to that one. ZMQ counts
-    these by their number, so a consumer that doesn't read may hold as many of the largest batches in memory.
-    num_snapshots: sent at the same time; more are refused.
+    max_queued_batches, max_queued_bytes: waiting to be sent; further batches are dropped. num_kept_batches,
+    max_kept_bytes: for replays. num_sending: batches on their way to one slow consumer; that consumer loses further
+    ones. ZMQ counts these by number. So for a consumer that doesn't read, that many of the largest batches may be in
+    memory. num_snapshots: sent at the same time; further ones are refused.
     """
 
     max_queued_batches: int = 10_000
@@ -52,7 +53,7 @@ class Limits:
 
 
 class Queued(NamedTuple):
-    """A batch that waits to be sent. num_bytes: about what it takes in memory."""
+    """A batch that waits to be sent. num_bytes: its approximate size in memory."""
 
     number: int
     ts: float
@@ -67,14 +68,14 @@ class Snapshot(NamedTuple):
     places: list[_Place]
 
     def events(self, first: int = 0, end: int | None = None) -> list[BlockStored]:
-        """Return records that store its blocks first to end - 1, consecutive ones of one record together. O(blocks)."""
+        """Return events that store blocks first to end - 1, consecutive blocks of one event together. O(blocks)."""
         return list(_joined(islice(self.places, first, end)))
 
 
 class Ledger:
-    """The books of one publisher. Not safe to share between threads: the publisher has a lock.
+    """The books of one publisher. Not thread-safe: the publisher has a lock.
 
-    rank: the data-parallel rank that batches say. ts: the time of the first batch, which is in the queue at once.
+    rank: the data-parallel rank in batches. ts: the time of the first batch, which is queued at once.
     """
 
     def __init__(self, converter: Converter, limits: Limits, epoch: int, rank: int, ts: float) -> None:
@@ -93,32 +94,33 @@ class Ledger:
 
     @property
     def next_number(self) -> int:
-        """The number that the next batch will have."""
+        """The number of the next batch."""
         return self._next
 
     @property
     def num_queued(self) -> int:
-        """How many batches wait to be sent."""
+        """The number of batches that wait to be sent."""
         return len(self._queue)
 
     @property
     def num_cached(self) -> int:
-        """How many blocks are cached after all batches so far, dropped ones included."""
+        """The number of cached blocks after all batches so far, dropped ones included."""
         return len(self._cached)
 
     def add(self, events: Iterable[CacheEvent], ts: float) -> bool:
-        """Number a batch of events and queue it. Return False if it was dropped. O(blocks), tokens are not looked at.
+        """Number a batch of events and queue it. Return False if it was dropped. O(blocks); tokens are not looked at.
 
-        No events make no batch. Raises InvalidArgumentError for what is no record of kvblocks'; then nothing changes.
+        Without events there is no batch. Raises InvalidArgumentError for other objects than kvblocks' records; then
+        nothing changes.
         """
         given: Any = events
         if not isinstance(given, Iterable):
             raise wrong("events", "records of kvblocks", events)
-        batch: list[CacheEvent] = [event for event in events if not isinstance(event, BlocksHit)]  # they change nothing
+        batch: list[CacheEvent] = [event for event in events if not isinstance(event, BlocksHit)]  # hits change nothing
         num_bytes = sum(map(self._weigh, batch))
         if not batch:
             return True
-        # First of all the number: whoever interrupts what follows leaves a gap, which everybody sees.
+        # The number is taken first: an interrupt after this leaves a gap, which every consumer sees.
         number, limits = self._next, self._limits
         self._next = number + 1
         for event in batch:
@@ -131,7 +133,7 @@ class Ledger:
         return True
 
     def add_heartbeat(self, ts: float) -> None:
-        """Queue a batch of nothing, if nothing waits: by its number consumers see whether they missed something."""
+        """Queue an empty batch if nothing waits. Its number shows consumers whether they missed something."""
         if not self._queue:
             number = self._next
             self._next = number + 1
@@ -151,7 +153,7 @@ class Ledger:
         return self._converter.codec.encode(said)
 
     def keep(self, number: int, payload: bytes) -> None:
-        """Keep what was sent, for replays; forget the oldest that is too much."""
+        """Keep a sent batch for replays, and forget the oldest beyond the limits."""
         self._kept.append((number, payload))
         self._kept_bytes += len(payload)
         while self._kept and (
@@ -164,20 +166,20 @@ class Ledger:
         return [batch for batch in self._kept if batch[0] >= number]
 
     def snapshot(self) -> Snapshot:
-        """Return what is cached after all batches so far. O(blocks), copying a pointer each."""
+        """Return what is cached after all batches so far. O(blocks), one pointer each."""
         return Snapshot(self._next - 1, list(self._cached.values()))
 
     def head(self, snapshot: Snapshot, request: int, index: int) -> SnapshotHead:
-        """Return what is said before a chunk."""
+        """Return the head of a chunk."""
         total = max(1, -(-len(snapshot.places) // CHUNK_BLOCKS))
         return SnapshotHead(VERSION, request, self.epoch, snapshot.number, index, total)
 
     def refusal(self, request: int) -> SnapshotHead:
-        """Return what is said instead of a snapshot."""
+        """Return the head of a refusal."""
         return SnapshotHead(VERSION, request, self.epoch, self._next - 1, 0, 0)
 
     def chunk(self, snapshot: Snapshot, index: int, ts: float) -> bytes:
-        """Return a chunk's payload: a batch whose events, applied one chunk after the other, make the snapshot."""
+        """Return a chunk's payload: a batch of events. Applied one after another, all chunks give the snapshot."""
         first: list[CacheEvent] = [] if index else [AllBlocksCleared()]
         stored = snapshot.events(index * CHUNK_BLOCKS, (index + 1) * CHUNK_BLOCKS)
         said = self._converter.convert([*first, *stored])
@@ -188,7 +190,7 @@ class Ledger:
         self._queued_bytes += batch.num_bytes
 
     def _weigh(self, event: CacheEvent) -> int:
-        """Return about how many bytes an event takes. Raises InvalidArgumentError for what is none of ours."""
+        """Return the approximate size of an event in bytes. Raises InvalidArgumentError for other objects."""
         if isinstance(event, AllBlocksCleared):
             return _BYTES_AN_EVENT
         if not isinstance(event, BlockStored | BlockRemoved):
@@ -213,7 +215,7 @@ class Ledger:
 
 
 def _joined(places: Iterable[_Place]) -> Iterator[BlockStored]:
-    """Yield events that store the blocks at `places`, consecutive blocks of one event together."""
+    """Yield events that store the blocks at `places`. Consecutive blocks of one event are together."""
     event, first, last = None, 0, -1
     for found, position in places:
         if found is event and position == last + 1:

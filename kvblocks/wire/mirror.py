@@ -1,12 +1,13 @@
-"""A consumer's picture of what many workers have cached, kept exact through loss, doubles, reordering and restarts.
+"""A mirror: a consumer's picture of what many workers have cached. Lost, doubled and reordered batches don't spoil it.
 
-It does no input or output: it is given what arrives and says what to ask for. A worker's batches are numbered. The next
-number is applied. A lower one is late or a double, and is dropped. A higher one is held while what lies between is
-asked for again; if that can't be had, a snapshot is asked for. Batches of two epochs never mix, since a later epoch's
-numbers are all higher (see `kvblocks.wire.ledger`), and its first batch says that nothing is cached.
+It does no input or output: it is given what arrives, and says what to ask for. A worker's batches are numbered. The
+batch with the next number is applied. One with a lower number is late or a double, and is dropped. One with a higher
+number is held, and the batches between are asked for. If those can't be had, a snapshot is asked for. Batches of two
+epochs never mix: all numbers of a later epoch are higher (see `kvblocks.wire.ledger`), and its first batch says that
+nothing is cached.
 
-Other publishers have no snapshots, and number from 0 again when they restart. Then a lower number that is no double is
-a restart, and what a replay lacks is forgotten: `is_complete` says so.
+Other publishers have no snapshots, and start again at 0 when they restart. For these, a lower number that is no double
+means a restart. What a replay lacks is then forgotten, and `is_complete` says so.
 """
 
 from collections import OrderedDict, deque
@@ -21,16 +22,16 @@ from kvblocks.wire.frames import VERSION, SnapshotChunk, SnapshotHead
 from kvblocks.wire.holdings import CLEARED, Change, Holdings, Place, changes_of
 
 MAX_CHUNKS: Final = 1 << 16
-"""Chunks in a snapshot; as many hold 67 million blocks."""
+"""The most chunks in a snapshot. So many hold 67 million blocks."""
 
-_NUM_RECENT: Final = 1024  # numbers by which a double of another publisher is known
-_NUM_TRIES: Final = 3  # asked in vain as often, a publisher has no snapshots
+_NUM_RECENT: Final = 1024  # numbers that are remembered, to tell doubles of another publisher
+_NUM_TRIES: Final = 3  # a publisher that leaves so many asks unanswered has no snapshots
 _MAX_COUNTER: Final = 1 << 32  # other publishers number from 0; ours from their epoch, which is higher
-_NUM_SUSPICIOUS: Final = 3  # batches in a row from before the epoch: the publisher's clock went back
+_NUM_SUSPICIOUS: Final = 3  # so many batches in a row from before the epoch: the publisher's clock went back
 
 
 class Ask(NamedTuple):
-    """What to ask a worker for: all batches from `number` on, or a snapshot, if `number` is None, by `request`."""
+    """What to ask a worker for: all batches from `number` on; or, if `number` is None, a snapshot, by `request`."""
 
     worker: str
     number: int | None
@@ -38,7 +39,7 @@ class Ask(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """A cache of its own: a worker's data-parallel rank."""
+    """One cache: that of a data-parallel rank of a worker."""
 
     worker: str
     rank: int
@@ -46,7 +47,7 @@ class Holder(NamedTuple):
 
 @dataclass(slots=True)
 class MirrorStats:
-    """How often things happened. num_late: doubles and latecomers, dropped; num_unheld: too early, or held in vain."""
+    """Counters. num_late: late batches and doubles, dropped. num_unheld: too early to be held, or held without use."""
 
     num_applied: int = 0
     num_late: int = 0
@@ -60,7 +61,7 @@ class MirrorStats:
 class _Held(NamedTuple):
     """A batch that came early.
 
-    mark: by which a double of it is known. size: how much of `max_held` it takes. request: the last one made before.
+    mark: tells its doubles. size: how much of `max_held` it takes. request: the last request made before it came.
     """
 
     changes: list[Change]
@@ -70,7 +71,7 @@ class _Held(NamedTuple):
 
 
 class _Worker:
-    """What is known of one publisher. next: the number that is due, None while what is cached isn't known at all."""
+    """What is known of one publisher. next: the number of the next batch; None while nothing is known of its cache."""
 
     def __init__(self, name: str, *, can_ask: bool) -> None:
         self.name = name
@@ -78,14 +79,14 @@ class _Worker:
         self.holdings = Holdings()
         self.next: int | None = None
         self.epoch: int | None = None
-        self.floor = 0  # numbers below it are of before the epoch, or of before all was cleared
+        self.floor = 0  # lower numbers are from before the epoch, or from before everything was cleared
         self.is_complete = False
         self.held: dict[int, _Held] = {}
         self.held_size = 0
         self.ask: Ask | None = None
-        self.has_applied = False  # anything since the ask
+        self.has_applied = False  # whether anything was applied since the ask
         self.num_tries = 0
-        self.num_rounds = 0  # snapshots in a row behind which something was still missing
+        self.num_rounds = 0  # snapshots in a row after which batches were still missing
         self.has_snapshots: bool | None = None
         self.num_suspicious = 0
         self.head: SnapshotHead | None = None
@@ -94,10 +95,10 @@ class _Worker:
 
 
 class EventMirror:
-    """Holds the cached blocks of workers, each under a name of its publisher's. Not safe to share between threads.
+    """Holds the cached blocks of workers, each under a name of its publisher's. Not thread-safe.
 
-    max_held: batches and their blocks, together, that are held for a worker while others are missing. Memory: a few
-    dozen bytes for each block that a worker caches, and what is held.
+    max_held: how many batches and blocks, added up, are held for a worker while others are missing. Memory: a few dozen
+    bytes for each block that a worker caches, and what is held.
     """
 
     def __init__(self, *, max_held: int = 1 << 18) -> None:
@@ -113,40 +114,40 @@ class EventMirror:
         return list(self._workers)
 
     def add(self, worker: str, *, can_ask: bool = True) -> None:
-        """Add a worker, and ask it what it has. can_ask: whether it can be asked at all. A known one stays as it is."""
+        """Add a worker and ask what it has. can_ask: whether it can be asked at all. A known worker stays as it is."""
         if worker not in self._workers:
             self._workers[worker] = _Worker(worker, can_ask=can_ask)
             self._ask(self._workers[worker])
 
     def remove(self, worker: str) -> None:
-        """Forget a worker and all that it had cached. Raises InvalidArgumentError for one that isn't there."""
+        """Forget a worker and all that it had cached. Raises InvalidArgumentError for an unknown worker."""
         self._get(worker)
         del self._workers[worker]
 
     def is_complete(self, worker: str) -> bool:
-        """Whether all that the worker had cached, after the last batch applied, is known, and no batch is missing."""
+        """Whether all that the worker had cached after the last applied batch is known: no batch is missing."""
         state = self._get(worker)
         return state.is_complete and state.next is not None and not state.held
 
     def number(self, worker: str) -> int | None:
-        """Return the number of the last batch that is in the picture; None if there is no picture."""
+        """Return the number of the last batch applied; None while nothing is known of the worker's cache."""
         due = self._get(worker).next
         return None if due is None else due - 1
 
     def epoch(self, worker: str) -> int | None:
-        """Return the worker's epoch, if it has said so in a snapshot."""
+        """Return the worker's epoch; None if no snapshot has told it."""
         return self._get(worker).epoch
 
     def count(self, worker: str) -> int:
-        """Return how many blocks a worker has cached, each once for each group and medium. O(groups x media)."""
+        """Return how many blocks a worker has cached. A block counts once per group and medium. O(groups x media)."""
         return self._get(worker).holdings.count()
 
     def places(self, worker: str) -> dict[Place, frozenset[int]]:
-        """Return a worker's blocks by rank, group and medium, by the low 64 bits of their hashes. O(blocks)."""
+        """Return the low 64 bits of the hashes of a worker's blocks, by rank, group and medium. O(blocks)."""
         return self._get(worker).holdings.places()
 
     def num_held(self, worker: str) -> int:
-        """Return how many batches of a worker are held, since others before them are missing."""
+        """Return how many batches of a worker are held because earlier ones are missing."""
         return len(self._get(worker).held)
 
     def find(
@@ -159,7 +160,7 @@ class EventMirror:
         return self._get(worker).holdings.find(hashes, rank, group, medium)
 
     def overlaps(self, hashes: Sequence[Hash], *, group: int = 0, medium: str | None = None) -> dict[Holder, int]:
-        """Return for each rank of each worker how many of the first blocks it has cached. O(ranks x blocks found)."""
+        """Return, for each rank of each worker, how many of the first blocks it has cached. O(ranks x blocks found)."""
         return {
             Holder(name, rank): state.holdings.find(hashes, rank, group, medium)
             for name, state in self._workers.items()
@@ -173,23 +174,23 @@ class EventMirror:
         return None if holder is None or not found[holder] else (holder, found[holder])
 
     def take_asks(self) -> list[Ask]:
-        """Return what to ask workers for, since the last call. An ask that a later one has replaced is left out."""
+        """Return what is to be asked since the last call. An ask that a later one replaces is left out."""
         asks = [ask for ask in self._asks if ask.worker in self._workers and self._workers[ask.worker].ask == ask]
         self._asks.clear()
         return asks
 
     def ask_anew(self, worker: str) -> None:
-        """Ask again for what is missing: whoever was asked last won't answer."""
+        """Ask again for what is missing, since earlier asks won't be answered."""
         state = self._get(worker)
         state.ask = None
         self._ask(state)
 
     def receive(self, worker: str, number: int, payload: bytes) -> None:
-        """Take a live batch. O(blocks), and nothing that it can hold raises an error."""
+        """Take a live batch. No payload makes it raise. O(blocks)."""
         state = self._get(worker)
         changes = self._read(payload)
         if number >= _MAX_COUNTER and state.has_snapshots is False:
-            # It is one of ours, which wasn't there or wasn't heard when it was asked.
+            # The publisher is one of ours. It wasn't there, or didn't hear, when it was asked.
             state.has_snapshots, state.ask = None, None
         if state.next is not None and number < state.next:
             self._take_late(state, number, payload, changes)
@@ -207,13 +208,13 @@ class EventMirror:
             self._ask(state)
 
     def receive_replayed(self, worker: str, number: int, payload: bytes) -> None:
-        """Take a batch that was asked for again."""
+        """Take a replayed batch."""
         state = self._get(worker)
         is_wanted = state.ask is not None and state.ask.number is not None
         if is_wanted and state.has_snapshots is False and (state.next is None or number > state.next):
             changes = self._read(payload)
             if changes is not None and not state.has_applied:
-                # All that is kept by a publisher without snapshots. What came before it can't be known.
+                # This is all that a publisher without snapshots keeps. Earlier batches can't be known.
                 self._start(state, number, changes, hash(payload), is_complete=_is_start(number, changes))
                 return
         if state.next is not None and number < state.next:
@@ -236,12 +237,12 @@ class EventMirror:
                 self._start(state, number, held.changes, held.mark, is_complete=False)
                 return
             self._drop_disowned(state, ask.request)
-        # What lay before a batch that came before the ask can't be replayed, or there is no such batch.
+        # Batches before one that came before the ask can't be replayed, or that batch doesn't exist.
         is_in_vain = not made_progress or any(held.request < ask.request for held in state.held.values())
         self._go_on(state, wants_snapshot=is_in_vain)
 
     def receive_chunk(self, worker: str, chunk: SnapshotChunk) -> None:
-        """Take a chunk of a snapshot. One that wasn't asked for, or not as the last, is dropped."""
+        """Take a chunk of a snapshot. A chunk that the last request didn't ask for is dropped."""
         state, head = self._get(worker), chunk.head
         if head.version == VERSION:
             state.has_snapshots, state.num_tries = True, 0
@@ -249,7 +250,7 @@ class EventMirror:
             self.stats.num_late += 1
             return
         if head.version != VERSION or head.total == 0:
-            return  # not understood, or refused: asked for again when it has taken too long
+            return  # not understood, or refused: asked for again after a while
         changes = self._read(chunk.payload) if 0 <= head.index < head.total <= MAX_CHUNKS else None
         if changes is None:
             return
@@ -260,13 +261,13 @@ class EventMirror:
             self._take_snapshot(state, head)
 
     def give_up(self, worker: str) -> None:
-        """Take note that what was asked for has not come: ask again, or for something else. Without an ask: nothing."""
+        """Take note that an ask was not answered: ask again, or for something else. Without an ask: nothing."""
         state = self._get(worker)
         if state.ask is None:
             return
         state.num_tries += 1
         wanted_snapshot, state.ask = state.ask.number is None, None
-        # The highest number of all might be a damaged one.
+        # The highest of all numbers may be a damaged one.
         number = state.next if state.next is not None else min(state.held, default=0)
         if wanted_snapshot and state.num_tries >= _NUM_TRIES and not state.has_snapshots and number < _MAX_COUNTER:
             state.has_snapshots, state.num_tries = False, 0
@@ -280,7 +281,7 @@ class EventMirror:
         return self._workers[worker]
 
     def _read(self, payload: bytes) -> list[Change] | None:
-        """Return what a payload changes, None if it is malformed."""
+        """Return the changes in a payload; None if it is malformed."""
         try:
             batch = decode(payload)
         except MalformedFrameError:
@@ -298,16 +299,16 @@ class EventMirror:
         elif number in state.recent and state.recent[number] == hash(payload):
             pass
         elif state.has_snapshots is None and state.can_ask and number > 0:
-            self._ask(state, wants_snapshot=True)  # whether it is a latecomer or a restart depends on who sent it
+            self._ask(state, wants_snapshot=True)  # late, or a restart: the publisher's kind decides
         elif changes is not None:
             self.stats.num_restarts += 1
             self._forget(state)
             self.receive(state.name, number, payload)
 
     def _take_malformed(self, state: _Worker, number: int) -> None:
-        """A batch that can't be read is lost for good: only a snapshot says what it said."""
+        """Handle a batch that can't be read. It is lost for good: only a snapshot has its contents."""
         if state.next != number:
-            return  # missed when its turn comes
+            return  # asked for when its turn comes
         if state.has_snapshots is False or not state.can_ask:
             state.next, state.is_complete = number + 1, False
             self._go_on(state)
@@ -328,7 +329,7 @@ class EventMirror:
         self.stats.num_applied += 1
 
     def _start(self, state: _Worker, number: int, changes: list[Change], mark: int, *, is_complete: bool) -> None:
-        """Begin a picture with a batch before which nothing was cached, or is known."""
+        """Begin with a batch before which nothing was cached, or nothing is known."""
         state.holdings.clear()
         state.is_complete = is_complete
         state.epoch = None
@@ -355,7 +356,7 @@ class EventMirror:
             state.held_size += size
 
     def _go_on(self, state: _Worker, *, wants_snapshot: bool = False) -> None:
-        """Apply what was held for now, and ask for what is missing."""
+        """Apply held batches that are due, and ask for what is missing."""
         self._apply_held(state)
         if state.next is not None and state.held and min(state.held) < state.next:
             due = state.next
@@ -365,7 +366,7 @@ class EventMirror:
         if state.next is None or state.held or lacks or (wants_snapshot and state.has_snapshots):
             self._ask(state, wants_snapshot=wants_snapshot or lacks)
         elif state.ask is not None and state.ask.number is not None:
-            state.ask = None  # nothing is missing any more
+            state.ask = None  # nothing is missing any longer
         if not state.held:
             state.num_rounds = 0
 
@@ -376,17 +377,17 @@ class EventMirror:
             self._apply(state, state.next, held.changes, held.mark)
 
     def _drop_disowned(self, state: _Worker, request: int) -> None:
-        """Drop what was held before a request whose answer knows nothing of it.
+        """Drop batches that were held before a request whose answer doesn't cover them.
 
-        Whoever sent a batch has a snapshot that is as new. So its number was damaged, or its publisher is no more and
-        the next one's clock went back. Its turn would never come.
+        A publisher's snapshot covers all that it has sent. So such a batch's number was damaged, or its publisher is
+        gone and the clock of the next one went back. Its turn would never come.
         """
         kept = {number: held for number, held in state.held.items() if held.request >= request}
         self.stats.num_unheld += len(state.held) - len(kept)
         state.held, state.held_size = kept, sum(held.size for held in kept.values())
 
     def _ask(self, state: _Worker, *, wants_snapshot: bool = False) -> None:
-        """Ask for a snapshot or a replay, unless something is asked for already."""
+        """Ask for a snapshot or a replay, unless an ask is open."""
         if not state.can_ask or (state.ask is not None and not (wants_snapshot and state.ask.number is not None)):
             return
         number: int | None = None
@@ -402,7 +403,7 @@ class EventMirror:
 
     def _take_snapshot(self, state: _Worker, head: SnapshotHead) -> None:
         chunks, state.chunks, state.head, state.ask = state.chunks, {}, None, None
-        # If batches have come since, it is of an epoch that is over, or of earlier in this one.
+        # If batches have come since then, the snapshot is of an old epoch, or of an earlier time in this one.
         if state.next is None or head.number + 1 >= state.next or not state.has_applied:
             self.stats.num_snapshots += 1
             state.holdings.clear()
@@ -416,7 +417,7 @@ class EventMirror:
         self._go_on(state)
         state.num_rounds += bool(state.held)
         if state.num_rounds > _NUM_TRIES and self._asks and self._asks[-1] == state.ask:
-            self._asks.pop()  # it is asked for when patience is lost, so that nobody is asked without pause
+            self._asks.pop()  # asked for when patience ends, so that a publisher isn't asked without pause
 
 
 def _whole(head: SnapshotHead) -> tuple[int, ...]:

@@ -1,25 +1,25 @@
 r"""What others call our blocks: vLLM's hashes as a manager's digests, and Dynamo's and llm-d's as functions.
 
-A name decides no hit, here as anywhere: it is for the outside. Where our identity of a prefix is finer than a name,
-several prefixes share one; `kvblocks.observe.shared_names` has events speak of each name once.
+As everywhere, no name decides a hit: names are for the outside. Our identity of a prefix can be finer than a name. Then
+several prefixes share one name, and `kvblocks.observe.shared_names` has events report each name once.
 
-vLLM's, as of 0.32. The hash of a block is H((parent, tokens, keys)): the parent's hash, or H(seed) for a first block; a
+As of vLLM 0.32, the hash of a block is H((parent, tokens, keys)): the parent's hash, or H(seed) for a first block; a
 tuple of ints; a tuple of keys or None. H is SHA-256 or XXH3 (128 bits) over pickle or canonical CBOR. The keys:
 
     ("lora", name, path)          in every block of a prompt with an adapter
     ("mm", identifier, start)     of each image that the block touches; start: relative to the block's first token
     ("cache_salt", salt)          in the first block only
-    ("prompt_embeds", digest)     in every block of a prompt of embeddings; SHA-256 of the block's, of none behind them
+    ("prompt_embeds", digest)     in every block of a prompt of embeddings: SHA-256 of its embeddings, else of b""
 
-How ours give them says `kvblocks.wire.extra_keys`. A prefix whose first block has a bytes key is taken for a prompt of
-embeddings.
+`kvblocks.wire.extra_keys` makes these keys from ours. A prefix whose first block has a bytes key is taken for a prompt
+of embeddings.
 
-Where this equals vLLM's: for images that don't overlap, which vLLM takes for granted. (Where they do, what it says of a
-block depends on images that come behind it.) Pickle writes a str that comes twice as a reference to the first where
-both are one object; vLLM's requests, which a decoder made, have no such strings, and ours have none either. So over
-pickle names are equal unless one object was given twice, as an adapter's name and path.
+The hashes equal vLLM's for images that don't overlap, which vLLM takes for granted. (If they overlap, vLLM's keys of a
+block depend on images that come later.) Pickle writes a str that comes twice as a reference if both are one object. In
+vLLM's requests a decoder made the strings, so none comes twice as one object; the same holds for ours. So with pickle
+the names are equal unless one object was given twice, as an adapter's name and path.
 
-Chaining, and keys beside the tokens, are vLLM's; Dynamo's and llm-d's functions follow their sources.
+Sources: chaining, and keys beside the tokens, are vLLM's. Dynamo's and llm-d's functions follow their sources.
 """
 
 import os
@@ -40,7 +40,7 @@ from kvblocks.errors import InvalidArgumentError
 from kvblocks.wire.extra_keys import split_lora, tagged_keys
 
 DEFAULT_SEED: Final = "vllm-none-hash"
-"""vLLM's seed where PYTHONHASHSEED isn't set and the hash is cryptographic."""
+"""vLLM's seed if PYTHONHASHSEED isn't set and the hash is cryptographic."""
 
 _ALGORITHMS: Final = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 _DYNAMO_SEED: Final = 1337
@@ -50,10 +50,10 @@ _64_BITS: Final = 2**64 - 1
 class VllmNames(Names):
     """vLLM's names, as `KVCacheManager(hash_algorithm=...)` takes them.
 
-    algorithm: "sha256", "sha256_cbor", "xxhash" or "xxhash_cbor". seed: None: what PYTHONHASHSEED says, otherwise
-    vLLM's own for the sha256 kinds, and a random one for the others, which nobody is to guess; the attribute `seed` is
-    what others need to compute the same names. The cbor kinds need cbor2: pip install 'kvblocks[wire]'. Raises
-    InvalidArgumentError.
+    algorithm: "sha256", "sha256_cbor", "xxhash" or "xxhash_cbor". seed: None: the value of PYTHONHASHSEED. If that
+    isn't set: vLLM's own for the sha256 kinds, and a random one for the others, so that nobody can guess it. The
+    attribute `seed` is what others need to compute the same names. The cbor kinds need cbor2: pip install
+    'kvblocks[wire]'. Raises InvalidArgumentError.
     """
 
     def __init__(self, algorithm: Text, *, seed: Text | None = None) -> None:
@@ -81,7 +81,7 @@ class VllmNames(Names):
         block_bytes: int,
         blocks: range,
     ) -> bytearray:
-        """Return vLLM's hashes of those blocks; as `Names.chain`."""
+        """Return vLLM's hashes of these blocks; as `Names.chain`."""
         keys, packed = extra_keys or {}, bytearray()
         of_all, has_embeddings = _keys_of_all(first_keys)
         words = Struct(f"<{block_bytes // 4}I")
@@ -139,11 +139,11 @@ def dynamo_block_hashes(
     salt: Text | None = None,
     mm_hashes: Mapping[int, Items[int]] | None = None,
 ) -> list[int]:
-    """Return what Dynamo's router (1.6) calls the full blocks of tokens: each by itself, as u64.
+    """Return the hashes of the full blocks of tokens in Dynamo's router (1.6): each block by itself, as u64.
 
-    Its indexer finds a prefix by these, whatever a worker's own hashes are. lora: the adapter's name. salt: what it
-    calls the cache namespace. mm_hashes: by block, a u64 for each image in it. Equal to its
-    `compute_block_hash_for_seq`. Raises InvalidArgumentError and InvalidTokensError. O(tokens).
+    Its indexer finds a prefix by these, whatever a worker's own hashes are. lora: the adapter's name. salt: Dynamo's
+    cache namespace. mm_hashes: by block, a u64 for each image in it. Equal to Dynamo's `compute_block_hash_for_seq`.
+    Raises InvalidArgumentError and InvalidTokensError. O(tokens).
     """
     packed = memoryview(pack_tokens(token_ids)).cast("B")
     size = 4 * check_count("block_size", block_size, 1)
@@ -169,11 +169,12 @@ def llm_d_block_hashes(
     seed: Text = "",
     images: Mapping[int, Items[str]] | None = None,
 ) -> list[int]:
-    """Return what llm-d's KV-cache indexer calls the full blocks of tokens: chained, as u64.
+    """Return the hashes of the full blocks of tokens in llm-d's KV-cache indexer: chained, as u64.
 
-    model: the model's name, or the adapter's where there is one. seed: its `hashSeed`. images: by block, the identifier
-    of each image that the block touches. Salts make no difference to it. Needs cbor2: pip install 'kvblocks[wire]'.
-    Raises InvalidArgumentError and InvalidTokensError. O(tokens); FNV-1a in Python, about 30 us a block.
+    model: the name of the model, or of the adapter if there is one. seed: llm-d's `hashSeed`. images: by block, the
+    identifier of each image that the block touches. Salts don't enter these hashes. Needs cbor2: pip install
+    'kvblocks[wire]'. Raises InvalidArgumentError and InvalidTokensError. O(tokens); FNV-1a in Python, about 30 us a
+    block.
     """
     packed = pack_tokens(token_ids)
     size = check_count("block_size", block_size, 1)

@@ -1,4 +1,4 @@
-"""Events out of an engine, over ZMQ: live to whoever listens, again or as a snapshot to whoever asks."""
+"""Events of an engine over ZMQ: live to all who listen; replays and snapshots to those who ask."""
 
 import logging
 import socket
@@ -34,7 +34,7 @@ except ImportError as _error:
 
 _log = logging.getLogger(__name__)
 
-_NUM_AT_ONCE: Final = 64  # batches sent, and requests read, before the other is looked at
+_NUM_AT_ONCE: Final = 64  # batches to send before requests are read, and the reverse
 _LINGER_MS: Final = 500
 _RANDOM_BITS: Final = 20
 _MOST_HEARTBEAT: Final = 86_400
@@ -44,14 +44,14 @@ class EventPublisher:
     """Publishes what `take_events` returns, from a thread of its own.
 
     endpoint: where consumers subscribe, "tcp://127.0.0.1:5557"; port 0 takes a free one. replay_endpoint: where they
-    ask for batches again and for snapshots; None: nowhere. topic: in front of each batch. converter: the encoding;
-    None: vLLM's, one group. data_parallel_rank: what batches say. heartbeat: seconds without events after which an
-    empty batch is sent; None: never. allow_remote: whether it may bind what other machines can reach: token ids are
-    private, and nothing here asks who listens. epoch: the first batch's number; None: made of the time and chance. 0 is
-    what vLLM does, and then a consumer may take the batches behind a restart for the next ones of before.
+    ask for replays and snapshots; None: nowhere. topic: comes before each batch. converter: the encoding; None: vLLM's,
+    one group. data_parallel_rank: written in batches. heartbeat: seconds without events after which an empty batch is
+    sent; None: never. allow_remote: whether it may bind an address that other machines can reach. Token ids are
+    private, and nothing here checks who listens. epoch: the first batch's number; None: made from the time and chance.
+    0 is vLLM's; then a consumer may take batches after a restart for the next ones of before.
 
     Make it before the first event is taken: it starts by saying that nothing is cached. Raises InvalidArgumentError,
-    for an address that cannot be bound, too. Safe to share between threads.
+    also for an address that can't be bound. Thread-safe.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class EventPublisher:
 
     @property
     def number(self) -> int:
-        """The number of the last batch, sent, waiting or dropped."""
+        """The number of the last batch, whether sent, waiting or dropped."""
         return self._ledger.next_number - 1
 
     @property
     def num_dropped(self) -> int:
-        """How many batches were not sent, since too much waited already."""
+        """How many batches were dropped because too much was waiting."""
         return self._ledger.num_dropped
 
     @property
@@ -115,12 +115,12 @@ class EventPublisher:
         return self._ledger.num_queued
 
     def publish(self, events: Iterable[CacheEvent]) -> bool:
-        """Have events sent, as one batch. Return False if they were dropped, which consumers see as a gap.
+        """Queue events to be sent as one batch. Return False if they were dropped; consumers see that as a gap.
 
-        It doesn't wait for consumers or sockets: O(blocks) for the snapshot's books, and the lock of those, which is
-        held for as long as it takes to copy a pointer for each cached block when a snapshot is asked for. No events:
-        nothing is sent. Raises PublisherClosedError, and InvalidArgumentError for what is no record of kvblocks'; then
-        nothing has changed.
+        It doesn't wait for consumers or sockets. O(blocks), plus the wait for a lock: when a snapshot is asked for, the
+        lock is held while a pointer per cached block is copied. Without events nothing is sent. Raises
+        PublisherClosedError, and InvalidArgumentError for other objects than kvblocks' records; then nothing has
+        changed.
         """
         now = time.time()
         with self._lock:
@@ -135,14 +135,14 @@ class EventPublisher:
     def snapshot(self) -> tuple[int, list[BlockStored]]:
         """Return the last batch's number, and what is cached after all batches so far, parents first. O(blocks).
 
-        Dropped batches count, as in the snapshots that consumers get. Any thread may ask.
+        Dropped batches count, as in consumers' snapshots. Any thread may call it.
         """
         with self._lock:
             snapshot = self._ledger.snapshot()
         return snapshot.number, snapshot.events()
 
     def close(self, timeout: float = 2.0) -> None:
-        """Send what waits, for at most `timeout` seconds, and stop. A second call does nothing."""
+        """Send what waits, for at most `timeout` seconds, then stop. A second call does nothing."""
         with self._lock:
             if not self._is_closing:
                 self._deadline = time.monotonic() + timeout
@@ -159,8 +159,8 @@ class EventPublisher:
         self.close()
 
     def _bind(self, endpoint: str, replay_endpoint: str | None) -> None:
-        # A context of its own is ended when it closes, and only then are the endpoints free again. Those inside of this
-        # process are found through the common one.
+        # A context of its own ends with the publisher; only then are the endpoints free again. Endpoints inside
+        # this process need the common context, or nobody would find them.
         is_inside = endpoint.startswith("inproc:") or (replay_endpoint or "").startswith("inproc:")
         self._own_context: zmq.Context[zmq.Socket[bytes]] | None = None if is_inside else zmq.Context()
         context = self._own_context or zmq.Context.instance()
@@ -171,7 +171,7 @@ class EventPublisher:
             self.replay_endpoint = None
             if replay_endpoint is not None:
                 self._router = context.socket(zmq.ROUTER)
-                # libzmq learns of what was read in steps of half of this, so twice a whole replay always fits.
+                # libzmq reports what was read in steps of half of this. So twice a whole replay always fits.
                 num_replayed = 2 * (self._limits.num_kept_batches + 1)
                 self.replay_endpoint = _bound(self._router, replay_endpoint, num_replayed)
         except BaseException:
@@ -186,11 +186,11 @@ class EventPublisher:
             self._own_context.term()
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError, OSError):  # full: it will wake; closed: it is over
+        with suppress(BlockingIOError, OSError):  # full: the thread wakes anyway; closed: it has ended
             self._wakes.send(b"\0")
 
     def _run(self) -> None:
-        """Send and answer until closed. The only user of the sockets from here on."""
+        """Send and answer until closed. From here on only this thread uses the sockets."""
         poller = zmq.Poller()
         poller.register(self._woken, zmq.POLLIN)
         if self._router is not None:
@@ -272,7 +272,7 @@ class EventPublisher:
 
     def _start_snapshot(self, client: bytes, asked: SnapshotRequest) -> None:
         assert self._router is not None
-        # Whoever asks again waits for the first answer no more.
+        # A client that asks again no longer waits for the first answer.
         self._snapshots = [snapshot for snapshot in self._snapshots if snapshot[0] != client]
         if asked.version != VERSION or len(self._snapshots) >= self._limits.num_snapshots:
             refusal = snapshot_reply(self._ledger.refusal(asked.request), b"")
@@ -283,7 +283,7 @@ class EventPublisher:
         self._snapshots.append((client, asked.request, snapshot, 0))
 
     def _send_chunks(self) -> None:
-        """Send the next chunk of each snapshot, so that live batches wait for no more than that."""
+        """Send the next chunk of each snapshot: live batches wait no longer than for these."""
         assert self._router is not None or not self._snapshots
         running, self._snapshots = self._snapshots, []
         for client, request, snapshot, index in running:
@@ -296,15 +296,15 @@ class EventPublisher:
 
 
 def new_epoch() -> int:
-    """Return an epoch: the milliseconds since 1970, and 20 bits of chance. A later one is higher, and below 2**63.
+    """Return an epoch: the milliseconds since 1970, and 20 random bits. Later epochs are higher; all are below 2**63.
 
-    A publisher would have to send a million batches a millisecond to reach the epoch of one that starts after it.
+    Its numbers never reach those of a later publisher, unless it sends a million batches per millisecond.
     """
     return time.time_ns() // 1_000_000 << _RANDOM_BITS | SystemRandom().getrandbits(_RANDOM_BITS)
 
 
 def check_endpoint(endpoint: str, *, allow_remote: bool) -> None:
-    """Raise InvalidArgumentError unless `endpoint` can be bound, and reached by this machine alone or allow_remote."""
+    """Raise InvalidArgumentError unless `endpoint` is an endpoint, and local to this machine or allow_remote."""
     if not isinstance(endpoint, str) or not endpoint.startswith(("tcp://", "ipc://", "inproc://")):
         raise wrong("endpoint", "'tcp://HOST:PORT', 'ipc://PATH' or 'inproc://NAME'", endpoint)
     if not endpoint.startswith("tcp://"):

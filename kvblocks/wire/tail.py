@@ -1,4 +1,4 @@
-"""`python -m kvblocks.wire tail tcp://…`: what a publisher says, a line an event, as it happens."""
+"""`python -m kvblocks.wire tail tcp://…`: shows a publisher's events as they come, a line per event."""
 
 import argparse
 import json
@@ -28,21 +28,21 @@ try:
 except ImportError as _error:
     raise missing(_error.name or "pyzmq", _error) from _error
 
-_NUM_SHOWN: Final = 4  # hashes of an event
-_SILENCE: Final = 10.0  # seconds after which a person is told that nothing comes
-_PATIENCE: Final = 3.0  # seconds for a replay to begin
+_NUM_SHOWN: Final = 4  # hashes shown per event
+_SILENCE: Final = 10.0  # seconds without messages after which the user is told
+_PATIENCE: Final = 3.0  # seconds to wait for the first answer of a replay
 _WORKER: Final = "publisher"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. arguments: None: the process's own. Return its exit status."""
+    """Run the command. arguments: None: those of the process. Return its exit status."""
     options = make_parser().parse_args(arguments)
     try:
         tail(options, print)
     except KeyboardInterrupt:
         return 0
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read the lines has gone; Python would complain of it once more
+        sys.stderr.close()  # the reader of the lines has gone; otherwise Python would report that once more
         return 0
     except (zmq.ZMQError, ConnectionError, MalformedFrameError) as error:
         print(f"kvblocks.wire: {options.endpoint}: {error}", file=sys.stderr)
@@ -52,20 +52,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m kvblocks.wire", description="Looks at the events of a KV cache.")
+    parser = argparse.ArgumentParser(prog="python -m kvblocks.wire", description="Show the events of a KV cache.")
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("tail", help="show what a publisher says, a line an event, as it happens")
+    command = commands.add_parser("tail", help="show events as they come, a line per event")
     command.add_argument("endpoint", help="where it publishes: tcp://HOST:PORT")
-    command.add_argument("--replay", metavar="ENDPOINT", help="where it can be asked: first show all that it keeps")
-    command.add_argument("--topic", default="", help="only what is published under topics that begin so")
-    command.add_argument("--json", action="store_true", help="a JSON object an event, with all that it says")
+    command.add_argument(
+        "--replay", metavar="ENDPOINT", help="where replays are asked for: first show all batches that are kept"
+    )
+    command.add_argument("--topic", default="", help="only topics that begin with this")
+    command.add_argument("--json", action="store_true", help="a JSON object per event, with all fields")
     command.add_argument("--mirror", action="store_true", help="after each batch, a line on what is cached now")
     command.add_argument("--count", type=int, metavar="N", help="stop after N batches")
     return parser
 
 
 def tail(options: argparse.Namespace, out: Callable[[str], None]) -> None:
-    """Give each line to `out`, until `--count` batches have come. Raises zmq.ZMQError for a bad endpoint."""
+    """Pass each line to `out`, until `--count` batches have come. Raises zmq.ZMQError for a bad endpoint."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     sources = {_WORKER: Source(options.endpoint, options.replay, options.topic)} if options.mirror else {}
     num_batches, last = 0, None
@@ -75,9 +77,9 @@ def tail(options: argparse.Namespace, out: Callable[[str], None]) -> None:
         live.connect(options.endpoint)
         for batch in batches(live, options):
             if last is not None and batch.number > last + 1 and not options.json:
-                out(f"! {batch.number - last - 1} batches before the next one did not come, or it was started again")
+                out(f"! {batch.number - last - 1} batches before the next one are missing, or the publisher restarted")
             if last is not None and batch.number <= last and not options.json:
-                out(f"! number {batch.number} after {last}: it was started again")
+                out(f"! number {batch.number} after {last}: the publisher was restarted")
             last = batch.number
             for line in lines(batch, as_json=options.json):
                 out(line)
@@ -90,7 +92,7 @@ def tail(options: argparse.Namespace, out: Callable[[str], None]) -> None:
 
 
 def batches(live: "zmq.Socket[bytes]", options: argparse.Namespace) -> Iterator[Batch]:
-    """Yield what is kept, if that was asked for, then what comes, without what was there already."""
+    """Yield kept batches, if a replay was asked for, then live batches that the replay didn't have."""
     last = -1
     if options.replay is not None:
         for batch in replayed(options.replay, 0):
@@ -112,7 +114,7 @@ def batches(live: "zmq.Socket[bytes]", options: argparse.Namespace) -> Iterator[
         if options.replay is not None and batch.number > last + 1:
             missed = [kept for kept in replayed(options.replay, last + 1) if kept.number < batch.number]
             yield from missed
-        if batch.number > until:  # else the replay showed it
+        if batch.number > until:  # otherwise the replay had it
             until = -1
             if batch.number != last:
                 last = batch.number
@@ -138,7 +140,7 @@ def replayed(endpoint: str, number: int) -> Iterator[Batch]:
 
 
 def lines(batch: Batch, *, as_json: bool) -> Iterator[str]:
-    """Yield a line for each event of a batch; one for a batch of none, and for one that can't be read."""
+    """Yield a line per event of a batch; one line for an empty batch, and for one that can't be read."""
     topic = batch.topic.decode(errors="replace")
     try:
         said = decode(batch.payload)
@@ -164,7 +166,7 @@ def lines(batch: Batch, *, as_json: bool) -> Iterator[str]:
 
 
 def describe(event: WireEvent) -> str:
-    """Return what an event says, in a few words. Tokens are private: of these, only how many there are."""
+    """Return a short description of an event. Tokens are private: only their number is shown."""
     if isinstance(event, AllBlocksCleared):
         return "cleared    all blocks"
     if isinstance(event, UnknownEvent):
@@ -183,7 +185,7 @@ def describe(event: WireEvent) -> str:
 
 
 def summary(client: MirrorClient, *, as_json: bool) -> str:
-    """Return what the mirror has by now."""
+    """Return what the mirror has now."""
     mirror = client.mirror
     held = {f"rank {p.rank} group {p.group} {p.medium}": len(names) for p, names in mirror.places(_WORKER).items()}
     counts = msgspec.to_builtins(mirror.stats)
@@ -202,7 +204,7 @@ def as_text(row: Any) -> str:
 
 
 def _texts(value: Any) -> Any:
-    """Return a value whose bytes, keys included, are hexadecimal digits."""
+    """Return a value with all bytes, also those in keys, as hexadecimal digits."""
     if isinstance(value, dict):
         return {key if isinstance(key, str) else str(_texts(key)): _texts(held) for key, held in value.items()}
     if isinstance(value, list | tuple):
@@ -211,7 +213,7 @@ def _texts(value: Any) -> Any:
 
 
 def _plain(text: object) -> str:
-    """Return a publisher's text without what a terminal would obey."""
+    """Return a publisher's text without control characters of a terminal."""
     return "".join([letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(text)])
 
 

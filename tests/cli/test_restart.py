@@ -1,4 +1,4 @@
-"""The demo's last act on a tiny model: a real server, really killed."""
+"""The last part of the demo on a tiny model: a real server, really killed."""
 
 import io
 import os

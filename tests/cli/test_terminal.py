@@ -1,4 +1,4 @@
-"""A chat at a terminal: what is typed while an answer comes is not in the answer, and stands in the next line."""
+"""A chat at a terminal: text typed while an answer comes is not in the answer, but in the next line."""
 
 import os
 import re
@@ -14,7 +14,7 @@ pty = pytest.importorskip("pty", reason="terminals are POSIX'")
 
 
 class Screen:
-    """A process at a terminal of its own, and all that it has shown."""
+    """A process at a terminal of its own, and everything that it has shown."""
 
     def __init__(self, *arguments):
         self.terminal, inner = pty.openpty()

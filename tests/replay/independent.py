@@ -41,7 +41,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Served:
-    """What came of a request: hit blocks, and when it arrived, was admitted (None: refused) and ended."""
+    """The result of a request: hit blocks, and when it arrived, was admitted (None: refused) and ended."""
 
     num_hit: int
     arrived: float
@@ -50,7 +50,7 @@ class Served:
 
 
 class Pool:
-    """Blocks: `empty` by number, `free` ones with contents in the order of reuse, and how often others are `held`."""
+    """Blocks: `empty` by number, `free` (with contents) in the order of reuse, and how many owners `held` have."""
 
     def __init__(self, num_blocks: int) -> None:
         self.empty = num_blocks
@@ -85,7 +85,7 @@ class Pool:
 
 
 def simulate(trace: Sequence[Ask], num_blocks: int, *, closed_loop: bool = False) -> list[Served]:
-    """Return what came of each request of a trace, in the trace's order."""
+    """Return the result of each request of a trace, in the trace's order."""
     pool, served = Pool(num_blocks), dict[int, Served]()
     following = _followers(trace) if closed_loop else {}
     later = set(following.values())

@@ -1,4 +1,4 @@
-"""Results of replays as hypothesis draws them: what a report must be able to show, sense or no sense."""
+"""Random results of replays from hypothesis, plausible or not: what a report must be able to show."""
 
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-"""The independent simulator does what KVCacheManager does, before it judges the replay: no replay code takes part."""
+"""The independent simulator agrees with KVCacheManager. No code of the replay takes part."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

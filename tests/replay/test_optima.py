@@ -1,4 +1,4 @@
-"""The bound and what is attainable, against all that can be done, in tiny cases."""
+"""The bound and what is attainable, compared with all possible choices in tiny cases."""
 
 from itertools import combinations
 from random import Random
@@ -116,7 +116,7 @@ def test_times_of_a_closed_loop_follow_from_ends_and_pauses():
 
 
 def belady(references, num_blocks):
-    """MIN with bypass, as one would write it down first: look ahead at each reference."""
+    """MIN with bypass in its plainest form: look ahead at each reference."""
     kept, num_hits = set(), 0
     for place, block in enumerate(references):
         num_hits += block in kept
@@ -127,7 +127,7 @@ def belady(references, num_blocks):
 
 
 def test_the_bound_is_min_with_bypass():
-    """Longer than hypothesis likes them: small cases don't show which of two blocks was given up."""
+    """Longer cases than hypothesis prefers: small ones don't show which of two blocks was given up."""
     for seed in range(300):
         random = Random(seed)
         last = random.randint(2, 13)
@@ -138,7 +138,7 @@ def test_the_bound_is_min_with_bypass():
 
 
 class Watched(KnownFuture):
-    """Checks after each admission that what is cached has all that is above it, and fits."""
+    """Checks after each admission that what is cached fits, and that all above it is cached."""
 
     def admit(self, request, path, start=0):
         super().admit(request, path, start)

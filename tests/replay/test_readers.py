@@ -1,4 +1,4 @@
-"""Readers: what each format says, and errors that name the line, the field, what was expected and what was there."""
+"""Readers: what each format says, and errors that name line, field, what was expected and what was there."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The recorder: what it writes is what was asked, without a text in it, in whole lines, whatever happens."""
+"""The recorder: it writes what was asked, without texts, in whole lines, whatever happens."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The sample that ships is the one that its generator makes, and has in it what it says."""
+"""The shipped sample is what its generator makes, and has the properties that its docstring names."""
 
 import gzip
 import itertools
@@ -14,7 +14,7 @@ from kvblocks.replay.trace import arrival_times, think_times
 
 
 def test_the_generator_writes_the_sample_again(tmp_path):
-    """The bytes of the trace; how gzip packs them depends on the version of zlib."""
+    """The trace's uncompressed bytes: how gzip packs them depends on the version of zlib."""
     write_sample(tmp_path / "again.jsonl.gz")
     assert gzip.decompress((tmp_path / "again.jsonl.gz").read_bytes()) == gzip.decompress(SAMPLE.read_bytes())
 

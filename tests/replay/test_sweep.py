@@ -144,7 +144,7 @@ def test_the_command_prints_a_table_and_writes_the_rows(tmp_path, capsys):
 
 
 def test_what_was_found_is_written_whoever_reads_the_table_and_whatever_else_fails(tmp_path, monkeypatch, capsys):
-    """Rows of an hour are in their file when the table's reader has gone, and a file that fails costs no other."""
+    """Rows that took an hour are in their file even if the table's reader has gone. One failed file costs no other."""
     trace = tmp_path / "t\udcff.jsonl"  # a name that is no UTF-8
     lines = [{"timestamp": n, "input_length": 512, "output_length": 1, "hash_ids": [n % 2]} for n in range(4)]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -215,7 +215,7 @@ def test_no_file_is_written_over_another_one(tmp_path, capsys):
 
 
 def is_alive(process):
-    """Whether a process runs. One that has ended, and that nobody asked about yet, does not."""
+    """Whether a process runs. One that has ended and waits to be reaped doesn't."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -223,7 +223,7 @@ def is_alive(process):
 
 
 def test_ctrl_c_ends_it_and_its_processes(tmp_path):
-    """In a session of its own, as at a terminal: all of its processes get the signal."""
+    """In its own session, as at a terminal: all of its processes get the signal."""
     script = [sys.executable, "-m", "kvblocks", "replay", str(SAMPLE), "--jobs", "2", "--json", str(tmp_path / "rows")]
     process = subprocess.Popen(
         script, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

@@ -1,4 +1,4 @@
-"""What outlives a manager of several groups: what is told of attached slots, and taking them back."""
+"""Persistent tiers of managers with several groups: changes of attached slots, and taking them back."""
 
 from struct import pack
 
@@ -69,7 +69,7 @@ def slots_of(manager):
 
 
 def restored(remembered, num_slots=64, **options):
-    """A new manager with what was remembered, and how many slots of it can be found."""
+    """A new manager with what was remembered, and how many of its slots can be found."""
     manager = make_manager(num_slots, **options)
     number = manager.tiers.restore("disk", remembered)
     manager.check()
@@ -123,7 +123,7 @@ def test_of_a_store_that_failed_in_part_what_is_stored_is_told():
 
 
 def load(manager, *, ok):
-    """Load a prompt, by transfers that go well or not; returns what is told then."""
+    """Load a prompt with transfers that go well or not. Returns the changes then."""
     spill(manager)
     sequence = Sequence("two", [*PROMPT, 7])
     hit = manager.get_computed_blocks(sequence)
@@ -217,7 +217,10 @@ def test_of_two_in_one_column_the_older_is_told():
 
 
 def windows_on_their_way():
-    """A manager whose tier has a prefix and then another one; of the first, what windows need is being stored."""
+    """A manager whose tier has a prefix and then another one.
+
+    The blocks that windows need of the first are being stored.
+    """
     manager = make_manager(max_transfer_blocks=10, debug=False)  # tests own slots that no job has
     run(manager)
     for transfer in manager.tiers.take_transfers():

@@ -31,7 +31,7 @@ def run(manager, name="one", tokens=PROMPT):
 
 
 def settle(manager, *, fails=()):
-    """Carry all transfers out, until there are none, but those numbers; returns them, and what was loaded."""
+    """Carry out all transfers until there are none. Those with numbers in `fails` fail. Returns them, and the loads."""
     taken, ended = [], []
     while found := manager.tiers.take_transfers():
         for transfer in found:
@@ -62,7 +62,7 @@ def pools_of(manager):
 
 
 def evict(manager, blocks):
-    """Forget what blocks hold on the device alone, as if they had been reused."""
+    """Forget what blocks hold on the device only, as if they had been reused."""
     pool_of(manager).uncache(blocks)
 
 
@@ -401,7 +401,7 @@ def test_loads_that_rely_on_what_left_the_device_are_stale():
 
 
 def find_last(manager):
-    """The full group's last cached block of the prompt."""
+    """The last cached block of the prompt in the full group."""
     return pool_of(manager).index.match(memoryview(array("I", PROMPT)), None, 10)[9]
 
 
@@ -482,7 +482,7 @@ def test_what_left_and_is_not_needed_changes_nothing():
 
 
 def behind_hit(**more):
-    """A sequence that loads what is behind a hit of 32 tokens; returns it with the manager."""
+    """A sequence that loads what is behind a hit of 32 tokens. Returns it and the manager."""
     manager = loading_manager(**more)
     evict(manager, manager.get_computed_blocks(Sequence("end", range(41))).group_blocks(1)[8:])
     sequence, loads = start(manager)
@@ -660,7 +660,7 @@ def test_a_bad_block_that_is_loaded_fails_and_is_dropped():
 
 
 def lose_window(manager):
-    """Start a load behind a hit whose window a step was to write that died; returns the sequence."""
+    """Start a load behind a hit whose window was to be written by a step that died. Returns the sequence."""
     other = Sequence("other", range(40))
     manager.allocate_slots(other)  # its own blocks of all groups, of which the windows' take the older ones' place
     evict(manager, attached(pool_of(manager).index, 9))

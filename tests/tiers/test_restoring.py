@@ -54,7 +54,7 @@ def restored(remembered, num_blocks=32, disk=DISK):
 
 
 def test_identities_are_the_same_for_ever():
-    """Who keeps them on a disk finds them again with any later version."""
+    """A tier on a disk is found again by any later version."""
     salted = Sequence("one", range(8), salt="ann", lora="french", extra_keys=[(2, 6, "image")]).encoded_keys(4)
     digests = [identity.digest().hex() for identity in (*chain(0, 4), *chain(0, 4, keys=salted))]
     assert digests == [
@@ -142,7 +142,7 @@ def test_only_persistent_tiers_tell():
 
 
 def test_while_it_is_stored_a_slot_holds_nothing_that_is_to_be_found():
-    """Whoever dies in the middle of a write must not believe what a slot held before."""
+    """A process that dies during a write must not find what the slot held before."""
     manager = make_manager(32, Tier("disk", 4, 100, is_persistent=True))
     run(manager, tokens=range(16))
     settle(manager)

@@ -139,7 +139,7 @@ def test_only_of_a_shared_tier_anything_can_be_found(name):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_hearsay_never_breaks_the_books(seed):
-    """Prompts come and go, loads fail, the store is said to have anything; nothing stays held."""
+    """Prompts come and go, loads fail, anything may be reported as found. No block stays held."""
     chooser = random.Random(seed)
     groups = {} if seed % 2 else {"groups": (FullAttention(4), SlidingWindow(4, 8))}
     tiers = [Tier("store", 12, 10, store=chooser.choice(["freed", "reused", "computed"]), **SHARED)]

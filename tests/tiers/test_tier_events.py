@@ -115,7 +115,7 @@ def test_what_is_restored_is_said(names):
 
 
 def test_a_hash_function_that_raises_harms_nothing():
-    """Stores hash nothing; a restore tries all names before it changes anything."""
+    """Stores hash nothing. A restore tries all names before it changes anything."""
     fails = False
 
     def digest(preimage: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """Random walks of the memory machine with tiers: no hit on unwritten or foreign bytes, no leak, no lost hold.
 
-`python tests/tiers/test_tier_machine.py FIRST END STEPS [groups]` walks from other seeds, as many and as long as you
-like; with several groups, if you say so.
+`python tests/tiers/test_tier_machine.py FIRST END STEPS [groups]` walks from the seeds FIRST to END - 1, STEPS steps
+each; with several groups, if you say so.
 """
 
 import random
@@ -57,7 +57,7 @@ def make_machine(seed: int, *, debug: bool = False, is_grouped: bool = False) ->
         tiers.append(tier)
     hash_algorithm = chosen.choice(["xxh3_128", lambda preimage: bytes([sum(preimage) % 8])])
     options: dict[str, Any] = {"hash_algorithm": hash_algorithm, "debug": debug}
-    if chosen.random() < 0.3:  # by names that say which of several prefixes is meant
+    if chosen.random() < 0.3:  # names that tell apart prefixes which share one
         options |= {"enable_events": EventOptions(hits=True, tiers=True), "hash_algorithm": "xxh3_128"}
     num_slots = chosen.choice([28, 40, 64])
     if not is_grouped:
@@ -76,7 +76,7 @@ def test_no_order_of_answers_shows_wrong_bytes(first: int, *, is_grouped: bool) 
         machine.finish()
         for what, number in machine.counts.items():
             counts[what] = counts.get(what, 0) + number
-    # Walks that never met these would prove little.
+    # Walks that never met these events would prove little.
     met = ("stores", "found below", "loads", "loaded", "failed", "freed while loading", "back while loading")
     met += ("forgotten", "restored", "found again", "restarted", "found after a restart")
     met += ("told below", "hits told", "removals told")

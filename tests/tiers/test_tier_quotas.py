@@ -43,7 +43,7 @@ def test_without_a_quota_the_least_recently_used_goes():
 
 
 def test_nobody_is_pushed_below_a_quota():
-    """However much one tenant stores, the others keep what they may."""
+    """However much one tenant stores, the others keep what is within their quotas."""
     manager = make_manager(32, Tier("host", 24, 100), Tier("disk", 24, 100))
     manager.tiers.set_default_quota("host", 6)
     for salt in ("ann", "bob"):
@@ -59,7 +59,7 @@ def test_nobody_is_pushed_below_a_quota():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_a_tenant_may_keep_it_keeps(seed):
-    """Where quotas are no more than the tier has, nobody loses what is within theirs; and all of the tier is used."""
+    """If all quotas fit into the tier, nobody loses blocks within its quota, and the whole tier is used."""
     chosen = random.Random(seed)
     quotas = {"a": 3, "b": 5, "c": 7, "d": 9}
     manager = make_manager(64, Tier("host", sum(quotas.values()), 100, max_transfer_blocks=chosen.choice([1, 32])))

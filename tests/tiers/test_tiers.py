@@ -142,7 +142,7 @@ def test_a_store_of_what_an_abort_takes_back_is_for_nothing():
 
 
 def test_a_block_that_was_bad_and_is_cached_again_in_its_place_is_not_stored_as_it_was():
-    """The store may have read it before it was computed anew."""
+    """The store may have read the block before it was computed again."""
     manager = make_manager(128)
     one, two = Sequence("one", PROMPT), Sequence("two", PROMPT)
     manager.allocate_slots(one, delay_cache_blocks=True)
@@ -487,7 +487,7 @@ def test_a_hit_that_was_evicted_as_bad_is_not_cached_again_by_what_is_loaded_beh
 
 
 def loading_behind_a_writer():
-    """A manager, a sequence whose step is to write three blocks, and one that hit them and loads what comes behind."""
+    """A manager, a sequence whose step is to write three blocks, and one that hit these and loads the next ones."""
     manager = make_manager(64)
     run(manager)
     settle(manager)
@@ -510,7 +510,7 @@ def test_what_an_abort_takes_back_is_not_cached_again_by_what_is_loaded_behind_i
 
 @pytest.mark.parametrize("forget", ["reset", "salt"])
 def test_a_reset_does_not_hide_what_an_abort_took_back(forget):
-    """Nobody wrote it, whatever is cached since."""
+    """Nobody wrote the block, whatever is cached since."""
     manager, writer, sequence = loading_behind_a_writer()
     (transfer,) = manager.tiers.take_transfers()
     manager.abort(writer, 4)
@@ -526,7 +526,7 @@ def test_a_reset_does_not_hide_what_an_abort_took_back(forget):
 
 
 def test_who_gives_up_goes_back_before_what_an_abort_took_back():
-    """A step that died was to write it, so it isn't there."""
+    """A step that died was to write the block, so it isn't there."""
     manager, writer, sequence = loading_behind_a_writer()
     manager.take_copies()
     manager.abort(writer, 4)
@@ -570,7 +570,7 @@ def test_a_cut_inside_the_hit_of_a_loading_sequence_is_an_ordinary_one():
 
 
 def test_storing_leaves_the_order_in_which_blocks_are_reused():
-    """A prefix's end goes before its beginning, which would take all behind it along."""
+    """A prefix's end goes before its beginning: without the beginning, all behind it would be lost."""
     manager = make_manager(64, Tier("host", 200, 100))
     run(manager, "long", range(160))
     settle(manager)

@@ -1,4 +1,4 @@
-"""Envelopes, and what is answered to them, for tests."""
+"""Envelopes of hints, and the answers to them, for tests."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ _NUMBERS = iter(range(10**9))
 
 
 def say(executor: HintExecutor, kind: str, *, tenant: str | None = None, now: float = 0.0, **payload: Any) -> Any:
-    """Send one action under ids of its own, and return what is answered."""
+    """Send one action with new ids, and return its answer."""
     sent = envelope(action(kind, payload), message_id=f"{next(_NUMBERS)}")
     (answer,) = executor.carry_out(sent, tenant, now).to_dict()["actions"]
     return answer["payload"]

@@ -1,4 +1,4 @@
-"""Workers, a network that loses, doubles, delays and reorders, and a mirror, in one process and without time."""
+"""Workers, a mirror, and a network that loses, doubles, delays and reorders; in one process and without time."""
 
 import heapq
 from itertools import count
@@ -18,7 +18,7 @@ MEDIUM = "GPU"
 
 
 class Worker:
-    """An engine with a real manager, and its publisher's books. `kill` starts both anew."""
+    """An engine with a real manager, and its publisher's ledger. `kill` starts both again."""
 
     def __init__(self, name: str, random: Random, limits: Limits, codec: str = "vllm") -> None:
         self.name = name
@@ -59,7 +59,7 @@ class Worker:
         self.ledger.add_heartbeat(1.0)
 
     def send(self, at_most: int = 1 << 30) -> list[tuple[int, bytes]]:
-        """What the publisher's thread would put on the wire now."""
+        """Return what the publisher's thread would send now."""
         sent = []
         while len(sent) < at_most and (batch := self.ledger.take()) is not None:
             payload = self.ledger.encode(batch)
@@ -76,7 +76,7 @@ class Worker:
 
 
 class Network:
-    """Carries messages to and fro, as badly as it is told to."""
+    """Carries messages both ways. Its attributes say how badly."""
 
     def __init__(self, workers: list[Worker], mirror: EventMirror, random: Random, badness: float) -> None:
         self.workers = {worker.name: worker for worker in workers}
@@ -91,7 +91,7 @@ class Network:
             mirror.add(worker.name)
 
     def carry(self, line: str, deliver: Any, *arguments: Any) -> None:
-        """Deliver a message some time, in order on its line unless the network is bad; never, or twice."""
+        """Deliver a message later, never, or twice; in order on its line unless the network is bad."""
         random = self.random
         if random.random() < self.badness:
             return
@@ -142,7 +142,7 @@ class Network:
         self.ask()
 
     def settle(self) -> None:
-        """Let all that is under way arrive, and the publishers' heartbeats do their work. Loses nothing any more."""
+        """Let all messages arrive, and the publishers send their heartbeats. Loses nothing from now on."""
         self.badness, badness = 0.0, self.badness
         for _ in range(60):
             for worker in self.workers.values():

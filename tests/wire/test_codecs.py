@@ -1,4 +1,4 @@
-"""Payloads: byte for byte what the engines' own structs make, and whatever else there is survives or is refused."""
+"""Payloads: byte for byte those of the engines' own structs. Unknown fields are kept, malformed payloads refused."""
 
 from random import Random
 

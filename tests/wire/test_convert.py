@@ -1,4 +1,4 @@
-"""kvblocks' records as the wire's: nothing lost, names as each engine writes them."""
+"""kvblocks' records as records of the wire: nothing is lost, and names are as each engine writes them."""
 
 import pytest
 

@@ -68,7 +68,7 @@ class Indexer:
         self.ask("/register", instance_id=worker, model_name=model, block_size=BLOCK, **where)
 
     def find(self, worker: int, model: str, tokens: list[int]) -> int:
-        """How many blocks of a prompt a worker has cached, says Dynamo."""
+        """How many blocks of a prompt a worker has cached, according to Dynamo."""
         scores = self.ask("/query", token_ids=tokens, model_name=model)["scores"]
         return scores.get(str(worker), {}).get("0", 0) // BLOCK
 
@@ -163,7 +163,7 @@ def test_dynamo_tells_tiers_from_the_device(indexer, worker, medium):
 
 
 def test_dynamo_follows_a_restart(indexer):
-    """Since numbers go on upwards and the first batch clears. Numbers from 0 again would be taken for old ones."""
+    """Numbers go on upwards, and the first batch clears. Numbers from 0 again would be taken for old ones."""
     engine = Engine(8, "vllm")
     with MirrorClient({"w": Source(engine.publisher.endpoint, engine.publisher.replay_endpoint)}) as client:
         indexer.listen(9, "restarted", engine.publisher)
@@ -210,12 +210,12 @@ def test_dynamos_index_in_the_examples_router(indexer):
 
 
 def check_all(indexer: Indexer, worker: int, model: str, engine: Engine, client: MirrorClient) -> None:
-    """Compare every prompt so far, once what was said has arrived."""
+    """Compare every prompt so far, once all events have arrived."""
     newest, last = engine.prompts[-1], engine.publisher.number
     wait_for(lambda: client.receive(0.01) >= 0 and (client.mirror.number("w") or 0) >= last)
     assert client.mirror.is_complete("w")
     wait_for(lambda: indexer.find(worker, model, newest) == engine.expected(newest)[0])
-    time.sleep(0.2)  # the indexer says of no batch that it has it
+    time.sleep(0.2)  # the indexer doesn't confirm batches
     found = [indexer.find(worker, model, prompt) for prompt in engine.prompts]
     expected = [engine.expected(prompt) for prompt in engine.prompts]
     assert found == [number for number, _ in expected]

@@ -1,4 +1,4 @@
-"""A publisher's books and a mirror, batch by batch: what was damaged, interrupted or left behind heals."""
+"""A publisher's ledger and a mirror, batch by batch: damaged, interrupted and lost batches are repaired."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def sent(ledger: Ledger) -> list[tuple[int, bytes]]:
 
 
 def answer(ledger: Ledger, mirror: EventMirror, num_rounds: int) -> int:
-    """Answer all that is asked, and return how much that was."""
+    """Answer all asks, and return how many there were."""
     num_asks = 0
     for _ in range(num_rounds):
         for ask in mirror.take_asks():

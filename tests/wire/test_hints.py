@@ -1,4 +1,4 @@
-"""Hints carried out: what each action does, what it is answered, within which bounds, and once."""
+"""Hints carried out: what each action does, its answer, its limits, and that it is done once."""
 
 from typing import Any
 

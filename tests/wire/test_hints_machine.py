@@ -57,7 +57,7 @@ class HintMachine(TierMachine):
         self.sent = [*self.sent[-2:], (tenant, envelope)]
 
     def do_bring_back(self) -> None:
-        """A prefetch of what was pushed out."""
+        """Prefetch a prefix that was evicted."""
         self.answer_all()
         self.do_crowd()
         if self.past:
@@ -74,7 +74,7 @@ class HintMachine(TierMachine):
         return {"protocol_version": "0.1", "message_id": f"message {self.num_sent}", "actions": actions}
 
     def do_hints_again(self) -> None:
-        """What comes again is answered as it was answered last, and not done again."""
+        """An action that comes again is answered as before, and not done again."""
         if not self.sent:
             return
         self.do_hint_step()
@@ -95,7 +95,7 @@ class HintMachine(TierMachine):
         answers = self.executor.carry_out(envelope, tenant, self.now)
         if not self.may_evict:
             assert self.seen_by_others(tenant) == others, f"{envelope}: somebody else's blocks changed"
-        stand = self.pins_of_others(tenant)  # they may hold more: what they lacked, and is cached by now
+        stand = self.pins_of_others(tenant)  # they may hold more: blocks that they lacked and that are cached by now
         assert len(stand) == len(stood), f"{envelope}: somebody else's pins changed"
         for (pin, blocks), (same_pin, held) in zip(stand, stood, strict=True):
             assert pin == same_pin and blocks[: len(held)] == held, f"{envelope}: somebody else's pins hold less"
@@ -134,7 +134,7 @@ class HintMachine(TierMachine):
         return action
 
     def make_name(self, tenant: str | None, kind: str) -> dict[str, Any]:
-        """Whatever there is, of anybody's, under the tenant's own salt or another one."""
+        """Any prefix of any tenant, named under the tenant's own salt or another one."""
         chance, others = self.random.random(), self.running + self.waiting + self.past
         if kind not in ("pin", "retain") and chance < 0.3:
             return {"pin_id": f"hint-{self.random.randint(1, 9)}"}
@@ -173,7 +173,7 @@ class HintMachine(TierMachine):
     # What a request finds.
 
     def do_probe(self) -> None:
-        """A request gets whatever running ones don't have; at the latest when the loads under way have ended."""
+        """A request gets all blocks that running ones don't have, at the latest when current loads have ended."""
         if len(self.manager.groups) > 1:
             return
         self.answer_all()
@@ -219,7 +219,7 @@ class HintMachine(TierMachine):
                     self.pins.append(self.manager.pin(other.token_ids(), salt=other.salt, extra_keys=other.extra_keys))
 
     def do_hold(self) -> None:
-        """Holds keep blocks from everybody; not here."""
+        """Holds keep blocks from everybody, so this machine makes none."""
 
     do_detach = do_hold
 

@@ -1,4 +1,4 @@
-"""Prefetches: what a tier has comes to the device ahead of a request, and is in nobody's way."""
+"""Prefetches: a tier's blocks come to the device before a request needs them, and block nobody."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from kvblocks.wire.hints import HintExecutor
 
 
 def stored(num_blocks: int = 64, tokens: Any = PROMPT, **keys: Any) -> KVCacheManager:
-    """A manager whose host has a prompt that the device has no more, and nothing else anywhere."""
+    """A manager whose host tier has a prompt that the device no longer has. All else is empty."""
     manager = make_manager(num_blocks)
     run(manager, tokens=tokens, **keys)
     settle(manager)

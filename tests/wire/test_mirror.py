@@ -19,7 +19,7 @@ FEW = Limits(num_kept_batches=20, max_queued_batches=6)
 
 
 def play(seed: int, num_rounds: int, badness: float, limits: Limits, codec: str = "vllm") -> tuple[int, Network]:
-    """Let workers run, die and start over a bad network, and compare at quiet moments. Return the number of events."""
+    """Let workers run, die and restart over a bad network. Compare at quiet moments. Return the number of events."""
     random = Random(seed)
     workers = [Worker(f"w{number}", Random(seed * 7 + number), limits, codec) for number in range(3)]
     mirror = EventMirror(max_held=500)
@@ -230,7 +230,7 @@ def test_a_publisher_whose_clock_went_back_is_followed():
 
 @pytest.mark.parametrize("step", [0, -100])
 def test_a_held_batch_that_no_publisher_knows_is_dropped(step):
-    """Its number was damaged, or it is of an epoch from before the publisher's clock went back."""
+    """Either its number was damaged, or its epoch is from before the publisher's clock went back."""
     mirror = joined()
     mirror.receive("w", EPOCH + 1000, payload(stored(9)))
     (ask,) = mirror.take_asks()

@@ -1,4 +1,4 @@
-"""Names of others: golden vectors, an oracle, and what bad input gets."""
+"""Names in other systems: golden vectors, an oracle, and errors for bad input."""
 
 import importlib.util
 import json
@@ -120,7 +120,7 @@ def test_an_adapter_is_its_name_and_path():
 
 
 def test_names_tell_of_the_adapter_in_every_block():
-    """Below a node whose first block is in another run, too."""
+    """Behind a node whose first block is in another run, too."""
     manager = KVCacheManager(64, 4, hash_algorithm="vllm:sha256_cbor", enable_events=True)
     for number, tokens in enumerate(([1] * 16, [1] * 8 + [2] * 8, [1] * 12 + [3] * 8)):
         sequence = Sequence(number, tokens, lora="ad\0/path")

@@ -1,4 +1,4 @@
-"""What `from kvblocks.wire import …` gives: when it is asked for, and nothing before."""
+"""The names of `from kvblocks.wire import …`: each is imported when it is asked for, and not before."""
 
 import ast
 import importlib

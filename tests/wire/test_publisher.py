@@ -28,7 +28,7 @@ from kvblocks.wire.ledger import Limits
 from kvblocks.wire.publisher import check_endpoint, new_epoch
 
 LOCAL = "tcp://127.0.0.1:0"
-SECONDS = 30  # for what comes at once unless the machine is very busy
+SECONDS = 30  # limit for what comes at once, unless the machine is very busy
 
 
 def stored(number: int, num_blocks: int = 1) -> BlockStored:
@@ -74,7 +74,7 @@ def asker(publisher: EventPublisher):
 
 
 class SlowConverter(Converter):
-    """One that keeps the publisher's thread waiting while it is told to."""
+    """A publisher whose thread is kept waiting until the test lets it go."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_a_snapshot_is_what_was_said_up_to_its_number():
 
 
 def test_what_does_not_fit_is_dropped_and_seen():
-    """The publisher's thread is kept from its queue while more is said than it may hold."""
+    """The publisher's thread is kept from its queue while more events come than the queue holds."""
     limits, converter = Limits(max_queued_batches=3), SlowConverter()
     with make(limits=limits, epoch=0, converter=converter) as publisher, subscriber(publisher) as socket:
         wait_for(lambda: publisher.num_queued == 0)
@@ -335,7 +335,7 @@ time.sleep(600)
 
 
 def test_workers_that_are_killed_and_started_again():
-    """Real processes, killed with SIGKILL in the middle; the last ones are let run to a quiet moment."""
+    """Real processes are killed with SIGKILL at work. The last ones run to a quiet moment."""
     with make() as one, make() as other:
         ends = [(publisher.endpoint, publisher.replay_endpoint) for publisher in (one, other)]
     sources = {f"w{number}": Source(*end) for number, end in enumerate(ends)}
@@ -385,7 +385,7 @@ def test_workers_that_are_killed_and_started_again():
 
 
 def test_an_engine_is_followed_through_everything():
-    """A manager in this process, published to a client that comes late and reads seldom."""
+    """A manager in this process, published to a client that comes late and seldom reads."""
     manager = KVCacheManager(64, 4, enable_events=True, hash_algorithm="sha256")
     random = Random(2)
     limits = Limits(num_kept_batches=5, num_sending=20)

@@ -92,7 +92,7 @@ def test_gaps_and_restarts_are_shown(capsys):
         is_done = threading.Event()
 
         def publish():
-            """Again and again, since a subscription takes its time."""
+            """Publish again and again, since a subscription takes its time."""
             while not is_done.is_set():
                 for number in (3, 5, 1):
                     pub.send_multipart([b"", number.to_bytes(8, "big"), CODECS["vllm"].encode(EventBatch(0.0, [], 0))])
@@ -107,8 +107,8 @@ def test_gaps_and_restarts_are_shown(capsys):
             is_done.set()
             thread.join()
     printed = capsys.readouterr()
-    assert "! 1 batches before the next one did not come" in printed.out
-    assert "! number 1 after 5: it was started again" in printed.out
+    assert "! 1 batches before the next one are missing" in printed.out
+    assert "! number 1 after 5: the publisher was restarted" in printed.out
     assert "# frame: expected [topic, 8 bytes, payload]" in printed.err
 
 
@@ -157,7 +157,7 @@ def test_keys_that_are_bytes_are_shown_in_json():
 
 
 def test_live_batches_that_a_replay_showed_are_not_shown_again(monkeypatch):
-    """A publisher that was busy when it was asked: the subscriber's copies come behind the replay."""
+    """A publisher that was busy when it was asked: live copies reach the subscriber after the replay."""
     kept = [Batch(b"", number, b"") for number in (1, 2, 3)]
     waiting = [(b"", number.to_bytes(8), b"") for number in (1, 2, 3, 4)]
 

@@ -2,14 +2,14 @@
 
     from kvblocks.integrations.transformers import install
 
-    install()  # then model.generate_batch(...), and all else that batches continuously, as ever
+    install()  # from then on model.generate_batch(...) and all other continuous batching use kvblocks
 
 docs/integrations/transformers.md says what is served, what is refused, and how it was tested.
 """
 
 from kvblocks.integrations.transformers.probe import check_transformers
 
-check_transformers()  # before anything of transformers' is imported that may not be there
+check_transformers()  # before imports of transformers' names that may be missing
 
 from kvblocks.integrations.transformers.install import KVBlocksPagedCache, install, uninstall  # noqa: E402
 

@@ -1,9 +1,9 @@
 """transformers' cache allocators with kvblocks' block tables, from transformers 5.18 on.
 
 transformers' tensor is cut into sectors, a sector into blocks of one kind of attention, and a block into a page of
-`tokens_per_page` tokens for each layer. kvblocks' block is one of transformers' blocks where all layers attend alike,
-and a sector where they don't, which then holds several pages of tokens (`Geometry`). Sectors 0 and 1 are
-transformers' own, for padding; kvblocks' ids begin behind them.
+`tokens_per_page` tokens for each layer. If all layers attend alike, a kvblocks block is one of transformers' blocks.
+Otherwise it is a sector, which then holds several pages of tokens (`Geometry`). Sectors 0 and 1 are transformers' own,
+for padding; kvblocks' ids begin behind them.
 
 The tensors, their views and `update` stay as they are.
 """
@@ -21,7 +21,7 @@ from kvblocks.integrations.transformers.rows import FullRows, Geometry, Rows, Sl
 
 
 def plan_groups(cache: Any) -> tuple[list[Group], list[Geometry], int]:
-    """Return kvblocks' groups for the allocators of a PagedAttentionCache, their geometries, and the first block id."""
+    """Return kvblocks' groups for a PagedAttentionCache's allocators, their geometries, and the first block id."""
     allocators = list(cache.cache_allocators.values())
     is_mixed = len(allocators) > 1
     pages = [allocator.blocks_per_sector if is_mixed else 1 for allocator in allocators]
@@ -37,20 +37,20 @@ def plan_groups(cache: Any) -> tuple[list[Group], list[Geometry], int]:
 
 
 class OnKVBlocks(Rows):
-    """What both kinds of allocator ask kvblocks' tables for, in place of lists of their own."""
+    """What both kinds of allocator ask kvblocks' tables, instead of lists of their own."""
 
     __slots__ = ()
 
     kv_is_first: bool
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        """Return how many of kvblocks' blocks it takes, of all groups together; the first allocator tells for all."""
+        """Return how many kvblocks blocks are needed in all groups; the first allocator answers for all."""
         if not self.kv_is_first:
             return 0
         return count_needed_blocks(self.kv_manager, self.kv_records, request_id, past_length + query_length)
 
     def pairs_to_copy(self, source: int, destination: int) -> tuple[list[int], list[int]]:
-        """Return transformers' block ids for a copy of one of kvblocks' blocks."""
+        """Return the ids of transformers' blocks to copy when one of kvblocks' blocks is copied."""
         num_pages = self.kv_geometry.num_pages
         return (
             list(range(source * num_pages, (source + 1) * num_pages)),
@@ -76,4 +76,4 @@ class KVBlocksSlidingAllocator(SlidingAttentionCacheAllocator, OnKVBlocks, Slidi
 
 
 OURS = {"full_attention": KVBlocksFullAllocator, "sliding_attention": KVBlocksSlidingAllocator}
-"""By the name of an attention type, what its allocator becomes."""
+"""By the name of an attention type, the class that replaces its allocator's."""

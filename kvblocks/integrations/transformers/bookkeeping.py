@@ -1,20 +1,19 @@
-"""What a cache of transformers' keeps of its requests when a KVCacheManager does the bookkeeping, in all versions.
+"""The bookkeeping of transformers' cache, by a KVCacheManager, for all versions of transformers.
 
-What transformers does in a step, and what follows for the cache:
+What transformers does in a step, and what that means for the cache:
 
-1. Its scheduler asks for slots (`can_store_request_tokens`; up to 5.17 through `grouped_cache`) and takes a request
-   into the batch at once if it gets them. Nothing that was taken into a batch leaves it again before it has run: only
-   requests that got no slots are given back. So all that is cached early is written, unless the step dies.
-2. The step writes K and V of all its tokens, layer by layer. Full attention does so before it reads anything
-   (`update`), so a prompt may be cached when it is scheduled (*early*): an equal one in the same step reads what was
-   just written.
-   Not so where a layer slides, which reads first; nor where a decoding kernel writes and reads for each request by
-   itself (tables of at most `max_blocks_per_request`), so tokens that are computed alone are cached *late* there; nor
-   with asynchronous batching, where the next step is prepared before this one's tokens are known.
-3. When the step has ended, transformers says so for each request of it (`mark_complete_blocks`). Late blocks are cached
-   then, and of early ones it is known that they were written. A request that ends otherwise (the step died) takes
-   what was never written out of the cache: `abort`.
-4. Requests without room are soft reset: given back and queued anew. What they wrote stays cached, and is free.
+1. Its scheduler asks for slots (`can_store_request_tokens`; up to 5.17 through `grouped_cache`). A request that gets
+   them is in the batch at once, and leaves it only after it has run. Only requests that got no slots are given back.
+   So everything that is cached early is written, unless the step dies.
+2. The step writes K and V of all its tokens, layer by layer. Full attention writes before it reads anything (`update`).
+   So a prompt may be cached when it is scheduled (*early*): an equal one in the same step reads what was just written.
+   There are three exceptions. A layer with a window reads first. A decoding kernel writes and reads for each request by
+   itself (tables of at most `max_blocks_per_request`), so tokens that are computed alone are cached *late* with it.
+   With asynchronous batching, the next step is prepared before this one's tokens are known.
+3. When the step has ended, transformers says so for each of its requests (`mark_complete_blocks`). Late blocks are
+   cached then, and early ones are known to be written. If a request ends otherwise (the step died), `abort` takes what
+   was never written out of the cache.
+4. Requests without room are soft reset: given back and queued again. What they wrote stays cached, and is free.
 """
 
 from typing import Any
@@ -23,12 +22,12 @@ from kvblocks import CacheHit, Group, KVCacheManager, Sequence
 from kvblocks.integrations.transformers.probe import refuse
 from kvblocks.integrations.transformers.records import Record, Records, count_needed_blocks, known_tokens
 
-END = "end"  # what `complete_blocks` of a scheduled request says: where its tokens of this step end
-MARGINS = {"fifo": 0.15, "prefill_first": 0.0}  # of transformers' schedulers, where the user says nothing
+END = "end"  # key of what `count_new_complete_blocks` returns: where a request's tokens of this step end
+MARGINS = {"fifo": 0.15, "prefill_first": 0.0}  # of transformers' schedulers, unless the user sets one
 
 
 class Nothing:
-    """In the place of what transformers' cache had its blocks from. name: what it is called there."""
+    """Replaces what transformers' cache took its blocks from. name: its name in transformers."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -40,19 +39,19 @@ class Nothing:
 
 
 class Bookkeeping:
-    """Stands before transformers' PagedAttentionCache. manager: the kvblocks one, with all that transformers lacks.
+    """Comes before transformers' PagedAttentionCache in the class order. manager: the KVCacheManager.
 
-    commit: "early" caches at allocation wherever that is sound, "late" always behind the step. debug: `manager.check()`
-    after every change. `install` sets both in a subclass.
+    commit: "early" caches at allocation wherever that is right; "late" always caches after the step. debug: runs
+    `manager.check()` after every change. `install` sets both in a subclass.
     """
 
     commit = "early"
     debug = False
-    allow_block_sharing: bool  # these two are transformers'
+    allow_block_sharing: bool  # this and the next one are transformers'
     max_blocks_per_request: int
 
     def keep_books(self, config: Any, groups: list[Group], num_blocks: int, first_block_id: int) -> None:
-        """Make the manager, and take what transformers' ContinuousBatchingConfig says about it."""
+        """Make the manager, with the settings of transformers' ContinuousBatchingConfig."""
         is_plain = len(groups) == 1 and groups[0].window is None
         self.manager = KVCacheManager(
             num_blocks,
@@ -71,12 +70,12 @@ class Bookkeeping:
         if margin is None:
             margin = MARGINS.get(config.scheduler_type, MARGINS["fifo"])
         self._num_margin_blocks = int(margin * self.manager.num_blocks)
-        self._refused: str | None = None  # the request that was looked up last, if it may not start yet
+        self._refused: str | None = None  # the request of the last lookup, if it may not start yet
 
     # Slots.
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Make room for a request's next tokens, and say whether there is; as a dry run, only say."""
+        """Make room for a request's next tokens, and return whether there is. With dry_run, only return that."""
         total = state.current_len() + request_len
         record = self.records.get(state.request_id)
         if dry_run:
@@ -88,17 +87,17 @@ class Bookkeeping:
         elif record.state is not state:
             raise refuse(f"two requests with the id {state.request_id!r} at once", "blocks belong to one of them")
         if not request_len:
-            return True  # its last token waits for a fork
+            return True  # the last token of its prompt waits for a fork
         return self._grow(record, state, total, request_len)
 
     def count_needed_blocks(self, request_id: str, total: int) -> int:
-        """Return how many free blocks it takes to have room for a request's first `total` tokens."""
+        """Return how many free blocks a request's first `total` tokens take."""
         return count_needed_blocks(self.manager, self.records, request_id, total)
 
     def _start(self, state: Any, total: int) -> bool:
-        """Make room for a request that has no blocks, and hit none."""
+        """Make room for a request that has no blocks and had no hit."""
         request_id = state.request_id
-        if state.current_len():  # no prompt of a user's, but one that warms kernels up: nobody may find what it leaves
+        if state.current_len():  # not a user's prompt, but one that warms up kernels: nobody may hit what it leaves
             return self.allocate_unfound(request_id, state, total)
         sequence = Sequence(request_id, state.initial_tokens)
         if request_id == self._refused or not self._may_start(sequence, None):
@@ -111,7 +110,7 @@ class Bookkeeping:
         return True
 
     def allocate_unfound(self, request_id: str, state: Any, total: int) -> bool:
-        """Make room for `total` tokens of which nothing is cached, and say whether there is."""
+        """Make room for `total` tokens, none of which are cached, and return whether there is."""
         sequence = Sequence(request_id, [0])
         if self.manager.allocate_slots(sequence, num_total_tokens=total, delay_cache_blocks=True) is None:
             return False
@@ -122,33 +121,33 @@ class Bookkeeping:
         """Make room for the next tokens of a request that has blocks."""
         sequence = record.sequence
         num_tokens, num_slots = sequence.num_tokens, sequence.num_computed_tokens
-        if num_slots < num_tokens:  # of its prompt
+        if num_slots < num_tokens:  # tokens of its prompt
             num_new = self._num_computed(state, min(total, num_tokens) - num_slots, request_len)
             if not num_new:
                 return True
             is_delayed = self._is_delayed(num_new)
             return self.manager.allocate_slots(sequence, num_new, delay_cache_blocks=is_delayed) is not None
         tokens = known_tokens(state, num_tokens, total)
-        if len(tokens) < total - num_tokens:  # the step that samples them still runs; see `mark_complete_blocks`
+        if len(tokens) < total - num_tokens:  # the step that samples the rest still runs; see `mark_complete_blocks`
             return self.manager.reserve_slots(sequence, total - num_tokens) is not None
         return not tokens or self.manager.append_slots(sequence, tokens, self._is_delayed(len(tokens))) is not None
 
     def _num_computed(self, state: Any, num_new: int, request_len: int) -> int:
-        """Return how many of the new tokens the step computes: not a prompt's last one while it has to be forked."""
+        """Return how many of the new tokens the step computes; a prompt's last token is left out while a fork waits."""
         waits = state.num_children > 0 and request_len == len(state.remaining_prefill_tokens)
         return num_new - waits
 
     def _is_delayed(self, num_tokens: int) -> bool:
-        """Whether the tokens that a step computes of a request are cached behind it."""
+        """Whether the tokens that a step computes of a request are cached after the step."""
         alone = num_tokens <= 1 and self.max_blocks_per_request > 0
         return self.is_late or (alone and self.allow_block_sharing)
 
     def _may_start(self, sequence: Sequence, hit: CacheHit | None) -> bool:
-        """Whether a request may begin beside others: all of its prompt fits, and there are blocks left to grow into.
+        """Whether a request may begin beside others: all of its prompt fits, and blocks are left for growth.
 
-        That is the scheduler's safety margin, or a block of each group for each of the others if that is more.
-        transformers looks at the margin once a step, and counts cached blocks as taken. Here they are free, so without
-        this it would admit more requests than the pool can bear, and soft reset them soon.
+        The blocks left are the scheduler's safety margin, or a block of each group for each other request if that is
+        more. transformers checks its margin once a step, and counts cached blocks as taken. Here they are free. So
+        without this rule it would admit more requests than fit, and soon soft reset them.
         """
         if not self.records:
             return True
@@ -159,9 +158,9 @@ class Bookkeeping:
     # Prefixes.
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Give a request the blocks that hold the longest cached prefix of its prompt, never with its last token.
+        """Give a request the blocks of the longest cached prefix of its prompt, without the last token.
 
-        Returns the tokens that they hold, 0 also for a request that may not start yet.
+        Returns the number of their tokens. 0 also if the request may not start yet.
         """
         self._refused = None
         if not self.use_prefix_sharing or len(prompt_ids) < 2:
@@ -171,22 +170,22 @@ class Bookkeeping:
         if not hit.num_tokens:
             return 0
         if not self._may_start(sequence, hit) or self.manager.allocate_slots(sequence, 0, hit=hit) is None:
-            self._refused = request_id  # else it would start without its hit
+            self._refused = request_id  # otherwise it would start without its hit
             return 0
         self.records[request_id] = Record(sequence, None, hit.num_tokens)
         return hit.num_tokens
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
-        """Return what `mark_complete_blocks` is to be told when the step has ended."""
+        """Return what `mark_complete_blocks` gets when the step has ended."""
         return {END: state.current_len() + request_len}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """Note that a step has written a request's tokens. What is to be cached late is cached now."""
+        """Take note that a step has written a request's tokens. Late blocks are cached now."""
         record = self.records.get(state.request_id)
         if record is None or record.state is not state or not complete_blocks:
             return  # given back while the step ran
         sequence, end = record.sequence, complete_blocks[END]
-        if end > sequence.num_tokens:  # sampled by the step before, which had not ended when this one was scheduled
+        if end > sequence.num_tokens:  # the step before sampled them, and had not ended when this one was scheduled
             tokens = known_tokens(state, sequence.num_tokens, end)
             room = self.manager.append_slots(sequence, tokens, self.is_late)
             assert room is not None, f"{state.request_id}: slots for {end} tokens were reserved"
@@ -197,17 +196,17 @@ class Bookkeeping:
     # Giving back.
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:  # noqa: ARG002  # cached blocks are free
-        """Give a request's blocks back. What the steps that ended have written of it stays cached."""
+        """Give a request's blocks back. What ended steps have written of it stays cached."""
         record = self.records.pop(request_id, None)
         if record is None:
             return
-        if record.sequence.num_written_tokens > record.num_written:  # cached early, in a step that has not ended
+        if record.sequence.num_written_tokens > record.num_written:  # cached early, by a step that has not ended
             self.manager.abort(record.sequence, record.num_written)
         else:
             self.manager.free(record.sequence)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
-        """Give all blocks back, and forget all that is cached if told to."""
+        """Give all blocks back. With clear_ledgers, also forget all that is cached."""
         for request_id in list(self.records):
             self.free_blocks(request_id)
         if clear_ledgers:

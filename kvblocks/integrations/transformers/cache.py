@@ -1,4 +1,4 @@
-"""`KVBlocksPagedCache`: transformers' PagedAttentionCache, whose bookkeeping is a KVCacheManager, from 5.18 on."""
+"""`KVBlocksPagedCache`: transformers' PagedAttentionCache with a KVCacheManager for its bookkeeping, from 5.18 on."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from kvblocks.integrations.transformers.probe import refuse
 
 
 class SlotsOnly(Nothing):
-    """In the place of transformers' pool: cached blocks are free ones, so there is nothing to give back."""
+    """Replaces transformers' pool. Cached blocks are free blocks here, so there is nothing to give back."""
 
     def try_to_free_sectors(self) -> None:
         """Do nothing."""
@@ -20,7 +20,7 @@ class SlotsOnly(Nothing):
 
 
 class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
-    """Stands where transformers' cache stands. Raises UnsupportedEngineError."""
+    """Replaces transformers' cache. Raises UnsupportedEngineError."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
         num_blocks = self._allocators[0].num_blocks // geometries[0].num_pages
         self.keep_books(continuous_batching_config, groups, num_blocks, first_block_id)
         self.pool = SlotsOnly("pool")
-        self._layer_types: list[str] = list(self.cache_allocators)  # 5.18's allocators don't know their own
+        self._layer_types: list[str] = list(self.cache_allocators)  # 5.18's allocators don't know their layer type
         for layer_type, allocator, geometry in zip(self._layer_types, self._allocators, geometries, strict=True):
-            allocator.__class__ = OURS[layer_type]  # this cache's alone; the tensors are registered already
+            allocator.__class__ = OURS[layer_type]  # only in this cache; the tensors are registered already
             allocator.kv_manager, allocator.kv_records, allocator.kv_geometry = self.manager, self.records, geometry
             allocator.kv_is_first = not geometry.group
             allocator.pool = self.pool
@@ -58,20 +58,20 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
         return len(list_blocks_needed)
 
     def compute_free_capacity(self, relative: bool = True) -> int | float:
-        """Return the share of free blocks, cached ones among them; or their bytes."""
+        """Return the share of free blocks, cached ones included; or, if not relative, their bytes."""
         num_free = self.manager.num_free_blocks
         if relative:
             return num_free / self.manager.num_blocks
         return int(num_free * (self.num_sectors * self.bytes_per_sector // self.manager.num_blocks))
 
     def evict_cached_blocks(self) -> bool:
-        """Do nothing: cached blocks are free ones, and are evicted one by one, least recently used first."""
+        """Do nothing: cached blocks are free blocks. They are evicted one by one, least recently used first."""
         return False
 
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict[str, tuple[list[int], list[int]]]
     ) -> list[str]:
-        """Fork a request for as many of `dst_req_ids` as there is room for, and note the copies; returns those."""
+        """Fork a request for as many of `dst_req_ids` as there is room for, note the copies, and return those ids."""
         forked, copies = self.fork_records(src_state.request_id, dst_req_ids)
         for group, old, new in copies:
             pairs = self._allocators[group].pairs_to_copy(old, new)
@@ -81,5 +81,5 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
 
 
 def schedulers() -> dict[str, Any]:
-    """Return what `continuous_api` is to have in place of its schedulers: nothing, they ask as they should."""
+    """Return the replacements of schedulers in `continuous_api`: none, since they ask the cache as needed."""
     return {}

@@ -1,11 +1,11 @@
-"""`KVBlocksPagedCache` for transformers 5.15 to 5.17, where the layers are in groups of one size, and its scheduler.
+"""`KVBlocksPagedCache` for transformers 5.15 to 5.17, which has groups of equally many layers; and its scheduler.
 
-A block has rows for `block_size` tokens in each of the tensors, of which there are as many as a group has layers. So it
-can belong to any group, and kvblocks' groups and block ids are transformers' own. The tensors and `update` stay as they
-are; two blocks behind the others are for padding.
+A block has rows for `block_size` tokens in each tensor. There are as many tensors as a group has layers, so a block can
+belong to any group. kvblocks' groups and block ids are transformers' own. The tensors and `update` stay as they are.
+Two blocks behind the others are for padding.
 
-transformers' scheduler counts here how many blocks a request has, and tells the cache no more than how many to add. In
-its place `schedulers` gives one that asks as newer versions do: by the request, for so many tokens.
+These versions' scheduler counts how many blocks a request has, and tells the cache only how many to add. `schedulers`
+gives one instead that asks as newer versions do: for a request and a number of tokens.
 """
 
 from typing import Any
@@ -25,12 +25,12 @@ from kvblocks.integrations.transformers.rows import FullRows, Geometry, SlidingR
 
 
 class _Table:
-    """A group's allocator: it has no lists of its own, and says where tokens lie."""
+    """A group's allocator. It has no lists of its own; it says where tokens are."""
 
     def __init__(self, manager: KVCacheManager, records: Records, group: int, theirs: Any) -> None:
         self.kv_manager, self.kv_records, self.kv_geometry = manager, records, Geometry(group)
         self.tokens_per_page = self.block_physical_stride = theirs.block_size
-        self.block_table: dict[str, list[int]] = {}  # what would be copied to the CPU
+        self.block_table: dict[str, list[int]] = {}  # transformers would copy these to the CPU
 
 
 class FullTable(_Table, FullRows):
@@ -46,13 +46,13 @@ class SlidingTable(_Table, SlidingRows):
 
 
 TABLES = {FullAttentionCacheAllocator: FullTable, SlidingAttentionCacheAllocator: SlidingTable}
-"""What stands in the place of transformers' allocators."""
+"""The classes that replace transformers' allocators."""
 
 
 class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
-    """Stands where transformers' cache stands. Raises UnsupportedEngineError."""
+    """Replaces transformers' cache. Raises UnsupportedEngineError."""
 
-    block_size: int  # transformers'
+    block_size: int  # transformers' own
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
         size = self.block_size
         groups: list[Group] = [FullAttention(size) if w is None else SlidingWindow(size, w) for w in windows]
         if any(windows):
-            self.max_blocks_per_request = 0  # 5.15 forgets it in the cache: windows have no tables for kernels
+            self.max_blocks_per_request = 0  # 5.15's cache doesn't set it: windows have no tables for kernels
         self.keep_books(continuous_batching_config, groups, self.num_blocks, 0)
         self.group_cache_managers: list[Any] = [
             TABLES[type(allocator)](self.manager, self.records, group, allocator)
@@ -80,11 +80,11 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
         self._block_manager = Nothing("_block_manager")
 
     def get_num_free_blocks(self) -> int:
-        """Return how many blocks are free, cached ones among them."""
+        """Return how many blocks are free, cached ones included."""
         return self.manager.num_free_blocks
 
     def blocks_in_use(self, request_id: str) -> int:
-        """Return how many blocks are free when a request gives its own back: those that no other holds."""
+        """Return how many blocks become free when a request gives its own back: those that nobody else holds."""
         record = self.records.get(request_id)
         if record is None:
             return 0
@@ -97,18 +97,18 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
         request_id: str,
         allocated_blocks: int,  # noqa: ARG002  # transformers' own signature
     ) -> int | None:
-        """Give blocks to a request that warms kernels up; all others ask `can_store_request_tokens`."""
+        """Give blocks to a request that warms up kernels. All other requests use `can_store_request_tokens`."""
         is_served = self.allocate_unfound(request_id, None, n_blocks * self.block_size)
         return n_blocks if is_served else None
 
     def mark_shareable_blocks_as_complete(self, state: Any, num_complete_blocks: dict[str, int]) -> None:
-        """Note that a step has written a request's tokens; `_Scheduler` made what is told here."""
+        """Take note that a step has written a request's tokens. `_Scheduler` made the numbers."""
         self.mark_complete_blocks(state, num_complete_blocks)
 
     def compute_max_num_forks(self, source_request_id: str) -> int:
-        """Return how many forks there is room for, of those that `fork_request` makes.
+        """Return how many forks by `fork_request` there is room for.
 
-        Each shares what is full and computed. What follows, up to the first token behind the prompt, is its own.
+        A fork shares full, computed blocks. The rest, up to the first token behind the prompt, is its own.
         """
         record = self.records.get(source_request_id)
         if record is None:
@@ -118,19 +118,19 @@ class KVBlocksPagedCache(Bookkeeping, PagedAttentionCache):
         return self.manager.num_free_blocks // ((num_held - num_shared) * len(self.manager.groups))
 
     def fork_request(self, source_request_id: str, destination_request_ids: list[str]) -> tuple[list[int], list[int]]:
-        """Fork a request, for which there is room, and return the blocks to copy: sources, and destinations."""
+        """Fork a request, for which there is room. Returns the blocks to copy: sources, and destinations."""
         forked, copies = self.fork_records(source_request_id, destination_request_ids)
         assert len(forked) == len(destination_request_ids), f"{source_request_id}: room for all forks was promised"
         return [source for _, source, _ in copies], [destination for _, _, destination in copies]
 
 
 class _Scheduler(scheduler.Scheduler):
-    """Asks the cache for slots as newer schedulers of transformers' do; comes before one of its own."""
+    """Asks the cache for slots as newer schedulers of transformers do. Comes before one of theirs."""
 
     cache: KVBlocksPagedCache
 
     def _allocate_blocks_if_needed(self, state: Any, len_next_tokens: int) -> bool:
-        """Make room for a request's next tokens, and say whether there is. Who is starved is noted."""
+        """Make room for a request's next tokens, and return whether there is. Notes starved requests."""
         if self.cache.can_store_request_tokens(state, len_next_tokens):
             return True
         if state.request_id in self.active_requests:
@@ -147,7 +147,7 @@ class _Scheduler(scheduler.Scheduler):
 
 
 def schedulers() -> dict[str, Any]:
-    """Return what `continuous_api` is to have for each scheduler that there is now, and where none is named."""
+    """Return the replacements in `continuous_api` of each present scheduler, and of the default one."""
     return {
         "SCHEDULER_MAPPING": {name: _on_kvblocks(theirs) for name, theirs in scheduler.SCHEDULER_MAPPING.items()},
         "FIFOScheduler": _on_kvblocks(scheduler.FIFOScheduler),
@@ -155,5 +155,5 @@ def schedulers() -> dict[str, Any]:
 
 
 def _on_kvblocks(theirs: type) -> type:
-    """Return a scheduler of transformers' that asks kvblocks."""
+    """Return a subclass of a scheduler of transformers that asks kvblocks."""
     return type(f"KVBlocks{theirs.__name__}", (_Scheduler, theirs), {})

@@ -1,4 +1,4 @@
-"""`install` and `uninstall`: names of transformers' module are replaced in memory, and put back."""
+"""`install` and `uninstall`: replace names in transformers' module in memory, and restore them."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -25,11 +25,11 @@ _originals: dict[str, Any] = {}
 
 
 def install(*, commit: Literal["early", "late"] = "early", debug: bool = False) -> type[Bookkeeping]:
-    """Let continuous batching that starts from now on use kvblocks; returns the class of its cache.
+    """Have continuous batching that starts from now on use kvblocks. Returns the class of its cache.
 
     commit: "early" caches a prompt when it is scheduled, wherever keys and values are written before they are read;
-    "late" always behind the step. debug: check the whole manager after every change, which is slow. Called again, it
-    replaces the options. Managers of transformers' that run already go on as they are. Raises InvalidArgumentError.
+    "late" always caches after the step. debug: check the whole manager after every change, which is slow. A second call
+    replaces the options. Running managers of transformers stay as they are. Raises InvalidArgumentError.
     """
     if commit not in ("early", "late"):
         raise InvalidArgumentError(f"install: commit: expected 'early' or 'late', got {commit!r}")
@@ -44,14 +44,14 @@ def install(*, commit: Literal["early", "late"] = "early", debug: bool = False) 
 
 
 def uninstall() -> None:
-    """Take back what `install` has replaced. Managers that run go on with kvblocks."""
+    """Undo `install`. Running managers go on with kvblocks."""
     for name, original in _originals.items():
         setattr(continuous_api, name, original)
     _originals.clear()
 
 
 def _checked(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """Return transformers' call that completes a configuration; it then refuses, in the caller's thread."""
+    """Wrap transformers' call that completes a configuration, so that it refuses bad ones in the caller's thread."""
 
     def resolve_and_check(*args: Any, **kwargs: Any) -> Any:
         config = resolve(*args, **kwargs)

@@ -1,29 +1,30 @@
 """The parts of transformers that the integration uses: `SECTORS` of 5.18 and newer, `GROUPS` of 5.15 to 5.17.
 
-They differ in how the tensors are cut, and so in what the scheduler and the others ask the cache for. With sectors
-each kind of attention has an allocator and they share one tensor. With groups of layers, all of one size, a block has
-one size too, and the scheduler itself counts how many blocks a request has.
+They cut the tensors differently, so the scheduler and others ask the cache for different things. With sectors, each
+kind of attention has an allocator, and all share one tensor. With groups of equally many layers, all blocks have one
+size, and the scheduler itself counts how many blocks a request has.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 Calls = Mapping[str, str | tuple[str, ...]]
-"""The parameters of a class's calls by their names, with spaces between them; several where each will do."""
+"""By a call's name, the names of its parameters with spaces between them; several if each of them is right."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What an architecture has to have, and may have.
+    """What an architecture must have, and may have.
 
-    calls: what kvblocks replaces, or leaves and relies on, by module and class. ignored_calls: the cache's calls that
-    nothing asks for, or that only give tensors. cache_uses, allocator_uses: what a module's code may ask the cache and
-    its allocators for; anything else is something that kvblocks doesn't know. pool: the cache's attribute that blocks
-    came from, and pool_uses what may be asked of it. replaced: names of `continuous_api` that `install` replaces beside
-    its cache and configuration.
+    calls: by module and class, the calls that kvblocks replaces, or keeps and relies on. ignored_calls: calls of the
+    cache that nobody uses, or that only return tensors. cache_uses, allocator_uses: what a module's code may use of the
+    cache and its allocators; anything else is unknown to kvblocks. pool: the cache's attribute that blocks came from.
+    pool_uses: what may be used of it. replaced: names of `continuous_api` that `install` replaces, beside its cache and
+    configuration.
 
-    steps: in this order a request is scheduled. num_ways_out: how often one that got no slots is given up between the
-    first two; once it has them it has to be scheduled. mark: the call that says a step has ended.
+    steps: the order in which a request is scheduled. num_ways_out: how many branches between the first two steps give
+    up a request that got no slots. A request that has slots must be scheduled. mark: the call that says a step has
+    ended.
     """
 
     calls: Mapping[str, Calls]
@@ -39,7 +40,7 @@ class Parts:
 
 
 CACHE, SCHEDULER = "cache.PagedAttentionCache", "scheduler.Scheduler"
-ALLOCATE, PROCESS = "_allocate_blocks_if_needed", "_process_candidates"  # the first only where there are groups
+ALLOCATE, PROCESS = "_allocate_blocks_if_needed", "_process_candidates"  # the first: only with groups
 
 _COMMON_CALLS = {
     "search_prefix_match": "request_id prompt_ids",

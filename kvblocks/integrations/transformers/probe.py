@@ -1,9 +1,9 @@
-"""Whether this transformers has what the integration needs, and whether a configuration is one that it serves.
+"""Checks that this transformers has what the integration needs, and that a configuration is supported.
 
-transformers promises nothing of what is used here, so the parts themselves are looked at before anything runs: the
-calls of its cache and their parameters, what its scheduler and its other parts ask the cache for, and the order in
-which a layer writes and reads. What is missing, or new and unknown, is named. The version only decides whether there
-is a warning.
+transformers doesn't promise any interface that is used here, so the parts themselves are checked before anything runs:
+the calls of its cache and their parameters, what its scheduler and other parts use of the cache, and the order in which
+a layer writes and reads. Whatever is missing, or new and unknown, is named. The version only decides whether there is a
+warning.
 """
 
 import inspect
@@ -31,19 +31,19 @@ TESTED_VERSIONS = (
 
 
 def refuse(feature: str, reason: str) -> UnsupportedEngineError:
-    """Return the error that says that a feature isn't served."""
+    """Return the error that says that a feature isn't supported."""
     return probing.refuse(NAME, feature, reason)
 
 
 def check_transformers() -> None:
-    """Raise UnsupportedEngineError if a needed part is missing; warn once of a version that wasn't tested."""
+    """Raise UnsupportedEngineError if a needed part is missing. Warn once of a version that wasn't tested."""
     version = "none"
     try:
         import transformers
 
         version = str(transformers.__version__)
         missing = missing_parts()
-    except (AttributeError, ImportError) as error:  # what is asked for first is gone already
+    except (AttributeError, ImportError) as error:  # a part that everything else depends on is missing
         missing = [str(error)]
     expected = f"a transformers with the parts that it uses (tested: {', '.join(TESTED_VERSIONS)})"
     probing.check_parts(NAME, expected, f"{version}, in which differ:", missing)
@@ -65,7 +65,7 @@ def find_parts() -> Parts:
 
 
 def missing_parts() -> list[str]:
-    """Return the parts that are missing, or not as they were, by name. Raises ImportError for a module or a class."""
+    """Return the names of missing or changed parts. Raises ImportError for a module or a class."""
     parts = find_parts()
     modules = _modules(parts)
     problems = []
@@ -89,7 +89,7 @@ def missing_parts() -> list[str]:
 
 
 def _modules(parts: Parts) -> dict[str, Any]:
-    """Return the modules that have the parts, or that ask the cache for anything, by name. Raises ImportError."""
+    """Return, by name, the modules that have the parts or use the cache. Raises ImportError."""
     from transformers.generation.continuous_batching import (
         cache,
         continuous_api,
@@ -116,15 +116,15 @@ def _find_class(modules: dict[str, Any], name: str) -> Any:
 
 
 def _source_of_uses(modules: dict[str, Any], name: str) -> str:
-    """Return a module's code, without what kvblocks has in its place."""
+    """Return a module's code, without parts that kvblocks replaces."""
     source = inspect.getsource(modules[name])
     replaced = getattr(_find_class(modules, SCHEDULER), ALLOCATE, None)
     return source if replaced is None else source.replace(inspect.getsource(replaced), "")
 
 
 def _unknown_uses(parts: Parts, name: str, source: str) -> list[str]:
-    """Return what a module asks the cache, its pool or its allocators for, and kvblocks doesn't know."""
-    known = {*parts.cache_uses[name].split(), "py"}  # cache.py is the file
+    """Return what a module uses of the cache, its pool or its allocators that kvblocks doesn't know."""
+    known = {*parts.cache_uses[name].split(), "py"}  # "cache.py" is a file's name
     used = set(re.findall(r"\b(?:cache|paged_attention_cache)\.((?!__)[a-z_]\w*)", source))
     asked = set(re.findall(rf"\bcache\.{parts.pool}\.(\w+)", source))
     pool = {f"{parts.pool}.{use}" for use in asked - {*parts.pool_uses.split(), "py"}}
@@ -134,7 +134,7 @@ def _unknown_uses(parts: Parts, name: str, source: str) -> list[str]:
 
 
 def _order_in_sectors(modules: dict[str, Any]) -> list[str]:
-    """Return what is wrong with the two kinds of allocators."""
+    """Return the differences in the two kinds of allocators."""
     allocators = modules["cache_allocators"]
     full, sliding = allocators.FullAttentionCacheAllocator, allocators.SlidingAttentionCacheAllocator
     problems = _order_of_writes(
@@ -148,7 +148,7 @@ def _order_in_sectors(modules: dict[str, Any]) -> list[str]:
 
 
 def _order_in_groups(modules: dict[str, Any]) -> list[str]:
-    """Return what is wrong with the branches of the cache's `update`, and with what kvblocks' scheduler relies on."""
+    """Return the differences in the branches of the cache's `update`, and in what kvblocks' scheduler relies on."""
     source = inspect.getsource(_find_class(modules, CACHE).update)
     full, _, sliding = source.partition("if sliding_window == 1:")[2].partition("else:")
     problems = _order_of_writes(
@@ -162,7 +162,7 @@ def _order_in_groups(modules: dict[str, Any]) -> list[str]:
 
 
 def _order_of_writes(full: tuple[str, str], sliding: tuple[str, str]) -> list[str]:
-    """Return what is wrong, by name, if full attention doesn't write before it reads, which early commit relies on."""
+    """Return what differs, by name. Full attention must write before it reads, which early commit relies on."""
     last_write, first_read = full[1].rfind("index_copy_("), full[1].find("index_select(")
     problems = [] if 0 <= last_write < first_read else [full[0]]
     if "sentinel_index" not in sliding[1]:
@@ -171,12 +171,12 @@ def _order_of_writes(full: tuple[str, str], sliding: tuple[str, str]) -> list[st
 
 
 def _order_of_steps(parts: Parts, modules: dict[str, Any]) -> list[str]:
-    """Return what is wrong if a request that has slots may leave a batch, or isn't told of the step's end."""
+    """Return what differs. A request with slots must stay in the batch, and must be told of the step's end."""
     problems = []
     source = inspect.getsource(getattr(_find_class(modules, SCHEDULER), PROCESS))
     places = [source.find(step) for step in parts.steps]
     ways_out = [place.start() for place in re.finditer(r"^ +(?:continue|break)\b", source, re.MULTILINE)]
-    refused = [place for place in ways_out if places[0] < place < places[1]]  # of requests that got no slots
+    refused = [place for place in ways_out if places[0] < place < places[1]]  # for requests that got no slots
     if (
         min(places) < 0
         or places != sorted(places)
@@ -191,7 +191,7 @@ def _order_of_steps(parts: Parts, modules: dict[str, Any]) -> list[str]:
 
 
 def check_config(config: Any) -> None:
-    """Raise UnsupportedEngineError when a ContinuousBatchingConfig asks for what isn't served."""
+    """Raise UnsupportedEngineError if a ContinuousBatchingConfig asks for something unsupported."""
     space = config.cpu_offload_space
     if space is None or space > 0:
         raise refuse(f"cpu_offload_space={space}", "blocks are not copied to the CPU; take 0, the default")

@@ -1,4 +1,4 @@
-"""What is kept of a request: its sequence, and how much of it the steps that ended have written."""
+"""What is kept of a request: its sequence, and how many of its tokens ended steps have written."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from kvblocks import KVCacheManager, Sequence
 class Record:
     """A request that has blocks.
 
-    sequence: its tokens and block tables. state: transformers' RequestState, None until it is first given slots: a hit
-    and a fork come before that. num_written: the tokens whose keys and values the steps that ended have written.
+    sequence: its tokens and block tables. state: transformers' RequestState; None until it first gets slots, since hits
+    and forks come before. num_written: tokens whose keys and values ended steps have written.
     """
 
     __slots__ = ("num_written", "sequence", "state")
@@ -25,7 +25,7 @@ Records = dict[str, Record]
 
 
 def count_needed_blocks(manager: KVCacheManager, records: Records, request_id: str, total: int) -> int:
-    """Return how many free blocks, of all groups together, a request's first `total` tokens take."""
+    """Return how many free blocks, over all groups, a request's first `total` tokens take."""
     record = records.get(request_id)
     if record is None:
         return sum(group.num_blocks(total, total) for group in manager.groups)
@@ -33,10 +33,10 @@ def count_needed_blocks(manager: KVCacheManager, records: Records, request_id: s
 
 
 def known_tokens(state: Any, start: int, end: int) -> list[int]:
-    """Return tokens `start` to `end` of a request, or as many of them as are known."""
+    """Return tokens `start` to `end` of a request, as far as they are known."""
     prompt: list[int] = state.initial_tokens
     num_prompt = len(prompt)
-    if start >= num_prompt:  # decoding: without a copy of the prompt
+    if start >= num_prompt:  # decoding: no copy of the prompt is needed
         generated: list[int] = state.generated_tokens
         return generated[start - num_prompt : end - num_prompt]
     known: list[int] = prompt + state.generated_tokens

@@ -1,8 +1,8 @@
-"""Where a token's keys and values lie in transformers' tensors, by kvblocks' block tables.
+"""Where a token's keys and values are in transformers' tensors, by kvblocks' block tables.
 
-A kind of attention's allocator asks here for the rows of a request's tokens. transformers keeps a sliding window in a
-ring; here it has a table like the others, in which a token stays where it was written until its block has left the
-window. So prefixes can be found again in sliding layers too.
+The allocator of a kind of attention asks here for the rows of a request's tokens. transformers keeps a sliding window
+in a ring. Here the window has a table like the others: a token stays where it was written until its block has left the
+window. So prefixes can be hit in sliding layers too.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from kvblocks.integrations.transformers.records import Records
 
 @dataclass(frozen=True)
 class Geometry:
-    """How kvblocks' blocks lie in transformers' tensor, for one kind of attention or one group of layers.
+    """Where kvblocks' blocks are in transformers' tensor, for one kind of attention or one group of layers.
 
-    group: its number with kvblocks. num_pages: transformers' blocks that one of kvblocks' has, and how many of
-    them hold tokens: num_used_pages, since of two groups' block sizes one has to divide the other.
+    group: its number in kvblocks. num_pages: how many of transformers' blocks a kvblocks block has. num_used_pages: how
+    many of those hold tokens; there may be unused ones, since of two groups' block sizes one must divide the other.
     """
 
     group: int
@@ -27,9 +27,9 @@ class Geometry:
 
 
 class Rows:
-    """What both kinds of attention read of kvblocks' tables."""
+    """What both kinds of attention read from kvblocks' tables."""
 
-    __slots__ = ()  # and it comes behind transformers' class, so that an allocator that exists can become one of ours
+    __slots__ = ()  # with no slots, and as the second base, it lets an existing allocator take our class
 
     kv_manager: KVCacheManager
     kv_records: Records
@@ -58,12 +58,12 @@ class Rows:
 
 
 class FullRows(Rows):
-    """Full attention: all of a request's past is read."""
+    """Full attention: reads all of a request's past."""
 
     __slots__ = ()
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Return the rows of all tokens, those that the step writes first included."""
+        """Return the rows of all tokens, including those that the step writes first."""
         return self.physical_indices(request_id, 0, past_length + query_length)
 
     def fill_block_table(
@@ -73,7 +73,7 @@ class FullRows(Rows):
         query_length: int,  # noqa: ARG002
         block_table: torch.Tensor,
     ) -> None:
-        """Fill a row of the table that kernels read. Only where all layers attend alike: then ids are the same."""
+        """Fill a row of the table that kernels read. Only if all layers attend alike, since ids are the same then."""
         ids = self.kv_records[request_id].sequence.group_block_ids(self.kv_geometry.group)
         pages_stride = self.block_physical_stride // self.tokens_per_page
         entries = torch.tensor(ids, dtype=block_table.dtype) * pages_stride
@@ -81,7 +81,7 @@ class FullRows(Rows):
 
 
 class SlidingRows(Rows):
-    """A sliding window: what it sees of the past is read, then the step's tokens are put behind it and written."""
+    """A sliding window: the part of the past that it sees is read, then the step's tokens are added and written."""
 
     __slots__ = ()
 
@@ -89,6 +89,6 @@ class SlidingRows(Rows):
     sentinel_index: int
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Return the rows of what the window sees of the past, and a sentinel for each of the step's tokens."""
+        """Return the rows of the past that the window sees, and a sentinel for each of the step's tokens."""
         first = max(0, past_length - self.sliding_window + 1)
         return self.physical_indices(request_id, first, past_length) + [self.sentinel_index] * query_length

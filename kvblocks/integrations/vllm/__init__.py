@@ -13,7 +13,7 @@ from kvblocks.integrations.vllm.probe import check_vllm
 if TYPE_CHECKING:
     from kvblocks.integrations.vllm.disk import DiskTier
 
-check_vllm()  # before anything of vLLM's is imported that may not be there
+check_vllm()  # before imports of vLLM's names that may be missing
 
 from kvblocks.integrations.vllm.cache_manager import KVBlocksCacheManager  # noqa: E402
 from kvblocks.integrations.vllm.scheduler import (  # noqa: E402
@@ -26,7 +26,7 @@ __all__ = ["DiskTier", "KVBlocksAsyncScheduler", "KVBlocksCacheManager", "KVBloc
 
 
 def __getattr__(name: str) -> Any:
-    """Import the tier when it is asked for: a vLLM without tiers has no use for it."""
+    """Import the tier when it is asked for, since an older vLLM has no tiers."""
     if name != "DiskTier":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kvblocks.integrations.vllm.disk import DiskTier

@@ -1,4 +1,4 @@
-"""Whether a request may get blocks though there are enough: vLLM's admission rules, over kvblocks' numbers."""
+"""vLLM's admission rules with kvblocks' numbers: whether a request must wait although there are enough blocks."""
 
 from typing import Any, NamedTuple
 
@@ -12,8 +12,9 @@ WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 class Room(NamedTuple):
     """What a request asks for.
 
-    num_slots: slots that it needs now, in all. num_full_tokens: tokens that must fit as a whole, 0: none must.
-    num_reserved_blocks: that others in flight rely on. has_scheduled_reqs: whether anybody runs in this step.
+    num_slots: slots that it needs now, in all. num_full_tokens: tokens that must fit as a whole; 0: none.
+    num_reserved_blocks: blocks that other requests in flight rely on. has_scheduled_reqs: whether any request runs in
+    this step.
     """
 
     num_slots: int
@@ -35,7 +36,7 @@ class Admission:
         self._watermark_blocks = watermark_blocks
 
     def is_held_back(self, request: Any, sequence: Sequence, hit: CacheHit | None, room: Room) -> bool:
-        """Whether a request has to wait: for a watermark, for room for all of its prompt, or for others."""
+        """Whether a request must wait: for a watermark, for room for its whole prompt, or for others."""
         watermark = self._watermark_blocks if room.has_scheduled_reqs and request.status in WAITING else 0
         if not (watermark or room.num_full_tokens or room.num_reserved_blocks):
             return False
@@ -46,9 +47,9 @@ class Admission:
         return num_needed + watermark > num_free - room.num_reserved_blocks
 
     def num_blocks(self, sequence: Sequence, hit: CacheHit | None, num_tokens: int) -> int:
-        """Return how many free blocks a sequence takes by the time that it has `num_tokens` tokens.
+        """Return how many free blocks a sequence takes until it has `num_tokens` tokens.
 
-        A window lets go of blocks meanwhile, so its group counts for no more than its cap.
+        A window gives up blocks meanwhile, so its group counts at most its cap.
         """
         number = 0
         for group, (kind, cap) in enumerate(zip(self._groups, self._caps, strict=True)):
@@ -67,9 +68,9 @@ class Admission:
         num_tokens: int,
         new_computed_blocks: Any,
         apply_admission_cap: bool = False,
-        **_: Any,  # what is said of encoders, of loads and of recurrent states makes no difference
+        **_: Any,  # encoders, loads and recurrent states make no difference
     ) -> int:
-        """Return how many blocks a request still takes, as vLLM's coordinator would."""
+        """Return how many blocks a request still takes, as vLLM's coordinator does."""
         sequence = self._sequences.get(request_id)
         if sequence is None or not sequence.is_allocated:
             sizes = [group.block_size for group in self._groups]

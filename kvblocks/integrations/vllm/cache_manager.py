@@ -1,8 +1,8 @@
-"""`KVBlocksCacheManager`: the calls that vLLM's schedulers make on their KVCacheManager, made on kvblocks.
+"""`KVBlocksCacheManager`: kvblocks behind the calls that vLLM's schedulers make on their KVCacheManager.
 
-A request's tokens are mirrored in a `Sequence`. A token joins it in the step that gives it a slot, or when its output
-arrives, so what the sequence has computed is never more than vLLM knows. Blocks are cached when they are allocated, as
-vLLM does, except what a connector loads later. vLLM's block 0 is its null block, so kvblocks' ids begin with 1.
+A `Sequence` mirrors a request's tokens. A token joins it in the step that gives it a slot, or when its output arrives.
+So it never has more computed tokens than vLLM knows of. Blocks are cached when they are allocated, as in vLLM, except
+those that a connector loads later. vLLM's block 0 is its null block, so kvblocks' ids begin with 1.
 """
 
 from collections.abc import Iterable
@@ -33,10 +33,10 @@ RUNNING = RequestStatus.RUNNING
 
 
 class KVBlocksCacheManager:
-    """Stands where vLLM's KVCacheManager stands. manager: the kvblocks one, with all that vLLM lacks.
+    """Replaces vLLM's KVCacheManager. manager: the kvblocks one, with all calls that vLLM lacks.
 
-    The parameters are vLLM's, but for two. debug: kvblocks'. hash_algorithm: vLLM's `prefix_caching_hash_algo`, by
-    which events name blocks. Raises UnsupportedEngineError for what isn't served.
+    The parameters are vLLM's, except two. debug: kvblocks'. hash_algorithm: vLLM's `prefix_caching_hash_algo`, for the
+    names of blocks in events. Raises UnsupportedEngineError for anything unsupported.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class KVBlocksCacheManager:
         self.kv_cache_event_metadata = event_kinds(kv_cache_config)
         named = hash_algorithm if self.enable_kv_cache_events else None
         self.manager = _make_manager(kv_cache_config, groups, enable_caching, named, debug)
-        self._append_slots = self.manager.append_slots  # asked for once a token
+        self._append_slots = self.manager.append_slots  # looked up once, since it is called for each token
         self.block_pool = PoolView(self.manager, kv_cache_config.num_blocks)
         self._groups = groups
         self._block_size = self.manager.block_size
         self._has_one_group = len(groups) == 1 and groups[0].window is None
         caps = admission_caps(kv_cache_config, max_in_flight_tokens or max_model_len, max_model_len)
-        self._sequences: dict[str, Sequence] = {}  # those of preempted and looked-up requests too
+        self._sequences: dict[str, Sequence] = {}  # also of preempted requests, and of those only looked up
         self._admission = Admission(self.manager, self._sequences, caps, self.watermark_blocks)
         self._failed_loads = FailedLoads(self.manager)
         self._events = EventMaker(self.kv_cache_event_metadata)
@@ -103,16 +103,16 @@ class KVBlocksCacheManager:
     # Lookups.
 
     def prefix_cache_lookup_enabled(self, request: Any) -> bool:
-        """Whether a request may use what is cached: not if it wants all of its prompt's logits."""
+        """Whether a request may use cached blocks. It may not if it wants the logits of its whole prompt."""
         return self.enable_caching and not request.skip_reading_prefix_cache
 
     def get_computed_blocks(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[GivenBlocks, int, int]:
-        """Return the blocks that hold a request's longest cached prefix, its tokens, and 0.
+        """Return the blocks that hold a request's longest cached prefix, its number of tokens, and 0.
 
-        Of at most so many tokens, and never the last one, whose logits are needed; and with EAGLE one block less, since
-        its draft model needs the hidden state before the first token that is computed.
+        The prefix has at most max_cache_hit_length tokens, and never the last one, whose logits are needed. With EAGLE
+        it is one block shorter, since the draft model needs the hidden state before the first computed token.
         """
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
@@ -131,11 +131,11 @@ class KVBlocksCacheManager:
     def get_computed_blocks_for_connector(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[GivenBlocks, int, int, bool]:
-        """`get_computed_blocks`; and that all groups agree on it."""
+        """As `get_computed_blocks`, and whether all groups agree on the hit."""
         return *self.get_computed_blocks(request, max_cache_hit_length), False
 
     def truncate_computed_blocks(self, blocks: GivenBlocks, num_computed_tokens: int) -> GivenBlocks:
-        """Return what `get_computed_blocks` found, cut to so many tokens."""
+        """Return what `get_computed_blocks` found, cut to `num_computed_tokens` tokens."""
         if not isinstance(blocks, HitBlocks):
             return blocks
         hit = blocks.hit.cut(num_computed_tokens)
@@ -148,7 +148,7 @@ class KVBlocksCacheManager:
             self.prefix_cache_stats.record(num_tokens=request.num_tokens, num_hits=num_hits, preempted=preempted)
 
     def make_prefix_cache_stats(self) -> Any:
-        """Return what was counted since the last call; None without statistics."""
+        """Return statistics since the last call; None without statistics."""
         stats = self.prefix_cache_stats
         if stats is not None:
             self.prefix_cache_stats = PrefixCacheStats()
@@ -171,7 +171,7 @@ class KVBlocksCacheManager:
         has_scheduled_reqs: bool = True,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> GivenBlocks | None:
-        """Make room for what a request computes next; returns the new blocks, None when they can't be had."""
+        """Make room for what a request computes next. Returns the new blocks; None if there is no room."""
         sequence = self._sequences.get(request.request_id)
         if sequence is not None and sequence.owner is not None:
             tokens, num_computed = request._all_token_ids, sequence.num_computed_tokens  # noqa: SLF001
@@ -179,7 +179,7 @@ class KVBlocksCacheManager:
             num_slots = end + num_lookahead_tokens
             is_running = request.status is RUNNING and not reserved_blocks
             if is_running and end >= num_known == num_computed + 1 == len(sequence.tokens) + 1 and self._has_one_group:
-                token = [tokens[num_computed]]  # a decode: one token is known and has no slot yet; the hot path
+                token = [tokens[num_computed]]  # a decode: one known token without a slot; this is the hot path
                 if num_slots == num_known or num_slots <= len(sequence.blocks) * self._block_size:
                     blocks = self._append_slots(sequence, token)
                 else:
@@ -200,14 +200,14 @@ class KVBlocksCacheManager:
                 "num_new_tokens must be greater than 0 when there are no computed tokens to adopt"
             )
         hit = given_hit(new_computed_blocks, num_new_computed_tokens)
-        sequence = self._sequence(request) if hit is None else hit.sequence  # looked up in this step
+        sequence = self._sequence(request) if hit is None else hit.sequence  # the hit was found in this step
         start = min(num_new_computed_tokens + num_external_computed_tokens, self.max_model_len)
         num_slots = min(start + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         full = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
         room = Room(num_slots, full, reserved_blocks, has_scheduled_reqs)
         if self._admission.is_held_back(request, sequence, hit, room):
             return None
-        num_loaded = num_external_computed_tokens if delay_cache_blocks else 0  # else it is loaded within the step
+        num_loaded = num_external_computed_tokens if delay_cache_blocks else 0  # otherwise loaded within the step
         new = self.manager.allocate_slots(
             sequence,
             min(start + num_new_tokens, request.num_tokens) - num_new_computed_tokens - num_loaded,
@@ -223,7 +223,7 @@ class KVBlocksCacheManager:
         sequence = self._sequences.get(request.request_id)
         if sequence is not None and (
             num_computed_tokens > sequence.num_computed_tokens or sequence.delayed_from is not None
-        ):  # else it was said when the tokens got their slots, as mostly
+        ):  # otherwise they were cached when they got their slots, as usual
             self._cache(request, sequence, num_computed_tokens)
 
     def _cache(self, request: Any, sequence: Sequence, num_computed_tokens: int) -> None:
@@ -262,28 +262,28 @@ class KVBlocksCacheManager:
         return None if new is None else self._given(request, sequence, new, ())
 
     def note_failed_load(self, request: Any) -> None:
-        """Take note that a running request's tokens from `num_computed_tokens` on are computed anew, where they are.
+        """Take note that a running request's tokens from `num_computed_tokens` on are computed again, in place.
 
-        Until they are, nobody else hits them. vLLM has no such call; `KVBlocksScheduler` makes it.
+        Until then nobody else hits these blocks. vLLM has no such call; `KVBlocksScheduler` makes it.
         """
         sequence = self._sequences.get(request.request_id)
         if sequence is not None and sequence.owner is not None:
             self._failed_loads.note(sequence, request.num_computed_tokens)
 
     def _learn_images(self, request: Any, sequence: Sequence) -> None:
-        """Take note of images that came with a later turn of a session, and of all of the turn's tokens."""
+        """Take note of images, and of all tokens, that came with a later turn of a session."""
         features = request.mm_features[sum(isinstance(key, str) for *_, key in sequence.extra_keys) :]
         if features:
             tokens = request._all_token_ids[sequence.num_tokens :]  # noqa: SLF001
             sequence.append_tokens(tokens, extra_keys=image_keys(features))
 
     def _settle(self, request: Any, sequence: Sequence) -> int:
-        """Count the tokens of settled steps as computed; returns how many of those computed are still in flight.
+        """Count the tokens of settled steps as computed. Returns how many computed tokens are still in flight.
 
-        Windows slide by it: what a step in flight sees, and what rejected drafts go back to, stays.
+        Windows slide by the settled tokens. So what a step in flight sees, or rejected drafts go back to, stays.
         """
         settled: int = max(0, min(request.num_computed_tokens - request.num_in_flight_tokens, sequence.num_tokens))
-        if settled > sequence.num_computed_tokens:  # drafts that were accepted: they have slots
+        if settled > sequence.num_computed_tokens:  # accepted drafts, which have slots
             self.manager.allocate_slots(
                 sequence, settled - sequence.num_computed_tokens, num_total_tokens=settled, num_in_flight_tokens=settled
             )
@@ -291,14 +291,14 @@ class KVBlocksCacheManager:
         return max(0, sequence.num_computed_tokens - settled)
 
     def _append_and_reserve(self, sequence: Sequence, token: list[int], num_slots: int) -> list[KVCacheBlock] | None:
-        """Add a token, with `num_slots` slots in all. Room comes first: when there is none, nothing has changed."""
+        """Add a token, with `num_slots` slots in all. Returns None, changing nothing, if there is no room."""
         blocks = self.manager.reserve_slots(sequence, num_slots - sequence.num_computed_tokens)
         if blocks is not None:
             self._append_slots(sequence, token)
         return blocks
 
     def _tell(self, request: Any) -> None:
-        """Make vLLM's events of what a request's call changed in the cache. Events say whose call made them."""
+        """Make vLLM's events for what a request's call changed in the cache. Events name that request."""
         if self.enable_kv_cache_events:
             self._events.collect(self.manager.take_events(), request)
 
@@ -310,7 +310,7 @@ class KVBlocksCacheManager:
     def _given(
         self, request: Any, sequence: Sequence, blocks: list[KVCacheBlock], skipped: tuple[int, ...]
     ) -> GivenBlocks:
-        """Return new blocks by group, and note them for zeroing, but those of groups that are `skipped`."""
+        """Return new blocks by group. Notes them for zeroing, except those of `skipped` groups."""
         self._tell(request)
         if not blocks:
             return self.empty_kv_cache_blocks
@@ -324,7 +324,7 @@ class KVBlocksCacheManager:
         return GivenBlocks(tables)
 
     def _sequence(self, request: Any) -> Sequence:
-        """Return a request's sequence, with all known tokens; made anew where the request has changed under it."""
+        """Return a request's sequence with all known tokens. Makes a new one if the request's tokens have changed."""
         tokens = request._all_token_ids  # noqa: SLF001
         sequence = self._sequences.get(request.request_id)
         if sequence is not None and not sequence.is_allocated:
@@ -340,7 +340,7 @@ class KVBlocksCacheManager:
     # Giving back.
 
     def free(self, request: Any) -> None:
-        """Give a request's blocks back. What it was given slots for and no step will compute leaves the cache."""
+        """Give a request's blocks back. Tokens that got slots but that no step will compute leave the cache."""
         sequence = self._sequences.get(request.request_id)
         if sequence is None:
             return
@@ -355,9 +355,9 @@ class KVBlocksCacheManager:
             del self._sequences[request.request_id]
 
     def pop_blocks_for_free(self, request: Any) -> list[BlockHold]:
-        """Free a request whose blocks a step in flight may write still; returns what `block_pool.free_blocks` takes.
+        """Free a request whose blocks a step in flight may still write. Returns what `block_pool.free_blocks` takes.
 
-        As `free`, what no step will compute leaves the cache.
+        As in `free`, tokens that no step will compute leave the cache.
         """
         sequence = self._sequences.pop(request.request_id, None)
         if sequence is None or not sequence.is_allocated:
@@ -369,17 +369,17 @@ class KVBlocksCacheManager:
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Do nothing: windows slide when their sequence gets slots, and end with it."""
+        """Do nothing: windows slide when their sequence gets slots."""
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Stop caching what these blocks hold, since it was loaded with errors."""
+        """Stop caching what these blocks hold, because a load of them failed."""
         ids = [block_id for block_id in block_ids if block_id]
         self.manager.evict_blocks(ids)
         if self._lives is not None:
             self._lives.note_evicted([self.manager.blocks[block_id - 1] for block_id in ids])
 
     def reset_prefix_cache(self) -> bool:
-        """Stop caching everything, unless requests have blocks. Whether it was done. Pins stand, of nothing then."""
+        """Stop caching everything, unless requests have blocks. Returns whether it did. Pins stay, but empty."""
         if len(self.manager.holds) or any(sequence.is_allocated for sequence in self._sequences.values()):
             return False
         self.manager.reset_prefix_cache()
@@ -389,11 +389,11 @@ class KVBlocksCacheManager:
             self.metrics_collector.reset()
         return True
 
-    # What is asked.
+    # Queries.
 
     @property
     def usage(self) -> float:
-        """The share of the blocks that somebody has, 0.0 to 1.0."""
+        """The share of blocks that have owners, 0.0 to 1.0."""
         return self.block_pool.get_usage()
 
     def get_blocks(self, request_id: str) -> GivenBlocks:
@@ -428,7 +428,7 @@ class KVBlocksCacheManager:
         return min(numbers, default=0)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Return by group how many first blocks all requests that have any share with this one."""
+        """Return, by group, how many first blocks of this request all other requests with blocks share."""
         sequence = self._sequences.get(running_request_id)
         if sequence is None or not sequence.is_allocated:
             return [0] * self.num_kv_cache_groups
@@ -446,7 +446,7 @@ class KVBlocksCacheManager:
         return counts
 
     def create_kv_cache_blocks(self, blocks: Any) -> GivenBlocks:
-        """Return blocks by group as vLLM passes them on."""
+        """Return blocks by group in vLLM's class."""
         return GivenBlocks(blocks) if any(blocks) else self.empty_kv_cache_blocks
 
     def take_events(self) -> list[Any]:
@@ -456,22 +456,22 @@ class KVBlocksCacheManager:
         return self._events.take(self.manager.take_events())
 
     def take_new_block_ids(self) -> list[int]:
-        """Return the blocks that the worker has to zero before the step."""
+        """Return the ids of blocks that the worker has to zero before the step."""
         ids, self._new_block_ids = self._new_block_ids, []
         return ids
 
     def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
-        """Have a request's blocks from a token on zeroed, since a load that failed left them unwritten."""
+        """Have a request's blocks zeroed from a token on, since a failed load left them unwritten."""
         for group, table in zip(self._groups, self.get_block_ids(request_id), strict=True):
             self._new_block_ids += table[start_token // group.block_size :] if self._zeroed else []
 
-    # What full attention and windows have nothing of.
+    # Calls for other kinds of layers: full attention and windows need none of them.
 
     def new_step_starts(self) -> None:
         """Do nothing."""
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
-        """Return no copies: hits end where blocks end."""
+        """Return no copies: hits end at the ends of blocks."""
         return [], []
 
     def take_boundary_state_offloads(self) -> dict[str, Any]:
@@ -486,7 +486,7 @@ class KVBlocksCacheManager:
 def _make_manager(
     config: Any, groups: list[Group], enable_caching: bool, named: str | None, debug: bool
 ) -> KVCacheManager:
-    """Return kvblocks' manager of all blocks but vLLM's null block. named: the hash of its events; None: no events."""
+    """Return a manager of all blocks except vLLM's null block. named: the hash algorithm of events; None: no events."""
     is_single = len(groups) == 1 and isinstance(groups[0], FullAttention)
     return KVCacheManager(
         config.num_blocks - 1,

@@ -1,6 +1,6 @@
-"""kvblocks' records of what is cached, as vLLM's own events, for `--kv-events-config`.
+"""vLLM's own events, made from kvblocks' records of what is cached, for `--kv-events-config`.
 
-The block hashes are those that vLLM would compute (`kvblocks.wire.names`), by its `--prefix-caching-hash-algo`.
+The block hashes are those that vLLM would compute (`kvblocks.wire.names`) with its `--prefix-caching-hash-algo`.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,10 @@ from kvblocks.wire.extra_keys import block_extra_keys, split_lora
 
 
 class EventMaker:
-    """Makes vLLM's events of kvblocks', in order. kinds: by group, its spec's kind by name, and its window or None."""
+    """Makes vLLM's events from kvblocks', in order.
+
+    kinds: by group, the name of its spec's kind, and its window or None.
+    """
 
     def __init__(self, kinds: list[tuple[str, int | None]]) -> None:
         self._kinds = kinds
@@ -25,16 +28,16 @@ class EventMaker:
         self._made += [self.make(event, request) for event in events]
 
     def collect_hit(self, hit: CacheHit, request: Any, block_sizes: list[int]) -> None:
-        """Report the blocks of a hit as if they were stored, for a request that wants it. block_sizes: by group."""
+        """Report the blocks of a hit as stored, for a request that wants that. block_sizes: by group."""
         self._made += [self.make(stored, request) for stored in _as_stored(hit, block_sizes)]
 
     def take(self, events: Iterable[CacheEvent]) -> list[Any]:
-        """Return what was made since the last call, and `events`, which no request's call made."""
+        """Return the events made since the last call, then those of `events`, which belong to no request."""
         made, self._made = self._made, []
         return made + [self.make(event, None) for event in events]
 
     def make(self, event: CacheEvent, request: Any) -> Any:
-        """Return the event that says the same. request: whose call made it, None: nobody's."""
+        """Return the equivalent event. request: whose call caused it; None: no request's."""
         if isinstance(event, AllBlocksCleared):
             return kv_events.AllBlocksCleared()
         group = event.group_idx or 0
@@ -62,10 +65,10 @@ class EventMaker:
 
 
 def _as_stored(hit: CacheHit, block_sizes: list[int]) -> Iterable[BlockStored]:
-    """Yield a record for each group of what a hit has in it, as if that had been stored just now.
+    """Yield a record for each group of a hit, as if its blocks had been stored just now.
 
-    Of a window only what is cached is said, where vLLM says the whole prefix: nothing would ever remove the rest.
-    Nothing of groups whose blocks are of another size, which the hit's names don't name.
+    Of a window only cached blocks are reported. vLLM reports the whole prefix, but nothing would ever remove the rest.
+    Groups with another block size are left out, since the hit's names don't name their blocks.
     """
     size = hit.num_tokens // len(hit.blocks)
     encoded = hit.sequence.encoded_keys(size) or {}

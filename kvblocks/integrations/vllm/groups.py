@@ -1,4 +1,4 @@
-"""vLLM's KV cache groups as kvblocks', and what else is asked of their specs."""
+"""kvblocks' groups for vLLM's KV cache groups, and other properties of their specs."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ from kvblocks.integrations.vllm.probe import refuse
 def find_groups(config: Any, num_context_ranks: int) -> list[Group]:
     """Return the groups of a KV cache configuration.
 
-    num_context_ranks: over how many ranks a block's tokens are spread (context parallelism), which makes blocks as many
-    times as large. Raises UnsupportedEngineError.
+    num_context_ranks: over how many ranks a block's tokens are spread (context parallelism). Blocks are so many times
+    as large. Raises UnsupportedEngineError.
     """
     groups: list[Group] = []
     for number, given in enumerate(config.kv_cache_groups):
@@ -53,7 +53,7 @@ def _one_spec(spec: Any) -> Any:
 
 
 def admission_caps(config: Any, max_in_flight_tokens: int, max_model_len: int) -> list[int]:
-    """Return by group how many blocks a request has at most at a time, which is what vLLM admits it by."""
+    """Return, by group, the most blocks that a request has at a time; vLLM admits requests by it."""
     caps = []
     for given in config.kv_cache_groups:
         spec = _one_spec(given.kv_cache_spec)
@@ -67,6 +67,6 @@ def admission_caps(config: Any, max_in_flight_tokens: int, max_model_len: int) -
 
 
 def event_kinds(config: Any) -> list[tuple[str, int | None]]:
-    """Return by group what its events say of it: the kind of its spec, and its window."""
+    """Return, by group, what its events say: the kind of its spec, and its window."""
     specs = [given.kv_cache_spec for given in config.kv_cache_groups]
     return [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]

@@ -1,12 +1,12 @@
-"""What loads have failed to bring: requests compute it in its blocks, and nobody else hits those before."""
+"""Failed loads: requests compute the missing tokens in the same blocks, and nobody else hits these before then."""
 
 from kvblocks import KVCacheManager, Sequence
 
 
 class FailedLoads:
-    """The requests of a manager that compute anew what a load within a step was to bring.
+    """The requests that compute again what a load within a step failed to bring.
 
-    vLLM takes such a load for done when it makes room for it, so all of its blocks are cached by then.
+    vLLM counts such a load as done when it makes room for it. So all of its blocks are cached by then.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
@@ -17,12 +17,12 @@ class FailedLoads:
         return sequence in self._sequences
 
     def note(self, sequence: Sequence, num_tokens: int) -> None:
-        """Stop caching what is behind a sequence's first `num_tokens` tokens, until all of it is computed anew."""
+        """Stop caching what is behind a sequence's first `num_tokens` tokens, until all of it is computed again."""
         uncache(self._manager, sequence, num_tokens)
         self._sequences.add(sequence)
 
     def cache_again(self, sequence: Sequence, end: int) -> None:
-        """Cache what this step, which computes a sequence's tokens up to `end`, makes whole again."""
+        """Cache what is complete again after this step, which computes a sequence's tokens up to `end`."""
         if sequence in self._sequences:
             if end < sequence.num_computed_tokens:
                 return
@@ -30,7 +30,7 @@ class FailedLoads:
         self._manager.cache_blocks(sequence, min(end, sequence.num_computed_tokens))
 
     def forget(self, sequence: Sequence) -> None:
-        """Forget a sequence, which is freed."""
+        """Forget a freed sequence."""
         self._sequences.discard(sequence)
 
 

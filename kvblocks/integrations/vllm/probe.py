@@ -1,7 +1,7 @@
-"""Whether this vLLM has what the integration needs, and whether a configuration is one that it serves.
+"""Checks that this vLLM has what the integration needs, and that a configuration is supported.
 
-Both are asked before anything runs, and what is missing or not served is named. vLLM's internals have no promise of
-stability, so the parts themselves are looked at; the version only decides whether there is a warning.
+Both are checked before anything runs. Whatever is missing or unsupported is named. vLLM's internals may change in any
+version, so the parts themselves are checked. The version only decides whether there is a warning.
 """
 
 import inspect
@@ -13,9 +13,9 @@ from kvblocks.integrations import probing
 
 NAME = "kvblocks.integrations.vllm"
 TESTED_VERSIONS = ("0.32.0",)
-SCHEDULER_TESTED_VERSIONS = ("0.33.0",)  # decisions are equal there, and features tested; no engine has run
+SCHEDULER_TESTED_VERSIONS = ("0.33.0",)  # decisions and features were tested, but no whole engine
 
-# Connectors that reach into vLLM's block pool by its hashes, which kvblocks doesn't have.
+# Connectors that use vLLM's block pool by its hashes, which kvblocks doesn't have.
 REFUSED_CONNECTORS = {
     "SimpleCPUOffloadConnector": "it finds blocks in vLLM's pool by vLLM's hashes",
     "MooncakeStoreConnector": "it takes references in vLLM's pool",
@@ -24,7 +24,7 @@ REFUSED_CONNECTORS = {
 
 
 def check_vllm() -> None:
-    """Raise UnsupportedEngineError when vLLM lacks a part that is needed; warn once of a version that wasn't tested."""
+    """Raise UnsupportedEngineError if vLLM lacks a needed part. Warn once of a version that wasn't tested."""
     version, missing = "none", []
     try:
         import vllm
@@ -39,12 +39,12 @@ def check_vllm() -> None:
         return
     found = "all parts that it uses are there"
     if version.startswith(SCHEDULER_TESTED_VERSIONS):
-        found = "of that only the scheduler was, without an engine"
+        found = "only the scheduler was tested with that one, without an engine"
     probing.warn_untested(NAME, TESTED_VERSIONS, version, found)
 
 
 def _missing_parts() -> list[str]:
-    """Return the parts of vLLM that are used and not there, by name. Raises ImportError for a module or class."""
+    """Return the names of parts of vLLM that are used and missing. Raises ImportError for a module or class."""
     from vllm.distributed import kv_events
     from vllm.v1 import kv_cache_interface
     from vllm.v1.core import kv_cache_utils
@@ -80,7 +80,7 @@ def _missing_parts() -> list[str]:
 
 
 def check_calls(ours: type) -> None:
-    """Raise UnsupportedEngineError when vLLM's manager has a public call, or a call a parameter, that `ours` lacks."""
+    """Raise UnsupportedEngineError if vLLM's manager has a public call, or a parameter, that `ours` lacks."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager as Theirs
 
     missing = []
@@ -97,12 +97,15 @@ def check_calls(ours: type) -> None:
 
 
 def refuse(feature: str, reason: str) -> UnsupportedEngineError:
-    """Return the error that says that a feature isn't served."""
+    """Return the error that says that a feature isn't supported."""
     return probing.refuse(NAME, feature, reason)
 
 
 def check_config(scheduler: Any) -> None:
-    """Raise UnsupportedEngineError when a scheduler is to run what isn't served. Before its manager is replaced."""
+    """Raise UnsupportedEngineError if a scheduler's configuration is unsupported.
+
+    Called before its manager is replaced.
+    """
     if scheduler.num_prefill_lookahead > 1:
         raise refuse("multi-module MTP", "the last tokens of a chunk are computed twice")
     if scheduler.kv_cache_config.has_mamba_layers:
@@ -116,7 +119,7 @@ def check_config(scheduler: Any) -> None:
 
 
 def _connectors(name: str | None, extra: Any) -> list[str | None]:
-    """Return the names of a connector and, if it is one of several, of those behind it."""
+    """Return the name of a connector, and of those that it combines."""
     found = [name]
     for config in (extra or {}).get("connectors", ()):
         found += _connectors(config.get("kv_connector"), config.get("kv_connector_extra_config"))
@@ -124,7 +127,7 @@ def _connectors(name: str | None, extra: Any) -> list[str | None]:
 
 
 def check_options(num_groups: int, use_eagle: bool, num_prefill_lookahead: int, num_hash_lookahead_tokens: int) -> None:
-    """Raise UnsupportedEngineError when a manager of so many groups is made with what isn't served."""
+    """Raise UnsupportedEngineError if a manager with so many groups gets unsupported options."""
     if num_prefill_lookahead > 1:
         raise refuse("multi-module MTP", "the last tokens of a chunk are computed twice")
     if use_eagle and num_groups > 1:

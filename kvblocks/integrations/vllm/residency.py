@@ -1,4 +1,4 @@
-"""vLLM's residency metrics: its collector, told by kvblocks of blocks that are taken and hit."""
+"""vLLM's residency metrics: kvblocks reports to vLLM's collector which blocks are taken and hit."""
 
 from collections.abc import Sequence as Items
 from typing import Any
@@ -8,9 +8,9 @@ from kvblocks.integrations.vllm.views import BlockView
 
 
 class BlockLives:
-    """Tells a `KVCacheMetricsCollector` what happens to blocks, until `stop`.
+    """Reports to a `KVCacheMetricsCollector` what happens to blocks, until `stop`.
 
-    caches: whether prefixes are reused; where they aren't, vLLM doesn't call a block's end an eviction.
+    caches: whether prefixes are reused. If not, vLLM doesn't call the end of a block an eviction.
     """
 
     def __init__(self, manager: KVCacheManager, collector: Any, caches: bool) -> None:
@@ -19,11 +19,11 @@ class BlockLives:
         self._callbacks = manager.watch_blocks(self._note_taken, self._note_touched)
 
     def stop(self) -> None:
-        """Tell it nothing more."""
+        """Stop reporting."""
         self._callbacks.stop()
 
     def note_evicted(self, blocks: Items[KVCacheBlock]) -> None:
-        """Tell it that what blocks hold was thrown away."""
+        """Report that what blocks hold was thrown away."""
         for block in blocks:
             self._collector.on_block_evicted(BlockView(block))
 

@@ -1,9 +1,9 @@
 """vLLM's schedulers with kvblocks' manager in place of their own: `--scheduler-cls`.
 
-vLLM's Scheduler names its manager's class itself, so it is replaced behind that constructor. These are replaced in
-memory, for as long as it takes: the maker of vLLM's request hasher, which nobody needs any more (once, by the engine
-core that has just made its scheduler), and `EngineCore.add_lora` and `remove_lora`, so that an adapter which is loaded
-anew gets a new key. `uninstall` takes all back.
+vLLM's Scheduler chooses its manager's class itself, so the manager is replaced after that constructor has run. Two
+other things are replaced in memory, for as long as needed. First, the maker of vLLM's request hasher, which is no
+longer needed (once, by the engine core that has just made its scheduler). Second, `EngineCore.add_lora` and
+`remove_lora`, so that an adapter that is loaded again gets a new key. `uninstall` restores all.
 """
 
 import sys
@@ -55,17 +55,17 @@ class _KVBlocks:
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         """Count no token of the next turn as computed.
 
-        Where an answer ends amid accepted drafts, vLLM counts those behind its end, too: the next turn's first tokens
-        would have the drafts' keys and values.
+        If an answer ends amid accepted drafts, vLLM also counts the drafts behind its end. The next turn's first tokens
+        would then have the drafts' keys and values.
         """
         session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens)
         parent: Any = super()
         parent._update_request_as_session(session, update)  # noqa: SLF001
 
     def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep what a failed load was to bring out of the cache until it is computed.
+        """Keep blocks that a failed load should have filled out of the cache until they are computed.
 
-        vLLM leaves it cached, so whoever comes before it is computed would hit it.
+        vLLM leaves them cached. A request that comes before they are computed would hit them.
         """
         scheduler: Any = self
         parent: Any = super()
@@ -85,13 +85,13 @@ class KVBlocksAsyncScheduler(_KVBlocks, AsyncScheduler):
 
 
 def uninstall() -> None:
-    """Take back all that was replaced in memory. Schedulers that were made go on."""
+    """Restore all that was replaced in memory. Existing schedulers go on."""
     for owner, name in list(_replaced):
         _put_back(owner, name)
 
 
 def _engine_core() -> Any:
-    """Return the module that makes engine cores, None where nobody has imported it (schedulers alone)."""
+    """Return the module that makes engine cores; None if nobody has imported it (schedulers alone)."""
     return sys.modules.get("vllm.v1.engine.core")
 
 
@@ -108,9 +108,10 @@ def _put_back(owner: Any, name: str) -> None:
 
 
 def _skip_hashing() -> None:
-    """Have the engine core that is being made hash no request: it asks for its hasher once, after its scheduler.
+    """Have the engine core that is being made hash no request.
 
-    Where another engine core asks first, since ours never came so far or was never meant to, that one gets its hasher.
+    It asks for its hasher once, after its scheduler is made. Another engine core that asks first gets its hasher. That
+    happens if ours failed before, or there was none.
     """
     core = _engine_core()
 
@@ -118,7 +119,7 @@ def _skip_hashing() -> None:
         @wraps(original)
         def hasher_of_others(*args: Any, **kwargs: Any) -> Any:
             _put_back(core, "get_request_block_hasher")
-            asking = sys._getframe(1).f_locals.get("self")  # noqa: SLF001  # the engine core, which isn't passed
+            asking = sys._getframe(1).f_locals.get("self")  # noqa: SLF001  # the engine core: no argument has it
             is_ours = isinstance(getattr(asking, "scheduler", None), _KVBlocks)
             return None if is_ours else original(*args, **kwargs)
 
@@ -129,7 +130,7 @@ def _skip_hashing() -> None:
 
 
 def _watch_loras() -> None:
-    """Be told which adapters are loaded in place of an older one, and which are removed."""
+    """Have loads of adapters in place of older ones, and removals of adapters, reported."""
     core = _engine_core()
     if core is not None:
         _replace(core.EngineCore, "add_lora", _telling(LORA_VERSIONS.note_loaded))
@@ -137,9 +138,9 @@ def _watch_loras() -> None:
 
 
 def _telling(note: Callable[[Any], None]) -> Callable[[Any], Any]:
-    """Return what makes a wrapper of a method of one argument, which `note` is told first.
+    """Return a function that wraps a method of one argument, so that `note` gets the argument first.
 
-    The wrapper shows the signature of what it wraps, by which vLLM decodes a caller's argument.
+    The wrapper has the signature of the method, since vLLM decodes a caller's argument by it.
     """
 
     def make(original: Any) -> Any:

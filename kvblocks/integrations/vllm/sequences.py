@@ -1,4 +1,4 @@
-"""What a vLLM request's KV depends on, as a kvblocks sequence: its tokens, salt, adapter, images and embeddings."""
+"""A vLLM request as a kvblocks sequence: its tokens, and its salt, adapter, images and embeddings."""
 
 from collections.abc import Sequence as Items
 from hashlib import sha256
@@ -10,20 +10,20 @@ _SEPARATOR = "\0"
 
 
 class LoraVersions:
-    """How often each adapter was loaded anew, by name, so that KV of its former weights isn't hit again.
+    """How often each adapter was loaded again, by name, so that KV of its former weights isn't hit.
 
-    `EngineCore` tells what its callers load and remove. A request may also bring an adapter that nobody announced, and
-    ask itself that it be loaded in place: vLLM's workers then load it again in every step that such a request is in. So
-    each lookup of such a request is a load, and it shares nothing with any other.
+    `EngineCore` reports what its callers load and remove. A request may also bring an adapter that nobody announced,
+    and ask that it be loaded in place. vLLM's workers then load it in every step that has such a request. So each
+    lookup of such a request counts as a load, and it shares nothing with other requests.
     """
 
     def __init__(self) -> None:
         self._versions: dict[str, int] = {}
-        self._ids: dict[str, int] = {}  # of adapters that were announced or asked for, as numbered last
-        self._announced: set[str] = set()  # in which requests carry on the flag of their announcement, as the server's
+        self._ids: dict[str, int] = {}  # the last number of each adapter that was announced or asked for
+        self._announced: set[str] = set()  # requests of these, such as the server's, repeat the announcement's flag
 
     def note_loaded(self, lora_request: Any) -> None:
-        """Take note of an adapter that is being loaded: in place, or under a name that had another number before."""
+        """Take note of an adapter that is being loaded in place, or whose name had another number before."""
         name, number = lora_request.lora_name, lora_request.lora_int_id
         if lora_request.load_inplace or self._ids.get(name, number) != number:
             self._renew(name)
@@ -32,13 +32,13 @@ class LoraVersions:
             self._announced.add(name)
 
     def note_removed(self, lora_id: int) -> None:
-        """Take note of an adapter that is being removed: what is loaded under its name later may be another one."""
+        """Take note of an adapter that is being removed. Its name may stand for another one later."""
         for name in [name for name, number in self._ids.items() if number == lora_id]:
             self._renew(name)
             self._announced.discard(name)
 
     def key(self, lora_request: Any) -> str | None:
-        """Return what tells an adapter's KV from all others': name, path and version; None without an adapter."""
+        """Return what tells an adapter's KV from that of others: name, path and version; None without an adapter."""
         if lora_request is None:
             return None
         name = lora_request.lora_name
@@ -55,7 +55,7 @@ LORA_VERSIONS = LoraVersions()
 
 
 def make_sequence(request: Any, block_size: int) -> Sequence:
-    """Return a sequence with all known tokens of a request, and what else its KV depends on."""
+    """Return a sequence with all known tokens of a request, and everything else that its KV depends on."""
     keys = image_keys(request.mm_features)
     if request.prompt_embeds is not None:
         keys += embedding_keys(request, block_size)
@@ -69,7 +69,7 @@ def make_sequence(request: Any, block_size: int) -> Sequence:
 
 
 def image_keys(features: Items[Any]) -> list[tuple[int, int, str | bytes]]:
-    """Return a key for each image, or whatever the features are of, over its placeholders."""
+    """Return a key for each image, or other feature, over its placeholders."""
     positions = [feature.mm_position for feature in features]
     return [
         (position.offset, position.offset + position.length, feature.identifier)
@@ -78,10 +78,10 @@ def image_keys(features: Items[Any]) -> list[tuple[int, int, str | bytes]]:
 
 
 def embedding_keys(request: Any, block_size: int) -> list[tuple[int, int, bytes]]:
-    """Return a key for each block that prompt embeddings reach into: the digest of what they are there, and their type.
+    """Return a key for each block that has prompt embeddings: a digest of the embeddings, and their dtype.
 
-    The digest is vLLM's, and events say it (see `kvblocks.wire.extra_keys`). It takes equal bytes of other types for
-    the same.
+    The digest is vLLM's, and is in events (see `kvblocks.wire.extra_keys`). Equal bytes of different dtypes have equal
+    digests, so the key has the dtype too.
     """
     import torch  # vLLM has it; only prompts of embeddings need it here
 

@@ -1,4 +1,4 @@
-"""What vLLM's schedulers, connectors and tests look at beside the manager's calls: blocks, the pool, the tables."""
+"""Blocks, pool and tables as vLLM's schedulers, connectors and tests read them, beside the manager's calls."""
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
@@ -13,7 +13,7 @@ Tables = tuple[Items[KVCacheBlock | None], ...]
 
 
 class BlockView:
-    """A block with vLLM's names. Equal to other views of the same block."""
+    """A block under vLLM's names. Views of the same block are equal."""
 
     __slots__ = ("_block", "block_id", "is_null")
 
@@ -24,12 +24,12 @@ class BlockView:
 
     @property
     def ref_cnt(self) -> int:
-        """How many have it."""
+        """The number of its owners."""
         return 0 if self._block is None else self._block.ref_cnt
 
     @property
     def block_hash(self) -> bytes | None:
-        """Its digest, None unless it is cached."""
+        """Its digest; None unless it is cached."""
         return None if self._block is None else self._block.block_hash
 
     _block_hash = block_hash
@@ -48,48 +48,48 @@ NULL_BLOCK = BlockView(None)
 
 
 def views(blocks: Items[KVCacheBlock | None]) -> list[BlockView]:
-    """Return views of blocks, the null block's for None."""
+    """Return views of blocks; for None, of the null block."""
     return [NULL_BLOCK if block is None else BlockView(block) for block in blocks]
 
 
 class GivenBlocks(KVCacheBlocks):
-    """Blocks by group, as vLLM passes them on: mostly their ids are asked for, so views are made when they are."""
+    """Blocks by group, in vLLM's class. Mostly only ids are asked for, so views are made when needed."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
 
     @property
     def blocks(self) -> tuple[list[BlockView], ...]:
-        """Views of them, by group."""
+        """The blocks' views, by group."""
         return tuple(views(table) for table in self.tables)
 
     def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Items[int] | None = None
     ) -> tuple[list[int], ...] | None:
-        """Return their ids by group, 0 for what has left a window; None if there are none and `allow_none`."""
+        """Return the blocks' ids by group, 0 for those that left a window; None if there are none and `allow_none`."""
         tables = self.tables if group_ids is None else [self.tables[group] for group in group_ids]
         if allow_none and not any(tables):
             return None
         return tuple([0 if block is None else block.block_id for block in table] for table in tables)
 
     def new_empty(self) -> KVCacheBlocks:
-        """Return none, for as many groups."""
+        """Return an object without blocks, for as many groups."""
         return GivenBlocks(tuple(() for _ in self.tables))
 
 
 class NoBlocks(GivenBlocks):
-    """No blocks, of so many groups: what most decodes get."""
+    """No blocks, for a number of groups: what most decodes get."""
 
     def __init__(self, num_groups: int) -> None:
         super().__init__(tuple(() for _ in range(num_groups)))
 
     def get_block_ids(self, allow_none: bool = False, *, group_ids: Items[int] | None = None) -> Any:
-        """Return None if it may be, else empty lists."""
+        """Return None if `allow_none`, else empty lists."""
         return None if allow_none else super().get_block_ids(group_ids=group_ids)
 
 
 class HitBlocks(GivenBlocks):
-    """What a lookup found. hit: what kvblocks calls it."""
+    """The blocks of a lookup. hit: kvblocks' hit."""
 
     def __init__(self, hit: CacheHit, num_groups: int) -> None:
         super().__init__((hit.blocks,) if num_groups == 1 else tuple(hit.group_blocks(g) for g in range(num_groups)))
@@ -97,7 +97,7 @@ class HitBlocks(GivenBlocks):
 
 
 def given_hit(blocks: GivenBlocks | None, num_tokens: int) -> CacheHit | None:
-    """Return the hit behind blocks that a lookup returned, None behind others, of which there are no tokens."""
+    """Return the hit of blocks that a lookup returned; None for other blocks, which have no computed tokens."""
     hit = blocks.hit if isinstance(blocks, HitBlocks) else None
     num_hit = 0 if hit is None else hit.num_tokens
     if num_hit != num_tokens:
@@ -114,20 +114,20 @@ class TableBlocks(GivenBlocks):
 
     @property
     def tables(self) -> Tables:  # type: ignore[override]
-        """The blocks by group, None for what has left a window."""
+        """The blocks by group; None for those that left a window."""
         return tuple(self._sequence.group_blocks(group) for group in range(self._num_groups))
 
     def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Items[int] | None = None
     ) -> tuple[list[int], ...] | None:
-        """Return copies of its tables."""
+        """Return copies of the tables' ids."""
         groups = range(self._num_groups) if group_ids is None else group_ids
         ids = tuple(self._sequence.group_block_ids(group).copy() for group in groups)
         return None if allow_none and not any(ids) else ids
 
 
 class TablesView:
-    """The tables of a group by request id, for those who read them: connectors and tests."""
+    """A group's tables by request id, for connectors and tests that read them."""
 
     def __init__(self, sequences: dict[str, Sequence], group: int) -> None:
         self._sequences = sequences
@@ -141,7 +141,7 @@ class TablesView:
         return self._held().get(request_id, [])
 
     def get(self, request_id: str, default: Any = None) -> Any:
-        """Return a request's blocks, `default` if it has none."""
+        """Return a request's blocks; `default` if it has none."""
         return self._held().get(request_id, default)
 
     def items(self) -> Any:
@@ -163,7 +163,7 @@ class TablesView:
 
 
 class CachedCounts:
-    """How many blocks of each request that has any are cached, by request id."""
+    """The number of cached blocks of each request that has any, by request id."""
 
     def __init__(self, sequences: dict[str, Sequence]) -> None:
         self._sequences = sequences
@@ -175,7 +175,7 @@ class CachedCounts:
         return self._counts()[request_id]
 
     def get(self, request_id: str, default: Any = None) -> Any:
-        """Return a request's number, `default` if it has no blocks."""
+        """Return a request's number; `default` if it has no blocks."""
         return self._counts().get(request_id, default)
 
     def __contains__(self, request_id: object) -> bool:
@@ -186,7 +186,7 @@ class CachedCounts:
 
 
 class PoolView:
-    """What is asked of `kv_cache_manager.block_pool`. manager: kvblocks'."""
+    """What vLLM reads of `kv_cache_manager.block_pool`. manager: kvblocks'."""
 
     def __init__(self, manager: Any, num_gpu_blocks: int) -> None:
         self._manager = manager
@@ -200,21 +200,21 @@ class PoolView:
 
     @property
     def free_block_queue(self) -> "PoolView":
-        """What is asked how many free blocks there are: this."""
+        """The object that is asked for the number of free blocks: this one."""
         return self
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody has."""
+        """The number of blocks without owners."""
         return self.get_num_free_blocks()
 
     def get_num_free_blocks(self) -> int:
-        """Return how many blocks nobody has."""
+        """Return the number of blocks without owners."""
         number: int = self._manager.num_free_blocks
         return number
 
     def get_usage(self) -> float:
-        """Return the share of the blocks that somebody has, 0.0 to 1.0."""
+        """Return the share of blocks that have owners, 0.0 to 1.0."""
         total = self._manager.num_blocks
         return 1.0 - self._manager.num_free_blocks / total if total else 0.0
 
@@ -227,7 +227,7 @@ class PoolView:
 def make_coordinator(
     config: Any, block_sizes: list[int], sequences: dict[str, Sequence], *, block_pool: PoolView, **what: Any
 ) -> Any:
-    """Return what is read of vLLM's coordinator: a record for each group, and what else is said of it."""
+    """Return what vLLM reads of its coordinator: a record for each group, and other properties."""
     records = [
         SimpleNamespace(
             block_size=block_size,

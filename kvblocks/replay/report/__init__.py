@@ -1,8 +1,8 @@
-"""The report of a replay: one HTML file without outside links or scripts, with its pictures in it.
+"""The report of a replay: one HTML file with its pictures in it, and no outside links or scripts.
 
-`markup` makes elements that escape what they hold, `axes` and `charts` make pictures of them, `icicle` that of the
-prefix structure, and `sections` puts them together with words and tables. The page is plain without its style sheet,
-and readable without colours.
+`markup` makes elements that escape their texts. `axes` and `charts` make pictures of them, `icicle` the picture of the
+prefix structure, and `sections` the page with texts and tables. The page can be read without its style sheet, and
+without colours.
 """
 
 from importlib.resources import files

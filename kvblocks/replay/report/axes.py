@@ -1,4 +1,4 @@
-"""Scales and frames: where a number stands in a picture, and the axes that say so."""
+"""Scales and frames: the place of a number in a picture, and axes."""
 
 import math
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from kvblocks.replay.report.markup import Attributes, Element, element, short
 
 LETTER = 7.1
-"""Width of a letter of 12 pixels, a little more than it is in most fonts."""
+"""Pixels of a letter in 12 pixels: a little more than in most fonts."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps numbers from `low` to `high` to pixels from `start` to `end`; by their logarithms where is_log."""
+    """Maps numbers from `low` to `high` to pixels from `start` to `end`; on a logarithmic scale if is_log."""
 
     low: float
     high: float
@@ -21,20 +21,20 @@ class Scale:
     is_log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of a number; that of the nearest end for one outside."""
+        """Return the pixel of a number; for a number outside, that of the nearest end."""
         low, high, value = (math.log(x) if self.is_log else x for x in (self.low, self.high, value))
         share = (value - low) / (high - low) if high > low else 0.5
         return self.start + min(1.0, max(0.0, share)) * (self.end - self.start)
 
 
 def round_up(value: float) -> float:
-    """Return the least of 1, 2, 2.5, 5 times a power of ten that is not below a positive number."""
+    """Return the least of 1, 2, 2.5 or 5 times a power of ten that is at least a positive number."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= value * (1 - 1e-9))
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Return round numbers from `low` to `high`, at most `most` and one more."""
+    """Return round numbers from `low` to `high`, at most `most` + 1."""
     if high <= low:
         return [low]
     step = round_up((high - low) / most)
@@ -43,7 +43,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def width_of(text: str) -> float:
-    """Return about how many pixels a text is wide."""
+    """Return the approximate width of a text in pixels."""
     return LETTER * len(text)
 
 
@@ -81,7 +81,7 @@ def x_axis(frame: Frame, scale: Scale, values: list[float], shown: Callable[[flo
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", kind: str = "") -> Element:
-    """Return a text whose baseline is at y; `anchor`: which of its points is at x."""
+    """Return a text whose baseline is at y. anchor: which point of the text is at x."""
     attributes: Attributes = {"x": x, "y": y, "text-anchor": anchor}
     if kind:
         attributes["class"] = kind

@@ -1,7 +1,7 @@
 """Lines, stacked bars and legends, as SVG.
 
-What a reader must tell apart differs in more than its colour: lines in their marks and dashes, parts of bars in their
-patterns. Colours are classes; `figures.css` gives them, for light and dark.
+Things that a reader must tell apart differ not only in colour: lines also in marks and dashes, parts of bars also in
+patterns. Colours are classes; `figures.css` defines them, for light and dark.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,15 +11,15 @@ from kvblocks.replay.report.axes import Frame, Scale, round_up, spread, text, ti
 from kvblocks.replay.report.markup import Attributes, Element, element, number, percent, short, shortened
 
 NUM_STYLES = 7
-"""Different colours, marks, dashes and patterns; behind the last one they begin again."""
+"""How many different colours, marks, dashes and patterns there are. After the last one they repeat."""
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2", "9 2 2 2 2 2")
 NARROW, WIDE = 350, 860
-"""Widths of pictures: for phones, and for everything else."""
+"""Widths of pictures, for phones and for larger screens."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart. style: which colour, mark and dash, or the class of a line of its own."""
+    """A line of a chart. style: the number of its colour, mark and dash, or a class of its own."""
 
     name: str
     points: list[tuple[float, float]]
@@ -28,9 +28,9 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows: its name, its ticks if they are not for the chart to choose, how they read, where it begins.
+    """An axis: its name; its ticks, None if the chart chooses them; how numbers are written; where it begins.
 
-    low: of the axis up.
+    low: of the vertical axis.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Bar:
-    """A stacked bar: its name, the sizes of its parts, one for each kind, and what stands behind it."""
+    """A stacked bar: its name, the sizes of its parts, one for each kind, and the text behind it."""
 
     name: str
     parts: list[float]
@@ -58,13 +58,13 @@ class Bar:
 
 
 def picture(name: str, width: float, height: float, children: Iterable[Element]) -> Element:
-    """Return an SVG picture of its own, whose name is read out where it can't be seen."""
+    """Return a separate SVG picture. name: read out where the picture can't be seen."""
     attributes: Attributes = {"viewBox": f"0 0 {number(width)} {number(height)}", "role": "img"}
     return element("svg", attributes | {"aria-label": name}, *children)
 
 
 def for_both(draw: Callable[[int], Element]) -> Element:
-    """Return a picture as it is drawn for a phone and for a desk; the page shows one of them."""
+    """Return a picture drawn for phones and for larger screens. The page shows one of them."""
     narrow, wide = (
         element("div", {"class": kind}, draw(width)) for kind, width in (("narrow", NARROW), ("wide", WIDE))
     )
@@ -77,7 +77,7 @@ def style_class(style: int | str) -> str:
 
 
 def mark(x: float, y: float, style: int | str, title: str | None = None) -> Element:
-    """Return the mark of a style at a point: another shape for each."""
+    """Return the mark of a style at a point. Each style has another shape."""
     shapes = (
         "M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0z",  # circle
         "M-3.6,-3.6h7.2v7.2h-7.2z",  # square
@@ -96,7 +96,7 @@ def mark(x: float, y: float, style: int | str, title: str | None = None) -> Elem
 
 
 def stroke(points: list[tuple[float, float]], style: int | str) -> Element:
-    """Return the line through points that are pixels already."""
+    """Return a line through points given in pixels."""
     path = "M" + "L".join(f"{number(x)},{number(y)}" for x, y in points)
     attributes: Attributes = {"class": f"line {style_class(style)}", "d": path}
     if isinstance(style, int) and DASHES[style % NUM_STYLES]:
@@ -107,9 +107,9 @@ def stroke(points: list[tuple[float, float]], style: int | str) -> Element:
 def line_chart(
     name: str, lines: list[Line], axes: tuple[Axis, Axis], size: tuple[int, int], *, has_marks: bool = True
 ) -> Element:
-    """Return a chart of lines over numbers. axes: across and up. size: width and height.
+    """Return a chart of lines. axes: horizontal and vertical. size: width and height.
 
-    A line's name stands at its end where the picture is wide enough; a legend is the caller's. O(points).
+    A line's name stands at its end if the picture is wide enough. The caller adds the legend. O(points).
     """
     across, up = axes
     width, height = size
@@ -141,7 +141,7 @@ def line_chart(
 
 
 def part(x: float, y: float, size: tuple[float, float], style: int, title: str) -> Element:
-    """Return a part of a bar: a rectangle with its colour, its pattern and what it says."""
+    """Return a part of a bar: a rectangle with colour, pattern and title."""
     at: Attributes = {"x": x, "y": y, "width": size[0], "height": size[1]}
     plain = element("rect", at | {"class": f"part {style_class(style)}"})
     pattern = element("rect", at | {"fill": f"url(#pattern{style % NUM_STYLES})"})
@@ -149,7 +149,7 @@ def part(x: float, y: float, size: tuple[float, float], style: int, title: str) 
 
 
 def bar_chart(name: str, groups: list[tuple[str, list[Bar]]], kinds: list[Kind], width: int) -> Element:
-    """Return horizontal bars in groups, all to one scale. groups: a heading and bars each. O(parts)."""
+    """Return horizontal bars in groups, all to one scale. groups: a heading and its bars. O(parts)."""
     bars = [bar for _, members in groups for bar in members]
     left = max((width_of(_bar_name(bar)) for bar in bars), default=0.0) + 12
     room = width - left - max((width_of(bar.remark) for bar in bars), default=0.0) - 12
@@ -177,13 +177,13 @@ def _bar_name(bar: Bar) -> str:
 
 
 def line_legend(entries: list[tuple[str, int | str]], *, has_marks: bool = True) -> Element:
-    """Return the names of lines, each behind a piece of its line and its mark."""
+    """Return the names of lines, each after a sample of the line and its mark."""
     pieces = [(name, [stroke([(1, 8), (35, 8)], style), mark(18, 8, style)]) for name, style in entries]
     return _legend([(name, drawn if has_marks else drawn[:1]) for name, drawn in pieces])
 
 
 def part_legend(kinds: list[Kind]) -> Element:
-    """Return the names of bars' parts, each behind a piece of it."""
+    """Return the names of bars' parts, each after a sample of the part."""
     return _legend([(kind.name, [part(4, 1, (28, 14), kind.style, kind.name)]) for kind in kinds])
 
 
@@ -196,7 +196,7 @@ def _legend(entries: list[tuple[str, list[Element]]]) -> Element:
 
 
 def patterns() -> Element:
-    """Return the patterns that parts of bars are filled with, for the whole page; the first kind has none."""
+    """Return the fill patterns of bars' parts, for the whole page. The first kind has none."""
     drawn = (
         "",
         "M0,8L8,0M-2,2L2,-2M6,10L10,6",  # lines that rise

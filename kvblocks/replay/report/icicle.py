@@ -1,7 +1,7 @@
 """The prefix structure as an icicle picture: the tree of all prompts, from the top down.
 
-A run of blocks is a rectangle: as wide as the share of the requests that have it, as high as it has blocks. So its area
-is its share of all references, and what hangs below a wide rectangle shares it.
+A run of blocks is a rectangle. Its width is the share of the requests that have it, its height its number of blocks. So
+its area is its share of all references. What is below a rectangle continues its prefix.
 """
 
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from kvblocks.replay.report.markup import Attributes, Element, count, element, l
 from kvblocks.replay.result import PrefixNode
 
 KINDS = [Kind("shared by several sessions", 0), Kind("of one session alone", 4)]
-"""Of runs."""
+"""The kinds of runs."""
 LEAST_WIDTH = 0.5
-"""Pixels; what is narrower is left out, with all that is below it."""
+"""Pixels. Narrower runs are left out, with all below them."""
 LEAST_PATTERN = 24.0
-"""Pixels; what is narrower has neither a pattern nor edges."""
+"""Pixels. Narrower runs have neither pattern nor edges."""
 
 
 def icicle(root: PrefixNode, width: int) -> Element:
@@ -34,7 +34,7 @@ def icicle(root: PrefixNode, width: int) -> Element:
 
 
 def _places(root: PrefixNode, left: float, each: float) -> Iterator[tuple[PrefixNode, float]]:
-    """Yield each node with where it begins; each: the width of a request."""
+    """Yield each node with the place where it begins. each: the width of a request."""
     waiting = [(root, left)]
     while waiting:
         node, x = waiting.pop()
@@ -54,7 +54,7 @@ def walk(root: PrefixNode) -> Iterator[PrefixNode]:
 
 
 def says(node: PrefixNode) -> str:
-    """Return what a run is, in words."""
+    """Return a description of a run."""
     blocks = f"blocks {count(node.depth)} to {count(node.depth + node.num_blocks - 1)}"
     return f"{label(node.label)}: {blocks}, {count(node.num_requests)} requests of {count(node.num_sessions)} sessions"
 
@@ -62,7 +62,7 @@ def says(node: PrefixNode) -> str:
 def _run(node: PrefixNode, x: float, wide: float, scale: Scale) -> Element:
     top, bottom = scale(node.depth), scale(node.depth + node.num_blocks)
     made = part(x, top, (wide, max(0.5, bottom - top)), KINDS[node.num_sessions <= 1].style, says(node))
-    if wide < LEAST_PATTERN:  # a pattern or an edge would be all that is seen
+    if wide < LEAST_PATTERN:  # a pattern or an edge would cover all of it
         made.remove(made[1])
         made[0].set("class", f"{made[0].get('class')} thin")
     name = label(node.label)

@@ -1,7 +1,7 @@
 """Elements of HTML and SVG, made so that nothing of a trace can become markup.
 
-Texts and attributes only get into a page as texts and attributes of `xml.etree` elements, which escapes them when it
-writes them. Nowhere is markup put together from strings.
+Texts and attributes only enter a page as texts and attributes of `xml.etree` elements, which escapes them. Markup is
+never built from strings.
 """
 
 from xml.etree import ElementTree as ET
@@ -21,7 +21,7 @@ def element(tag: str, attributes: Attributes | None = None, *children: Element |
 
 
 def append(parent: Element, *children: Element | str) -> None:
-    """Put elements and texts behind what an element has."""
+    """Add elements and texts to an element, after what it has."""
     for child in children:
         if not isinstance(child, str):
             parent.append(child)
@@ -37,9 +37,9 @@ def to_html(root: Element) -> str:
 
 
 def label(text: str) -> str:
-    """Return a name of a trace as it may be shown: nothing unprintable, nor longer than a line.
+    """Return a name from a trace, fit to be shown: printable, and at most one line.
 
-    Unprintable are control characters, halves of surrogate pairs, and what turns the direction of reading.
+    Not printable are control characters, halves of surrogate pairs, and characters that change the direction of text.
     """
     shown = "".join([letter if letter.isprintable() else _REPLACED for letter in text[: MAX_LABEL + 1]])
     return shortened(shown, MAX_LABEL)
@@ -51,22 +51,22 @@ def shortened(text: str, most: int) -> str:
 
 
 def number(value: Attribute) -> str:
-    """Return a number as SVG takes it, with two digits behind the point at most; a text as it is."""
+    """Return a number as SVG takes it, with at most two decimals; a text as it is."""
     return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else str(int(value))
 
 
 def percent(share: float) -> str:
-    """Return a share as people read it: 0.4567 is 45.7 %."""
+    """Return a share in percent: 0.4567 is 45.7 %."""
     return f"{100 * share:.1f} %"
 
 
 def count(value: float) -> str:
-    """Return a large number as people read it, such as 12,345."""
+    """Return a large number with separators, such as 12,345."""
     return f"{value:,.0f}"
 
 
 def short(value: float) -> str:
-    """Return a number in at most four letters or so: 950, 1.2k, 34k, 5.6M."""
+    """Return a number in about four characters: 950, 1.2k, 34k, 5.6M."""
     for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             shown = f"{value / unit:.1f}" if abs(value) < 10 * unit else f"{value / unit:.0f}"
@@ -75,7 +75,7 @@ def short(value: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Return a length of time as people read it, such as 20 ms, 5 s, 12 min or 3.5 h."""
+    """Return a duration with a fitting unit, such as 20 ms, 5 s, 12 min or 3.5 h."""
     if 0 < seconds < 0.95:
         return f"{max(seconds * 1000, 1):.0f} ms"
     if seconds < 90:
@@ -84,9 +84,9 @@ def span(seconds: float) -> str:
 
 
 def table(caption: str, heads: list[str], rows: list[list[str]]) -> Element:
-    """Return a table in a frame of its own, which scrolls where it is wider than the page.
+    """Return a table in a frame that scrolls if the table is wider than the page.
 
-    heads: of the columns. rows: their first cell is the row's head.
+    heads: of the columns. rows: the first cell of each is its head.
     """
     head = element("tr", {}, *[element("th", {"scope": "col"}, text) for text in heads])
     body = [
@@ -100,6 +100,6 @@ def table(caption: str, heads: list[str], rows: list[list[str]]) -> Element:
 
 
 def fold(summary: str, *children: Element | str, is_open: bool = False) -> Element:
-    """Return what a reader opens and closes."""
+    """Return an element that a reader can open and close."""
     attributes: Attributes = {"open": "open"} if is_open else {}
     return element("details", attributes, element("summary", {}, summary), *children)

@@ -1,4 +1,4 @@
-"""What the sections share: the rows of a result by size and policy, and figures and tables with a line for each."""
+"""What sections share: rows of a result by size and policy, and figures and tables with a line for each row."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ def size_name(row: Row) -> str:
 
 
 def policies(rows: Iterable[Row]) -> dict[str, int]:
-    """Return the number of each policy, in the order in which they come: its style."""
+    """Return the style number of each policy: its index in the order in which policies first come."""
     return {name: number for number, name in enumerate(dict.fromkeys(row.policy for row in rows))}
 
 
@@ -46,12 +46,12 @@ def policy_legend(rows: Iterable[Row], styles: dict[str, int]) -> Element:
 
 
 def grid(pictures: Iterable[Element]) -> Element:
-    """Return small pictures side by side, as many as there is room for."""
+    """Return small pictures side by side, as many as fit."""
     return element("div", {"class": "grid"}, *pictures)
 
 
 def rate_chart(name: str, lines: list[Line]) -> Element:
-    """Return lines of shares over sizes in blocks, with their legend. The axis up begins where there is something."""
+    """Return lines of shares over sizes in blocks, with their legend. It begins near the lowest share."""
     sizes = sorted({x for line in lines for x, _ in line.points})
     across = Axis("blocks of the pool", sizes, is_log=len(sizes) > 1 and sizes[-1] > 4 * sizes[0], shown=count)
     rates = [y for line in lines for _, y in line.points]

@@ -1,4 +1,4 @@
-"""The sections of a report, each a figure with what it says and the numbers behind it."""
+"""The sections of a report: each has a figure, its explanation, and its numbers."""
 
 from kvblocks.replay.report.charts import Kind, Line, for_both, part_legend
 from kvblocks.replay.report.icicle import KINDS, icicle, walk

@@ -25,7 +25,7 @@ _BLOCKS: _Series = (
 
 
 def age_chart(rows: list[Row], styles: dict[str, int]) -> Element:
-    """Return, for one size, which share of the evicted references had been evicted for how long at most."""
+    """Return, for one size, a chart of the ages of evicted references: the share evicted for at most so long."""
     name, buckets = size_name(rows[0]), max([row.misses.ages for row in rows], key=len)
     lines = [
         Line(label(row.policy), [(float(i), share) for i, share in enumerate(_shares(row))], styles[row.policy])
@@ -44,7 +44,7 @@ def age_chart(rows: list[Row], styles: dict[str, int]) -> Element:
 
 
 def age_table(groups: list[list[Row]]) -> Element:
-    """Return how many references had been evicted for how long, a line for each run."""
+    """Return a table of how long references had been evicted, a line for each run."""
     longest = max([row.misses.ages for rows in groups for row in rows], key=len, default=[])
     heads = [_upto(bucket) for bucket in longest]
     cells = [
@@ -116,6 +116,6 @@ def _upto(bucket: Bucket) -> str:
 
 
 def _shares(row: Row) -> list[float]:
-    """Return which share of the evicted references is in a bucket or in one before it."""
+    """Return, for each bucket, the share of the evicted references that is in it or in an earlier one."""
     counts = [bucket.count for bucket in row.misses.ages]
     return [sum(counts[: number + 1]) / sum(counts) for number in range(len(counts))]

@@ -1,7 +1,7 @@
-"""`DiskStore`: the bytes of a persistent tier in a folder, and what its slots hold, for the next process to take back.
+"""`DiskStore`: keeps the bytes of a persistent tier in a folder, and which block each slot holds, across processes.
 
-Moves bytes when told, with no thread and no decision of its own: an engine carries out the transfers that its manager
-wants, hands what `tiers.take_changes` says to `remember`, and calls `sync` every second.
+It moves bytes when told, has no thread, and decides nothing. An engine carries out the transfers that its manager
+wants, passes the answer of `tiers.take_changes` to `remember`, and calls `sync` every second.
 """
 
 from kvblocks.tiers.disk.errors import DiskError

@@ -1,6 +1,6 @@
-"""`Arena`: the file of a store's slots. A slot is a block's record, zeros up to the room's end, and its payload.
+"""`Arena`: the file of a store's slots. A slot holds a block's record, zeros up to a page's end, and its payload.
 
-A slot is written in place, so what is torn, half on the disk or of another block is found by its record alone.
+A slot is written in place. So its record alone shows a torn write, a write that is half on the disk, or another block.
 """
 
 import os
@@ -12,7 +12,7 @@ from kvblocks.tiers.sealing import Sealer
 
 
 class Arena:
-    """Slots in an open file, which it closes. Every call raises OSError but those that say otherwise.
+    """Slots in an open file, which `close` closes. Every call may raise OSError, unless its docstring says otherwise.
 
     Calls for different slots may run at the same time.
     """
@@ -38,11 +38,11 @@ class Arena:
             data, offset = data[done:], offset + done
 
     def read(self, slot: int, identity: BlockIdentity, out: memoryview) -> bool:
-        """Fill `out` with a block's payload; False if the slot has anything else. O(its bytes)."""
+        """Fill `out` with a block's payload. Returns False if the slot holds anything else. O(its bytes)."""
         record = bytearray(self._layout.num_room_bytes)
         offset, expected = self._layout.offset(slot), len(record) + len(out)
         done = os.preadv(self.descriptor, [record, out], offset)
-        while 0 < done < expected:  # reads are whole but for the end of the file, and for signals on some systems
+        while 0 < done < expected:  # a read is short at the end of the file, and after signals on some systems
             more = os.pread(self.descriptor, expected - done, offset + done)
             if not more:
                 break
@@ -54,7 +54,7 @@ class Arena:
         return done == expected and self._sealer.opens(record, identity, out)
 
     def erase(self, slot: int) -> None:
-        """Overwrite a slot with zeros, its record last: where there is none, there is nothing. O(its bytes)."""
+        """Overwrite a slot with zeros, its record last. A slot without a record holds nothing. O(its bytes)."""
         offset, room = self._layout.offset(slot), self._layout.num_room_bytes
         size = min(self._layout.stride, os.fstat(self.descriptor).st_size - offset)
         if size > 0 and any(os.pread(self.descriptor, room, offset)):

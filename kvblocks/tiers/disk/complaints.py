@@ -1,4 +1,4 @@
-"""`Complaints`: warnings that don't fill a log when a disk, or a store, dies."""
+"""`Complaints`: warnings that don't fill the log when a disk or a store dies."""
 
 import logging
 import threading
@@ -9,10 +9,10 @@ _LOG = logging.getLogger("kvblocks.tiers.disk")
 
 
 class Complaints:
-    """Warnings of a store: the first of a kind at once, then at most one in so many seconds, with how many there were.
+    """Warnings of a store. The first of a kind is logged at once, then one per interval at most, with a count.
 
-    clock: in seconds. logger: who takes them; a disk's by default. Any thread may call it: what a logger's handlers do,
-    they do while nothing is locked.
+    clock: in seconds. logger: where warnings go; by default, that of a disk. Any thread may call it. No lock is held
+    while a logger's handlers run.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Complaints:
         self._unsaid: dict[str, int] = {}
 
     def warn(self, kind: str, message: str) -> None:
-        """Log a warning, or count it for the next of its kind."""
+        """Log a warning, or count it for the next warning of its kind."""
         now = self._clock()
         with self._lock:
             if kind in self._last and now - self._last[kind] < self._seconds:

@@ -1,4 +1,4 @@
-"""The error of a disk."""
+"""The error of a disk store."""
 
 from kvblocks.errors import KVBlocksError
 

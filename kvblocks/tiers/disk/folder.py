@@ -1,10 +1,10 @@
-"""`Folder`: a store's folder: whose it is, who owns it now, and what is in it.
+"""`Folder`: the folder of a store: its user, the process that has it open, and its files.
 
 Invariants:
-- Nothing is changed in a folder that holds anything but our files: it is refused by the name of what was found.
-- One owner at a time, from opening to `close`: the lock dies with the process, and with what it forked.
-- The marker is written last, so a folder with a marker is whole, and one without is emptied.
-- Files are 0600 in a folder of 0700 of the same user, and none is reached through a link.
+- A folder that holds files of anybody else is refused, and nothing in it is changed. The error names those files.
+- One process has the folder open at a time, from opening to `close`. The lock ends with the process and its forks.
+- The marker is written last. So a folder with a marker is complete, and a folder without one is emptied.
+- Files have mode 0600, in a folder of mode 0700, of the same user. No file is reached through a link.
 """
 
 import json
@@ -23,12 +23,12 @@ _MOST_MARKER_BYTES = 65536
 
 
 def flush(descriptor: int) -> None:
-    """Wait until a file's bytes are on the disk, and its size. Raises OSError."""
+    """Wait until a file's bytes and its size are on the disk. Raises OSError."""
     getattr(os, "fdatasync", os.fsync)(descriptor)  # macOS has no fdatasync
 
 
 class Folder:
-    """An open folder, locked. Made if it isn't there. Raises DiskError, and OSError."""
+    """An open, locked folder. Creates it if it doesn't exist. Raises DiskError, and OSError."""
 
     def __init__(self, path: Path) -> None:
         if not _has_locks():
@@ -61,14 +61,14 @@ class Folder:
             return {entry.name for entry in entries}
 
     def _narrow(self) -> None:
-        """Take away what rights others were given."""
+        """Take away the rights of other users."""
         os.fchmod(self._descriptor, 0o700)
         with os.scandir(self._descriptor) as entries:
             for name in [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]:
-                os.chmod(name, 0o600, dir_fd=self._descriptor)  # Path knows no folder's descriptor
+                os.chmod(name, 0o600, dir_fd=self._descriptor)  # Path can't use a folder's descriptor
 
     def _take_lock(self) -> None:
-        import fcntl  # POSIX's; whoever has no disk tier does without
+        import fcntl  # POSIX only; imported here, so that only a disk tier needs it
 
         self._lock = self.open_file(LOCK)
         try:
@@ -80,7 +80,7 @@ class Folder:
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def open_file(self, name: str) -> int:
-        """Return a descriptor of one of our files, to read and write; made if it isn't there. Raises OSError."""
+        """Return a descriptor of one of our files, to read and write. Creates a missing file. Raises OSError."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(name, flags, 0o600, dir_fd=self._descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -89,11 +89,11 @@ class Folder:
         return descriptor
 
     def sync(self) -> None:
-        """Wait until the names of files are on the disk. Raises OSError."""
+        """Wait until the files' names are on the disk. Raises OSError."""
         os.fsync(self._descriptor)
 
     def read_marker(self) -> dict[str, Any] | None:
-        """Return what the folder was made for; None if nobody can tell."""
+        """Return what the folder was made for; None if there is no readable marker."""
         try:
             descriptor = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._descriptor)
         except OSError:
@@ -106,7 +106,7 @@ class Folder:
         return marker if isinstance(marker, dict) else None
 
     def write_marker(self, marker: dict[str, Any]) -> None:
-        """Say what the folder is made for, whole or not at all. Raises OSError."""
+        """Write what the folder is made for, completely or not at all. Raises OSError."""
         with os.fdopen(self.open_file(_PARTIAL), "r+b") as file:
             file.truncate()
             file.write(json.dumps(marker, indent=2).encode() + b"\n")
@@ -120,7 +120,7 @@ class Folder:
         return bool(self._names() - {LOCK})
 
     def empty(self) -> None:
-        """Delete our files but the lock, the marker first. Raises OSError."""
+        """Delete our files except the lock, the marker first. Raises OSError."""
         self._remove(MARKER, _PARTIAL)
         self.remove_index()
         self._remove(ARENA)
@@ -138,7 +138,7 @@ class Folder:
         self.sync()
 
     def check_there(self, arena: int) -> None:
-        """Raise DiskError if the arena or the index was taken away: what is written then would be lost. O(1)."""
+        """Raise DiskError if the arena or the index was taken away, because all later writes would be lost. O(1)."""
         try:
             found = os.stat(ARENA, dir_fd=self._descriptor, follow_symlinks=False)
             os.stat(INDEX, dir_fd=self._descriptor, follow_symlinks=False)
@@ -148,7 +148,7 @@ class Folder:
             raise DiskError(f"{self.path}: expected the files that were opened, got a folder without them")
 
     def close(self) -> None:
-        """Give the folder up. Does nothing the second time."""
+        """Unlock the folder. A second call does nothing."""
         for descriptor in (self._lock, self._descriptor):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)

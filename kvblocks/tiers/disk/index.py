@@ -1,6 +1,6 @@
-"""`Index`: which slot holds whose bytes, in a SQLite file: what was committed survives a crash and a loss of power.
+"""`Index`: which block each slot holds, in a SQLite file. Commits survive a crash and a loss of power.
 
-Nobody trusts what it says: a slot's own record decides. What SQLite can't read is started anew, with a warning.
+The index is never trusted: a slot's own record decides. A file that SQLite can't read is started anew, with a warning.
 """
 
 import logging
@@ -15,7 +15,7 @@ from kvblocks.tiers.disk.layout import MOST_WAL_BYTES, PAGE, Layout
 from kvblocks.tiers.identity import BlockIdentity
 
 Row = tuple[object, object, object, object, object]
-"""slot, number (the greater, the later stored), an identity's parts: of any types, if somebody damaged it."""
+"""slot, number (greater for what was stored later), parts of an identity. A damaged file may hold other types."""
 
 Read = TypeVar("Read")
 
@@ -24,11 +24,11 @@ _TABLE = (
     "CREATE TABLE slots (slot INTEGER PRIMARY KEY, number INTEGER NOT NULL, parent BLOB NOT NULL, keys BLOB NOT NULL, "
     "tokens BLOB NOT NULL)"
 )
-_MOST_NUMBER = 2**62  # of a row: more than any store comes to
+_MOST_NUMBER = 2**62  # of a row: more than any store reaches
 _INSERT = "INSERT OR REPLACE INTO slots VALUES (?, ?, ?, ?, ?)"
 
 
-# Errors that say nothing of what the file holds: the disk, the memory, or somebody else who has it open.
+# Errors that don't mean damage of the file: of the disk, of the memory, or because somebody else has the file open.
 _ELSEWHERE = frozenset(
     {
         *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_IOERR),
@@ -37,7 +37,7 @@ _ELSEWHERE = frozenset(
 )
 
 
-_FAILURES = sqlite3.Error, UnicodeDecodeError  # the latter where Python can't read SQLite's message about damage
+_FAILURES = sqlite3.Error, UnicodeDecodeError  # the second: Python can't decode SQLite's message about the damage
 _Failure = sqlite3.Error | UnicodeDecodeError
 
 
@@ -48,7 +48,7 @@ class _StrangeError(sqlite3.DatabaseError):
 def _is_damage(error: _Failure) -> bool:
     if isinstance(error, _StrangeError | UnicodeDecodeError):
         return True
-    code = getattr(error, "sqlite_errorcode", None)  # none if sqlite3 itself refuses a call
+    code = getattr(error, "sqlite_errorcode", None)  # None if the sqlite3 module itself refused the call
     return code is not None and code & 0xFF not in _ELSEWHERE
 
 
@@ -59,8 +59,8 @@ def _as_it_is(row: Row) -> Row:
 class Index:
     """The rows of a folder's index. Its calls raise sqlite3.Error, and OSError.
 
-    EXCLUSIVE: nobody else may open it, and SQLite needs no shared memory. WAL with FULL: a commit is one fsync, and on
-    the disk when it returns. secure_delete: what is deleted is overwritten.
+    EXCLUSIVE: nobody else may open it, and SQLite needs no shared memory. WAL with FULL: a commit is one fsync, and is
+    on the disk when it returns. secure_delete: deleted rows are overwritten.
     """
 
     def __init__(self, folder: Folder, layout: Layout) -> None:
@@ -81,7 +81,7 @@ class Index:
         return int(row[0]) if row is not None else 0
 
     def _connect(self) -> sqlite3.Connection:
-        os.close(self._folder.open_file(INDEX))  # SQLite gives its log the same mode
+        os.close(self._folder.open_file(INDEX))  # SQLite gives its log the mode of this file
         path = str(self._folder.path / INDEX)
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0)
         try:
@@ -92,7 +92,7 @@ class Index:
         return connection
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        connection.text_factory = bytes  # whatever is there can be read
+        connection.text_factory = bytes  # damaged text can still be read
         for setting in (
             *("locking_mode = EXCLUSIVE", f"page_size = {PAGE}", "mmap_size = 0", "temp_store = MEMORY"),
             *("trusted_schema = OFF", "cell_size_check = ON", "secure_delete = ON"),
@@ -130,9 +130,10 @@ class Index:
         self._connection.execute("COMMIT")
 
     def rows(self, read: Callable[[Row], Read]) -> list[Read]:
-        """Return what `read` makes of all rows, in the order of their numbers. O(rows log rows).
+        """Return what `read` makes of each row, in the order of their numbers. O(rows log rows).
 
-        Row by row, since Python's collector looks again and again at all that is kept.
+        `read` is called row by row, so that few objects are kept: Python's garbage collector scans each kept object
+        again and again.
         """
         found: list[Read] = []
         numbers: list[int] = []
@@ -146,7 +147,7 @@ class Index:
         return [found[index] for index in sorted(range(len(found)), key=numbers.__getitem__)]
 
     def _renew(self, error: _Failure) -> None:
-        """Start anew if the file is damaged; else raise what SQLite said."""
+        """Start anew if the file is damaged; otherwise raise SQLite's error."""
         if not _is_damage(error):
             raise error
         with suppress(*_FAILURES):
@@ -154,7 +155,7 @@ class Index:
         self._connection = self._start_anew(error)
 
     def write(self, changes: Mapping[int, BlockIdentity | None]) -> None:
-        """Commit changes, all or none; they are on the disk when it returns. O(changes log rows)."""
+        """Commit all changes or none. They are on the disk when the call returns. O(changes log rows)."""
         try:
             self._commit(changes)
         except _FAILURES as error:
@@ -183,9 +184,9 @@ class Index:
         self._next_number += len(changes)
 
     def checkpoint(self) -> None:
-        """Move the log into the index, and leave none of it."""
+        """Move the whole log into the index, and empty the log."""
         self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
-        """Close the file; its log goes."""
+        """Close the file, and delete its log."""
         self._connection.close()

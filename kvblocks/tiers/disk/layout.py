@@ -1,12 +1,12 @@
-"""`Layout`: how large everything in a store's folder may become, and where a slot lies. And `DiskStats`."""
+"""`Layout`: the maximal size of each file in a store's folder, and where each slot begins. Also `DiskStats`."""
 
 from dataclasses import dataclass
 
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.tiers.sealing import NUM_RECORD_BYTES
 
-PAGE = 4096  # of the index, and what slots are aligned to
-MOST_KEY_BYTES = 512  # of a block's extra keys; one with more is not stored
+PAGE = 4096  # bytes of a page of the index; slots are aligned to it
+MOST_KEY_BYTES = 512  # of a block's extra keys; a block with more is not stored
 MOST_WAL_BYTES = 2**20  # of the index's log between two calls of `sync`
 LEAST_SLOTS = 4
 
@@ -22,7 +22,7 @@ def _pages_up(number: int) -> int:
 class DiskStats:
     """What a store did since it was opened.
 
-    num_damaged_blocks: that were asked for, or remembered, and were not what they should be. num_failed_writes,
+    num_damaged_blocks: blocks that were read or remembered, and were not what the index said. num_failed_writes,
     num_failed_syncs: calls of `write` and `erase`, and of `sync`, that raised. Bytes are those of payloads.
     """
 
@@ -37,12 +37,12 @@ class DiskStats:
 
 
 class Layout:
-    """Sizes in bytes. A slot is a record's room, then the payload's; both begin at a page.
+    """Sizes in bytes. A slot is the room of a record, then that of a payload; each begins at a page.
 
-    num_slots: how many fit, so that all files together never hold more than max_bytes. most_index_pages: of the index;
-    its log may grow by as many. most_preimage_bytes: what an identity may take in a record.
+    num_slots: how many fit, so that all files together never exceed max_bytes. most_index_pages: of the index; its log
+    may grow by as many. most_preimage_bytes: the longest preimage in a record.
 
-    The index takes its worst case: the longest identities, in pages of a B-tree that are a third full.
+    The index is sized for its worst case: the longest identities, in pages of a B-tree that are a third full.
     """
 
     def __init__(self, num_block_bytes: int, block_size: int, max_bytes: int) -> None:
@@ -54,7 +54,7 @@ class Layout:
         self.stride = self.num_room_bytes + _pages_up(num_block_bytes)
         row = self.most_preimage_bytes + _ROW_HEAD
         index_bytes = 3 * row if row < PAGE - _ROW_HEAD else PAGE + _pages_up(row + row // 16)
-        index_bytes += index_bytes // 16  # the pages that lead to others
+        index_bytes += index_bytes // 16  # the inner pages of the tree
         self.num_slots = max(0, max_bytes - _OTHER_BYTES) // (self.stride + 2 * index_bytes + index_bytes // 16)
         if self.num_slots < LEAST_SLOTS:
             least = _OTHER_BYTES + LEAST_SLOTS * (self.stride + 2 * index_bytes + index_bytes // 16)

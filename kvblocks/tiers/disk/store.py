@@ -1,11 +1,11 @@
-"""`DiskStore`: the bytes of a persistent tier in a folder, and what its slots hold.
+"""`DiskStore`: keeps the bytes of a persistent tier in a folder, and which block each slot holds.
 
 Invariants:
-- `read` counts a block as right only if the slot's own record says that it is this block, and its checksum is right.
-- The index never speaks of bytes that are not on the disk: `sync` flushes the arena, then commits.
-- All files together never hold more than max_bytes.
+- `read` accepts a block only if the slot's own record names this block and its checksum is right.
+- The index never names bytes that are not on the disk: `sync` flushes the arena, then commits the index.
+- All files together never exceed max_bytes.
 
-What is in the folder is a cache: where it can't be used it is emptied, with a warning, and never wrong.
+The folder is a cache. If it can't be used, it is emptied with a warning; it never gives wrong bytes.
 """
 
 import logging
@@ -38,16 +38,17 @@ _MARK = "a disk tier of kvblocks"
 class DiskStore:
     """Slots on a disk, for the blocks of one tier.
 
-    folder: of its own; made if it isn't there, refused if it has anything else in it. fingerprint: 32 bytes that name
-    what made the blocks' bytes: model, weights, type, groups and layout of KV. num_block_bytes: of a block. block_size:
-    tokens of a block of the primary group. max_bytes: all files in the folder together never hold more. secret: at
-    least 16 bytes; then a block that somebody planted without it is a miss. None: only damage is found. A folder that
-    was made with other values (but for max_bytes), or by another format, is emptied with a warning.
+    folder: used by nothing else. It is created if it doesn't exist, and refused if it holds other files. fingerprint:
+    32 bytes that name what made the blocks' bytes: model, weights, dtype, groups and layout of KV. num_block_bytes: of
+    a block. block_size: tokens of a block of the primary group. max_bytes: all files in the folder together never
+    exceed this. secret: at least 16 bytes; then a block that somebody planted without it is a miss. None: only damage
+    is found. A folder that was made with other values (except max_bytes), or by another format, is emptied with a
+    warning.
 
     num_slots: how many blocks fit. stats: see `DiskStats`.
 
-    `write` and `read` of different slots may run at the same time, and beside `remember` and `sync`. `close` comes
-    last. Raises InvalidArgumentError; DiskError if the folder can't be used, or another store uses it.
+    `write` and `read` of different slots may run at the same time, also beside `remember` and `sync`. `close` must be
+    the last call. Raises InvalidArgumentError; DiskError if the folder can't be used, or another store uses it.
     """
 
     def __init__(
@@ -72,30 +73,30 @@ class DiskStore:
         self.num_slots = self._layout.num_slots
         self._stats = DiskStats()
         self._complaints = Complaints()
-        self._lock = threading.Lock()  # of what follows here, and of the counters; held for no I/O
+        self._lock = threading.Lock()  # guards the attributes below and the counters; not held during I/O
         self._changes: dict[int, BlockIdentity | None] = {}
         self._is_unflushed = False
         self._is_closed = False
-        self._syncing = threading.Lock()  # of the index; taken before the other
+        self._syncing = threading.Lock()  # guards the index; taken before `_lock`
         with _as_disk_error(f"DiskStore: {path}: expected a folder to read and write"):
             self._open(path)
 
     @property
     def stats(self) -> DiskStats:
-        """What was done since it was opened."""
+        """Counters of what was done since the store was opened."""
         with self._lock:
             return self._stats
 
     @property
     def needs_sync(self) -> bool:
-        """Whether there is anything that `sync` would put on the disk."""
+        """Whether `sync` has anything to put on the disk."""
         with self._lock:
             return self._is_unflushed or bool(self._changes)
 
     def remembered(self) -> list[tuple[int, BlockIdentity]]:
-        """Return which slots hold whose bytes, as far as that is on the disk, the least recently stored first.
+        """Return which slots hold which blocks, as far as that is on the disk, the least recently stored first.
 
-        What `manager.tiers.restore` takes. Bytes are not looked at. Raises DiskError. O(slots log slots).
+        The answer is what `manager.tiers.restore` takes. The bytes are not read. Raises DiskError. O(slots log slots).
         """
         with self._syncing, _as_disk_error("DiskStore.remembered: expected a disk that can be read"):
             self._check_open("remembered")
@@ -108,9 +109,9 @@ class DiskStore:
     def write(self, slots: Iterable[SupportsIndex], identities: Iterable[BlockIdentity], payload: Payload) -> None:
         """Write blocks. They are on the disk after the next `sync`.
 
-        payload: their bytes one behind the other, num_block_bytes each, in any C-contiguous buffer. Raises
-        InvalidArgumentError, and DiskError if not all were written: answer `complete(transfer, ok=False)` then. A
-        block with more than 512 bytes of extra keys isn't stored: DiskError, and nothing was written. O(bytes).
+        payload: the blocks' bytes one after another, num_block_bytes each, in any C-contiguous buffer. Raises
+        InvalidArgumentError, and DiskError if not all were written; then answer `complete(transfer, ok=False)`. A block
+        with more than 512 bytes of extra keys isn't stored: the call raises DiskError and writes nothing. O(bytes).
         """
         pairs = self._check_blocks("write", slots, identities)
         if len({slot for slot, _ in pairs}) < len(pairs):
@@ -133,10 +134,11 @@ class DiskStore:
         self._count(num_written_blocks=len(pairs), num_written_bytes=len(data))
 
     def read(self, slots: Iterable[SupportsIndex], identities: Iterable[BlockIdentity], out: Payload) -> int:
-        """Fill a buffer with blocks, and return how many first ones are right; the buffer's rest means nothing.
+        """Fill a buffer with blocks, and return how many of the first ones are right.
 
-        A block that isn't what was asked for ends it: that is counted, and warned of, not raised. out: writable, as
-        `write` takes. Raises InvalidArgumentError, and DiskError after `close`. O(bytes).
+        The rest of the buffer means nothing. Reading ends at a block that isn't what was asked for. Such a block is
+        counted and logged, not raised. out: writable, as `write` takes. Raises InvalidArgumentError, and DiskError
+        after `close`. O(bytes).
         """
         pairs = self._check_blocks("read", slots, identities)
         data = self._check_buffer("read: out", out, len(pairs))
@@ -159,9 +161,10 @@ class DiskStore:
         return number
 
     def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
-        """Take note of what `manager.tiers.take_changes` says of this tier: whose bytes slots hold, None: nobody's.
+        """Take note of what `manager.tiers.take_changes` returned for this tier.
 
-        On the disk after the next `sync`, all of it or none. Raises InvalidArgumentError. O(changes).
+        changes: by slot, the block that it holds; None: no block. All of it or none is on the disk after the next
+        `sync`. Raises InvalidArgumentError. O(changes).
         """
         given: Any = changes
         if not isinstance(given, Mapping):
@@ -174,24 +177,24 @@ class DiskStore:
             self._check_open_locked("remember")
             for slot, identity in checked:
                 is_too_long = identity is not None and len(identity.extra_keys) > MOST_KEY_BYTES
-                self._changes.pop(slot, None)  # so that its place is the last
+                self._changes.pop(slot, None)  # so that it is entered last
                 self._changes[slot] = None if is_too_long else identity
 
     def sync(self) -> None:
-        """Put all that was written and remembered before the call on the disk: the bytes first, then the index.
+        """Put all that was written and remembered before the call on the disk: first the bytes, then the index.
 
-        Call it every second while `needs_sync`. What was forgotten is forgotten for good when it returns. Raises
-        DiskError; then nothing is lost but what the disk lost, and the next call tries again. O(what is new).
+        Call it every second while `needs_sync`. When it returns, forgotten blocks are gone for good. Raises DiskError;
+        then nothing is lost except what the disk lost, and the next call tries again. O(what is new).
         """
         with self._syncing, self._counting_failures("num_failed_syncs"):
             self._check_open("sync")
             self._sync()
 
     def erase(self, slots: Iterable[SupportsIndex]) -> None:
-        """Forget slots and overwrite their bytes, and what the index knew of them; on the disk when it returns.
+        """Forget slots, overwrite their bytes, and delete their rows of the index. All is on the disk when it returns.
 
-        For data that must go. Copies that the file system or the device keep by themselves are beyond it. Raises
-        InvalidArgumentError, and DiskError: call it again then. O(bytes).
+        For data that must go. Copies that the file system or the device make on their own are not reached. Raises
+        InvalidArgumentError, and DiskError: then call it again. O(bytes).
         """
         checked = [self._check_slot("erase", slot) for slot in listed("DiskStore.erase", "slots", slots)]
         with self._syncing, self._counting_failures("num_failed_writes"):
@@ -206,7 +209,7 @@ class DiskStore:
                 self._index.checkpoint()
 
     def close(self) -> None:
-        """`sync`, and give the folder up. Does nothing the second time. Raises DiskError if the sync did."""
+        """`sync`, then unlock the folder. A second call does nothing. Raises DiskError if the sync did."""
         with self._syncing:
             if self._is_closed:
                 return
@@ -237,7 +240,7 @@ class DiskStore:
                 "num_block_bytes": self._layout.num_block_bytes,
                 "block_size": self._block_size,
                 "fingerprint": self._sealer.fingerprint.hex(),
-                "secret": self._sealer.seal(_NOTHING, b"").hex(),  # tells one from another, and shows none
+                "secret": self._sealer.seal(_NOTHING, b"").hex(),  # tells secrets apart without showing them
             }
             found = self._folder.read_marker()
             if found != marker:
@@ -253,7 +256,7 @@ class DiskStore:
             raise
 
     def _close_files(self) -> None:
-        """Close what is open, in the order in which nobody can take the folder before all is closed."""
+        """Close the open files, the lock last, so that nobody can take the folder before all is closed."""
         index, arena = getattr(self, "_index", None), getattr(self, "_arena", None)
         try:
             if index is not None:
@@ -276,7 +279,7 @@ class DiskStore:
     # Syncing.
 
     def _sync(self) -> None:
-        """Flush the arena, then commit. The changes are taken before that, so that their bytes are flushed."""
+        """Flush the arena, then commit. The changes are taken before the flush, so that their bytes are flushed too."""
         with self._lock:
             changes, self._changes = self._changes, {}
             is_unflushed, self._is_unflushed = self._is_unflushed, False
@@ -299,7 +302,7 @@ class DiskStore:
         try:
             self._arena.flush()
         except OSError:
-            changes.update(dict.fromkeys(changes))  # the system may drop what it couldn't write, and say so only once
+            changes.update(dict.fromkeys(changes))  # the system may drop bytes it couldn't write, and reports that once
             raise
 
     # Checks of arguments.
@@ -382,7 +385,7 @@ class DiskStore:
 
 @contextmanager
 def _as_disk_error(expected: str) -> Iterator[None]:
-    """Turn what the system and SQLite say into a DiskError."""
+    """Turn errors of the system and of SQLite into a DiskError."""
     try:
         yield
     except (OSError, sqlite3.Error, UnicodeDecodeError) as error:

@@ -1,1 +1,1 @@
-"""Tiers of managers with several groups: what a window needs is looked up, stored and loaded besides whole prefixes."""
+"""Tiers of managers with several groups. Windows' blocks are looked up, stored and loaded beside whole prefixes."""

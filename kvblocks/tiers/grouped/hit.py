@@ -1,4 +1,4 @@
-"""`GroupTierHit`: what a load moves, of all groups, and what the device has of it already."""
+"""`GroupTierHit`: what a load moves for all groups, and what the device has of it already."""
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.core.hit import CacheHit
@@ -9,16 +9,16 @@ from kvblocks.tiers.pool import TierPool
 from kvblocks.tiers.transfer import TierHit
 
 Piece = tuple[int, int, TierPool, KVCacheBlock]
-"""What is loaded: the number of the table (`layout.table_numbers`), the index in it, the tier and its slot."""
+"""A block to load: the number of its table (`layout.table_numbers`), its index in the table, its tier and its slot."""
 
 
 class GroupTierHit(TierHit):
     """A `TierHit` of several groups.
 
-    num_bytes: what a load of this and the parts before it moves, less what one of those alone would; so their sum is
-    what is moved. pieces: all that is moved then, the primary group's blocks first; prefix: its tier's slots of those.
-    places: the device's blocks of the
-    primary group that a load relies on, and those of the tiers.
+    num_bytes: the bytes of a load of this part and the parts before it, less those of a load without this part. So the
+    sum over the parts is what is moved. pieces: all that such a load moves, the primary group's blocks first. prefix:
+    the slots of `pieces` in this part's tier. places: the device's blocks of the primary group that a load relies on,
+    and those of the tiers.
     """
 
     __slots__ = ("before", "hit", "layout", "num_all_bytes", "pieces", "places", "tables", "versions")
@@ -32,9 +32,9 @@ class GroupTierHit(TierHit):
         tables: list[tuple[int, Found]],
         before: "GroupTierHit | None",
     ) -> None:
-        """hit: what the lookup was behind. end: token at which a load ends. pools: the tiers, behind the device, which
-        is the first of the places. tables: what a sequence that starts at `end` needs of side groups. before: the part
-        before this one.
+        """hit: what the lookup started from. end: token at which a load ends. pools: the tiers; the device is the first
+        of the places, and the tiers follow. tables: what a sequence that starts at `end` needs of side groups. before:
+        the part before this one.
         """
         layout = places[0].index.layout
         num_blocks = end // layout.block_size
@@ -69,7 +69,10 @@ class GroupTierHit(TierHit):
         return sum([pool.num_block_bytes * pool.rate.seconds_a_unit for _, _, pool, _ in self.pieces])
 
     def is_there(self) -> bool:
-        """Whether all of it is where it was found. O(1) while nothing left the device or the tiers, else O(blocks)."""
+        """Whether all blocks are where they were found.
+
+        O(1) while nothing left the device or the tiers, else O(blocks).
+        """
         sequence = self.sequence
         if not sequence.was_truncated and self.versions == [place.index.version for place in self.places]:
             return True
@@ -87,7 +90,7 @@ class GroupTierHit(TierHit):
         return True
 
     def loading_hit(self, hit: GroupHit | None) -> LoadingHit:
-        """Return what a sequence starts with that loads this and the parts before it. hit: its own. O(blocks)."""
+        """Return the hit of a sequence that loads this part and those before it. hit: the sequence's own. O(blocks)."""
         device = self.places[0]
         loading = LoadingHit(self.hit, hit, device.index, device.blocks)
         loading.end = self.first_token + self.num_tokens

@@ -1,4 +1,4 @@
-"""Loads and stores of several groups: the jobs of `tiers.jobs`, whose blocks are a `GroupPrefix`'s."""
+"""Loads and stores of several groups: the jobs of `tiers.jobs`, with the blocks of a `GroupPrefix`."""
 
 from kvblocks.core.block import Epoch, KVCacheBlock, Node, Run
 from kvblocks.core.sequence import Sequence
@@ -14,7 +14,7 @@ from kvblocks.tiers.wishes import Prefix, prefix_of
 
 
 def moved_prefix(sequence: Sequence, load: GroupTierHit) -> GroupPrefix:
-    """Return what a load brings of a sequence that was given slots for it, behind the primary blocks before. O(it)."""
+    """Return the blocks that a sequence has for a load, behind all primary blocks up to its end. O(blocks)."""
     size, tables = load.layout.block_size, tables_of(sequence).tables
     num_blocks = (load.first_token + load.num_tokens) // size
     side_blocks: list[KVCacheBlock] = []
@@ -31,10 +31,11 @@ def moved_prefix(sequence: Sequence, load: GroupTierHit) -> GroupPrefix:
 
 
 class GroupLoadJob(LoadJob):
-    """A `LoadJob` of several groups, whose blocks are the primary group's before the others.
+    """A `LoadJob` of several groups. The primary group's blocks come before the others.
 
-    If one of them is bad, all count as bad. So they do if a cached block of the device that stands in the tables, and
-    isn't moved, is taken back. end_token: at which it ends; a sequence that goes back before that waits for it no more.
+    If one block is bad, all count as bad. The same holds if a cached block of the device that stands in the tables, and
+    isn't moved, is taken back. end_token: where the load ends. A sequence that goes back before end_token no longer
+    waits.
     """
 
     def __init__(self, sequence: Sequence, prefix: GroupPrefix, load: GroupTierHit, start: int, epoch: Epoch) -> None:
@@ -68,7 +69,10 @@ class GroupLoadJob(LoadJob):
         self._relied_on: list[tuple[KVCacheBlock, Node]] = [(block, block.node) for block in held]
 
     def note_forgotten(self) -> None:
-        """Take note of what the tables rely on being taken back; a reset is no taking back. O(blocks)."""
+        """Take note of blocks that the tables rely on and that were taken back; not of those that a reset took.
+
+        O(blocks).
+        """
         for block, (run, index) in self._relied_on:
             if _is_lost(block, run, index):
                 self.num_good = 0
@@ -77,15 +81,15 @@ class GroupLoadJob(LoadJob):
                 self._has_hit = False
 
     def note_lost(self, epoch: Epoch) -> None:
-        """Take note of a sequence that was renewed since: it goes back, since what it relied on is cached no more."""
+        """Take note of sequences that were renewed: they go back, since what they relied on is no longer cached."""
         for sequence in self.sequences:
             if sequence.epoch is epoch is not self._epoch:
                 self.num_good = 0
 
     def start_for(self, sequence: Sequence, epoch: Epoch) -> int:  # noqa: ARG002  # all that wait have the same
-        """Return how many first tokens a sequence has without it: none if anything that its hit needs was taken back.
+        """Return how many first tokens a sequence has without this load: 0 if a part of its hit was taken back.
 
-        Windows have no less to go back to. O(1).
+        With windows there is no shorter hit to go back to. O(1).
         """
         return self.start if self._has_hit else 0
 
@@ -94,9 +98,9 @@ class GroupLoadJob(LoadJob):
         return block in [other for other, _ in self._relied_on]
 
     def end_in(self, sequence: Sequence, also: Transfer | None = None) -> int:  # noqa: ARG002  # all that wait have all
-        """Return up to which token it has arrived for all groups, such that a sequence may go on from there.
+        """Return up to which token all groups' blocks have arrived, so that a sequence may go on from there.
 
-        Where a window lacks what that token sees, where the hit before it ended.
+        If a window lacks a block that this token sees, the answer is the end of the hit before the load.
         """
         if self.num_good < len(self.blocks):
             return self.start
@@ -116,12 +120,12 @@ class GroupLoadJob(LoadJob):
 
 
 def _is_lost(block: KVCacheBlock, run: Run | None, index: int) -> bool:
-    """Whether a block was taken back where it was cached; after a reset that isn't known, and nothing is."""
+    """Whether a block was taken back where it was cached. After a reset this isn't known, and the answer is False."""
     return run is not None and run.epoch.is_current and (block.run is not run or block.index != index)
 
 
 class GroupStoreJob(StoreJob):
-    """A `StoreJob` of several groups. above: the primary group's slots before it, and others that hits need with it."""
+    """A `StoreJob` of several groups. above: the primary group's slots before it, then others that its hits need."""
 
     def __init__(
         self, pool: TierPool, run: Run, prefix: GroupPrefix, above: list[list[KVCacheBlock]], slots: list[KVCacheBlock]
@@ -130,7 +134,7 @@ class GroupStoreJob(StoreJob):
         self._group_prefix = prefix
 
     def good_tables(self) -> list[list[KVCacheBlock]]:
-        """Return the device's blocks that are cached still, the primary group's before what is attached to them."""
+        """Return the device's blocks that are still cached, the primary group's before those attached to them."""
         num_primary = max(0, self._group_prefix.num_primary - self.first)
         side = [block for block in self.blocks[num_primary : self.num_good] if block.is_cached]
         if not self.num_good:
@@ -168,7 +172,7 @@ class GroupStoreJob(StoreJob):
         return num_stored
 
     def _note_stored(self, number: int) -> None:
-        """Take note of which of the first slots are stored, for a tier that is persistent."""
+        """Take note of which of the first slots are stored, if the tier is persistent."""
         for i, slot in enumerate(self.slots[:number]):
             if slot.is_cached:
                 self.pool.note_stored([slot], self.prefix, self.first + i)

@@ -1,7 +1,7 @@
-"""Where a prefix's blocks are, on the device or in a tier, and what a hit at a token needs of them.
+"""Where a prefix's blocks are, on the device or in a tier, and which of them a hit that ends at a token needs.
 
-A tier keeps other groups' blocks as the device does, attached to the first full group's (`groups.index`). So one walk
-serves both, and sees them together: what one place lacks another may have.
+A tier keeps side groups' blocks as the device does, attached to the primary group's (`groups.index`). So one walk
+serves device and tiers together: a block that one place lacks may be in another.
 """
 
 from kvblocks.core.block import KVCacheBlock
@@ -10,7 +10,7 @@ from kvblocks.groups.index import GroupIndex
 from kvblocks.groups.layout import GroupLayout, SideGroup
 
 Found = list[tuple[int, KVCacheBlock]]
-"""Blocks one behind the other, each with the number of the place that has it."""
+"""Consecutive blocks, each with the number of the place that has it."""
 
 
 class Place:
@@ -29,10 +29,10 @@ class Place:
 def find_needed(
     places: list[Place], side_group: SideGroup, end: int, num_tokens: int | None
 ) -> tuple[int, Found | None]:
-    """Return the first block that a hit of `end` tokens needs of a group, and all from there; the first place counts.
+    """Return the first block that a hit of `end` tokens needs of a group, and all blocks from there on.
 
-    num_tokens: known of the sequence; None: any number, `end` included. Where one is missing, its number and None: of
-    several the last. O(blocks).
+    If several places have a block, the first place counts. num_tokens: known of the sequence; None: any number, `end`
+    included. If blocks are missing: the number of the last missing one, and None. O(blocks).
     """
     first, last = needed_blocks(side_group, end, end if num_tokens is None else num_tokens)
     found: Found = []
@@ -50,7 +50,7 @@ def find_needed(
 def find_all_needed(
     layout: GroupLayout, places: list[Place], end: int, num_tokens: int | None
 ) -> list[tuple[int, Found]] | None:
-    """Return what a hit of `end` tokens needs, by `layout.side_groups`, None unless all of it is there. O(blocks)."""
+    """Return what a hit of `end` tokens needs, by `layout.side_groups`; None unless all blocks are there. O(blocks)."""
     tables: list[tuple[int, Found]] = []
     for side_group in layout.side_groups:
         first, found = find_needed(places, side_group, end, num_tokens)
@@ -63,9 +63,9 @@ def find_all_needed(
 def find_longest(
     layout: GroupLayout, places: list[Place], num_blocks: int, num_tokens: int | None
 ) -> tuple[int, list[tuple[int, Found]]]:
-    """Return how many tokens of so many primary blocks a hit could have, if all places were one, and what it needs.
+    """Return how many tokens a hit over all places can have in `num_blocks` primary blocks, and what it needs.
 
-    As `find_all_needed`; 0 and nothing where there is no such hit. O(blocks seen), and that times the groups.
+    The second is as `find_all_needed` returns it. 0 and [] where there is no such hit. O(blocks seen x groups).
     """
     end = num_blocks * layout.block_size // layout.alignment * layout.alignment
     groups = [*layout.side_groups]
@@ -74,7 +74,7 @@ def find_longest(
             missing, found = find_needed(places, side_group, end, num_tokens)
             if found is None:
                 end = missing * side_group.block_size // layout.alignment * layout.alignment
-                groups.insert(0, groups.pop(number))  # asked first next time, so that long stretches cost O(1) a block
+                groups.insert(0, groups.pop(number))  # next time it is asked first: a long gap costs O(1) per block
                 break
         else:
             return end, find_all_needed(layout, places, end, num_tokens) or []

@@ -14,14 +14,14 @@ from kvblocks.tiers.tier import Tier
 
 
 class PersistentGroupSlots(GroupPool):
-    """`GroupPool` that says which slots hold nothing any more, though nobody took them. As `PersistentSlots`."""
+    """`GroupPool` that reports slots whose contents were detached, as `PersistentSlots` does."""
 
     def __init__(self, num_blocks: SupportsIndex, index: GroupIndex, changes: SlotChanges) -> None:
         super().__init__(num_blocks, index)
         self._changes = changes
 
     def requeue_detached(self) -> None:
-        """`GroupPool.requeue_detached`; what these slots held is not to be found any more, though it is there still."""
+        """`GroupPool.requeue_detached`. Lookups no longer find what these slots held; the bytes are still there."""
         self._changes.note_unstored(self.index.detached)
         super().requeue_detached()
 
@@ -38,7 +38,7 @@ class GroupTierPool(TierPool):
         super().__init__(tier, max_storing, slots, changes)
 
     def attach(self, primary: KVCacheBlock, column: int, slot: KVCacheBlock) -> bool:
-        """As `TierPool`, if the layout has such a column, and nothing is in it."""
+        """As `TierPool`. Returns False if the layout has no such column, or the column is taken."""
         return column <= self.group_index.layout.row_size and self.group_index.attach(primary, column - 1, slot)
 
     def is_attached(self, primary: KVCacheBlock, column: int) -> bool:
@@ -52,7 +52,7 @@ class GroupTierPool(TierPool):
             note_attached(self.group_index, chain, tokens, column - 1)
 
     def is_used_with_prefix(self, column: int) -> bool:
-        """As `TierPool`: what hits at a later end need, or at every so many tokens; not the window of a former end."""
+        """As `TierPool`: True for full attention, and for windows that are stored at every n-th token."""
         if self.window_store_tokens is not None:
             return True
         for side_group in self.group_index.layout.side_groups:

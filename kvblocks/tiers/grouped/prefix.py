@@ -1,4 +1,4 @@
-"""`GroupPrefix`: a cached prefix of several groups, as one list of blocks, so that jobs count them as of one group."""
+"""`GroupPrefix`: a cached prefix of several groups as one list of blocks, which jobs treat as that of one group."""
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.tiers.identity import BlockIdentity
@@ -9,9 +9,9 @@ Home = tuple[int, int]
 
 
 class GroupPrefix(Prefix):
-    """A `Prefix` whose blocks are the primary group's, num_primary of them, and behind those some of other groups.
+    """A `Prefix` whose first num_primary blocks are the primary group's, and whose other blocks are side groups'.
 
-    homes: where the others are attached, in their order.
+    homes: where the side groups' blocks are attached, in the same order.
     """
 
     def __init__(self, prefix: Prefix, side_blocks: list[KVCacheBlock], homes: list[Home]) -> None:

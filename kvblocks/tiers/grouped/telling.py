@@ -1,4 +1,4 @@
-"""What events say of slots that hold other groups' blocks than the primary one's."""
+"""Events about slots that hold side groups' blocks."""
 
 from kvblocks.core.block import KVCacheBlock
 from kvblocks.groups.index import GroupIndex
@@ -6,7 +6,7 @@ from kvblocks.tiers.wishes import prefix_of
 
 
 def note_attached(index: GroupIndex, chain: list[KVCacheBlock], tokens: bytes | bytearray, column: int) -> None:
-    """Record that what stands in a column behind a chain of primary slots is stored there. tokens: the chain's."""
+    """Record that the slots attached in a column behind a chain of primary slots are stored. tokens: the chain's."""
     for side_group in index.layout.side_groups:
         if side_group.first_column <= column < side_group.first_column + side_group.num_columns:
             number, size = side_group.number_at(len(chain) - 1, column), 4 * side_group.block_size
@@ -14,7 +14,7 @@ def note_attached(index: GroupIndex, chain: list[KVCacheBlock], tokens: bytes | 
 
 
 def note_restored_rows(index: GroupIndex) -> None:
-    """Record all that is attached in a tier, as stored just now. O(blocks of the prefixes that have some)."""
+    """Record all blocks that are attached in a tier, as stored just now. O(blocks of the prefixes that have some)."""
     for run in index.runs():
         rows = index.rows_of(run)
         prefix = prefix_of(run, len(run.blocks)) if rows else None

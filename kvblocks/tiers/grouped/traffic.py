@@ -1,7 +1,7 @@
 """`GroupTraffic`: `Traffic` of a manager with several groups.
 
-What a hit at the end of a stored prefix needs is stored with it, of each group; lookups ask the device and the tiers
-together, so a load moves only what the device lacks.
+For each group, what a hit at the end of a stored prefix needs is stored with the prefix. Lookups ask the device and the
+tiers together. So a load moves only what the device lacks.
 """
 
 from kvblocks.core.block import KVCacheBlock, Run
@@ -31,10 +31,10 @@ class GroupTraffic(Traffic):
     # What `Tiers` asks.
 
     def find(self, hit: CacheHit) -> list[TierHit]:
-        """Return what the tiers have behind a hit, with the device. Changes nothing. A lookup in each tier, and here.
+        """Return what the tiers have behind a hit, together with the device. Changes nothing. A lookup in each of them.
 
-        Each part ends where all groups have what the next token sees. A part that moves more than a longer one does is
-        left out.
+        Each part ends where all groups have what the next token sees. A part is left out if it moves more than a longer
+        one.
         """
         size, sequence, position = self._block_size, hit.sequence, len(hit.blocks)
         if hit.num_tokens < position * size:
@@ -60,15 +60,15 @@ class GroupTraffic(Traffic):
         return [*found]
 
     def with_loads(self, sequence: Sequence, hit: CacheHit | None, loads: list[TierHit]) -> CacheHit | None:  # noqa: ARG002
-        """Return the hit with what is to be loaded behind it."""
+        """Return the hit, extended by what is to be loaded."""
         if not loads or (hit is not None and not isinstance(hit, GroupHit)):
-            return hit  # one of another manager, which is told so
+            return hit  # another manager's hit: `allocate_slots` raises for it
         return _last_of(loads).loading_hit(hit)
 
     # What the manager tells.
 
     def note_cut(self, sequence: Sequence) -> None:
-        """Take note that a sequence went back: if into what it loads, to where that begins. It waits no more."""
+        """Take note that a sequence went back. If that was into its load, it keeps none of it, and waits no more."""
         job = self._loading.get(sequence)
         if isinstance(job, GroupLoadJob) and sequence.num_computed_tokens < job.end_token:
             start = job.start_for(sequence, self.index.epoch)
@@ -77,11 +77,11 @@ class GroupTraffic(Traffic):
                 self._calls.rewind(sequence, start)
 
     def note_bad(self, blocks: list[KVCacheBlock]) -> None:
-        """Forget what these blocks of the device hold in all tiers, too: it turned out to be bad.
+        """Forget in all tiers what these blocks of the device hold, because it turned out to be bad.
 
-        With a block of the primary group goes all that is behind it, with another only that. Loads that rely on it, or
-        bring it, have failed. O(their prefixes x loads); of primary blocks that are cached one behind the other only
-        the first counts.
+        With a block of the primary group, all blocks behind it are forgotten; with another group's block, only that
+        one. Loads that rely on such a block, or bring it, have failed. O(their prefixes x loads). Of primary blocks
+        that are cached one after another only the first is looked at.
         """
         index = self._group_index()
         columns = {block: _column_of(index, block) for block in blocks if block.is_cached}
@@ -110,7 +110,7 @@ class GroupTraffic(Traffic):
         if pool.index.events is not None:
             note_restored_rows(_index_of(pool))
 
-    # What `Traffic` does otherwise for one group.
+    # Methods of `Traffic` that several groups need to do otherwise.
 
     def _make_pool(self, tier: Tier, max_storing: int) -> TierPool:
         return GroupTierPool(tier, self._group_index().layout, max_storing)
@@ -131,7 +131,8 @@ class GroupTraffic(Traffic):
     def _find_store(self, pool: TierPool, run: Run, num_blocks: int) -> tuple[Prefix, list[list[KVCacheBlock]]]:
         """Return what is to be stored with a prefix, and what the tier has of it.
 
-        The ends of hits are the last one that the device and the tier can serve together, and every n-th token.
+        Two kinds of hits decide what is stored: the longest one that device and tier can serve together, and one at
+        every n-th token.
         """
         prefix, layout = prefix_of(run, num_blocks), self._group_index().layout
         parents = pool.match(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
@@ -173,14 +174,14 @@ def _index_of(pool: TierPool) -> GroupIndex:
 
 
 def _last_of(loads: list[TierHit]) -> GroupTierHit:
-    """Return the last of a sequence's loads, which says what is moved for all of them."""
+    """Return the last of a sequence's loads. It says what is moved for all of them."""
     load = loads[-1]
     assert isinstance(load, GroupTierHit), f"{load}: not of several groups"
     return load
 
 
 def _column_of(index: GroupIndex, block: KVCacheBlock) -> int | None:
-    """Return the column in which a cached block is attached, None for one of the primary group. O(columns)."""
+    """Return the column in which a cached block is attached; None for one of the primary group. O(columns)."""
     for column, other in enumerate(index.row(block) or []):
         if other is block:
             return column
@@ -188,7 +189,7 @@ def _column_of(index: GroupIndex, block: KVCacheBlock) -> int | None:
 
 
 def _drop_bad(pool: TierPool, prefix: Prefix, column: int | None) -> None:
-    """Forget what a tier has of the last block of a prefix, or of what is attached there in a column."""
+    """Forget the last block of a prefix in a tier, or, with a column, what is attached to it in that column."""
     if column is None:
         pool.drop_prefix(prefix.token_view(), prefix.extra_keys, len(prefix.blocks))
         return

@@ -1,7 +1,7 @@
 """`SharedStore`: blocks in a Valkey or Redis that several servers share, under names that all of them know.
 
-Moves bytes when told, and asks what is there; it decides nothing, and never waits beyond a bound. What is found is
-checked as a disk's: nothing there is trusted.
+It moves bytes when told, and asks what is there. It decides nothing, and each call has a time limit. What is read is
+checked as a disk's bytes are: nothing in the store is trusted.
 """
 
 from kvblocks.tiers.store.address import StoreAddress, parse_address

@@ -1,4 +1,4 @@
-"""`StoreAddress`: where a store is and how long to wait for it, as a URL says."""
+"""`StoreAddress`: where a store is and how long to wait for it, read from a URL."""
 
 import ssl
 from dataclasses import dataclass, field
@@ -29,10 +29,11 @@ _FILES = ("ca_file", "password_file")
 class StoreAddress:
     """Where a store is.
 
-    nodes: hosts and ports; of a cluster, some of it, of another, one. connections: for loads, and as many for stores.
-    timeout_s: for anything but a lookup, beside what its bytes take. lookup_timeout_s: how much later a request may
-    begin that asks a store which doesn't answer. ttl_s: how long a block stays that nobody stores anew; None: as long
-    as the store keeps it. ca_file: who signs its certificates; None: whom the system trusts.
+    nodes: hosts and ports: some of a cluster's, or the only one. connections: for loads, and as many for stores.
+    timeout_s: for all calls except lookups, in addition to the time for their bytes. lookup_timeout_s: how long a
+    request may be delayed by asking a store that doesn't answer. ttl_s: after how long the store deletes a block that
+    nobody has stored again; None: as long as the store keeps it. ca_file: the authority that signs the store's
+    certificates; None: those that the system trusts.
     """
 
     nodes: tuple[tuple[str, int], ...]
@@ -48,7 +49,7 @@ class StoreAddress:
     ttl_s: int | None = None
 
     def __str__(self) -> str:
-        """Return it without the password."""
+        """Return the address without its password."""
         scheme = ("valkeys" if self.is_tls else "valkey") + ("+cluster" if self.is_cluster else "")
         return f"{scheme}://" + ",".join(f"{host}:{port}" for host, port in self.nodes)
 
@@ -56,9 +57,9 @@ class StoreAddress:
 def parse_address(url: str) -> StoreAddress:
     """Return what a URL says: SCHEME://[USER:PASSWORD@]HOST[:PORT][,HOST:PORT...][/DB][?OPTION=VALUE&...].
 
-    Schemes: valkey, redis; valkeys, rediss with TLS; each also with +cluster behind it. Options: connections,
-    timeout_ms, lookup_ms, ttl_s, db, ca_file, password_file. Reads these files. Raises InvalidArgumentError, in
-    which no password stands.
+    Schemes: valkey, redis; with TLS valkeys, rediss; each also with the suffix +cluster. Options: connections,
+    timeout_ms, lookup_ms, ttl_s, db, ca_file, password_file. Reads these files. Raises InvalidArgumentError; its
+    message never shows a password.
     """
     if not isinstance(url, str) or not url:
         raise wrong("store", "a URL such as 'valkey://host:6379'", type(url))
@@ -68,7 +69,7 @@ def parse_address(url: str) -> StoreAddress:
             f"store: expected a URL that begins with one of {', '.join(_SCHEMES)}, and ://, got another"
         )
     is_tls, is_cluster = _SCHEMES[scheme]
-    # Not by `urlsplit`, which refuses passwords with [ in them, or with some letters, and shows them then.
+    # Not by `urlsplit`: it refuses passwords with [ or some letters in them, and its error shows the password.
     front, sharp, _ = rest.partition("#")
     front, _, query = front.partition("?")
     netloc, _, path = front.partition("/")
@@ -137,7 +138,7 @@ def _count(name: str, text: str) -> int:
 
 
 def _node(text: str) -> tuple[str, int]:
-    """Return host and port; an address of IPv6 stands in brackets."""
+    """Return host and port. An IPv6 address stands in brackets."""
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
@@ -157,10 +158,10 @@ def _node(text: str) -> tuple[str, int]:
 
 
 def _check_certificates(file: str) -> None:
-    """Raise InvalidArgumentError for what can't be read: later on it would look like a store that is away."""
+    """Raise InvalidArgumentError for an unreadable file, which would look like an unreachable store later."""
     try:
         ssl.create_default_context().load_verify_locations(file)
-    except (OSError, ValueError) as error:  # of the former ssl's own are some
+    except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
         raise InvalidArgumentError(f"store: ca_file: expected a file of certificates, got {file!r}: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""`Breaker`: says for how long a store that failed is left alone."""
+"""`Breaker`: says for how long a failed store is not called."""
 
 import random
 from collections.abc import Callable
@@ -8,11 +8,10 @@ MOST_PAUSE_S = 10.0
 
 
 class Breaker:
-    """A circuit breaker. It opens with a failure, and closes when a probe succeeds, which is somebody's to make.
+    """A circuit breaker. It opens with a failure, and closes when a probe succeeds. The caller makes the probe.
 
-    So a store that fails costs one call its time, and then none until it is back. The pause doubles with each failure
-    up to MOST_PAUSE_S; half of it is random, so that servers don't come back together. Not for two threads at once.
-    clock: in seconds.
+    So a store that fails delays one call, and then none until it is back. The pause doubles with each failure, up to
+    MOST_PAUSE_S. Half of it is random, so that servers don't come back together. Not thread-safe. clock: in seconds.
     """
 
     def __init__(self, clock: Callable[[], float], draw: Callable[[], float] = random.random) -> None:
@@ -23,24 +22,24 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store is left alone."""
+        """Whether the store is not to be called."""
         return self._until is not None
 
     def note_failure(self) -> None:
-        """Take note that the store failed. Of several failures of one moment the first counts."""
+        """Take note that the store failed. Of several failures at one moment only the first counts."""
         if self._until is not None and self._clock() < self._until:
             return
         self._pause_s = min(MOST_PAUSE_S, self._pause_s * 2 or FIRST_PAUSE_S)
         self._until = self._clock() + self._pause_s * (1 + self._draw()) / 2
 
     def note_answer(self) -> None:
-        """Take note that it answers. The next pause is as long as ever: it may fail when there is more to do."""
+        """Take note that a probe was answered. The pause stays as it is: the store may fail again under load."""
         self._until = None
 
     def note_success(self) -> None:
-        """Take note that it does what it is for: all is well."""
+        """Take note that the store does its work again. The next pause is the shortest."""
         self._until, self._pause_s = None, 0.0
 
     def seconds_to_probe(self) -> float | None:
-        """Return how long it is until the store is to be tried; None: it isn't left alone."""
+        """Return how long it is until the next probe; None if the breaker is closed."""
         return None if self._until is None else max(0.0, self._until - self._clock())

@@ -1,12 +1,12 @@
-"""`ValkeyClient`: commands to a Valkey or Redis, one or a cluster, with a bound on the time of each batch.
+"""`ValkeyClient`: commands to a Valkey or Redis, a single server or a cluster, with a time limit for each batch.
 
-The one module that imports `valkey`. Each command has one key, so it doesn't matter which node of a cluster has which.
-A batch is cut into parts, by node and for several connections, and each part is one pipeline on a thread of a pool; who
-asks waits for them until a deadline. What isn't answered by then counts as lost, and its connections are closed: so no
-thread stays with a server that hangs or trickles, and no later answer is taken for another one's.
+The only module that imports `valkey`. Each command has one key, so any node of a cluster may have it. A batch is split
+by node, and over several connections. Each part is one pipeline on a thread of a pool, and the caller waits for all
+parts until a deadline. Unanswered parts count as lost, and their connections are closed. So no thread stays with a
+server that hangs or sends slowly, and no late answer is taken for that of another command.
 
-valkey's own cluster pipeline isn't used: for a node that is gone it asks for the cluster's layout again and again,
-command by command, and it waits for one node after the other.
+valkey's own cluster pipeline isn't used: when a node is gone, it asks for the cluster's layout for each command again,
+and it waits for one node after another.
 """
 
 import threading
@@ -26,39 +26,39 @@ Command = tuple[Any, ...]
 
 CONNECT_S = 0.5
 LEAST_PART = 8
-"""Commands that are worth a connection of their own."""
+"""So many commands are worth a connection of their own."""
 
 LAYOUT_PAUSE_S = 1.0
-"""A cluster isn't asked for its layout more often."""
+"""The cluster is asked for its layout at most once in so many seconds."""
 
 _NUM_SCANNED = 1000
-_ONCE = frozenset({"ZPOPMIN"})  # a second time it takes what the first left
+_ONCE = frozenset({"ZPOPMIN"})  # not repeated, because the second one would take further entries
 
 
 class Client(Protocol):
-    """What `SharedStore` needs of a client. No call takes longer than `timeout_s`, by much."""
+    """What `SharedStore` needs of a client. No call takes much longer than `timeout_s`."""
 
     def run(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
-        """Return the answers, in order; in the place of one that didn't come, or was refused, a StoreError.
+        """Return the answers in order. If an answer didn't come or is a refusal, a StoreError stands in its place.
 
-        Raises StoreError if none came, or not all in time.
+        Raises StoreError if no answer came, or not all came in time.
         """
 
     def ping(self, timeout_s: float) -> None:
         """Return when the store answers. Raises StoreError."""
 
     def delete_matching(self, pattern: str, timeout_s: float) -> int:
-        """Delete all keys that match, on all nodes, and return how many. Raises StoreError if not all could be."""
+        """Delete all matching keys on all nodes, and return how many. Raises StoreError if some remain."""
 
     def drop_connections(self) -> None:
-        """Begin with new connections: what comes over these can't be trusted."""
+        """Close all connections, since their answers can't be trusted, and begin with new ones."""
 
     def close(self) -> None:
-        """End. Waits for nothing."""
+        """Close the client without waiting for anything."""
 
 
 def open_clients(address: StoreAddress) -> tuple[Client, Client, Client]:
-    """Return clients for lookups, loads and stores: so that none of these waits for another. Connects to nothing.
+    """Return clients for lookups, loads and stores, so that none of these waits for another. Opens no connection.
 
     Raises InvalidArgumentError without the package.
     """
@@ -67,7 +67,7 @@ def open_clients(address: StoreAddress) -> tuple[Client, Client, Client]:
 
 
 class ValkeyClient:
-    """See the module. Its calls come from one thread. Connects when first used.
+    """See the module. Call it from one thread. It connects at its first use.
 
     Raises InvalidArgumentError if the package isn't installed, or its certificate file can't be read.
     """
@@ -84,13 +84,13 @@ class ValkeyClient:
         self._address = address
         self._num_connections = num_connections
         self._threads = ThreadPoolExecutor(num_connections * (4 if address.is_cluster else 1) + 1, "kvblocks-store")
-        self._cluster: Any = None  # some of its calls have no types
+        self._cluster: Any = None  # Any, since some of its calls have no types
         self._single: Any = None if address.is_cluster else self._connect_one(*address.nodes[0])
         self._opening = threading.Lock()
-        self._is_stale = False  # a cluster's layout
+        self._is_stale = False  # whether the known layout of the cluster may be old
         self._looked_at = 0.0
 
-    # What `Client` promises.
+    # Methods of `Client`.
 
     def run(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
         """As `Client`."""
@@ -118,7 +118,7 @@ class ValkeyClient:
         return answers
 
     def ping(self, timeout_s: float) -> None:
-        """As `Client`. Of a cluster, one node that answers is enough."""
+        """As `Client`. In a cluster, one node that answers is enough."""
         end_s = time.monotonic() + timeout_s
         failure: StoreError | None = None
         for node in self._wait(self._submit(self._nodes), end_s):
@@ -153,8 +153,8 @@ class ValkeyClient:
         return number
 
     def drop_connections(self) -> None:
-        """As `Client`. Ends calls that threads of the pool wait in."""
-        with suppress(Exception):  # some may be closed already, by those very threads
+        """As `Client`. Also ends calls that threads of the pool wait in."""
+        with suppress(Exception):  # those threads may have closed some already
             if self._single is not None:
                 self._single.connection_pool.disconnect()
             elif self._cluster is not None:
@@ -177,7 +177,7 @@ class ValkeyClient:
             "socket_timeout": address.timeout_s,
             "socket_connect_timeout": min(CONNECT_S, address.timeout_s),
             "socket_keepalive": True,
-            "retry": package.retry.Retry(package.backoff.NoBackoff(), 0),  # it knows no deadline; `_run_part` does
+            "retry": package.retry.Retry(package.backoff.NoBackoff(), 0),  # they know no deadline: `_run_part` retries
         }
         if address.is_tls:
             options |= {"ssl": True, "ssl_check_hostname": True, "ssl_ca_certs": address.ca_file}
@@ -187,7 +187,7 @@ class ValkeyClient:
         return self._package.Valkey(host=host, port=port, db=self._address.db, **self._options())
 
     def _open_cluster(self) -> Any:
-        """Return the cluster, whose layout is asked for first, and anew where it may have changed. May wait."""
+        """Return the cluster. Asks for its layout at first, and again when it may have changed. May wait."""
         with self._opening:
             now_s = time.monotonic()
             if self._cluster is None:
@@ -198,16 +198,16 @@ class ValkeyClient:
             elif self._is_stale and now_s - self._looked_at > LAYOUT_PAUSE_S:
                 self._looked_at = now_s
                 self._is_stale = False
-                with suppress(self._package.ValkeyError):  # the old one is better than none
+                with suppress(self._package.ValkeyError):  # the old layout is better than none
                     self._cluster.nodes_manager.initialize()
             return self._cluster
 
     def _nodes(self) -> list[Any]:
-        """All that may have keys. May wait."""
+        """Return all nodes that may have keys. May wait."""
         return [None] if self._single is not None else list(self._open_cluster().get_primaries())
 
     def _parts(self, commands: Sequence[Command], end_s: float) -> list[tuple[Any, list[int]]]:
-        """Return which commands go together, with their node, by their numbers."""
+        """Return which commands go together, as their node and their numbers."""
         by_node: dict[str, tuple[Any, list[int]]] = {}
         if self._single is not None:
             by_node[""] = (None, list(range(len(commands))))
@@ -216,7 +216,7 @@ class ValkeyClient:
             for number, command in enumerate(commands):
                 try:
                     node = cluster.get_node_from_key(command[1])
-                except self._package.ValkeyError:  # nobody has its slot
+                except self._package.ValkeyError:  # no node has the key's slot
                     node = None
                 by_node.setdefault("" if node is None else node.name, (node, []))[1].append(number)
         parts: list[tuple[Any, list[int]]] = []
@@ -226,10 +226,10 @@ class ValkeyClient:
         return parts
 
     def _run_part(self, node: Any, commands: Sequence[Command], end_s: float) -> list[Any]:
-        """Run commands as one pipeline. On a thread of the pool. Raises StoreError.
+        """Run commands as one pipeline, on a thread of the pool. Raises StoreError.
 
-        Once more, and at once, where the connection is lost before `end_s`: the other side may have closed it while
-        nobody used it. Unless the first time may have done what must not be done twice.
+        If the connection is lost before `end_s`, they are run once more at once: the server may have closed an idle
+        connection. Commands that must not be done twice are not run again.
         """
         package = self._package
         if node is None and self._single is None:
@@ -242,14 +242,14 @@ class ValkeyClient:
                 if not may_repeat or time.monotonic() >= end_s:
                     raise
                 answers = self._run_once(node, commands)
-        except Exception as error:  # damaged answers end in the parser, or a closed connection, by any exception
+        except Exception as error:  # a damaged answer or a closed connection may raise any exception in the parser
             raise StoreError(f"{self._address}: expected an answer, got {_words(error)}") from error
         for number, answer in enumerate(answers):
             if isinstance(answer, Exception):
                 if isinstance(answer, package.exceptions.MovedError | package.exceptions.ClusterDownError):
                     self._is_stale = True
                 if isinstance(answer, package.ReadOnlyError) and self._single is not None:
-                    self.drop_connections()  # what was the primary isn't any more: its name may lead to another one
+                    self.drop_connections()  # the primary has changed: its name may lead to another node now
                 answers[number] = StoreRefusedError(f"{self._address}: {_words(answer)}")
         return answers
 
@@ -266,11 +266,11 @@ class ValkeyClient:
     def _submit(self, function: Callable[..., Any], *given: Any) -> "Future[Any]":
         try:
             return self._threads.submit(function, *given)
-        except RuntimeError as error:  # it was closed
+        except RuntimeError as error:  # the pool was closed
             raise StoreError(f"{self._address}: expected an open client, got {error}") from None
 
     def _wait(self, future: "Future[Any]", end_s: float) -> Any:
-        """Return what a thread found. Raises StoreError, also when it takes longer than until `end_s`."""
+        """Return what a thread found. Raises StoreError, also when it isn't done by `end_s`."""
         try:
             return future.result(max(0.0, end_s - time.monotonic()))
         except LateError:
@@ -284,12 +284,12 @@ class ValkeyClient:
 
 
 def _checked(answer: Any) -> Any:
-    """Return an answer, or raise it if it is an error."""
+    """Return an answer; raise it if it is an error."""
     if isinstance(answer, StoreError):
         raise answer
     return answer
 
 
 def _words(error: BaseException) -> str:
-    """What an error says, without what a command holds."""
+    """Return an error's text, without what a command holds."""
     return f"{type(error).__name__}: {str(error)[:200]}"

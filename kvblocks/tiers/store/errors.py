@@ -8,4 +8,4 @@ class StoreError(KVBlocksError):
 
 
 class StoreRefusedError(StoreError):
-    """A store answered, and refused: it is full, read-only, or lets this user do less."""
+    """A store answered with a refusal: it is full or read-only, or this user may not run the command."""

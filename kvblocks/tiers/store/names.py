@@ -1,11 +1,11 @@
-"""`StoreNames`: the keys of a store. All servers of one model, configuration and secret make the same ones.
+"""`StoreNames`: the keys of a store. All servers with the same model, configuration and secret make the same keys.
 
     kvblocks:1:SPACE:TENANT:DIGEST      a block: its record, and its bytes behind it
     kvblocks:1:SPACE:TENANT:DIGEST:w    somebody is about to write it
-    kvblocks:1:SPACE:TENANT:q           a tenant's blocks, by when they were stored; where it has a quota
+    kvblocks:1:SPACE:TENANT:q        a tenant's blocks by the time they were stored, if it has a quota
 
-SPACE stands for the format, the fingerprint and the secret: who differs in one of them shares no key. TENANT stands for
-the salt, so that all that a tenant has can be found. Names decide nothing: a block's record says what it is.
+SPACE stands for the format, the fingerprint and the secret: servers that differ in one of them share no key. TENANT
+stands for the salt, so that all blocks of a tenant can be found. Keys decide nothing: a block's record says what it is.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ class StoreNames:
         self._space = f"{_PREFIX}:{self._digest(BlockIdentity(b'', b'', b''))}"
 
     def _digest(self, identity: BlockIdentity) -> str:
-        """What can't be made without the secret, where there is one."""
+        """Return a digest that nobody can make without the secret, if there is one."""
         return hashlib.sha256(self._sealer.seal(identity, b"")).hexdigest()[:_NUM_NAME_CHARS]
 
     def tenant(self, salt: str | None) -> str:
@@ -34,7 +34,7 @@ class StoreNames:
         return f"{self._space}:{self._digest(BlockIdentity(b'', keys, b''))}"
 
     def block(self, tenant: str, digest: bytes) -> str:
-        """Return the key of a block. tenant: as `tenant` returned. O(1)."""
+        """Return the key of a block. tenant: as `tenant` returned it. O(1)."""
         return f"{tenant}:{digest.hex()}"
 
     def claim(self, block: str) -> str:

@@ -1,4 +1,4 @@
-"""`StoreStats`: what a client of a store counted."""
+"""`StoreStats`: the counters of a store's client."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 class StoreStats:
     """What was done since the client was made.
 
-    num_lookups: batches of blocks that were asked for. num_written_blocks, num_written_bytes: that were sent, and
-    num_present_blocks: that weren't, since the store had them or somebody else was sending them. num_read_blocks,
-    num_read_bytes: that were right. num_missing_blocks: that were asked for and gone; num_damaged_blocks: that were not
-    what they should be. num_refused_blocks: of writes, such as by a full store. num_failures: calls that ended without
-    all answers; num_skipped: calls that weren't made after those. num_trimmed_blocks: deleted, to keep a quota.
-    is_away: whether it counts as unreachable now.
+    num_lookups: batches of blocks that were asked for. num_written_blocks, num_written_bytes: what was sent.
+    num_present_blocks: not sent, because the store had them or somebody else was sending them. num_read_blocks,
+    num_read_bytes: what was read and right. num_missing_blocks: read, but gone. num_damaged_blocks: read, but not what
+    they should be. num_refused_blocks: whose write the store refused, for example because it was full. num_failures:
+    calls that ended without all answers. num_skipped: calls that weren't made because of an earlier failure.
+    num_trimmed_blocks: deleted to keep a quota. is_away: whether the store counts as unreachable now.
     """
 
     num_lookups: int = 0

@@ -1,12 +1,12 @@
 """`SharedStore`: blocks in a store that several servers share.
 
 Invariants:
-- `read` gives a block's bytes only if the record before them says that it is this block, and the checksum is right.
-- No call takes longer than a bound: what the store doesn't give by then counts as not there, and after a failure no
-  call is made before a probe succeeded.
-- A tenant that is to be deleted is neither looked up, read nor written before that has succeeded.
+- `read` gives a block's bytes only if the record before them names this block, and the checksum is right.
+- Each call has a time limit: what the store doesn't give in time counts as missing. After a failure no call is made
+  until a probe has succeeded.
+- A tenant that is to be deleted is not looked up, read or written until the deletion has succeeded.
 
-What the store holds is a cache: others write there, it evicts, and may lose everything; that costs hits.
+The store is a cache: others write to it, and it may evict or lose everything. That only costs hits.
 """
 
 import logging
@@ -28,32 +28,35 @@ from kvblocks.tiers.store.names import StoreNames
 from kvblocks.tiers.store.stats import StoreStats
 
 LEAST_BYTES_PER_SECOND = 50e6
-"""A transfer may take so long for its bytes, beside `timeout_s`: what is slower is seldom faster than computing."""
+"""Bytes per second that a transfer is given, beside `timeout_s`: a slower store is seldom faster than computing."""
 
 MOST_LOOKUPS = 1024
-"""Blocks that are asked for in one batch, which may take `lookup_timeout_s`."""
+"""How many blocks one batch asks for; a batch may take `lookup_timeout_s`."""
 
 CLAIM_MS = 10_000
-"""For how long nobody else writes a block that somebody began to write."""
+"""How long a claim to write a block keeps others from writing it."""
 
-_SCORE = 2**18  # blocks of a prefix that are told apart in a tenant's order
+_SCORE = 2**18  # so many blocks of a prefix are told apart in a tenant's order
 
 _LOG = logging.getLogger("kvblocks.tiers.store")
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose blocks are written: a salt. max_blocks: its quota in the whole store, None without one."""
+    """The salt whose blocks are written. max_blocks: its quota in the whole store, None without one."""
 
     salt: str | None
     max_blocks: int | None = None
 
 
 class SharedStore:
-    """A store's blocks of one fingerprint and secret. Any thread may call it, but no two for the same kind of thing.
+    """A store's blocks of one fingerprint and secret.
 
-    address: of the store. sealer: makes and checks the records of blocks. clients: for lookups, loads and stores, with
-    deletions; closed by `close`. on_failure: called, on the thread that found out, when it is time to think of `probe`.
+    Any thread may call it, but no two at a time for the same kind of call: lookups, loads, or stores.
+
+    address: of the store. sealer: makes and checks the records of blocks. clients: for lookups, loads, and stores with
+    deletions; `close` closes them. on_failure: called when the store failed, on the thread that saw it, so that
+    somebody schedules `probe`.
     """
 
     def __init__(self, address: StoreAddress, sealer: Sealer, clients: tuple[Client, Client, Client]) -> None:
@@ -63,31 +66,31 @@ class SharedStore:
         self._names = StoreNames(sealer)
         self._lookups, self._loads, self._stores = clients
         self._complaints = Complaints(logger=_LOG)
-        self._lock = threading.Lock()  # of what follows; held for no I/O, and no logging
+        self._lock = threading.Lock()  # guards the attributes below; not held during I/O or logging
         self._breaker = Breaker(time.monotonic)
         self._stats = StoreStats()
-        # Patterns' tenants, None for all of them; with how often it was asked for, so that none is forgotten.
+        # By tenant, None for all: how often its deletion was asked for, so that none is forgotten.
         self._undeleted: dict[str | None, int] = {}
 
     @property
     def stats(self) -> StoreStats:
-        """What was done so far."""
+        """Counters of what was done so far."""
         with self._lock:
             return replace(self._stats, is_away=self._breaker.is_open)
 
     @property
     def is_away(self) -> bool:
-        """Whether it is of no use to ask: the store failed, and wasn't seen since, or all there is to be deleted."""
+        """Whether calls are of no use: the store failed and hasn't answered since, or all of it is to be deleted."""
         with self._lock:
             return self._breaker.is_open or None in self._undeleted
 
     # What is there.
 
     def find(self, asked: Sequence[tuple[str | None, Sequence[bytes]]]) -> list[list[bool]]:
-        """Return which blocks are there, for each salt and its digests; nothing is if it can't be said in time.
+        """Return which blocks are there, for each salt and its digests. What isn't answered in time counts as missing.
 
-        What is there counts as used. A command a block, in batches; none begins after `lookup_timeout_s`, since a store
-        that answers slowly hasn't failed. O(digests).
+        Blocks that are there count as used. Sends a command per block, in batches. No batch begins after
+        `lookup_timeout_s`, since a store that answers slowly hasn't failed. O(digests).
         """
         tenants = [self._names.tenant(salt) for salt, _ in asked]
         nothing = [[False] * len(digests) for _, digests in asked]
@@ -117,7 +120,7 @@ class SharedStore:
     def read(self, salt: str | None, identities: Sequence[BlockIdentity], num_bytes: int) -> list[memoryview | None]:
         """Return blocks' bytes; None for one that isn't there, or isn't what it should be. num_bytes: of all.
 
-        Raises StoreError if it can't be said in time. O(bytes).
+        Raises StoreError if the store doesn't answer in time. O(bytes).
         """
         tenant = self._names.tenant(salt)
         if self._is_forbidden(tenant):
@@ -136,7 +139,7 @@ class SharedStore:
             num_damaged_blocks=num_damaged,
         )
         if num_damaged:
-            self._loads.drop_connections()  # they may have lost step, and give others' answers
+            self._loads.drop_connections()  # their answers may belong to other commands
             number = f"{num_damaged} blocks were not what they should be"
             self._complaints.warn("damage", f"{self.address}: {number}: not used")
         return found
@@ -149,15 +152,15 @@ class SharedStore:
         first: int = 0,
         before: Sequence[bytes] = (),
     ) -> bool:
-        """Store blocks that the store lacks and nobody else is storing. Returns whether all are there, or will be.
+        """Store the blocks that the store lacks and nobody else is storing. Returns whether all are there, or will be.
 
-        first: the place of the first of them in its prefix. before: the digests before that, which a quota spares
-        longer. Raises StoreError if it can't be said in time. O(bytes).
+        first: the position of the first of them in its prefix. before: the digests of the blocks before it; a quota
+        keeps those longer. Raises StoreError if the store doesn't answer in time. O(bytes).
         """
         tenant = self._names.tenant(owner.salt)
         if self._is_forbidden(tenant):
             return False
-        if owner.max_blocks == 0:  # it may have been more
+        if owner.max_blocks == 0:  # the quota may have been greater before
             with self._calling():
                 self._trim(tenant, 0, (), first, ())
             return False
@@ -187,9 +190,10 @@ class SharedStore:
     # Deleting.
 
     def forget(self, salt: str | None, timeout_s: float) -> int:
-        """Delete all that a salt has, whoever stored it, and return how many keys that were.
+        """Delete all keys of a salt, whoever stored them, and return how many.
 
-        Raises StoreError if it couldn't be done: nothing of it is used by this client before it has been. O(keys).
+        Raises StoreError if that failed; then this client uses nothing of the salt until a deletion has succeeded.
+        O(keys).
         """
         return self._delete(self._names.tenant(salt), timeout_s)
 
@@ -198,7 +202,7 @@ class SharedStore:
         return self._delete(None, timeout_s)
 
     def forbid_all(self) -> None:
-        """Use nothing before `forget_all` has succeeded; `probe` tries that as well."""
+        """Use nothing until `forget_all` has succeeded. `probe` tries it too."""
         self._forbid(None)
 
     def _forbid(self, tenant: str | None) -> int:
@@ -210,7 +214,7 @@ class SharedStore:
         asked = self._forbid(tenant)
         number = self._stores.delete_matching(self._names.pattern(tenant), timeout_s)
         with self._lock:
-            if self._undeleted.get(tenant) == asked:  # else it was asked for again meanwhile
+            if self._undeleted.get(tenant) == asked:  # otherwise it was asked for again meanwhile
                 self._undeleted.pop(tenant, None)
         return number
 
@@ -221,12 +225,12 @@ class SharedStore:
     # Coming back.
 
     def seconds_to_probe(self) -> float | None:
-        """Return how long it is until `probe` is to be called; None: it needn't be."""
+        """Return how long it is until `probe` is to be called; None if it needn't be called."""
         with self._lock:
             return self._breaker.seconds_to_probe()
 
     def probe(self) -> bool:
-        """Try a store that failed; returns whether it answers now."""
+        """Try a store that failed. Returns whether it answers now."""
         try:
             self._lookups.ping(self.address.timeout_s)
         except StoreError as error:
@@ -240,16 +244,16 @@ class SharedStore:
         return True
 
     def close(self) -> None:
-        """End, and wait for nothing. What is under way has failed."""
+        """Close the clients, and wait for nothing. Calls in progress fail."""
         for client in (self._lookups, self._loads, self._stores):
             client.close()
 
-    # Parts of the above.
+    # Helpers.
 
     def _claim(self, keys: Sequence[str]) -> tuple[list[int], int]:
-        """Return which blocks the store lacks and are now for us to write, and how many it refuses.
+        """Return the blocks that the store lacks and that this client now writes, and how many claims it refused.
 
-        A claim comes before the look that decides, so that who claims what another one has just written sees it.
+        The claim comes before the look that decides. So a client sees what another one has just written.
         """
         touched = self._stores.run([("TOUCH", key) for key in keys], self.address.timeout_s)
         absent = [number for number, answer in enumerate(touched) if answer == 0]
@@ -272,7 +276,7 @@ class SharedStore:
     def _trim(
         self, tenant: str, max_blocks: int, digests: Sequence[bytes], first: int, before: Sequence[bytes]
     ) -> None:
-        """Keep a tenant's quota in the whole store: what was used least recently goes, a prefix's end first."""
+        """Keep a tenant's quota in the whole store: the least recently used goes first, and of a prefix its end."""
         index = self._names.index(tenant)
         now = int(time.time() * 10) * _SCORE
         scored = [(now + _SCORE - 1 - min(place, _SCORE - 1), digest) for place, digest in enumerate(digests, first)]
@@ -307,7 +311,7 @@ class SharedStore:
 
     @contextmanager
     def _calling(self, *, moves: bool = False) -> Iterator[None]:
-        """Calls of the store. Raises StoreError, and makes none while it is away. moves: blocks' bytes."""
+        """Guard calls of the store. Raises StoreError, and makes no call, while it is away. moves: blocks' bytes."""
         with self._lock:
             is_away = self._breaker.is_open
             if is_away:
@@ -331,7 +335,7 @@ class SharedStore:
         self.on_failure()
 
     def _note_refused(self, answers: Sequence[Any]) -> int:
-        """Return how many answers are none, and warn of those that are refusals."""
+        """Return how many answers are refusals or errors, and log the refusals."""
         refused = [answer for answer in answers if isinstance(answer, StoreRefusedError)]
         if refused:
             self._complaints.warn("refused", str(refused[0]))

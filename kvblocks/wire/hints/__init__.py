@@ -1,8 +1,8 @@
-"""KV hints: wishes of an orchestrator's about prefixes, in the envelope of vLLM and Dynamo.
+"""KV hints: an orchestrator's wishes about prefixes, in the envelope of vLLM and Dynamo.
 
-`HintExecutor` (executor) reads an envelope (envelope), finds the prefixes that it names (prefix), carries its actions
-out on a manager's pins and tiers (prefetch) within bounds (limits), and keeps what stands of each tenant (book).
-docs/wire-hints.md shows how. Needs nothing but what `import kvblocks` does.
+`HintExecutor` (executor) reads an envelope (envelope) and finds the prefixes that it names (prefix). It carries out the
+actions on a manager's pins and tiers (prefetch) within limits (limits), and keeps a record of each tenant's pins and
+prefetches (book). docs/wire-hints.md shows how. Imports only what `import kvblocks` does.
 """
 
 from kvblocks.wire.hints.envelope import HintAction, HintAnswer, HintAnswers, HintsEnvelope, Outcome, parse_envelope

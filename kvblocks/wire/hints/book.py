@@ -1,4 +1,4 @@
-"""What stands of one tenant's hints: its pins, its prefetches, and the answers that it got last."""
+"""The record of one tenant's hints: its pins, its prefetches, and its last answers."""
 
 import hashlib
 import json
@@ -14,9 +14,9 @@ from kvblocks.wire.hints.prefix import NamedPrefix
 
 
 class Standing:
-    """What an action left standing, until `ends_at`. is_deferred: whether it is to be answered again.
+    """What an action left in effect, until `ends_at`. is_deferred: whether it is to be answered again.
 
-    action: without its payload. prefix: what it is for.
+    action: without its payload. prefix: the prefix that it concerns.
     """
 
     __slots__ = ("action", "ends_at", "is_deferred", "message_id", "prefix")
@@ -43,7 +43,7 @@ class StandingPin(Standing):
 
 
 class StandingPrefetch(Standing):
-    """A prefetch that loads, or waits. load: None while it waits. num_wanted_blocks: how many the hint meant."""
+    """A prefetch that loads or waits. load: None while it waits. num_wanted_blocks: how many blocks the hint named."""
 
     __slots__ = ("load", "num_wanted_blocks")
 
@@ -56,7 +56,7 @@ class StandingPrefetch(Standing):
 
 
 class Book:
-    """One tenant's. pins, prefetches: oldest first. num_pins_made: so far, which ids are made of."""
+    """One tenant's hints. pins, prefetches: oldest first. num_pins_made: so far; the pins' ids contain it."""
 
     def __init__(self, tenant: str | None) -> None:
         self.tenant = tenant
@@ -67,32 +67,32 @@ class Book:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing stands. O(1)."""
+        """Whether the tenant has no pins and no prefetches. O(1)."""
         return not self.pins and not self.prefetches
 
     @property
     def num_pinned_blocks(self) -> int:
-        """Blocks that its pins are for. O(its pins)."""
+        """The number of blocks that its pins are for. O(its pins)."""
         return sum([standing.pin.num_wanted_blocks for standing in self.pins])
 
     def recall(self, message_id: str, action_id: str) -> tuple[bytes, HintAnswer] | None:
-        """Return an action's fingerprint and its last answer, None if that isn't kept. O(1)."""
+        """Return an action's fingerprint and its last answer; None if they aren't kept. O(1)."""
         return self._answers.get((message_id, action_id))
 
     def remember(self, message_id: str, print_of_action: bytes, answer: HintAnswer, most: int) -> None:
-        """Keep an answer, the oldest ones going where there are too many. O(1)."""
+        """Keep an answer. Beyond `most` answers the oldest are dropped. O(1)."""
         self._answers[message_id, answer.action.action_id] = print_of_action, answer
         while len(self._answers) > most:
             self._answers.popitem(last=False)
 
     def correct(self, message_id: str, answer: HintAnswer) -> None:
-        """Put an answer in the place of the one that said deferred, if that is kept. O(1)."""
+        """Replace the kept answer that said deferred, if there is one. O(1)."""
         kept = self._answers.get((message_id, answer.action.action_id))
         if kept is not None:
             self._answers[message_id, answer.action.action_id] = kept[0], answer
 
     def named_by_id(self, payload: Mapping[str, Any]) -> list[Standing]:
-        """Return what stands under a pin_id, or under an action_id and perhaps a message_id. O(what stands)."""
+        """Return what stands under a pin_id, or an action_id with or without a message_id. O(pins and prefetches)."""
         if "pin_id" in payload:
             return [standing for standing in self.pins if standing.pin_id == payload["pin_id"]]
         return [
@@ -103,19 +103,19 @@ class Book:
         ]
 
     def named_by_prefix(self, prefix: NamedPrefix) -> list[Standing]:
-        """Return what stands of exactly this prefix. O(what stands)."""
+        """Return the pins and prefetches of exactly this prefix. O(pins and prefetches)."""
         return [standing for standing in (*self.pins, *self.prefetches) if standing.prefix.key == prefix.key]
 
 
 def without_payload(action: HintAction) -> HintAction:
-    """Return an action without what may be long."""
+    """Return an action without its payload, which may be long."""
     return HintAction(action.action_id, action.action_type, action.action_version, {})
 
 
 def fingerprint(action: HintAction) -> bytes:
-    """Return what tells an action from another one under the same ids. O(its payload).
+    """Return bytes that tell an action from another one with the same ids. O(its payload).
 
-    Raises InvalidArgumentError for a payload that isn't made of plain values.
+    Raises InvalidArgumentError for a payload that doesn't consist of plain values.
     """
     try:
         text = json.dumps([action.action_type, action.action_version, action.payload], sort_keys=True, default=_bytes)

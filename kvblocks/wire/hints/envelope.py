@@ -1,15 +1,16 @@
-"""The envelope of KV hints, in and out. No input or output: plain values, as JSON or MessagePack give them.
+"""The envelope of KV hints, received and sent. No input or output: plain values, as JSON or MessagePack give them.
 
     {"protocol_version": "0.1", "message_id": "...", "actions": [
         {"action_id": "...", "action_type": "pin", "action_version": "1.0", "payload": {...}}]}
 
 The fields and their types are those of `KvHintsEnvelope` and `KvHintAction` in vLLM 0.33
 (`vllm/v1/kv_hints/protocol.py`, `rust/proto/inference.proto`; vllm-project/vllm#53421 and #53423) and of `KvHint` in
-Dynamo (ai-dynamo/dynamo#13134). Further fields are ignored, as msgspec and serde ignore them there. What a payload
-holds is for who carries an action out; none is agreed on but that of `kv.fetch`, from other workers, which is not ours.
+Dynamo (ai-dynamo/dynamo#13134). Further fields are ignored, as msgspec and serde do there. Whoever carries out an
+action defines its payload. The projects have agreed on one payload only, that of `kv.fetch` (fetching from other
+workers), which kvblocks doesn't carry out.
 
-The outcomes are those that vllm-project/vllm#51428 names. No form of an answer is agreed on; here it is such an
-envelope too, whose payloads hold the outcomes, so whatever carries hints carries answers.
+The outcomes are those that vllm-project/vllm#51428 names. The projects have agreed on no form of an answer. Here an
+answer is such an envelope too, with the outcomes as payloads. So the transport of hints also carries answers.
 """
 
 from collections.abc import Mapping
@@ -20,20 +21,20 @@ from kvblocks.arguments import is_a, plain_text, shown, wrong
 from kvblocks.errors import InvalidArgumentError
 
 PROTOCOL_VERSION = "0.1"
-"""The version of the envelope that is understood, and sent."""
+"""The version of the envelope that is read and sent."""
 
 ACTION_VERSION = "1.0"
-"""The version of the payloads that are understood."""
+"""The version of the payloads that is read."""
 
 MAX_ID_CHARACTERS = 256
-"""Of a message_id or an action_id."""
+"""The longest message_id or action_id."""
 
 Outcome = Literal["accepted", "clipped", "deferred", "rejected", "missing"]
 
 
 @dataclass(frozen=True, slots=True)
 class HintAction:
-    """One action of an envelope. problem: why it can't be read, None: it can. Then what is wrong of it is empty."""
+    """One action of an envelope. problem: why it can't be read; its unreadable fields are then empty. None: it can."""
 
     action_id: str
     action_type: str
@@ -42,7 +43,7 @@ class HintAction:
     problem: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, to be sent."""
+        """Return the action as plain values, to be sent."""
         return {
             "action_id": self.action_id,
             "action_type": self.action_type,
@@ -60,7 +61,7 @@ class HintsEnvelope:
     protocol_version: str = PROTOCOL_VERSION
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, to be sent."""
+        """Return the envelope as plain values, to be sent."""
         return {
             "protocol_version": self.protocol_version,
             "message_id": self.message_id,
@@ -72,9 +73,9 @@ class HintsEnvelope:
 class HintAnswer:
     """What became of an action.
 
-    outcome: accepted, all of it; clipped, a part, as numbers say; deferred, not yet, and it will be answered again;
-    rejected; missing, what it speaks of is not known here. reason: in words, None of what is accepted. numbers: what
-    was done, such as num_blocks, and the pin's id.
+    outcome: accepted: done in full. clipped: done in part, see numbers. deferred: not done yet; another answer will
+    come. rejected: not done. missing: what the action names is not known here. reason: in words; None if accepted.
+    numbers: what was done, such as num_blocks, and the pin's id.
     """
 
     action: HintAction
@@ -83,7 +84,7 @@ class HintAnswer:
     numbers: Mapping[str, int | float | str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as an action whose payload is the outcome."""
+        """Return the answer as an action whose payload is the outcome."""
         payload = {"outcome": self.outcome, "reason": self.reason, **self.numbers}
         action = self.action
         return HintAction(action.action_id, action.action_type, action.action_version, payload).to_dict()
@@ -91,23 +92,23 @@ class HintAnswer:
 
 @dataclass(frozen=True, slots=True)
 class HintAnswers:
-    """The answers to one envelope, of the tenant that sent it, in the order of its actions."""
+    """The answers to one envelope, in the order of its actions, for the tenant that sent it."""
 
     tenant: str | None
     message_id: str
     answers: tuple[HintAnswer, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return them as an envelope of plain values, to be sent; the tenant isn't in it."""
+        """Return the answers as an envelope of plain values, to be sent. The tenant isn't in it."""
         actions = [answer.to_dict() for answer in self.answers]
         return {"protocol_version": PROTOCOL_VERSION, "message_id": self.message_id, "actions": actions}
 
 
 def parse_envelope(value: object, max_actions: int) -> HintsEnvelope:
-    """Return what plain values say. An action that is malformed says so itself.
+    """Return the envelope in plain values. A malformed action says so in its `problem`.
 
-    Raises InvalidArgumentError for what is no envelope, of another protocol version, or of more than `max_actions`
-    actions. O(actions).
+    Raises InvalidArgumentError for values that are no envelope, for another protocol version, and for more than
+    `max_actions` actions. O(actions).
     """
     fields = _mapping(value)
     if fields is None:
@@ -146,7 +147,7 @@ def _parse_action(value: object) -> HintAction:
 
 
 def _mapping(value: object) -> dict[str, Any] | None:
-    """Return an object's fields, None for what is none."""
+    """Return an object's fields; None if the value isn't an object."""
     given: Any = value
     if not is_a(given, dict) or not all(type(name) is str for name in given):
         return None
@@ -154,7 +155,7 @@ def _mapping(value: object) -> dict[str, Any] | None:
 
 
 def _text_of(value: object) -> str | None:
-    """Return a short text that can be sent, None for anything else."""
+    """Return a short text that can be sent; None for any other value."""
     given: Any = value
     text = plain_text(given) if is_a(given, str) else ""
     try:

@@ -1,18 +1,17 @@
-"""KV hints: what an orchestrator says of prefixes, carried out on a manager's pins and tiers, each action answered.
+"""KV hints: an orchestrator's wishes about prefixes, carried out on a manager's pins and tiers, and answered.
 
-The envelope is that of vLLM and Dynamo (`envelope`); the payloads of `pin`, `release`, `expire`, `prefetch` and
-`retain` are this project's, since none is agreed on. docs/wire-hints.md shows them.
+The envelope is that of vLLM and Dynamo (`envelope`). The payloads of `pin`, `release`, `expire`, `prefetch` and
+`retain` are this project's, since the projects have agreed on none. docs/wire-hints.md shows them.
 
-A hint is a wish, and no request ever waits for one: pins of hints give up blocks before a call is refused, since their
-priority is below 100; loads hold at most a share of the pool, and leave a share of it free. Each caller is one tenant,
-who names prefixes of its own salt only, within a budget of its own. Whatever else it names is as unknown to it as what
-there is not. So no order of hints locks the pool, or touches what another tenant has.
+A hint is a wish, and no request ever waits for one. Pins of hints have a priority below 100, so they give up blocks
+before a call is refused. Loads hold at most a share of the pool, and leave a share of it free. Each caller is one
+tenant. It names prefixes of its own salt only, within its own budget. Any other name gets the same answer as a name
+that doesn't exist. So no sequence of hints locks the pool, or touches what another tenant has.
 
-Sans-IO: no clock, no thread. Times are the caller's, and what waits goes on in `step`. Invariants: what a tenant has
-pinned is for at most its budget; of each tenant at most max_pins pins, max_deferred prefetches, waiting or loading, and
-max_remembered answers are kept; an action that is deferred is answered again, once, unless the executor is closed
-before. A call that an interrupt ends (KeyboardInterrupt) may leave a pin, or a sequence that loads, which only the
-manager knows of.
+Sans-IO: no clock, no thread. Times are the caller's, and waiting actions go on in `step`. Invariants: a tenant's pins
+are for at most its budget. Of each tenant at most max_pins pins, max_deferred prefetches (waiting or loading) and
+max_remembered answers are kept. A deferred action is answered again, once, unless the executor is closed first. A call
+that an interrupt ends (KeyboardInterrupt) may leave a pin or a loading sequence that only the manager knows.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -32,22 +31,22 @@ from kvblocks.wire.hints.prefetch import Begun, Prefetches
 from kvblocks.wire.hints.prefix import NAMING_FIELDS, NamedPrefix, PrefixNames, UnknownPrefixError
 
 PIN_PRIORITY = 50
-"""Of a pin that says nothing else."""
+"""The priority of a pin whose hint names none."""
 
-_MOST_CHARACTERS = 1000  # of a reason, which is kept as long as the answer
+_MOST_CHARACTERS = 1000  # of a reason, which is kept with its answer
 _IDS = frozenset({"pin_id", "action_id", "message_id"})
-_MOST_SECONDS = float_info.max  # an int may be more
+_MOST_SECONDS = float_info.max  # an int may be larger
 _UNKNOWN = "nothing by this name is known here"
 
 Said = tuple[Outcome, str | None, Mapping[str, int | float | str]]
-"""What is answered: the outcome, why, and in numbers."""
+"""An answer: the outcome, the reason, and numbers."""
 
 
 class HintExecutor:
-    """Carries hints out on `manager`, which others use as ever, on the same thread.
+    """Carries out hints on `manager`. Other code may go on using the manager, on the same thread.
 
-    max_pinned_blocks: what each tenant's pins may be for together; all pins together have the manager's `pin_budget`.
-    budgets: of tenants that have another one. limits: other bounds. Raises InvalidArgumentError.
+    max_pinned_blocks: how many blocks each tenant's pins may be for; all pins together share the manager's
+    `pin_budget`. budgets: of tenants with another budget. limits: other limits. Raises InvalidArgumentError.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class HintExecutor:
         self._manager = manager
         self._limits = limits or HintLimits()
         self._prefetches = Prefetches(manager, self._limits)
-        self._books: OrderedDict[str | None, Book] = OrderedDict()  # the longest unused first
+        self._books: OrderedDict[str | None, Book] = OrderedDict()  # least recently used first
         self._later: deque[tuple[Book, str, HintAnswer]] = deque(maxlen=self._limits.max_remembered)
         self._num_answers: Counter[str] = Counter()
         self._num_repeated = self._num_dropped = 0
@@ -77,7 +76,7 @@ class HintExecutor:
 
     @property
     def stats(self) -> HintStats:
-        """Counters. O(what stands)."""
+        """Counters. O(pins and prefetches)."""
         prefetches = [standing for book in self._books.values() for standing in book.prefetches]
         return HintStats(
             num_answers=dict(self._num_answers),
@@ -93,19 +92,19 @@ class HintExecutor:
 
     @property
     def next_time(self) -> float | None:
-        """When `step` has to end something at the latest, None: never. O(what stands)."""
+        """The latest time at which `step` must be called to end something; None: never. O(pins and prefetches)."""
         first = min([standing.ends_at for _, standing in self._standing()], default=inf)
         return None if first == inf else first
 
     def carry_out(self, envelope: object, tenant: Text | None, now: SupportsFloat) -> HintAnswers:
         """Carry out the actions of an envelope in their order, and return an answer to each.
 
-        envelope: plain values, see `envelope`. tenant: the salt (None: none) that the caller acts for. now: the
-        time on the caller's clock. An action that came before, by its message_id and action_id, is answered as before
-        and not carried out again, while its answer is kept; with another content it is rejected.
+        envelope: plain values, see `envelope`. tenant: the salt (None: none) that the caller acts for. now: the time on
+        the caller's clock. An action is known by its message_id and action_id. While its answer is kept, an action that
+        comes again is answered as before, and not carried out again; one with other content is rejected.
 
-        Raises InvalidArgumentError for what is no envelope as a whole, having done nothing of it. O(tokens named + what
-        stands), and O(pool) if hashes are named, once and again after each prefetch that began or ended.
+        Raises InvalidArgumentError for values that are no envelope; then nothing was done. O(tokens named + pins and
+        prefetches). If hashes are named, also O(pool), and again after each prefetch that began or ended.
         """
         self._check_open("carry_out")
         name, time = check_name("tenant", tenant), _check_time(now)
@@ -122,10 +121,10 @@ class HintExecutor:
         return HintAnswers(name, parsed.message_id, tuple(answers))
 
     def step(self, now: SupportsFloat) -> list[HintAnswers]:
-        """End what is over, go on with what waits, and return the answers to what was deferred before.
+        """End what is over, go on with what waits, and return the answers to actions that were deferred before.
 
-        Call it between two steps of the engine, after `tiers.complete` has told of what arrived. After a call of the
-        manager's was refused (None) no load begins in the next step. O(what stands + blocks).
+        Call it between two steps of the engine, after `tiers.complete` has reported what arrived. If the manager
+        refused a call (returned None) since the last `step`, no load begins. O(pins and prefetches + blocks).
         """
         self._check_open("step")
         time = _check_time(now)
@@ -149,9 +148,9 @@ class HintExecutor:
         return _by_envelope(later)
 
     def forget(self, tenant: Text | None) -> None:
-        """End and forget all that a tenant has sent, the answers too, to delete its data; see `manager.forget_salt`.
+        """End and forget everything of a tenant, answers too, to delete its data; see `manager.forget_salt`.
 
-        Nothing is answered any more. Raises InvalidArgumentError. O(what stands).
+        Its deferred actions get no answer. Raises InvalidArgumentError. O(pins and prefetches).
         """
         self._check_open("forget")
         book = self._books.pop(check_name("tenant", tenant), None)
@@ -163,7 +162,7 @@ class HintExecutor:
         self._later = deque([later for later in self._later if later[0] is not book], self._later.maxlen)
 
     def close(self) -> None:
-        """End all pins and loads of hints. Nothing is carried out after it. Nothing the second time."""
+        """End all pins and loads of hints. Later hints are not carried out. A second call does nothing."""
         if self._is_closed:
             return
         for book, standing in self._standing():
@@ -173,7 +172,7 @@ class HintExecutor:
     # One action.
 
     def _answer(self, asked: "_Asked") -> HintAnswer:
-        """Carry an action out, unless it was, and remember the answer."""
+        """Carry out an action that is new, and remember the answer."""
         action, book = asked.action, asked.book
         if action.problem is not None:
             return self._refuse(action, action.problem)
@@ -207,7 +206,7 @@ class HintExecutor:
 
     def _handler_of(self, action: HintAction) -> Callable[["_Asked"], Said]:
         kinds = {"pin": self._pin, "release": self._release, "expire": self._expire, "prefetch": self._prefetch}
-        kind = action.action_type.removeprefix("kv.")  # as Dynamo calls its own
+        kind = action.action_type.removeprefix("kv.")  # Dynamo's names have this prefix
         if action.action_version != ACTION_VERSION:
             raise wrong("action_version", repr(ACTION_VERSION), action.action_version)
         if kind == "retain":
@@ -251,7 +250,7 @@ class HintExecutor:
         return "accepted", None, numbers
 
     def _make_pin(self, book: Book, prefix: NamedPrefix, level: int) -> Pin | None:
-        """Pin as many first blocks of a prefix as budgets have room for; None: for none."""
+        """Pin as many first blocks of a prefix as budgets allow; None if they allow none."""
         manager = self._manager
         own_room = self._budgets.get(book.tenant, self._max_pinned_blocks) - book.num_pinned_blocks
         room = min(own_room, manager.max_pinned_blocks - sum([pin.num_wanted_blocks for pin in manager.pins]))
@@ -261,7 +260,7 @@ class HintExecutor:
             ranges = [(0, number * manager.block_size, level)]
             try:
                 pin = manager.pin(tokens, salt=prefix.salt, lora=prefix.lora, extra_keys=keys, priority=ranges)
-            except PinBudgetError:  # windows' blocks count, too
+            except PinBudgetError:  # a window's blocks count too
                 number -= less
                 less *= 2
                 continue
@@ -313,11 +312,11 @@ class HintExecutor:
         return "deferred", "it begins when there is room, and nobody else brings it", {"ttl_s": seconds}
 
     def _go_on(self, book: Book, standing: StandingPrefetch, begun: Begun) -> Said:
-        """Note what came of a prefetch, and say so."""
+        """Record the result of a prefetch, and return the answer."""
         book.prefetches.pop(standing, None)
         standing.load = begun.load
         if begun.load is not None:
-            standing.ends_at = inf  # with its transfers
+            standing.ends_at = inf  # it ends with its transfers
             book.prefetches[standing] = None
         number, wanted = begun.num_cached + begun.num_loading, standing.num_wanted_blocks
         if not number:
@@ -329,7 +328,7 @@ class HintExecutor:
             return "clipped", f"{number} of {wanted} blocks are known here", numbers
         return "accepted", None, numbers
 
-    # What stands.
+    # Pins and prefetches.
 
     def _find_standing(self, asked: "_Asked", payload: Mapping[str, Any]) -> list[Standing]:
         """Return the tenant's pins and prefetches that a payload names, at least one."""
@@ -348,13 +347,13 @@ class HintExecutor:
         return [(book, each) for book in self._books.values() for each in (*book.pins, *book.prefetches)]
 
     def _end_over(self, now: float) -> None:
-        """End what is over: by time, or since somebody else ended the pin."""
+        """End pins and prefetches whose time is over, and pins that somebody else ended."""
         for book, standing in self._standing():
             if standing.ends_at <= now or (isinstance(standing, StandingPin) and standing.pin.has_ended):
                 self._end(book, standing)
 
     def _end(self, book: Book, standing: Standing) -> None:
-        """End a pin or a prefetch. What was deferred is answered: it didn't come to that."""
+        """End a pin or a prefetch. If it was deferred, answer that it was not completed."""
         if isinstance(standing, StandingPin):
             del book.pins[standing]
             if not standing.pin.has_ended:
@@ -370,7 +369,7 @@ class HintExecutor:
             self._settle(book, standing, said)
 
     def _settle(self, book: Book, standing: Standing, said: Said) -> None:
-        """Answer what was deferred."""
+        """Answer a deferred action."""
         standing.is_deferred = False
         answer = HintAnswer(standing.action, *said)
         self._num_answers[answer.outcome] += 1
@@ -379,7 +378,7 @@ class HintExecutor:
         book.correct(standing.message_id, answer)
 
     def _book_of(self, tenant: str | None) -> Book | None:
-        """Return a tenant's book; None where there are too many tenants, all of which have hints."""
+        """Return a tenant's book; None if there are too many tenants, and all have pins or prefetches."""
         book = self._books.get(tenant)
         if book is None:
             if len(self._books) >= self._limits.max_tenants:
@@ -392,7 +391,7 @@ class HintExecutor:
         return book
 
     def _seconds(self, payload: Mapping[str, Any]) -> float:
-        """Return how long a pin is to stand, or a prefetch to wait: at most what is allowed, which is the default."""
+        """Return the time limit of a pin or a waiting prefetch: at most the allowed time, which is also the default."""
         seconds = payload.get("ttl_s")
         if seconds is None:
             return self._limits.max_ttl_s
@@ -407,7 +406,7 @@ class HintExecutor:
 
 
 class _Asked:
-    """An action, and all that goes with it."""
+    """An action with its message, tenant and time."""
 
     __slots__ = ("action", "book", "message_id", "names", "now")
 
@@ -419,9 +418,9 @@ class _Asked:
         self.now = now
 
     def payload(self, *fields: str, names: frozenset[str]) -> dict[str, Any]:
-        """Return the payload, without fields that are None; as a salt that says something.
+        """Return the payload without fields that are None; a salt of None is kept, since it means no salt.
 
-        Raises InvalidArgumentError for fields that it can't have.
+        Raises InvalidArgumentError for unknown fields.
         """
         given, known = self.action.payload, names | {*fields}
         if not known >= given.keys():
@@ -460,7 +459,7 @@ def _check_time(now: SupportsFloat) -> float:
 
 
 def _check_seconds(value: Any) -> float:
-    """Return seconds that were asked for; more than a float holds are the most that it does."""
+    """Return the seconds that were asked for, at most the largest float."""
     seconds = check_number("ttl_s", value, "a number of seconds")
     if not 0 <= seconds < inf:
         raise wrong("ttl_s", "a number of seconds, at least 0", value)

@@ -1,4 +1,4 @@
-"""What hints may take, and counters of what they did."""
+"""The limits of hints, and counters of what hints did."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -9,15 +9,15 @@ from kvblocks.arguments import check_count, check_flag, check_number, wrong
 
 @dataclass(frozen=True, slots=True)
 class HintLimits:
-    """Bounds of a `HintExecutor`. Raises InvalidArgumentError.
+    """Limits of a `HintExecutor`. Raises InvalidArgumentError.
 
-    max_actions: in an envelope. max_tokens: that it names, as token ids or hashes, each counting one, and again in the
-    blocks that each span of extra_keys touches, as often as its key has 256 characters, begun ones. max_tenants: that
-    are remembered. max_pins, max_deferred, max_remembered: of each tenant: its pins, its prefetches that wait or load,
-    and the actions whose answers are kept. max_ttl_s: how long a pin stands at most, or a prefetch waits, on the
-    caller's clock. max_priority: of pins, below 100, whose blocks nothing could have. max_prefetch_share: of the pool,
-    what all prefetches hold at once. reserved_share: of the pool, what a prefetch leaves free. may_evict: whether
-    prefetches take least recently used blocks of anybody's, as requests do, or only those that hold nothing.
+    max_actions: in an envelope. max_tokens: that an envelope names. A token id or a hash counts one. A span of
+    extra_keys counts the tokens of the blocks that it touches, once per begun 256 characters of its key. max_tenants:
+    that are remembered. max_pins, max_deferred, max_remembered: per tenant: pins; prefetches that wait or load; actions
+    whose answers are kept. max_ttl_s: how long a pin stays, or a prefetch waits, at most, on the caller's clock.
+    max_priority: of pins. It is below 100, since pins from 100 on never give up blocks. max_prefetch_share: of the
+    pool, what all prefetches hold at once. reserved_share: of the pool, what a prefetch leaves free. may_evict: whether
+    prefetches evict least recently used blocks of any tenant, as requests do, or take only blocks that hold nothing.
     """
 
     max_actions: int = 64
@@ -53,12 +53,13 @@ def _most(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class HintStats:
-    """A snapshot; what is not of now counts since the executor was made.
+    """A snapshot. Counters count from when the executor was made.
 
-    num_answers: by outcome, later answers to what was deferred included. num_repeated: actions that came again, and
-    were answered as before; they are not in num_answers. num_dropped_answers: later answers that `step` did not return,
-    since nobody called it in time. num_loaded_blocks: that prefetches brought. num_failed_prefetches: whose load did
-    not bring all. num_pins, num_pinned_blocks (what they are for), num_waiting and num_loading prefetches: now.
+    num_answers: by outcome, with later answers to deferred actions. num_repeated: actions that came again and were
+    answered as before; they are not in num_answers. num_dropped_answers: later answers that were dropped because `step`
+    was not called in time. num_loaded_blocks: that prefetches brought. num_failed_prefetches: whose load didn't bring
+    everything. num_pins, num_pinned_blocks (blocks that pins are for), num_waiting and num_loading (prefetches): as of
+    now.
     """
 
     num_answers: Mapping[str, int] = field(default_factory=dict)

@@ -1,9 +1,9 @@
-"""Loads that nobody waits for: what a tier has of a prefix comes to the device ahead of the request that wants it.
+"""Prefetches: a tier's blocks of a prefix come to the device before the request that wants them.
 
-Each is a sequence of the manager's that holds what it hits and loads, takes part in no step, and is freed when its
-loads have ended. What arrived is cached then, as the most recently used. All of them together hold at most a share of
-the pool, and each leaves a share of it free, so they are neither in the way of what runs for long, nor do pins give up
-anything for them. Unless they may evict, they take only blocks that hold nothing.
+Each prefetch is a sequence of the manager that holds what it hits and loads. It takes part in no step, and is freed
+when its loads have ended. What arrived is then cached as most recently used. All prefetches together hold at most a
+share of the pool, and each leaves a share of it free. So they don't block requests for long, and pins give up nothing
+for them. Unless they may evict, they take only blocks that hold nothing.
 """
 
 from bisect import bisect_right
@@ -18,7 +18,7 @@ from kvblocks.wire.hints.prefix import NamedPrefix
 
 
 class LoadId:
-    """The id of a sequence that only loads; equal to nothing else."""
+    """The id of a sequence that only loads. It is equal to no other id."""
 
     __slots__ = ()
 
@@ -28,7 +28,7 @@ class LoadId:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """A load under way. num_held_blocks: that count towards the bound on all. num_expected_tokens: if all arrives."""
+    """A load under way. num_held_blocks: its part of the limit on all. num_expected_tokens: if all arrives."""
 
     sequence: Sequence
     num_held_blocks: int
@@ -38,9 +38,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What was found of a prefix, in blocks: num_cached ones on the device, and num_loading ones that come there.
+    """What was found of a prefix, in blocks: num_cached on the device, and num_loading that come there.
 
-    num_found: with those for which there was no room. load: None if there is nothing to load.
+    num_found: also those for which there was no room. load: None if there is nothing to load.
     """
 
     num_cached: int
@@ -52,8 +52,8 @@ class Begun:
 class Prefetches:
     """The prefetches of a manager.
 
-    loads: those under way, oldest first. num_changes: how many have begun or ended, each of which may have changed what
-    is cached on the device, and where.
+    loads: those under way, oldest first. num_changes: how many have begun or ended. After each, other blocks may be
+    cached on the device.
     """
 
     def __init__(self, manager: KVCacheManager, limits: HintLimits) -> None:
@@ -68,7 +68,7 @@ class Prefetches:
     def begin(self, prefix: NamedPrefix) -> Begun | None:
         """Begin to load what tiers have of a prefix behind what the device has; None: not now.
 
-        That is while somebody else brings or computes it, or where there is no room for any of it. O(blocks + tiers).
+        Not now: somebody else brings or computes it, or there is no room for any of it. O(blocks + tiers).
         """
         hit, loads = self._look(prefix, prefix.num_blocks)
         if hit.pending_tokens:
@@ -82,7 +82,7 @@ class Prefetches:
             return None
         if end < found:
             hit, loads = self._look(prefix, end // size)
-            if not start < _end(loads, start) <= end:  # a window is missing there, or it found something else behind it
+            if not start < _end(loads, start) <= end:  # a window is missing there, or more was found behind it
                 return None
             end = _end(loads, start)
         num_held = self._num_free(hit) + self._num_new_blocks(start, end)
@@ -95,7 +95,7 @@ class Prefetches:
         return Begun(start // size, (end - start) // size, found // size, load)
 
     def end_finished(self) -> list[Load]:
-        """Free the sequences whose loads have ended, and return those. O(loads)."""
+        """Free the sequences whose loads have ended, and return these loads. O(loads)."""
         is_loading = self._manager.tiers.is_loading
         finished = [load for load in self.loads if not is_loading(load.sequence)]
         for load in finished:
@@ -106,7 +106,7 @@ class Prefetches:
         return finished
 
     def end(self, load: Load) -> None:
-        """Free a load's sequence, finished or not. A transfer that has begun holds its blocks until it is answered."""
+        """Free a load's sequence, finished or not. A begun transfer keeps its blocks until it is answered."""
         del self.loads[load]
         self.num_changes += 1
         self._num_held -= load.num_held_blocks
@@ -119,7 +119,7 @@ class Prefetches:
         return hit, self._manager.tiers.find(hit)
 
     def _fitting_end(self, hit: CacheHit, found: int) -> int:
-        """Return up to which token there is room: `found`, or a multiple of the alignment, perhaps the hit's end."""
+        """Return the token up to which there is room: `found`, a multiple of the alignment, or the hit's end."""
         manager, start = self._manager, hit.num_readonly_tokens
         num_wanted = self._num_new_blocks(start, found)
         most = min(self._max_blocks - self._num_held, manager.num_free_blocks - self._num_reserved) - self._num_free(
@@ -135,9 +135,9 @@ class Prefetches:
         )
 
     def _num_new_blocks(self, start: int, end: int) -> int:
-        """Return how many blocks it takes at most to load tokens start to end - 1. Never less for a later end.
+        """Return how many blocks it takes at most to load tokens start to end - 1. It never decreases with `end`.
 
-        Of a window, what the next token sees, which may begin before `start`, where the device lacks it.
+        A window takes the blocks that the next token sees. Those may begin before `start` if the device lacks them.
         """
         number = 0
         for group in self._manager.groups:
@@ -147,7 +147,7 @@ class Prefetches:
         return number
 
     def _num_free(self, hit: CacheHit) -> int:
-        """Return how many blocks of a hit are free: whoever starts with it has them all. O(blocks)."""
+        """Return how many blocks of a hit are free. A sequence that starts with the hit takes them all. O(blocks)."""
         tables = [hit.group_blocks(group) for group in range(len(self._manager.groups))]
         return sum([block is not None and not block.ref_cnt for table in tables for block in table])
 

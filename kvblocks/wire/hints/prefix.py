@@ -1,11 +1,11 @@
 """How a hint's payload names a prefix: by its tokens, or by the hashes of its blocks.
 
-By tokens: "token_ids", and where the KV depends on more, "cache_salt", "lora_name" and "extra_keys", a list of [start,
-end, key]. By hashes: "block_hashes", of blocks that are cached on the device, a whole prefix's or its last ones: the
-digests that events name them by, as hexadecimal text or bytes, or their low 64 bits as an integer, as vLLM's and
-SGLang's events have them (signed ones too). The prefix is that of the last one of them that is cached.
+By tokens: "token_ids", and if the KV depends on more, "cache_salt", "lora_name" and "extra_keys", a list of [start,
+end, key]. By hashes: "block_hashes", of blocks that are cached on the device: those of a whole prefix, or its last
+ones. A hash is the digest in events, as hexadecimal text or bytes, or its low 64 bits as an integer, signed or not, as
+in events of vLLM and SGLang. The prefix ends with the last of these blocks that is cached.
 
-Only full blocks count. Nothing here finds what another salt has: its names are as unknown as those of nothing.
+Only full blocks count. Nothing here finds what another salt has: its names get the same answer as unknown ones.
 """
 
 import hashlib
@@ -26,18 +26,18 @@ NAMING_FIELDS = frozenset({"token_ids", "cache_salt", "lora_name", "extra_keys",
 
 _BY_TOKENS = ("cache_salt", "lora_name", "extra_keys")
 
-_FREE_CHARACTERS = 256  # of a span's key: the hash of an image is far below
+_FREE_CHARACTERS = 256  # of a span's key: the hash of an image is much shorter
 
 
 class UnknownPrefixError(Exception):
-    """What is named isn't known here: never was, isn't any more, or is somebody else's."""
+    """No prefix of this tenant is known by this name: it never was, is no longer, or belongs to somebody else."""
 
 
 class NamedPrefix:
     """A prefix's tokens and what else its KV depends on.
 
-    num_blocks: its full blocks, as many as are kept. num_named_blocks: how many the hint named, some of which may not
-    be known, or be more than the pool has. key: equal where what was named is equal, in its full blocks.
+    num_blocks: its full blocks, as many as are kept. num_named_blocks: how many the hint named; some may be unknown, or
+    more than the pool has. key: equal if the full blocks that were named are equal.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class NamedPrefix:
         self.key = hashlib.sha256(tokens[: number * self._block_bytes] + said).digest()
 
     def keep(self, num_blocks: int) -> None:
-        """Keep the first blocks alone, if there are more. O(tokens)."""
+        """Keep only the first blocks, if there are more. O(tokens)."""
         if num_blocks < self.num_blocks:
             self._tokens, keys = self.packed(num_blocks)
             self._extra_keys = tuple(keys)
@@ -64,8 +64,8 @@ class NamedPrefix:
     def packed(self, num_blocks: int) -> tuple[bytes, list[PositionKey]]:
         """Return the tokens of the first blocks, and at least one more, with the keys that touch those blocks.
 
-        The further ones are there so that a lookup may have all of these blocks, and so that no span is cut. They are
-        not the prefix's own, so that a lookup hardly finds more.
+        The further tokens let a lookup find all of these blocks, and keep spans whole. They are made up, so a lookup
+        almost never finds more than these blocks.
         """
         end = num_blocks * self._block_bytes // 4
         keys = [key for key in self._extra_keys if key[0] < end]
@@ -75,17 +75,17 @@ class NamedPrefix:
         return self._tokens[: 4 * end] + other * num_more, keys
 
     def sequence(self, sequence_id: Hashable, num_blocks: int) -> Sequence:
-        """Return a sequence of its first blocks and a token more."""
+        """Return a sequence of the first blocks and at least one more token."""
         tokens, keys = self.packed(num_blocks)
         return Sequence(sequence_id, tokens, salt=self.salt, lora=self.lora, extra_keys=keys)
 
 
 class PrefixNames:
-    """Reads the names of prefixes in one tenant's payloads, of one envelope.
+    """Reads the names of prefixes in one envelope's payloads, of one tenant.
 
-    num_tokens_left: how many tokens and hashes the envelope may name still. A span of extra_keys takes as many as the
-    blocks that it touches have, since its key is written to each of them, and as many again for each 256 characters or
-    bytes of that key.
+    num_tokens_left: how many tokens and hashes the envelope may still name. A span of extra_keys counts the tokens of
+    the blocks that it touches, since its key is written to each of them, and as many again for each 256 characters or
+    bytes of the key.
     """
 
     def __init__(self, manager: KVCacheManager, tenant: str | None, max_tokens: int) -> None:
@@ -94,14 +94,14 @@ class PrefixNames:
         self.num_tokens_left = max_tokens
         self._by_digest: dict[bytes, Node] = {}
         self._ambiguous: set[bytes] = set()
-        self._by_number: dict[int, list[bytes]] | None = None  # made when first asked for
+        self._by_number: dict[int, list[bytes]] | None = None  # made when needed
         self._has_looked = False
 
     def find(self, payload: Mapping[str, Any]) -> NamedPrefix:
         """Return the prefix that a payload names.
 
-        Raises UnknownPrefixError, and InvalidArgumentError for what names none. O(tokens), and O(pool) if hashes are
-        named, the first time and after `forget_hashes`.
+        Raises UnknownPrefixError, and InvalidArgumentError for a payload that names none. O(tokens). If hashes are
+        named, also O(pool), the first time and after `forget_hashes`.
         """
         by_tokens, by_hashes = "token_ids" in payload, "block_hashes" in payload
         if by_tokens == by_hashes:
@@ -114,7 +114,7 @@ class PrefixNames:
         return self._find_by_tokens(payload)
 
     def forget_hashes(self) -> None:
-        """Look again for what hashes name, since what is cached may have changed. O(1)."""
+        """Have the next lookup of hashes look at all cached blocks again, since those may have changed. O(1)."""
         self._by_digest, self._ambiguous, self._by_number, self._has_looked = {}, set(), None, False
 
     def _find_by_tokens(self, payload: Mapping[str, Any]) -> NamedPrefix:
@@ -170,7 +170,7 @@ class PrefixNames:
         return given
 
     def _take_spans(self, keys: tuple[PositionKey, ...]) -> None:
-        """Count the blocks that spans touch, before anybody writes keys to each of them. O(spans)."""
+        """Count the blocks that spans touch, before keys are written to each of them. O(spans)."""
         size, number = self._manager.block_size, 0
         for start, end, key in keys:
             num_blocks = (end - 1) // size - start // size + 1
@@ -182,7 +182,7 @@ class PrefixNames:
         self.num_tokens_left -= number
 
     def _digest_of(self, name: object) -> bytes | None:
-        """Return the digest of a cached block that a hash names, None if there is none."""
+        """Return the digest of the cached block that a hash names; None if there is none."""
         given: Any = name
         if not self._has_looked:
             self._look()
@@ -203,12 +203,12 @@ class PrefixNames:
         return found[0] if found else None
 
     def _look(self) -> None:
-        """Name all cached blocks of the tenant's. O(pool), and O(blocks whose digest nobody asked for before)."""
+        """Name all cached blocks of the tenant. O(pool), and O(blocks whose digest was not asked for before)."""
         self._has_looked = True
         for run in {block.run for block in self._manager.blocks if block.run is not None}:
             if not run.epoch.is_current or salt_in(run.first_keys) != self._tenant:
                 continue
-            run.digest(len(run.blocks) - 1)  # and with it those before
+            run.digest(len(run.blocks) - 1)  # computes those before it, too
             digests, size = bytes(run.digests), run.epoch.num_digest_bytes
             for position in range(len(run.blocks)):
                 digest = digests[position * size : (position + 1) * size]

@@ -66,7 +66,7 @@ def make_asks(seed, num_requests=60):
 
 
 def answer(make, settings, asks, cache_type, *, cancels=None):
-    """Answer all requests. Returns the engine, with what it saw, and the cache. cancels: a Random: some are aborted."""
+    """Answer all requests. Returns the engine, with what it saw, and the cache. cancels: a Random that aborts some."""
     engine = Engine(settings)
     scheduler = make(engine, settings, cache_type)
     waiting, last, number = [*enumerate(asks)], None, 0

@@ -1,25 +1,25 @@
-"""Caches with a fault each, which the tests must notice: what they look at isn't nothing."""
+"""Caches with one fault each. The tests must notice them, or they would check nothing."""
 
 
 def make_faults(adapter):
-    """The faulty kinds of `adapter.KVBlocksPrefixCache`, of an adapter that a test has imported."""
+    """Return the faulty subclasses of `adapter.KVBlocksPrefixCache`, for an adapter that a test has imported."""
     cache = adapter.KVBlocksPrefixCache
 
     class ForgetsSpares(cache):
-        """Nobody owns a page of which there are two."""
+        """Nobody owns the second page of the same tokens."""
 
         def _keep_spares(self, handle, pages):
             handle.spares.clear()
 
     class FreesSpares(cache):
-        """As mini-sglang's radix tree: at once, though the request goes on."""
+        """Frees it at once, though the request goes on, as mini-sglang's radix tree does."""
 
         def lock_handle(self, handle, unlock=False):
             super().lock_handle(handle, unlock)
             self._loose.update(dict.fromkeys(self._spares))
 
     class SaysThatTheyWereCached(cache):
-        """Its caller frees the spares too."""
+        """Its caller frees the spares, too."""
 
         def insert_prefix(self, input_ids, indices):
             length = self.cache.query_match_len(input_ids) if len(input_ids) else 0

@@ -41,7 +41,7 @@ def test_where_nothing_is_evicted_it_finds_what_the_radix_tree_finds(minisgl, pa
 
 
 def test_with_its_radix_tree_some_read_foreign_kv(minisgl):
-    """Why spares are kept. When this fails, mini-sglang has been mended: docs/integrations/mini-sglang.md says so."""
+    """Shows why spares are kept. If it fails, mini-sglang has been fixed: update docs/integrations/mini-sglang.md."""
     foreign = []
     for seed in SEEDS if minisgl.is_real else ():
         engine, _ = answer_anyhow(minisgl, Settings(200), make_asks(seed), "radix")
@@ -59,7 +59,7 @@ def test_aborts_lead_to_no_foreign_read(minisgl):
 
 
 def answer_anyhow(minisgl, settings, asks, cache_type, **more):
-    """`answer` without what is asserted in the end."""
+    """`answer` without its final assertions."""
     seen = []
 
     def make(engine, *given):

@@ -1,6 +1,6 @@
 """Each test runs on a stand-in of nano-vllm and, where NANO_SRC names a checkout, on its own sources.
 
-Without the checkout only `test_engine` is reported as skipped, with the reason, and not each test once more.
+Without the checkout only `test_engine` is reported as skipped, with the reason; the others run on the stand-in.
 """
 
 import importlib

@@ -9,7 +9,7 @@ VOCABULARY = 50
 
 
 class WrongReadError(AssertionError):
-    """A step read a slot that holds something else than its own prefix."""
+    """A step read a slot that doesn't hold its own prefix."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Memory:
 
 
 def decide(nano, settings, asks, manager):
-    """Answer all requests with `manager` in the place of nano-vllm's; what was decided."""
+    """Answer all requests with `manager` in place of nano-vllm's, and return the decisions."""
     nano.scheduler.BlockManager = manager
     nano.Sequence.block_size = settings.block_size
     config = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Block managers with a fault each, which the tests must notice: what they compare isn't nothing."""
+"""Block managers with one fault each. The tests must notice them, or they would check nothing."""
 
 from kvblocks import Sequence
 from kvblocks.integrations.nano_vllm import KVBlocksBlockManager, KVBlocksEarlyBlockManager
@@ -14,7 +14,7 @@ class ForgetsToFree(KVBlocksBlockManager):
 
 
 class FindsOneBlockMore(KVBlocksBlockManager):
-    """The last block of a prompt too, of which nothing is left to compute then."""
+    """Hits the last block of a prompt, too, so that nothing is left to compute."""
 
     def _look_up(self, seq):
         own = Sequence(seq.seq_id, seq.token_ids)
@@ -23,7 +23,7 @@ class FindsOneBlockMore(KVBlocksBlockManager):
 
 
 class CachesTooEarly(KVBlocksBlockManager):
-    """What is about to be computed, where a prompt may read only what is."""
+    """Hits blocks that are about to be computed, where a prompt may read only computed ones."""
 
     def allocate(self, seq, num_cached_blocks):
         super().allocate(seq, num_cached_blocks)
@@ -31,7 +31,7 @@ class CachesTooEarly(KVBlocksBlockManager):
 
 
 class CachesABlockMore(KVBlocksBlockManager):
-    """The block that isn't full yet, as if the step had filled it."""
+    """Caches the block that isn't full yet, as if the step had filled it."""
 
     def hash_blocks(self, seq):
         super().hash_blocks(seq)
@@ -41,7 +41,7 @@ class CachesABlockMore(KVBlocksBlockManager):
 
 
 class CachesChunksToCome(KVBlocksEarlyBlockManager):
-    """All of a prompt, of which only a chunk belongs to the step."""
+    """Caches all of a prompt, though the step computes only a chunk."""
 
     def can_allocate(self, seq):
         for other in self._prefills.values():
@@ -50,7 +50,7 @@ class CachesChunksToCome(KVBlocksEarlyBlockManager):
 
 
 class ForgetsWhatItAppended(KVBlocksBlockManager):
-    """A block that decoding fills is never cached."""
+    """Never caches a block that decoding fills."""
 
     def hash_blocks(self, seq):
         if seq.num_scheduled_tokens > 1:

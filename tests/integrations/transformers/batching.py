@@ -27,7 +27,7 @@ PAGE_SIZE = "page_size" if "page_size" in FIELDS else "block_size"  # its name; 
 
 
 def make_model(layer_types=None, window=None):
-    """A model whose tokens depend strongly on all that it reads: with small weights a wrong KV would change nothing."""
+    """A model whose tokens depend strongly on all that it reads. With small weights, wrong KV would change nothing."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": VOCABULARY,
@@ -64,7 +64,7 @@ def plain_logits(model, tokens):
 
 
 def plain_answer(model, prompt, new):
-    """The tokens that a model finds likeliest, each by a forward pass without any cache."""
+    """The likeliest tokens of a model, each by a forward pass without any cache."""
     tokens = list(prompt)
     for _ in range(new):
         tokens.append(int(plain_logits(model, tokens)[-1].argmax()))
@@ -159,7 +159,7 @@ def generate(model, prompts, num_blocks, monkeypatch, *, new=12, samples=1, **mo
 
 
 def check_all_given_back(cache):
-    """Nothing is held by anybody, and the manager is sound."""
+    """Check that nobody owns any block, and that the manager is sound."""
     assert cache.records == {}
     assert cache.manager.num_free_blocks == cache.manager.num_blocks
     cache.manager.check()

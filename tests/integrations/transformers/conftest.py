@@ -1,4 +1,4 @@
-"""transformers as it is installed. What it warns about is not ours to mend."""
+"""transformers as it is installed. Its own warnings are ignored."""
 
 import logging
 

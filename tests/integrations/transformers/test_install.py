@@ -1,4 +1,4 @@
-"""Installing, taking back, and what is refused by its name."""
+"""Installing and uninstalling, and errors that name what is unsupported."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""The same tokens as transformers' own cache gives, whatever the layers, the pool and the way of caching."""
+"""The tokens equal those of transformers' own cache, for all layers, pools and ways of caching."""
 
 import pytest
 import transformers

@@ -1,4 +1,4 @@
-"""`kvblocks replay --report`: writes what it was asked for, or says why not before it begins."""
+"""`kvblocks replay --report`: writes the files asked for, or fails with a reason before it begins."""
 
 import pytest
 from replay.report.test_report import read

@@ -1,4 +1,4 @@
-"""The report in a real browser, where there is one: nothing to stumble over, on a phone or at a desk."""
+"""The report in a real browser, if there is one: no errors, on phones and larger screens."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def test_there_is_nothing_to_stumble_over(tmp_path):
 
 
 def test_the_tool_sees_what_is_wrong(tmp_path):
-    """Without this one, a tool that sees nothing would pass the other."""
+    """A check of the check: without it, a tool that sees nothing would pass the other test."""
     bad = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>bad</title>
     <svg viewBox="0 0 100 50" width="100"><text x="90" y="20">outside</text><text x="10" y="40">one</text>
     <text x="12" y="41">other</text></svg><img src="http://kvblocks.invalid/x.png" alt="">

@@ -1,7 +1,7 @@
 """Random histories of a store, run in a process that is killed, and what may be found in the folder afterwards.
 
-The process writes down what it does before it does it (`claims`), so whoever opens the folder later knows what must be
-there, what may be there, and what may not. Run as a program: `python histories.py FOLDER CLAIMS SEED NUM_TURNS`.
+The process writes down each action before it does it (`claims`). So whoever opens the folder later knows what must be
+there, what may be there, and what must not. Run as a program: `python histories.py FOLDER CLAIMS SEED NUM_TURNS`.
 """
 
 import json
@@ -13,13 +13,13 @@ from pathlib import Path
 from kvblocks.tiers.disk import DiskStore
 from kvblocks.tiers.identity import BlockIdentity
 
-NUM_SLOTS = 48  # that are used; the store has a few more
-BLOCK_BYTES = 6000  # no multiple of a page, so that slots have a gap
+NUM_SLOTS = 48  # slots in use; the store has a few more
+BLOCK_BYTES = 6000  # not a multiple of a page, so that slots have a gap
 OPTIONS = {"fingerprint": b"a" * 32, "num_block_bytes": BLOCK_BYTES, "block_size": 4, "max_bytes": 2_900_000}
 
 
 def identity_of(number: int) -> BlockIdentity:
-    """One of any number of identities: first blocks and later ones, with keys and without, and other groups'."""
+    """Return the identity of a number: of first blocks and later ones, with keys and without, and of other groups."""
     seed = random.Random(number)
     if number % 5 == 4:
         return BlockIdentity(seed.randbytes(32), b"", b"", number)
@@ -40,7 +40,7 @@ def payload_of(number: int) -> bytes:
 
 
 class Walker:
-    """Does random things to a store, at full speed, and claims each before it does it."""
+    """Does random things to a store, at full speed, and claims each of them before it does it."""
 
     def __init__(self, folder: str, claims: int, seed: int) -> None:
         self.random = random.Random(seed)
@@ -113,9 +113,9 @@ class Walker:
 class Claims:
     """What a history's claims say of the folder.
 
-    state: of the index when the last sync had ended, in its order. pending: remembered since. is_syncing: whether a
-    sync had begun, so that the index may have got that. written: by slot the numbers that were ever written there, the
-    last one last. untouched: by slot the number that was remembered since the slot was last written.
+    state: the index after the last sync, in its order. pending: what was remembered since then. is_syncing: whether a
+    sync had begun, so that the index may have `pending`. written: by slot, the numbers that were ever written there,
+    the last one last. untouched: by slot, the number that was remembered since the slot was last written.
     """
 
     def __init__(self) -> None:
@@ -159,12 +159,12 @@ class Claims:
         self.is_syncing = False
 
     def after_sync(self) -> dict[int, int]:
-        """The index's state if what is pending were committed."""
+        """The index's state if `pending` were committed."""
         kept = {slot: number for slot, number in self.state.items() if slot not in self.pending}
         return kept | {slot: number for slot, number in self.pending.items() if number is not None}
 
     def check(self, store: DiskStore) -> None:
-        """Hold a store that was opened after a crash against the claims, and go on from what it says."""
+        """Compare a store that was opened after a crash with the claims, and go on from its state."""
         remembered = {slot: number_of(identity) for slot, identity in store.remembered()}
         assert all(identity == identity_of(number_of(identity)) for _, identity in store.remembered())
         possible = [self.state, self.after_sync()] if self.is_syncing else [self.state]
@@ -172,7 +172,7 @@ class Claims:
         before = store.stats.num_damaged_blocks
         out = bytearray(BLOCK_BYTES)
         for slot, number in remembered.items():
-            if number in self.untouched.get(slot, ()):  # nobody wrote to the slot since: its bytes came before the row
+            if number in self.untouched.get(slot, ()):  # its bytes came before its row, and nobody wrote since
                 assert store.read([slot], [identity_of(number)], out) == 1, (slot, number)
                 assert out == payload_of(number)
         assert store.stats.num_damaged_blocks == before == 0

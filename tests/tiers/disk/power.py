@@ -1,7 +1,7 @@
 """Files as they may be after a loss of power, made from what `recorder.c` wrote down.
 
-What a file had when it was last flushed is there. Of what was written to it since, any sectors are, in any order. Names
-are made, changed and removed in order, and are there up to the folder's last flush at least.
+What a file had at its last flush is there. Of later writes, any sectors are there, in any order. Names are made,
+changed and removed in order, and are there at least up to the folder's last flush.
 """
 
 import random
@@ -24,7 +24,7 @@ class Event:
 
 @dataclass
 class File:
-    """flushed: what is there for sure. pending: (offset, data) that was written since, or (size, None) for a cut."""
+    """flushed: what is there for sure. pending: later changes: (offset, data) for a write, (size, None) for a cut."""
 
     flushed: bytearray = field(default_factory=bytearray)
     pending: list[tuple[int, bytes | None]] = field(default_factory=list)
@@ -126,7 +126,7 @@ def set_name(names: dict[str, File], path: str, file: File | None) -> None:
 
 
 def torn(change: tuple[int, bytes | None], sector: int) -> Iterator[tuple[int, bytes | None]]:
-    """A write, sector by sector."""
+    """Yield a write, sector by sector."""
     offset, data = change
     if data is None:
         yield change

@@ -27,7 +27,7 @@ def fill(store, blocks):
 
 
 def reads(store, slot, number):
-    """Whether a slot is read as the block of that number; its bytes are right then."""
+    """Whether reading a slot gives the block of that number. Checks its bytes."""
     out = bytearray(BLOCK_BYTES)
     count = store.read([slot], [identity_of(number)], out)
     assert count in (0, 1) and (count == 0 or out == payload_of(number))

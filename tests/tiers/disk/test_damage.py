@@ -1,4 +1,4 @@
-"""Disks that lie, fill up and go away: a miss, a count and a warning, never a wrong answer."""
+"""Disks that return wrong bytes, fill up or go away: a miss, a count and a warning, never a wrong block."""
 
 import errno
 import logging
@@ -44,7 +44,7 @@ NUMBERS = sorted(set(range(24)) - {3, 5})
 
 
 def check_copy(folder, **more):
-    """Open a damaged store; returns which slots are read. All are asked for, whatever is remembered."""
+    """Open a damaged store, and return which slots can be read. Reads all of them, whatever is remembered."""
     with open_store(folder, **more) as store:
         for slot, number in remembered(store):
             assert slot < store.num_slots
@@ -63,7 +63,7 @@ def test_the_undamaged_copy_is_whole(filled, tmp_path):
     with open_store(tmp_path / "store") as store:
         assert [number for _, number in remembered(store)] == NUMBERS
     assert (filled / "kvblocks.index-wal").stat().st_size > 0
-    # What was only forgotten is still there for whoever knows what to ask for, what was erased is not.
+    # A forgotten block is still there for whoever knows what to ask for. An erased one is not.
     assert check_copy(tmp_path / "store") == sorted({*NUMBERS, 3})
 
 
@@ -72,7 +72,7 @@ FILES = ["kvblocks.arena", "kvblocks.index", "kvblocks.index-wal", "kvblocks.jso
 
 @pytest.mark.parametrize("name", FILES)
 def test_flipped_bits(filled, tmp_path, name):
-    """`check_copy` fails on any byte that is wrong and was taken for right."""
+    """`check_copy` fails if a wrong byte is taken for right."""
     dice = random.Random(name)
     for turn in range(60):
         folder = tmp_path / str(turn)
@@ -169,7 +169,7 @@ def test_a_planted_block_is_a_miss_without_the_secret(tmp_path, secret):
         plant(tmp_path, slot, slot, sealer, evil)
     with open_store(tmp_path, secret=secret) as store:
         out = bytearray(BLOCK_BYTES)
-        # Without a secret the first one can't be told: that is what a secret is for.
+        # Without a secret the first one can't be told from a real one.
         assert store.read([0], [identity_of(0)], out) == (0 if secret else 1)
         assert store.read([1], [identity_of(1)], out) == 0
         assert reads(store, 2, 2)
@@ -340,7 +340,7 @@ def test_a_disk_that_cannot_read_is_a_miss(tmp_path, monkeypatch, caplog):
 
 
 def test_a_flush_that_fails_remembers_nothing_of_it(tmp_path, monkeypatch):
-    """The system may have dropped what it couldn't write, and says so once."""
+    """The system may have dropped what it couldn't write, and reports that only once."""
 
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -1,4 +1,4 @@
-"""A process that is killed in the midst of anything: what it had synced is there, and nothing that is read is wrong."""
+"""A process that is killed at any time: what it had synced is there, and nothing that is read is wrong."""
 
 import os
 import random

@@ -46,7 +46,7 @@ def put(files, folder):
 
 
 def test_the_recorder_sees_every_change(recorder, tmp_path):
-    """SQLite's too: what was recorded gives the files that are there."""
+    """SQLite's changes, too: the recorded events give the files that are there."""
     root, events = record(recorder, tmp_path, 1, 300)
     disk = power.Disk(str(root / "store"))
     seen = set()
@@ -61,7 +61,7 @@ def test_the_recorder_sees_every_change(recorder, tmp_path):
 
 
 def crash_points(events, dice, number):
-    """Where the power goes: anywhere, and as often right before or behind a flush."""
+    """Return where the power goes: anywhere, and as often right before or after a flush."""
     flushes = [index + more for index, event in enumerate(events) if event.kind == power.SYNC for more in (0, 1)]
     points = [dice.choice([dice.randint(0, len(events)), dice.choice(flushes)]) for _ in range(number)]
     return sorted(points)

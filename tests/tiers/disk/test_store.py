@@ -89,7 +89,7 @@ def test_nothing_is_remembered_before_a_sync(store):
 
 
 def test_bytes_are_flushed_before_the_index_speaks_of_them(store, monkeypatch):
-    """What is remembered while the arena is flushed waits for the next sync: its bytes may have come too late."""
+    """What is remembered during a flush of the arena waits for the next sync: the flush may have missed its bytes."""
     real = os.fdatasync
     stores.write(store, {1: 1})
     store.remember({1: identity_of(1)})
@@ -122,7 +122,7 @@ def test_a_block_with_too_many_keys_is_not_stored(store):
 
 
 def test_a_row_holds_an_identitys_parts(tmp_path):
-    """What folders of before hold is read as it is, for ever."""
+    """Folders of earlier versions can be read for ever."""
     beside = BlockIdentity(b"p" * 32, b"", b"", 258)
     with open_store(tmp_path) as store:
         store.remember({3: BlockIdentity(b"", b"keys", bytes(16)), 1: beside})
@@ -176,7 +176,7 @@ def test_a_manager_takes_back_what_another_one_stored(tmp_path, groups):
 
 
 def test_what_is_erased_is_nowhere(tmp_path):
-    """Neither its bytes nor what the index and the records said of it, nor what they said of the slot before."""
+    """Gone are its bytes, what the index and the records said of it, and what they said of the slot's former block."""
     with open_store(tmp_path) as store:
         fill(store, {slot: 101 + slot for slot in range(20)})
         fill(store, {1: 201})  # instead of 102
@@ -208,7 +208,7 @@ def test_what_is_erased_stays_so_without_a_close(tmp_path):
 
 
 def test_the_folder_never_holds_more_than_it_may(tmp_path, monkeypatch):
-    """With the longest identities, in any order, in commits small and large; the log is measured when it is largest."""
+    """With the longest identities, in any order, in small and large commits. The log is measured when it is largest."""
     dice, worst = random.Random(1), 0
 
     def identity(slot):
@@ -290,7 +290,7 @@ def test_a_smaller_size_shrinks_the_index_too(tmp_path):
 
 
 def test_opening_many_entries(tmp_path, capsys):
-    """Prints how long it takes; what counts as too long is for whoever reads it."""
+    """Prints how long it takes. The reader decides whether that is too long."""
     options = OPTIONS | {"block_size": 16, "num_block_bytes": 4096, "max_bytes": 2**31}
     identities = [
         BlockIdentity(slot.to_bytes(32, "little"), b"", slot.to_bytes(64, "little")) for slot in range(100_000)
@@ -335,7 +335,7 @@ def test_threads_write_and_read_at_once(store):
     assert store.stats.num_written_blocks == store.stats.num_read_blocks == 640
 
 
-# What callers may do wrong.
+# Errors of callers.
 
 ONE = [identity_of(1)]
 BYTES = payload_of(1)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-# A server ends when its input does, so also with a test run that is killed.
+# A server ends when its input does, and so also when a test run is killed.
 AS_LONG_AS_WE_LIVE = '"$@" & read -r _; kill -9 $!; wait $!'
 
 
@@ -121,7 +121,7 @@ def _knows(client):
 
 
 def _follows(client, primary):
-    """Whether a replica has all that its primary has; else tell it to follow that."""
+    """Whether a replica has all that its primary has. If not, tell it to follow the primary."""
     if client.info("replication").get("master_link_status") == "up":
         return True
     with contextlib.suppress(Exception):  # it doesn't know that primary yet
@@ -141,10 +141,10 @@ def wait_for(condition, seconds=10.0):
 
 
 class Proxy:
-    """Between a client and a server. What passes back is delayed, cut or damaged as its attributes say at the time.
+    """Between a client and a server. Its attributes say how answers are delayed, cut or damaged.
 
-    delay_s: before each piece. piece: bytes of it. cuts, corrupts: the share of pieces at which the connection ends, or
-    of which a byte changes. hangs: nothing passes. refuses: connections end at once.
+    delay_s: before each piece. piece: its size in bytes. cuts: the share of pieces at which the connection ends.
+    corrupts: the share of pieces in which a byte changes. hangs: nothing passes. refuses: connections end at once.
     """
 
     def __init__(self, port, seed=0):
@@ -237,7 +237,7 @@ def proxied(server, seed=0):
 
 @contextlib.contextmanager
 def behind_tls(server, certificate, key):
-    """A port that speaks TLS for a server that doesn't; a thread a connection, which goes to and fro."""
+    """A port that speaks TLS for a server that doesn't, with a thread per connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     listener = socket.create_server(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""A store's rules, without a server: its address, its names, and how long it is left alone."""
+"""A store's rules, without a server: its address, its keys, and how long it is not called after a failure."""
 
 import pytest
 

@@ -106,7 +106,7 @@ def test_several_prompts_are_asked_for_at_once(server, connect):
 
 
 class Slow:
-    """In the place of a client: all is there, and each batch takes so many seconds."""
+    """Replaces a client: all blocks are there, and each batch takes so many seconds."""
 
     def __init__(self, seconds=0.0):
         self.seconds, self.sizes = seconds, []
@@ -216,7 +216,7 @@ def test_a_value_that_is_not_the_block_is_not_used(server, connect, secret, dama
 
 
 def test_without_the_secret_nobody_can_plant_a_block(server, connect):
-    """Who can write to the store knows every name, and can read and move what is there."""
+    """An attacker who can write to the store knows all keys, and can read and move all values."""
     honest, thief = connect(server.url, secret=SECRET), Sealer(bytes(32))
     identities, payloads = chain(2)
     honest.write(NOBODY, identities, payloads)
@@ -396,7 +396,7 @@ QUICK = "?timeout_ms=200&lookup_ms=100"
 
 
 def took(function, *given):
-    """What a call returns, or its StoreError."""
+    """Return a call's result, or its StoreError."""
     try:
         return function(*given)
     except StoreError as error:
@@ -405,7 +405,7 @@ def took(function, *given):
 
 @pytest.mark.parametrize("fault", ["hangs", "trickles", "refuses", "cuts", "is gone"])
 def test_a_store_that_fails_is_left_alone_and_comes_back(tmp_path, connect, fault):
-    """Each call ends, at the latest when its time is over; then none is made; then all is as before."""
+    """Each call ends in time. Then no call is made until the store is back; then all is as before."""
     identities, payloads = chain(30)
     with running(tmp_path) as server, proxied(server) as proxy:
         store = connect(proxy.url, options=QUICK)
@@ -466,7 +466,7 @@ def test_a_connection_that_was_closed_while_nobody_used_it_is_no_failure(server,
 
 
 def test_what_must_not_be_done_twice_is_not_repeated_over_a_cut_connection(server, connect, monkeypatch):
-    """valkey's own retry would: it knows neither the command nor our deadline."""
+    """valkey's own retry would repeat it: it knows neither the command nor our deadline."""
     import valkey
 
     with proxied(server) as proxy:
@@ -497,7 +497,7 @@ def test_what_must_not_be_done_twice_is_not_repeated_over_a_cut_connection(serve
 
 @pytest.mark.parametrize("seed", range(3))
 def test_damaged_answers_never_give_wrong_bytes(server, connect, seed):
-    """Whatever bits change on the way: a block is right, or it isn't there."""
+    """Whatever bits change on the way: a block that is returned is right."""
     identities, payloads = chain(30)
     connect(server.url).write(NOBODY, identities, payloads)
     with proxied(server, seed) as proxy:
@@ -592,7 +592,7 @@ def test_a_cluster_loses_what_a_killed_node_had_and_nothing_else(tmp_path, conne
 
 @pytest.mark.slow
 def test_a_replica_that_takes_over_serves_what_its_primary_had(tmp_path, connect):
-    """A primary is killed; its replica is voted for, and who asks learns of it."""
+    """A primary is killed. Its replica is elected, and clients learn of it."""
     identities, payloads = chain(60)
     with cluster(tmp_path, num_replicas=3) as servers:
         primaries, replicas = servers[:3], servers[3:]

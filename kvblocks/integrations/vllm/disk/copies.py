@@ -1,7 +1,7 @@
-"""`Copies`: the threads that move bytes between vLLM's host memory and a `DiskStore`, and put them on the disk.
+"""`Copies`: threads that move bytes between vLLM's host memory and a `DiskStore`, and sync the store.
 
-A copy is a block's. It runs to its end, or to the error that ended it: whoever shuts down waits for those that run, and
-those that have not begun are dropped.
+A copy moves one block. Each runs to its end, or until an error. A shutdown waits for running copies, and drops those
+that have not begun.
 """
 
 import threading
@@ -14,12 +14,12 @@ from typing import Any
 from kvblocks import BlockIdentity
 from kvblocks.tiers.disk import DiskError, DiskStore
 
-_SYNC_SECONDS = 1.0  # what a kill or a loss of power may cost
+_SYNC_SECONDS = 1.0  # so many seconds of work may be lost by a kill or a loss of power
 
 
 @dataclass(frozen=True)
 class Part:
-    """A block to be moved: its place in the host's memory, its slot on the disk, and who it is."""
+    """A block to be moved: its place in the host's memory, its slot on the disk, and its identity."""
 
     chunk_id: int
     slot: int
@@ -28,14 +28,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Copied:
-    """What became of a job: how many first parts were moved, and the seconds that it took."""
+    """The result of a job: how many first parts were moved, and how many seconds that took."""
 
     number: int
     seconds: float
 
 
 class Copies:
-    """Threads around a store, which they close. memory: of the host, num_block_bytes a block, as one row of bytes."""
+    """Threads around a store; `stop` ends them. memory: the host's, num_block_bytes per block, as one row of bytes."""
 
     def __init__(
         self, store: DiskStore, memory: memoryview, num_block_bytes: int, num_threads: tuple[int, int]
@@ -51,18 +51,18 @@ class Copies:
         self._syncer.start()
 
     def load(self, parts: Sequence[Part]) -> Future[Copied]:
-        """Fill the host's memory, until the first block that is not right. Raises RuntimeError after `close`."""
+        """Fill the host's memory, up to the first block that is not right. Raises RuntimeError after `stop`."""
         return self._readers.submit(self._move, parts, self._read)
 
     def store(self, parts: Sequence[Part]) -> Future[Copied]:
-        """Write blocks, until the first that can't be written. Raises RuntimeError after `close`."""
+        """Write blocks, up to the first that can't be written. Raises RuntimeError after `stop`."""
         return self._writers.submit(self._move, parts, self._write)
 
     def _move(self, parts: Sequence[Part], move: Any) -> Copied:
         start, number = time.monotonic(), 0
         for part in parts:
             place = self._memory[part.chunk_id * self._size : (part.chunk_id + 1) * self._size]
-            with place:  # or vLLM could not let go of its memory
+            with place:  # released at once: otherwise vLLM could not free its memory
                 if self._is_stopping.is_set() or not move(part, place):
                     break
             number += 1
@@ -71,7 +71,7 @@ class Copies:
     def _read(self, part: Part, place: memoryview) -> bool:
         try:
             return self._store.read([part.slot], [part.identity], place) == 1
-        except DiskError:  # it was closed; what isn't right is counted and logged by the store, and not raised
+        except DiskError:  # the store was closed; a wrong block doesn't raise: the store counts and logs it
             return False
 
     def _write(self, part: Part, place: memoryview) -> bool:
@@ -86,11 +86,11 @@ class Copies:
             if self._store.needs_sync:
                 try:
                     self._store.sync()
-                except DiskError:  # likewise; the next one tries again
+                except DiskError:  # counted and logged by the store; the next sync tries again
                     continue
 
     def stop(self) -> None:
-        """Wait for the blocks that are being moved; drop what has not begun. Does nothing the second time."""
+        """Wait for the blocks that are being moved, and drop the others. A second call does nothing."""
         self._is_stopping.set()
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=True, cancel_futures=True)

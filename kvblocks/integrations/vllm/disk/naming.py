@@ -1,8 +1,8 @@
-"""What a folder was made for: whatever makes other bytes of the same key makes another fingerprint.
+"""The description of what a folder was made for. Anything that changes a key's bytes changes the fingerprint.
 
-vLLM gives a tier keys and bytes, no tokens. A key is vLLM's hash of a block and of all before it, so it means nothing
-without the function that made it and the seed that the first block began with. `Hashes` knows both before the first
-request, and looks whether vLLM has come to the same.
+vLLM gives a tier keys and bytes, but no tokens. A key is vLLM's hash of a block and of all before it. So it means
+nothing without the hash function and the seed of the first block. `Hashes` knows both before the first request, and
+checks that vLLM uses the same.
 """
 
 import hashlib
@@ -16,26 +16,26 @@ from kvblocks.integrations.vllm import probe
 
 _FORMAT = "kvblocks disk tier of vLLM 1"
 _ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
-_NO_TOKENS = b"\0" * 4  # a store of blocks of one token: what it is, a key says alone
+_NO_TOKENS = b"\0" * 4  # a store with blocks of one token: the key alone says which block it is
 _PARALLEL = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
 
 
 def identity_of(key: bytes) -> BlockIdentity:
-    """Return what stands in a slot's record for a key of vLLM's. O(1)."""
+    """Return the identity in a slot's record for a key of vLLM's. O(1)."""
     return BlockIdentity(b"", key, _NO_TOKENS)
 
 
 def key_of(identity: BlockIdentity) -> bytes | None:
-    """Return the key that an identity stands for; None if it is none of ours. O(1)."""
+    """Return the key of an identity; None if it is none of ours. O(1)."""
     return identity.extra_keys if identity == identity_of(identity.extra_keys) else None
 
 
 class Hashes:
     """The function that makes vLLM's keys, and its seed.
 
-    algorithm: as vLLM's option --prefix-caching-hash-algo. Raises UnsupportedEngineError for one that vLLM lacks, and
-    for a seed that is another one in every process, since nothing would be found after a restart.
+    algorithm: as in vLLM's option --prefix-caching-hash-algo. Raises UnsupportedEngineError for an algorithm that vLLM
+    lacks, and for a seed that differs in each process, since nothing would be found after a restart.
     """
 
     def __init__(self, algorithm: str) -> None:
@@ -69,7 +69,7 @@ class Hashes:
 
 
 def _maker(none_hash: bytes) -> str:
-    """Say which function made the hash that blocks begin with, if one did."""
+    """Return the name of the function that made the hash that first blocks begin with."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 
@@ -77,18 +77,18 @@ def _maker(none_hash: bytes) -> str:
         try:
             if get_hash_fn_by_name(algorithm)(get_none_hash_seed()) == none_hash:
                 return repr(algorithm)
-        except ModuleNotFoundError:  # without xxhash, vLLM has two of them alone
+        except ModuleNotFoundError:  # without xxhash, vLLM has only two of them
             continue
     return "another seed"
 
 
 def describe(spec: Any, num_block_bytes: int, hashes: Hashes, weights: str) -> dict[str, Any]:
-    """Return all that bytes depend on, as far as vLLM tells it. spec: an OffloadingSpec."""
+    """Return all that bytes depend on, as far as vLLM tells. spec: an OffloadingSpec."""
     import vllm
 
     config = spec.config
     parallel = config.parallel
-    is_portable = parallel.is_parallelism_agnostic or config.replicated_layout  # so vLLM's own file tier shares it
+    is_portable = parallel.is_parallelism_agnostic or config.replicated_layout  # vLLM's own file tier shares these too
     return {
         "format": _FORMAT,
         "vllm": str(vllm.__version__),
@@ -108,7 +108,7 @@ def describe(spec: Any, num_block_bytes: int, hashes: Hashes, weights: str) -> d
 
 
 def _files(model: str) -> list[tuple[str, int, int]]:
-    """Name, size and time of the files of a model in a folder: the next weights there have other ones."""
+    """Return name, size and time of the files of a model's folder. They differ when its weights change."""
     folder = Path(model)
     if not folder.is_dir():
         return []
@@ -117,5 +117,5 @@ def _files(model: str) -> list[tuple[str, int, int]]:
 
 
 def fingerprint(description: dict[str, Any]) -> bytes:
-    """Return 32 bytes that stand for what `describe` returns. O(its length)."""
+    """Return 32 bytes that stand for a description made by `describe`. O(its length)."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()

@@ -1,4 +1,4 @@
-"""`Options`: what a tier's configuration says, as vLLM hands it over: a JSON object's names and values."""
+"""`Options`: the configuration of a tier, which vLLM passes as names and values of a JSON object."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -12,11 +12,12 @@ from kvblocks import InvalidArgumentError
 class Options:
     """Options of a `DiskTier`.
 
-    root_dir: a folder of its own; made if it isn't there. max_bytes: all files in it together never hold more; of each
-    data-parallel rank. n_read_threads, n_write_threads: that move bytes. prefix_caching_hash_algo: as vLLM's option of
-    this name. weights: any text that tells weights apart which have one name: a revision, a quantization. secret_file:
-    a file with at least 16 bytes: then nobody without them can plant KV. enable_kv_events: whether stores and evictions
-    are among vLLM's KV events, if it has any. locality: "LOCAL" or "REMOTE", for vLLM's filters.
+    root_dir: a folder for this tier alone; created if it doesn't exist. max_bytes: all files in it together never
+    exceed this; per data-parallel rank. n_read_threads, n_write_threads: threads that move bytes.
+    prefix_caching_hash_algo: as vLLM's option of this name. weights: any text that tells apart weights with the same
+    name: a revision, a quantization. secret_file: a file with at least 16 bytes; then nobody without them can plant KV.
+    enable_kv_events: whether vLLM's KV events, if it has any, include stores and evictions. locality: "LOCAL" or
+    "REMOTE", for vLLM's filters.
     """
 
     root_dir: Path
@@ -30,7 +31,7 @@ class Options:
     locality: str | None = None
 
     def read_secret(self) -> bytes | None:
-        """Return what stands in the secret's file, without the line's end. Raises InvalidArgumentError."""
+        """Return the contents of the secret's file, without the end of the line. Raises InvalidArgumentError."""
         if self.secret_file is None:
             return None
         try:
@@ -40,7 +41,7 @@ class Options:
 
 
 def read_options(given: Mapping[str, Any]) -> Options:
-    """Return the options that a configuration says. Raises InvalidArgumentError."""
+    """Return the options in a configuration. Raises InvalidArgumentError."""
     names = [field.name for field in fields(Options)]
     unknown = sorted(set(given) - set(names))
     if unknown:

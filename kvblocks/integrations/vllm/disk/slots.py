@@ -1,8 +1,8 @@
-"""`Slots`: which slot of a disk holds which key, which are being copied, and which goes next. No input or output.
+"""`Slots`: which slot of a disk holds which key, which are being copied, and which is evicted next. No input or output.
 
 Invariants:
-- A slot has one owner: it is free, or an entry's.
-- An entry that is being written can't be hit; one that is being written or read is not evicted.
+- A slot is free, or belongs to one entry.
+- An entry that is being written can't be hit. An entry that is being written or read is not evicted.
 - The entries are in the order of their use, the least recently used first.
 """
 
@@ -13,7 +13,7 @@ Key = bytes
 
 
 class Entry:
-    """What holds a slot for a key. num_readers: loads under way. is_gone: forgotten; the last of them frees it."""
+    """A key's slot. num_readers: loads in progress. is_gone: the key was forgotten; the last user frees the slot."""
 
     __slots__ = ("is_gone", "is_stored", "key", "num_readers", "slot")
 
@@ -26,7 +26,7 @@ class Entry:
 
 
 class Slots:
-    """Slots from 0 to num_slots - 1, and what `restore` says of them. Not for two threads at once."""
+    """Slots 0 to num_slots - 1; `restore` sets what they hold. Not thread-safe."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -37,9 +37,9 @@ class Slots:
         return len(self._entries)
 
     def restore(self, pairs: Iterable[tuple[int, Key]]) -> list[int]:
-        """Take over what slots hold, the least recently used first; of equal keys the last. O(slots).
+        """Enter what slots hold, the least recently used first. Of equal keys the last counts. O(slots).
 
-        Returns the slots that hold what is never found: an equal key stands in a later one.
+        Returns the slots whose contents are never found, because a later slot has the same key.
         """
         lost = []
         for slot, key in pairs:
@@ -56,9 +56,10 @@ class Slots:
         return self._entries.get(key)
 
     def reserve(self, keys: Iterable[Key]) -> tuple[list[Entry], list[Entry]]:
-        """Return entries for those keys that have none, as far as there are slots, and those that were evicted for it.
+        """Return new entries for keys that have none, as far as there are slots; and the entries evicted for them.
 
-        Keys in the order of a prefix. Where room is short its beginning is stored. O(keys + entries being copied).
+        keys: in the order of a prefix. If there are too few slots, its beginning is stored. O(keys + entries being
+        copied).
         """
         wanted = dict.fromkeys(keys)
         made: list[Entry] = []
@@ -79,7 +80,7 @@ class Slots:
         return made, evicted
 
     def _victims(self, wanted: dict[Key, None], number: int) -> list[Entry]:
-        """Return at most so many entries that nobody copies or wants, the first to go last."""
+        """Return up to `number` entries that are neither copied nor wanted, the first to be evicted last."""
         found: list[Entry] = []
         if number > 0:
             for key, entry in self._entries.items():
@@ -90,7 +91,7 @@ class Slots:
         return found[::-1]
 
     def use(self, keys: Iterable[Key]) -> None:
-        """Note that a prefix is used, in its order. Its end goes before its beginning. O(keys)."""
+        """Take note that a prefix is used, in its order. Its end is evicted before its beginning. O(keys)."""
         for key in reversed(list(keys)):
             if key in self._entries:
                 self._entries.move_to_end(key)
@@ -100,13 +101,13 @@ class Slots:
         entry.num_readers += 1
 
     def release(self, entry: Entry) -> None:
-        """Give a slot back that was held. O(1)."""
+        """Undo a `hold`. O(1)."""
         entry.num_readers -= 1
         if entry.is_gone and not entry.num_readers:
             self._free.append(entry.slot)
 
     def forget(self, entry: Entry) -> None:
-        """Give an entry up: its key has none from now on. Does nothing the second time. O(1)."""
+        """Remove an entry: its key has none from now on. A second call does nothing. O(1)."""
         if entry.is_gone:
             return
         entry.is_gone = True

@@ -1,7 +1,7 @@
 """`DiskTier`: a secondary tier of vLLM's offloading on a `kvblocks.tiers.disk.DiskStore`.
 
-All calls come from vLLM's scheduler, one at a time; what a slot holds is decided here, and threads move the bytes. So a
-key can be hit only when the thread that wrote it has said so, and nothing is evicted that a thread reads or writes.
+All calls come from vLLM's scheduler, one at a time. This class decides what a slot holds; threads move the bytes. So a
+key can be hit only after the thread that wrote it has finished, and no entry is evicted that a thread reads or writes.
 """
 
 import logging
@@ -40,9 +40,9 @@ STORED, EVICTED, DAMAGED, FAILED_WRITES, FAILED_SYNCS = (
 
 
 class _Job:
-    """A job of vLLM's. entries: those that it copies, in the order of the copy. others: those that another job writes.
+    """A job of vLLM's. entries: those that it copies, in order. others: entries that another job writes.
 
-    is_whole: whether nothing of it was refused from the start.
+    is_whole: whether all of it was accepted.
     """
 
     def __init__(self, metadata: Any, entries: list[Entry], others: list[Entry], is_whole: bool) -> None:
@@ -56,10 +56,10 @@ class _Job:
 
 
 class DiskTier(SecondaryTierManager):
-    """A disk below vLLM's host memory. Its options: `kvblocks.integrations.vllm.disk.options.Options`.
+    """A disk below vLLM's host memory. For its options see `kvblocks.integrations.vllm.disk.options.Options`.
 
-    Raises InvalidArgumentError for an option; UnsupportedEngineError for a seed of vLLM's hashes that a restart would
-    change, and for a vLLM that lacks a part; DiskError for a folder that can't be used, or that another process uses.
+    Raises InvalidArgumentError for a bad option; UnsupportedEngineError if a restart would change the seed of vLLM's
+    hashes, or vLLM lacks a part; DiskError if the folder can't be used, or another process uses it.
     """
 
     medium: ClassVar[Any] = Medium.STORAGE
@@ -114,10 +114,10 @@ class DiskTier(SecondaryTierManager):
         self._store.remember(dict.fromkeys([*lost, *(slot for slot, key in remembered if key is None)]))
         _LOG.info("%d of %d slots hold chunks of before", len(self._slots), self._slots.num_slots)
 
-    # What vLLM asks.
+    # Called by vLLM.
 
     def on_new_request(self, req_context: Any) -> Any:  # noqa: ARG002  # vLLM's own signature
-        """Say that chunks are stored one by one. Raises UnsupportedEngineError if vLLM hashes otherwise."""
+        """Return the policy: chunks are stored one by one. Raises UnsupportedEngineError if vLLM hashes otherwise."""
         self._hashes.check()
         return RequestOffloadingContext()
 
@@ -129,15 +129,15 @@ class DiskTier(SecondaryTierManager):
         return LookupResult.HIT if entry.is_stored else LookupResult.RETRY
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:  # noqa: ARG002  # vLLM's own signature
-        """Note that a prefix is used. O(keys)."""
+        """Take note that a prefix is used. O(keys)."""
         self._slots.use(keys)
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Note that a request's chunks were used, in the order of its prefix, however they came. O(chunks)."""
+        """Take note that a request's chunks were used, in its prefix's order, wherever they came from. O(chunks)."""
         self._slots.use(_in_order(req_context))
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Begin to store chunks that aren't there. Those for which there is no slot are dropped: the job has failed."""
+        """Begin to store chunks that aren't there. Chunks without a slot are dropped, and the job counts as failed."""
         keys = [bytes(key) for key in job_metadata.keys]
         chunk_ids = self._chunk_ids(job_metadata)
         if chunk_ids is None:
@@ -156,7 +156,7 @@ class DiskTier(SecondaryTierManager):
         self._jobs.append(job)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Begin to load chunks, up to the first that can't be."""
+        """Begin to load chunks, up to the first that can't be loaded."""
         keys = [bytes(key) for key in job_metadata.keys]
         chunk_ids = self._chunk_ids(job_metadata)
         entries: list[Entry] = []
@@ -173,7 +173,7 @@ class DiskTier(SecondaryTierManager):
         self._jobs.append(job)
 
     def _chunk_ids(self, job_metadata: Any) -> list[int] | None:
-        """Return the places in the host's memory; None if nothing may be copied there."""
+        """Return the chunks' places in the host's memory; None if nothing may be copied there."""
         found = [int(chunk_id) for chunk_id in job_metadata.chunk_ids][: len(job_metadata.keys)]
         is_right = len(found) == len(job_metadata.keys) and all(0 <= number < self._num_chunks for number in found)
         return found if is_right and not self._is_closed else None
@@ -182,7 +182,7 @@ class DiskTier(SecondaryTierManager):
         return Part(chunk_id, entry.slot, identity_of(entry.key))
 
     def get_finished_jobs(self) -> list[Any]:
-        """Return the jobs that have ended since the last call. O(jobs under way)."""
+        """Return the jobs that have ended since the last call. O(jobs in progress)."""
         self._settle()
         ended = [job for job in self._jobs if self._has_ended(job)]
         self._jobs = [job for job in self._jobs if not self._has_ended(job)]
@@ -205,7 +205,7 @@ class DiskTier(SecondaryTierManager):
         )
 
     def _settle(self) -> None:
-        """Take note of the copies that have ended."""
+        """Process the copies that have ended."""
         for job in self._jobs:
             if job.future is None or job.copied is not None or not job.future.done():
                 continue
@@ -213,7 +213,7 @@ class DiskTier(SecondaryTierManager):
                 job.copied = job.future.result()
             except CancelledError:  # by `shutdown`
                 job.copied = Copied(0, 0.0)
-            except Exception:  # noqa: BLE001  # whatever it was, vLLM must learn that the job has ended
+            except Exception:  # noqa: BLE001  # vLLM must learn that the job has ended, whatever the error
                 _LOG.exception("a copy of %d chunks failed", len(job.entries))
                 job.copied = Copied(0, 0.0)
             settle = self._settle_load if job.is_load else self._settle_store
@@ -247,18 +247,18 @@ class DiskTier(SecondaryTierManager):
             self._events.append(OffloadingEvent(keys=keys, medium=self.medium, removed=removed, locality=self.locality))
 
     def take_events(self) -> Iterable[Any]:
-        """Return what was stored and removed since the last call."""
+        """Return events of what was stored and removed since the last call."""
         found, self._events = self._events or [], None if self._events is None else []
         return found
 
     def drain_jobs(self) -> None:
-        """Wait until all that was submitted is copied, or has failed."""
+        """Wait until everything submitted is copied, or has failed."""
         wait([job.future for job in self._jobs if job.future is not None])
 
     def shutdown(self) -> None:
-        """Finish the chunks that are being copied, drop the others, and close the folder. Nothing the second time.
+        """Finish the chunks that are being copied, drop the others, and close the folder. A second call does nothing.
 
-        What is dropped is among the finished jobs, as failed. Raises DiskError if the last sync failed.
+        Dropped chunks are in failed jobs of `get_finished_jobs`. Raises DiskError if the last sync failed.
         """
         if self._is_closed:
             return
@@ -272,7 +272,7 @@ class DiskTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003  # vLLM's own
-        """Return what `get_stats` tells."""
+        """Return the metrics that `get_stats` fills."""
         texts = {
             EVICTED: "Chunks that were evicted from the disk tier to make room.",
             DAMAGED: "Chunks of the disk tier that were not what was stored there; they count as misses.",
@@ -284,7 +284,7 @@ class DiskTier(SecondaryTierManager):
         return {**found, STORED: gauge}
 
     def get_stats(self) -> Any:
-        """Return what was counted since the last call."""
+        """Return counters since the last call."""
         stats, (old, num_evicted) = self._store.stats, self._told
         self._told = stats, self._num_evicted
         found = OffloadingConnectorStats()
@@ -302,13 +302,13 @@ class DiskTier(SecondaryTierManager):
 
 
 def _in_order(req_context: Any) -> list[bytes]:
-    """Return a request's keys in the order of its prefix, as far as vLLM says so."""
+    """Return a request's keys in the order of its prefix, as far as vLLM says."""
     positions: dict[bytes, int] = req_context._offload_key_positions  # noqa: SLF001  # vLLM has no other way
     return sorted(positions, key=positions.__getitem__)
 
 
 def _check_parts() -> None:
-    """Raise UnsupportedEngineError when vLLM's tiers have a call that this one lacks, or lack a part that it uses."""
+    """Raise UnsupportedEngineError if vLLM's tiers have a call that this one lacks, or lack a part that it uses."""
     from vllm.v1.kv_offload.base import ReqContext
     from vllm.v1.kv_offload.config import OffloadingConfig
     from vllm.v1.kv_offload.tiering.base import TransferJob

@@ -1,4 +1,4 @@
-"""A server that only says which cache types the process knows that it spawns, and what it was told."""
+"""A server that only reports the cache types that its spawned process knows, and its arguments."""
 
 import multiprocessing
 import sys

@@ -1,4 +1,4 @@
-"""What a prefix cache is to be."""
+"""The interface of a prefix cache."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
