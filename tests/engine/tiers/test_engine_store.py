@@ -377,7 +377,7 @@ def test_an_engine_that_ends_before_it_could_delete_says_so(share, caplog):
     engine = share()
     engine.manager.reset_prefix_cache()
     engine.close()
-    assert "what a reset gave up isn't deleted from the store" in caplog.text
+    assert "blocks that a reset gave up aren't deleted from the store" in caplog.text
 
 
 # --- bad input, and the end ------------------------------------------------------------------------------------------
