@@ -23,6 +23,7 @@ from kvblocks.kernels.device.decode import (
 )
 from kvblocks.kernels.launching import (
     CHUNK,
+    Merge,
     Shares,
     empty_parts,
     find_launch,
@@ -120,9 +121,9 @@ def decode(
         if split_keys is None:
             if shares is None:
                 shares = share_decodes(query, key_cache, seq_lens, window=window, launch=launch)
-            check_indices("shares.ends", shares.ends, shape.num_seqs)
-            check_devices(query=query, shares=shares.ends)
-            _decode_stream(tensors, options, shape, shares, (output, lse))
+            merge = attend_stream(tensors, options, shape, shares, (output, lse))
+            if merge.num_programs > 0:
+                stream_merge_kernel[merge.grid](*merge.arguments, **merge.constants, num_warps=4)
         else:
             launch = find_launch(DECODE, query, key_cache) if launch is None else launch
             _decode_split(tensors, options, shape, launch, (output, lse), split_keys)
@@ -132,31 +133,29 @@ def decode(
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _decode_stream(
+def attend_stream(
     tensors: _Inputs, options: AttentionOptions, shape: AttentionShape, shares: Shares, results: tuple[Tensor, Tensor]
-) -> None:
-    """Even shares. Changes `results`, the output and the lse."""
+) -> Merge:
+    """`decode` by even shares, but for the launch that is returned. Changes `results`, the output and the lse."""
     query, *caches, _seq_lens = tensors
     output, lse = results
+    check_indices("shares.ends", shares.ends, shape.num_seqs)
+    check_devices(query=query, shares=shares.ends)
     num_programs, parts, part_lse = empty_parts(query, shares.launch, shape.group_size)
-    heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
     stream_kernel[(num_programs,)](
         *(*tensors, shares.ends, options.sinks, output, lse, parts, part_lse),
         *(shape.num_seqs, options.window or 0, *scaling(options), *strides(query, *caches), *output.stride()[:2]),
-        **heads,
+        NUM_KV_HEADS=shape.cache.num_kv_heads,
         **tile_constants(query, caches[0], shares.launch, options),
         HAS_WINDOW=options.window is not None,
         HAS_SINKS=options.sinks is not None,
     )
-    if num_programs > 1:
-        stream_merge_kernel[(num_programs - 1, shape.group_size)](
-            *(shares.ends, output, lse, parts, part_lse, shape.num_seqs, num_programs, *output.stride()[:2]),
-            **heads,
-            GROUP=shape.group_size,
-            HEAD_DIM=shape.cache.head_dim,
-            PARTS=parts_at_once(1, shape.cache.head_dim),
-            num_warps=4,
-        )
+    constants = {"NUM_KV_HEADS": shape.cache.num_kv_heads, "GROUP": shape.group_size, "HEAD_DIM": shape.cache.head_dim}
+    return Merge(
+        (num_programs - 1, shape.group_size),
+        (shares.ends, output, lse, parts, part_lse, shape.num_seqs, num_programs, *output.stride()[:2]),
+        constants | {"PARTS": parts_at_once(1, shape.cache.head_dim)},
+    )
 
 
 def _decode_split(

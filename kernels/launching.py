@@ -27,6 +27,23 @@ class Shares:
     launch: Launch
 
 
+@dataclass(frozen=True)
+class Merge:
+    """What a kernel takes that merges the parts of heads which a call's programs split, as `stream_merge_kernel` does.
+
+    grid: (programs of the call, less one; tiles of a head's rows). A single program splits no head.
+    """
+
+    grid: tuple[int, int]
+    arguments: tuple[object, ...]
+    constants: dict[str, int]
+
+    @property
+    def num_programs(self) -> int:
+        """Programs of the launch."""
+        return self.grid[0] * self.grid[1]
+
+
 def find_launch(kernel: dict[Key, Launch], query: Tensor, key_cache: Tensor) -> Launch:
     """The table's entry for a query and a cache. Queries in fp32 make tiles of fp32, whatever the dtype of K."""
     element_bytes = 4 if query.dtype == torch.float32 else key_cache.element_size()

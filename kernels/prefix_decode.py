@@ -18,6 +18,7 @@ from kvblocks.kernels.device.prefix import prefix_ends_kernel, prefix_kernel, pr
 from kvblocks.kernels.launching import (
     CHUNK,
     MERGED_ROWS,
+    Merge,
     Shares,
     empty_parts,
     find_launch,
@@ -27,7 +28,14 @@ from kvblocks.kernels.launching import (
     tile_constants,
     tile_queries,
 )
-from kvblocks.kernels.layout import AttentionOptions, check_attention, check_devices, check_indices
+from kvblocks.kernels.layout import (
+    AttentionOptions,
+    AttentionShape,
+    check_attention,
+    check_devices,
+    check_indices,
+    check_shape,
+)
 from kvblocks.kernels.runs import SharedRuns
 from kvblocks.kernels.table import PREFIX_DECODE, Launch
 
@@ -60,38 +68,63 @@ def prefix_decode(
     options = AttentionOptions(scale, softcap=softcap, k_scale=k_scale, v_scale=v_scale)
     shape = check_attention(query, key_cache, value_cache, block_tables, runs.num_shared, options)
     runs.check(shape)
-    states = (runs.num_levels, shape.num_rows, shape.num_heads)
-    output = torch.empty((*states, shape.cache.head_dim), dtype=torch.float32, device=query.device)
-    lse = torch.full(states, -torch.inf, dtype=torch.float32, device=query.device)
+    lse = new_lse(query, runs)
     if runs.num_groups == 0:
-        return output, lse
+        return torch.empty((*lse.shape, shape.cache.head_dim), dtype=torch.float32, device=query.device), lse
     shares = share_runs(query, key_cache, runs, launch=launch) if shares is None else shares
+    output, merge = attend_runs((query, key_cache, value_cache, block_tables), runs, options, shape, shares, lse)
+    if merge.num_programs > 0:
+        prefix_merge_kernel[merge.grid](*merge.arguments, **merge.constants, num_warps=4)
+    return output, lse
+
+
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def new_lse(query: Tensor, runs: SharedRuns) -> Tensor:
+    """-inf for every level, row and head: what the lse of rows is that are in no group of a level.
+
+    Each call with the same runs writes the same elements, those of the groups' rows: all layers of a step may have one.
+    """
+    return torch.full((runs.num_levels, *query.shape[:2]), -torch.inf, dtype=torch.float32, device=query.device)
+
+
+def attend_runs(
+    tensors: _Inputs,
+    runs: SharedRuns,
+    options: AttentionOptions,
+    shape: AttentionShape,
+    shares: Shares,
+    lse: Tensor,
+) -> tuple[Tensor, Merge]:
+    """`prefix_decode` of at least one group, but for the launch that is returned. lse: of `new_lse`; changes it."""
+    query, key_cache, *_ = tensors
     num_units = _count_units(query, key_cache, runs, shares.launch)
     check_indices("shares.ends", shares.ends, num_units)
-    check_devices(query=query, shares=shares.ends)
+    check_shape("lse", lse, (runs.num_levels, shape.num_rows, shape.num_heads))
+    check_devices(query=query, shares=shares.ends, lse=lse)
+    output = torch.empty((*lse.shape, shape.cache.head_dim), dtype=torch.float32, device=query.device)
     constants = tile_constants(query, key_cache, shares.launch, options)
-    heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
     num_programs, parts, part_lse = empty_parts(query, shares.launch, constants["TILE_M"])
     results = (output, lse, parts, part_lse)
     prefix_kernel[(num_programs,)](
-        *(query, key_cache, value_cache, block_tables, runs.members, runs.group_start),
+        *(*tensors, runs.members, runs.group_start),
         *(runs.run_start, runs.run_stop, runs.level, shares.ends, *results),
         *(runs.num_groups, num_units, shape.num_rows, *scaling(options)),
-        *strides(query, key_cache, value_cache, block_tables),
-        **heads,
+        *strides(*tensors),
+        NUM_KV_HEADS=shape.cache.num_kv_heads,
         **constants,
     )
-    if num_programs > 1:
-        prefix_merge_kernel[(num_programs - 1, constants["TILE_M"] // MERGED_ROWS)](
+    kept = {name: constants[name] for name in ("GROUP", "HEAD_DIM", "TILE_M")}
+    return output, Merge(
+        (num_programs - 1, constants["TILE_M"] // MERGED_ROWS),
+        (
             *(runs.members, runs.group_start, runs.level, shares.ends, *results),
             *(runs.num_groups, num_units, shape.num_rows, num_programs),
-            **heads,
-            **{name: constants[name] for name in ("GROUP", "HEAD_DIM", "TILE_M")},
-            ROWS=MERGED_ROWS,
-            PARTS=parts_at_once(MERGED_ROWS, shape.cache.head_dim),
-            num_warps=4,
-        )
-    return output, lse
+        ),
+        {"NUM_KV_HEADS": shape.cache.num_kv_heads, **kept}
+        | {"ROWS": MERGED_ROWS, "PARTS": parts_at_once(MERGED_ROWS, shape.cache.head_dim)},
+    )
 
 
 def share_runs(query: Tensor, key_cache: Tensor, runs: SharedRuns, *, launch: Launch | None = None) -> Shares:

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     __compiled__: bool
     """Whether this is the compiled build of the core (`KVBLOCKS_COMPILE=1 pip install .`).
 
-    The two behave alike; docs/design.md has the exceptions.
+    The two behave alike; docs/design/builds-and-invariants.md has the exceptions.
     """
 
 # Where each public name lives; a test holds this against the imports above.

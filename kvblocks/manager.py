@@ -282,7 +282,7 @@ class KVCacheManager(Changeable):
         num_external_computed_tokens: SupportsIndex = 0,
         num_total_tokens: SupportsIndex | None = None,
         num_in_flight_tokens: SupportsIndex = 0,
-        delay_cache_blocks: Flag = False,  # noqa: FBT002  # meant to be named; see docs/design.md, "The hot path"
+        delay_cache_blocks: Flag = False,  # noqa: FBT002  # meant to be named; see docs/design/core/hot-path.md
         loads: Iterable[TierHit] = _NO_TIERS,
     ) -> list[KVCacheBlock] | None:
         """Make room for the next `num_new_tokens` known tokens (None: all the rest) and cache the blocks that get full.
@@ -1033,7 +1033,10 @@ class KVCacheManager(Changeable):
         return self._pool.free_block_ids()
 
     def check(self) -> None:
-        """Raise AssertionError unless all invariants of docs/design.md hold (never under python -O). O(pool)."""
+        """Raise AssertionError unless all invariants hold (docs/design/builds-and-invariants.md). O(pool).
+
+        Under python -O it does nothing.
+        """
         self.check_whole()
         tables = [table for sequence in self._sequences.values() for table in self._slots.tables(sequence)]
         if self._slots.soft_holds is not None:

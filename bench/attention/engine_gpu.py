@@ -13,7 +13,6 @@ What this does not show: prefill, sampling with a temperature, requests that com
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -84,21 +83,12 @@ TINY_SHAPE = SHAPE | {
 
 def random_model(shape: dict[str, int], device: torch.device, dtype: torch.dtype) -> "LoadedModel":
     """Return a model of random weights, made as a Hugging Face folder and loaded as any other."""
-    from safetensors.torch import save_file
-
+    from bench.random_model import write_weights
     from kvblocks.engine import LoadedModel
-    from kvblocks.engine.model.config import ModelConfig
-    from kvblocks.engine.model.loader import expected_shapes
 
     fields = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False} | shape
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: (torch.randn(size, generator=generator) / size[-1] ** 0.5).to(dtype)
-        for name, size in expected_shapes(ModelConfig.from_fields(fields)).items()
-    }
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-        save_file(tensors, Path(folder) / "model.safetensors")
+        write_weights(Path(folder), fields, dtype)
         return LoadedModel.load(folder, device, dtype)
 
 

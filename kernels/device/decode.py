@@ -192,6 +192,36 @@ def stream_kernel(
         tile += last - first
 
 
+@triton.jit
+def merge_cut_head(
+    cut,
+    packed,
+    end_ptr,
+    output_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    num_seqs,
+    num_programs,
+    stride_output_row,
+    stride_output_head,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Merge the parts of a query head, if the share of program `cut` begins within its head of K. packed: int32 [1]."""
+    seq, kv_head, first, num_parts = find_cut(end_ptr, num_seqs, num_programs, cut, NUM_KV_HEADS)
+    if num_parts > 0:
+        output, lse = merge_rows(
+            part_ptr, part_lse_ptr, first, num_parts, packed, packed < GROUP, 2, GROUP, 1, PARTS, HEAD_DIM
+        )  # fmt: skip
+        head = kv_head * GROUP + packed
+        output_at = output_ptr + seq.to(tl.int64) * stride_output_row + head[:, None] * stride_output_head
+        tl.store(output_at + tl.arange(0, HEAD_DIM)[None, :], output.to(output_ptr.dtype.element_ty))
+        tl.store(lse_ptr + seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head, lse)
+
+
 @triton.jit(do_not_specialize=["num_seqs", "num_programs"], do_not_specialize_on_alignment=["end_ptr"])
 def stream_merge_kernel(
     end_ptr,
@@ -212,17 +242,10 @@ def stream_merge_kernel(
 
     The rest is as in `stream_kernel`.
     """
-    seq, kv_head, first, num_parts = find_cut(end_ptr, num_seqs, num_programs, tl.program_id(0) + 1, NUM_KV_HEADS)
-    if num_parts == 0:
-        return
-    packed = tl.program_id(1) + tl.arange(0, 1)
-    output, lse = merge_rows(
-        part_ptr, part_lse_ptr, first, num_parts, packed, packed < GROUP, 2, GROUP, 1, PARTS, HEAD_DIM
+    merge_cut_head(
+        tl.program_id(0) + 1, tl.program_id(1) + tl.arange(0, 1), end_ptr, output_ptr, lse_ptr, part_ptr, part_lse_ptr,
+        num_seqs, num_programs, stride_output_row, stride_output_head, NUM_KV_HEADS, GROUP, HEAD_DIM, PARTS,
     )  # fmt: skip
-    head = kv_head * GROUP + packed
-    output_at = output_ptr + seq.to(tl.int64) * stride_output_row + head[:, None] * stride_output_head
-    tl.store(output_at + tl.arange(0, HEAD_DIM)[None, :], output.to(output_ptr.dtype.element_ty))
-    tl.store(lse_ptr + seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head, lse)
 
 
 @triton.jit(

@@ -198,6 +198,47 @@ def prefix_kernel(
             tl.store(part_lse_ptr + part_row, lse, mask=is_row)
 
 
+@triton.jit
+def merge_cut_rows(
+    cut,
+    packed,
+    members_ptr,
+    start_ptr,
+    level_ptr,
+    end_ptr,
+    output_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    num_groups,
+    num_units,
+    num_rows,
+    num_programs,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Merge the parts of some rows of a unit's head, if program `cut`'s share begins within. packed: int32 [ROWS]."""
+    TILE_Q: tl.constexpr = TILE_M // GROUP
+    unit, kv_head, first_part, num_parts = find_cut(end_ptr, num_units, num_programs, cut, NUM_KV_HEADS)
+    if num_parts > 0:
+        group, group_start, num_members, first = find_members(start_ptr, unit, num_groups, TILE_Q)
+        member = first + packed // GROUP
+        is_row = (packed < TILE_Q * GROUP) & (member < num_members)
+        row = tl.load(members_ptr + group_start + member, mask=is_row, other=0).to(tl.int64)
+        output, lse = merge_rows(
+            part_ptr, part_lse_ptr, first_part, num_parts, packed, is_row, 2, TILE_M, ROWS, PARTS, HEAD_DIM
+        )  # fmt: skip
+        level = tl.load(level_ptr + group).to(tl.int64)
+        head_at = (level * num_rows + row) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP
+        element = tl.arange(0, HEAD_DIM)
+        tl.store(output_ptr + (head_at * HEAD_DIM)[:, None] + element[None, :], output, mask=is_row[:, None])
+        tl.store(lse_ptr + head_at, lse, mask=is_row)
+
+
 @triton.jit(
     do_not_specialize=["num_groups", "num_units", "num_rows", "num_programs"],
     do_not_specialize_on_alignment=["members_ptr", "start_ptr", "level_ptr", "end_ptr"],
@@ -226,21 +267,8 @@ def prefix_merge_kernel(
 
     Grid: (num_programs - 1, TILE_M // ROWS); the rest as in `prefix_kernel`.
     """
-    TILE_Q: tl.constexpr = TILE_M // GROUP
-    unit, kv_head, first_part, num_parts = find_cut(
-        end_ptr, num_units, num_programs, tl.program_id(0) + 1, NUM_KV_HEADS
+    merge_cut_rows(
+        tl.program_id(0) + 1, tl.program_id(1) * ROWS + tl.arange(0, ROWS), members_ptr, start_ptr, level_ptr, end_ptr,
+        output_ptr, lse_ptr, part_ptr, part_lse_ptr, num_groups, num_units, num_rows, num_programs,
+        NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_M, ROWS, PARTS,
     )  # fmt: skip
-    if num_parts == 0:
-        return
-    group, group_start, num_members, first = find_members(start_ptr, unit, num_groups, TILE_Q)
-    packed = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    member = first + packed // GROUP
-    is_row = (packed < TILE_Q * GROUP) & (member < num_members)
-    row = tl.load(members_ptr + group_start + member, mask=is_row, other=0).to(tl.int64)
-    output, lse = merge_rows(
-        part_ptr, part_lse_ptr, first_part, num_parts, packed, is_row, 2, TILE_M, ROWS, PARTS, HEAD_DIM
-    )  # fmt: skip
-    level = tl.load(level_ptr + group).to(tl.int64)
-    head_at = (level * num_rows + row) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP
-    tl.store(output_ptr + (head_at * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :], output, mask=is_row[:, None])
-    tl.store(lse_ptr + head_at, lse, mask=is_row)

@@ -29,7 +29,7 @@ from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerAttention
 from kvblocks.engine.model.layers import RowOps, TorchRows
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.kernels.cascade import OwnParts, cascade_decode, own_parts
+from kvblocks.kernels.cascade import CascadeShares, OwnParts, cascade_decode, own_parts, share_cascade
 from kvblocks.kernels.compiling import compile_seconds
 from kvblocks.kernels.decode import decode, share_decodes
 from kvblocks.kernels.extend import extend, share_rows
@@ -42,7 +42,6 @@ from kvblocks.kernels.layout import (
     check_fp8_device,
     is_interpreted,
 )
-from kvblocks.kernels.prefix_decode import share_runs
 from kvblocks.kernels.rows import MAX_COLUMNS, Turn, add_norm, gate, norm, place
 from kvblocks.kernels.runs import SharedRuns
 from kvblocks.kernels.store import store
@@ -169,11 +168,15 @@ class _TritonStep:
 
 @dataclass(frozen=True)
 class _CascadeStep(_TritonStep):
-    """A decode step whose sequences share runs of blocks of a group. own: each sequence's part behind its runs."""
+    """A decode step whose sequences share runs of blocks of a group. own: each sequence's part behind its runs.
+
+    cascade_shares: empty until the first layer has made them, for all.
+    """
 
     runs: SharedRuns
     own: OwnParts
     group: int
+    cascade_shares: list[CascadeShares] = field(default_factory=list, kw_only=True)
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
         if how.window is not None or how.group != self.group:
@@ -183,11 +186,10 @@ class _CascadeStep(_TritonStep):
             self.kv_cache.values[layer],
             self.batch.block_tables[self.group],
         )
-        if ("runs", None) not in self.shares:
-            self.shares["runs", None] = share_runs(query, keys, self.runs)
-            self.shares["own", None] = share_decodes(query, keys, self.own.seq_lens)
+        if not self.cascade_shares:
+            self.cascade_shares.append(share_cascade(query, keys, self.own, self.runs))
         options: dict[str, Any] = {"scale": how.scale, "softcap": how.softcap} | self._scales(layer)
-        options["shares"] = self.shares["runs", None], self.shares["own", None]
+        options["shares"] = self.cascade_shares[0]
         return cascade_decode(query, keys, values, self.own, tables, self.runs, **options)[0]
 
 

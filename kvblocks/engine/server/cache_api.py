@@ -68,8 +68,16 @@ class CacheApi:
             "pins": values["pins"],
             "hints": asdict(self._service.thread.hint_stats),
             "tiers": self._tiers_json(values["tiers"]),
+            "remembered": self._remembered_json(),
             "requests": self._service.metrics.counts(),
         }
+
+    def _remembered_json(self) -> Json | None:
+        """What is remembered of whole prompts; None: nothing is to be."""
+        of = self._engine.scheduler.remembered
+        if of is None:
+            return None
+        return {"num_prompts": len(of), "num_blocks": of.num_blocks, "num_answers": of.num_answers}
 
     def _tiers_json(self, tiers: list[Json]) -> list[Json]:
         """The manager's statistics of each tier, with the bytes and seconds of transfers by direction."""

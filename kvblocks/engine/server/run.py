@@ -50,6 +50,7 @@ def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPu
         kv_cache_dtype=settings.kv_cache_dtype,
         eviction=settings.eviction,
         num_history_blocks=settings.num_history_blocks if settings.prefix_caching else 0,
+        remember_next_token=settings.remember_next_token,
         host_cache=settings.host_cache,
         disk_cache=settings.disk_cache,
         disk_cache_size=settings.disk_cache_size,

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvblocks.engine.engine import Engine
-from kvblocks.engine.prometheus import KVBlocksCollector, OffloadCollector
+from kvblocks.engine.prometheus import KVBlocksCollector, OffloadCollector, RememberedCollector
 from kvblocks.replay.recorder import TraceRecorder
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class ServiceMetrics:
         KVBlocksCollector(engine.metrics, registry=registry)
         if engine.offload is not None:
             OffloadCollector(engine.offload, registry=registry)
+        if engine.scheduler.remembered is not None:
+            RememberedCollector(engine.scheduler.remembered, registry=registry)
         self._outcomes = Counter(f"{_PREFIX}_requests", "Requests by how they ended.", ["outcome"], registry=registry)
         for outcome in Outcome:
             self._outcomes.labels(outcome.value)

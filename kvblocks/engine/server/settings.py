@@ -33,6 +33,7 @@ class CacheSettings:
     kv_cache_dtype: str = "auto"
     prefix_caching: bool = True
     num_history_blocks: int = 10_000
+    remember_next_token: bool = False
     schedule: str = "fcfs"
     eviction: str | None = None
     deterministic: bool = False
@@ -72,6 +73,10 @@ class CacheSettings:
             raise InvalidArgumentError(
                 f"expected --schedule fcfs with --no-prefix-caching, since the other orders go by what is cached, got"
                 f" {self.schedule}"
+            )
+        if self.remember_next_token and not self.prefix_caching:
+            raise InvalidArgumentError(
+                "--remember-next-token: expected prefix caching, which keeps what it needs, got --no-prefix-caching"
             )
         self._check_tiers()
         check_count("--max-num-seqs", self.max_num_seqs, 1)

@@ -76,6 +76,9 @@ class TokensApi:
             raise ApiError(
                 400, f"tokens: expected at most {most}, the model's context, got {len(tokens)}", param="tokens"
             )
+        if tokens and max(tokens) >= model.config.vocab_size:
+            below = f"token ids below {model.config.vocab_size}, the vocabulary's size"
+            raise ApiError(400, f"tokens: expected {below}, got {max(tokens)}", param="tokens")
         if model.tokenizer is None:
             raise ApiError(400, "expected a model with a tokenizer, got one without", param="tokens")
         text = await asyncio.to_thread(model.tokenizer.decode, tokens, skip_special_tokens=False)
