@@ -37,7 +37,7 @@ class TierTraffic:
 
 @dataclass(frozen=True, slots=True)
 class SharedTier:
-    """A store that servers share. loads: a carrier for loads alone, so that they don't wait for stores. seeker: asks it."""
+    """A store that servers share. loads: a carrier for loads alone, which don't wait for stores. seeker: asks it."""
 
     store: SharedStore
     loads: Carrier

@@ -72,9 +72,8 @@ class DiskPlace:
         if self._staging is not None:
             self._block_bytes.read(move.block_ids, rows, move.after)
         for slot, identity, row in zip(move.slots, move.identities, rows, strict=True):
-            row[self._used_bytes[identity.column] :] = (
-                0  # on a CPU this changes the block, but nobody reads these bytes
-            )
+            # On a CPU this changes the block, in bytes that nobody reads.
+            row[self._used_bytes[identity.column] :] = 0
             self._store.write([slot], [identity], row.data)
         return True
 
