@@ -265,6 +265,43 @@ def windows() -> Picture:
     return picture
 
 
+def block_way() -> Picture:
+    """What becomes of a block, again and again."""
+    picture = Picture("A block is free, owned, cached, free and cached, and evicted", 230)
+    picture.text(20, 28, "A block goes round", "bold")
+    for x, name, fill in (
+        (20, "free, empty", "empty"),
+        (220, "owned", "own"),
+        (420, "owned, cached", "shared"),
+        (620, "free, cached", "gone"),
+    ):
+        picture.box(x, 80, 120, name, fill)
+    for x, what in ((140, "taken"), (340, "full")):
+        picture.arrow((x + 2, 95), (x + 78, 95))
+        picture.text(x + 40, 87, what, "small", "middle")
+    picture.arrow((542, 88), (618, 88))
+    picture.text(580, 80, "let go", "small", "middle")
+    picture.arrow((618, 102), (542, 102))
+    picture.text(580, 116, "hit", "small", "middle")
+    picture.arrow((240, 110), (240, 140), (80, 140), (80, 112))
+    picture.text(160, 134, "let go before it is full", "small", "middle")
+    picture.arrow((680, 110), (680, 170), (300, 170), (300, 112))
+    picture.text(490, 164, "evicted: taken for something else", "small", "middle")
+    picture.text(
+        20,
+        200,
+        "A hit adds an owner, whether the block has one or is free. The last owner that lets go frees it.",
+        "small",
+    )
+    picture.text(
+        20,
+        218,
+        "Only full blocks are cached. Empty blocks are taken first, then those that were used longest ago.",
+        "small",
+    )
+    return picture
+
+
 TOP_FLOOR = 7
 """Of the manager. Above it only folders are drawn."""
 
@@ -344,6 +381,7 @@ PICTURES: tuple[Callable[[], Picture], ...] = (
     copy_on_write,
     cascade,
     windows,
+    block_way,
     rooms,
 )
 

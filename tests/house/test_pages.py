@@ -14,8 +14,12 @@ DOCS = ROOT / "docs"
 DESIGN = sorted((DOCS / "design").rglob("*.md"))
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 FOLDERS = ("kvblocks", "kernels", "tests", "bench", "examples", "tools")
+SOURCES = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
 NAMED = re.compile(r"\bdocs/[\w/-]+\.md(?:#[\w-]+)?")
 """A page as sources name it."""
+
+FILE = re.compile(r"`([\w/]+\.py)`")
+"""A source as the design names it: the end of its path."""
 
 ELSEWHERE = {"docs/gguf.md"}  # ggml's
 
@@ -72,11 +76,21 @@ def test_links_lead_somewhere(path):
 def test_pages_that_sources_name_are_there():
     faults = [
         f"{name_of(path)}: {wrong}"
-        for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*.py")
+        for path in SOURCES
         if path != Path(__file__)
         for link in NAMED.findall(path.read_text(encoding="utf-8"))
         if link not in ELSEWHERE and (wrong := fault(link, ROOT / "README.md"))
+    ]
+    assert not faults
+
+
+def test_files_that_the_design_and_the_glossary_name_are_there():
+    files = [f"/{name_of(path)}" for path in SOURCES]
+    faults = [
+        f"{name_of(path)}: {name}"
+        for path in [DOCS / "design.md", DOCS / "glossary.md", *DESIGN]
+        for name in FILE.findall(path.read_text(encoding="utf-8").partition("## Renamed")[0])
+        if not any(file.endswith(f"/{name}") for file in files)
     ]
     assert not faults
 
@@ -112,6 +126,7 @@ def test_what_leads_nowhere_is_found():
         {"kvblocks-too-a", "b", "b-1"},
         ["y.md#z", "p.png"],
     )
+    assert FILE.findall("`core/pool.py`, `setup` and `x.py`") == ["core/pool.py", "x.py"]
     assert NAMED.findall("see docs/design.md, and docs/policies.md#sessions.") == [
         "docs/design.md",
         "docs/policies.md#sessions",
