@@ -63,8 +63,8 @@ class GenerationOptions:
     stop_token_ids: tokens that end a sample, beside those of the model. The text ends before them.
     skip_special_tokens: whether special tokens, such as "<|im_end|>", are left out of the text.
     grammar: the form of the text, made by a `GrammarCompiler` for the model. Only tokens that the form allows are
-    drawn, and a whole text is ended. max_tokens may cut a text off. Needs the tokens that end answers, so neither ignore_eos
-    nor min_tokens.
+    drawn, and a whole text is ended. max_tokens may cut a text off. Needs the tokens that end answers, so it excludes
+    ignore_eos and min_tokens.
     salt: prompts with different salts (None is one of them) never share anything in the cache.
     session: the conversation of the prompt, hashable, for `Engine(eviction="sessions")`; None: no session. The end of
     an answer is reported as a pause of the session, with the finish_reason.
