@@ -20,9 +20,7 @@ from kvblocks.engine.attention.batch import SequenceRows, StepBatch, StepShape
 from kvblocks.engine.run.resident_table import ResidentTable, TableChanges
 
 DECODE_COLUMNS = 3
-"""Rows of a decode step's columns before the table rows, of which each group has one: token ids, lengths, read-only
-tokens.
-"""
+"""The first rows of a decode step's columns: token ids, lengths, read-only tokens. Each group's table rows follow."""
 
 
 @dataclass(frozen=True)

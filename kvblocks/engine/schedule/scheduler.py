@@ -20,8 +20,8 @@ Invariants:
 - A request whose prefix comes from a tier (`manager.tiers`) has blocks and counts as running, but is in no step until
   its loads have ended (`note_loaded`). It may be preempted as any other. A block under a transfer is free only after
   the transfer. So a step may be empty while transfers are under way; that is no error.
-- Samples of one prompt are forked between two steps, after its last chunk was computed: all that they share is written.
-  Until then no later request is admitted in their stead. If there isn't room for all samples, the rest wait, in front.
+- Samples of one prompt are forked between two steps, after the prompt's last chunk was computed. So all blocks that
+  they share are written. Until then no later request is admitted in their stead. Samples without room wait, in front.
 - Blocks that `remembered` keeps take nothing from requests: all of them are given up before a request is refused a
   block. They were written by a step that is complete.
 

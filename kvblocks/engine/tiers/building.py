@@ -32,7 +32,8 @@ from kvblocks.tiers.tier import Tier, check_layers
 HOST, DISK, STORE = "host", "disk", "store"
 
 DISK_MIN_STORE_TOKENS = 256
-"""Prefixes of at least so many tokens are stored on the disk, or in a store, at once; shorter ones on second use."""
+"""Prefixes of at least so many tokens are stored on the disk, or in a store, at once; shorter ones on their second use.
+"""
 
 KNOWN_SHARE, LEAST_KNOWN = 4, 4096
 """How many blocks of a shared store are known at a time: KNOWN_SHARE times the pool's, at least LEAST_KNOWN."""

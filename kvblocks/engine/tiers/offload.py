@@ -111,7 +111,7 @@ class Offload:
             try:
                 future.result(timeout_s)
             except TimeoutError:
-                raise DiskError(f"expected what is deleted to be overwritten in {timeout_s:g} s, it isn't") from None
+                raise DiskError(f"expected deleted blocks to be overwritten in {timeout_s:g} s, got none yet") from None
 
     def wait(self, seconds: float) -> None:
         """Wait until a transfer has ended since the last `advance`, or a store has answered, but at most `seconds`."""
