@@ -43,7 +43,7 @@ class GenerationOptions:
     max_tokens: of each sample; None: as many as the model's context and the pool have room for. 0: the prompt is
     computed and cached, and nothing is generated; n must be 1 then.
     temperature: 0 is greedy, and all samples are equal.
-    top_p: keeps the fewest most likely tokens that have this probability together.
+    top_p: keeps as few of the most likely tokens as together have this probability.
     top_k: keeps at most so many tokens; None: any number. min_p: drops tokens less likely than this share of the most
     likely one's probability. Both apply before top_p.
     presence_penalty, frequency_penalty: subtracted from a token's logit, once if the answer has the token, and for each

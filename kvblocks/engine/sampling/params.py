@@ -20,8 +20,8 @@ class SamplingParams:
     temperature: 0 is greedy: the first of the largest logits is taken, and the parameters below are ignored. Otherwise
     logits are divided by it, and tokens are drawn in proportion to e ** logit.
     min_p: keeps tokens whose probability is at least this share of the most likely token's. 0 to 1.
-    top_k: keeps the k most likely of the remaining tokens; None: all. top_p: keeps the fewest most likely of these
-    whose probabilities make up this share of all of these. Of equally likely tokens, the first in the vocabulary counts
+    top_k: keeps the k most likely of the remaining tokens; None: all. top_p: of these, keeps as few of the most likely
+    as together have this share of their total probability. Of equally likely tokens, the first in the vocabulary counts
     as more likely.
     logprobs: how many of the most likely tokens each drawn token comes with, with their logarithms of probability; 0:
     only the drawn token's logarithm; None: no logarithms. They are the model's own, of the logits before all of the
