@@ -234,10 +234,10 @@ PREFIX_DECODE: dict[Key, Launch] = EXTEND | {
 class CascadeThreshold:
     """From where on `cascade_decode` is used instead of `decode`.
 
-    min_run_tokens: shorter shared runs don't count. min_saved_share: the least share of the tokens that `decode` would
-    read, counted once for each request, that a cascade must not have to read. captured_microseconds,
-    eager_microseconds: what a cascade costs a layer beside its reads, where it is captured in a CUDA graph, and where
-    the host launches it instead of replaying a graph. The time that the saved reads would take must exceed this cost.
+    min_run_tokens: shorter shared runs don't count. min_saved_share: a cascade must save at least this share of the
+    tokens that `decode` would read, counted once for each request. captured_microseconds, eager_microseconds: what a
+    cascade costs a layer beside its reads, if it is captured in a CUDA graph, and if the host launches it instead of
+    replaying a graph. The time that the saved reads would take must exceed this cost.
     """
 
     min_run_tokens: int

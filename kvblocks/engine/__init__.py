@@ -3,8 +3,7 @@
     engine = Engine("smollm2")
     completions = engine.generate(["The capital of France is"], max_tokens=8)
 
-The names below are imported when they are first asked for, since they bring torch; `engine.schedule`
-needs the core only.
+The names below are imported when they are first used, since they import torch. `engine.schedule` needs only the core.
 """
 
 from typing import TYPE_CHECKING
@@ -39,7 +38,7 @@ def __getattr__(name: str) -> object:
         from kvblocks.engine.schedule import step
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "kvblocks":
-            raise  # ours, so a bug
+            raise  # a module of our own is missing: a bug
         message = f"kvblocks.engine: expected the package {error.name}, got none: pip install 'kvblocks[engine]'"
         raise ModuleNotFoundError(message, name=error.name) from error
 

@@ -1,4 +1,4 @@
-"""The cached prefixes as a table for the terminal. `kvblocks.observe.picture` makes its rows and its words."""
+"""The cached prefixes as a table for the terminal. `kvblocks.observe.picture` makes its rows and texts."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,13 @@ from rich.text import Text
 
 from kvblocks.observe.picture import PrefixRow, describe_blocks, describe_keys, describe_tokens
 
-_MAX_INDENT = 16  # levels that are shown by indenting; a cache may be thousands deep
+_MAX_INDENT = 16  # the most levels of indentation; a cache may be thousands of levels deep
 
 
 def cache_table(rows: Sequence[PrefixRow], max_rows: int | None = None) -> Table:
-    """Return `rows`, as `prefix_rows` returns them, as a table; each is indented by its depth. Print it with rich.
+    """Return the rows of `prefix_rows` as a table, indented by depth. Print it with rich.
 
-    max_rows: show at most so many; a last line then says what was left out. None: show all. O(rows).
+    max_rows: show at most so many rows; the last line then sums up those left out. None: show all. O(rows).
     """
     shown = rows if max_rows is None else rows[: max(max_rows, 0)]
     left_out = rows[len(shown) :]
@@ -37,6 +37,6 @@ def _span(row: PrefixRow) -> Text:
 
 
 def _counts(rows: Sequence[PrefixRow]) -> list[str]:
-    """The numbers of blocks of `rows` together: those that hits get, duplicates, owned, free."""
+    """The numbers of blocks of all `rows` together: those that hits get, duplicates, owned, free."""
     counts = [(row.num_blocks, row.num_duplicates, row.num_owned, row.num_free) for row in rows]
     return [str(sum(column)) for column in zip(*counts, strict=True)]

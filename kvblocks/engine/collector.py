@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept off while much is made of which nothing is garbage."""
+"""Pauses Python's garbage collector while many objects are made that all stay alive."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Have Python look for no garbage meanwhile: it would look at all that is made again and again."""
+    """Pause the garbage collector inside this context. It would scan all new objects again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What the engine gives back: a stream of pieces, and a completion at the end."""
+"""The engine's results: a stream of pieces, and a completion at the end."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from kvblocks.engine.schedule.request import FinishReason
 class Completion:
     """The answer to one prompt, or one of several, and what it cost.
 
-    text: without special tokens; "" if the model has no tokenizer. token_ids: all that were generated, the stop token
-    included. num_cached_tokens: tokens of the prompt that needed no computing for it: the cache had them, or another
-    sample computed them for all. num_computed_tokens: tokens that went through the model, of the prompt and generated,
-    those recomputed after a preemption included; the last one generated never does. ttft_s: seconds from the call to
-    the first token, waiting included; where none was asked for, until the prompt was computed. finish_reason: "stop" or
-    "length". num_loaded_tokens: of the cached tokens, those that were loaded from below the device, by tier ("host",
-    "disk"). logprobs: for each of token_ids, if the request asked for them, else None. prompt_logprobs: likewise, for
-    each token of the prompt; the first one, which nothing comes before, has None.
+    text: without special tokens; "" if the model has no tokenizer. token_ids: all generated tokens, with the stop
+    token. num_cached_tokens: tokens of the prompt that weren't computed for it: the cache had them, or another sample
+    computed them for all. num_computed_tokens: tokens that went through the model, of the prompt and generated,
+    recomputed ones included; the last generated token never does. ttft_s: seconds from the call to the first token,
+    with waiting; if no token was asked for, until the prompt was computed. finish_reason: "stop" or "length".
+    num_loaded_tokens: of the cached tokens, those that were loaded from below the device, by tier ("host", "disk").
+    logprobs: for each of token_ids, if the request asked for them, else None. prompt_logprobs: likewise, for each token
+    of the prompt; the first one, which nothing comes before, has None.
     """
 
     text: str
@@ -35,10 +35,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One generated token. text: what it makes certain, or "". completion: with the last one.
+    """One generated token. text: the text that it makes certain, or "". completion: with the last token.
 
-    prompt_index, sample_index: whose it is; samples of a prompt count from 0. logprobs: if they were asked for.
-    prompt_logprobs: with the first one, if they were asked for.
+    prompt_index, sample_index: its prompt and sample; samples of a prompt count from 0. logprobs: if they were asked
+    for. prompt_logprobs: with the first token, if they were asked for.
     """
 
     prompt_index: int

@@ -1,11 +1,11 @@
 """The engine: prompts in, completions out. It puts manager, scheduler, model runner and samplers together.
 
-There are two ways to use it. `generate` and `stream` answer prompts and return; they step by themselves, and raise what
-goes wrong. A server submits prompts as they come, calls `step` as long as there is work, and hands out the pieces of
-the generations; what goes wrong for one of them is found there, and the others go on (see `engine.stepper`).
+There are two ways to use it. `generate` and `stream` answer prompts and return. They call `step` themselves, and raise
+errors. A server submits prompts as they come, calls `step` as long as there is work, and passes on the pieces of the
+generations. A generation keeps its own error, and the others go on (see `engine.stepper`).
 
-An engine is single-threaded, as its manager is. Several streams may be open at once in one thread: each of them
-advances all.
+An engine is single-threaded, as its manager is. Several streams may be open at once in one thread: a step of one
+advances all of them.
 """
 
 import time
@@ -49,52 +49,53 @@ REMEMBERED_SHARE = 0.25
 """The share of the blocks that prompts with a remembered next token may hold."""
 
 _PATIENCE_S = 5.0
-"""How long `forget_salt` waits for transfers under way, whose bytes are then to be overwritten, too."""
+"""How long `forget_salt` waits for transfers under way, whose bytes it must overwrite too."""
 
 _ERASE_S = 60.0
-"""How long it waits for the disk."""
+"""How long `forget_salt` waits for the disk."""
 
 _WAIT_S = 0.005
-"""How long a step without anything to compute waits for a transfer: what else its caller has to do waits as long."""
+"""How long a step with nothing to compute waits for a transfer. Its caller's other work waits as long."""
 
 
 class Engine:
-    """A model that answers prompts, many at once, computing what they share once.
+    """A model that answers prompts, many at once, and computes what they share once.
 
-    model: "smollm2", a Hugging Face folder, or a `LoadedModel`, such as another engine's `model`: they share it then.
-    num_blocks, block_size: the KV cache, in blocks and tokens a block. A block holds the KV of one of the groups that
-    the model's layers form (`plan`): of all layers, where all of them see everything.
-    kv_cache_memory: instead of num_blocks, what they may take together: bytes, a text such as "2GiB", or a share of
-    the memory that is free once the model is loaded (a float, up to 1.0). Neither: DEFAULT_KV_CACHE_BYTES.
+    model: "smollm2", a Hugging Face folder, or a `LoadedModel`, such as another engine's `model`, to share it.
+    num_blocks, block_size: the KV cache, in blocks and tokens a block. A block holds the KV of one group of layers
+    (`plan`). If no layer has a window, that is all layers.
+    kv_cache_memory: instead of num_blocks, the memory of all blocks: bytes, a text such as "2GiB", or a share of the
+    memory that is free once the model is loaded (a float, up to 1.0). Neither: DEFAULT_KV_CACHE_BYTES.
     enable_prefix_caching: whether prompts reuse the KV of earlier ones.
-    deterministic: logits have the same bits however prompts are cached, batched, chunked or preempted; slower, and on a
-    CPU for the number of torch threads at this moment.
+    deterministic: logits have the same bits however prompts are cached, batched, chunked or preempted. This is slower.
+    On a CPU it holds for the number of torch threads at the engine's creation.
     device: "cpu", "cuda", "cuda:1", or "auto": cuda if there is one, or where a `LoadedModel` is.
     attention: "triton" (our kernels: CUDA devices, head_dim 64, 128 or 256, block_size 16, 32, 64 or 128), "torch"
     (plain torch, anything anywhere), "flash-attn" (that package: CUDA, float16 or bfloat16, block_size in multiples of
     256), or "auto": triton on cuda, torch on a CPU.
-    dtype: "float32", "float16", "bfloat16" or torch's own, of weights, KV cache and computing; None: float32 on a CPU,
-    the model's own on cuda, or what a `LoadedModel` has.
-    kv_cache_dtype: "auto": K and V are kept in dtype; "fp8_e4m3" (or "fp8"): in 8 bits, with scales that are found now
-    and then stay, so that a pool of the same bytes has two or four times as many blocks (docs/performance.md says what
+    dtype: "float32", "float16", "bfloat16" or a torch.dtype, of weights, KV cache and computing; None: float32 on a
+    CPU, the model's own on cuda, or that of a `LoadedModel`.
+    kv_cache_dtype: "auto": K and V are kept in dtype. "fp8_e4m3" (or "fp8"): in 8 bits, with scales that are found now
+    and never change. A pool of the same bytes then has two or four times as many blocks (docs/performance.md says what
     that costs).
-    cuda_graphs: whether decode steps are captured and replayed, where there is CUDA and attention is triton.
-    schedule: in which order prompts that wait are begun: "fcfs", first come first served; "longest-prefix", those first
-    of which most is cached; "grouped", those together that share a prefix. See `engine.order`.
-    eviction: which cached block goes first when the pool needs one, as of a `KVCacheManager`; its clock is
-    `time.monotonic`. "sessions" goes by the option `session` of prompts.
-    remember_next_token: whether a greedy prompt's next token is kept with its KV, so that the same prompt again gets
-    its first token without a forward pass; at most REMEMBERED_SHARE of the blocks hold such prompts, and only as long
-    as nobody needs them (docs/design/engine/remembered.md). `close` gives them back.
+    cuda_graphs: whether decode steps are captured and replayed, on CUDA with attention by triton.
+    schedule: the order in which waiting prompts begin: "fcfs", first come first served; "longest-prefix", the longest
+    cached prefix first; "grouped", prompts that share a prefix together. See `engine.schedule.order`.
+    eviction: the eviction policy of the pool, as of a `KVCacheManager`; its clock is `time.monotonic`. "sessions" uses
+    the option `session` of prompts.
+    remember_next_token: whether a greedy prompt's next token is kept with its KV. An equal prompt then gets its first
+    token without a forward pass. At most REMEMBERED_SHARE of the blocks hold such prompts, and only while nobody else
+    needs the blocks (docs/design/engine/remembered.md). `close` frees them.
     num_history_blocks: how many evicted blocks `manager.explain` remembers.
     host_cache: host memory for blocks that don't fit the pool: bytes, a text such as "2GiB", or a share of what is
-    free. disk_cache: a folder for blocks, which the next engine finds again. disk_cache_size: what it may take in all,
-    "8GiB" by default. disk_cache_secret: at least 16 bytes, so that nobody who can write there can plant KV. store: the
-    URL of a Valkey or Redis that servers share, such as "valkey://host:6379" (docs/store.md). store_secret: as
-    disk_cache_secret, the same for all of them. An engine with tiers is to be closed (`close`, or `with`): what isn't
-    stored by then isn't there for the next one.
-    on_events: is given what became cached and what is cached no more, on the device and in tiers, after the step that
-    did it: an `EventPublisher`'s `publish`, say. It must neither wait nor raise. None: nothing is recorded.
+    free. disk_cache: a folder for blocks, which the next engine finds again. disk_cache_size: the most that the folder
+    may take, "8GiB" by default. disk_cache_secret: at least 16 bytes; nobody who lacks it can plant KV in the folder.
+    store: the URL of a Valkey or Redis that servers share, such as "valkey://host:6379" (docs/store.md). store_secret:
+    as disk_cache_secret, the same for all servers. Close an engine with tiers (`close`, or `with`): the next engine
+    doesn't find blocks that weren't stored by then.
+    on_events: called after each step with the events of blocks that became cached, or stopped being cached, on the
+    device and in tiers. An `EventPublisher`'s `publish` is one. It must neither wait nor raise. None: no events are
+    recorded.
 
     Attributes to read: model, plan, manager, metrics, scheduler, runner, sampling. `limits` may be replaced.
     Raises InvalidArgumentError, ModelError and FetchError, and DiskError for a disk_cache that can't be used. Loads the
@@ -140,10 +141,10 @@ class Engine:
         check_count("block_size", block_size, 1)
         backend = Backend(attention, deterministic, cuda_graphs, kv_cache_dtype)
         self.model = _load(model, device, dtype)
-        backend = backend.prepared(self.model, block_size)  # before anything large is made
+        backend = backend.prepared(self.model, block_size)  # called before anything large is allocated
         self.plan = _plan(backend.plan_cache(self.model, block_size), num_blocks, kv_cache_memory, self.model.device)
         built = build_tiers(below, self.model, self.plan, backend)
-        with built:  # which closes what it has opened if this fails
+        with built:  # closes what it has opened if this fails
             self.manager = KVCacheManager(
                 self.plan.num_blocks,
                 groups=self.plan.groups,
@@ -160,7 +161,7 @@ class Engine:
             self.offload = built.begin(self.manager, self.runner)
         self._intake, self._stepper = Intake(self.model, self.scheduler), Stepper(self.scheduler)
         self._on_events = on_events
-        self._tell_events()  # of what a disk has
+        self._tell_events()  # of the blocks that a disk has
 
     @property
     def limits(self) -> StepLimits:
@@ -175,26 +176,27 @@ class Engine:
 
     @property
     def sampling(self) -> SamplingCounts:
-        """How many tokens were drawn so far, and how many of them took a slow way. O(1)."""
+        """How many tokens were drawn so far, and how many of them needed the whole vocabulary sorted. O(1)."""
         return self._stepper.sampler.counts
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is unfinished, storing included, so that `step` has something to do. O(1)."""
+        """Whether `step` has anything to do: a prompt is unfinished, or a tier's store. O(1)."""
         return self.scheduler.has_work or (self.offload is not None and self.offload.has_work)
 
     def generate(self, prompts: Sequence[Prompt], **options: Unpack[OptionValues]) -> list[Completion]:
-        """Answer all prompts, each `n` times, and return the completions in order: all of the first prompt, and so on.
+        """Answer all prompts, each `n` times. Return the completions in order: all of the first prompt, and so on.
 
-        prompts: texts, encoded as they are (see `engine.model.tokenizer.apply_chat_template` for chats), or token ids.
+        prompts: texts, encoded as they are (see `engine.text.tokenizer.Tokenizer.apply_chat_template` for chats), or
+        token ids.
         options: n=1, max_tokens=64, temperature=0.0, top_p, top_k, min_p, presence_penalty, frequency_penalty,
         repetition_penalty, logprobs, seed, stop, ignore_eos, min_tokens, stop_token_ids, skip_special_tokens, salt; see
         `GenerationOptions`. The first sample's completion counts what the prompt cost.
 
-        Raises, before anything is computed, InvalidArgumentError (a prompt that is empty or unreadable, or could never
-        fit, and options out of range), PoolExhaustedError (it can't fit while the present pins stand) and ModelError
-        (text or `stop` without a tokenizer); and what `step` raises, having dropped all of these prompts; the engine
-        can be used again.
+        Raises, before anything is computed, InvalidArgumentError (a prompt is empty or unreadable, or could never fit;
+        options out of range), PoolExhaustedError (a prompt can't fit until a pin ends) and ModelError (text or `stop`
+        without a tokenizer). Also raises what `step` raises. All of these prompts are dropped then, and the engine can
+        be used again.
         """
         generations = self._read(prompts, GenerationOptions(**options))
         for _ in self._run(generations):
@@ -202,20 +204,20 @@ class Engine:
         return [generation.completion for generation in generations if generation.completion is not None]
 
     def warm(self, prompts: Sequence[Prompt], *, salt: str | None = None) -> list[Completion]:
-        """Have prompts cached, to be hit later: load or compute them, and generate nothing. Returns what each cost.
+        """Load or compute prompts, so that later prompts hit them, and generate nothing. Returns what each cost.
 
-        All full blocks of a prompt are cached then, and stored below as any others. At least one token of each is
-        computed. prompts, salt and what is raised: as of `generate`.
+        All full blocks of each prompt are cached, and stored in tiers as any others. At least one token of each prompt
+        is computed. prompts, salt, errors: as of `generate`.
         """
         return self.generate(prompts, max_tokens=0, salt=salt)
 
     def warm_up(self, on_step: Callable[[str, int, int], object] | None = None) -> dict[str, float]:
-        """Have all kernels compiled and decode steps captured now, rather than when the first requests need them.
+        """Compile all kernels and capture decode steps now, and not only when the first requests need them.
 
-        For steps of `limits.max_num_seqs` sequences, before anything is submitted. on_step: is given what comes next,
-        how many steps are done, and how many there are. Returns the seconds that each kernel took to be compiled, by
-        name; 0 for what Triton's cache on disk has. Nothing where attention isn't triton. Raises InvalidArgumentError
-        if anything is running, and what a step does. Changes nothing that counts.
+        For steps of up to `limits.max_num_seqs` sequences, before anything is submitted. on_step: called with the next
+        step's name, the number of steps done, and their total. Returns the seconds that compiling took, by kernel name;
+        0 for kernels in Triton's cache on disk; empty if attention isn't triton. Raises InvalidArgumentError if
+        anything is running, and what a step raises. Cached blocks and requests are unchanged.
         """
         self._check_open()
         if on_step is not None and not callable(on_step):
@@ -231,10 +233,10 @@ class Engine:
         return seconds
 
     def stream(self, prompts: Sequence[Prompt], **options: Unpack[OptionValues]) -> Iterator[Piece]:
-        """Answer all prompts, giving every token as it comes; the last piece of an answer has its completion.
+        """Answer all prompts, and yield every token as it comes. The last piece of an answer has its completion.
 
-        As `generate`. Prompts are checked at once, and start with the first piece asked for; closing the iterator drops
-        those that are unfinished.
+        As `generate`. Prompts are checked at once, and begin when the first piece is taken. Closing the iterator drops
+        unfinished prompts.
         """
         return self._run(self._read(prompts, GenerationOptions(**options)))
 
@@ -246,12 +248,12 @@ class Engine:
         timeout_s: float | None = None,
         **options: Unpack[OptionValues],
     ) -> list[Generation]:
-        """Queue a prompt and return its generations, one for each sample, for `step` to take on.
+        """Queue a prompt and return its generations, one for each sample. `step` computes them.
 
-        prompt, options: as of `generate`. prompt_index: what its pieces are to say, where it is one of the caller's
-        several. timeout_s: seconds from now, waiting included, after which the next step ends
-        it with finish_reason "timeout". Raises, with nothing queued, what `generate` does before anything is computed.
-        What goes wrong later ends the generation with finish_reason "error", and is its `error`.
+        prompt, options: as of `generate`. prompt_index: for its pieces, if the caller has several prompts. timeout_s:
+        seconds from now, with waiting, after which the next step ends it with finish_reason "timeout". Raises, with
+        nothing queued, what `generate` raises before anything is computed. A later failure ends the generation with
+        finish_reason "error", and is its `error`.
         """
         if timeout_s is not None and (not is_number(timeout_s) or timeout_s <= 0):
             raise InvalidArgumentError(f"timeout_s: expected None or a number above 0, got {timeout_s!r}")
@@ -262,16 +264,16 @@ class Engine:
         return generations
 
     def cancel(self, generation: Generation) -> None:
-        """End a submitted generation between two steps; its blocks are free at once. Nothing if it has ended."""
+        """End a submitted generation, between two steps. Its blocks are free at once. Does nothing if it has ended."""
         self._stepper.cancel(generation)
 
     def step(self) -> list[Generation]:
-        """Compute one step of what is unfinished; return the generations that got a piece or ended, perhaps none.
+        """Compute one step of the unfinished generations. Return those that got a piece or ended, perhaps none.
 
-        `stream` and `generate` call this; so may you, to go ahead. Never raises for submitted generations: those of a
-        step that dies end with finish_reason "error". For a stream's it raises what the model or the sampler does, and
-        PoolExhaustedError if pins keep so much of the pool that nothing can go on; nothing is lost then, and the next
-        step tries again.
+        `stream` and `generate` call this, and you may call it too. Never raises for submitted generations: those of a
+        step that dies end with finish_reason "error". For a stream's generations it raises the errors of the model and
+        the sampler, and PoolExhaustedError if pins keep so many blocks that nothing can go on. Nothing is lost then,
+        and the next step tries again.
         """
         self._check_open()
         self.manager.now = time.monotonic()
@@ -285,20 +287,20 @@ class Engine:
         return changed
 
     def forget_salt(self, salt: str | None) -> int:
-        """Delete what is cached of a salt (None: of prompts without one), on the device and in all tiers.
+        """Delete the cached blocks of a salt (None: of prompts without one), on the device and in all tiers.
 
-        As `manager.forget_salt`, whose running requests go on; and what a disk has of it is overwritten when this
-        returns. Waits, some seconds at most, for transfers under way; what of it a transfer still holds then stays
-        until the next call. Call it between two steps. Returns how many blocks that were.
+        As `manager.forget_salt`: running requests go on. A disk's bytes of these blocks are overwritten when this
+        returns. Waits some seconds at most for transfers under way. Bytes that a transfer still holds then stay until
+        the next call. Call it between two steps. Returns the number of blocks.
 
-        Raises InvalidArgumentError, and DiskError if the disk couldn't be overwritten: nothing of it is found any more,
-        and the next call tries again.
+        Raises InvalidArgumentError, and DiskError if the disk couldn't be overwritten. These blocks can't be hit any
+        more then, and the next call tries again.
         """
         self._check_open()
         end_s = time.monotonic() + _PATIENCE_S
         while self.offload is not None and self.offload.has_work and time.monotonic() < end_s:
             self._move(self.offload)
-            self.offload.wait(_WAIT_S)  # others than loads aren't waited for there
+            self.offload.wait(_WAIT_S)  # only loads are waited for there
         number = self.manager.forget_salt(salt)
         if self.scheduler.remembered is not None:
             self.scheduler.remembered.drop_stale()
@@ -325,19 +327,19 @@ class Engine:
         self.close()
 
     def _check_open(self) -> None:
-        """Raise KVBlocksError if the engine was closed: nobody would carry out its loads."""
+        """Raise KVBlocksError if the engine was closed, since nobody would carry out its loads."""
         if self.offload is not None and self.offload.is_closed:
             raise KVBlocksError("expected an engine that is open, got one that was closed: make another one")
 
     def _tell_events(self) -> None:
-        """Say what has changed since the last time."""
+        """Report the events since the last call."""
         if self._on_events is not None:
             events = self.manager.take_events()
             if events:
                 self._on_events(events)
 
     def _move(self, offload: Offload) -> None:
-        """Begin transfers behind the step, and take note of those that have ended."""
+        """Begin transfers behind the step, and note those that have ended."""
         for loaded in offload.advance():
             self.scheduler.note_loaded(loaded)
         if self.scheduler.is_waiting_for_loads or (offload.is_seeking and not self.scheduler.running):
@@ -354,7 +356,7 @@ class Engine:
         ]
 
     def _run(self, generations: list[Generation]) -> Iterator[Piece]:
-        """Queue the requests, step until they are finished, and give their pieces out."""
+        """Queue the requests, step until they are finished, and yield their pieces."""
         try:
             self._stepper.add(generations)
             while True:
@@ -365,12 +367,12 @@ class Engine:
                     return
                 self.step()
         finally:
-            for generation in reversed(generations):  # the samples of a prompt before the one that computes it for them
+            for generation in reversed(generations):  # a prompt's other samples before the first, which computes it
                 self._stepper.cancel(generation)
 
 
 def _check_options(on_events: object, enable_prefix_caching: object, remember_next_token: Flag) -> None:
-    """Raise InvalidArgumentError for what nobody else would refuse."""
+    """Raise InvalidArgumentError for options that no other module checks."""
     if on_events is not None and not callable(on_events):
         raise wrong("on_events", "a callable or None", on_events)
     if check_flag("remember_next_token", remember_next_token) and not enable_prefix_caching:
@@ -378,15 +380,15 @@ def _check_options(on_events: object, enable_prefix_caching: object, remember_ne
 
 
 def _make_scheduler(manager: KVCacheManager, model: LoadedModel, order: Order, *, remembers: bool) -> Scheduler:
-    """The scheduler of an engine, which keeps next tokens if it `remembers`."""
+    """The scheduler of an engine. remembers: whether it keeps next tokens."""
     kept = RememberedPrompts(manager, int(REMEMBERED_SHARE * manager.num_blocks)) if remembers else None
     return Scheduler(manager, model.config.max_position_embeddings, order=order, remembered=kept)
 
 
 def _plan(layout: Plan, num_blocks: int | None, kv_cache_memory: float | str | None, device: torch.device) -> Plan:
-    """The KV cache's layout with its number of blocks, as the caller asks for them.
+    """The KV cache's layout with the number of blocks that the caller asks for.
 
-    Raises InvalidArgumentError, also if they are more than the memory that is free.
+    Raises InvalidArgumentError, also if the blocks take more memory than is free.
     """
     if num_blocks is not None:
         if kv_cache_memory is not None:
@@ -403,14 +405,14 @@ def _plan(layout: Plan, num_blocks: int | None, kv_cache_memory: float | str | N
                 f" layers, got {budget}"
             )
     chosen = replace(layout, num_blocks=budget // layout.block_bytes, num_bytes=budget)
-    if not is_a(kv_cache_memory, float):  # a share of what is free is not more than that
+    if not is_a(kv_cache_memory, float):  # a share of the free memory needs no check
         name = "kv_cache_memory" if num_blocks is None else "num_blocks"
         check_memory(name, chosen.num_bytes, chosen.num_blocks, device)
     return chosen
 
 
 def _load(model: str | Path | LoadedModel, device: str, dtype: str | torch.dtype | None) -> LoadedModel:
-    """The model, loaded if it isn't. Raises InvalidArgumentError for one that is elsewhere, or of another dtype."""
+    """The model, loaded if needed. Raises InvalidArgumentError for one on another device, or of another dtype."""
     chosen = choose_device(device, model.device if isinstance(model, LoadedModel) else None)
     loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, chosen, dtype)
     if parse_dtype(dtype) not in {None, loaded.dtype}:
@@ -419,7 +421,7 @@ def _load(model: str | Path | LoadedModel, device: str, dtype: str | torch.dtype
 
 
 def choose_device(device: str, loaded: torch.device | None = None) -> torch.device:
-    """The device that `device` names; `loaded` is where the model already is. Raises InvalidArgumentError."""
+    """The device that `device` names. loaded: the device of a loaded model. Raises InvalidArgumentError."""
     if device == "auto":
         return loaded or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -12,8 +12,8 @@ class BrokenLogitsError(ModelError):
 
 
 class GrammarError(KVBlocksError):
-    """An answer of a given form can't go on: finding its next token takes more work than one token may."""
+    """An answer of a given form can't go on: to find its next token takes more work than the limit for a token."""
 
 
 class RequestTooLongError(InvalidArgumentError):
-    """A prompt and what is to be generated are more than the model's context, or the whole pool, has room for."""
+    """A prompt and its max_tokens are more tokens than the model's context, or the whole pool, has room for."""

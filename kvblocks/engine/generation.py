@@ -1,4 +1,4 @@
-"""A request on its way to a completion: what the scheduler need not know, such as its sampler and its text so far."""
+"""A request on its way to a completion, with what the scheduler needn't know, such as its sampler and its text."""
 
 from collections import deque
 
@@ -12,13 +12,13 @@ from kvblocks.engine.text.tokenizer import StreamDecoder
 
 
 class Generation:
-    """A request on its way to a completion. Read it, and take its pieces; the engine writes it.
+    """A request on its way to a completion. Read it, and take its pieces; only the engine writes to it.
 
     prompt_index, sample_index: which answer of the call it is. scores: of the prompt, shared with its other samples;
-    None, or given before it is queued. pieces: those that nobody has taken yet. text: all that they said so far.
-    completion: once it has all its tokens. error: why it failed, if its finish_reason is "error". is_submitted: whether
-    a failure is its own end, or is raised to the caller that steps. start_s: when it was queued, on the clock of
-    `record`.
+    None, or given before it is queued. pieces: those that weren't taken yet. text: of all pieces so far. completion:
+    set once it has all its tokens. error: why it failed, if its finish_reason is "error". is_submitted: if True, a
+    failure ends this generation; if False, the failure is raised to the caller of `step`. start_s: when it was queued,
+    on the clock of `record`.
     """
 
     def __init__(
@@ -48,22 +48,22 @@ class Generation:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended: "stop", "length", "cancelled", "timeout" or "error"; None while it goes on. O(1)."""
+        """Why it ended: "stop", "length", "cancelled", "timeout" or "error"; None until it ends. O(1)."""
         if self.error is not None:
             return "error"
         return self.request.finish_reason if self.completion is None else self.completion.finish_reason
 
     def next_draw(self) -> Draw | Exception:
-        """What its next token is drawn by, or why it can't be, which is this request's own failure. O(new tokens)."""
+        """How to draw its next token, or the exception of a failure of this request alone. O(new tokens)."""
         try:
             return self.sampler.next_draw(self.request.sequence)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this sampler's
             return error
 
     def record(self, drawn: Drawn, now_s: float) -> None:
-        """Turn what was drawn into a piece; if it was the last one, with the completion. O(1) a character.
+        """Turn a drawn token into a piece. The last piece has the completion. O(1) a character.
 
-        A stop string completes it too, though its request is unfinished then: the caller ends that.
+        A stop string completes the generation, too. Its request is still unfinished then; the caller ends it.
         """
         of_prompt = None
         if self._ttft_s is None:
@@ -82,7 +82,7 @@ class Generation:
         )
 
     def end(self, now_s: float) -> None:
-        """Complete a request that was for its prompt alone: there is no piece. O(1)."""
+        """Complete a request that generates nothing. There is no piece. O(1)."""
         self.completion = self._complete("length", now_s - self.start_s)
 
     def _complete(self, reason: FinishReason, ttft_s: float) -> Completion:
@@ -104,7 +104,7 @@ class Generation:
         return None if self.scores is None else self.scores.logprobs
 
     def _certain_text(self, token_id: int) -> str:
-        """The text that the token makes certain; with the last one, all that is left. A stop token has none."""
+        """The text that the token makes certain; for the last token, all that is left. A stop token has no text."""
         if self._decoder is None:
             return ""
         text = "" if self.request.finish_reason == "stop" else self._decoder.feed([token_id])

@@ -1,4 +1,4 @@
-"""From a prompt to requests: everything that can be wrong with it is found here, before anything is queued."""
+"""From a prompt to requests. All errors in a prompt and its options are found here, before anything is queued."""
 
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -23,7 +23,7 @@ Prompt = str | Sequence[int]
 
 
 class Intake:
-    """Makes generations of prompts for one model and scheduler, with sequence ids of their own."""
+    """Makes generations from prompts, for one model and scheduler. It numbers their sequences."""
 
     def __init__(self, model: LoadedModel, scheduler: Scheduler) -> None:
         self._model = model
@@ -33,11 +33,10 @@ class Intake:
     def read(self, prompt: Prompt, options: GenerationOptions, name: str, prompt_index: int = 0) -> list[Generation]:
         """Check a prompt, called `name` in errors, and return a generation for each of its samples. Queues nothing.
 
-        prompt_index: what its generations and pieces say.
+        prompt_index: of its generations and pieces.
 
-        Raises InvalidArgumentError (it is empty, unreadable, or could never fit; options out of range),
-        PoolExhaustedError (it can't fit while the present pins stand) and ModelError (text without a tokenizer). O(n x
-        prompt).
+        Raises InvalidArgumentError (the prompt is empty, unreadable, or could never fit; options out of range),
+        PoolExhaustedError (it can't fit until a pin ends) and ModelError (text without a tokenizer). O(n x prompt).
         """
         samplers = make_samplers(options.sampling, options.seed, options.n)
         tokenizer, skips = self._model.tokenizer, options.skip_special_tokens
@@ -78,8 +77,8 @@ class Intake:
                 f"stop_token_ids: expected token ids below {vocab_size}, the vocabulary's size, got {max(own_stops)}"
             )
         stop_token_ids = own_stops if options.ignore_eos else own_stops | self._model.stop_token_ids
-        # A prompt that fills the context gets 1, which `check_fits` refuses. What pins keep counts as taken, though a
-        # prompt that begins with it would have a little more room.
+        # For a prompt that fills the context this is 1, which `check_fits` refuses. Blocks that pins keep count as
+        # taken, although a prompt that begins with them would have a little more room.
         most = options.max_tokens
         if most is None:
             most = max(1, self._scheduler.max_request_tokens - sequence.num_tokens)
@@ -103,7 +102,7 @@ class Intake:
 
 
 def _constrain(samplers: Sequence[Sampler], grammar: Grammar, vocab_size: int) -> None:
-    """Have each answer be of the grammar's form. Raises InvalidArgumentError for a grammar of another model."""
+    """Constrain each answer to the grammar. Raises InvalidArgumentError for a grammar of another model."""
     if grammar.vocab_size != vocab_size:
         raise InvalidArgumentError(
             f"grammar: expected one for the model's vocabulary of {vocab_size}, got one for {grammar.vocab_size}"
@@ -113,7 +112,7 @@ def _constrain(samplers: Sequence[Sampler], grammar: Grammar, vocab_size: int) -
 
 
 def _ban_stops(samplers: Sequence[Sampler], request: Request, options: GenerationOptions, vocab_size: int) -> None:
-    """Have no token end an answer before it has `min_tokens`. Raises InvalidArgumentError if all of them would."""
+    """Exclude stop tokens before an answer has `min_tokens`. Raises InvalidArgumentError if all tokens are such."""
     if not options.min_tokens:
         return
     stops = [token for token in request.stop_token_ids if token < vocab_size]

@@ -1,4 +1,4 @@
-"""How a prompt is to be answered: the options of `generate`, `stream` and `submit`."""
+"""The options of `generate`, `stream` and `submit`."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
@@ -37,40 +37,40 @@ class OptionValues(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """How a prompt is to be answered.
+    """How to answer a prompt.
 
-    n: how many samples; the prompt is computed once for all of them, and its KV is there once.
+    n: how many samples; the prompt is computed once for all of them, and its KV is stored once.
     max_tokens: of each sample; None: as many as the model's context and the pool have room for. 0: the prompt is
-    computed, so that it is cached, and nothing is generated; n is 1 then.
+    computed and cached, and nothing is generated; n must be 1 then.
     temperature: 0 is greedy, and all samples are equal.
-    top_p: only the most likely tokens are drawn from, as few as have this probability together.
-    top_k: at most so many, and None any number. min_p: none that is less likely than this share of the most likely
-    one's probability. Both count before top_p.
-    presence_penalty, frequency_penalty: taken from a token's logit if the answer has it, and for each time that it has.
-    repetition_penalty: makes tokens of prompt and answer less likely above 1, more likely below.
-    logprobs: how many of the most likely tokens are named beside each token of the answer, with their logarithms of
-    probability; 0: that of the token alone; None: nothing.
-    prompt_logprobs: the same for the tokens of the prompt, each given those before it. It is computed anew then, except
-    for what an earlier preemption left of it, since what is cached has no logits.
-    See `sampling.params.SamplingParams`, which says all of it exactly.
-    seed: every prompt gets random numbers of its own from it, so the same prompt with the same seed has the same
-    samples, whatever else is in the batch; sample k is that of a call with n=1 and
-    `sampling.random_numbers.sample_seed(seed, k)`. None: others each time.
+    top_p: keeps as few of the most likely tokens as together have this probability.
+    top_k: keeps at most so many tokens; None: any number. min_p: drops tokens less likely than this share of the most
+    likely one's probability. Both apply before top_p.
+    presence_penalty, frequency_penalty: subtracted from a token's logit, once if the answer has the token, and for each
+    time that it has it. repetition_penalty: above 1 makes tokens of prompt and answer less likely, below 1 more likely.
+    logprobs: how many of the most likely tokens each token of the answer comes with, with their logarithms of
+    probability; 0: the logarithm of the token alone; None: no logarithms.
+    prompt_logprobs: the same for the tokens of the prompt, each given those before it. Cached tokens have no logits, so
+    the prompt is computed anew then, except tokens that were scored before a preemption.
+    `sampling.params.SamplingParams` defines the parameters of sampling exactly.
+    seed: every prompt gets its own random numbers from it. So the same prompt with the same seed has the same samples,
+    whatever else is in the batch. Sample k is that of a call with n=1 and
+    `sampling.random_numbers.sample_seed(seed, k)`. None: different samples each time.
     stop: one string or several; the text ends before the first of them.
     ignore_eos: go on until max_tokens, `stop` or one of stop_token_ids.
-    min_tokens: nothing but max_tokens ends a sample before it has so many: no token that would is drawn, and strings of
-    `stop` that begin in their text don't count.
-    stop_token_ids: tokens that end a sample, beside those of the model. The text goes up to them.
+    min_tokens: before a sample has so many tokens, only max_tokens ends it. Tokens that would end it are not drawn, and
+    strings of `stop` that begin in their text don't count.
+    stop_token_ids: tokens that end a sample, beside those of the model. The text ends before them.
     skip_special_tokens: whether special tokens, such as "<|im_end|>", are left out of the text.
-    grammar: what the text must be like, made by a `GrammarCompiler` for the model: no token is drawn that would make it
-    anything else, and one that ends it when it is whole; at max_tokens it may be cut off. Needs the tokens that end
-    answers, so neither ignore_eos nor min_tokens.
-    salt: prompts with different ones (None is one of them) never share anything in the cache.
-    session: the conversation that the prompt is of, hashable, for `Engine(eviction="sessions")`; None: of none. The end
-    of an answer is told as a pause of the session, with the finish_reason.
+    grammar: the form of the text, made by a `GrammarCompiler` for the model. Only tokens that the form allows are
+    drawn, and a whole text is ended. max_tokens may cut a text off. Needs the tokens that end answers, so it excludes
+    ignore_eos and min_tokens.
+    salt: prompts with different salts (None is one of them) never share anything in the cache.
+    session: the conversation of the prompt, hashable, for `Engine(eviction="sessions")`; None: no session. The end of
+    an answer is reported as a pause of the session, with the finish_reason.
 
-    Raises InvalidArgumentError; the numbers for sampling are checked by `SamplingParams`, salt and session by
-    `kvblocks.Sequence`.
+    Raises InvalidArgumentError. `SamplingParams` checks the parameters of sampling, `kvblocks.Sequence` checks salt and
+    session.
     """
 
     n: int = 1
@@ -132,9 +132,9 @@ class GenerationOptions:
 
     @property
     def is_plainly_greedy(self) -> bool:
-        """Whether there is one answer, and its first token depends on the prompt alone, as does all said of it. O(1).
+        """Whether there is one answer whose first token, with all that is returned of it, depends only on the prompt.
 
-        Not with penalties, a grammar, min_tokens or log probabilities.
+        False with penalties, a grammar, min_tokens or log probabilities. O(1).
         """
         sampling = self.sampling
         is_plain = sampling.is_greedy and not sampling.is_penalized and sampling.logprobs is None

@@ -1,12 +1,12 @@
-"""`CacheMetrics` as a collector of `prometheus_client`: a scrape takes a snapshot, and nothing is counted twice.
+"""`CacheMetrics` as a collector of `prometheus_client`: each scrape takes a snapshot, without counters of its own.
 
     metrics = CacheMetrics(manager, clock=time.monotonic)
     KVBlocksCollector(metrics, registry=prometheus_client.REGISTRY)
     prometheus_client.start_http_server(9000)
 
-Salts may be secrets, and there may be millions of them, so by default no series names a tenant: only their number and
-how many are over their quota. A `tenant_label` opts in. Hashing salts would not keep them secret: who can guess a salt
-can hash it.
+Salts may be secrets, and there may be millions of them. So by default no series names a tenant; metrics show only the
+number of tenants, and how many are over their quota. A `tenant_label` opts in. Hashing salts would not keep them
+secret: whoever can guess a salt can hash it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +28,11 @@ _COUNTERS = (
     ("num_hits", "hits", "Of the queries, those that came with a prefix hit."),
     ("num_queried_tokens", "queried_tokens", "Tokens that the queries had when they were allocated."),
     ("num_hit_tokens", "hit_tokens", "Of the queried tokens, those whose KV was cached and needed no computing."),
-    ("num_limited_tokens", "limited_tokens", "Tokens computed though one KV-cache group had them: another had not."),
+    (
+        "num_limited_tokens",
+        "limited_tokens",
+        "Tokens computed that one KV-cache group had cached, but another had not.",
+    ),
     ("num_taken_blocks", "taken_blocks", "Blocks handed out by the pool."),
     ("num_evicted_blocks", "evicted_blocks", "Blocks that stopped being cached because they were handed out."),
 )
@@ -39,13 +43,13 @@ _GAUGES = (
     ("usage", "usage_ratio", "Share of the pool that sequences and pins hold."),
 )
 _WINDOW_GAUGES = (
-    ("num_queries", "recent_queries", "Queries that the recent ratios are about."),
+    ("num_queries", "recent_queries", "Queries that the recent ratios cover."),
     ("hit_rate", "recent_token_hit_ratio", "Share of the recently queried tokens that were cached."),
     ("request_hit_rate", "recent_request_hit_ratio", "Share of the recent queries that came with a prefix hit."),
 )
 _PIN_GAUGES = (
     ("num_pins", "pins", "Pins that have not ended."),
-    ("num_wanted_blocks", "pin_wanted_blocks", "Blocks that pins are for, counted once for each pin."),
+    ("num_wanted_blocks", "pin_wanted_blocks", "Blocks of the pinned prefixes, counted once for each pin."),
     ("num_held_blocks", "pin_held_blocks", "Blocks that pins protect now, counted once for each pin."),
     ("num_pinned_blocks", "pinned_blocks", "Blocks that any pin protects now."),
 )
@@ -55,8 +59,8 @@ _HISTOGRAMS = (
     ("reuse_gaps", "block_reuse_gap", "From a sampled block's release until a hit takes it back"),
 )
 _AGES = (
-    ("last_idle_time", "last_eviction_idle", "How long the sampled block that was evicted last had been free"),
-    ("queue_age", "queue_age", "How long the sampled block has been free that was released first"),
+    ("last_idle_time", "last_eviction_idle", "How long the last evicted sampled block had been free"),
+    ("queue_age", "queue_age", "How long the sampled block that was released first has been free"),
 )
 
 # Of TierStats: attribute, name without prefix and _total, help.
@@ -65,7 +69,7 @@ _TIER_COUNTERS = (
     ("num_stored_blocks", "tier_stored_blocks", "Blocks that were stored in the tier."),
     ("num_failed_blocks", "tier_failed_blocks", "Blocks of transfers that failed, loads and stores."),
     ("num_dropped_blocks", "tier_dropped_blocks", "Blocks that were to be stored, and were not."),
-    ("num_evicted_blocks", "tier_evicted_blocks", "Blocks of the tier that made room for others."),
+    ("num_evicted_blocks", "tier_evicted_blocks", "Blocks of the tier that were evicted to make room for others."),
 )
 _TIER_GAUGES = (
     ("num_blocks", "tier_slots", "Slots of the tier, each for one block."),
@@ -73,34 +77,34 @@ _TIER_GAUGES = (
     ("num_moving_blocks", "tier_moving_blocks", "Slots that transfers own."),
 )
 _DISK_COUNTERS = (
-    ("num_damaged_blocks", "tier_damaged_blocks", "Blocks on the disk that were not what they should be."),
+    ("num_damaged_blocks", "tier_damaged_blocks", "Blocks on the disk that were damaged."),
     ("num_failed_writes", "tier_failed_writes", "Writes to the disk that failed."),
     ("num_failed_syncs", "tier_failed_syncs", "Syncs of the disk that failed."),
 )
 
 _STORE_COUNTERS = (
     ("num_lookups", "store_lookups", "Batches of blocks that the store was asked for."),
-    ("num_present_blocks", "store_present_blocks", "Blocks not sent, since the store had them or somebody sent them."),
+    ("num_present_blocks", "store_present_blocks", "Blocks not sent, since the store had them or got them just then."),
     ("num_missing_blocks", "store_missing_blocks", "Blocks that were to be loaded and were gone."),
-    ("num_damaged_blocks", "store_damaged_blocks", "Blocks in the store that were not what they should be."),
+    ("num_damaged_blocks", "store_damaged_blocks", "Blocks in the store that were damaged."),
     ("num_refused_blocks", "store_refused_blocks", "Blocks that the store refused to take, as a full one does."),
     ("num_trimmed_blocks", "store_trimmed_blocks", "Blocks that were deleted to keep a tenant's quota."),
-    ("num_failures", "store_failures", "Calls of the store that ended without all answers."),
+    ("num_failures", "store_failures", "Calls of the store that failed, or got only some answers."),
     ("num_skipped", "store_skipped", "Calls that weren't made, since the store had failed."),
 )
 _STORE_GAUGES = (("is_away", "store_away", "1 while the store counts as unreachable."),)
 
 TenantLabel = Callable[[str | None], str | None]
-"""From a salt (None: sequences without one) to what is shown of it; None: nothing is."""
+"""From a salt (None: sequences without one) to a label; None: the tenant gets no series."""
 
 
 class KVBlocksCollector(Collector):
     """Gives a manager's metrics to Prometheus; all names begin with `kvblocks_`.
 
-    registry: where it registers itself; None: nowhere, `registry.register(collector)` does it. A registry takes one.
-    tenant_label: which tenants get series of their own, and by what label; tenants of equal labels are added up. None:
-    none does, so that no salt leaks. Durations are in seconds if the metrics have a clock, else in blocks taken from
-    the pool, and named accordingly.
+    registry: where it registers itself; None: nowhere, so call `registry.register(collector)`. A registry takes one.
+    tenant_label: which tenants get series of their own, and their labels; tenants with equal labels are added up. None:
+    no tenant does, so that no salt leaks. Durations are in seconds if the metrics have a clock, else in blocks taken
+    from the pool; names say which.
 
     Scrapes may come from another thread than the manager's, as they do from `start_http_server`. Each costs a
     `CacheMetrics.snapshot`. Raises InvalidArgumentError, and ValueError when the registry has such names already.
@@ -138,7 +142,9 @@ class KVBlocksCollector(Collector):
         num_over = sum(quota.num_cached_blocks > quota.max_cached_blocks for quota in quotas)
         text = "Salts that have a quota of their own, or one by default and anything cached."
         yield GaugeMetricFamily("kvblocks_tenants", text, value=len(quotas))
-        yield GaugeMetricFamily("kvblocks_tenants_over_quota", "Of those, the ones with more cached.", value=num_over)
+        yield GaugeMetricFamily(
+            "kvblocks_tenants_over_quota", "Salts with more blocks than their quota.", value=num_over
+        )
         if self._tenant_label is None:
             return
         sums: dict[str, tuple[int, int]] = {}
@@ -147,8 +153,8 @@ class KVBlocksCollector(Collector):
             if label is not None:
                 num_cached, most = sums.get(label, (0, 0))
                 sums[label] = num_cached + quota.num_cached_blocks, most + quota.max_cached_blocks
-        cached = GaugeMetricFamily("kvblocks_tenant_cached_blocks", "Blocks that it has cached.", labels=["tenant"])
-        allowed = GaugeMetricFamily("kvblocks_tenant_quota_blocks", "Its quota of them.", labels=["tenant"])
+        cached = GaugeMetricFamily("kvblocks_tenant_cached_blocks", "The tenant's cached blocks.", labels=["tenant"])
+        allowed = GaugeMetricFamily("kvblocks_tenant_quota_blocks", "The tenant's quota.", labels=["tenant"])
         for label, (num_cached, most) in sums.items():
             cached.add_metric([label], num_cached)
             allowed.add_metric([label], most)
@@ -157,7 +163,7 @@ class KVBlocksCollector(Collector):
 
 
 class OffloadCollector(Collector):
-    """Gives Prometheus what an engine moved between the device and its tiers. registry: as of `KVBlocksCollector`."""
+    """Metrics of an engine's transfers between the device and its tiers. registry: as of `KVBlocksCollector`."""
 
     def __init__(self, offload: Offload, *, registry: CollectorRegistry | None = None) -> None:
         self._offload = offload
@@ -169,7 +175,7 @@ class OffloadCollector(Collector):
         traffic = self._offload.traffic()
         labels = ["tier", "direction"]
         moved = CounterMetricFamily("kvblocks_tier_moved_bytes", "Bytes that transfers moved.", labels=labels)
-        text = "Seconds that these transfers took, waiting not included."
+        text = "Seconds that these transfers took, without waiting."
         seconds = CounterMetricFamily("kvblocks_tier_transfer_seconds", text, labels=labels)
         for one in traffic:
             for direction, num_bytes in one.num_bytes.items():
@@ -185,7 +191,7 @@ class OffloadCollector(Collector):
 
 
 class RememberedCollector(Collector):
-    """Gives Prometheus what an engine remembers of prompts. registry: as of `KVBlocksCollector`."""
+    """Metrics of an engine's remembered prompts. registry: as of `KVBlocksCollector`."""
 
     def __init__(self, remembered: RememberedPrompts, *, registry: CollectorRegistry | None = None) -> None:
         self._remembered = remembered
@@ -220,7 +226,7 @@ def _gauges(record: Any, table: Iterable[tuple[str, str, str]]) -> Iterator[Metr
 
 
 def _lives(snapshot: MetricsSnapshot) -> Iterator[Metric]:
-    """What is known of the sampled blocks. An age that isn't known has no series."""
+    """The metrics of sampled blocks. An unknown age has no series."""
     unit = "seconds" if snapshot.time_unit == "seconds" else "taken_blocks"
     words = "in seconds." if unit == "seconds" else "in blocks taken from the pool."
     sampled = snapshot.num_sampled_blocks
@@ -237,7 +243,7 @@ def _lives(snapshot: MetricsSnapshot) -> Iterator[Metric]:
 
 
 def _cumulative(values: HistogramValues) -> list[tuple[str, float]]:
-    """Return the buckets as Prometheus has them: each counts all values up to its bound."""
+    """Return cumulative buckets, as Prometheus wants them: each counts all values up to its bound."""
     buckets, num_values = [], 0
     for bound, count in zip((*map(str, values.bounds), "+Inf"), values.counts, strict=True):
         num_values += count

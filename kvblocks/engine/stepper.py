@@ -1,12 +1,12 @@
-"""Takes all unfinished generations on by a step: schedule, run the model, sample, record; and what if that fails.
+"""Runs steps of all unfinished generations: schedule, run the model, sample, record; and handles failures.
 
-There are two kinds of callers. Who streams hears of a failure where it happens: the step raises, it is undone, its
-requests wait again, and the next step goes on. Who submitted a prompt and lets somebody else step, as a server does,
-finds the failure in the generation (finish_reason "error", and the exception): a step that dies fails the generations
-that it was for, and no others; and where one of them can be told to be the reason, that one only.
+There are two kinds of callers. For a caller that streams, the step raises the failure. The step is undone, its requests
+wait again, and the next step goes on. A caller that submits prompts, as a server does, finds the failure in the
+generation (finish_reason "error", and the exception). A step that dies fails only its own generations; if one of them
+is known to be the reason, only that one.
 
-In either case nothing that wasn't written stays cached. A request whose logits are NaN has KV that can't be trusted, or
-has read some, and nobody knows since when; so the whole cache is given up then, which costs time and nothing else.
+In both cases nothing unwritten stays cached. If a request's logits are NaN, KV that it wrote or read is broken, and
+nobody knows since when. So the whole cache is reset then, which only costs time.
 """
 
 import time
@@ -29,7 +29,7 @@ Outcomes = list[tuple[Generation, Outcome]]
 
 
 class Stepper:
-    """Runs the steps of one scheduler. It knows a generation exactly while its request is unfinished."""
+    """Runs the steps of one scheduler. It holds a generation exactly as long as its request is unfinished."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -38,9 +38,9 @@ class Stepper:
         self._only_answered = False  # in the last step
 
     def add(self, generations: Sequence[Generation], *, timeout_s: float | None = None) -> None:
-        """Queue generations that `Intake` made; the samples of a prompt stand together, the first one in front.
+        """Queue generations that `Intake` made. The samples of a prompt must be adjacent, the first one first.
 
-        timeout_s: from now. O(generations).
+        timeout_s: seconds from now. O(generations).
         """
         now_s = time.perf_counter()
         for generation in generations:
@@ -52,17 +52,17 @@ class Stepper:
             self._generations[generation.request] = generation
 
     def cancel(self, generation: Generation) -> None:
-        """End a generation, if it hasn't ended; its blocks are free at once. O(requests)."""
+        """End a generation, if it hasn't ended. Its blocks are free at once. O(requests)."""
         self.scheduler.cancel(generation.request)
         self._generations.pop(generation.request, None)
 
     def step(self, runner: ModelRunner) -> list[Generation]:
-        """Compute one step with `runner` and return the generations that got a piece or ended, expired ones included.
+        """Compute one step with `runner`. Return the generations that got a piece or ended, with expired ones.
 
-        Whoever gets a remembered token has it before anything is computed: such a step computes nothing, unless the
-        one before it computed nothing either.
+        A remembered token is given before anything is computed. A step that gives such tokens computes nothing, unless
+        the step before it computed nothing for that reason.
 
-        Raises, with the step undone, what went wrong for a generation that wasn't submitted, and whatever isn't an
+        Raises, with the step undone, the failure of a generation that wasn't submitted, and whatever isn't an
         Exception.
         """
         told = [self._generations.pop(request) for request in self.scheduler.expire(time.perf_counter())]
@@ -80,12 +80,12 @@ class Stepper:
         except StalledError as error:
             return list(dict.fromkeys([*told, *self._fail([error.request], error)]))
         except BaseException as error:
-            if chunks is None or not isinstance(error, Exception):  # others are undone where they come from
+            if chunks is None or not isinstance(error, Exception):  # `_compute` has undone the step after others
                 self.scheduler.undo(written)
             raise
 
     def _answer(self) -> list[Generation]:
-        """Tell who waits for a first token that is remembered, and return them."""
+        """Give waiting generations their remembered first tokens, and return these generations."""
         answered = []
         for request, token_id in self.scheduler.answer():
             generation = self._generations[request]
@@ -129,7 +129,7 @@ class Stepper:
         return [*(generation for generation, _ in results), *ended]
 
     def _make_scorer(self, chunks: Sequence[ScheduledChunk]) -> Scorer | None:
-        """What scores the rows of prompts whose tokens' log probabilities are wanted; None if there are none."""
+        """The scorer of prompts whose tokens' log probabilities are wanted; None if there are no such prompts."""
         wanted, first_row = [], 0
         for chunk in chunks:
             scores = self._generations[chunk.request].scores
@@ -142,7 +142,7 @@ class Stepper:
         return Scorer(wanted) if wanted else None
 
     def _note_scores(self, scorer: Scorer, chunks: Sequence[ScheduledChunk]) -> None:
-        """Keep what was scored, and let the requests hit as much of the cache."""
+        """Keep the new scores, and let the requests hit the scored tokens in the cache."""
         scorer.commit()
         for chunk in chunks:
             scores = self._generations[chunk.request].scores
@@ -150,14 +150,14 @@ class Stepper:
                 chunk.request.max_hit_tokens = None if scores.is_whole else scores.num_scored
 
     def _raise_if_streamed(self, results: Outcomes, chunks: list[ScheduledChunk]) -> None:
-        """Undo the step and raise if there is no token for a generation whose caller wants to hear of it."""
+        """Undo the step and raise if a generation that wasn't submitted got no token."""
         for generation, outcome in results:
             if isinstance(outcome, Exception) and not generation.is_submitted:
                 self.scheduler.abort(chunks)
                 raise outcome
 
     def _record(self, generation: Generation, outcome: Outcome) -> None:
-        """Tell a generation what came of the step for it."""
+        """Record the step's outcome for a generation."""
         if isinstance(outcome, Exception):
             generation.error = outcome
         else:
@@ -167,22 +167,22 @@ class Stepper:
                 if not generation.is_submitted:
                     raise
                 generation.error = error
-            # It may have ended though its request has not: by a stop string, or because its text can't be told.
+            # It may have ended before its request: by a stop string, or because its text can't be decoded.
             if generation.finish_reason is not None:
                 self.scheduler.cancel(generation.request, generation.finish_reason)
         if generation.request.finish_reason is not None:
             del self._generations[generation.request]
 
     def _fail(self, requests: Sequence[Request], error: Exception) -> list[Generation]:
-        """End the submitted ones of `requests`, which wait, and return them; raise `error` if there are others."""
+        """End the submitted ones of the waiting `requests`, and return them. Raise `error` if there are others."""
         generations = [self._generations[request] for request in requests]
         failed = [generation for generation in generations if generation.is_submitted]
-        for generation in reversed(failed):  # the samples of a prompt before the one that computes it for them
+        for generation in reversed(failed):  # a prompt's other samples before the first one, which computes it for them
             generation.error = error
             self.scheduler.cancel(generation.request, "error")
             del self._generations[generation.request]
         if len(failed) < len(generations):
             raise error
-        # The traceback is for reading: what the model's frames hold, tensors mostly, would live as long as it does.
+        # The traceback is kept only for reading. Its frames would keep the model's tensors alive.
         clear_frames(error.__traceback__)
         return failed

@@ -1,6 +1,6 @@
-"""A model for the scheduler's tests: slots that remember of which whole prefix their KV would be.
+"""A model for the scheduler's tests, whose slots remember the whole prefix that their KV would be computed from.
 
-Reading a context through a block table so shows every wrong hit, and every slot that is unwritten, overwritten or not
+So reading a context through a block table shows every wrong hit, and every slot that is unwritten, overwritten or not
 copied. Sequence ids of samples are (name, number), and samples with different numbers get different tokens.
 """
 
@@ -21,7 +21,7 @@ def next_token(kind, tokens):
 
 
 def answer_alone(kind, prompt, max_tokens, stop_token_ids=frozenset()):
-    """What a request of this kind, (salt, number of the sample), must get, whatever else happens."""
+    """The answer that a request of this kind, (salt, sample number), must get, whatever else happens."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens:
         tokens.append(next_token(kind, tokens))
@@ -47,7 +47,7 @@ class FakeCache:
         return sequence.block_ids[position // self.block_size] * self.block_size + position % self.block_size
 
     def store(self, chunks, *, poison=False):
-        """Write what the chunks compute, as a step does before it attends: all but what lies in shared blocks."""
+        """Write the chunks' tokens, as a step does before it attends: all except those in shared blocks."""
         for source, destination in [pair for chunk in chunks for pair in chunk.copies]:
             self.num_copied_blocks += 1
             for offset in range(self.block_size):
@@ -61,7 +61,7 @@ class FakeCache:
                     self.slots[self.slot(sequence, position)] = prefix
 
     def run(self, chunks):
-        """Compute a step. Returns a token for each request that one is sampled for."""
+        """Compute a step. Returns a sampled token for each request that gets one."""
         self.store(chunks)
         for chunk in chunks:
             sequence = chunk.request.sequence
@@ -117,14 +117,14 @@ def step(scheduler, cache):
 
 
 def unfinished_requests(scheduler):
-    """All that the scheduler has, each once, samples of prompts that aren't computed included."""
+    """All requests of the scheduler, each once, with the samples of prompts that aren't computed."""
     found = [sample for r in (*scheduler.running, *scheduler.waiting) for sample in (r, *r.siblings)]
     assert len(found) == len(set(found))
     return found
 
 
 def run_any_step(scheduler, cache, *, dies=False, fails=()):
-    """One step, and what must be so in each. Returns its chunks.
+    """Run one step, and check what must hold in each step. Returns its chunks.
 
     fails: requests that get no token if they are to be sampled.
     """

@@ -1,4 +1,4 @@
-"""Stands in for the package flash-attn, in plain torch: the signatures of its 2.x, which are also what it checks.
+"""A stand-in for the package flash-attn, in plain torch. It has, and checks, the signatures of version 2.
 
 Parameters that the engine doesn't use are refused, not ignored.
 """

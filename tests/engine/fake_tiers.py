@@ -1,4 +1,4 @@
-"""Tiers for the scheduler's tests: slots that hold what blocks of a `FakeCache` held, moved when the test says so."""
+"""Tiers for the scheduler's tests: slots with the content of a `FakeCache`'s blocks, moved when the test says so."""
 
 from engine.fake_cache import BLOCK_SIZE
 
@@ -6,7 +6,7 @@ GARBAGE = "half a transfer"
 
 
 class FakeTiers:
-    """Who moves bytes between a scheduler's device and its tiers. Transfers are under way until they are ended."""
+    """Moves bytes between a scheduler's device and its tiers. A transfer is under way until the test ends it."""
 
     def __init__(self, scheduler, cache):
         self.scheduler = scheduler
@@ -17,7 +17,7 @@ class FakeTiers:
         self.answered = []
 
     def begin(self):
-        """Take what is to be moved; what a load writes to is garbage from now on."""
+        """Take new transfers. The blocks that a load writes to hold garbage from now on."""
         for transfer in self.tiers.take_transfers():
             self.under_way.append(transfer)
             for block_id, slot in zip(transfer.block_ids, transfer.slots, strict=True):
@@ -28,7 +28,7 @@ class FakeTiers:
                         self.slots[transfer.tier, slot, offset] = GARBAGE
 
     def end(self, transfer, *, ok=True):
-        """Move a transfer's bytes, or leave garbage, and answer it. Returns what became of loads."""
+        """Move a transfer's bytes, or leave garbage, and answer it. Returns the results of loads."""
         self.under_way.remove(transfer)
         self.answered.append(transfer)
         for block_id, slot in zip(transfer.block_ids, transfer.slots, strict=True):
@@ -45,7 +45,7 @@ class FakeTiers:
         return loaded
 
     def settle(self):
-        """Move all there is to move."""
+        """Carry out all transfers."""
         while self.tiers.is_busy:
             self.begin()
             while self.under_way:

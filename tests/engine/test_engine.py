@@ -67,7 +67,7 @@ def generate(model, prompts, *, limits=None, num_blocks=100, one_by_one=False, *
 
 @pytest.fixture(scope="module")
 def alone(model, prompts):
-    """What every other way must give: one after another, whole prompts, no caching, room for everything."""
+    """The expected answers: one after another, whole prompts, no caching, room for everything."""
     torch.set_num_threads(1)
     return generate(model, prompts, one_by_one=True, enable_prefix_caching=False)
 

@@ -112,7 +112,7 @@ def test_every_way_gives_the_same_bits(model, prompts, alone, way):
 
 
 def test_windows_need_less_of_the_pool(gemma):
-    """The pool of the test above would not do for layers that all see everything."""
+    """The pool of the test above would be too small if no layer had a window."""
     limits = WAYS["cached, alone in the pool"]["limits"]
     num_tokens = 155 + MAX_TOKENS - 1
     everything = replace(gemma.config, windows=())
@@ -141,7 +141,7 @@ def test_a_chat_hits_all_that_it_said_before(model):
 
 
 def test_a_prompt_that_parts_behind_what_a_window_has_lost(gemma):
-    """Full attention has 96 tokens cached; of what the windows need there, the small pool kept nothing."""
+    """Full attention has 96 tokens cached, but the small pool kept none of the blocks that the windows need there."""
     prompt = random_tokens(gemma.config, 220)
     other = prompt[:96] + random_tokens(gemma.config, 30, seed=1)
     num_blocks = scarce_blocks(gemma, 1.0, StepLimits(16, 4)) + 7

@@ -1,4 +1,4 @@
-"""K and V in 8 bits: the same bits however they come to be there, close to the model's own, and nobody else's."""
+"""K and V in 8 bits: the same bits however they are computed, close to the model's own, never another prompt's."""
 
 from dataclasses import replace
 

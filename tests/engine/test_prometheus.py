@@ -1,4 +1,4 @@
-"""The collector: what a scrape says is what the snapshot says."""
+"""The collector: a scrape's values equal those of the snapshot."""
 
 import urllib.request
 from dataclasses import fields

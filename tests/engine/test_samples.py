@@ -25,7 +25,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def prompts(model):
-    """One that ends within a block, one that ends with a block, and one that shares most of the first."""
+    """Prompts: one ends within a block, one ends with a block, and one shares most of the first."""
     tokens = random_tokens(model.config, 70, seed=1)
     return [tokens, random_tokens(model.config, 32, seed=2), [*tokens[:66], 1, 2, 3]]
 
@@ -186,7 +186,7 @@ MIXTURE = [
 
 @pytest.mark.parametrize("num_blocks", [64, 12])
 def test_requests_of_all_kinds_get_together_what_each_gets_alone(model, prompts, num_blocks):
-    """Also where some lose their blocks on the way, and with prompts that are cached."""
+    """Also with preemptions, and with cached prompts."""
     engine = Engine(model, num_blocks=64, deterministic=True, enable_prefix_caching=False)
     alone = [engine.generate(prompts[:1], max_tokens=20, ignore_eos=True, **options) for options in MIXTURE]
     crowded = Engine(model, num_blocks=num_blocks, deterministic=True)

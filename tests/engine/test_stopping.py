@@ -1,4 +1,4 @@
-"""What ends an answer beside its length: tokens of the caller's own, and nothing before there are enough of them."""
+"""What ends an answer beside its length: stop tokens of the caller, and none of them before min_tokens."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The engine under somebody else's loop: prompts come and go, and what fails is its own end only."""
+"""The engine in a caller's loop: prompts come and go, and a failure ends only its own generation."""
 
 import gc
 import weakref
@@ -54,7 +54,7 @@ def submit(engine, prompt, **options):
 
 
 def run(engine):
-    """Step until there is no work. Everything that ended, in order."""
+    """Step until there is no work. Returns all generations that ended, in order."""
     ended = []
     while engine.has_work:
         ended += [generation for generation in engine.step() if generation.finish_reason is not None]

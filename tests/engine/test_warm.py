@@ -1,4 +1,4 @@
-"""Prompts that are computed to be cached, and nothing is generated for them."""
+"""Prompts that are computed and cached, without generating anything."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ def test_what_is_there_is_not_computed_again_and_prompts_share(model):
 
 
 def test_in_chunks_beside_answers_and_under_pressure(model):
-    """With a pool that makes requests give way to each other."""
+    """With a pool in which requests preempt each other."""
     prompts = [random_tokens(model.config, 70, seed=seed) for seed in range(4)]
     expected = [c.token_ids for c in Engine(model, num_blocks=64, deterministic=True).generate(prompts, max_tokens=30)]
     engine = Engine(model, num_blocks=9, deterministic=True)

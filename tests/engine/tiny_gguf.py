@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 @dataclass
 class TinyModel:
-    """What goes into a tiny GGUF. Weights are in Hugging Face's order; `write` lays them out as llama.cpp does."""
+    """The content of a tiny GGUF. Weights are in Hugging Face's order; `write` uses llama.cpp's order."""
 
     tied: bool = True
     num_layers: int = 2
@@ -57,7 +57,7 @@ class TinyModel:
         self.weights = {name: random.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
 
     def kind_of(self, name: str) -> Kind:
-        """How a weight is stored: as in SmolLM2's file by default."""
+        """The type that a weight is stored in: by default that of SmolLM2's file."""
         if name.endswith("norm"):
             return Kind.F32
         return Kind.Q8_0 if name in {"token_embd", "output"} else self.matrix_kind

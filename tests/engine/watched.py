@@ -1,4 +1,4 @@
-"""An engine whose every step is watched: what no row of it may see is NaN while it runs, and its logits are kept."""
+"""An engine whose steps are watched: slots that no row may see are NaN during a step, and its logits are kept."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Compile the kernels for GPUs that are not there, down to machine code: what the calls of aot_calls.py launch.
+"""Compile the kernels that aot_calls.py launches to machine code, for GPUs that this machine doesn't have.
 
 `python tests/kernels/aot.py` prints what each became: registers, spills, shared memory, tensor-core instructions. It
 must run without TRITON_INTERPRET, which is why test_aot.py starts it as a process: the interpreter takes the place of
@@ -37,7 +37,7 @@ INSTRUCTIONS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What came of a kernel. `error` is the compiler's, and the rest then says nothing.
+    """The result of compiling a kernel. With an `error` of the compiler, the other fields have no meaning.
 
     call: what launched it; programs: how many the launch's fixed grid counts on for each SM, or 0; fitting: how many
     fit on one.
@@ -126,7 +126,7 @@ def compile_all(calls: list[aot_calls.Call], num_processes: int | None = None) -
 
 
 def main() -> None:
-    """Print what every kernel became."""
+    """Print the results of all kernels."""
     parser = argparse.ArgumentParser(prog="aot.py")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--only", default="")

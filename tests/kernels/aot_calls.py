@@ -1,4 +1,4 @@
-"""What aot.py compiles: calls of the kernels' hosts, with tensors of the shapes that an engine has.
+"""The calls that aot.py compiles: of the kernels' hosts, with tensors of an engine's shapes.
 
 What each launches is recorded for a target (`bench.attention.recording`), and that is compiled: so tiles, constants and
 what Triton knows of addresses and strides are those of a real call. Nothing is computed: only shapes count.
@@ -62,7 +62,7 @@ def make_verification(model):
 
 
 def make_fixed(model):
-    """Rows whose bits don't depend on their batch."""
+    """Batch-invariant calls of `extend`."""
     extend(*model.tensors(2, 512), scale=1.0, batch_invariant=True, **model.options)
 
 
@@ -87,7 +87,7 @@ def make_cascade(model):
 
 
 def make_rest(model):
-    """What has no tiles of keys: storing, merging and copying."""
+    """Kernels without tiles of keys: storing, merging and copying."""
     query, key_cache, value_cache, *_ = model.tensors(64, 1)
     key = torch.empty(64, 8, model.head_dim, dtype=query.dtype)
     store(key, key, key_cache, value_cache, torch.zeros(64, dtype=torch.int64))
@@ -101,7 +101,7 @@ def make_rest(model):
 
 
 def make_rows(model):
-    """What lies between products and attention, of models of several widths, with all norms and without."""
+    """The operations between products and attention, for models of several widths, with all norms and without."""
     query, *caches, _, _, _ = model.tensors(64, 1)
     num_heads, dtype = query.shape[1], query.dtype
     heads = torch.empty(64, num_heads + 16, model.head_dim, dtype=dtype)

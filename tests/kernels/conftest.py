@@ -9,7 +9,7 @@ import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# What these test is what a machine without triton has too.
+# These files test what a machine without triton has, too.
 WITHOUT_TRITON = {"test_layout.py", "test_table.py"}
 
 if HAS_TRITON and DEVICE == "cpu":
@@ -23,7 +23,7 @@ if HAS_TRITON and DEVICE == "cpu":
 
 
 class SkippedModule(pytest.Module):
-    """A file of tests that cannot be imported here."""
+    """A test file that can't be imported on this machine."""
 
     def collect(self):
         pytest.skip("needs triton, which PyPI has for Linux: kvblocks[gpu]", allow_module_level=True)
@@ -42,5 +42,5 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where the kernels' tensors are."""
+    """The device of the kernels' tensors."""
     return torch.device(DEVICE)

@@ -1,4 +1,4 @@
-"""Kernels compile for GPUs that are not there: within the limits of chips, onto tensor cores, without spills.
+"""Kernels compile for GPUs that this machine doesn't have: within the chips' limits, for tensor cores, without spills.
 
 Which triton is installed decides what comes out; these are expectations of the pinned one. A target that its toolchain
 can't compile for fails by name.
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def compile_calls(*arguments):
-    """What aot.py makes of its calls. In a process of its own: see there."""
+    """The results of aot.py, which runs in a process of its own: see there."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # Newer versions warn that its default will change. Ours is theirs of today.
     environment.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -35,7 +35,7 @@ def compiled():
 
 
 def find(compiled, targets, calls, kernels):
-    """The results of some targets for calls and kernels whose names begin so, and that were compiled."""
+    """The results of some targets, for compiled calls and kernels whose names begin so."""
     found = [
         result
         for target in targets
@@ -97,11 +97,11 @@ def test_whatever_the_group_the_page_and_the_options():
 
 
 def test_the_tensor_cores_of_each_chip_are_used(compiled):
-    """Where queries are 16 bits wide: fp32 is multiplied exactly, without them."""
+    """For queries of 16 bits. fp32 is multiplied exactly, without tensor cores."""
     expected = {"sm80": "mma", "sm89": "mma", "sm90": "wgmma", "sm100": "tcgen05", "gfx942": "mfma"}
     for target, instruction in expected.items():
         for result in find(compiled, [target], ("prompt", "cascade"), ("extend_kernel", "prefix_kernel")):
-            # Those of warps, with fewer instructions a key: a warpgroup's would spill.
+            # Warps' tensor cores, with fewer instructions a key. The instructions of warpgroups would spill.
             is_narrow = target == "sm90" and result["call"].startswith("prompt, 256 x 1 bytes")
             if "x 4 bytes" not in result["call"]:
                 assert result["instructions"].get("mma" if is_narrow else instruction, 0) > 0, result

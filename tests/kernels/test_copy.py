@@ -115,7 +115,7 @@ def test_nothing_to_do(device):
 
 
 def test_blocks_beyond_two_to_the_31_bytes(device):
-    # Memory that nobody touches costs nothing: only the pages of two blocks are real.
+    # Untouched memory costs nothing: only the pages of two blocks are allocated.
     memory = torch.empty(2**31 + 2**16, dtype=torch.uint8, device=device)
     cache = memory.as_strided((2, 16, 1, 64), (2**31, 64, 64, 1))
     cache[0] = torch.arange(64, dtype=torch.uint8, device=device)

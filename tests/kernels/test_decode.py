@@ -148,14 +148,14 @@ def test_ragged_batches_with_rows_of_padding(lengths, split_keys):
 
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 4, 5, 7, 10, 13, 40])
 def test_any_number_of_programs(num_programs):
-    # 13 tiles of 2 heads: spans that end on a program's edge, that cross one, and that cover programs whole.
+    # 13 tiles of 2 heads: heads that end where a share ends, that cross shares, and that cover whole shares.
     case = Case([100, 40, 30, 1], heads=(2, 2))
     case.check(case.run(launch=dataclasses.replace(SMALL, programs_per_sm=num_programs)))
 
 
 @SPLITS
 def test_a_head_with_more_parts_than_a_merge_reads_at_once(split_keys):
-    # Scores of order 8, so that the largest is of weight, and four heads, so that it is now early and now late.
+    # Scores of order 8, so that the largest has weight; four heads, so that it comes early in some and late in others.
     case = Case([16 * 40], heads=(4, 1), scale=1.0)
     case.check(case.run(split_keys, dataclasses.replace(SMALL, programs_per_sm=50)))
 
@@ -163,7 +163,7 @@ def test_a_head_with_more_parts_than_a_merge_reads_at_once(split_keys):
 @pytest.mark.parametrize(("split_keys", "window"), [(None, None), (2**15, None), (None, 4096)])
 def test_lengths_of_128k(split_keys, window):
     case = Case([2**17, 2**17 - 1, 3], heads=(1, 1), window=window, dtype=torch.float16, block_size=128)
-    # The interpreter takes its time by the tile; such large ones would fit no GPU.
+    # The interpreter's time depends on the number of tiles. Tiles as large as these would fit no GPU.
     large = Launch(tile_keys=2048, num_warps=4, num_stages=1, programs_per_sm=5)
     case.check(case.run(split_keys, large if DEVICE.type == "cpu" else None))
 
@@ -233,7 +233,7 @@ def test_output_in_float32_for_merging(split_keys):
 
 @SPLITS
 def test_a_block_beyond_two_to_the_31_elements(split_keys):
-    # Memory that nobody touches costs nothing: only the pages of the sequence's slots are real.
+    # Untouched memory costs nothing: only the pages of the sequence's slots are allocated.
     # Neither a block's number nor the stride has more than 31 bits, but their product does.
     case = Case([20], heads=(2, 1), dtype=torch.float16, kv_dtype=FP8)
     torch.use_deterministic_algorithms(False)
@@ -252,7 +252,7 @@ def test_a_block_beyond_two_to_the_31_elements(split_keys):
 
 
 class Recorder:
-    """Stands for a kernel: notes its grids and launches nothing."""
+    """A stand-in for a kernel, which records its grids and launches nothing."""
 
     def __init__(self):
         self.grids = []
@@ -263,7 +263,7 @@ class Recorder:
 
 @SPLITS
 def test_nothing_is_read_on_the_host(monkeypatch, split_keys):
-    # Tensors of torch's device "meta" have no values: whoever reads one fails.
+    # Tensors on torch's device "meta" have no values, so reading one fails.
     recorder = Recorder()
     for name in ("decode_ends_kernel", "stream_kernel", "stream_merge_kernel", "split_kernel", "split_merge_kernel"):
         monkeypatch.setattr(decode_module, name, recorder)

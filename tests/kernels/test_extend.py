@@ -88,7 +88,7 @@ def test_windows(device, window):
 def test_softcap(device, softcap):
     batch = PagedBatch(RAGGED, device=device)
     check(batch, softcap=softcap)
-    batch.query *= 1000  # far beyond what tanh tells apart; scores of order 1000 have errors to match
+    batch.query *= 1000  # far beyond where tanh saturates; scores of order 1000 have larger errors
     check(batch, sum_error=1000 * SUM_ERROR, softcap=softcap)
 
 

@@ -23,7 +23,7 @@ def share(lengths, groups, *, device, **shape):
     batch = PagedBatch([(1, length) for length in lengths], device=device, **shape)
     for members, start, stop in groups:
         for member in members[1:]:
-            # What the member held there before is nobody's now.
+            # The blocks that the member held there before belong to nobody now.
             for column in range(start, stop):
                 block = int(batch.block_tables[member, column])
                 batch.key_cache.view(torch.uint8)[block] = 0x7F if batch.key_cache.element_size() == 1 else 0xFF

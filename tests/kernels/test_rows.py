@@ -76,7 +76,7 @@ def make_place(device, dtype, *, num_heads=6, num_kv_heads=2, head_dim=64, block
 
 
 def expect_place(heads, turn, num_heads, num_kv_heads):
-    """What becomes of the heads of queries, K and V, in float64."""
+    """The expected heads of queries, K and V, in float64."""
     turned, value = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
     if turn.norm is not None:
         turned = oracle.rms_norm(turned, turn.norm, turn.eps)

@@ -64,7 +64,7 @@ def test_slices_of_one_projection_and_caches_of_other_strides(device):
 
 
 def test_a_slot_beyond_two_to_the_31_bytes(device):
-    # Memory that nobody touches costs nothing: only the pages of the slot are real.
+    # Untouched memory costs nothing: only the pages of the slot are allocated.
     memory = torch.empty(2**31 + 2**16, dtype=torch.uint8, device=device)
     # Neither the block's number nor the stride has more than 31 bits, but their product does.
     shape, strides = (3, 16, 1, 64), (2**30, 64, 64, 1)
@@ -92,7 +92,7 @@ def test_fp8_is_the_nearest_number_or_the_largest(device, dtype, k_scale, v_scal
         exact = source.float() if scale is None else source.float() / scale[:, None]
         expected = exact.clamp(-FP8_MAX, FP8_MAX).to(FP8)
         stored = cache.flatten(0, 1)[:64]
-        # A NaN's sign is nobody's business.
+        # The sign of a NaN doesn't matter.
         assert torch.equal(stored.float().isnan(), exact.isnan())
         assert torch.equal(bits(stored)[~exact.isnan()], bits(expected)[~exact.isnan()])
     assert not bits(key_cache.flatten(0, 1)[64:]).any()

@@ -1,9 +1,9 @@
 """The demo: a support desk whose conversations share a long system prompt, without and with prefix caching.
 
-Two engines share one model; one of them caches. Each answers the same requests one after another, so that a time to
-first token is the request's own, and both are deterministic, so that "identical" means identical. Before it starts to
-count, each engine runs a few tokens that share nothing with the requests: the first pass of a process also sets up
-the libraries.
+Two engines share one model; one of them caches. Each answers the same requests one after another, so that a request's
+time to first token includes no other request. Both are deterministic, so that answers can be compared exactly. Each
+engine first runs a few tokens that share nothing with the requests, since the first pass of a process also sets up the
+libraries.
 """
 
 import statistics
@@ -28,7 +28,7 @@ MAX_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class DemoCache:
-    """The KV cache of the demo's engines, as `Engine` takes it. prefix_caching: whether the second one caches."""
+    """The KV cache of the demo's engines, as `Engine` takes it. prefix_caching: whether the second engine caches."""
 
     num_blocks: int | None = None
     prefix_caching: bool = True
@@ -45,7 +45,7 @@ class DemoRequest:
 
     @property
     def speedup(self) -> float:
-        """How many times sooner its first token came with caching."""
+        """How many times faster the first token came with caching."""
         return self.cold.ttft_s / self.warm.ttft_s
 
     @property
@@ -56,7 +56,7 @@ class DemoRequest:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What the demo measured. The first request has nobody to share with; the others share its system prompt."""
+    """What the demo measured. The first request finds nothing cached; the others share its system prompt."""
 
     requests: tuple[DemoRequest, ...]
 
@@ -100,7 +100,7 @@ def run_demo(
 ) -> DemoReport:
     """Run the demo and show it on `console`.
 
-    Raises ModelError if the model has no chat template, and what `Engine` and `generate` say of the cache.
+    Raises ModelError if the model has no chat template, and the errors of `Engine` and `generate` about the cache.
     """
     cache = cache or DemoCache()
     if model.tokenizer is None or not model.tokenizer.has_chat_template:
@@ -134,7 +134,7 @@ def run_demo(
 def _answer_all(
     engine: Engine, tokenizer: Tokenizer, script: DemoScript, console: Console, max_tokens: int
 ) -> list[Completion]:
-    """Answer every customer's question, then the first one's next, one after another."""
+    """Answer every customer's question, then the first customer's next one, one after another."""
     chats: list[list[Message]] = [
         [{"role": "system", "content": script.system_prompt}, {"role": "user", "content": question}]
         for question in script.questions
@@ -164,7 +164,7 @@ def _answer(engine: Engine, prompt: list[int], chat: list[Message], console: Con
 
 
 def _show(report: DemoReport, console: Console, title: str) -> None:
-    """The table and the verdict."""
+    """Print the table and the conclusion."""
     table = Table(title=title)
     table.add_column("request")
     for heading in ("prompt\ntokens", "cached\ntokens", "computed\ntokens", "time to first\ntoken, s", "ratio"):

@@ -1,6 +1,6 @@
-"""What the demo says: the handbook that every conversation of a support desk begins with, and what customers ask.
+"""The demo's texts: the handbook that every conversation of a support desk begins with, and the customers' questions.
 
-The handbook is about 1,000 tokens long, as such prompts are. The company and its kettle are invented.
+The handbook has about 1,000 tokens, as such prompts have. The company and its kettle are invented.
 """
 
 from dataclasses import dataclass

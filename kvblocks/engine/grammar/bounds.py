@@ -1,6 +1,4 @@
-"""Bounds of schemas, patterns and texts. In spite of its own limits, the compiler may need much time or memory beyond
-these.
-"""
+"""Bounds of schemas, patterns and texts. Beyond them, the compiler's own limits still allow much time and memory."""
 
 import json
 from collections.abc import Iterator

@@ -27,7 +27,7 @@ ATTENTIONS = ("auto", "triton", "torch", "flash-attn")
 
 
 def watch_compiling(attention: AttentionBackend) -> AbstractContextManager[dict[str, float]]:
-    """The seconds that each Triton kernel takes to be compiled meanwhile; nothing for attentions without any."""
+    """The seconds that compiling takes inside this context, by Triton kernel. Empty for attention without kernels."""
     if isinstance(attention, TorchAttention | FlashAttention):
         return nullcontext({})
     from kvblocks.engine.attention import triton_attention
@@ -37,9 +37,9 @@ def watch_compiling(attention: AttentionBackend) -> AbstractContextManager[dict[
 
 @dataclass(frozen=True)
 class Backend:
-    """How a model is to be run. attention: one of ATTENTIONS. cuda_graphs: whether decode steps are captured.
+    """How to run a model. attention: one of ATTENTIONS. cuda_graphs: whether decode steps are captured.
 
-    kv_cache_dtype: one of `kv_scales.NAMES`. scales: of K and V in 8 bits, what `prepared` found. Raises
+    kv_cache_dtype: one of `kv_scales.NAMES`. scales: of K and V in 8 bits, found by `prepared`. Raises
     InvalidArgumentError for another kv_cache_dtype.
     """
 
@@ -53,7 +53,7 @@ class Backend:
         is_8_bit(self.kv_cache_dtype)
 
     def prepared(self, model: LoadedModel, block_size: int) -> "Backend":
-        """This backend for a model: checked as by `choose_attention`, with the scales that K and V in 8 bits need.
+        """This backend for a model, checked by `choose_attention`, and with scales if K and V are kept in 8 bits.
 
         Computes up to 512 tokens for them.
         """
@@ -61,11 +61,11 @@ class Backend:
         return replace(self, scales=calibrate(model)) if is_8_bit(self.kv_cache_dtype) else self
 
     def plan_cache(self, model: LoadedModel, block_size: int) -> Plan:
-        """As `cache_plan.plan_cache`, for what the cache holds."""
+        """As `cache_plan.plan_cache`, for the cache's dtype."""
         return plan_cache(model.config, block_size, E4M3 if is_8_bit(self.kv_cache_dtype) else model.dtype)
 
     def choose_attention(self, model: LoadedModel, block_size: int) -> AttentionBackend:
-        """The attention for this model. Raises InvalidArgumentError and ModelError, saying what else there is."""
+        """The attention for this model. Raises InvalidArgumentError and ModelError, which name alternatives."""
         if self.attention not in ATTENTIONS:
             raise InvalidArgumentError(f"attention: expected {', '.join(ATTENTIONS)}, got {self.attention!r}")
         chosen = self.attention
@@ -97,7 +97,7 @@ class Backend:
         """The runner for this model and the manager's blocks. Raises as `choose_attention`, and ModelError.
 
         layer_locations: where the layers' KV is in the blocks; None: all layers are one group.
-        Checks the machine first if it is to be deterministic: see `determinism`.
+        For deterministic runs it checks the machine first: see `determinism`.
         """
         attention = self.choose_attention(model, manager.block_size)
         strategy = choose_determinism(model.config, model.weights) if self.deterministic else NATURAL
@@ -118,8 +118,8 @@ class Backend:
             return DeviceRunner(model, *sizes)
         cascade = None
         full = [number for number, group in enumerate(manager.groups) if group.window is None]
-        # A cascade's bits follow from what is shared; layers with windows take no part in it. Prefixes are shared in
-        # the primary group, the first one without a window.
+        # A cascade's bits depend on what is shared, so deterministic runs have none. Layers with windows don't use
+        # cascades. Prefixes are shared in the primary group, the first one without a window.
         if full and not self.deterministic:
             config = model.config
             width = 1 if self.scales is not None else model.weights.embedding.element_size()

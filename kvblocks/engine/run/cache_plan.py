@@ -1,7 +1,7 @@
-"""A model's layers as KV-cache groups over one pool: those that see everything, and those of each window.
+"""A model's layers as KV-cache groups over one pool: one group of full attention, and one for each window.
 
-The sums are those of `kvblocks.plan`. All groups have one block size here, so a layer's K and V have the same shape in
-every group, and layers of different groups can be the same tensors.
+`kvblocks.plan` computes the sizes. All groups have one block size here, so a layer's K and V have the same shape in
+every group, and layers of different groups can share tensors.
 """
 
 import torch
@@ -14,7 +14,7 @@ _NO_LIMIT = 2**62
 
 
 def plan_cache(config: ModelConfig, block_size: int, dtype: torch.dtype) -> Plan:
-    """How the model's KV cache is laid out; its num_blocks and num_bytes are without meaning, larger than any memory.
+    """The layout of the model's KV cache. Its num_blocks and num_bytes have no meaning: they exceed any memory.
 
     Raises InvalidArgumentError for a block_size below 1. O(layers ** 2).
     """

@@ -1,9 +1,9 @@
-"""The factors of K and V in 8 bits, found by looking at a model's K and V of one text, once, when an engine is made.
+"""Finds the factors of K and V in 8 bits, from a model's K and V of one text, once, when an engine is made.
 
-Always the same text, or the same token ids for a model without a tokenizer, computed in plain torch: engines of the
-same model find the same factors. Powers of 2 with room above (`kv_scales`) make of small differences, such as another
-machine's rounding, none; where one is left, it is in the fingerprint of what is kept outside, so that nobody takes one
-engine's blocks for another's.
+The text is always the same (or the token ids, for a model without a tokenizer), and is computed in plain torch. So
+engines of the same model find the same factors. Factors are powers of 2 with headroom (`kv_scales`), so small
+differences, such as another machine's rounding, rarely change them. The factors are part of the fingerprint of blocks
+that are kept outside. So an engine with other factors doesn't load them.
 """
 
 from dataclasses import dataclass, field
@@ -71,7 +71,7 @@ class _Watching:
 
 @dataclass(frozen=True)
 class _WatchedStep:
-    """One step, the only one: its layers come in their order."""
+    """The only step of a calibration. Its layers come in order."""
 
     step: StepAttention
     seen: _Watching
@@ -100,7 +100,7 @@ def calibrate(model: LoadedModel) -> KVScales:
 
 
 def _token_ids(model: LoadedModel) -> list[int]:
-    """What is looked at: the text, or ids from all over the vocabulary."""
+    """The token ids to compute: the text's, or ids from all over the vocabulary."""
     most = min(_MAX_TOKENS, model.config.max_position_embeddings)
     if model.tokenizer is not None:
         return model.tokenizer.encode(TEXT)[:most]

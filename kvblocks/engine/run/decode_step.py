@@ -1,19 +1,19 @@
 """Decode steps in fixed buffers, and their CUDA graphs.
 
-A decode step of a small model is hundreds of launches of little work each, and the host can't launch them as fast as a
-GPU runs them. So a step is captured once, as a graph, and replayed. A graph reads and writes the same memory each time:
-`DecodeStep` is a step over such memory, for a fixed number of sequences. Before a replay the step's columns are
-copied into it, and its sequences' rows of the resident tables: so these may be anywhere, and may grow. Batches are
-padded to a power of 2 by sequences without tokens, whose slots are -1, so that few graphs serve all.
+A decode step of a small model is hundreds of launches with little work each. The host can't launch them as fast as a
+GPU runs them. So a step is captured once, as a graph, and replayed. A graph reads and writes the same memory each time.
+`DecodeStep` is a step over such memory, for a fixed number of sequences. Before a replay, the step's columns and its
+sequences' rows of the resident tables are copied into this memory. So the tables may be anywhere, and may grow. Batches
+are padded to a power of 2 by sequences without tokens, whose slots are -1, so that few graphs serve all batches.
 
-A step whose sequences share prefixes is another graph over the same memory, beside which the runs lie, padded too: see
-`attention.cascade.RunBucket`. How work is shared out among programs follows from lengths on the device, and the number
-of programs is fixed, so there is nothing else to choose by.
+A step whose sequences share prefixes is another graph over the same memory, with padded runs beside it: see
+`attention.cascade.RunBucket`. Programs share out their work by lengths on the device, and their number is fixed. So a
+graph depends on nothing but the bucket and on whether there are runs.
 
-Capturing is a few lines at the end of this file: without a GPU the same steps run in the same buffers, uncaptured.
+Capturing is a few lines at the end of this file. Without a GPU the same steps run in the same buffers, uncaptured.
 
-Not captured, and run as any other step: those of more than MAX_BUCKET sequences, whose launches are large, and runs
-that no bucket holds.
+Some steps are not captured but run as any other step: those of more than MAX_BUCKET sequences, whose launches are
+large, and those with runs that no bucket holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,12 +51,12 @@ class DecodeStep:
         self._index = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
 
     def clear(self) -> None:
-        """Let all sequences be padding."""
+        """Make all sequences padding."""
         self.columns.zero_()
         self.columns[DECODE_COLUMNS - 1] = 1
 
     def fill(self, columns: Tensor, tables: Sequence[ResidentTable]) -> None:
-        """Take over a step's columns, and its sequences' rows of the tables. Without a wait for the device."""
+        """Copy a step's columns, and its sequences' rows of the tables, to the buffers. Never waits for the device."""
         self.columns.copy_(columns)
         for own, table, rows in zip(self.block_tables, tables, self.columns[DECODE_COLUMNS:], strict=True):
             torch.index_select(table.blocks, 0, rows, out=own)
@@ -64,7 +64,7 @@ class DecodeStep:
     def compute(self) -> Tensor:
         """Run the step on what the buffers hold: float32 logits [num_seqs, vocab]. Changes the cache.
 
-        Without a wait for the device, so that it can be captured.
+        Never waits for the device, so that it can be captured.
         """
         batch = self.lay_out()
         return self._model.compute(batch, self._model.attention.begin(batch, self._kv_cache))
@@ -87,9 +87,9 @@ class DecodeStep:
 
 
 class CascadeStep:
-    """A decode step whose sequences share runs of blocks: over the buffers of `step`, and one for the runs.
+    """A decode step whose sequences share runs of blocks. It uses the buffers of `step`, and one for the runs.
 
-    At first there are none. begin: `CascadePlanner.begin`.
+    At first there are no runs. begin: `CascadePlanner.begin`.
     """
 
     def __init__(self, step: DecodeStep, model: DecoderModel, kv_cache: KVCache, begin: BeginCascade) -> None:
@@ -103,7 +103,7 @@ class CascadeStep:
         self._runs = self.bucket.split(self._vector)
 
     def fill(self, vector: Tensor) -> None:
-        """Take over runs, as `bucket.pack` packed them, unless they are those of the last time."""
+        """Copy runs, as `bucket.pack` packed them, into the buffer, unless they are the same as the last time."""
         if vector is not self._filled:
             self._vector.copy_(vector)
             self._filled = vector
@@ -115,15 +115,14 @@ class CascadeStep:
 
 
 Replay = Callable[[], Tensor]
-"""Runs a step on what its buffers hold, and returns its logits: good until the next replay of any step."""
+"""Runs a step on what its buffers hold, and returns its logits, which are valid until the next replay of any step."""
 Capture = Callable[[DecodeStep | CascadeStep], Replay]
 
 
 class DecodeBuckets:
     """The decode steps of one model and cache by their size, made when they are first needed.
 
-    capture: what makes a step one that is replayed; begin_cascade: `CascadePlanner.begin`, where there is one. Reads:
-    num_replays.
+    capture: turns a step into its replay. begin_cascade: `CascadePlanner.begin`, or None. Attribute: num_replays.
     """
 
     def __init__(
@@ -148,14 +147,14 @@ class DecodeBuckets:
         """Run a decode step of `num_seqs` sequences, padded to a bucket: logits float32 [num_seqs, vocab].
 
         columns: int32 [DECODE_COLUMNS + num_groups, bucket]. packed: runs that the sequences share, as the bucket's
-        `RunBucket` packs them. The logits are good until the next run. Changes the cache. The first run of a bucket
+        `RunBucket` packs them. The logits are valid until the next run. Changes the cache. The first run of a bucket
         captures it.
         """
         step = self._step(columns.shape[1])
         cascade = None if packed is None else self._cascade(step)
         replayed = step if cascade is None else cascade
         if replayed not in self._replays:
-            step.clear()  # capturing runs it, and what it was last filled with is another step's by now
+            step.clear()  # capturing runs the step, whose buffers may hold an older step's blocks
             self._replays[replayed] = self._capture(replayed)
         step.fill(columns, self._tables)
         if cascade is not None and packed is not None:
@@ -182,15 +181,16 @@ def bucket_of(num_seqs: int) -> int | None:
 
 
 def run_in_place(step: DecodeStep | CascadeStep) -> Replay:
-    """Replay a step by running it again: what there is without a GPU."""
+    """Replay a step by running it again, for machines without a GPU."""
     return step.compute
 
 
 class GraphCapture:
     """Captures steps as CUDA graphs, which share one pool of memory: only one of them runs at a time.
 
-    All are captured in one stream of this object's, in which each step has run before: torch keeps cuBLAS's workspace
-    by stream, so it is allocated outside the pool, and graphs of other objects, which may go first, have their own.
+    All are captured in one stream of this object, in which each step has run before. torch keeps a cuBLAS workspace for
+    each stream. So the workspace is allocated outside the pool, and isn't shared with the graphs of other objects,
+    which may be deleted first.
     """
 
     def __init__(self) -> None:
@@ -201,15 +201,15 @@ class GraphCapture:
     def __call__(self, step: DecodeStep | CascadeStep) -> Replay:
         """Capture a step whose columns are all padding, so that running it changes nothing."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream()  # of the device that is the current one now
+            self._stream = torch.cuda.Stream()  # of the current device
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             step.compute()  # compiles the kernels, and lets libraries allocate what they keep
         torch.cuda.current_stream().wait_stream(self._stream)
-        if not self._graphs:  # torch refuses a pool whose last graph has gone while anything of it is left
+        if not self._graphs:  # torch refuses a pool without graphs if any of its memory is still in use
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Threads that move blocks may allocate meanwhile: only what this one does may not disturb the capture.
+        # Other threads may allocate meanwhile, to move blocks. So only this thread's calls are checked in the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = step.compute()
         self._graphs.add(graph)

@@ -1,19 +1,18 @@
 """Chooses how to compute so that a row's bits don't depend on its batch, by checking this machine.
 
-`packed16` is nearly as fast as natural shapes, and relies on a property of the matrix library that nothing documents:
-over the row counts that the strategy allows, a row's bits depend neither on how many rows there are nor on its index
-among them. It varies with the processor, the library and the number of threads; where weights are packed it was found
-from 2 rows on, and `packed2` pads less. So it is checked, at start, with the
-model's own functions and weights, at the current number of threads, for every row count that can occur and every
-index in it. On a GPU, whose libraries choose by the number of rows, `fixed64` is next: the same property, of one
-number of rows. If neither holds, `tile16` needs no such property and is chosen, if at least a row's bits don't depend
-on the numbers in other rows.
+`packed16` is nearly as fast as natural shapes. It relies on an undocumented property of the matrix library: for the row
+counts that the strategy allows, a row's bits depend neither on the number of rows nor on the row's index. Whether this
+holds varies with the processor, the library and the number of threads. For packed weights it was found to hold from 2
+rows on, so `packed2` needs less padding. The property is checked at start, with the model's own functions and weights,
+at the current number of threads, for every possible row count and every index. GPU libraries choose kernels by the
+number of rows, so on a GPU `fixed64` is tried next: it needs the property for one number of rows only. If neither
+holds, `tile16` is chosen. It only requires that a row's bits don't depend on the numbers in other rows.
 
-The Triton kernels that take the place of torch's norms, gates and rotations on a GPU aren't asked: a program of theirs
-sees one row.
+Triton kernels replace torch's norms, gates and rotations on a GPU. They aren't checked, since each program of theirs
+sees only one row.
 
-What is left to trust: that a kernel's order of operations depends on shapes and alignment, not on the numbers; and
-that the layers, which have one shape, behave as the first one does.
+Two assumptions are left. A kernel's order of operations depends on shapes and alignment, not on numbers. All layers,
+which have one shape, behave as the first one does.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,19 +29,21 @@ from kvblocks.engine.model.weights import ModelWeights
 from kvblocks.engine.run.rows import FIXED64, PACKED2, PACKED16, TILE16, RowStrategy, chunks
 
 RowFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Takes tensors with the same number of rows, gives tensors with that number of rows."""
+"""Takes tensors with the same number of rows, and returns tensors with that number of rows."""
 
 ARITHMETIC = 2
-"""Goes up with each change of this package that gives rows other bits: what was kept before is then not used."""
+"""A version number. Each change of this package that gives rows other bits raises it, so that older blocks in tiers are
+not used.
+"""
 
-# Coprime to 16: moving a row on by 7, again and again, takes it to every index of a chunk.
+# Coprime to 16: a row that is moved on by 7, again and again, reaches every index of a chunk.
 _MOVE = 7
 
 
 def choose_determinism(config: ModelConfig, weights: ModelWeights, *, linear: Linear = product) -> RowStrategy:
-    """PACKED2 for packed weights, PACKED16, FIXED64 on a GPU, or TILE16: the first that this machine has all for.
+    """The first strategy that holds on this machine: PACKED2 for packed weights, PACKED16, FIXED64 on a GPU, TILE16.
 
-    On a CPU a strategy is good for the current number of torch threads. `linear` is the matrix product that the model
+    On a CPU a strategy is valid for the current number of torch threads. `linear` is the matrix product that the model
     will use. Raises ModelError if not even TILE16 holds. Costs about as much as 1,900 tokens of one layer and 300 rows
     of logits: 0.4 s for SmolLM2-135M on a CPU. Changes nothing.
     """
@@ -75,7 +76,7 @@ def packed_rows_hold(
 def aligned_rows_hold(
     config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, *, linear: Linear = product
 ) -> bool:
-    """Whether every row-wise function gives a row at its index the same bits, whatever is in the other rows."""
+    """Whether every row-wise function gives a row at the same index the same bits, whatever is in the other rows."""
     return all(
         rows_ignore_others(function, inputs)
         for function, inputs, _ in _row_functions(config, weights, strategy, linear)
@@ -85,7 +86,7 @@ def aligned_rows_hold(
 def _row_functions(
     config: ModelConfig, weights: ModelWeights, strategy: RowStrategy, linear: Linear
 ) -> list[tuple[RowFunction, Sequence[Tensor], tuple[int, ...]]]:
-    """The model's row-wise functions, random inputs of the strategy's largest count, and the counts it allows them."""
+    """The model's row-wise functions, each with random inputs of the largest row count, and its allowed row counts."""
     layers, layer = DecoderLayers(config, linear), weights.layers[0]
     generator = torch.Generator().manual_seed(0)
 
@@ -118,9 +119,9 @@ def _row_functions(
 
 
 def rows_ignore_others(function: RowFunction, inputs: Sequence[Tensor]) -> bool:
-    """Whether each row of what `function` gives has the same bits when the others are computed of other numbers.
+    """Whether each row of the result keeps its bits when the other rows of the input get other numbers.
 
-    Every second row gets other numbers, then the others do; and the same numbers must give the same bits again.
+    Every second row gets other numbers, then the remaining rows do. The same numbers must give the same bits again.
     """
     expected = function(inputs)
     if not all(torch.equal(got, wanted) for got, wanted in zip(function(inputs), expected, strict=True)):
@@ -138,9 +139,8 @@ def rows_ignore_others(function: RowFunction, inputs: Sequence[Tensor]) -> bool:
 def rows_are_independent(function: RowFunction, inputs: Sequence[Tensor], row_counts: tuple[int, ...]) -> bool:
     """Whether `function` gives each row of `inputs` the same bits at every row count, at every index.
 
-    The rows are first computed in chunks of the smallest count. Then each count gets the first rows, once in their
-    order and once moved along, and must give the bits of the first time. `inputs` has as many rows as the largest
-    count.
+    The rows are first computed in chunks of the smallest count. Then each count computes the first rows, once in order
+    and once moved on, and must give the same bits. `inputs` has as many rows as the largest count.
     """
     num_rows = inputs[0].shape[0]
     parts = [function([rows[part] for rows in inputs]) for part in chunks(num_rows, row_counts[:1])]

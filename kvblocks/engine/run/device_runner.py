@@ -1,8 +1,8 @@
-"""The model side of a step where it runs on a device: block tables stay there, and decode steps may be replayed.
+"""The model side of a step on a device: block tables stay there, and decode steps may be replayed.
 
-What `ModelRunner` does, by other means. Every step is checked on the host, from what the host knows, since reading a
-tensor would wait for the device. Then it is uploaded, and computed: a decode step by its bucket, in buffers that don't
-change, so that it can be a CUDA graph, with shared prefixes that are worth it by cascade; anything else as it comes.
+It does the same as `ModelRunner`. Every step is checked on the host, from what the host knows, since reading a tensor
+would wait for the device. Then the step is uploaded and computed. A decode step runs in its bucket's fixed buffers, so
+that it can be a CUDA graph, and as a cascade if its shared prefixes are worth it. Other steps run directly.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ from kvblocks.errors import InvalidArgumentError
 class DeviceRunner(ModelRunner):
     """Runs steps of one model over a KV cache of `num_blocks` blocks, on the model's device.
 
-    scales: of K and V in 8 bits, as `ModelRunner`. capture: how decode steps are made ready for replay; None: they are
-    run as any other. cascade: finds what decode steps share; None: nothing is looked for. Reads: num_cascades,
-    num_replays, uploads. Raises InvalidArgumentError for sizes below 1.
+    scales: of K and V in 8 bits, as in `ModelRunner`. capture: captures decode steps for replay; None: they run as any
+    other step. cascade: finds shared runs of decode steps; None: no cascades. Attributes: num_cascades, num_replays,
+    uploads. Raises InvalidArgumentError for sizes below 1.
     """
 
     def __init__(
@@ -48,32 +48,33 @@ class DeviceRunner(ModelRunner):
         device = model.weights.embedding.device
         self._device = device
         max_blocks = -(-model.config.max_position_embeddings // block_size)
-        if any(how.window is None for how in model.layer_attention):  # else a context may be longer than the pool
+        if any(how.window is None for how in model.layer_attention):  # with only windows, a context may exceed the pool
             max_blocks = min(num_blocks, max_blocks)
         tables = [ResidentTable(num_blocks, max_blocks, device) for _ in range(model.num_groups)]
         self._uploader = StepUploader(tables, block_size)
         self._cascade = cascade
-        # A strategy that aligns rows asks the device how many there are.
+        # A strategy that aligns rows reads their number from the device, which no capture allows.
         can_capture = capture is not None and not model.strategy.is_aligned
         begin = None if cascade is None else cascade.begin
         self._buckets = DecodeBuckets(model, self.kv_cache, tables, capture, begin) if capture and can_capture else None
 
     @property
     def num_replays(self) -> int:
-        """Decode steps that were run by their bucket."""
+        """How many decode steps ran in a bucket."""
         return self._buckets.num_replays if self._buckets else 0
 
     @property
     def uploads(self) -> UploadCounts:
-        """What steps have uploaded so far; shared runs are counted by the cascade planner."""
+        """What steps have uploaded so far. The cascade planner counts shared runs."""
         return self._uploader.counts
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None) -> Tensor:
         """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
 
-        The logits are good until the next step. Raises InvalidArgumentError, before anything is written, for a token id
-        or a position that the model doesn't have, and ModelError for another number of torch threads than was checked.
+        The logits are valid until the next step. Raises InvalidArgumentError, before anything is written, for a token
+        id or a position that the model doesn't have, and ModelError if the number of torch threads isn't the checked
+        one.
         """
         rows = [self.rows_of(chunk, self.model.num_groups) for chunk in chunks]
         self._check_rows(rows)
@@ -84,7 +85,7 @@ class DeviceRunner(ModelRunner):
             return self._compute(self._uploader.batch(self._uploader.upload(rows)), score)
 
     def warm_up_steps(self, max_num_seqs: int) -> list[WarmUpStep]:
-        """Prompts, decodes behind which prompts come, decode steps of all buckets, cascades, and copies of blocks."""
+        """Prompts, decodes followed by prompts, decode steps and cascades of all buckets, and copies of blocks."""
         tables, size = self._uploader.tables, self.kv_cache.block_size
         steps: list[WarmUpStep] = [
             (name, partial(self._compute, batch))
@@ -116,7 +117,7 @@ class DeviceRunner(ModelRunner):
         return self.model.compute(batch, self.model.attention.begin(batch, self.kv_cache), score)
 
     def _replay(self, bucket: int, *, shares: bool = False) -> Tensor:
-        """Run a bucket's step on padding. shares: the one for shared runs, on none."""
+        """Run a bucket's step on padding. shares: run its cascade, without runs."""
         assert self._buckets is not None
         num_columns = DECODE_COLUMNS + len(self._uploader.tables)
         columns = torch.zeros(num_columns, bucket, dtype=torch.int32, device=self._device)
@@ -126,7 +127,7 @@ class DeviceRunner(ModelRunner):
         return self._buckets.run(columns, bucket, packed)
 
     def _copy_once(self) -> None:
-        """Copy a block onto itself, within the caches and by way of a buffer."""
+        """Copy a block onto itself, within the caches and through a buffer."""
         cache = self.kv_cache
         cache.copy_blocks([(0, 0)])
         staging = torch.empty(1, cache.num_block_bytes, dtype=torch.uint8, device=self._device)
@@ -159,7 +160,7 @@ class DeviceRunner(ModelRunner):
         return self.model.compute(batch, self._cascade.begin(batch, self.kv_cache, runs))
 
     def _check_rows(self, rows: Sequence[SequenceRows]) -> None:
-        """Raise what `DecoderModel.forward` would, without a look at the device. The uploader checks block ids."""
+        """Raise what `DecoderModel.forward` would, without reading from the device. The uploader checks block ids."""
         config = self.model.config
         self.model.check_threads()
         for sequence in rows:
@@ -174,5 +175,5 @@ class DeviceRunner(ModelRunner):
                 )
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """Kernels are launched on the current device."""
+        """Makes the model's device the current one, on which kernels are launched."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

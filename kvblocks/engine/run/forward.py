@@ -1,7 +1,7 @@
 """The model: one forward pass over a ragged batch, reading and writing a paged KV cache.
 
-The pass is split in two kinds of work. Row-wise work (`layers`) is handed over as the row strategy says; attention is
-the backend's. In float32 with the natural strategy on a CPU, the logits are meant to equal those of `transformers`.
+The pass has two kinds of work. Row-wise work (`layers`) is cut into chunks by the row strategy. The backend computes
+attention. In float32 with the natural strategy on a CPU, the logits are meant to equal those of `transformers`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,14 +33,14 @@ from kvblocks.engine.run.rows import NATURAL, RowLayout, RowStrategy, chunks, pa
 from kvblocks.errors import InvalidArgumentError
 
 Score = Callable[[Tensor, Callable[[Tensor], Tensor]], None]
-"""Looks at the last layer's output of all rows of a step, [num_tokens, hidden], with what gives rows' logits."""
+"""Called with the last layer's output of all rows of a step, [num_tokens, hidden], and a function rows -> logits."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a step that are computed in one go. hidden: theirs, which the layers change.
+    """Rows of a step that are computed together. hidden: their hidden states, which the layers change.
 
-    angles: by frequencies, as `rope.rotate` takes them; none for a step that places heads by itself.
+    angles: by frequencies, as `rope.rotate` takes them; empty for a `PlacingStep`.
     """
 
     rows: slice
@@ -52,7 +52,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer of a model, by its number. next_norm: of the input of the layer after it; None behind the last."""
+    """One layer of a model, with its number. next_norm: the next layer's input norm; None for the last layer."""
 
     index: int
     weights: LayerWeights
@@ -64,11 +64,11 @@ class _Layer:
 class DecoderModel:
     """A model ready to run. It owns its weights and RoPE tables; caches belong to the caller.
 
-    `strategy` is NATURAL, or what `determinism.choose_determinism` returned. `attention` defaults to the torch
-    backend that fits it; a deterministic strategy needs a tiled one. `linear` is the matrix product to use.
+    `strategy` is NATURAL, or what `determinism.choose_determinism` returned. `attention` defaults to the torch backend
+    that fits the strategy; a deterministic strategy needs a tiled backend. `linear` is the matrix product to use.
     `layer_locations` says which KV-cache group each layer belongs to; by default all are in one group.
 
-    Attributes: what it was made of; `layer_attention`, how each layer attends; `num_groups`, of the KV cache.
+    Attributes: its arguments; `layer_attention`, how each layer attends; `num_groups`, of the KV cache.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class DecoderModel:
             _Layer(index, *parts)
             for index, parts in enumerate(zip(weights.layers, self.layer_attention, config.ropes, norms, strict=True))
         ]
-        # A tensor, so that the factor is rounded to the model's dtype: these models were trained with that. Made here,
-        # since making one waits for a GPU.
+        # A tensor rounds the factor to the model's dtype, as in these models' training. It is made here, since making a
+        # tensor waits for a GPU.
         self._embedding_scale = weights.embedding.new_tensor(config.hidden_size**0.5)
         self._ropes = {
             rope: RopeTable.build(rope, config.max_position_embeddings, config.head_dim, weights.embedding)
@@ -120,22 +120,22 @@ class DecoderModel:
     def forward(self, batch: StepBatch, kv_cache: KVCache, score: Score | None = None) -> Tensor:
         """Run one step: float32 [num_logits, vocab], a row for each of `batch.logits_rows`.
 
-        score: for who wants logits of more rows than there is memory for at a time.
-        Raises InvalidArgumentError, before anything is written, if a token id is not in the vocabulary, a position is
-        not below max_position_embeddings, a block is not in the cache, or a group has no block tables: this is the last
-        guard, so that no caller can read or write out of bounds; a scheduler should refuse such a request when it
-        arrives. Raises ModelError if the number of torch threads is not the one that the strategy was checked for.
-        Changes the cache: K and V of every row with a slot.
+        score: for callers that want logits of more rows than fit in memory at once. Raises InvalidArgumentError, before
+        anything is written, if a token id is not in the vocabulary, a position is not below max_position_embeddings, a
+        block is not in the cache, or a group has no block tables. These checks are the last guard against reads and
+        writes out of bounds; a scheduler should refuse such a request when it arrives. Raises ModelError if the number
+        of torch threads is not the one that the strategy was checked for. Changes the cache: K and V of every row with
+        a slot.
         """
         self._check(batch, kv_cache)
         return self.compute(batch, self.attention.begin(batch, kv_cache), score)
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, step: StepAttention, score: Score | None = None) -> Tensor:
-        """As `forward`, with an attention that was begun and without its guards: for a caller that has checked.
+        """`forward` without its checks, with an attention that was begun. For callers that have checked the batch.
 
-        Reads no value of a tensor on the host, so it never waits for a GPU and can be captured in a CUDA graph; only a
-        strategy that aligns rows (`RowStrategy.is_aligned`) reads how many there are.
+        Reads no value of a tensor on the host, so it never waits for a GPU and can be captured in a CUDA graph. The
+        exception is a strategy that aligns rows (`RowStrategy.is_aligned`): it reads their number.
         """
         layout = RowLayout.build(batch, self.strategy)
         hidden = self._embed(layout.token_ids)
@@ -154,8 +154,8 @@ class DecoderModel:
         return self._logits(hidden.index_select(0, layout.logits_rows))
 
     def _place(self, layer: _Layer, normed: Tensor | None, part: _Part, step: StepAttention) -> Tensor:
-        """Store K and V of a part's rows, and return their queries. normed: the rows as they come to the layer."""
-        assert normed is not None  # only behind the last layer there is none
+        """Store K and V of a part's rows, and return their queries. normed: the layer's normed input."""
+        assert normed is not None  # it is None only after the last layer
         heads, slots = self._layers.heads(layer.weights, normed), part.slot_mappings[layer.how.group]
         if isinstance(step, PlacingStep):
             rope, eps = self._ropes[layer.rope], self.config.rms_norm_eps
@@ -166,7 +166,7 @@ class DecoderModel:
         return query
 
     def _cut(self, layout: RowLayout, hidden: Tensor, *, places: bool) -> list["_Part"]:
-        """The rows of a step in chunks of the strategy's sizes, once for all layers. places: as `PlacingStep` does."""
+        """Cut a step's rows into chunks of the strategy's sizes, once for all layers. places: for a `PlacingStep`."""
         ropes = {} if places else self._ropes
         angles = {rope: table.at(layout.positions) for rope, table in ropes.items()}
         return [
@@ -188,7 +188,7 @@ class DecoderModel:
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """float32 [num_rows, vocab], computed in the row counts that the strategy allows the head."""
+        """float32 [num_rows, vocab], computed in chunks that the strategy allows for the head."""
         if hidden.shape[0] == 0:
             return torch.empty(0, self.config.vocab_size, device=hidden.device)
         counts = self.strategy.head_row_counts

@@ -11,19 +11,19 @@ from kvblocks.errors import InvalidArgumentError
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 HOST_BYTES_A_BLOCK = 128
-"""About what the manager keeps of a block, in host memory (120 bytes measured)."""
+"""About how much host memory the manager uses for a block (120 bytes measured)."""
 
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B|)\s*", re.IGNORECASE)
 
 
 def read_memory(budget: float | str, device: torch.device, name: str = "kv_cache_memory") -> int:
-    """The bytes that `budget` means.
+    """`budget` in bytes.
 
     An int: bytes. A text: a number with a unit, B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024). A
-    float above 0 and at most 1: that share of the memory that is free on `device` now; for a CPU what Linux calls
-    available, whatever limit a container has. name: what errors call it.
+    float above 0 and at most 1: that share of the memory that is free on `device` now. For a CPU this is what Linux
+    calls available, without regard to a container's limit. name: of the argument, for errors.
 
-    Raises InvalidArgumentError for anything else, and for a share where the system doesn't say what is free.
+    Raises InvalidArgumentError for anything else, and for a share if the system doesn't say what is free.
     """
     if isinstance(budget, str):
         match = _TEXT.fullmatch(budget)
@@ -43,7 +43,8 @@ def read_memory(budget: float | str, device: torch.device, name: str = "kv_cache
 def check_memory(name: str, num_bytes: int, num_blocks: int, device: torch.device) -> None:
     """Raise InvalidArgumentError if a pool of so many bytes and blocks is more than is free now. O(1).
 
-    name: what decides its size, for the error. Where the system doesn't say what is free nothing is checked.
+    name: of the argument that decides the size, for the error. If the system doesn't say what is free, nothing is
+    checked.
     """
     try:
         free = free_memory(device)
@@ -66,13 +67,13 @@ def _show_bytes(num_bytes: int) -> str:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device. Raises InvalidArgumentError where the system doesn't say. O(1)."""
+    """Bytes that are free on a device. Raises InvalidArgumentError if the system doesn't say. O(1)."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024  # "kB" there means KiB
+                return int(line.split()[1]) * 1024  # "kB" means KiB in this file
     except OSError:
         pass  # not Linux
     try:

@@ -1,19 +1,19 @@
-"""The block tables of running sequences on the device: one row each, of which a step uploads what is new.
+"""The block tables of running sequences on the device: one row each, to which a step uploads only new entries.
 
-There is one table for each KV-cache group. Its rows are a cache: nobody says that a sequence has ended. A sequence that
-is new, or was away for so long that its row was given to another, is uploaded whole; the row that wasn't used for the
-longest time goes first. A preemption, an abort or a free needs no notice either, for this reason:
+There is one table for each KV-cache group. Its rows are a cache: nobody reports the end of a sequence. A sequence is
+uploaded whole if it is new, or if its row was given to another sequence meanwhile. The row that was least recently used
+goes first. A preemption, an abort or a free needn't be reported either, for this reason:
 
-A row belongs to a *list object*, the sequence's own `block_ids`, and keeps it alive. A manager gives a sequence a new
-list whenever it takes its blocks away, and changes a list only at its end, apart from copy on write, a fork's or a
-truncation's, in the block of the next token to compute. So with the same list, all blocks before that of the first
-token of the step are as they were in the last step in which they were looked at, and that step uploaded them: every
-position that is computed goes through here.
+A row belongs to a *list object*, the sequence's own `block_ids`, and keeps it alive. Whenever a manager takes a
+sequence's blocks away, it gives the sequence a new list. It changes a list only at its end; copy on write, after a fork
+or a truncation, changes only the block of the next token to compute. So with the same list, all blocks before that of
+the step's first token are unchanged since the last step that read them. That step uploaded them, since every computed
+position goes through this table.
 
-Where a block has left a window, the list has 0 and the row what was there: nobody reads either.
+For a block that has left a window, the list has 0 and the row keeps the old entry. Nobody reads either of them.
 
-Invariant: once a step's changes are on the device, the first `num_used` entries of each of its rows are the list's, but
-for entries that have left the group's window.
+Invariant: once a step's changes are on the device, the first `num_used` entries of each of its rows equal the list's,
+except entries that have left the group's window.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from kvblocks.errors import InvalidArgumentError
 
 @dataclass
 class TableChanges:
-    """Entries of a table that a step has to write: where (row * max_blocks + column), and which block ids."""
+    """Entries of a table that a step must write: their indexes (row * max_blocks + column), and their block ids."""
 
     indexes: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
@@ -34,7 +34,7 @@ class TableChanges:
 
 @dataclass
 class _Row:
-    """Who has a row, and what the device has of its table."""
+    """The owner of a row, and how much of its table the device has."""
 
     number: int
     owner: list[int]
@@ -44,13 +44,13 @@ class _Row:
 class ResidentTable:
     """Block tables of at most `max_blocks` blocks each, with ids below `num_blocks`, on `device`.
 
-    blocks: int32 [num_rows, max_blocks]. It is another tensor after `reserve` had to make room for more rows.
+    blocks: int32 [num_rows, max_blocks]. `reserve` replaces the tensor when it makes room for more rows.
     """
 
     def __init__(self, num_blocks: int, max_blocks: int, device: torch.device, num_rows: int = 64) -> None:
         self.blocks: Tensor = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
         self._num_blocks = num_blocks
-        self._rows: dict[int, _Row] = {}  # by the identity of the list; in order of their last use
+        self._rows: dict[int, _Row] = {}  # by the id of the list, least recently used first
         self._free = list(range(num_rows))
 
     def reserve(self, num_seqs: int) -> None:
@@ -67,11 +67,11 @@ class ResidentTable:
         self._free += range(num_rows, num_wanted)
 
     def assign_row(self, block_ids: list[int], start_block: int, num_used: int, changes: TableChanges) -> int:
-        """Return the row of a sequence, adding to `changes` what the device lacks of its first `num_used` blocks.
+        """Return a sequence's row. Add the entries of its first `num_used` blocks that the device lacks to `changes`.
 
-        block_ids: the sequence's own list; start_block: the block of the first token that the step computes. Room for
-        all sequences of the step was reserved. Raises InvalidArgumentError for blocks that aren't there.
-        O(blocks from start_block on), or O(num_used) for one that has no row.
+        block_ids: the sequence's own list; start_block: the block of the first token that the step computes. Call
+        `reserve` for all sequences of the step before. Raises InvalidArgumentError for blocks that don't exist.
+        O(blocks from start_block on), or O(num_used) for a sequence without a row.
         """
         row = self._rows.pop(id(block_ids), None)
         if row is None:
@@ -98,7 +98,7 @@ class ResidentTable:
         return row.number
 
     def forget(self) -> None:
-        """Take nothing for granted any more: for a step whose changes may not have reached the device. O(rows)."""
+        """Forget all rows, after a step whose changes may not have reached the device. O(rows)."""
         self._rows.clear()
         self._free = list(range(self.blocks.shape[0]))
 

@@ -1,19 +1,18 @@
-"""How the rows of a step are handed to the model's row-wise operations (matrix products, norms, activations).
+"""How the rows of a step are passed to the model's row-wise operations (matrix products, norms, activations).
 
-A matrix product may give a row other low bits when the number of rows changes, since the library picks other kernels;
-even SiLU may, since the last elements of a tensor take a scalar path. A strategy bounds what an operation can see:
+A matrix product may give a row other low bits when the number of rows changes, since the library picks other kernels.
+Even SiLU may, since the last elements of a tensor take a scalar path. A strategy fixes which numbers of rows occur:
 
-- `NATURAL`: all rows at once. Fastest, and the bits of a row depend on its batch.
-- `FIXED64`: every chunk is 64 rows, in any order. For GPUs, where a product of a few rows costs about as much as one of
-  64, and where a row's bits mostly depend on a product's shape and not on the row's index. Checked, too.
+- `NATURAL`: all rows at once. Fastest, but the bits of a row depend on its batch.
+- `FIXED64`: every chunk has 64 rows, in any order. For GPUs, where a product of a few rows costs about as much as one
+  of 64, and where a row's bits mostly depend on a product's shape and not on the row's index (checked, too).
 - `PACKED16`: rows are padded to a multiple of 16 and cut into chunks whose sizes are in a short list. Bit-exact if, for
-  those sizes, a row's bits depend neither on the size nor on its index: `determinism` checks exactly that.
+  those sizes, a row's bits depend neither on the size nor on its index. `determinism` checks exactly that.
 - `PACKED2`: the same with rows padded to a multiple of 2. For packed weights, whose products of 2 rows take no longer
-  than those of one. The library has other kernels for a single row, with other bits.
-- `TILE16`: every chunk is 16 rows, the row of position p has index p % 16, and the head takes one row at a
-  time. A row is always computed at the same index of the same shape, so it is bit-exact at any number of threads, as
-  long as a row's bits don't depend on the numbers in other rows. Rows of several sequences share a chunk where they
-  fit.
+  than products of one row. (For a single row the library has other kernels, with other bits.)
+- `TILE16`: every chunk has 16 rows, the row of position p has index p % 16, and the head takes one row at a time. A row
+  is always computed at the same index of the same shape. So it is bit-exact at any number of threads, as long as a
+  row's bits don't depend on the numbers in other rows. Rows of several sequences share a chunk if their indexes differ.
 
 Invariant: within one strategy, an operation never sees a number of rows that is not in its list.
 """
@@ -31,9 +30,9 @@ from kvblocks.engine.attention.batch import StepBatch
 class RowStrategy:
     """The row counts that an operation may see, ascending; empty: any.
 
-    Every count is a multiple of the first one, and rows are padded to a multiple of it. `head_row_counts` is the list
-    for the final norm and the output projection. With `is_aligned` the row of position p has an index that is p modulo
-    the first count. `num_threads` is the number of torch threads that the strategy is good for; None: any.
+    Every count is a multiple of the first count, to which rows are padded. `head_row_counts` is the list for the final
+    norm and the output projection. With `is_aligned` the row of position p has an index that is p modulo the first
+    count. `num_threads` is the number of torch threads that the strategy is valid for; None: any.
     """
 
     name: str
@@ -49,8 +48,8 @@ class RowStrategy:
 
 
 NATURAL = RowStrategy("natural")
-# A product of 256 rows has 94% of the speed of one of 1088 on SmolLM2's shapes, of 128 rows 90%; a whole prefill is as
-# fast as a natural one, since what happens between the products stays in the processor's cache.
+# On SmolLM2's shapes a product of 256 rows has 94% of the speed of one of 1088 rows, and a product of 128 rows 90%. A
+# whole prefill is as fast as a natural one, since the operations between the products stay in the processor's cache.
 PACKED16 = RowStrategy("packed16", (*range(16, 129, 16), 256), (16, 32, 64))
 PACKED2 = RowStrategy("packed2", (*range(2, 33, 2), *range(48, 129, 16), 256), (2, 4, 8, 16, 32, 64))
 TILE16 = RowStrategy("tile16", (16,), (1,), is_aligned=True)
@@ -132,9 +131,9 @@ class RowLayout:
 
 
 def _align(batch: StepBatch, tile: int) -> RowLayout:
-    """Put the row of position p at index p % tile of a tile: the n-th row that needs an index gets it in tile n.
+    """Put the row of position p at index p % tile of a tile. The n-th row that needs an index gets it in tile n.
 
-    A run of consecutive positions fills whole tiles, and rows of other sequences fill the indexes that it leaves.
+    Consecutive positions fill whole tiles, and rows of other sequences fill the free indexes.
     """
     indexes = batch.positions % tile
     order = indexes.argsort(stable=True)

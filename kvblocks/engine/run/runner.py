@@ -1,7 +1,7 @@
-"""The model side of a step: what was loaded, the KV cache beside it, and chunks turned into logits.
+"""The model side of a step: the loaded model, its KV cache, and the computation of chunks.
 
-The scheduler speaks of requests and chunks, the model of tensors; this is where one becomes the other. The rest of the
-engine doesn't know the model, and the model doesn't know requests.
+The scheduler deals with requests and chunks, the model with tensors. This module converts one into the other. The rest
+of the engine doesn't know the model, and the model doesn't know requests.
 """
 
 import re
@@ -44,10 +44,10 @@ class LoadedModel:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str | None = None,
     ) -> "LoadedModel":
-        """Load a known model by name, fetching it if need be, or a Hugging Face folder.
+        """Load a known model by name, fetching it if needed, or a Hugging Face folder.
 
-        dtype: of weights, KV cache and computing: float32, float16 or bfloat16, by name or torch's; None: float32 on a
-        CPU, and elsewhere what the folder's config.json says, or float32.
+        dtype: of weights, KV cache and computing: float32, float16 or bfloat16, as a name or a torch.dtype; None:
+        float32 on a CPU, and elsewhere what the folder's config.json says, or float32.
 
         Raises ModelError, FetchError and InvalidArgumentError. O(bytes of the model).
         """
@@ -75,7 +75,7 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are, and what is computed in."""
+        """The dtype of the weights and of the computation."""
         return self.weights.embedding.dtype
 
     @property
@@ -99,8 +99,8 @@ class ModelRunner:
     def run(self, chunks: Sequence[ScheduledChunk], score: Score | None = None) -> Tensor:
         """Compute all chunks in one forward pass: float32 logits [chunks that sample, vocab]. Changes the KV cache.
 
-        Copies what the chunks say first: blocks that were shared until now, and that this step writes to. score: looks
-        at all rows, chunk by chunk.
+        First makes the chunks' copies, of shared blocks that this step would write to. score: called with all rows, in
+        the order of the chunks.
         """
         rows = [self.rows_of(chunk, self.model.num_groups) for chunk in chunks]
         batch = StepBatch.build(rows, self.kv_cache.block_size, self.model.weights.embedding.device)
@@ -108,16 +108,16 @@ class ModelRunner:
         return self.model.forward(batch, self.kv_cache, score)
 
     def warm_up_steps(self, max_num_seqs: int) -> list[WarmUpStep]:
-        """Steps that have everything compiled and captured that steps of so many sequences need: none for plain torch.
+        """Steps that compile and capture all that steps of so many sequences need. None for plain torch.
 
-        They change nothing that counts, while nothing is cached or running.
+        Run them while nothing is cached or running. They then change no state that matters.
         """
         del max_num_seqs
         return []
 
     @staticmethod
     def rows_of(chunk: ScheduledChunk, num_groups: int = 1) -> SequenceRows:
-        """What a chunk computes, as the batch takes it; its block tables are the sequence's own lists."""
+        """A chunk as rows of a batch. Their block tables are the sequence's own lists."""
         sequence = chunk.request.sequence
         return SequenceRows(
             token_ids=chunk.token_ids,
@@ -130,7 +130,7 @@ class ModelRunner:
 
 
 def _how_to_get(model: str) -> str:
-    """What to add for a name that could be one on Hugging Face's hub: this package downloads nothing from there."""
+    """Help for a name that may be on Hugging Face's hub, from which this package downloads nothing."""
     if not _HUB_NAME.fullmatch(model):
         return ""
     folder = model.rpartition("/")[2]

@@ -1,12 +1,12 @@
-"""A step on its way to the device: whatever of it is new, in one transfer.
+"""Uploads a step to the device: all that is new, in one transfer.
 
-What a step says goes into one vector of int32 in pinned host memory: tokens, and for each sequence its length, how much
-of it is read only, and its row of each group's resident table; then the tables' new entries. Positions, slots and the
-batch's block tables are made of that on the device. A decode step is 12 bytes a sequence and 4 for each group, 8 more
-for each new block, and one transfer, whose latency is far above what keeping the lengths there, too, would save of its
-bytes.
+A step is packed into one vector of int32 in pinned host memory: the tokens; for each sequence its length, the number of
+its read-only tokens, and its row of each group's resident table; then the tables' new entries. The device computes
+positions, slots and the batch's block tables from these. A decode step takes 12 bytes a sequence and 4 for each group,
+and 8 more for each new block. (Lengths could stay on the device, but the bytes saved are small beside the latency of
+the one transfer.)
 
-Invariant: the vector is written again only after the device has read it.
+Invariant: the vector is overwritten only after the device has read it.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from kvblocks.engine.attention.batch import SequenceRows, StepBatch, StepShape
 from kvblocks.engine.run.resident_table import ResidentTable, TableChanges
 
 DECODE_COLUMNS = 3
-"""Rows of what a decode step is made of: token ids, lengths, read-only tokens; then table rows, one for each group."""
+"""The first rows of a decode step's columns: token ids, lengths, read-only tokens. Each group's table rows follow."""
 
 
 @dataclass(frozen=True)
 class UploadedStep:
-    """A step as it came: int32 vectors on the device, good until the next upload.
+    """An uploaded step: int32 vectors on the device, valid until the next upload.
 
     decode_columns: [DECODE_COLUMNS + num_groups, num_seqs], padded; or None when the step isn't all decodes.
     table_rows: by group, of each sequence. The rest: as in `StepBatch`, with `num_readonly` by sequence.
@@ -43,7 +43,7 @@ class UploadedStep:
 
 @dataclass
 class UploadCounts:
-    """What was uploaded so far: transfers, their bytes, and entries of block tables among them."""
+    """What was uploaded so far: the number of transfers, their bytes, and the number of block-table entries."""
 
     num_transfers: int = 0
     num_bytes: int = 0
@@ -51,7 +51,7 @@ class UploadCounts:
 
 
 class StepUploader:
-    """Uploads steps, and the changes of `tables`, one for each group, which this object owns. Reads: counts."""
+    """Uploads steps, and the changes of `tables`, one for each group, which this object owns. Attribute: counts."""
 
     def __init__(self, tables: Sequence[ResidentTable], block_size: int) -> None:
         self.tables = tuple(tables)
@@ -62,10 +62,10 @@ class StepUploader:
         self._was_read: torch.cuda.Event | None = None
 
     def upload(self, rows: Sequence[SequenceRows], num_padded: int = 0) -> UploadedStep:
-        """Bring a step of at least one sequence to the device, and the tables' rows of its sequences up to date.
+        """Upload a step of at least one sequence, and the new entries of its sequences' table rows.
 
         rows: their block tables are the sequences' own lists (see `resident_table`). num_padded: a step of single
-        tokens is padded to so many sequences, which have no tokens. Raises InvalidArgumentError, and has uploaded
+        tokens is padded to so many sequences; the added ones have no tokens. Raises InvalidArgumentError, and uploads
         nothing then. O(tokens + new blocks), and O(blocks) for sequences without a row.
         """
         shape = StepShape.of(rows)
@@ -98,7 +98,7 @@ class StepUploader:
         return UploadedStep(token_ids, seq_lens, num_readonly, table_rows, query_start, logits_rows, columns, shape)
 
     def batch(self, step: UploadedStep) -> StepBatch:
-        """Lay out a step that was just uploaded; its block tables are cut to what the longest context fills."""
+        """Lay out the step of the last upload. Block tables are cut to the length of the longest context."""
         width = -(-step.shape.max_seq_len // self._block_size)
         found = zip(self.tables, step.table_rows, strict=True)
         tables = [table.blocks[:, :width].index_select(0, rows) for table, rows in found]
@@ -114,7 +114,7 @@ class StepUploader:
     def _pack(self, rows: Sequence[SequenceRows], changes: Sequence[TableChanges], num_padded: int) -> list[list[int]]:
         """Token ids, lengths, read-only tokens, and table rows of each group.
 
-        A sequence of padding has no tokens, all read only.
+        A padding sequence has 0 tokens, all of them read-only.
         """
         size = self._block_size
         table_rows = [
@@ -138,7 +138,7 @@ class StepUploader:
         return columns + [numbers + zeros for numbers in table_rows]
 
     def _transfer(self, sections: list[list[int]]) -> list[Tensor]:
-        """Copy lists of ints to the device, together: a vector of each."""
+        """Copy lists of ints to the device in one transfer. Returns a vector for each."""
         sizes = [len(section) for section in sections]
         values = torch.tensor(list(chain.from_iterable(sections)), dtype=torch.int32)
         if self._was_read is not None:
@@ -162,14 +162,14 @@ class StepUploader:
 
 
 def lay_out(step: UploadedStep, block_tables: Sequence[Tensor], block_size: int) -> StepBatch:
-    """The batch of a step, from tensors on the device alone; it reads none of them on the host.
+    """The batch of a step, computed on the device. Reads no tensor on the host.
 
     block_tables: of each group, int32 [num_seqs, max_blocks], the rows of the step's sequences.
     """
     num_tokens, num_seqs, device = step.token_ids.shape[0], step.seq_lens.shape[0], step.token_ids.device
     if step.decode_columns is not None:
         owner = torch.arange(num_seqs, device=device)
-        positions = (step.seq_lens.long() - 1).clamp_(min=0)  # padding has no last token
+        positions = (step.seq_lens.long() - 1).clamp_(min=0)  # a padding sequence has length 0
     else:
         lengths = step.query_start.diff().long()
         index = torch.arange(num_seqs, device=device)
@@ -192,7 +192,7 @@ def lay_out(step: UploadedStep, block_tables: Sequence[Tensor], block_size: int)
 
 
 def _own_list(block_ids: Sequence[int]) -> list[int]:
-    """A block table as the object that a row belongs to."""
+    """A block table as a list object, which a row belongs to."""
     return block_ids if isinstance(block_ids, list) else list(block_ids)
 
 

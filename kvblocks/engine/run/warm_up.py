@@ -1,8 +1,8 @@
-"""Steps that compute nothing that counts, so that nothing is compiled or captured once requests come.
+"""Steps without requests, so that all is compiled and captured before the first request comes.
 
-A kernel is compiled when it is first launched, seconds each, and a bucket of decode steps is captured when it is first
-needed. So each kind of step that a runner has is run once, on padding: rows at positions that are all read only, which
-store nothing, of block 0, whatever it holds.
+A kernel is compiled when it is first launched, which takes seconds, and a bucket of decode steps is captured when it is
+first needed. So each kind of step that a runner has is run once, on padding. Its rows are at read-only positions of
+block 0, whatever that holds, and store nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +15,14 @@ from kvblocks.engine.run.resident_table import ResidentTable
 from kvblocks.engine.run.step_upload import UploadedStep, lay_out
 
 PROMPT_ROWS = 256
-"""Rows that kernels take for a prompt, whatever a model's groups of heads."""
+"""Enough rows for the kernels of prompts, whatever a model's groups of heads are."""
 
 WarmUpStep = tuple[str, Callable[[], object]]
-"""What it is, for people, and the step."""
+"""A description for people, and the step."""
 
 
 def padding_batch(tables: Sequence[ResidentTable], block_size: int, rows: Sequence[int], length: int) -> StepBatch:
-    """A step of sequences of so many rows each, at most `length`, the tokens in context. They store nothing."""
+    """A step of sequences with so many rows each, at most `length`, the tokens in context. It stores nothing."""
     device = tables[0].blocks.device
 
     def vector(numbers: Sequence[int]) -> torch.Tensor:
@@ -46,7 +46,7 @@ def padding_batch(tables: Sequence[ResidentTable], block_size: int, rows: Sequen
 
 
 def batches(tables: Sequence[ResidentTable], block_size: int, max_tokens: int) -> Iterator[tuple[str, StepBatch]]:
-    """A prompt, a few rows, and both behind a decode, as far as contexts of `max_tokens` have room for them."""
+    """A prompt, a short prompt, and both after a decode, with contexts of at most `max_tokens`."""
     room = min(max_tokens, tables[0].blocks.shape[1] * block_size)
     prompt = min(PROMPT_ROWS, room)
     kinds = (("prompts", [prompt]), ("short prompts", [min(2, room)]), ("decodes and prompts", [1, prompt]))

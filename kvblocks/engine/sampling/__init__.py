@@ -1,1 +1,1 @@
-"""From logits to tokens: what a request may ask for, its random numbers, and a step's draws for all rows together."""
+"""From logits to tokens: a request's parameters, its random numbers, and a step's draws for all rows together."""

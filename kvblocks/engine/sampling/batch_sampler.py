@@ -1,9 +1,10 @@
 """Draws the tokens of a step: all rows together, on their device, with one transfer back to the host.
 
-Draws that need the same work are put together: greedy ones, plain ones, and those that look at the most likely tokens,
-first at so many of them. Mostly these are enough. Where they are not, the draw is repeated with the whole vocabulary in
-order, by the same random number, and hence with the token that the definition says.
-On a CPU a group is taken a few rows at a time, so that what is computed in between stays in the processor's cache.
+Draws that need the same work form a group: greedy draws, plain draws, and draws that read only the most likely tokens.
+The latter first read a fixed number of tokens, which nearly always suffices. Otherwise the draw is repeated with the
+whole sorted vocabulary and the same random number. So the token is always the one that `SamplingParams` defines.
+
+On a CPU a group is computed a few rows at a time, so that intermediate values stay in the processor's cache.
 """
 
 from array import array
@@ -34,10 +35,11 @@ from kvblocks.engine.sampling.weights import (
 )
 from kvblocks.engine.sampling.workspace import Workspace
 
-# How many of the most likely tokens are looked at first. A second look waits for a GPU, which minds larger ones little.
+# How many of the most likely tokens a draw reads first. Repeating a draw means to wait for a GPU once more, but a GPU
+# reads more tokens at little cost.
 _CPU_LIKELY = 128
 _GPU_LIKELY = 1024
-# Logits that are worked on at a time: 2 MiB, and twice that of weights; on a GPU some hundred MiB.
+# Logits that are processed at a time: 2 MiB, and twice that of weights; on a GPU some hundred MiB.
 _CPU_TILE = 2**19
 _GPU_TILE = 2**24
 
@@ -47,14 +49,14 @@ _BROKEN = "expected logits that are numbers, got NaN: the weights or the KV cach
 
 @dataclass
 class SamplingCounts:
-    """What was drawn so far: tokens, and how many of them took putting the whole vocabulary in order."""
+    """How many tokens were drawn so far, and how many of them needed the whole vocabulary sorted."""
 
     num_draws: int = 0
     num_sorted: int = 0
 
 
 class Slot(NamedTuple):
-    """A draw: its place among the outcomes, its row of logits, and how many of the most likely it looks at; 0: none."""
+    """A draw: its index among the outcomes, its row of logits, and how many of the most likely tokens it reads."""
 
     place: int
     row: int
@@ -71,11 +73,11 @@ class BatchSampler:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, draws: Sequence[Sequence[Draw | Exception]]) -> list[Outcome]:
-        """What each draw gives, in order, where `draws[i]` are those from row i of `logits` [len(draws), vocab].
+        """The outcome of each draw, in order. `draws[i]` are drawn from row i of `logits` [len(draws), vocab].
 
-        An exception in place of a draw comes out as it is; a row with NaN gives BrokenLogitsError. Neither keeps others
-        from their tokens. logits: of any float type; they stay as they are. O(draws x vocab). Waits for a GPU once, and
-        once more where draws have to be repeated.
+        An exception in place of a draw is its own outcome. A row with NaN gives BrokenLogitsError. Other draws get
+        their tokens anyway. logits: of any float type; they aren't changed. O(draws x vocab). Waits for a GPU once, and
+        once more if draws have to be repeated.
         """
         outcomes: dict[int, Outcome] = {}
         waiting: list[Slot] = []
@@ -94,7 +96,7 @@ class BatchSampler:
 
 
 def num_to_look_at(params: SamplingParams, logits: Tensor) -> int:
-    """How many of the most likely tokens a draw looks at first: 0 where none, and all if it may need nearly as many."""
+    """How many of the most likely tokens a draw reads first: perhaps none (0), and all if it may need nearly all."""
     vocab_size = logits.shape[1]
     is_limited = _is_limited(params, vocab_size)
     if not is_limited and not params.logprobs:
@@ -111,9 +113,9 @@ def _is_limited(params: SamplingParams, vocab_size: int) -> bool:
 
 
 class Group(NamedTuple):
-    """Draws that need the same work. width: of how many most likely tokens logarithms are wanted, at most; -1: none.
+    """Draws that need the same work. width: the most top tokens whose logarithms a draw wants; -1: no logarithms.
 
-    is_changed: whether logits are changed before anything is drawn: by penalties, or for tokens that can't be.
+    is_changed: whether logits are changed before the draw: by penalties, or to exclude tokens.
     """
 
     slots: list[Slot]
@@ -125,17 +127,17 @@ class Group(NamedTuple):
 
     @property
     def num_results(self) -> int:
-        """Numbers that come of a draw."""
+        """How many numbers a draw results in."""
         return _NUM_FACTS if self.width < 0 else _NUM_FACTS + 1 + 2 * self.width
 
     @property
     def is_bare(self) -> bool:
-        """Whether nothing is wanted but the most likely token."""
+        """Whether only the most likely token is wanted."""
         return self.is_greedy and not self.is_changed and self.width < 0
 
 
 def group_slots(slots: Sequence[Slot], vocab_size: int) -> Iterator[Group]:
-    """The slots by what they need, in their order."""
+    """Groups of slots that need the same work. Each group keeps the slots' order."""
     groups: dict[tuple[bool, bool, bool, int, bool], list[Slot]] = {}
     for slot in slots:
         params = slot.draw.params
@@ -149,12 +151,12 @@ def group_slots(slots: Sequence[Slot], vocab_size: int) -> Iterator[Group]:
 
 
 def _num_named(slot: Slot, vocab_size: int) -> int:
-    """How many of the most likely tokens a draw names."""
+    """How many of the most likely tokens a draw's logarithms cover."""
     return min(slot.draw.params.logprobs or 0, vocab_size)
 
 
 def enqueue(logits: Tensor, groups: Sequence[Group], memory: Workspace) -> Tensor:
-    """Begin to draw, and wait for nothing: what `_draw` gives for the slots, group by group, one after another."""
+    """Begin to draw, without waiting. Returns the results of `_draw`, group by group, slot by slot."""
     size = max(1, (_GPU_TILE if logits.device.type == "cuda" else _CPU_TILE) // logits.shape[1])
     tiles = (
         group._replace(slots=group.slots[start : start + size])
@@ -165,7 +167,7 @@ def enqueue(logits: Tensor, groups: Sequence[Group], memory: Workspace) -> Tenso
 
 
 def _draw(logits: Tensor, tile: Group, memory: Workspace) -> Tensor:
-    """float64 [slots, num_results]: token, whether its row has NaN, whether it is certain, logarithms if asked for."""
+    """float64 [slots, num_results]: token, whether its row has NaN, whether it is certain, and wanted logarithms."""
     device, vocab_size = logits.device, logits.shape[1]
     draws = [slot.draw for slot in tile.slots]
     own = _rows(logits, [slot.row for slot in tile.slots])
@@ -193,13 +195,13 @@ def _draw(logits: Tensor, tile: Group, memory: Workspace) -> Tensor:
 
 
 def _facts(token: Tensor, is_broken: Tensor, is_certain: Tensor | None = None) -> Tensor:
-    """The first columns of results. is_certain: None: all are."""
+    """The first columns of results. is_certain: None: all tokens are."""
     certain = torch.ones_like(is_broken) if is_certain is None else is_certain
     return torch.cat([token.double(), is_broken.double(), certain.double()], 1)
 
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:
-    """These rows in float32: the tensor's own where they are that and follow each other, else copies."""
+    """These rows in float32: a view if they are consecutive and in float32 already, else a copy."""
     first, number = rows[0], len(rows)
     if rows == list(range(first, first + number)):
         found = logits[first : first + number]
@@ -209,7 +211,7 @@ def _rows(logits: Tensor, rows: list[int]) -> Tensor:
 
 
 def _entries(draws: Sequence[Draw]) -> Tensor:
-    """What each draw has had: int64 [3, number], as `penalize` takes them."""
+    """The tokens that each draw's answer has: int64 [3, number], as `penalize` takes them."""
     parts = [
         torch.stack([torch.full((len(seen.tokens),), index), _copied(seen.tokens), _copied(seen.counts)])
         for index, draw in enumerate(draws)
@@ -219,30 +221,30 @@ def _entries(draws: Sequence[Draw]) -> Tensor:
 
 
 def _banned(draws: Sequence[Draw]) -> Tensor:
-    """What each draw can't be: int64 [2, number], as `ban` takes them."""
+    """The tokens that each draw excludes: int64 [2, number], as `ban` takes them."""
     pairs = [(index, token) for index, draw in enumerate(draws) for token in draw.banned]
     return torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous()
 
 
 def _restrict(logits: Tensor, draws: Sequence[Draw]) -> None:
-    """Leave of those rows that say so what they allow."""
+    """Exclude the tokens that a draw doesn't allow, in the rows of draws that say so."""
     words = [(index, draw.allowed) for index, draw in enumerate(draws) if draw.allowed is not None]
     if words:
         rows = torch.tensor([index for index, _ in words])
         octets = torch.stack([allowed for _, allowed in words]).view(torch.uint8).numpy()
-        # Some ten times as fast as shifting all words by all places.
+        # Some ten times as fast as shifting all words by all bit positions.
         bits = np.unpackbits(octets, axis=1, count=logits.shape[1], bitorder="little")
         is_allowed = torch.from_numpy(bits).view(torch.bool)
         restrict(logits, to_device(rows, logits.device), to_device(is_allowed, logits.device))
 
 
 def _copied(values: "array[int]") -> Tensor:
-    """A tensor of its own: an array whose memory is in use can't grow."""
+    """A copy: an array can't grow while a tensor uses its memory."""
     return torch.frombuffer(values, dtype=torch.int64).clone()
 
 
 def _read(groups: Sequence[Group], results: Tensor, outcomes: dict[int, Outcome]) -> list[Slot]:
-    """Note the outcomes by their places, and return the slots that are to be drawn again. Waits: the one transfer."""
+    """Store the outcomes by index, and return the slots to draw again. Waits for the one transfer from the device."""
     values = iter(results.tolist())
     uncertain = []
     for group in groups:
@@ -258,7 +260,7 @@ def _read(groups: Sequence[Group], results: Tensor, outcomes: dict[int, Outcome]
 
 
 def _logprobs(logs: list[float], width: int, slot: Slot) -> TokenLogprobs:
-    """The logarithms of a draw, from the row of its group."""
+    """The logarithms of a draw, from its row of results."""
     own, number = logs[0], slot.draw.params.logprobs or 0
     found = zip(logs[1 + width :], logs[1 : 1 + width], strict=True)
     return TokenLogprobs(own, tuple((int(token), logprob) for token, logprob in islice(found, number)))

@@ -1,4 +1,4 @@
-"""What comes of a draw."""
+"""The results of draws."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 class TokenLogprobs:
     """How likely the model found a token: logarithms of probability, before penalties, temperature and limits.
 
-    logprob: of the token itself. top: the most likely tokens, as many as were asked for, and theirs; the most likely
-    one first, of equally likely ones the first in the vocabulary. Finite: a masked token has about -3.4e38.
+    logprob: of the token itself. top: the most likely tokens with their logarithms, as many as were asked for, the most
+    likely first; of equally likely ones, the first in the vocabulary. Logarithms are finite: a masked token has about
+    -3.4e38.
     """
 
     logprob: float
@@ -24,4 +25,4 @@ class Drawn:
 
 
 Outcome = Drawn | Exception
-"""A token, or why there is none."""
+"""A token, or the exception that says why there is none."""

@@ -1,4 +1,4 @@
-"""What a request may ask of sampling, checked once."""
+"""The sampling parameters of a request, checked once."""
 
 import math
 from dataclasses import dataclass
@@ -7,25 +7,27 @@ from typing import Any
 from kvblocks.arguments import check_count, is_number, wrong
 
 MAX_LOGPROBS = 1000
-"""The most likely tokens that are named beside a drawn one, at most."""
+"""The most top tokens whose logarithms can be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen from logits. The order in which these count:
+    """How tokens are chosen from logits. The parameters apply in this order:
 
     repetition_penalty: logits of tokens in prompt or answer are divided by it if positive, else multiplied. Above 0.
-    frequency_penalty: taken from a token's logit for each time that the answer has it already. presence_penalty: taken
-    once if the answer has it. Any finite number.
-    temperature: 0 is greedy: of the largest logits the first in the vocabulary, and what follows is ignored. Else
-    logits are divided by it, and tokens drawn in the proportion of e ** logit.
-    min_p: only tokens at least so likely, as a share of the most likely one's probability. 0 to 1.
-    top_k: of these, only the k most likely; None: all. top_p: of these, only the most likely ones, as few as have this
-    share of what these have together. Of equally likely tokens the first in the vocabulary count as the more likely.
-    logprobs: how many of the most likely tokens are named beside each one drawn, with their logarithms of probability;
-    0: that of the drawn one only; None: nothing. They are the model's own, of the logits before all of the above.
+    frequency_penalty: subtracted from a token's logit for each time that the answer has it. presence_penalty:
+    subtracted once if the answer has it. Any finite number.
+    temperature: 0 is greedy: the first of the largest logits is taken, and the parameters below are ignored. Otherwise
+    logits are divided by it, and tokens are drawn in proportion to e ** logit.
+    min_p: keeps tokens whose probability is at least this share of the most likely token's. 0 to 1.
+    top_k: keeps the k most likely of the remaining tokens; None: all. top_p: of these, keeps as few of the most likely
+    as together have this share of their total probability. Of equally likely tokens, the first in the vocabulary counts
+    as more likely.
+    logprobs: how many of the most likely tokens each drawn token comes with, with their logarithms of probability; 0:
+    only the drawn token's logarithm; None: no logarithms. They are the model's own, of the logits before all of the
+    above.
 
-    The defaults change nothing and cost nothing. Raises InvalidArgumentError.
+    The defaults have no effect and no cost. Raises InvalidArgumentError.
     """
 
     temperature: float = 0.0
@@ -61,16 +63,16 @@ class SamplingParams:
             "logprobs": None if self.logprobs is None else check_count("logprobs", self.logprobs, 0, MAX_LOGPROBS),
         }
         for name, value in values.items():
-            object.__setattr__(self, name, value)  # as plain numbers
+            object.__setattr__(self, name, value)  # converted to plain numbers
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn: the most likely token is taken. O(1)."""
+        """Whether the most likely token is taken, without a random draw. O(1)."""
         return self.temperature == 0
 
     @property
     def is_penalized(self) -> bool:
-        """Whether tokens that were there already are made less likely, or more. O(1)."""
+        """Whether earlier tokens are made less likely, or more. O(1)."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
 

@@ -1,9 +1,10 @@
-"""How likely a model finds the tokens of a prompt: the logarithms of probability of each, given those before it.
+"""Scores of prompts: the logarithm of probability of each token, given those before it.
 
-A row of a step predicts the token behind its own, so the logits of all rows of a prompt are wanted, where otherwise the
-last one's are. They are computed and reduced some rows at a time: never are there more of them than a tile has.
-A token that the cache has is not computed and has no logits. So a prompt that is scored takes nothing from the cache
-but what has been scored already (`PromptScores.num_scored`), as after a preemption; what it computes is cached for all.
+A row of a step predicts the next token. So a score needs the logits of all rows of a prompt, not only of the last one.
+They are computed and reduced some rows at a time, so that no more than a tile of logits exists at once.
+
+A cached token is not computed, so it has no logits. So a prompt that is scored hits only tokens that are scored already
+(`PromptScores.num_scored`), after a preemption for example. What it computes is cached for all requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,15 +21,15 @@ from kvblocks.engine.sampling.sampler import Draw
 from kvblocks.engine.sampling.weights import Columns, logprobs_of, to_device
 from kvblocks.engine.sampling.workspace import Workspace
 
-# Logits that there are at a time: 16 MiB, and some times that in between; on a GPU 256 MiB.
+# Logits in memory at a time: 16 MiB, with several times that of intermediate values; on a GPU 256 MiB.
 _CPU_TILE = 2**22
 _GPU_TILE = 2**26
 
 
 class PromptScores:
-    """What is known of one prompt; its samples share it. num_logprobs: how many of the most likely tokens are named.
+    """The scores of one prompt, which its samples share. num_logprobs: how many top tokens each score includes.
 
-    logprobs: of its first tokens, up to those that were scored. The first one has None: nothing comes before it.
+    logprobs: of the tokens that are scored so far, from the first one, which has None: nothing comes before it.
     """
 
     def __init__(self, num_prompt_tokens: int, num_logprobs: int) -> None:
@@ -38,7 +39,7 @@ class PromptScores:
 
     @property
     def num_scored(self) -> int:
-        """How many of its tokens need not be computed for their logits any more. O(1)."""
+        """How many of its first tokens need no more computing for their scores. O(1)."""
         return len(self.logprobs) - 1
 
     @property
@@ -47,12 +48,12 @@ class PromptScores:
         return len(self.logprobs) == self._num_prompt_tokens
 
     def rows(self, start: int, stop: int) -> range:
-        """Return those positions, of the computed ones from `start` to `stop`, that are to be scored now. O(1)."""
+        """Return the positions to score now, out of the computed ones from `start` to `stop`. O(1)."""
         return range(max(start, self.num_scored), min(stop, self._num_prompt_tokens - 1))
 
 
 class ScoredRows(NamedTuple):
-    """Rows of a step that are to be scored: the first one's index, and the token behind each of them."""
+    """Rows of a step to score: the first row's index, and the token that follows each row."""
 
     scores: PromptScores
     first_row: int
@@ -60,7 +61,7 @@ class ScoredRows(NamedTuple):
 
 
 class Scorer:
-    """Scores the rows of one step. Call it with the last layer's output; `commit` when the step stands."""
+    """Scores the rows of one step. Call it with the last layer's output, and `commit` once the step has succeeded."""
 
     def __init__(self, wanted: Sequence[ScoredRows]) -> None:
         self._wanted = wanted
@@ -68,14 +69,14 @@ class Scorer:
         self._memory = Workspace()
 
     def __call__(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> None:
-        """Score rows of `hidden` [rows of the step, hidden]; `head` gives rows' logits, float32 [rows, vocab].
+        """Score rows of `hidden` [rows of the step, hidden]. head: computes rows' logits, float32 [rows, vocab].
 
         Raises BrokenLogitsError for NaN. O(rows x vocab). Waits for a GPU.
         """
         self._found = [self._score(hidden, rows, head) for rows in self._wanted]
 
     def commit(self) -> None:
-        """Add what was found to the prompts' scores. O(rows)."""
+        """Add the step's scores to the prompts'. O(rows)."""
         for rows, found in zip(self._wanted, self._found, strict=True):
             rows.scores.logprobs += found
 

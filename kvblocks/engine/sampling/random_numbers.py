@@ -1,8 +1,8 @@
-"""Seeds and the random numbers that come of them, by hashing: each is a function of what it is for, and nothing else.
+"""Seeds, and random numbers made from them by hashing.
 
-A number is that of its seed and its position in the answer, however the step came about: so neither the batch nor a
-preemption nor a step that is tried again changes a token, and no state has to be kept or given back. BLAKE2b makes
-neighbouring seeds and positions as unlike as any others, takes a microsecond, and is the same everywhere.
+A random number depends only on its seed and on the token's position in the answer. So the batch, a preemption or a
+repeated step doesn't change a token, and there is no state to keep or undo. BLAKE2b gives unrelated numbers for
+neighbouring seeds and positions, takes a microsecond, and is the same everywhere.
 """
 
 from hashlib import blake2b
@@ -13,24 +13,24 @@ MAX_SEED = 2**64 - 1
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number, from 0 up to but without 1, for token `position` of the answer with `seed`. O(1).
+    """The random number, from 0 to below 1, for token `position` of the answer with `seed`. O(1).
 
-    53 bits: the whole precision of a float. seed, position: 0 to 2**64 - 1, unchecked.
+    It has 53 bits, the whole precision of a float. seed, position: 0 to 2**64 - 1, unchecked.
     """
     return (_hash(seed, position, b"kvblocks draw") >> 11) * 2.0**-53
 
 
 def sample_seed(seed: int, number: int) -> int:
-    """The seed of a prompt's sample `number`, counted from 0, in a call with `seed`: that seed itself for the first.
+    """The seed of a prompt's sample `number`, from 0, in a call with `seed`. The first sample has `seed` itself.
 
-    The others' are hashed, so that calls with neighbouring seeds have no sample in common. seed: 0 to 2**64 - 1. Raises
-    InvalidArgumentError.
+    The seeds of the others are hashed, so that calls with neighbouring seeds have no sample in common. seed: 0 to
+    2**64 - 1. Raises InvalidArgumentError.
     """
     checked, index = check_count("seed", seed, 0, MAX_SEED), check_count("number", number, 0, MAX_SEED)
     return _hash(checked, index, b"") if index else checked
 
 
 def _hash(first: int, second: int, purpose: bytes) -> int:
-    """64 bits of both numbers. purpose: another one gives other bits."""
+    """A hash of both numbers, 64 bits. Different purposes give unrelated hashes."""
     digest = blake2b(first.to_bytes(8, "little") + second.to_bytes(8, "little"), digest_size=8, person=purpose)
     return int.from_bytes(digest.digest(), "little")

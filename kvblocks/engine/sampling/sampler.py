@@ -1,4 +1,4 @@
-"""One request's side of sampling: what it asked for, its seed, and the tokens that it has had."""
+"""One request's side of sampling: its parameters, its seed, and the tokens that it has so far."""
 
 import secrets
 from array import array
@@ -17,10 +17,9 @@ GREEDY = SamplingParams()
 
 
 class TokenCounts:
-    """How often an answer has each token so far; with its prompt's tokens, of which none is counted, if `with_prompt`.
+    """How often an answer has each token so far. with_prompt: include the prompt's tokens, which count 0 times.
 
-    tokens, counts: int64, in the same order, each token once. They grow in place: whoever reads them copies them before
-    the next `catch_up`.
+    tokens, counts: int64, in the same order, each token once. They grow in place: copy them before the next `catch_up`.
     """
 
     def __init__(self, *, with_prompt: bool) -> None:
@@ -32,8 +31,8 @@ class TokenCounts:
         self._is_whole = True
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Take in the tokens that `sequence` has got since the last time. O(new tokens)."""
-        if not self._is_whole:  # the last time was interrupted: from the start
+        """Count the tokens that `sequence` has got since the last call. O(new tokens)."""
+        if not self._is_whole:  # the last call was interrupted: begin again
             self.tokens, self.counts, self._places, self._num_seen = array("q"), array("q"), {}, 0
         self._is_whole = False
         num_prompt_tokens = sequence.num_prompt_tokens
@@ -50,17 +49,18 @@ class TokenCounts:
 
 
 class Constraint(Protocol):
-    """Where one answer stands whose tokens must make up a text of some form."""
+    """The state of one answer whose text must have some form."""
 
     def allowed(self, sequence: Sequence) -> Tensor:
-        """Return which tokens may be the next one: a bit each, int32 [vocab / 32] on the host, until the next call."""
+        """Return which tokens may come next: a bit each, int32 [vocab / 32] on the host, valid until the next call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What is to be drawn from a row of logits. uniform: its random number. seen: only where there are penalties.
+    """How to draw from a row of logits. uniform: the random number. seen: earlier tokens, if there are penalties.
 
-    banned: tokens that it can't be. allowed: a bit for each token that it can be, as `Constraint` has them; None: any.
+    banned: tokens that are excluded. allowed: a bit for each token, set if it is allowed, as from `Constraint`; None:
+    all are.
     """
 
     params: SamplingParams
@@ -71,9 +71,9 @@ class Draw:
 
 
 class Sampler:
-    """What one request draws by. seed: 0 to 2**64 - 1; None: one that nobody knows. Raises InvalidArgumentError.
+    """Prepares the draws of one request. seed: 0 to 2**64 - 1; None: a random one. Raises InvalidArgumentError.
 
-    ban: keeps tokens from the beginning of an answer. constraint: what its text must be like; None: anything.
+    ban: excludes tokens at the beginning of an answer. constraint: the form of the answer's text; None: any text.
     """
 
     def __init__(self, params: SamplingParams = GREEDY, seed: int | None = None) -> None:
@@ -88,11 +88,11 @@ class Sampler:
         self._num_without = 0
 
     def ban(self, tokens: Collection[int], num_tokens: int) -> None:
-        """Let none of `tokens`, which aren't the whole vocabulary, be among the first `num_tokens` of the answer."""
+        """Exclude `tokens` from the first `num_tokens` of the answer. They must not be the whole vocabulary."""
         self._banned, self._num_without = tuple(tokens), num_tokens
 
     def next_draw(self, sequence: Sequence) -> Draw:
-        """What the next token of `sequence` is drawn by. The same again until it has that. O(tokens new to it)."""
+        """How to draw the next token of `sequence`. The same until the sequence has that token. O(new tokens)."""
         if self._seen is not None:
             self._seen.catch_up(sequence)
         position = sequence.num_tokens - sequence.num_prompt_tokens
@@ -103,7 +103,7 @@ class Sampler:
 
 
 def make_samplers(params: SamplingParams, seed: int | None, num_samples: int) -> list[Sampler]:
-    """A sampler for each sample of a prompt, with seeds of their own. Raises InvalidArgumentError. O(num_samples)."""
+    """A sampler for each sample of a prompt, each with its own seed. Raises InvalidArgumentError. O(num_samples)."""
     first = Sampler(params, seed)
     seeds = [None if seed is None else sample_seed(seed, number) for number in range(1, num_samples)]
     return [first, *(Sampler(params, own_seed) for own_seed in seeds)]

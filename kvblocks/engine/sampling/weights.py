@@ -1,12 +1,13 @@
 """The arithmetic of sampling on tensors, a row for each draw, on whatever device the rows are on.
 
-Weights are integers: e ** (logit / temperature), of the largest logit 2 ** q, with q such that a row's sum has at most
-62 bits. So sums are exact, and a token depends neither on the order in which a device adds up nor on its batch. What is
-below 2 ** -q of the most likely token, q being 44 for a vocabulary of 128k, is never drawn. All steps but `exp` are
-exact or round one number by itself; `exp` is checked (tests) to give a number the same bits wherever it stands.
+Weights are integers in proportion to e ** (logit / temperature). The largest is 2 ** q, where q is such that a row's
+sum has at most 62 bits. So sums are exact, and a token depends neither on the order in which a device adds nor on the
+batch. A token less likely than 2 ** -q of the most likely one is never drawn; q is 44 for a vocabulary of 128k. All
+operations but `exp` are exact, or round each number by itself. Tests check that `exp` gives a number the same bits at
+any index.
 
-A token is found by one random number: u times the sum of all weights is a place in the row, and the token is the one
-that reaches over it. Nothing here reads a value of a tensor on the host, so nothing waits for a GPU.
+One random number u selects a token: the first one at which the running sum of weights exceeds u times the sum of all
+weights. Nothing here reads a value of a tensor on the host, so nothing waits for a GPU.
 """
 
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ from kvblocks.engine.sampling.sampler import Draw
 from kvblocks.engine.sampling.workspace import Workspace
 
 _BLOCK = 128
-"""Weights that are summed before a place is looked for among the sums: a running sum over all would take longer."""
+"""Weights per block: the search first finds a block by the blocks' sums. A running sum over a row would take longer."""
 
 _GROUP = 16
-"""Values of which only the largest is looked at, at first, in a search for the largest of a row."""
+"""Values per group: the search for a row's largest values first compares the groups' maxima."""
 
 _MAGNITUDE = 0x7FFFFFFF
 _INDEX = 0xFFFFFFFF
@@ -31,11 +32,11 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Columns:
-    """What draws ask for: tensors [num_draws, 1], and what the host knows of all of them.
+    """The parameters of draws as tensors [num_draws, 1], with facts about all draws that the host knows.
 
-    scale: one over the temperature, float32. top_k: int64, at most the vocabulary's size. top_p, min_p, uniform:
-    float64. num_logprobs: int64. repetition, presence, frequency: float32. has_min_p: whether any has a min_p.
-    has_share_of_all: or neither that nor a top_k, so that its top_p is a share of all weights.
+    scale: 1 / temperature, float32. top_k: int64, at most the vocabulary's size. top_p, min_p, uniform: float64.
+    num_logprobs: int64. repetition, presence, frequency: float32. has_min_p: whether any draw has a min_p.
+    has_share_of_all: whether any draw has neither min_p nor top_k, so that its top_p is a share of all weights.
     """
 
     scale: Tensor
@@ -52,10 +53,10 @@ class Columns:
 
     @classmethod
     def upload(cls, draws: list[Draw], vocab_size: int, device: torch.device) -> "Columns":
-        """The columns of `draws` on `device`, in one transfer that isn't waited for. O(draws)."""
+        """The columns of `draws` on `device`, uploaded in one transfer, without waiting for it. O(draws)."""
         rows = [
             (
-                # Far beyond what tells logits apart, and neither infinite nor 0 in float32.
+                # The bounds are far beyond useful temperatures, and neither infinite nor 0 in float32.
                 min(max(1 / max(params.temperature, 2.0**-126), 2.0**-100), 2.0**126),
                 vocab_size if params.top_k is None else min(params.top_k, vocab_size),
                 params.top_p,
@@ -71,7 +72,7 @@ class Columns:
         ]
         table = to_device(torch.tensor(rows, dtype=torch.float64), device)
         scale, top_k, top_p, min_p, uniform, num_logprobs, *penalties = table.split(1, dim=1)
-        # Neither infinite nor 0 in float32: infinitely many times nothing would be a NaN, as of broken weights.
+        # Clamped to finite float32: infinity times 0 would be NaN, which stands for broken weights.
         repetition, presence, frequency = (column.clamp(-_LARGEST, _LARGEST).float() for column in penalties)
         return cls(
             scale=scale.float(),
@@ -92,15 +93,15 @@ class Columns:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on `device`, which isn't waited for: torch keeps pinned memory until the copy has been made."""
+    """`values` on `device`, without waiting for it: torch keeps pinned memory until the copy is done."""
     is_on_its_way = device.type == "cuda" and values.device.type == "cpu"
     return values.pin_memory().to(device, non_blocking=True) if is_on_its_way else values.to(device)
 
 
 def penalize(logits: Tensor, entries: Tensor, columns: Columns) -> None:
-    """Change float32 `logits` [num_draws, vocab] by what each draw has had already. O(entries).
+    """Change float32 `logits` [num_draws, vocab] by the penalties for earlier tokens. O(entries).
 
-    entries: int64 [3, number]: which draw, a token, each once a draw, and how often its answer has it.
+    entries: int64 [3, number]: the draw, a token (at most once for each draw), and how often the answer has it.
     """
     draws, tokens, counts = entries
     flat, places = logits.view(-1), draws * logits.shape[1] + tokens
@@ -113,7 +114,7 @@ def penalize(logits: Tensor, entries: Tensor, columns: Columns) -> None:
 def ban(logits: Tensor, entries: Tensor) -> None:
     """Make tokens impossible in float32 `logits` [num_draws, vocab]; a NaN stays one. O(entries).
 
-    entries: int64 [2, number]: which draw, and a token.
+    entries: int64 [2, number]: the draw, and a token.
     """
     draws, tokens = entries
     flat, places = logits.view(-1), draws * logits.shape[1] + tokens
@@ -131,18 +132,18 @@ def restrict(logits: Tensor, rows: Tensor, is_allowed: Tensor) -> None:
 
 
 def pick_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row the first of the largest logits, and whether the row has a NaN: int64 and bool [num_draws, 1]."""
-    if logits.is_cpu and logits.dtype == torch.float32:  # numpy's takes a tenth of the time
+    """The first of each row's largest logits, and whether the row has a NaN: int64 and bool [num_draws, 1]."""
+    if logits.is_cpu and logits.dtype == torch.float32:  # numpy's argmax takes a tenth of the time
         tokens = torch.from_numpy(logits.numpy().argmax(-1, keepdims=True))
     else:
-        tokens = logits.argmax(-1, keepdim=True)  # both take NaN for the largest
+        tokens = logits.argmax(-1, keepdim=True)  # both functions count NaN as the largest
     return tokens, logits.gather(1, tokens).isnan()
 
 
 def below_largest(logits: Tensor, memory: Workspace) -> tuple[Tensor, Tensor]:
     """How far each logit is below its row's largest, at most 0; and whether the row has a NaN: bool [num_draws, 1].
 
-    Infinite ones count as the largest and smallest float32, so a row of which all are masked has equal ones.
+    Infinite logits count as the largest and smallest float32. So in a row whose tokens are all masked, all are equal.
     """
     below = _clamped(logits, memory)
     largest = below.amax(-1, keepdim=True)
@@ -150,7 +151,7 @@ def below_largest(logits: Tensor, memory: Workspace) -> tuple[Tensor, Tensor]:
 
 
 def pick_plain(below: Tensor, columns: Columns, memory: Workspace) -> Tensor:
-    """A token of each row by its weight: int64 [num_draws, 1]. below: of `below_largest`; overwritten. O(vocab)."""
+    """Draw a token of each row by weight: int64 [num_draws, 1]. below: from `below_largest`; overwritten. O(vocab)."""
     num_draws, vocab_size = below.shape
     num_blocks = -(-vocab_size // _BLOCK)
     weights = memory.take("integers", (num_draws, num_blocks * _BLOCK), torch.int64, below.device)
@@ -164,15 +165,16 @@ def pick_plain(below: Tensor, columns: Columns, memory: Workspace) -> Tensor:
     place -= upto.gather(1, block) - sums.gather(1, block)
     inner = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)
     token = block * _BLOCK + _reaching(inner.cumsum(-1), place)
-    return token.clamp_(max=vocab_size - 1)  # in a row with NaN it may be anything
+    return token.clamp_(max=vocab_size - 1)  # a row with NaN may give any index
 
 
 def pick_limited(below: Tensor, columns: Columns, num_likely: int, memory: Workspace) -> tuple[Tensor, Tensor]:
-    """A token of each row by its weight, of those that min_p, top_k and top_p leave: int64 [num_draws, 1].
+    """A token of each row, drawn by weight from those that min_p, top_k and top_p leave: int64 [num_draws, 1].
 
-    And whether it is certain: bool [num_draws, 1]. Of each row the `num_likely` largest are looked at; it isn't if more
-    of them may be left. When all are looked at it is. A certain token is the one that looking at more gives. top_k is
-    to be less than num_likely, or both are all. below: of `below_largest`; overwritten.
+    Also returns whether it is certain: bool [num_draws, 1]. Only the `num_likely` largest of each row are read. The
+    token isn't certain if min_p, top_k and top_p may leave more tokens than these. A certain token is the one that
+    reading all gives. top_k must be less than num_likely, or both must be the vocabulary's size. below: from
+    `below_largest`; overwritten.
     """
     num_draws, vocab_size = below.shape
     keys = _ranked(below, num_likely, memory)
@@ -198,7 +200,7 @@ def pick_limited(below: Tensor, columns: Columns, num_likely: int, memory: Works
     index = _reaching(upto, _place(upto.gather(1, last), columns.uniform))
     if num_likely == vocab_size:
         is_certain = torch.ones_like(is_known)
-    else:  # of tokens as likely as the last one looked at there may be more, and earlier in the vocabulary
+    else:  # more tokens may be as likely as the last one that was read, and come earlier in the vocabulary
         is_certain = is_known & (keys.gather(1, last) >> 32 < keys[:, -1:] >> 32)
     return keys.gather(1, index) & _INDEX, is_certain
 
@@ -206,11 +208,11 @@ def pick_limited(below: Tensor, columns: Columns, num_likely: int, memory: Works
 def logprobs_of(
     logits: Tensor, tokens: Tensor, columns: Columns, num_likely: int, width: int, memory: Workspace
 ) -> tuple[Tensor, Tensor]:
-    """The logarithms of probability of `tokens` [num_draws, 1], and of each row's `width` most likely, which are named.
+    """The logarithms of probability of `tokens` [num_draws, 1], and of the `width` most likely tokens of each row.
 
-    float64 [num_draws, 1 + 2 x width]: the token's, those of the most likely, and these. And whether these are
-    certain: bool [num_draws, 1]. num_likely: of how many they are chosen, more than are asked for, or all. Infinite
-    logits count as the largest and smallest float32.
+    Returns float64 [num_draws, 1 + 2 x width]: the token's logarithm, those of the most likely tokens, and these
+    tokens. Also returns whether these tokens are certain: bool [num_draws, 1]. num_likely: how many largest logits are
+    read, more than are asked for, or all. Infinite logits count as the largest and smallest float32.
     """
     logs = memory.take("logarithms", (logits.shape[0], logits.shape[1]), torch.float32, logits.device)
     torch.log_softmax(_clamped(logits, memory), -1, out=logs)
@@ -234,9 +236,10 @@ def _clamped(logits: Tensor, memory: Workspace) -> Tensor:
 def _ranked(values: Tensor, number: int, memory: Workspace) -> Tensor:
     """The `number` largest of each row of float32 [num_rows, size] in falling order, as keys: int64 [num_rows, number].
 
-    values: none above 0. A key is the value's bits without its sign, which are in the order of its distance from 0, and
-    the index below them; so no two are equal, and of equal values the lower index comes first. Of values that equal the
-    last one given there may be others with lower indices, unless all are given. O(size), O(size log size) for all.
+    values: none above 0. The upper bits of a key are the value's bits without its sign, which are ordered by the
+    distance from 0. The lower bits are the index. So no two keys are equal, and of equal values the lower index comes
+    first. Unless `number` is the row's size, values that equal the last returned one may be left out although their
+    indices are lower. O(size), O(size log size) for all.
     """
     num_rows, size = values.shape
     if number < size:
@@ -246,16 +249,17 @@ def _ranked(values: Tensor, number: int, memory: Workspace) -> Tensor:
     keys = memory.take("keys", (num_rows, number), torch.int64, values.device)
     keys.copy_(found.view(torch.int32)).bitwise_and_(_MAGNITUDE).bitwise_left_shift_(32).bitwise_or_(indices)
     if keys.device.type == "cpu":
-        keys.numpy().sort(-1)  # 20 times as fast as torch's, where there is AVX-512
+        keys.numpy().sort(-1)  # 20 times as fast as torch's sort, with AVX-512
         return keys
     return keys.sort().values
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row and their indices, in any order; of those that equal the least of them, any.
+    """The `count` largest values of each row and their indices, in any order. Ties for the least one go to any index.
 
-    A value that is larger than the least is in one of the `count` groups whose largest values are largest: else each of
-    these would have one that is at least as large. So only those are searched.
+    Only the `count` groups with the largest maxima are searched. That suffices: if a value were larger than the least
+    result and in no such group, each of these groups would have a value at least as large, so there would be `count`
+    larger results.
     """
     num_rows, size = values.shape
     num_groups = size // _GROUP
@@ -272,23 +276,24 @@ def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _unit(vocab_size: int) -> float:
-    """The most likely token's weight: so many of them don't reach 2 ** 62."""
+    """The most likely token's weight. A vocabulary of such weights sums to less than 2 ** 62."""
     return float(2 ** (62 - vocab_size.bit_length()))
 
 
 def _weigh(below: Tensor, scale: Tensor, vocab_size: int, weights: Tensor) -> Tensor:
-    """Write the weights of float32 `below` [num_draws, number], which is overwritten, to `weights`; return these."""
+    """Write the weights of float32 `below` [num_draws, number] to `weights`, and return these. Overwrites `below`."""
     return weights.copy_(below.mul_(scale).exp_().mul_(_unit(vocab_size)))
 
 
 def _place(total: Tensor, uniform: Tensor) -> Tensor:
-    """A place in `total` weights, from 0 up to but without them: int64 [num_draws, 1].
+    """uniform * total, from 0 to below `total`: int64 [num_draws, 1].
 
-    A number below 1 by 2 ** -53 or more takes at least as much off the total as rounding that to a float can add.
+    A uniform number is at most 1 - 2 ** -53. That reduces the total by at least as much as rounding it to a float can
+    add.
     """
     return (total * uniform).long()
 
 
 def _reaching(upto: Tensor, place: Tensor) -> Tensor:
-    """The first index whose running sum in `upto` [num_draws, number] exceeds the place: none of weight 0."""
+    """The first index whose running sum in `upto` [num_draws, number] exceeds `place`. Its weight is above 0."""
     return torch.searchsorted(upto, place, right=True).clamp_(max=upto.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Memory for what is computed on the way."""
+"""Memory for intermediate results."""
 
 import torch
 from torch import Tensor
@@ -7,15 +7,15 @@ from torch import Tensor
 class Workspace:
     """Tensors to write to, by name; on a CPU they are kept.
 
-    A large piece of fresh memory costs a page fault every 4 KiB, which takes several times what is then done with it,
-    and whether an allocator gives back a used one can't be told. On a GPU torch's own does.
+    Fresh memory costs a page fault every 4 KiB, which takes several times as long as the computation on it. A CPU's
+    allocator may or may not reuse memory; torch's allocator for GPUs does.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor with any contents, good until the name is taken again: one dtype a name. O(1), but for growing."""
+        """A tensor with any contents, valid until the name is taken again. A name has one dtype. O(1), or a growth."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         size = shape[0] * shape[1]

@@ -1,11 +1,11 @@
-"""What the pool can serve at all: how long a request may be, and what pins leave of the pool.
+"""What the pool can serve at all: how long a request may be, and how much of the pool pins leave.
 
-The oldest request gets the blocks of all others if need be. So all that can stand in its way for good are the model's
-context, the size of the pool, and what pins of priority 100 keep of it: the blocks that it doesn't share with them.
-Where they do, a scheduler would wait for ever; it raises StalledError instead, and the caller may unpin.
+If needed, the oldest request gets the blocks of all others. So only three things can stop it for good: the model's
+context, the size of the pool, and pins of priority 100, which keep blocks that it doesn't share. Rather than wait for
+ever, the scheduler then raises StalledError, and the caller may unpin.
 
-A sequence needs blocks of every group of layers: in those with a window, for what a step sees and no more. So how long
-a request may be depends on how many tokens a step computes of it at most.
+A sequence needs blocks in every group of layers. In groups with a window it needs only blocks that a step sees. So the
+longest request depends on how many tokens a step computes of it at most.
 """
 
 from bisect import bisect_right
@@ -23,7 +23,7 @@ from kvblocks.retention.pinned_blocks import KEEP
 
 
 class StalledError(PoolExhaustedError):
-    """Pins leave no room for `request`, though nobody else stands in its way."""
+    """Pins leave too few blocks for `request`, even with the blocks of all other requests."""
 
     def __init__(self, message: str, request: Request) -> None:
         super().__init__(message)
@@ -31,17 +31,17 @@ class StalledError(PoolExhaustedError):
 
 
 def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, num_step_tokens: int) -> None:
-    """Raise if the request could never finish, even alone, in steps of `num_step_tokens` of it. Changes nothing.
+    """Raise if the request could never finish, even alone, in steps of `num_step_tokens` tokens. Changes nothing.
 
-    RequestTooLongError: it never will; PoolExhaustedError: not while the present pins stand. O(groups), and O(tokens
-    pinned + prompt) with pins.
+    RequestTooLongError: it never could; PoolExhaustedError: not until a pin ends. O(groups), and O(tokens pinned +
+    prompt) with pins.
     """
     sequence = request.sequence
     num_tokens = sequence.num_prompt_tokens + request.max_tokens
     asked = f"{num_tokens} (a prompt of {sequence.num_prompt_tokens} and max_tokens {request.max_tokens})"
     if num_tokens > max_model_len:
         raise RequestTooLongError(f"expected at most {max_model_len} tokens, the model's context, got {asked}")
-    num_last = min(1, request.max_tokens)  # the last token generated needs no slot
+    num_last = min(1, request.max_tokens)  # the last generated token needs no slot
     num_wanted = count_blocks(manager.groups, num_tokens - num_last, num_step_tokens)
     if num_wanted > manager.num_blocks:
         most = _most_tokens(manager, manager.num_blocks, num_step_tokens, num_tokens)
@@ -62,7 +62,7 @@ def check_fits(manager: KVCacheManager, request: Request, max_model_len: int, nu
 
 
 def max_request_tokens(manager: KVCacheManager, max_model_len: int, num_step_tokens: int) -> int:
-    """Return how many tokens, prompt and generated, a request may have that shares nothing with what pins keep.
+    """Return the most tokens, prompt and generated, of a request that shares nothing with blocks that pins keep.
 
     O(groups * log(tokens)), and O(tokens pinned) with pins.
     """
@@ -71,11 +71,11 @@ def max_request_tokens(manager: KVCacheManager, max_model_len: int, num_step_tok
 
 
 def check_oldest(manager: KVCacheManager, request: Request, num_tokens: int, max_num_tokens: int) -> None:
-    """Raise StalledError if the oldest running request, just refused, can't go on though all others give way.
+    """Raise StalledError if the oldest running request, just refused, can't go on even if all others give way.
 
-    It can if the rest of the pool holds its first `num_tokens` tokens: beside the blocks that it has, or, if it starts
-    anew with at most `max_num_tokens` tokens, beside those that the cache then has for it, which pins may hold also.
-    Changes nothing. O(tokens pinned + the request's tokens).
+    It can go on if the rest of the pool has room for its first `num_tokens` tokens, beside the blocks that it has. It
+    can also go on if it starts again with at most `max_num_tokens` tokens, and there is room beside the blocks that the
+    cache then has for it, which pins may hold. Changes nothing. O(tokens pinned + the request's tokens).
     """
     kept = _kept_blocks(manager)
     if not kept:
@@ -90,7 +90,7 @@ def check_oldest(manager: KVCacheManager, request: Request, num_tokens: int, max
 
 
 def stalled(manager: KVCacheManager, request: Request) -> StalledError:
-    """The error for a request that the pool, with nobody else in the way, has just refused. O(tokens pinned)."""
+    """The error for a request that the pool has just refused, with no other request to preempt. O(tokens pinned)."""
     refusal = manager.last_refusal
     wanted = "" if refusal is None else f" {refusal.num_blocks} more blocks"
     return StalledError(
@@ -102,7 +102,7 @@ def stalled(manager: KVCacheManager, request: Request) -> StalledError:
 
 
 def count_blocks(groups: Iterable[Group], num_tokens: int, num_step_tokens: int) -> int:
-    """Blocks of all groups that a sequence holds at most. O(groups)."""
+    """The most blocks, in all groups, that a sequence holds. O(groups)."""
     return sum([group.num_blocks(num_tokens, num_step_tokens) for group in groups])
 
 
@@ -113,16 +113,16 @@ def _most_tokens(manager: KVCacheManager, num_blocks: int, num_step_tokens: int,
 
 
 def blocks_of(manager: KVCacheManager, holder: Sequence | CacheHit) -> list[KVCacheBlock]:
-    """What a sequence or a hit has in all groups. O(blocks)."""
+    """The blocks of a sequence or a hit in all groups. O(blocks)."""
     tables = [holder.group_blocks(group) for group in range(len(manager.groups))]
     return [block for table in tables for block in table if block is not None]
 
 
 def _kept_blocks(manager: KVCacheManager) -> set[KVCacheBlock]:
-    """Blocks that pins never give up: those that they hold, and those that they will when a request lets go of them."""
+    """Blocks that pins never give up: those that they hold, and those that they get when a request frees them."""
     kept: set[KVCacheBlock] = set()
     for pin in manager.pins:
-        # A pin may hold more than can be hit: where a group lacks something, or in anchors, which take no memory.
+        # A pin may hold more than can be hit, if a group lacks a block. It also holds anchors, which take no memory.
         for blocks in (pin.blocks, manager.get_computed_blocks(pin.sequence).blocks):
             kept.update(block for block, priority in zip(blocks, pin.priorities, strict=False) if priority >= KEEP)
         if all(priority >= KEEP for priority in pin.priorities):
@@ -131,7 +131,7 @@ def _kept_blocks(manager: KVCacheManager) -> set[KVCacheBlock]:
 
 
 def _find_cached(manager: KVCacheManager, request: Request) -> tuple[list[KVCacheBlock], int]:
-    """The blocks that the request would hit if it started now, and how many tokens it would not compute."""
+    """The blocks that the request would hit if it started now, and the number of tokens in them."""
     sequence = request.sequence
     probe = sequence.fork("probe") if sequence.is_allocated else sequence
     hit = manager.get_computed_blocks(probe, request.max_hit_tokens)

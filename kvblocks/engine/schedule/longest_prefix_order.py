@@ -1,6 +1,6 @@
-"""Longest cached prefix first: what is cheapest to compute goes first, before its prefix is evicted.
+"""Longest cached prefix first: the request that is cheapest to compute goes first, before its prefix is evicted.
 
-The idea is SGLang's cache-aware scheduling; the bound on how often a request is overtaken is `AgingOrder`'s.
+The idea is SGLang's cache-aware scheduling. `AgingOrder` bounds how often a request is overtaken.
 """
 
 from collections.abc import Sequence as Items
@@ -11,10 +11,10 @@ from kvblocks.engine.schedule.request import Request
 
 
 class LongestPrefixOrder(AgingOrder):
-    """Ranks candidates by the number of their tokens that the cache has as the step begins; ties by arrival.
+    """Ranks candidates by the number of their tokens that the cache has at the step's beginning; ties by arrival.
 
     Cost: at most `num_candidates` lookups a step, and none for a single candidate. Prefixes that requests of the same
-    step bring are not counted: whoever shares one waits for it or hits it anyway.
+    step will cache don't count: a request that shares one waits for it or hits it anyway.
     """
 
     _num_cached_tokens: dict[Request, int]
@@ -27,5 +27,5 @@ class LongestPrefixOrder(AgingOrder):
         }
 
     def choose(self, candidates: Items[Request]) -> Request:
-        """Return the one with the longest cached prefix, the oldest of several. O(candidates)."""
+        """Return the candidate with the longest cached prefix; ties go to the oldest. O(candidates)."""
         return max(candidates, key=self._num_cached_tokens.__getitem__)

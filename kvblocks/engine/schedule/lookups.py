@@ -1,9 +1,9 @@
-"""What the cache has for requests that wait, looked up once for all who ask between two changes.
+"""Lookups of waiting requests, shared by all callers until the scheduler changes something.
 
-A server looks a request up when it comes, an order when it ranks it, and the scheduler when it admits it. As long as
-the scheduler has changed nothing in between, all of them get the same hit. So nobody sees fewer cached tokens than a
-lookup of his own would find. What others than the scheduler do can only take something away, a reset of the cache for
-example; `allocate_slots` refuses a hit that has lost a block.
+A server looks up a request when it comes, an order when it ranks the request, and the scheduler when it admits the
+request. All of them get the same hit as long as the scheduler has changed nothing. So no caller sees fewer cached
+tokens than a lookup of its own would find. Changes by others than the scheduler, such as a reset, can only remove
+cached blocks. `allocate_slots` refuses a hit that has lost a block.
 """
 
 from kvblocks.core.hit import CacheHit
@@ -19,7 +19,7 @@ class Lookups:
         self._hits: dict[Request, CacheHit] = {}
 
     def find(self, request: Request) -> CacheHit:
-        """Return the longest cached prefix of a request that holds no blocks. A lookup, or O(1) until `forget`."""
+        """Return the longest cached prefix of a request that holds no blocks. One lookup; then O(1) until `forget`."""
         hit = self._hits.get(request)
         if hit is None:
             most = request.max_hit_tokens
@@ -29,5 +29,5 @@ class Lookups:
         return hit
 
     def forget(self) -> None:
-        """Look everything up anew from now on. Only for the scheduler, when it has changed something. O(hits)."""
+        """Forget all hits. Only the scheduler calls this, when it has changed something. O(hits)."""
         self._hits.clear()

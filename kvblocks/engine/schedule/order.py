@@ -1,13 +1,13 @@
 """In which order waiting requests are admitted.
 
-An order is asked in each step for candidates, best first, and the scheduler admits them until the step is full. Whoever
-was admitted before (preempted since, or of a step that died) comes first in any order: it has waited its turn, and
-stands in front of the queue.
+In each step an order yields candidates, best first, and the scheduler admits them until the step is full. A request
+that was admitted before (preempted since, or in a step that died) comes first in any order: it has waited its turn, and
+is at the front of the queue.
 
-`FirstCome` is the order of arrival. `AgingOrder` is what cache-aware orders have in common: they rank the first
-`num_candidates` of the queue only, so that a step costs the same however many wait, and nobody is overtaken more than
-`max_overtakes` times. That bound is exact: a request that was overtaken so often is overdue, and no later one is
-admitted before it, whatever its rank; not even while somebody computes the prefix that it would otherwise wait for.
+`FirstCome` is the order of arrival. `AgingOrder` is the base of cache-aware orders. They rank only the first
+`num_candidates` of the queue, so that a step costs the same however many requests wait. Nobody is overtaken more than
+`max_overtakes` times. That bound is exact: a request that was overtaken so often is overdue, and no later request is
+admitted before it, whatever its rank. An overdue request doesn't wait for a prefix that another request computes.
 """
 
 from abc import ABC, abstractmethod
@@ -23,23 +23,23 @@ from kvblocks.engine.schedule.request import Request
 
 
 class Order(Protocol):
-    """What the scheduler asks of an order."""
+    """What an order provides to the scheduler."""
 
     def candidates(self, waiting: deque[Request], lookups: Lookups) -> Iterator[Request]:
-        """Yield requests of `waiting`, best first. Between two of them the last one may have been admitted.
+        """Yield requests of `waiting`, best first. The scheduler may admit a yielded request before it takes the next.
 
         lookups: of the requests, and the manager. Changes nothing but the order's own memory.
         """
 
     def is_overdue(self, request: Request) -> bool:
-        """Whether no other may be admitted before this one any more. O(1)."""
+        """Whether no other request may be admitted before this one. O(1)."""
 
     def note_admitted(self, request: Request) -> None:
-        """Take note that a request was admitted. O(1)."""
+        """Note that a request was admitted. O(1)."""
 
 
 class FirstCome:
-    """First come, first served. O(1) a candidate, but for those that are passed over."""
+    """First come, first served. O(1) a candidate, except those that are passed over."""
 
     def candidates(self, waiting: deque[Request], lookups: Lookups) -> Iterator[Request]:  # noqa: ARG002
         """As `Order`."""
@@ -51,18 +51,18 @@ class FirstCome:
                 index += 1
 
     def is_overdue(self, request: Request) -> bool:  # noqa: ARG002
-        """Nobody is: others pass only those who wait for a prefix, as long as that is being computed."""
+        """Never. Others pass only a request that waits for a prefix, while that is being computed."""
         return False
 
     def note_admitted(self, request: Request) -> None:
-        """As `Order`: it doesn't matter here."""
+        """As `Order`. Does nothing."""
 
 
 class AgingOrder(ABC):
-    """An order by rank in which nobody starves.
+    """An order by rank in which no request starves.
 
-    num_candidates: how many of the queue are ranked, from its front. max_overtakes: how many later arrivals may be
-    admitted before a request; 0 is the order of arrival. Raises InvalidArgumentError.
+    num_candidates: how many requests are ranked, from the front of the queue. max_overtakes: how many later requests
+    may be admitted before a request; 0 is the order of arrival. Raises InvalidArgumentError.
     """
 
     def __init__(self, *, num_candidates: int = 32, max_overtakes: int = 16) -> None:
@@ -70,7 +70,7 @@ class AgingOrder(ABC):
         self.max_overtakes = check_count("max_overtakes", max_overtakes, 0)
 
     def candidates(self, waiting: deque[Request], lookups: Lookups) -> Iterator[Request]:
-        """As `Order`. O(num_candidates) a candidate, beside what `start` and `choose` cost."""
+        """As `Order`. O(num_candidates) a candidate, and the costs of `start` and `choose`."""
         untried = list(islice(waiting, self.num_candidates))
         self.start(untried, lookups)
         window = untried[:]
@@ -90,7 +90,7 @@ class AgingOrder(ABC):
         return request.num_overtakes >= self.max_overtakes
 
     def start(self, candidates: Items[Request], lookups: Lookups) -> None:  # noqa: B027
-        """Get ready for a step with these candidates."""
+        """Prepare for a step with these candidates."""
 
     @abstractmethod
     def choose(self, candidates: Items[Request]) -> Request:

@@ -1,19 +1,19 @@
 """The next tokens of whole prompts, so that the same prompt again gets its first token without a forward pass.
 
-Only requests with a `prompt_key` take part: those whose first token depends on nothing but their prompt, as the most
-likely one does. When a step has computed such a prompt, the sequence is forked, and the fork is kept with the token
-that came of it. So the KV of the whole prompt stays, that of its unfilled last block too.
+Only requests with a `prompt_key` take part: those whose first token depends only on their prompt, as the most likely
+token does. When a step has computed such a prompt, the sequence is forked. The fork is kept with the token that the
+step gave. So the KV of the whole prompt stays, also that of its unfilled last block.
 
-- The token is given to a request that waits, wherever it stands in the queue: that takes no block from anybody. Its
-  turn comes as before. Until then it is what a preempted request is, one with a token that isn't computed yet.
-- When its turn comes and the cache has less of the prompt than all, it gets the blocks of the fork, as another fork;
-  the last block is copied when the request writes to it.
+- A waiting request gets the token wherever it is in the queue, since this takes no block. It keeps its turn. Until then
+  it is like a preempted request: it has a token that isn't computed yet.
+- If the cache has less than the whole prompt when its turn comes, the request gets the blocks of the fork, as another
+  fork. The last block is copied when the request writes to it.
 
-A fork owns blocks, so it must not be in anybody's way. Forks are given up, least recently used first, before a request
-is refused a block, and so before any is preempted or waits, and before a pin gives way. They hold a part of the pool at
-most, and those of a salt no more than its quota; a block that several of them share counts once. A fork that is of
-before a reset, or of a salt that was forgotten since, or whose last full block is cached no more, is of no use, and
-goes before the next answer.
+A fork owns blocks, but no request may lack blocks because of it. So forks are given up, least recently used first,
+before a request is refused a block, and so before any request is preempted or waits, and before a pin gives way.
+Together they hold at most a share of the pool, and those of a salt at most its quota. A block that several forks share
+counts once. A fork is useless after a reset, after its salt was forgotten, or when its last full block is no longer
+cached. Useless forks are dropped before the next answer.
 """
 
 from collections import Counter
@@ -36,13 +36,13 @@ MAX_PROMPTS = 256
 
 
 def prompt_key(sequence: Sequence) -> PromptKey:
-    """Return all that the KV of a sequence depends on: tokens and keys. O(tokens)."""
+    """Return all that a sequence's KV depends on: its tokens and keys. O(tokens)."""
     keys: tuple[PositionKey, ...] = sequence.extra_keys
     return bytes(sequence.packed_tokens()), sequence.salt, sequence.lora, keys
 
 
 class _Prompt:
-    """What is kept of a prompt. fork: its sequence, which nothing is ever added to. block_ids: those that it holds."""
+    """A remembered prompt. fork: its sequence, to which nothing is ever added. block_ids: the fork's blocks."""
 
     __slots__ = ("block_ids", "fork", "token_id")
 
@@ -53,7 +53,7 @@ class _Prompt:
 
     @property
     def is_valid(self) -> bool:
-        """Whether what it holds is still what a prompt like it may read. O(1)."""
+        """Whether an equal prompt may still read its blocks. O(1)."""
         return _is_cached(self.fork)
 
 
@@ -69,7 +69,7 @@ class RememberedPrompts:
         self.max_prompts = check_count("max_prompts", max_prompts, 0)
         self.num_answers = 0
         self._prompts: dict[PromptKey, _Prompt] = {}  # least recently used first
-        self._holds: dict[str | None, Counter[int]] = {}  # by salt: by block id, how many forks hold it
+        self._holds: dict[str | None, Counter[int]] = {}  # salt -> block id -> how many forks hold the block
         self._numbers: Iterator[int] = count()
 
     def __len__(self) -> int:
@@ -79,13 +79,13 @@ class RememberedPrompts:
     @property
     def num_blocks(self) -> int:
         """Blocks that forks hold, each once. O(salts)."""
-        return sum([len(held) for held in list(self._holds.values())])  # at once: a scrape may ask from another thread
+        return sum([len(held) for held in list(self._holds.values())])  # copied: a scrape may come from another thread
 
     def note(self, request: Request, token_id: int) -> None:
-        """Keep the token that a step gave for a prompt that it has computed, before the sequence has it.
+        """Keep a prompt that a step has computed, with its next token. Call it before the sequence has that token.
 
-        Nothing if the request has no key, or tokens already; if what it holds isn't of the present cache; or if it
-        holds more than there is room for. O(tokens + blocks), and O(salts with quotas).
+        Does nothing if the request has no key or has generated tokens already, if its blocks are from before a reset,
+        or if it holds more blocks than there is room for. O(tokens + blocks), and O(salts with quotas).
         """
         key, sequence = request.prompt_key, request.sequence
         if key is None or request.num_output_tokens or key in self._prompts or not _is_cached(sequence):
@@ -98,15 +98,15 @@ class RememberedPrompts:
         self._prompts[key] = _Prompt(fork, token_id, block_ids)
         held = self._holds.setdefault(sequence.salt, Counter())
         held.update(block_ids)
-        while len(held) > most:  # this one comes last, and fits
+        while len(held) > most:  # the new prompt is the last to be dropped, and fits
             self._drop(next(key for key, prompt in self._prompts.items() if prompt.fork.salt == sequence.salt))
         while self.num_blocks > self.max_blocks or len(self._prompts) > self.max_prompts:
             self.give_up()
 
     def take_token(self, request: Request) -> int | None:
-        """Return the first token of a request that has none yet, and count the answer; None if it isn't known.
+        """Return the first token of a request without tokens, and count the answer; None if the token isn't known.
 
-        The prompt is the most recently used one then. O(prompt) for one that is known, else O(1).
+        Makes the prompt the most recently used one. O(prompt) if the token is known, else O(1).
         """
         key = request.prompt_key
         if key is None or key not in self._prompts or request.num_output_tokens:
@@ -116,10 +116,11 @@ class RememberedPrompts:
         return prompt.token_id
 
     def fork(self, request: Request, num_cached_tokens: int) -> Sequence | None:
-        """Return a sequence for a request that was given its token: its tokens, and the KV of its whole prompt.
+        """Return a sequence for a request that was given its token, with its tokens and the KV of its whole prompt.
 
-        num_cached_tokens: what the cache has of the prompt; None if that is all, or nothing else is kept. It has the
-        request's id, which no other sequence with blocks may have. O(tokens + blocks).
+        num_cached_tokens: how many tokens of the prompt the cache has. Returns None if it has all, or if the prompt
+        isn't remembered. The sequence has the request's id, which no other sequence with blocks may have. O(tokens +
+        blocks).
         """
         key, own = request.prompt_key, request.sequence
         is_better = num_cached_tokens < own.num_prompt_tokens and request.num_output_tokens
@@ -132,9 +133,9 @@ class RememberedPrompts:
         return twin
 
     def give_up(self) -> bool:
-        """Let go of the least recently used prompt, whose blocks are free then unless others have them, too.
+        """Drop the least recently used prompt. Its blocks become free unless other sequences have them.
 
-        Returns whether there was one. O(blocks).
+        Returns whether there was a prompt. O(blocks).
         """
         if not self._prompts:
             return False
@@ -142,18 +143,18 @@ class RememberedPrompts:
         return True
 
     def drop_stale(self) -> None:
-        """Let go of what may be read no more: after a reset, or when a salt was forgotten. O(prompts)."""
+        """Drop the prompts that may no longer be read: after a reset, or when a salt was forgotten. O(prompts)."""
         for key in [key for key, prompt in self._prompts.items() if not prompt.is_valid]:
             self._drop(key)
 
     def clear(self) -> None:
-        """Let go of all. O(blocks). Nothing where the manager was interrupted in a change, and refuses everything."""
+        """Drop all prompts. Does nothing if the manager was interrupted and refuses all calls. O(blocks)."""
         with suppress(CorruptStateError):
             while self.give_up():
                 pass
 
     def check(self) -> None:
-        """Raise AssertionError unless all here agrees. O(blocks)."""
+        """Raise AssertionError unless the state is consistent. O(blocks)."""
         assert len(self._prompts) <= self.max_prompts, f"remembered: {len(self._prompts)} prompts"
         assert self.num_blocks <= self.max_blocks, f"remembered: {self.num_blocks} blocks of {self.max_blocks}"
         holds: dict[str | None, Counter[int]] = {}
@@ -180,7 +181,7 @@ class RememberedPrompts:
             del self._holds[prompt.fork.salt]
 
     def _room_of(self, salt: str | None) -> int:
-        """How many blocks forks of a salt may hold."""
+        """How many blocks the forks of a salt may hold."""
         quota = next((quota for quota in self.manager.quotas() if quota.salt == salt), None)
         return self.max_blocks if quota is None else min(self.max_blocks, quota.max_cached_blocks)
 
@@ -193,9 +194,9 @@ def make_room(
     hit: CacheHit | None = None,
     loads: Items[TierHit] = (),
 ) -> bool:
-    """Allocate slots for a sequence as `KVCacheManager.allocate_slots` does, at the cost of what is remembered.
+    """Allocate slots for a sequence as `KVCacheManager.allocate_slots` does. Gives up remembered prompts for room.
 
-    That goes before a pin that may give way, too. Returns whether there was room; raises what that call does. As that.
+    They are given up before pins. Returns whether there was room. Raises what that call raises, and costs as much.
     """
     if remembered is not None and manager.pins:
         start = sequence.num_computed_tokens if hit is None else hit.num_tokens
@@ -210,6 +211,6 @@ def make_room(
 
 
 def _is_cached(sequence: Sequence) -> bool:
-    """Whether a sequence is of the present cache, and the last block that it cached is cached still. O(1)."""
+    """Whether a sequence is of the present epoch, and the last block that it cached is still cached. O(1)."""
     epoch, number = sequence.epoch, sequence.num_cached_blocks
     return epoch is not None and epoch.is_current and (not number or sequence.blocks[number - 1].is_cached)

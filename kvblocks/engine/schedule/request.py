@@ -1,11 +1,11 @@
 """A request as the scheduler sees it: a sequence, when it is finished, and what it has cost so far.
 
-A sampled token joins the sequence at once, without a slot; the next step makes room for it like for any other token
+A sampled token joins the sequence at once, without a slot. The next step allocates its slot, as for any other token
 that isn't computed yet. So a request that loses its blocks loses no token, and prefill, decode and recompute are the
-same case. The scheduler alone changes a request.
+same case. Only the scheduler changes a request.
 
-Several samples of one prompt are requests of their own, with one difference at the start: until the prompt is computed
-only the first of them is scheduled. Then all get a token from its logits, and the others its blocks, by forking.
+Several samples of one prompt are requests of their own. Until the prompt is computed, only the first one is scheduled.
+Then all get a token from its logits, and the others get its blocks, by forking.
 """
 
 from collections.abc import Hashable
@@ -28,18 +28,18 @@ class Request:
     """One sequence to continue by at most `max_tokens` tokens; one of `stop_token_ids` ends it earlier.
 
     max_tokens 0: it ends when its prompt is computed, and has no samples.
-    num_cached_tokens: those of the prompt that needed no computing for it: what the cache had when it was first
-    admitted, or the whole prompt when it was forked. num_loaded_tokens: of those, by tier, what came from below the
-    device. num_computed_tokens: tokens that went through the model for it,
-    recomputed ones included. num_preemptions: how often it lost its blocks to an older one. finish_reason: None while
-    it is unfinished; "stop" and "length" say that it has all its tokens, the others that it got no further. deadline:
-    when `Scheduler.expire` cancels it, on the caller's clock, and set before it is queued; None: never. siblings: the
-    other samples of the prompt, until that is computed. was_admitted: whether it ever ran. num_overtakes: how many
-    behind it in the queue were admitted before it. was_sought: whether a store that servers share was asked for it.
-    is_sought: whether the answer is waited for, before which it isn't admitted. sequence: another object once the
-    request was forked. max_hit_tokens: how many of its tokens it may take from the cache when it is admitted, since it
-    needs the logits of the others; its caller lets it grow; None: any. prompt_key: by which its first token is
-    remembered (`RememberedPrompts`), where that depends on the prompt alone; None: it isn't. Raises
+    num_cached_tokens: tokens of the prompt that weren't computed for it: those that the cache had when it was first
+    admitted, or the whole prompt if it was forked. num_loaded_tokens: of these, by tier, those that were loaded from
+    below the device. num_computed_tokens: tokens that went through the model for it, recomputed ones included.
+    num_preemptions: how often it lost its blocks to an older one. finish_reason: None while it is unfinished; "stop"
+    and "length" if it has all its tokens; otherwise why it ended early. deadline: when `Scheduler.expire` cancels it,
+    on the caller's clock, set before it is queued; None: never. siblings: the other samples of the prompt, until the
+    prompt is computed. was_admitted: whether it ever ran. num_overtakes: how many requests behind it in the queue were
+    admitted before it. was_sought: whether a store that servers share was asked for it. is_sought: whether that answer
+    is still awaited; until then it isn't admitted. sequence: another object after the request was forked.
+    max_hit_tokens: the most tokens that it may take from the cache when it is admitted, since it needs the logits of
+    the others; the caller may raise this later; None: any number. prompt_key: the key by which its first token is
+    remembered (`RememberedPrompts`), if the token depends only on the prompt; None: it isn't remembered. Raises
     InvalidArgumentError.
     """
 
@@ -74,10 +74,10 @@ class Request:
         return self.sequence.token_ids(self.sequence.num_prompt_tokens)
 
     def add_sample(self, sequence_id: Hashable) -> "Request":
-        """Return a request for one more sample of the prompt, which comes with this one when that is queued.
+        """Return a request for one more sample of the prompt. It is queued together with this request.
 
-        sequence_id: another than those of all other requests. Raises SequenceStateError when this one has tokens
-        generated already, or is to generate none. O(prompt).
+        sequence_id: an id that no other request has. Raises SequenceStateError if this request has generated tokens
+        already, or is to generate none. O(prompt).
         """
         if not self.max_tokens:
             raise SequenceStateError("add_sample: expected a request that is to generate tokens, got max_tokens 0")

@@ -1,27 +1,29 @@
 """Decides what each step computes: continuous batching with chunked prefill over one block manager.
 
-Sans-IO: no tensors, no clock, no model. `schedule` says what to compute, the caller computes it, and then calls
+Sans-IO: no tensors, no clock, no model. `schedule` says what to compute. The caller computes it, and then calls
 `complete` with the sampled tokens, or `abort` if the step died. One step at a time.
 
 Invariants:
 - A sequence that is scheduled in a step keeps its blocks until the step has ended. The manager caches a block as soon
-  as it is allocated full, so others may already have hit what this step has yet to write. Hence the order of
-  `schedule`: running requests first, oldest first; a victim is always the youngest, which the step hasn't reached.
-- Waiting requests come last, and only into a step that took blocks from nobody; otherwise a victim would get its
+  as it is allocated full, so other requests may already have hit blocks that this step will write. Hence the order of
+  `schedule`: running requests first, the oldest first. The request to preempt is always the youngest, which the step
+  hasn't reached.
+- Waiting requests come last, and only into a step that preempted nobody. Otherwise a preempted request would get its
   blocks back at once, and lose them again in the next step.
-- The oldest running request gets on in every step: alone it fits, or `add` would have refused it. Pins may have grown
-  since; a step that they leave nothing for raises, before it has changed anything.
-- Waiting requests are admitted in the order that `order` says, preempted ones in front. One whose prefix a running
-  request is about to compute, in chunks, waits for that, and lets others pass. Nobody waits for somebody who waits,
-  since whoever computes has blocks; and whoever passes doesn't begin with what the other one waits for, so it can't
-  prolong the wait. When one is refused, by the pool or the watermark, nobody behind it is admitted in that step.
-- A request whose prefix comes from a tier (`manager.tiers`) has blocks and is among the running ones, but in no step
-  until its loads have ended (`note_loaded`). It may be preempted as any other; a block under a transfer is free only
-  when that is over, so a step may be empty while transfers are under way, and nothing is wrong then.
-- Samples of one prompt are forked when its last chunk was computed, between two steps: whatever they share is written.
-  Until then nobody who came later is admitted in their stead; if there aren't enough, the rest wait, in front.
-- Blocks that `remembered` keeps are in nobody's way: all of that is given up before anybody is refused a block. What is
-  kept was written by a step that is complete.
+- The oldest running request advances in every step. Alone it fits, or `add` would have refused it. Pins may have grown
+  since; if they leave too little for it, the step raises, before it has changed anything.
+- Waiting requests are admitted in the order of `order`, preempted ones first. If a running request is about to compute
+  a waiting request's prefix, in chunks, the waiting one waits for that, and others may pass. Nobody waits for a waiting
+  request, since a request that computes has blocks. A request that passes doesn't begin with the prefix that is waited
+  for, so it can't prolong the wait. When a request is refused, by the pool or the watermark, nobody behind it is
+  admitted in that step.
+- A request whose prefix comes from a tier (`manager.tiers`) has blocks and counts as running, but is in no step until
+  its loads have ended (`note_loaded`). It may be preempted as any other. A block under a transfer is free only after
+  the transfer. So a step may be empty while transfers are under way; that is no error.
+- Samples of one prompt are forked between two steps, after the prompt's last chunk was computed. So all blocks that
+  they share are written. Until then no later request is admitted in their stead. Samples without room wait, in front.
+- Blocks that `remembered` keeps take nothing from requests: all of them are given up before a request is refused a
+  block. They were written by a step that is complete.
 
 The order of work, and recomputing as the only kind of preemption, are those of vLLM v1's scheduler.
 """
@@ -51,8 +53,8 @@ class Scheduler:
 
     max_model_len: tokens that the model can have in context. limits: may be replaced between steps. order: None is
     first come, first served. remembered: prompts whose first tokens are known, of the same manager; None: none.
-    waiting, running: unfinished requests, oldest first; samples of a prompt that isn't computed yet are among the
-    `siblings` of its first one. Read them, but let the scheduler change them. lookups: of the waiting ones.
+    waiting, running: unfinished requests, oldest first; until a prompt is computed, its further samples are among the
+    `siblings` of its first one. Only read these lists. lookups: of the waiting requests.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Scheduler:
         self.lookups = Lookups(manager)
         self._groups = manager.groups
         self._tiers = manager.tiers if len(manager.tiers) else None
-        self._next_deadline = inf  # of all requests, or earlier
+        self._next_deadline = inf  # at or before the earliest deadline of all requests
 
     @property
     def has_work(self) -> bool:
@@ -83,12 +85,12 @@ class Scheduler:
 
     @property
     def _num_step_tokens(self) -> int:
-        """How many tokens a step computes of one request at most."""
+        """The most tokens that a step computes of one request."""
         return self.limits.chunk_tokens(self.limits.max_num_batched_tokens)
 
     @property
     def max_request_tokens(self) -> int:
-        """How many tokens, prompt and generated, a request may have that shares nothing with what pins keep.
+        """The most tokens, prompt and generated, of a request that shares nothing with blocks that pins keep.
 
         O(groups * log(tokens)), and O(tokens pinned) with pins.
         """
@@ -97,28 +99,28 @@ class Scheduler:
     def check_fits(self, request: Request) -> None:
         """Raise if the request could not finish, even alone. Changes nothing.
 
-        InvalidArgumentError: it never could; PoolExhaustedError: not while the present pins stand. How many samples it
-        is for doesn't matter: they can go one after another. O(1), and O(tokens pinned + prompt) with pins.
+        InvalidArgumentError: it never could; PoolExhaustedError: not until a pin ends. The number of its samples
+        doesn't matter, since they can run one after another. O(1), and O(tokens pinned + prompt) with pins.
         """
         check_fits(self.manager, request, self.max_model_len, self._num_step_tokens)
 
     def add(self, request: Request) -> None:
-        """Queue a request, and its siblings with it. Raises what `check_fits` does, changing nothing. As that."""
+        """Queue a request with its siblings. Raises and costs as `check_fits`. Changes nothing if it raises."""
         self.check_fits(request)
         self.add_checked(request)
 
     def add_checked(self, request: Request) -> None:
-        """Queue a request that `check_fits` has let pass, and its siblings with it. O(samples)."""
+        """Queue a request that passed `check_fits`, with its siblings. O(samples)."""
         deadlines = [sample.deadline for sample in (request, *request.siblings) if sample.deadline is not None]
         self._next_deadline = min([self._next_deadline, *deadlines])
         self.waiting.append(request)
 
     def answer(self) -> Iterator[tuple[Request, int]]:
-        """Give waiting requests their first tokens where those are remembered, between two steps: each with its token.
+        """Give waiting requests their remembered first tokens, between two steps. Yields each request with its token.
 
-        Nothing is computed, and no block is taken. A request that is finished by that is gone; any other goes on
-        waiting for its turn. Each gets its token when it is asked for. O(waiting requests + remembered prompts), and
-        O(prompt) an answer.
+        Nothing is computed, and no block is taken. A request that this finishes leaves the queue; any other still waits
+        for its turn. A request gets its token when the iterator reaches it. O(waiting requests + remembered prompts),
+        and O(prompt) an answer.
         """
         remembered = self.remembered
         if remembered is None:
@@ -139,13 +141,14 @@ class Scheduler:
             yield request, token_id
 
     def schedule(self) -> list[ScheduledChunk]:
-        """Return what the next step computes, with slots for all of it; empty only if there is no work, or if all of it
-        waits for transfers, or for what a store says (`Request.is_sought`).
+        """Return what the next step computes, with slots allocated. It is empty only if there is no work, or if all
+        work waits for transfers or for a store's answer (`Request.is_sought`).
 
-        Allocates, and preempts the youngest requests when the pool runs dry. Raises StalledError, a PoolExhaustedError,
-        changing nothing, when pins keep so much that not even its `request` can go on, the oldest or the next in line;
-        unpin, or cancel it, and call again. O(running requests + new blocks + tokens of waiting requests that are
-        looked up): those admitted, at most max_num_seqs that wait for a prefix, one refused, and what `order` looks up.
+        Preempts the youngest requests if the pool has too few blocks. Raises StalledError, a PoolExhaustedError, and
+        changes nothing, if pins keep so many blocks that not even its `request`, the oldest or the next in line, can
+        go on. Then unpin something or cancel that request, and call again. O(running requests + new blocks + tokens of
+        waiting requests that are looked up). Those are the admitted ones, at most max_num_seqs that wait for a prefix,
+        one refused, and those that `order` looks up.
         """
         chunks: list[ScheduledChunk] = []
         budget = self.limits.max_num_batched_tokens
@@ -164,7 +167,7 @@ class Scheduler:
                 index += 1
         if chunks:
             self.lookups.forget()
-        if len(self.running) == num_running or not chunks:  # without any, the oldest one itself starts anew
+        if len(self.running) == num_running or not chunks:  # without chunks, the oldest request itself starts again
             refused = self._admit(chunks, budget)
             if refused is not None and not chunks and not self.is_moving:
                 raise stalled(self.manager, refused)
@@ -172,16 +175,16 @@ class Scheduler:
 
     @property
     def is_moving(self) -> bool:
-        """Whether blocks are on their way between the device and tiers, and held for that. O(tiers)."""
+        """Whether transfers between the device and tiers hold blocks. O(tiers)."""
         return self._tiers is not None and self._tiers.is_busy
 
     @property
     def is_waiting_for_loads(self) -> bool:
-        """Whether there is nothing to compute before a transfer ends, unless somebody waits. O(running requests)."""
+        """Whether all running requests wait for loads, so that no step can compute them. O(running requests)."""
         return self.is_moving and all(self._is_loading(request) for request in self.running)
 
     def note_loaded(self, loaded: Loaded) -> None:
-        """Take note of what became of a request's loads, which goes on with the next step. O(running requests)."""
+        """Note the result of a request's loads. The request continues with the next step. O(running requests)."""
         self.lookups.forget()
         for request in self.running:
             if request.sequence is loaded.sequence and not request.num_computed_tokens:
@@ -190,21 +193,21 @@ class Scheduler:
                     request.num_loaded_tokens[tier] = num_here = max(0, min(num_tokens, num_left))
                     request.num_cached_tokens -= num_tokens - num_here
                     num_left -= num_tokens
-                request.num_cached_tokens = min(request.num_cached_tokens, loaded.num_tokens)  # a hit may be lost, too
+                request.num_cached_tokens = min(request.num_cached_tokens, loaded.num_tokens)  # the hit may be lost too
 
     def note_step(self, chunks: Items[ScheduledChunk], seconds: float) -> None:
-        """Take note of how long a step took: whether loading is faster is told by that. O(chunks)."""
+        """Note how long a step took. The tiers decide by this whether loading is faster than computing. O(chunks)."""
         if self._tiers is not None:
             num_tokens = sum([chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1])
             if num_tokens >= self.manager.block_size:
                 self._tiers.note_computed(num_tokens, seconds)
 
     def complete(self, chunks: Items[ScheduledChunk], token_ids: Items[int | None]) -> None:
-        """Record a step that was computed. Requests that are finished give their blocks back, cached as they are.
+        """Record a step that was computed. Finished requests free their blocks, which stay cached.
 
-        token_ids: one sampled token for each of `chunk.sampled_requests`, chunk by chunk, in their order; None where
-        there is none to be had, which ends that request with finish_reason "error". Raises InvalidArgumentError,
-        changing nothing, for more or fewer. O(requests of the step), and O(prompt) for each sample that is forked.
+        token_ids: one sampled token for each of `chunk.sampled_requests`, chunk by chunk, in order. None, for no token,
+        ends the request with finish_reason "error". Raises InvalidArgumentError, and changes nothing, for more or fewer
+        tokens. O(requests of the step), and O(prompt) for each sample that is forked.
         """
         num_sampled = sum(len(chunk.sampled_requests) for chunk in chunks)
         if len(token_ids) != num_sampled:
@@ -228,9 +231,9 @@ class Scheduler:
                     self._remove(request)
 
     def abort(self, chunks: Items[ScheduledChunk]) -> None:
-        """Undo a step that died: nothing that it should have written stays cached; its requests wait again, in front.
+        """Undo a step that died. Nothing that it should have written stays cached. Its requests wait again, in front.
 
-        They keep all their tokens, and hit what earlier steps wrote. O(blocks of the step's sequences).
+        They keep all their tokens, and hit blocks that earlier steps wrote. O(blocks of the step's sequences).
         """
         self.lookups.forget()
         for chunk in reversed(chunks):
@@ -239,17 +242,17 @@ class Scheduler:
             self.waiting.appendleft(chunk.request)
 
     def written_tokens(self) -> dict[Request, int]:
-        """Return how many tokens of each running request are written, or on their way, between two steps.
+        """Return how many tokens of each running request are written, or being loaded, between two steps.
 
         For `undo`. O(running requests).
         """
         return {request: request.sequence.num_computed_tokens for request in self.running}
 
     def undo(self, written: Mapping[Request, int]) -> None:
-        """Undo a step that was interrupted anywhere, while it was scheduled even: all requests wait again, in front.
+        """Undo a step that was interrupted at any point, even in scheduling. All requests wait again, in front.
 
-        written: what `written_tokens` said before the step; nothing beyond that stays cached. Where the manager was
-        interrupted in the midst of a call, it refuses everything, and nothing of it is hit any more. O(blocks held).
+        written: what `written_tokens` returned before the step; nothing beyond that stays cached. A manager that was
+        interrupted within a call refuses all further calls, so nothing of its cache is hit any more. O(blocks held).
         """
         self.lookups.forget()
         held = [request for request in (*self.running, *self.waiting) if request.sequence.is_allocated]
@@ -261,10 +264,10 @@ class Scheduler:
                 self.waiting.appendleft(request)
 
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
-        """End an unfinished request, between two steps; what is cached of it stays, and so do its siblings.
+        """End an unfinished request, between two steps. Its cached blocks stay cached, and its siblings stay queued.
 
-        Its blocks are free at once. reason: its finish_reason from now on; one that it has already stays, and nothing
-        is done. O(requests), and O(prompt) when the next sample is to be computed instead.
+        Its blocks are free at once. reason: its finish_reason from now on. A request that has a finish_reason already
+        is left as it is. O(requests), and O(prompt) if the next sample takes its place.
         """
         if request.finish_reason is not None:
             return
@@ -291,12 +294,12 @@ class Scheduler:
         timed = [(request.deadline, request) for request in unfinished if request.deadline is not None]
         expired = [request for deadline, request in timed if deadline <= now]
         self._next_deadline = min([deadline for deadline, _ in timed if deadline > now], default=inf)
-        for request in reversed(expired):  # the samples of a prompt before the one that computes it for them
+        for request in reversed(expired):  # a prompt's other samples before the first one, which computes it for them
             self.cancel(request, "timeout")
         return expired
 
     def _continue(self, request: Request, budget: int, *, is_oldest: bool) -> ScheduledChunk | None:
-        """Make room for a running request's next tokens: the rest of its prompt, or the token sampled last."""
+        """Allocate slots for a running request's next tokens: the rest of its prompt, or the token sampled last."""
         sequence = request.sequence
         start, most = sequence.num_computed_tokens, self.limits.chunk_tokens(budget)
         num_tokens = self._fitting_tokens(request, min(most, sequence.num_tokens - start))
@@ -307,13 +310,13 @@ class Scheduler:
         return self._chunk(request, start)
 
     def _admit(self, chunks: list[ScheduledChunk], budget: int) -> Request | None:
-        """Add the first chunks of waiting requests to the step, and return the one that ended it by being refused.
+        """Add the first chunks of waiting requests to the step. Return the request that was refused, or None.
 
-        Those whose prefix somebody is computing are passed over.
+        A refusal ends the admissions. Requests whose prefix another request is computing are passed over.
         """
         if not self.waiting:
             return None
-        most, num_passed = self.limits.max_num_seqs, 0  # as many are passed over as could run, at most
+        most, num_passed = self.limits.max_num_seqs, 0  # at most as many are passed over as could run
         num_seqs = sum(1 + len(request.siblings) for request in self.running)
         watermark = Watermark(self.manager, self.running, self.limits.watermark, self._num_step_tokens)
         candidates = self.order.candidates(self.waiting, self.lookups)
@@ -341,7 +344,7 @@ class Scheduler:
         return None
 
     def _take_turn(self, request: Request) -> None:
-        """Move a waiting request that has been given slots to the running ones. O(those in front of it)."""
+        """Move a waiting request, which has slots now, to the running ones. O(requests in front of it)."""
         index = self.waiting.index(request)
         for older in islice(self.waiting, index):
             older.num_overtakes += 1
@@ -351,9 +354,10 @@ class Scheduler:
         self.order.note_admitted(request)
 
     def _start(self, request: Request, watermark: Watermark, budget: int) -> ScheduledChunk | None:
-        """Make room for the first tokens of a waiting request that aren't in the cache, if the watermark admits it.
+        """Allocate slots for a waiting request's first tokens that aren't cached, if the watermark admits the request.
 
-        If some are to be loaded, for those alone, and there is no chunk before they are here. None also if refused.
+        If some tokens are to be loaded, only these get slots, and the result is None: there is no chunk until they have
+        arrived. A refused request gives None, too.
         """
         hit = self.lookups.find(request)
         while not watermark.admits(request, hit):
@@ -370,7 +374,7 @@ class Scheduler:
             num_new = 0 if loads else num_tokens
             if not make_room(self.manager, self.remembered, request.sequence, num_new, hit, loads):
                 return None
-        except StaleHitError:  # somebody else took something from the cache since, by a reset or a quota
+        except StaleHitError:  # a reset or a quota has evicted blocks of the hit since
             self.lookups.forget()
             return self._start(request, watermark, budget)
         self.lookups.forget()
@@ -380,7 +384,7 @@ class Scheduler:
         return None if loads else self._chunk(request, hit.num_tokens)
 
     def _start_remembered(self, request: Request, hit: CacheHit, budget: int) -> ScheduledChunk | None:
-        """Go on from what is remembered of a waiting request's prompt, if that is more than its hit; else None."""
+        """Continue a waiting request from its remembered prompt, if that has more tokens than its hit; else None."""
         twin = None if self.remembered is None else self.remembered.fork(request, hit.num_tokens)
         if twin is None:
             return None
@@ -399,9 +403,9 @@ class Scheduler:
         return self._tiers is not None and self._tiers.is_loading(request.sequence)
 
     def _fitting_tokens(self, request: Request, num_tokens: int) -> int:
-        """`num_tokens`, or fewer where a step of so many would need more than the pool has.
+        """`num_tokens`, or fewer if a step of so many tokens would need more blocks than the pool has.
 
-        It was queued for smaller steps then, before the limits were replaced. O(groups), mostly.
+        That happens if the limits were replaced after the request was checked for smaller steps. O(groups), mostly.
         """
         num_known = request.sequence.num_tokens
         while num_tokens > 1 and count_blocks(self._groups, num_known, num_tokens) > self.manager.num_blocks:
@@ -416,7 +420,7 @@ class Scheduler:
         return ScheduledChunk(request, start, end - start, samples, copies)
 
     def _fork(self, request: Request) -> None:
-        """Make the samples of a computed prompt requests of their own: as many as may run, the others wait in front."""
+        """Make the samples of a computed prompt requests of their own. Those beyond the limits wait, in front."""
         siblings, request.siblings = request.siblings, []
         num_forks = max(0, self.limits.max_num_seqs - len(self.running))
         forks, others = siblings[:num_forks], siblings[num_forks:]
@@ -429,7 +433,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(others))
 
     def _remove(self, request: Request) -> None:
-        """Take a request out of wherever it is, and its blocks from it."""
+        """Remove a request from the queue or the running ones, and free its blocks."""
         if request in self.running:
             self.running.remove(request)
             self.manager.free(request.sequence)
@@ -442,13 +446,13 @@ class Scheduler:
                     other.siblings.remove(request)
 
     def _pause_session(self, request: Request) -> None:
-        """Tell that a request has ended which the cache served."""
+        """Tell the manager that a session's request has ended."""
         sequence, reason = request.sequence, request.finish_reason
         if sequence.session is not None and reason is not None:
             self.manager.sessions.pause(sequence.session, reason, sequence.salt)
 
     def _preempt_youngest(self) -> None:
-        """Take the youngest request's blocks, to be recomputed later; what stays cached of them it will hit again."""
+        """Free the youngest request's blocks. It is computed again later, except what is still cached then."""
         victim = self.running.pop()
         self.lookups.forget()
         self.manager.free(victim.sequence)
@@ -457,7 +461,7 @@ class Scheduler:
 
 
 def _take_token(request: Request, token_id: int | None) -> None:
-    """Add a sampled token, which may finish the request; None: there is none."""
+    """Add a sampled token, which may finish the request. None, for no token, ends it with an error."""
     if token_id is None:
         request.finish_reason = "error"
         return
@@ -471,7 +475,7 @@ def _take_token(request: Request, token_id: int | None) -> None:
 def _hand_over(request: Request) -> Request:
     """Make the next sample the one that is scheduled for all, and return it.
 
-    It takes what the prompt has cost so far upon itself, as this one would have. O(samples).
+    The prompt's costs so far count for that sample now. O(samples).
     """
     heir, *others = request.siblings
     request.siblings, heir.siblings = [], others

@@ -11,12 +11,12 @@ from kvblocks.errors import InvalidArgumentError
 class StepLimits:
     """How much one step computes at most: tokens of all sequences together, and sequences. Raises InvalidArgumentError.
 
-    Every running sequence needs room for one token, so there are at least as many tokens as sequences.
-    max_num_chunk_tokens: of one sequence, so that a long prompt leaves room for others in its steps; None: whatever is
-    left. wait_for_prefixes: whether a request waits while a running one computes a prefix that both begin with, in
-    chunks; otherwise both compute it. watermark: the share of the pool, from 0.0 to below 1.0 and rounded down to whole
-    blocks, that admitting a request leaves free for those that run to grow into, so that they needn't be preempted at
-    once; nobody is held back while nothing runs, or with less than a block.
+    Every running sequence needs room for one token, so the limit of tokens is at least that of sequences.
+    max_num_chunk_tokens: of one sequence, so that a long prompt leaves room for others in its steps; None: no such
+    limit. wait_for_prefixes: whether a request waits while a running one computes, in chunks, a prefix that both begin
+    with; otherwise both compute it. watermark: the share of the pool, from 0.0 to below 1.0, that is left free when a
+    request is admitted. Running requests then have room to grow, and aren't preempted at once. It is rounded down to
+    whole blocks, and has no effect while nothing runs.
     """
 
     max_num_batched_tokens: int = 512
@@ -42,10 +42,11 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """The next `num_tokens` tokens of a request, from position `start`. `samples`: the last one's logits are wanted.
+    """The next `num_tokens` tokens of a request, from position `start`. samples: whether the last one's logits are
+    wanted.
 
-    copies: (source, destination) ids of blocks to copy in all layers, one pair after the other, those of earlier
-    chunks first, and all of them before anything of the step is stored.
+    copies: (source, destination) ids of blocks to copy in all layers, one pair after the other. Make the copies of
+    earlier chunks first, and all copies before the step stores anything.
     """
 
     request: Request
@@ -61,10 +62,10 @@ class ScheduledChunk:
 
     @property
     def is_all(self) -> bool:
-        """Whether it is the last of a request that is for its prompt alone. O(1)."""
+        """Whether it is the last chunk of a request that generates nothing. O(1)."""
         return not self.request.max_tokens and self.start + self.num_tokens == self.request.sequence.num_tokens
 
     @property
     def sampled_requests(self) -> list[Request]:
-        """The requests that get a token from its logits: none, its own, or all samples of a prompt. O(samples)."""
+        """The requests that get a token from its logits: none, its own, or all samples of its prompt. O(samples)."""
         return [self.request, *self.request.siblings] if self.samples else []

@@ -1,13 +1,13 @@
-"""The watermark: what admitting a request leaves free, so that those who run can grow before anybody is preempted.
+"""The watermark: the blocks that stay free when a request is admitted, so that running requests can grow.
 
-Without it a pool that is nearly full admits a request, preempts it a few tokens later, admits it again, and computes it
-anew each time. So a request is admitted beside others only if the pool then still has some blocks free for what is not
-known yet, the tokens that will be generated, counting as taken what is known: all tokens of the request that aren't
-cached, and what the running ones have yet to get slots for.
+Without it, a pool that is nearly full admits a request, preempts it a few tokens later, admits it again, and computes
+it anew each time. So a request is admitted beside others only if some blocks then stay free for tokens that will be
+generated. All known tokens count as taken: those of the request that aren't cached, and those of running requests that
+have no slots yet.
 
-What is cached costs a request nothing as long as somebody holds it. Free blocks that it hits stop being free, and are
-counted; all other free blocks can be had, whatever they cache, so a pool full of cached blocks is an empty one.
-The share left free is vLLM v0's watermark; counting the whole prompt, not its first chunk, is what chunks need.
+Cached blocks that somebody owns cost a request nothing. Free blocks that it hits stop being free, and are counted. All
+other free blocks are available, cached or not, so a pool full of free cached blocks counts as empty. The share left
+free is vLLM v0's watermark. With chunked prefill the whole prompt must be counted, not its first chunk.
 """
 
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ from kvblocks.manager import KVCacheManager
 
 
 class Watermark:
-    """What one step's admissions may use of a pool of which `share` is to stay free.
+    """How much of the pool one step's admissions may use. share: of the pool, to be left free.
 
-    num_step_tokens: what a step computes of a request at most, on which depends what layers with a window hold. Running
-    requests are counted when somebody asks to be admitted beside them. O(running requests).
+    num_step_tokens: the most tokens that a step computes of a request; layers with a window hold blocks accordingly.
+    Running requests are counted when the first request asks for admission. O(running requests).
     """
 
     def __init__(self, manager: KVCacheManager, running: Iterable[Request], share: float, num_step_tokens: int) -> None:
@@ -35,7 +35,7 @@ class Watermark:
         self._is_alone = not self._uncounted
 
     def admits(self, request: Request, hit: CacheHit) -> bool:
-        """Whether a waiting request with this hit leaves enough free. Always, if nobody runs.
+        """Whether a waiting request with this hit leaves enough blocks free. True if nothing runs.
 
         O(blocks of the hit + groups of each running request that wasn't counted yet).
         """
@@ -50,18 +50,18 @@ class Watermark:
         return num_left >= self._num_reserved_blocks
 
     def note(self, request: Request) -> None:
-        """Take note of a request that runs from now on, with the blocks that it has. O(1)."""
+        """Note that a request runs from now on, with the blocks that it has. O(1)."""
         self._is_alone = False
         self._uncounted.append(request)
 
     def _num_missing_blocks(self, request: Request) -> int:
-        """Blocks that a running request will need beside those that it has: for the rest of its prompt. O(groups)."""
+        """How many more blocks a running request needs for the rest of its prompt. O(groups)."""
         sequence = request.sequence
         groups = range(len(self._groups))
         num_held = sum([len(sequence.group_block_ids(group)) - sequence.first_live_block(group) for group in groups])
         return max(0, self._num_blocks(request) - num_held)
 
     def _num_blocks(self, request: Request) -> int:
-        """Blocks for all tokens that are known, and one more in each group for each other sample of the prompt."""
+        """Blocks for all known tokens, and one more in each group for each other sample of the prompt."""
         num_blocks = count_blocks(self._groups, request.sequence.num_tokens, self._num_step_tokens)
         return num_blocks + len(request.siblings) * len(self._groups)

@@ -73,7 +73,7 @@ class CacheApi:
         }
 
     def _remembered_json(self) -> Json | None:
-        """What is remembered of whole prompts; None: nothing is to be."""
+        """Statistics of remembered prompts; None if the engine remembers none."""
         of = self._engine.scheduler.remembered
         if of is None:
             return None

@@ -76,7 +76,7 @@ class CacheSettings:
             )
         if self.remember_next_token and not self.prefix_caching:
             raise InvalidArgumentError(
-                "--remember-next-token: expected prefix caching, which keeps what it needs, got --no-prefix-caching"
+                "--remember-next-token: expected prefix caching with it, got --no-prefix-caching"
             )
         self._check_tiers()
         check_count("--max-num-seqs", self.max_num_seqs, 1)

@@ -1,1 +1,1 @@
-"""Tiers that move bytes: a host arena and a disk below the engine's KV cache, and who carries blocks to and fro."""
+"""The engine's tiers: a host arena, a disk and a shared store below the KV cache, and the threads that move blocks."""

@@ -1,8 +1,8 @@
-"""`BlockBytes`: the bytes of a KV cache's blocks, and how they get to rows of host memory and back.
+"""`BlockBytes`: copies the bytes of a KV cache's blocks to rows of host memory and back.
 
 A row is a uint8 array of `num_block_bytes`: a block's K and V in all layers, one part behind the other. On a CPU a
-block lies in one piece, so a row of the cache is the block itself. On CUDA blocks are gathered into a buffer on the
-device by one launch of a kernel, and go to rows from there, on a stream of their own.
+block is contiguous, so a row of the cache is the block itself. On CUDA one launch of a kernel gathers blocks into a
+buffer on the device, and they are copied to rows from there, on a stream of their own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,9 @@ Row = NDArray[np.uint8]
 
 
 class BlockBytes:
-    """The blocks of `kv_cache` as rows of bytes. Its calls may come from any thread, and wait for the bytes.
+    """The blocks of `kv_cache` as rows of bytes. Any thread may call it. Calls wait until the bytes are copied.
 
-    after: what `mark` returned: bytes are read, or written over, when everything launched before that is done.
+    after: a result of `mark`. Bytes are read, or overwritten, only when all work launched before it is done.
     """
 
     def __init__(self, kv_cache: KVCache) -> None:
@@ -34,7 +34,7 @@ class BlockBytes:
             self._stream = torch.cuda.Stream(kv_cache.keys[0].device)
 
     def mark(self) -> "torch.cuda.Event | None":
-        """Return what stands for all that is launched so far, on the present stream. None on a CPU: it is done."""
+        """Return an event for all work launched so far on the current stream. None on a CPU, where it is done."""
         if self.is_on_host:
             return None
         event = torch.cuda.Event()
@@ -42,10 +42,10 @@ class BlockBytes:
         return event
 
     def new_rows(self, num_rows: int) -> Row:
-        """Return memory for rows, each of its pages written to already, and pinned where a GPU is to reach it."""
+        """Return memory for rows. All its pages have been written to, and it is pinned if a GPU uses it."""
         memory = torch.zeros(num_rows, self.num_block_bytes, dtype=torch.uint8, pin_memory=not self.is_on_host)
         rows: Row = memory.numpy()
-        rows[:, ::4096] = 0  # zeros may be pages that don't exist before somebody writes to them
+        rows[:, ::4096] = 0  # a page of zeros may take no memory before somebody writes to it
         return rows
 
     def read(self, block_ids: Sequence[int], rows: Sequence[Row], after: "torch.cuda.Event | None") -> None:
@@ -71,12 +71,12 @@ class BlockBytes:
             self._kv_cache.scatter_blocks(torch.tensor(block_ids), staging)
 
     def rows_of(self, block_ids: Sequence[int]) -> list[Row]:
-        """Return the rows that the blocks themselves are: on a CPU only. To write to them is to write to the blocks."""
+        """Return the blocks themselves as rows, on a CPU only. Writing to the rows writes to the blocks."""
         return [self._rows[block_id] for block_id in block_ids]
 
     @contextmanager
     def _staging(self, num_blocks: int, after: "torch.cuda.Event | None") -> Iterator[Tensor]:
-        """A buffer on the device, for what is launched on the stream meanwhile; waits for that at the end."""
+        """Give a buffer on the device, within this context and its stream. At the end, wait for the stream's work."""
         device = self._kv_cache.keys[0].device
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             if after is not None:

@@ -1,4 +1,4 @@
-"""From options to tiers: what the manager is told of them, and who carries their transfers."""
+"""From options to tiers: the tiers that the manager knows, and the carriers of their transfers."""
 
 import threading
 from dataclasses import dataclass
@@ -32,19 +32,20 @@ from kvblocks.tiers.tier import Tier, check_layers
 HOST, DISK, STORE = "host", "disk", "store"
 
 DISK_MIN_STORE_TOKENS = 256
-"""Prefixes of so many tokens are stored on the disk, or in a store, at once, shorter ones when they are used again."""
+"""Prefixes of at least so many tokens are stored on the disk, or in a store, at once; shorter ones on their second use.
+"""
 
 KNOWN_SHARE, LEAST_KNOWN = 4, 4096
-"""Of a shared store as many blocks are known at a time as so many pools have, at least LEAST_KNOWN."""
+"""How many blocks of a shared store are known at a time: KNOWN_SHARE times the pool's, at least LEAST_KNOWN."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltTiers:
-    """The tiers of an engine whose manager isn't made yet. disk, store: opened, where there is one.
+    """The tiers of an engine whose manager isn't made yet. disk, store: opened, or None.
 
     used_bytes: by a block's column (`BlockIdentity`), how many of its first bytes its group's layers use.
 
-    A context: an error in it closes the disk and the store.
+    It is a context manager: an error inside closes the disk and the store.
     """
 
     tiers: tuple[Tier, ...] = ()
@@ -53,7 +54,7 @@ class BuiltTiers:
     used_bytes: tuple[int, ...] = ()
 
     def __enter__(self) -> None:
-        """Nothing: see the class."""
+        """Does nothing: see the class."""
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
@@ -63,7 +64,7 @@ class BuiltTiers:
                 self.disk.close()
 
     def begin(self, manager: KVCacheManager, runner: ModelRunner) -> Offload | None:
-        """Take back what the disk has, and return who carries transfers; None without tiers. O(slots on the disk)."""
+        """Read what the disk holds, and return the `Offload`; None without tiers. O(slots on the disk)."""
         if not self.tiers:
             return None
         block_bytes, ended = BlockBytes(runner.kv_cache), threading.Event()
@@ -96,7 +97,7 @@ class BuiltTiers:
 
 
 def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: Backend) -> BuiltTiers:
-    """Open what the options name, the quickest first. Raises InvalidArgumentError and DiskError.
+    """Open the tiers of the options, the fastest first. Raises InvalidArgumentError and DiskError.
 
     O(bytes of the weights) for a disk, or a store, whose fingerprint covers them.
     """
@@ -106,7 +107,7 @@ def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: B
         num_bytes = _host_bytes(options.host_cache, plan, model.device)
         tiers.append(Tier(HOST, num_bytes // plan.block_bytes, plan.block_bytes))
     if options.disk_cache is not None:
-        check_layers(plan.groups)  # before the folder is opened, which may be another model's
+        check_layers(plan.groups)  # checked before the folder is opened, which may be another model's
         disk = DiskStore(
             Path(options.disk_cache).expanduser(),
             fingerprint=_fingerprint(model, plan, backend),
@@ -148,7 +149,7 @@ def build_tiers(options: TierOptions, model: LoadedModel, plan: Plan, backend: B
 
 
 def _fingerprint(model: LoadedModel, plan: Plan, backend: Backend) -> bytes:
-    """What names the KV of an engine, on a disk and in a store. O(bytes of the weights)."""
+    """The fingerprint that names an engine's KV on a disk and in a store. O(bytes of the weights)."""
     block_size = check_groups(plan.groups).block_size
     kept = model.dtype if backend.scales is None else backend.scales
     layout = f"{kept}, blocks of {block_size}, {plan.groups}, layers {plan.layer_groups}"
@@ -156,7 +157,7 @@ def _fingerprint(model: LoadedModel, plan: Plan, backend: Backend) -> bytes:
 
 
 def _open_store(url: str, secret: bytes | None, model: LoadedModel, plan: Plan, backend: Backend) -> SharedStore:
-    """Return a client of the store, which is connected to later. Raises InvalidArgumentError."""
+    """Return a client of the store. It connects later. Raises InvalidArgumentError."""
     check_layers(plan.groups)
     address = parse_address(url)
     return SharedStore(address, Sealer(_fingerprint(model, plan, backend), secret), open_clients(address))
@@ -170,7 +171,7 @@ def _used_bytes(plan: Plan) -> tuple[int, ...]:
 
 
 def _host_bytes(host_cache: float | str, plan: Plan, device: torch.device) -> int:
-    """The bytes of the arena; a share is of what the device's pool leaves. Raises InvalidArgumentError."""
+    """The bytes of the arena. A share is one of the memory that the pool leaves free. Raises InvalidArgumentError."""
     cpu = torch.device("cpu")
     free = free_memory(cpu) - (plan.num_bytes if device.type == "cpu" else 0)
     num_bytes = read_memory(host_cache, cpu, "host_cache")
@@ -185,7 +186,7 @@ def _host_bytes(host_cache: float | str, plan: Plan, device: torch.device) -> in
 
 
 def _bits_mode(model: LoadedModel, backend: Backend) -> str:
-    """What the bits of KV depend on that the weights don't say, as far as an engine promises anything about them."""
+    """What the bits of KV depend on beside the weights, for an engine that promises the same bits."""
     if not backend.deterministic:
         return "natural"
     cpu = torch.backends.cpu.get_cpu_capability()

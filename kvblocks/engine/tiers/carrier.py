@@ -1,7 +1,7 @@
-"""`Carrier`: carries the transfers of one tier out, one after the other, on a thread of its own.
+"""`Carrier`: carries out the transfers of one tier, one after the other, on a thread of its own.
 
-A transfer is over when its bytes are where they belong: the engine asks for `ended` between two steps and tells the
-manager. What goes wrong with one makes that one fail, and is counted; nothing is raised to the engine.
+A transfer has ended when its bytes are where they belong. Between two steps the engine asks for `ended`, and tells the
+manager. An error fails only its own transfer, and is counted. Nothing is raised to the engine.
 """
 
 import logging
@@ -24,15 +24,15 @@ from kvblocks.tiers.transfer import Transfer
 logger = logging.getLogger("kvblocks.engine.tiers")
 
 PATIENCE_S = 1.0
-"""What a store is told to remember it makes durable after so many seconds, at the latest."""
+"""The most seconds until what a place remembers is made durable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A transfer, as who moves its bytes sees it: block_ids[i] of the device, slots[i] of the tier, who that is.
+    """A transfer, for a place: block_ids[i] on the device, slots[i] in the tier, and the block's identity.
 
-    after: see `BlockBytes`. salt: whose blocks they are. max_blocks: its quota in the tier, None without one. first:
-    the place of the first of them in its prefix. before: the digests of those before it, where there is a quota.
+    after: see `BlockBytes`. salt: of the blocks. max_blocks: the salt's quota in the tier, None without one. first: the
+    position of the first block in its prefix. before: the digests of the blocks before it, if there is a quota.
     """
 
     slots: list[int]
@@ -46,7 +46,7 @@ class Move:
 
 
 def move_of(transfer: Transfer, after: Any) -> Move:
-    """Return what is to be moved of a transfer. On the manager's thread. O(blocks), as `Transfer.identities`."""
+    """Return a transfer as a Move. Call it on the manager's thread. O(blocks), as `Transfer.identities`."""
     quota = transfer.max_blocks
     before = () if quota is None else transfer.digests_before()
     identities, first = transfer.identities(), transfer.position
@@ -54,38 +54,38 @@ def move_of(transfer: Transfer, after: Any) -> Move:
 
 
 class Place(Protocol):
-    """Where a tier's bytes are. Only a carrier's thread calls it, of several the same one for the same kind of call."""
+    """Where a tier's bytes are. Only carriers' threads call it, and each kind of call comes from one thread."""
 
     def store(self, move: Move) -> bool:
-        """Copy blocks to slots, and return whether all are there."""
+        """Copy blocks to slots. Return whether all blocks are there now."""
 
     def load(self, move: Move) -> bool:
-        """Copy slots to blocks, and return whether all hold what they should."""
+        """Copy slots to blocks. Return whether all blocks hold what they should."""
 
     def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
-        """Take note of what slots hold from now on, None: nothing."""
+        """Note what slots hold from now on; None: nothing."""
 
     def settle(self) -> None:
-        """Make what is to be remembered durable."""
+        """Make all that `remember` noted durable."""
 
     def erase(self, slots: list[int]) -> None:
-        """Overwrite what slots hold, durably: it is to be deleted."""
+        """Delete what slots hold, by overwriting it durably."""
 
     def close(self) -> None:
-        """End: no call comes any more."""
+        """End. No call comes afterwards."""
 
     @property
     def disk_stats(self) -> DiskStats | None:
-        """What a disk counted; None: it is none. Any thread may ask."""
+        """The counts of a disk; None for other places. Any thread may call this."""
 
     @property
     def store_stats(self) -> StoreStats | None:
-        """What a shared store's client counted; None: it is none. Any thread may ask."""
+        """The counts of a shared store's client; None for other places. Any thread may call this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A transfer that is over. seconds: what it took, waiting not included."""
+    """A transfer that has ended. seconds: how long it took, without waiting."""
 
     transfer: Transfer
     ok: bool
@@ -95,8 +95,8 @@ class Ended:
 class Carrier:
     """The transfers of tier `name`, whose bytes are in `place`. block_bytes: the device's side.
 
-    on_end: called on the thread whenever a transfer is over. num_bytes, seconds: moved and spent so far, by direction
-    ("load", "store"), those that failed not included; only the thread writes them.
+    on_end: called on the thread whenever a transfer has ended. num_bytes, seconds: moved and spent so far, by direction
+    ("load", "store"), without failed transfers; only the thread writes them.
     """
 
     def __init__(self, name: str, place: Place, block_bytes: BlockBytes, on_end: Callable[[], None]) -> None:
@@ -115,24 +115,24 @@ class Carrier:
         self._thread.start()
 
     def begin(self, transfer: Transfer) -> None:
-        """Have a transfer carried out after everything that is launched on the device so far."""
+        """Queue a transfer. It begins after all work that is launched on the device so far."""
         move = move_of(transfer, self._block_bytes.mark())
         self._commands.put(lambda: self._carry(transfer, move))
 
     def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:
-        """Have it remembered what slots hold, after what was begun so far, and made durable soon."""
+        """Queue a note of what slots hold. It follows the calls queued so far, and is made durable soon."""
         if changes:
             self._commands.put(lambda: self._remember(changes))
 
     def erase(self, slots: list[int]) -> "Future[None]":
-        """Have the bytes of slots overwritten, after what was begun so far and before what begins later.
+        """Queue the overwriting of slots' bytes, between earlier and later calls.
 
-        Returns a future that is done when they are, durably, or that has the place's error.
+        Returns a future that is done when the bytes are overwritten, durably, or that has the place's error.
         """
         return self.call(lambda: self._place.erase(slots))
 
     def call(self, function: Callable[[], object]) -> "Future[None]":
-        """Have a function called after what was begun so far and before what begins later.
+        """Queue a call of a function, between earlier and later calls.
 
         Returns a future that is done when it has returned, or that has its error.
         """
@@ -149,7 +149,7 @@ class Carrier:
         return future
 
     def ended(self) -> list[Ended]:
-        """Return the transfers that are over since the last call."""
+        """Return the transfers that have ended since the last call."""
         found: list[Ended] = []
         while self._ended:
             found.append(self._ended.popleft())
@@ -166,9 +166,9 @@ class Carrier:
         return self._place.store_stats
 
     def close(self, *, drops: bool = False) -> None:
-        """Make what was stored durable, and end. Waits for that, and does nothing the second time.
+        """Make what was stored durable, and end. Waits for that. A second call does nothing.
 
-        drops: transfers that are begun and not under way yet fail; else they are carried out.
+        drops: fail the queued transfers that aren't under way; otherwise they are carried out.
         """
         self._is_hurried = self._is_hurried or drops
         if self._thread.is_alive():
@@ -185,7 +185,7 @@ class Carrier:
             if self._is_unsettled and not was_unsettled:
                 settle_at = time.monotonic() + PATIENCE_S
             if self._is_unsettled and (time.monotonic() >= settle_at or not self._is_open):
-                self._is_unsettled = not self._try(self._place.settle)  # tried again, if it failed
+                self._is_unsettled = not self._try(self._place.settle)  # a failure is tried again
                 settle_at = time.monotonic() + PATIENCE_S
         self._try(self._place.close)
 
@@ -197,7 +197,7 @@ class Carrier:
         try:
             ok = not self._is_hurried and carry(move)
         except (DiskError, StoreError):
-            pass  # it is counted there, and warned of now and then
+            pass  # the place counts it, and logs a warning now and then
         except Exception:
             logger.exception("a %s of %d blocks failed in tier %r", kind, len(transfer.slots), self.name)
         seconds = time.perf_counter() - start
@@ -215,7 +215,7 @@ class Carrier:
         self._is_open = False
 
     def _try(self, function: Callable[[], None]) -> bool:
-        """Call a function of the place, and return whether it raised nothing."""
+        """Call a function of the place. Return whether it succeeded."""
         try:
             function()
         except (DiskError, StoreError):

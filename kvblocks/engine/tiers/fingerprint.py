@@ -1,10 +1,9 @@
-"""The fingerprint of what computes KV: whatever makes another KV of the same tokens makes another fingerprint.
+"""The fingerprint of KV: whatever changes the KV of the same tokens changes the fingerprint.
 
-It covers the bytes of all weights, the model's shape and positions (RoPE and its scaling are in the configuration),
-dtype, the layout of a block, and the format of this file. The layout in which weights are read is not part of it: KV
-then differs in its last bits, as it does between two processors or two sizes of a batch. A mode that promises the same
-bits takes along what those bits depend on, the weights' layout among it. Adapters are keys of the prefixes (`lora`),
-not part of it: the engine has none.
+It covers the bytes of all weights, the model's configuration (with RoPE and its scaling), the dtype, the layout of a
+block, and the version of this format. It doesn't cover the layout in which weights are read: that changes only the last
+bits of KV, as another processor or batch size does. A mode that promises the same bits adds all that these bits depend
+on, with the weights' layout. It doesn't cover adapters, which are keys of prefixes (`lora`); the engine has none.
 """
 
 import hashlib
@@ -21,13 +20,13 @@ _FORMAT = "kvblocks KV 1"
 
 
 def fingerprint(model: LoadedModel, layout: str, mode: str) -> bytes:
-    """Return 32 bytes that stand for a model and how its KV is computed and laid out. O(bytes of the weights).
+    """Return 32 bytes that identify a model and how its KV is computed and laid out. O(bytes of the weights).
 
-    layout: of a block's bytes. mode: what bits depend on beside the weights.
+    layout: of a block's bytes. mode: what the bits depend on beside the weights.
     """
     digest = xxh3_128()
     weights = model.weights
-    if weights.embedding.dim() > 2:  # it is read where the head lies
+    if weights.embedding.dim() > 2:  # the embedding is a view of the head
         weights = replace(weights, embedding=weights.lm_head)
     for name, tensor in sorted(_tensors("", weights)):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -40,7 +39,7 @@ def fingerprint(model: LoadedModel, layout: str, mode: str) -> bytes:
 
 
 def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
-    """The tensors in weights, by where they are."""
+    """The tensors in weights, with their paths."""
     if isinstance(value, Tensor):
         return [(name, value)]
     if is_dataclass(value) and not isinstance(value, type):

@@ -1,7 +1,7 @@
-"""`Offload`: an engine's tiers at work. Between two steps it begins what the manager wants moved and says what ended.
+"""`Offload`: runs an engine's tiers. Between two steps it begins the manager's transfers, and reports ended ones.
 
-The order of a step is that of `kvblocks.tiers`: the step is launched, then its transfers begin; whoever carries them
-waits for what was launched (`BlockBytes.mark`).
+The order of a step is that of `kvblocks.tiers`: the step is launched, then its transfers begin. Carriers wait for the
+launched work (`BlockBytes.mark`).
 """
 
 import threading
@@ -22,10 +22,10 @@ from kvblocks.tiers.transfer import Loaded
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """What was moved between the device and a tier, by direction ("load", "store"): bytes, and the seconds it took.
+    """What was moved between the device and a tier, by direction ("load", "store"): bytes, and seconds.
 
-    Transfers that failed aren't in it. disk: what a disk counted itself, damage and failures; None: the tier is none.
-    store: the same of a store that servers share.
+    Failed transfers don't count. disk: a disk's own counts of damage and failures; None for other tiers. store: the
+    same for a store that servers share.
     """
 
     tier: str
@@ -37,7 +37,7 @@ class TierTraffic:
 
 @dataclass(frozen=True, slots=True)
 class SharedTier:
-    """A store that servers share. loads: who carries its loads, which so don't wait for stores. seeker: asks it."""
+    """A store that servers share. loads: a carrier for loads alone, which don't wait for stores. seeker: asks it."""
 
     store: SharedStore
     loads: Carrier
@@ -45,10 +45,10 @@ class SharedTier:
 
 
 class Offload:
-    """The tiers of a manager, and who carries each one's transfers. One thread calls it, the engine's.
+    """The tiers of a manager with their carriers. Only the engine's thread calls it.
 
-    carriers: of all tiers. something_ended: what their `on_end` sets. shared: the store that servers share, and what
-    belongs to it; None: there is none. is_closed: whether `close` was called.
+    carriers: of all tiers. something_ended: set by their `on_end`. shared: the store that servers share, or None.
+    is_closed: whether `close` was called.
     """
 
     def __init__(
@@ -69,23 +69,23 @@ class Offload:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is on its way, or waits for that. O(tiers)."""
+        """Whether any transfer is under way or waiting. O(tiers)."""
         return not self.is_closed and self._tiers.is_busy
 
     @property
     def is_seeking(self) -> bool:
-        """Whether a request waits for what a shared store says. O(1)."""
+        """Whether a request waits for a shared store's answer. O(1)."""
         return self._shared is not None and self._shared.seeker.is_seeking
 
     def seek(self, scheduler: Scheduler) -> None:
-        """Ask a shared store what it has of requests that wait, and take note of its answers. O(waiting requests)."""
+        """Ask a shared store which blocks of waiting requests it has, and note its answers. O(waiting requests)."""
         if self._shared is not None:
             if self._shared.seeker.take():
                 scheduler.lookups.forget()
             self._shared.seeker.seek(scheduler.waiting, scheduler.lookups)
 
     def advance(self) -> list[Loaded]:
-        """Tell what has ended, begin what can be begun, and return what became of loads. O(blocks that move)."""
+        """Report ended transfers, begin new ones, and return the results of loads. O(blocks that move)."""
         loaded = self._collect()
         for transfer in self._tiers.take_transfers():
             carriers = self._loaders if transfer.is_load else self._carriers
@@ -95,10 +95,10 @@ class Offload:
         return loaded
 
     def erase_forgotten(self, salt: str | None, timeout_s: float) -> None:
-        """Overwrite what persistent tiers have in slots that hold nothing to be found, and wait until that is durable.
+        """Overwrite the slots of persistent tiers that hold no cached block, and wait until that is durable.
 
-        What a shared store has of `salt`, whoever stored it, is deleted. Raises DiskError and StoreError if it can't be
-        done, or not in time; it may be asked for again. O(such slots), and O(keys of the store).
+        A shared store's blocks of `salt`, from any server, are deleted. Raises DiskError and StoreError if this fails
+        or takes too long; call it again then. O(such slots), and O(keys of the store).
         """
         waiting: list[Future[None]] = []
         if self._shared is not None:
@@ -111,15 +111,15 @@ class Offload:
             try:
                 future.result(timeout_s)
             except TimeoutError:
-                raise DiskError(f"expected what is deleted to be overwritten in {timeout_s:g} s, it isn't") from None
+                raise DiskError(f"expected deleted blocks to be overwritten in {timeout_s:g} s, got none yet") from None
 
     def wait(self, seconds: float) -> None:
-        """Return when a transfer has ended since the last `advance`, or a store has answered, or after so long."""
+        """Wait until a transfer has ended since the last `advance`, or a store has answered, but at most `seconds`."""
         if self._shared is None or not self._shared.seeker.has_answer:
             self._something_ended.wait(seconds)
 
     def traffic(self) -> list[TierTraffic]:
-        """Return what was moved so far, by tier. Any thread may ask."""
+        """Return what was moved so far, by tier. Any thread may call this."""
         return [
             TierTraffic(
                 carrier.name,
@@ -132,10 +132,10 @@ class Offload:
         ]
 
     def close(self, timeout_s: float) -> None:
-        """Store what waits for it, for so many seconds at most, make it durable, and end. Nothing the second time.
+        """Store the blocks that wait, for at most `timeout_s` seconds, make them durable, and end.
 
-        What isn't stored by then is dropped, except for transfers under way. Raises what the manager does, and has
-        ended all the same.
+        What isn't stored by then is dropped, except for transfers under way. A second call does nothing. Raises the
+        manager's errors, but ends nevertheless.
         """
         if self.is_closed:
             return
@@ -149,11 +149,11 @@ class Offload:
             is_done = not self.has_work
         finally:
             self.is_closed = True
-            with ExitStack() as ending:  # all of them, whatever happens to one
+            with ExitStack() as ending:  # closes all of them, even if one fails
                 for carrier in (*self._carriers.values(), *self._loaders.values()):
                     ending.callback(carrier.close, drops=not is_done)
                 if self._shared is not None:
-                    ending.callback(self._shared.seeker.close)  # the first of all: nobody waits for the network then
+                    ending.callback(self._shared.seeker.close)  # called first, so that nothing waits for the network
 
     def _collect(self) -> list[Loaded]:
         self._something_ended.clear()

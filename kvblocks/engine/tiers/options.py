@@ -1,4 +1,4 @@
-"""`TierOptions`: what a user says of the tiers below an engine, checked before anything large is made."""
+"""`TierOptions`: a user's options for the tiers below an engine, checked before anything large is made."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,19 +16,20 @@ DEFAULT_DISK_CACHE_SIZE = "8GiB"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierOptions:
-    """host_cache: memory for blocks, as `Engine`'s kv_cache_memory; None: none.
+    """host_cache: memory for blocks, as `Engine`'s kv_cache_memory; None: no tier.
 
-    disk_cache: a folder for blocks, made if it isn't there; None: none. disk_cache_size: bytes that the folder may take
-    in all, or a text such as "8GiB"; None: DEFAULT_DISK_CACHE_SIZE. disk_cache_secret: keys the checksums, so that who
-    can write to the folder can't plant KV; at least 16 bytes. store: the URL of a Valkey or Redis that servers share
-    (`kvblocks.tiers.store.parse_address`); None: none. store_secret: as disk_cache_secret. Raises InvalidArgumentError.
+    disk_cache: a folder for blocks, made if it doesn't exist; None: no tier. disk_cache_size: bytes that the folder may
+    take in all, or a text such as "8GiB"; None: DEFAULT_DISK_CACHE_SIZE. disk_cache_secret: the key of the checksums,
+    at least 16 bytes. Nobody who lacks the key can plant KV in the folder. store: the URL of a Valkey or Redis that
+    servers share (`kvblocks.tiers.store.parse_address`); None: no tier. store_secret: as disk_cache_secret. Raises
+    InvalidArgumentError.
     """
 
     host_cache: float | str | None = None
     disk_cache: str | Path | None = None
     disk_cache_size: int | str | None = None
     disk_cache_secret: bytes | None = field(default=None, repr=False)
-    store: str | None = field(default=None, repr=False)  # a password may stand there
+    store: str | None = field(default=None, repr=False)  # the URL may contain a password
     store_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +64,7 @@ class TierOptions:
 
     @property
     def disk_bytes(self) -> int | str:
-        """What the folder may take, as it was given."""
+        """The size of the folder, as it was given."""
         return DEFAULT_DISK_CACHE_SIZE if self.disk_cache_size is None else self.disk_cache_size
 
 

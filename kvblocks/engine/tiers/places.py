@@ -10,19 +10,19 @@ from kvblocks.tiers.store import StoreStats
 
 
 class HostPlace:
-    """One piece of host memory, a row for each slot, all of it written to at the start. Forgotten with the process."""
+    """One piece of host memory with a row for each slot. All its pages are written to at the start."""
 
     def __init__(self, block_bytes: BlockBytes, num_slots: int) -> None:
         self._block_bytes = block_bytes
         self._arena = block_bytes.new_rows(num_slots)
 
     def store(self, move: Move) -> bool:
-        """As `Place`. It can't fail."""
+        """As `Place`. Never fails."""
         self._block_bytes.read(move.block_ids, [self._arena[slot] for slot in move.slots], move.after)
         return True
 
     def load(self, move: Move) -> bool:
-        """As `Place`. Nobody else has the arena, so what was stored is there."""
+        """As `Place`. Only this process has the arena, so what was stored is there."""
         self._block_bytes.write(move.block_ids, [self._arena[slot] for slot in move.slots], move.after)
         return True
 
@@ -37,7 +37,7 @@ class HostPlace:
         self._arena[slots] = 0
 
     def close(self) -> None:
-        """The arena goes with this."""
+        """Does nothing: the arena is freed with this object."""
 
     @property
     def disk_stats(self) -> DiskStats | None:
@@ -51,10 +51,11 @@ class HostPlace:
 
 
 class DiskPlace:
-    """A `DiskStore`. What it finds damaged or can't write makes a transfer fail; it counts and logs that.
+    """A `DiskStore`. Damaged blocks and failed writes make a transfer fail; the store counts and logs them.
 
-    used_bytes: by column of a block's identity, how many of its first bytes its group uses. Behind them is what a block
-    of another group left there, perhaps another tenant's, whose data is to be deleted one day: so zeros go there.
+    used_bytes: by column of a block's identity, how many of its first bytes its group uses. The bytes behind them may
+    be left from a block of another group, perhaps of another tenant. Zeros are stored instead, so that a tenant's data
+    can be deleted.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class DiskPlace:
         if self._staging is not None:
             self._block_bytes.read(move.block_ids, rows, move.after)
         for slot, identity, row in zip(move.slots, move.identities, rows, strict=True):
-            row[self._used_bytes[identity.column] :] = 0  # nobody reads that, on a CPU of the block itself
+            # On a CPU this changes the block, in bytes that nobody reads.
+            row[self._used_bytes[identity.column] :] = 0
             self._store.write([slot], [identity], row.data)
         return True
 
@@ -86,7 +88,7 @@ class DiskPlace:
         return True
 
     def _rows_for(self, block_ids: list[int]) -> list[Row]:
-        """Rows of host memory for blocks: on a CPU the blocks themselves."""
+        """Rows of host memory for blocks. On a CPU they are the blocks themselves."""
         return self._block_bytes.rows_of(block_ids) if self._staging is None else [*self._staging[: len(block_ids)]]
 
     def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:

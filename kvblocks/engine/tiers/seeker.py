@@ -1,10 +1,10 @@
-"""`Seeker`: asks a shared store what it has of prompts that wait, on a thread of its own.
+"""`Seeker`: asks a shared store which blocks of waiting prompts it has, on a thread of its own.
 
-What other servers stored is in nobody's map here. So a prompt that comes is asked for once, before it is admitted, and
-waits for the answer, but never longer than the store's `lookup_timeout_s`: then nothing is counted on that the store
-was thought to have. Prompts that come together are asked for together.
+No index of this process knows what other servers have stored. So the store is asked once for each prompt before the
+prompt is admitted. The prompt waits for the answer, but at most the store's `lookup_timeout_s`. After that, nothing is
+loaded from the store for it. Prompts that come together are asked for together.
 
-The same thread tries a store that failed, so that no prompt pays for that, and deletes what a reset gave up.
+The same thread retries a store that failed, so that no prompt waits for this. It also deletes what a reset gave up.
 """
 
 import logging
@@ -28,22 +28,22 @@ from kvblocks.tiers.wishes import Prefix
 logger = logging.getLogger("kvblocks.engine.tiers")
 
 MOST_TOGETHER = 32
-"""Prompts that are asked for in one batch."""
+"""The most prompts that are asked for in one batch."""
 
 ENOUGH_BLOCKS = 1024
-"""No more prompts join a batch that asks for so many: all of a batch learn their answers together."""
+"""No more prompts join a batch of so many blocks, since all prompts of a batch get their answers together."""
 
 DELETE_S = 60.0
-"""How long the deletion after a reset may take, until it is tried again."""
+"""How long the deletion after a reset may take before it is tried again."""
 
 _RETRY_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
 class _Search:
-    """What is asked for a request. until_s: when nobody waits any more. found: which blocks are there, None: not known.
+    """A request's lookup. until_s: when the request stops waiting. found: which blocks the store has; None: unknown.
 
-    The first are the primary group's, num_blocks of them, then by block those of the other columns.
+    found begins with num_blocks blocks of the primary group; then, block by block, come those of the other columns.
     """
 
     request: Request
@@ -56,10 +56,10 @@ class _Search:
 
 
 class Seeker:
-    """Asks `store`, the tier of `stores`, who carries what is stored there.
+    """Asks `store`. stores: the carrier of the stores to its tier.
 
-    num_columns: of other groups, beside the first one with full attention. on_end: called on the thread whenever an
-    answer is there. Its calls come from the engine's thread.
+    num_columns: of the side groups. on_end: called on the seeker's thread whenever an answer is there. Only the
+    engine's thread calls the seeker.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Seeker:
         self._queue: queue.SimpleQueue[_Search | None] = queue.SimpleQueue()
         self._num_resets = tiers.num_resets
         self._must_delete = False
-        self._deletion: Future[None] | None = None  # that was begun and hasn't ended
+        self._deletion: Future[None] | None = None  # one that has begun and hasn't ended
         self._is_open = True
-        store.on_failure = lambda: self._queue.put(None)  # so that the thread knows when to try it
+        store.on_failure = lambda: self._queue.put(None)  # wakes the thread, which then knows when to retry
         self._thread = threading.Thread(target=self._run, name=f"kvblocks-{stores.name}-lookups", daemon=True)
         self._thread.start()
 
@@ -96,17 +96,17 @@ class Seeker:
 
     @property
     def has_answer(self) -> bool:
-        """Whether `take` has something to tell. O(requests that wait for an answer)."""
+        """Whether `take` has new answers. O(requests that wait for an answer)."""
         return any(search.is_over.is_set() for search in self._searches)
 
     def seek(self, waiting: Iterable[Request], lookups: Lookups) -> None:
-        """Begin to ask for requests that nobody has asked for yet; they are not admitted before the answer. O(waiting).
+        """Ask for waiting requests that weren't asked for yet. They are not admitted before the answer. O(waiting).
 
-        Those of which everything is on the device, or in a tier above, aren't asked for.
+        Requests whose blocks are all on the device, or in a tier above, aren't asked for.
         """
         self._note_resets()
         for request in waiting:
-            if request.was_sought or request.max_hit_tokens is not None:  # who needs scores of its prompt loads nothing
+            if request.was_sought or request.max_hit_tokens is not None:  # a prompt that is scored loads nothing
                 continue
             request.was_sought = True
             sequence = request.sequence
@@ -128,7 +128,7 @@ class Seeker:
             self._queue.put(search)
 
     def take(self) -> bool:
-        """Tell the tiers of answers that are there, and of prompts that wait no longer; whether there were any."""
+        """Pass new answers on to the tiers, and end expired waits. Returns whether there were any of either."""
         now_s, left = time.monotonic(), list[_Search]()
         for search in self._searches:
             if search.is_over.is_set() or now_s >= search.until_s:
@@ -143,7 +143,7 @@ class Seeker:
         """End, and close the store. Waits for no answer."""
         self._note_resets()
         if self._must_delete or self._deletion is not None:
-            logger.warning("what a reset gave up isn't deleted from the store: reset an engine that stays")
+            logger.warning("blocks that a reset gave up aren't deleted from the store: reset an engine that stays open")
         self._is_open = False
         self._queue.put(None)
         self._store.close()
@@ -152,7 +152,7 @@ class Seeker:
     # On the engine's thread.
 
     def _num_at_hand(self, request: Request, lookups: Lookups) -> int:
-        """Return how many first blocks of a request the device and the tiers above have."""
+        """Return how many blocks from a request's start the device and the tiers above have."""
         hit = lookups.find(request)
         end = hit.num_tokens
         for part in self._tiers.find(hit):
@@ -179,7 +179,7 @@ class Seeker:
         self._tiers.note_found(self._name, sequence, num_blocks, attached)
 
     def _note_resets(self) -> None:
-        """After a reset, have all that the model has in the store deleted: nobody knows since when it is bad."""
+        """After a reset, delete all of the model's blocks in the store, since all may be bad."""
         if self._num_resets != self._tiers.num_resets:
             self._num_resets = self._tiers.num_resets
             self._store.forbid_all()
@@ -189,7 +189,7 @@ class Seeker:
     # On its own thread.
 
     def _run(self) -> None:
-        self._probe()  # so that connections are there when the first prompt comes
+        self._probe()  # connects before the first prompt comes
         while self._is_open:
             searches = self._next()
             if self._must_delete:
@@ -201,7 +201,7 @@ class Seeker:
                 self._search(searches)
 
     def _next(self) -> list[_Search]:
-        """Return the searches that wait; wait for one, but not beyond when something else is to be done."""
+        """Return the queued searches. If there are none, wait for one, or until other work is due."""
         found: list[_Search] = []
         number = 0
         is_deleting = self._must_delete or self._deletion is not None
@@ -243,10 +243,10 @@ class Seeker:
             logger.exception("tier %r could not be tried", self._name)
 
     def _delete(self) -> None:
-        """Have all deleted behind the stores that were begun before: else one of them could come after."""
+        """Queue the deletion after the stores that have begun, so that none of them comes after it."""
         if self._deletion is not None:
             return
-        self._must_delete = False  # first: a reset that comes meanwhile asks for another deletion
+        self._must_delete = False  # set first: a reset that comes meanwhile asks for another deletion
         self._deletion = self._stores.call(lambda: self._store.forget_all(DELETE_S))
         self._deletion.add_done_callback(self._note_deleted)
 
@@ -254,5 +254,5 @@ class Seeker:
         error = deletion.exception()
         if error is not None:
             self._must_delete = True
-            logger.warning("what a reset gave up could not be deleted from the store yet: %s", error)
+            logger.warning("blocks that a reset gave up could not be deleted from the store yet: %s", error)
         self._deletion = None

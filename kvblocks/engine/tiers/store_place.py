@@ -1,4 +1,4 @@
-"""`StorePlace`: a store that servers share. Nothing of it outlives the engine here: the store has its own memory."""
+"""`StorePlace`: a store that servers share. It keeps no records here, since the store keeps its own."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ from kvblocks.tiers.store.store import Owner
 class StorePlace:
     """A `SharedStore`. Loads and stores may run at the same time, each on a thread of its own.
 
-    used_bytes: by column of a block's identity, how many of its first bytes its group uses; only these go out.
+    used_bytes: by column of a block's identity, how many of its first bytes its group uses. Only these are sent.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class StorePlace:
         )
 
     def store(self, move: Move) -> bool:
-        """As `Place`. What another server stored, or is storing, is there."""
+        """As `Place`. Blocks that another server stored, or is storing, count as stored."""
         rows = self._rows(move.block_ids, self._storing)
         if self._storing is not None:
             self._block_bytes.read(move.block_ids, rows, move.after)
@@ -38,7 +38,7 @@ class StorePlace:
         return self._store.write(owner, move.identities, used, move.first, move.before)
 
     def load(self, move: Move) -> bool:
-        """As `Place`. Nothing is written to a block that wasn't found to be right."""
+        """As `Place`. A block is written only with bytes that passed all checks."""
         sizes = [self._used_bytes[one.column] for one in move.identities]
         payloads = self._store.read(move.salt, move.identities, sum(sizes))
         rows = self._rows(move.block_ids, self._loading)
@@ -51,7 +51,7 @@ class StorePlace:
         return True
 
     def _rows(self, block_ids: list[int], staging: Row | None) -> list[Row]:
-        """Rows of host memory for blocks: on a CPU the blocks themselves."""
+        """Rows of host memory for blocks. On a CPU they are the blocks themselves."""
         return self._block_bytes.rows_of(block_ids) if staging is None else [*staging[: len(block_ids)]]
 
     def remember(self, changes: Mapping[int, BlockIdentity | None]) -> None:

@@ -36,7 +36,7 @@ MODELS = {
 
 
 def make_engine(config, *, deterministic):
-    """An engine whose decode steps are run by buckets, or in cascades where anything is shared."""
+    """An engine whose decode steps run in buckets, and as cascades if anything is shared."""
     weights = converted(random_weights(config), torch.bfloat16)
     engine = Engine(
         LoadedModel(config, weights), num_blocks=NUM_BLOCKS, attention="triton", deterministic=deterministic

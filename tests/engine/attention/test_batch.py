@@ -80,7 +80,10 @@ def test_a_sequence_may_have_no_rows():
         ([SequenceRows([1], 0, [-1])], "block ids of at least 0, got -1"),
         ([SequenceRows([1, 2], 3, [0, 1], other_block_ids=[[0]])], "got 1 blocks of 4, room for 4"),
         ([SequenceRows([1], 0, [0], other_block_ids=[[-3]])], "block ids of at least 0, got -3"),
-        ([SequenceRows([1], 0, [0]), SequenceRows([1], 0, [0], other_block_ids=[[1]])], r"tables, got .0, 1. more"),
+        (
+            [SequenceRows([1], 0, [0]), SequenceRows([1], 0, [0], other_block_ids=[[1]])],
+            r"block tables, got .0, 1. beside the first",
+        ),
     ],
 )
 def test_numbers_that_do_not_fit_together_are_refused(rows, message):

@@ -1,4 +1,4 @@
-"""Which shared runs a decode step is given: the manager's groups, where they are worth it, brought there once."""
+"""Which shared runs a decode step gets: the manager's groups, if they are worth it, uploaded once."""
 
 from itertools import pairwise
 
@@ -59,7 +59,7 @@ def test_what_is_not_worth_it_is_left_alone():
     assert batch.planner(CascadeThreshold(1, too_much)).plan(batch.sequences) is None
     # Runs of at least 9 tokens, which is 3 blocks: only the outer one.
     assert stretches(batch.planner(CascadeThreshold(9, 0.0)).plan(batch.sequences)) == [([0, 1, 2, 3], 0, 4, 0)]
-    # Of at least 17: only the two that share 24, and from the first block on, since the outer group is none.
+    # Runs of at least 17 tokens: only the two that share 24, from block 0 on, since the outer group is dropped.
     assert stretches(batch.planner(CascadeThreshold(17, 0.0)).plan(batch.sequences)) == [([0, 1], 0, 6, 0)]
     assert batch.planner(CascadeThreshold(25, 0.0)).plan(batch.sequences) is None
     assert batch.planner(CASCADE).plan(batch.sequences) is None

@@ -1,4 +1,4 @@
-"""attention="flash-attn", against a stand-in with the package's signatures; and what it refuses."""
+"""attention="flash-attn", against a stand-in with the package's signatures, and the errors of wrong options."""
 
 import ast
 import subprocess
@@ -33,7 +33,7 @@ def half_precision():
 
 @pytest.fixture
 def installed(monkeypatch):
-    """The package, as if it were installed and ran on a CPU."""
+    """A stand-in for the package, which runs on a CPU."""
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn.module())
     monkeypatch.setattr(flash_attention_module, "DEVICE_TYPES", ("cuda", "cpu"))
     fake_flash_attn.CALLS.clear()

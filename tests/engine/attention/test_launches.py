@@ -1,4 +1,4 @@
-"""How much a layer launches: counted, with a stand-in for the driver."""
+"""The number of launches a layer, counted with a stand-in for the driver."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 MOST = {"decode": 10, "prompts": 10, "decodes and prompts": 12, "cascade": 12}
-"""The four products among them; attention itself is 2, 2, 4 and 4."""
+"""The numbers include the four products. Attention itself takes 2, 2, 4 and 4."""
 
 
 def count(*arguments):

@@ -20,9 +20,9 @@ def test_after_the_warm_up_nothing_is_compiled(model):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["served"] == found["warm"]
-    # A norm by itself, of a sum, and behind the last layer a sum without one.
+    # A norm alone, a norm of a sum, and after the last layer a sum without a norm.
     assert found["served"].pop("norm_kernel") == 3
-    # Of those that attend: for prompts and for a few rows each, or with and without a window.
+    # Kernels of attention: for prompts and for a few rows each, or with and without a window.
     assert max(found["served"].values()) <= (4 if model == "windows" else 2), found["served"]
     assert {"place_kernel", "gate_kernel"} <= found["served"].keys()
     assert found["launches"] > 100

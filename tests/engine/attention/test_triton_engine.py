@@ -48,7 +48,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def prompts():
-    """33 shared tokens, two blocks and one, and some of its own each; and the two blocks by themselves."""
+    """Prompts that share 33 tokens (two blocks and one token), with some of their own; and the two blocks alone."""
     shared = random_tokens(TINY, 33, seed=1)
     return [*(shared + random_tokens(TINY, number, seed=number) for number in (2, 3, 4)), shared[:32]]
 
@@ -246,7 +246,7 @@ MIXED = (
 
 @dataclass(frozen=True)
 class LayeredConfig(ModelConfig):
-    """A model whose layers attend as told."""
+    """A model whose layers attend as given."""
 
     how: tuple[LayerAttention, ...] = ()
 
@@ -317,7 +317,7 @@ def test_cascade_refuses_what_is_no_decode_step(model):
 
 @pytest.fixture
 def products_by_rows(monkeypatch):
-    """Products that give a row the same bits at every index, as a GPU's do; numpy's, the interpreter's, don't."""
+    """Products that give a row the same bits at every index, as a GPU does, and the interpreter (numpy) doesn't."""
     import numpy as np
 
     monkeypatch.setattr(

@@ -123,7 +123,7 @@ def uncached_tokens(completion):
 @pytest.mark.slow
 @pytest.mark.model
 def test_a_real_model_computes_much_less_and_answers_the_same(smollm2_folder):
-    """How much sooner it answers is for `make demo` to show: a clock says as much about the machine as about us."""
+    """The speedup isn't tested here but shown by `make demo`: times depend on the machine as much as on kvblocks."""
     report = run_demo(LoadedModel.load(smollm2_folder), Console(file=io.StringIO()), max_tokens=4)
     assert report.is_identical
     assert [request.warm.num_cached_tokens for request in report.requests] == [0, 1024, 1024, 1024, 1040]

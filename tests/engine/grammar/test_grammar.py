@@ -1,4 +1,4 @@
-"""Answers of a given form: whatever is drawn, a whole answer is what its grammar says, and nobody else's changes."""
+"""Answers of a given form: every whole answer matches its grammar, and other requests' answers don't change."""
 
 import json
 import random
@@ -60,7 +60,7 @@ def is_person(text):
 
 
 def answers(model, **options):
-    """Twelve at a time: at high temperatures none of them is like another."""
+    """Twelve at a time. At high temperatures they are all different."""
     return Engine(model, num_blocks=512).generate([PROMPT], n=12, seed=7, max_tokens=150, **options)
 
 
@@ -270,7 +270,7 @@ def test_patterns_and_texts_are_refused_too(compiler):
 
 
 def test_what_is_short_to_write_and_long_to_read_ends_at_its_first_tokens(compiler, model):
-    """Each token would look at all of it."""
+    """Each token would have to read all of it."""
     state = compiler.regex("x{50000}").start()
     (token,) = model.tokenizer.encode("x")
 
@@ -308,7 +308,7 @@ def test_multiples_up_to_the_bound_are_taken(compiler):
     ],
 )
 def test_a_pattern_that_explodes_ends_its_answer_and_no_other(model, compiler, pattern, must_end):
-    """Each compiles at once, and has exponentially many states, which answers meet sooner or later."""
+    """Each one compiles fast, but has exponentially many states, which answers reach sooner or later."""
     grammar = compiler.regex(pattern)
     engine = Engine(model, num_blocks=128)
     hostile = [
@@ -328,7 +328,7 @@ def test_a_pattern_that_explodes_ends_its_answer_and_no_other(model, compiler, p
 
 
 def test_random_walks_through_masks_are_what_a_reader_of_json_takes(compiler, person, model):
-    """Not by the sampler: any allowed token, uniformly, so that rare ones come too."""
+    """Tokens are not drawn by the sampler but uniformly from the allowed ones, so that rare tokens come too."""
     draw, num_whole = random.Random(5), 0
     for _ in range(40):
         state, tokens = person.start(), []

@@ -164,7 +164,7 @@ def test_a_truncated_file_is_refused(tmp_path, tiny_model):
         convert_gguf(path, tmp_path)
 
 
-# Over the names and the bytes of all weights, in the order of their names.
+# A digest of the names and the bytes of all weights, in the order of their names.
 SMOLLM2_WEIGHTS_SHA256 = "785e20b3e653276b0579b744214a1186d730ba80af04f397f642d6432e5e0154"
 
 

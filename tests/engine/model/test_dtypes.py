@@ -1,4 +1,4 @@
-"""What a model is run in: named, taken from its folder, or refused."""
+"""The dtype that a model runs in: given by name, taken from its folder, or refused."""
 
 import json
 import shutil

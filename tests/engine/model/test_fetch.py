@@ -79,7 +79,7 @@ class Shop:
         return fetch_model("tiny", progress=progress, cache=self.cache, models=models, download=self.download)
 
     def assert_no_model(self):
-        """Nothing that could be taken for a model, and no half of one."""
+        """Check that the cache holds nothing that could be taken for a model, and no part of one."""
         assert [path.name for path in self.models.iterdir() if path.is_dir()] == []
 
 

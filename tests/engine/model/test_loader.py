@@ -40,7 +40,7 @@ def write_config(folder, **changes):
 
 
 def plain(weight):
-    """A matrix as it was before `pack`."""
+    """The plain matrix that `pack` has packed."""
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
@@ -151,7 +151,7 @@ class TestConfig:
             ModelConfig.from_fields(GEMMA3 | changes)
 
     def test_defaults_of_gemma3(self):
-        """A folder of a model of images says little about its text model."""
+        """The config.json of a model of images leaves out much of its text model."""
         text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
         text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
         fields = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "eos_token_id": [1, 106]}

@@ -41,7 +41,7 @@ BASE = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 7,
 }
-# Contexts in the tests are several times the window, and the window is no multiple of anything.
+# Contexts in the tests are several times the window, and the window is a multiple of no block or tile size.
 QWEN3 = {"head_dim": 24}
 GEMMA3 = {"num_hidden_layers": 7, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 27}
 GEMMA3_ROPES = {
@@ -106,7 +106,7 @@ def save_random(folder, model):
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, tmp_path_factory):
-    """A model of transformers', and ours of the folder that it saved."""
+    """A model of transformers, and our model of the folder that it saved."""
     folder = tmp_path_factory.mktemp("model")
     reference = build(folder, KINDS[request.param], request.param.partition(",")[0])
     config = ModelConfig.from_folder(folder)
@@ -115,7 +115,7 @@ def pair(request, tmp_path_factory):
 
 def reference_logits(reference, token_ids):
     """float32 [num_tokens, vocab]."""
-    # transformers' Gemma 3 reads attn_logit_softcapping and does nothing with it; told as an argument, it does.
+    # transformers' Gemma 3 ignores attn_logit_softcapping of the configuration, but not as an argument.
     softcap = getattr(reference.config.get_text_config(), "attn_logit_softcapping", None)
     options = {} if softcap is None else {"softcap": softcap}
     with torch.inference_mode():
@@ -242,7 +242,7 @@ def test_bfloat16_rounds_where_transformers_does(tmp_path, kind):
 
 
 class TestBounds:
-    """What no sequence may ask for is refused before anything is written."""
+    """A wrong batch is refused before anything is written."""
 
     @pytest.fixture
     def model(self, tmp_path):

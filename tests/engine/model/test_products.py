@@ -1,4 +1,4 @@
-"""Products with packed weights: what they give, and that a weight is held once."""
+"""Products with packed weights: their results, and that a weight is held in memory once."""
 
 import gc
 import weakref
@@ -14,7 +14,7 @@ from kvblocks.engine.run.forward import DecoderModel
 
 # Whole blocks, parts of blocks, a single number, SmolLM2's widths.
 SHAPES = [(512, 192), (64, 16), (131, 52), (63, 15), (65, 17), (1, 1), (1000, 1), (960, 576), (576, 1536)]
-# How far a result may be from one in float64, as a part of the largest: the dtype's rounding, and that of the sums.
+# The tolerance against float64, relative to the largest result: for the dtype's rounding, and for that of the sums.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs: what a step launches is recorded once, and replayed on the tensors of then.
+"""A stand-in for CUDA graphs: a step's launches are recorded once, and replayed on the recorded tensors.
 
 As a graph does, a replay computes nothing on the host: the same operators and kernels, with the same numbers and the
 same memory, whatever has changed in what made them. A tensor that the step would make anew is the recorded one, and
@@ -14,7 +14,7 @@ from triton.runtime.interpreter import GridExecutor
 
 
 class RecordedGraph(TorchDispatchMode):
-    """What ran under it. launches: calls that run each again."""
+    """Records the operators that run inside it. launches: calls that run each of them again."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ def is_tensor(value):
 
 
 def repeat(function, args, kwargs, outputs, *, writes):
-    """Run an operator again, into what it gave the first time."""
+    """Run an operator again, into the tensors of its first result."""
     results = function(*args, **kwargs)
     if not writes and "empty" not in str(function):
         for result, output in zip(tree_leaves(results), tree_leaves(outputs), strict=True):

@@ -1,4 +1,4 @@
-"""Captured decode steps with shared runs: replayed with other runs, lengths and tables they give what fresh ones do."""
+"""Captured decode steps with shared runs: replays with other runs, lengths and tables equal fresh steps."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ NESTED = [([0, 1, 2], 0, 1), ([0, 1], 1, 2)]
 
 
 class Case:
-    """A cache of random numbers, computed on by captured steps and by torch."""
+    """A cache of random numbers, on which captured steps and torch compute."""
 
     def __init__(self):
         weights = random_weights(TINY)
@@ -87,7 +87,7 @@ def test_replays_with_other_runs_lengths_and_tables():
 
 
 def test_capturing_late_stores_nothing_of_a_step_before():
-    """Capturing runs a step on its buffers, and those that were in the last one may have lost their blocks."""
+    """Capturing runs a step on its buffers, whose old sequences may have lost their blocks."""
     case = Case()
     case.check([0, 1, 2], [([0, 1, 2], 0, 1)])
     stored = case.lengths[0] - 1  # by that step, in a block that is another's from now on

@@ -1,4 +1,4 @@
-"""Decode steps in fixed buffers: replayed with new contents they give what a fresh batch gives."""
+"""Decode steps in fixed buffers: replays with new contents equal fresh batches."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,7 +27,7 @@ TABLES = [[3, 1, 9], [4, 0], [7], [5, 11], [2]]
 
 
 class Case:
-    """A model with some prompts computed, and the same through torch: what a decode step must give."""
+    """A model with some computed prompts, and the same model with torch attention, which gives the expected logits."""
 
     def __init__(self, capture=run_in_place, **attention):
         weights = random_weights(TINY)
@@ -71,7 +71,7 @@ def check(case, *arguments, **options):
 @pytest.mark.parametrize("is_tiled", [False, True])
 def test_replays_with_new_contents_give_what_fresh_batches_give(is_tiled):
     case = Case(is_tiled=is_tiled)
-    # Of a bucket of 4: three, then others in another order, then one of them in a bucket of its own, then four.
+    # In a bucket of 4: three sequences, then others in another order. Then one in a bucket of its own, then four.
     check(case, [0, 1, 2], [5, 6, 7])
     check(case, [3, 0, 4], [8, 9, 10])
     check(case, [0], [11])
@@ -116,7 +116,7 @@ def test_steps_stay_when_the_tables_move():
 
 
 def test_a_step_reads_no_tensor_on_the_host(monkeypatch):
-    """What capturing demands. Whoever reads a value of a tensor calls one of these."""
+    """A captured step must not read a tensor's values. Every such read calls one of these functions."""
     case = Case()
     ready = DecodeStep(case.model, case.cache, case.uploader.tables, 2)
     reading = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy")
@@ -173,7 +173,7 @@ def test_captured_steps_stay_good_when_the_tables_move():
 
 
 def capture_into(pools):
-    """A stand-in for `torch.cuda.graph`: threads that move blocks may not disturb a capture."""
+    """With a stand-in for `torch.cuda.graph`: threads that move blocks don't disturb a capture."""
 
     def graph(graph, *, pool, stream, capture_error_mode):
         assert capture_error_mode == "thread_local"
@@ -183,7 +183,7 @@ def capture_into(pools):
 
 
 def test_a_pool_without_graphs_is_not_captured_into_again(monkeypatch):
-    """By stand-ins for torch's functions: what torch refuses on a GPU."""
+    """With stand-ins for torch's functions that refuse what torch refuses on a GPU."""
     pools, numbers = [], iter(range(100))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(numbers))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=lambda other: None))

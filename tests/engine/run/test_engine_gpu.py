@@ -1,4 +1,4 @@
-"""The engine on a CUDA device, natively: what other tests show of it in Triton's interpreter, and CUDA graphs."""
+"""The engine on a CUDA device: what other tests check in Triton's interpreter, and CUDA graphs."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def load(dtype=torch.float32):
 
 @pytest.fixture(scope="module")
 def model():
-    """In float32, whose products of matrices don't use fewer bits on the way."""
+    """In float32, with matrix products that use all its bits."""
     torch.backends.cuda.matmul.allow_tf32 = False
     return load()
 
@@ -74,7 +74,7 @@ def test_the_same_tokens_as_through_torch(model, prompts, making, asking):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_replayed_steps_have_the_bits_of_steps_that_are_not(prompts, dtype):
-    """Of eight requests that keep in step, which is a bucket: so the shapes are the same."""
+    """Eight requests of equal length fill a bucket, so the shapes are the same with and without graphs."""
     loaded = load(dtype)
     engines = [Engine(loaded, num_blocks=400, cuda_graphs=graphs) for graphs in (True, False)]
     for engine in engines:
@@ -89,7 +89,7 @@ def test_flash_attn_gives_the_same_tokens_where_it_is_installed(prompts):
     loaded = load(torch.bfloat16)
     engine = Engine(loaded, num_blocks=20, block_size=256, attention="flash-attn")
     plain = Engine(loaded, num_blocks=20, block_size=256, attention="torch")
-    # Roundings differ, and a random model's tokens soon with them: the first ones are compared.
+    # Roundings differ, so a random model's tokens soon differ too. Only the first ones are compared.
     assert answers(engine, prompts, max_tokens=1) == answers(plain, prompts, max_tokens=1)
 
 
@@ -125,7 +125,7 @@ def test_cached_and_uncached_give_the_same_tokens(prompts, dtype):
             for caching in (False, True)
         ]
     except ModelError as error:
-        # Whether a row's product depends on the other rows is up to cuBLAS; the engine asks it, and refuses by name.
+        # With cuBLAS a row's product may depend on the other rows. The engine checks that, and refuses by name.
         pytest.skip(f"the mode is refused on this GPU, as it must be where products depend on the batch: {error}")
     cold, warm = engines
     expected = answers(cold, prompts)[0]

@@ -1,4 +1,4 @@
-"""Layers of several KV-cache groups over one pool of blocks: equal, bit for bit, to every layer keeping everything.
+"""Layers of several KV-cache groups over one pool: the same bits as when every layer keeps all its KV.
 
 Group tables are made by hand here: blocks that have left the window are given to other sequences and hold NaN.
 """
@@ -35,7 +35,7 @@ class Tables:
             tensor.fill_(torch.nan)
 
     def rows(self, token_ids, start):
-        """Room for a step; what no row of it sees is given back, and spoiled."""
+        """Allocate blocks for a step. Blocks that none of its rows sees are given back, and spoiled."""
         for group, table in enumerate(self.tables):
             num_dead = max(0, start - WINDOW + 1) // BLOCK_SIZE if group != 1 else 0
             for index in range(num_dead):
@@ -67,7 +67,7 @@ def test_logits_are_those_of_one_group(weights, chunk):
 
 
 def test_a_read_of_what_has_left_the_window_would_show(weights):
-    """The test above can fail: with the window one longer, a spoiled slot is in sight."""
+    """The test above can fail: with a window longer by one, a row sees a spoiled slot."""
     model = DecoderModel(GEMMA3, weights, strategy=TILE16, layer_locations=LOCATIONS)
     tables = Tables(model.new_kv_cache(80, BLOCK_SIZE))
     tokens = random_tokens(GEMMA3, NUM_TOKENS)

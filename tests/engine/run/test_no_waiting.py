@@ -1,4 +1,4 @@
-"""A step computes without a look at what its tensors hold: on a GPU that would wait, once a layer or once a step.
+"""A step reads no values of tensors on the host: on a GPU it would wait, once a layer or once a step.
 
 Watched on a CPU, with the kernels left out: what torch is asked for is the same. `test_decode_step` asks of a captured
 step that it reads nothing; here whole steps are run, with all that surrounds them.
@@ -22,13 +22,13 @@ from kvblocks.engine.run.decode_step import run_in_place
 from kvblocks.engine.run.device_runner import DeviceRunner
 from kvblocks.kernels.table import CascadeThreshold
 
-# What torch has to know numbers of a tensor for: a number itself, or how large a result is.
+# Operators for which torch must read a tensor's numbers: for a number itself, or for a result's size.
 READING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique", "unique_dim", "_unique2")
 KERNELS = ("store", "decode", "extend", "cascade_decode", "share_decodes", "share_rows", "share_runs", "own_parts")
 
 
 class Unread(TorchDispatchMode):
-    """Refuses whatever reads a tensor."""
+    """Refuses every operator that reads a tensor's values."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, kwargs = function.name().split("::")[1].split(".")[0], kwargs or {}
@@ -46,7 +46,7 @@ class FakeOwn:
 
 
 def leave_out_kernels(monkeypatch):
-    """Nothing is launched; what attends returns the queries."""
+    """Launches nothing. Attention returns the queries."""
     for name, fake in FAKE_KERNELS.items():
         monkeypatch.setattr(f"kvblocks.engine.attention.triton_attention.{name}", fake)
     for name in KERNELS:
@@ -63,7 +63,7 @@ def leave_out_flash_attn(monkeypatch):
 
 
 def watch(engine, monkeypatch):
-    """Have every step watched, and copies to the device too, which are to come from pinned memory."""
+    """Watch every step, and every copy to the device, which must come from pinned memory."""
     run, kinds, to, pinned = engine.runner.run, [], torch.Tensor.to, []
 
     def refuse_devices(tensor, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""What is resident on the device equals what would be built afresh, in every step of generated histories."""
+"""The tables on the device equal freshly built ones, in every step of generated histories."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def uploader_of(num_blocks=64, *, max_blocks=None, num_rows=2, block_size=BLOCK_
 
 
 def seen_entries(table, batch, window):
-    """Each sequence's entries that its rows see: what is before or behind them means nothing."""
+    """The table entries that each sequence's rows see. Entries before or behind them don't matter."""
     lengths = batch.seq_lens.tolist()
     starts = (batch.seq_lens - batch.query_start.diff()).tolist()
     firsts = [0 if window is None else max(0, start - window + 1) // BLOCK_SIZE for start in starts]
@@ -54,7 +54,7 @@ def check_step(uploader, rows, windows=(None,)):
 
 
 def truncate_and_go_on(scheduler, number, num_kept):
-    """What a rejected draft does: some of a sequence's generated tokens are others after all."""
+    """Replace some of a sequence's generated tokens, as after a rejected draft."""
     able = [request for request in scheduler.running if request.num_output_tokens > 1]
     if able:
         request = able[number % len(able)]

@@ -1,4 +1,4 @@
-"""Sampling by its definition, one row at a time in plain Python: what the tensors are held against."""
+"""Sampling by its definition, one row at a time in plain Python: the oracle of sampling on tensors."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Drawing for all rows at once: nothing depends on the batch; limits, ties, logarithms, rows that are broken."""
+"""Drawing for all rows at once: no draw depends on its batch; limits, ties, logarithms, broken rows."""
 
 import random
 from collections import Counter
@@ -37,7 +37,7 @@ def wide_logits(num_rows, seed=0, spread=3.0):
 
 
 def any_params(chooser):
-    """What a request may ask for, anything of it."""
+    """Any combination of sampling parameters."""
     return SamplingParams(
         temperature=chooser.choice([0.0, 0.5, 1.0, 1.0, 2.0]),
         top_k=chooser.choice([None, None, 1, 20, 127, 128, 700, WIDE, 9999]),
@@ -118,7 +118,7 @@ def test_other_floats_count_as_float32(mixture, dtype):
 
 
 def test_nothing_is_read_on_the_host_before_the_one_transfer(mixture):
-    """On a device that has no values: whoever asks for one, or for a size that depends on one, raises."""
+    """On the meta device, which has no values: reading a value, or a size that depends on one, raises."""
     logits, draws, _ = mixture
     logits = logits.to("meta")
     slots = [Slot(0, row, one, num_to_look_at(one.params, logits)) for row, own in enumerate(draws) for one in own]
@@ -130,7 +130,7 @@ def test_nothing_is_read_on_the_host_before_the_one_transfer(mixture):
 
 
 def test_exp_gives_a_number_the_same_bits_wherever_it_stands():
-    """The one step that isn't exact. On each machine that runs the tests."""
+    """`exp`, the one operation that isn't exact, checked on each machine that runs the tests."""
     values = (wide_logits(4, spread=5.0) - 20).clamp(max=0.0)
     expected = values.exp()
     for num_threads in (1, 2, 3):
@@ -215,7 +215,7 @@ def test_of_a_steep_distribution_the_likely_ones_are_enough(options):
 
 @pytest.mark.parametrize("size", [WIDE, WIDE - 1, 4096, 4097])
 def test_likely_tokens_are_found_wherever_they_stand(size):
-    """At both ends, in one column of what is searched in groups, and in one row of it."""
+    """The likely tokens are at both ends, in one column of the searched groups, and in one row of them."""
     places = [0, size - 1, size - 2, size // 2, 7, 7 + size // 16, 7 + 2 * (size // 16), 8, 9]
     logits = torch.zeros(size)
     logits[places] = 20 + torch.arange(len(places)).float() / 10
@@ -339,7 +339,7 @@ def test_logarithms_are_those_of_the_logits_as_they_came(number, options):
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9}])
 @pytest.mark.parametrize("penalty", [0.0, 0.5])
 def test_what_is_banned_is_as_if_it_were_impossible(options, penalty):
-    """Beside a draw of the same row that may be anything; the logits themselves stay as they are."""
+    """The same row may have any other draw as well, and the logits stay unchanged."""
     logits, params = wide_logits(1), SamplingParams(presence_penalty=penalty, logprobs=2, **options)
     seen = TokenCounts(with_prompt=False)
     banned = tuple(int(token) for token in logits[0].topk(300).indices)

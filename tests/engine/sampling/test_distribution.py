@@ -1,4 +1,4 @@
-"""What is drawn, over many seeds, against the definition: for each combination of what a request may ask for."""
+"""The distribution of draws over many seeds, against the definition, for each combination of parameters."""
 
 from collections import Counter
 from itertools import product

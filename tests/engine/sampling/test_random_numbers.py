@@ -1,4 +1,4 @@
-"""The random numbers: what they depend on, that they look like none of it, and that they stay the same."""
+"""The random numbers: they depend on seed and position, look independent of both, and never change."""
 
 from itertools import product
 
@@ -12,7 +12,7 @@ NUM_BINS = 16
 
 
 def p_value(counts, expected):
-    """How likely counts that are at least as uneven are, by chi-square."""
+    """The probability, by chi-square, of counts at least as uneven."""
     statistic = sum((count - expected) ** 2 / expected for count in counts)
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0), torch.tensor(statistic / 2)))
 
@@ -26,7 +26,7 @@ def pair_counts(pairs):
 
 
 def test_the_numbers_are_pinned():
-    """Results that people keep depend on them."""
+    """Results that people have kept depend on these numbers."""
     assert [uniform(seed, position) for seed, position in ((0, 0), (0, 1), (1, 0), (2**64 - 1, 131071))] == PINNED
 
 
@@ -46,7 +46,7 @@ def test_they_are_uniform(first_seed):
 
 @pytest.mark.parametrize("step", [(1, 0), (0, 1), (1, 1), (1, -1), (256, 0), (0, 256)])
 def test_neighbours_have_nothing_in_common(step):
-    """Of a seed and the next one at the same position, of a position and the next, and on the diagonals."""
+    """Pairs of neighbours: by seed at the same position, by position, and on the diagonals."""
     pairs = [
         (uniform(seed, position), uniform(seed + step[0], position + step[1]))
         for seed in range(64)

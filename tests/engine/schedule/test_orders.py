@@ -1,4 +1,4 @@
-"""The orders of admission: what each puts first, what a step costs, and that nobody is overtaken for ever."""
+"""The orders of admission: what each puts first, what a step costs, and that no request starves."""
 
 import pytest
 from engine.fake_cache import BLOCK_SIZE, FakeCache, add, add_samples, answer_alone, make, run_any_step, step
@@ -57,7 +57,7 @@ def test_equally_long_prefixes_come_in_order_of_arrival():
 
 
 def test_groups_are_walked_in_depth():
-    """Whoever shares most with the last one is next; when nobody shares a block, the oldest begins a group."""
+    """The request that shares most with the last one is next. If none shares a block, the oldest begins a group."""
     scheduler, cache = make(80, max_num_seqs=1, order=GroupedOrder()), FakeCache(BLOCK_SIZE)
     system, other = [7] * 4, [8] * 4
     prompts = {
@@ -83,7 +83,7 @@ def test_groups_go_on_with_who_comes_later():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_step_admits_many(schedule):
-    """All that there is room for, in the order, each with the hit that it has by then."""
+    """As many requests as there is room for are admitted, in the order, each with its hit at that time."""
     scheduler = make(80, max_num_batched_tokens=100, order=make_order(schedule))
     cache = FakeCache(BLOCK_SIZE)
     compute(scheduler, cache, [7] * 8)
@@ -98,7 +98,7 @@ def test_one_step_admits_many(schedule):
 
 @pytest.mark.parametrize("order", AGING)
 def test_who_ran_before_comes_first(order):
-    """Though somebody waits who has more in the cache, and is of the group of whom was admitted last."""
+    """Even if another request waits that has more cached tokens, and shares a prefix with the last admitted one."""
     scheduler, cache = make(40, max_num_seqs=1, order=order()), FakeCache(BLOCK_SIZE)
     compute(scheduler, cache, [7] * 8)
     add(scheduler, "cold", [0] * 9)
@@ -146,7 +146,7 @@ def test_common_blocks_are_counted(num_common, salt):
 
 
 def num_computed(schedule, prompts, num_blocks):
-    """Tokens of prompts that are computed when all wait at once, one runs at a time, and little stays cached."""
+    """The number of computed prompt tokens if all wait at once, one runs at a time, and little stays cached."""
     scheduler = make(num_blocks, max_num_seqs=1, max_num_batched_tokens=64, order=make_order(schedule))
     requests = [add(scheduler, name, prompt, max_tokens=1) for name, prompt in enumerate(prompts)]
     cache = FakeCache(BLOCK_SIZE)
@@ -219,7 +219,7 @@ def test_only_the_front_of_the_queue_is_ranked():
 @pytest.mark.parametrize("max_overtakes", [0, 1, 5])
 @pytest.mark.parametrize("order", AGING)
 def test_a_cold_request_is_overtaken_as_often_as_allowed_and_no_more(order, max_overtakes):
-    """In every step a request arrives that the cache and the group speak for."""
+    """In every step a request arrives that both cache-aware orders prefer."""
     scheduler = make(40, max_num_seqs=1, order=order(max_overtakes=max_overtakes))
     cache = FakeCache(BLOCK_SIZE)
     compute(scheduler, cache, [7] * 8)
@@ -296,7 +296,7 @@ def test_nobody_is_overtaken_more_often_than_allowed(
     for request in requests:
         prompt = request.sequence.token_ids(0, request.sequence.num_prompt_tokens)
         assert request.output_token_ids == answer_alone((None, 0), prompt, request.max_tokens)
-        # Who has lost its blocks waits again, and may then be overtaken again, but by no more than allowed.
+        # A preempted request waits again, and may be overtaken again, but not more often than allowed.
         counts_once = not dying_steps and not request.num_preemptions
         assert request.num_overtakes >= overtaken.get(request, 0)
         assert request.num_overtakes == overtaken.get(request, 0) or not counts_once

@@ -1,4 +1,4 @@
-"""Next tokens that are remembered: the same prompt again, other prompts, little room, and what ends trust in them."""
+"""Remembered next tokens: the same prompt again, other prompts, little room, and when they are dropped."""
 
 import pytest
 from engine.fake_cache import BLOCK_SIZE, FakeCache, answer_alone, make
@@ -106,7 +106,7 @@ def test_many_repeats_at_once_each_write_to_a_copy():
 
 
 def test_the_request_that_is_remembered_leaves_the_kept_tail_alone():
-    """It goes on writing behind its prompt; what was kept has the prompt and nothing else."""
+    """The request writes more tokens behind its prompt. The kept fork has only the prompt."""
     scheduler, cache = remembering(), FakeCache(BLOCK_SIZE)
     first = add(scheduler, "first", PROMPT, 8)
     step(scheduler, cache)
@@ -269,7 +269,7 @@ def test_forks_are_given_up_before_a_pin_that_may_give_way():
     bounds=st.tuples(st.integers(1, 20), st.integers(1, 6)),
 )
 def test_prompts_that_share_nothing_are_scheduled_as_without_it(arrivals, num_blocks, limits, bounds):
-    """Step by step the same chunks, so the same admissions and preemptions: what is kept is in nobody's way."""
+    """Each step has the same chunks, admissions and preemptions as without: kept prompts take nothing from requests."""
     histories = []
     for remembers in (False, True):
         manager = KVCacheManager(num_blocks, BLOCK_SIZE)

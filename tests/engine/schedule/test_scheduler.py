@@ -1,4 +1,4 @@
-"""The scheduler without a model: what it computes in each step, and what no history may bring about."""
+"""The scheduler without a model: what it computes in each step, and what must hold in any history."""
 
 import subprocess
 import sys

@@ -216,7 +216,7 @@ class History:
             scheduler.manager.check()
 
     def answer(self):
-        """Give out what is remembered: nothing runs that didn't, and nobody gets or loses a block."""
+        """Give out remembered tokens. No other request begins to run, and no request gets or loses a block."""
         scheduler = self.scheduler
         if scheduler.remembered is None:
             return

@@ -1,4 +1,4 @@
-"""Pins that are never given up: the scheduler says so rather than wait for ever, and goes on when they end."""
+"""Pins that are never given up: the scheduler raises instead of waiting for ever, and goes on when they end."""
 
 import pytest
 from engine.fake_cache import BLOCK_SIZE, FakeCache, add, answer_alone, make, run_any_step, step
@@ -109,7 +109,7 @@ def test_a_step_raises_while_pins_keep_the_pool_from_the_oldest():
 
 @pytest.mark.parametrize("pins_first", [True, False])
 def test_nobody_is_preempted_for_one_who_cannot_go_on_anyway(pins_first):
-    """What the young one holds would not be free, since a pin has it too, or takes it then."""
+    """The young request's blocks would not become free, since a pin holds them too, or takes them then."""
     scheduler, cache = make_pinning(8, max_num_chunk_tokens=4), FakeCache(BLOCK_SIZE)
     compute(scheduler, cache, [0] * 8)
     old, young = add(scheduler, "old", [1] * 24, max_tokens=1), Request(Sequence("young", [2] * 4), 2)
@@ -152,7 +152,7 @@ def test_a_young_one_that_pins_leave_no_room_for_waits_as_long_as_the_oldest_goe
 
 
 def test_room_for_the_next_chunk_is_enough_to_go_on():
-    """Though the oldest would need more if it started anew, since somebody computed more of its prompt than itself."""
+    """Even if the oldest would need more blocks when it started again, after another computed more of its prompt."""
     scheduler = make_pinning(6, max_num_chunk_tokens=12, wait_for_prefixes=False)
     cache = FakeCache(BLOCK_SIZE)
     compute(scheduler, cache, [1] * 8)

@@ -1,4 +1,4 @@
-"""Prefixes that are being computed: whoever begins with one waits for it, nobody waits for ever."""
+"""Prefixes that are being computed: a request that begins with one waits for it, and none waits for ever."""
 
 import pytest
 from engine.fake_cache import BLOCK_SIZE, FakeCache, add, add_samples, answer_alone, make, run_any_step, step
@@ -140,7 +140,7 @@ PROMPTS = st.lists(
     max_tokens=st.integers(1, 3),
 )
 def test_whatever_prompts_share_is_computed_once(prompts, limits, max_tokens):
-    """With room in the pool. Whoever waits for a prefix waits for somebody who runs."""
+    """There is room in the pool. A request that waits for a prefix waits for a running request."""
     scheduler, cache = Scheduler(KVCacheManager(200, BLOCK_SIZE), 1000, limits), FakeCache(BLOCK_SIZE)
     requests = [add(scheduler, name, prompt, max_tokens) for name, prompt in enumerate(prompts)]
     while scheduler.has_work:

@@ -272,7 +272,7 @@ def test_any_history_ends_with_right_answers_and_nothing_held(seed, kind, schedu
 
 
 def test_the_histories_load():
-    """They would show nothing if nothing were loaded, or nothing failed."""
+    """The histories above do load, and some of their transfers fail."""
     loaded = failed = 0
     for kind in TIERS:
         history = History(3, kind, "fcfs")

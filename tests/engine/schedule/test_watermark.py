@@ -1,4 +1,4 @@
-"""The watermark: admission leaves room to grow, counts only what isn't cached, and never stands in its own way."""
+"""The watermark: admission leaves room to grow, counts only what isn't cached, and never blocks an empty pool."""
 
 import pytest
 from engine.fake_cache import BLOCK_SIZE, FakeCache, add, add_samples, answer_alone, make, run_any_step, step
@@ -112,7 +112,7 @@ def test_the_only_request_is_never_held_back(watermark):
 
 
 def test_what_others_hold_costs_nothing():
-    """b is longer than what is free, but for one block it is what a holds."""
+    """b needs more blocks than are free, but shares all except one with a."""
     scheduler, cache = make(12, watermark=0.1, max_num_batched_tokens=64), FakeCache(BLOCK_SIZE)
     add(scheduler, "a", [0] * 32, max_tokens=8)
     step(scheduler, cache)

@@ -1,4 +1,4 @@
-"""What a prompt has to pass before it is computed: lengths, slots and bytes while it is encoded, and its time."""
+"""The checks before a prompt is computed: lengths, slots and bytes while it is encoded, and the time limit."""
 
 import json
 
@@ -219,7 +219,7 @@ def test_large_bodies_that_are_on_their_way_are_bounded_together(server, monkeyp
 
 
 def test_a_client_without_patience_sees_why_its_large_body_is_refused(server, monkeypatch):
-    """The answer comes when the body was read, and thrown away: an early one would be lost with the connection."""
+    """The answer comes after the body was read and thrown away. An earlier answer would be lost with the connection."""
     monkeypatch.setattr(bodies, "REFUSED_S", 0.01)
     taken, before = server.service.bodies, outcomes(server)["refused"]
     server.on_thread(lambda: setattr(taken, "num_bytes", taken.max_bytes_together))

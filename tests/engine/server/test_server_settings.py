@@ -1,4 +1,4 @@
-"""What `kvblocks serve` is told: a wrong combination is an error at start that says why."""
+"""The settings of `kvblocks serve`: a wrong combination is an error at start that says why."""
 
 import pytest
 

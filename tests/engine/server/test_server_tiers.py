@@ -27,7 +27,7 @@ def model(tiny_folder):
 
 @pytest.fixture
 def server(model, tmp_path):
-    """Three blocks of pool for each twenty of the prompt's, so that what isn't running leaves for the tiers."""
+    """The pool has three blocks for each twenty of the prompt, so that blocks of ended requests move to the tiers."""
     cache = {"num_blocks": 24, "host_cache": "128KiB", "disk_cache": str(tmp_path / "disk"), "disk_cache_size": "8MiB"}
     with running_server(model, cache=cache, max_requests=4) as running:
         yield running

@@ -10,7 +10,7 @@ from kvblocks.errors import InvalidArgumentError
 
 
 def feed(stops, pieces):
-    """What comes out for each piece and at the end, and whether it stopped."""
+    """The matcher's text for each piece and at the end, and whether it stopped."""
     matcher = StopMatcher(stops)
     texts = [matcher.feed(piece) for piece in pieces]
     return [*texts, matcher.finish()], matcher.is_matched
@@ -36,7 +36,7 @@ def test_what_is_certain_comes_at_once(stops, pieces, texts, stopped):
 
 
 def before_first_stop(text, stops):
-    """Read letter by letter: the dumb way."""
+    """The expected result, found letter by letter."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -69,7 +69,7 @@ def test_no_stop_string_begins_in_exempt_pieces():
 
 @given(text=LETTERS, stops=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=3))
 def test_as_much_as_can_be_is_shown(text, stops):
-    """What is held back could become a stop string, with the right text behind it."""
+    """Text is held back only if further text could make it a stop string."""
     matcher = StopMatcher(stops)
     out = matcher.feed(text)
     held = text[len(out) :]

@@ -1,4 +1,4 @@
-"""Text to ids and back: users cannot write markup, streams add up, chats are what `transformers` makes of them."""
+"""Text to ids and back: users can't write markup, streams join to the text, chats equal those of `transformers`."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def reference(tiny_folder):
 
 @pytest.fixture(scope="module")
 def byte_fallback_folder(tmp_path_factory):
-    """A tokenizer as Llama 2 and Gemma have: words with ▁ for spaces, single bytes for the rest, and a BOS."""
+    """A tokenizer like those of Llama 2 and Gemma: words with ▁ for spaces, single bytes for the rest, and a BOS."""
     folder = tmp_path_factory.mktemp("byte-fallback")
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab", "é"]
     library = Library(

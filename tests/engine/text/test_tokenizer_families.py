@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates in the shapes that Gemma 3 and Qwen3 have, made small: as `transformers` reads them."""
+"""Small tokenizers and chat templates in the form of Gemma 3 and Qwen3: ours equal those of `transformers`."""
 
 import json
 

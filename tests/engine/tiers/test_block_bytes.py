@@ -27,7 +27,7 @@ def filled(cache):
 
 
 def split(cache):
-    """The same cache as other devices have it: a tensor for each layer of a block."""
+    """The same cache in the form of other devices: a tensor for each layer of a block."""
     pairs = list(zip(cache.parts[::2], cache.parts[1::2], strict=True))
     memory = tuple(torch.stack(pair) for pair in pairs)
     places = {key.data_ptr(): number for number, (key, _) in enumerate(pairs)}

@@ -1,4 +1,4 @@
-"""Who carries transfers: in order, on a thread, failing one by one, and settled in time."""
+"""Carriers: transfers run in order, on a thread, fail one by one, and are made durable in time."""
 
 import logging
 import threading
@@ -14,7 +14,7 @@ from kvblocks.engine.tiers.offload import Offload
 
 
 class Place:
-    """Says what it is told; fails where it should. gate: what stores wait for."""
+    """A place that records its calls, and fails on demand. gate: an event that stores wait for."""
 
     disk_stats = store_stats = None
 

@@ -244,7 +244,7 @@ def test_a_store_that_hangs_lets_prompts_be_computed(share, server, when, monkey
 
 
 def test_a_prompt_waits_for_no_lookup_that_is_late(share, monkeypatch):
-    """Whatever the thread that asks is busy with."""
+    """Even while the seeker's thread is busy."""
     (prompt,) = prompts(1)
     one, other = share(), share(options=HASTY)
     first, expected = ask(one, prompt)
@@ -335,7 +335,7 @@ def test_a_tenant_keeps_no_more_in_the_store_than_its_quota(share, server):
 
 
 def test_a_reset_deletes_what_the_model_has_in_the_store(share, server):
-    """Nobody knows since when KV is bad that turned out to be: others must not load it."""
+    """After a reset all of the model's blocks may be bad, so other servers must not load them."""
     (prompt,) = prompts(1)
     engine = share()
     ask(engine, prompt)
@@ -349,7 +349,7 @@ def test_a_reset_deletes_what_the_model_has_in_the_store(share, server):
 
 
 def test_a_store_that_was_begun_before_a_reset_leaves_nothing_behind(share, server, monkeypatch):
-    """The deletion comes behind it, also when it had begun to write."""
+    """The deletion follows the store, also if the store had begun to write."""
     first, second = prompts(2)
     engine = share()
     claims, has_begun, may_go_on = SharedStore._claim, threading.Event(), threading.Event()  # noqa: SLF001
@@ -377,7 +377,7 @@ def test_an_engine_that_ends_before_it_could_delete_says_so(share, caplog):
     engine = share()
     engine.manager.reset_prefix_cache()
     engine.close()
-    assert "what a reset gave up isn't deleted from the store" in caplog.text
+    assert "blocks that a reset gave up aren't deleted from the store" in caplog.text
 
 
 # --- bad input, and the end ------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def settle(engine):
 
 
 def empty_device(engine):
-    """Have everything leave the device, as other prompts would."""
+    """Evict everything from the device, as other prompts would."""
     settle(engine)
     crowd = Sequence("crowd", range(NUM_BLOCKS * engine.manager.block_size))
     assert engine.manager.allocate_slots(crowd) is not None
@@ -562,7 +562,7 @@ def test_windows_come_from_the_disk_after_a_restart(make, windowed, tmp_path, se
 
 
 def test_what_prompts_begin_with_is_there_after_a_restart(make, windowed, tmp_path):
-    """It is stored where two of them part, with the windows that the next one sees there."""
+    """Blocks are stored up to where two prompts part, with the windows that the next prompt sees there."""
     shared = random_tokens(windowed.config, 272, seed=5)
     asked = [shared + random_tokens(windowed.config, 20, seed=seed) for seed in range(3)]
     options = {"disk_cache": tmp_path / "kv", "disk_cache_size": "64MiB", "num_blocks": 200}
@@ -624,7 +624,7 @@ def test_another_window_is_another_model(make, tmp_path, caplog):
     assert ask(other, prompt)[0].num_cached_tokens == 0
 
 
-# Six layers see a window, five see everything: of a block of theirs a part is nobody's.
+# Six layers have a window, five have none. A block has room for six layers, so those of the five leave a part unused.
 PADDED = replace(GEMMA3, num_layers=11, windows=((WINDOW, None) * 6)[:11], tie_word_embeddings=False)
 
 

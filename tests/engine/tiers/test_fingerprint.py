@@ -1,4 +1,4 @@
-"""The fingerprint: the same in every process, another one for whatever makes another KV."""
+"""The fingerprint: the same in every process, and another one for all that changes KV."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def test_it_is_the_same_in_another_process():
 
 
 def packed_as_loaded(weights):
-    """The weights as the loader lays them out, where they are packed: a tied embedding lies in the head."""
+    """The weights in the loader's packed layout: a tied embedding is a view of the head."""
     laid_out = packed(weights)
     return replace(laid_out, embedding=packed_rows(laid_out.lm_head, weights.embedding))
 
@@ -87,7 +87,7 @@ def test_who_uses_what_an_engine_left_on_a_disk(tmp_path, monkeypatch, change, a
 
 
 def changed(name):
-    """The model with the tensor of that name a little different."""
+    """The model with a small change in the tensor of that name."""
     weights = MODEL.weights
     holder = weights.layers[1] if "." in name else weights
     tensor = getattr(holder, name.rpartition(".")[2]).clone()

@@ -14,7 +14,7 @@ WINDOW = BlockIdentity(FULL.digest(), b"", b"", 1)
 
 
 class Blocks:
-    """`BlockBytes` of blocks on the host, or as if they were elsewhere."""
+    """`BlockBytes` of blocks on the host, or as if they were on another device."""
 
     def __init__(self, *, is_on_host):
         self.is_on_host = is_on_host

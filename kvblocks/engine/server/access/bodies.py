@@ -104,7 +104,7 @@ class Bodies:
         except TimeoutError:
             if not limit.expired():  # another time limit has ended, such as the request's
                 raise
-            message = f"expected the body within {BODY_TIMEOUT_S:g} s, got less of it"
+            message = f"expected the body within {BODY_TIMEOUT_S:g} s, got only a part of it"
             raise ApiError(408, message, headers={"Connection": "close"}) from None
 
     async def _read_parts(self, request: Request, load: Load) -> bytes:

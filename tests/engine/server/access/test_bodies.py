@@ -71,7 +71,7 @@ def test_a_large_body_too_many_is_refused(declared, monkeypatch):
 
 
 def test_the_rest_of_a_body_that_is_refused_is_left_where_it_is_for_a_while(monkeypatch):
-    """Once: a client that comes back at once would otherwise have the event loop read for it all the time."""
+    """The wait happens once. Otherwise a client that retries at once would keep the event loop reading all the time."""
     read, rests = [], []
 
     async def receive():

@@ -1,4 +1,4 @@
-"""Encoding: long texts one by one, short ones past them; and what is given back when nobody waits any more."""
+"""Encoding: long texts go one by one, short ones pass them, and slots are given back when nobody waits any more."""
 
 import asyncio
 import threading

@@ -139,7 +139,7 @@ HOSTILE = {
 
 
 def test_hostile_schemas_are_refused_while_another_chat_goes_on(server, client):
-    """A stream of another client gets its tokens, and the event loop answers, while they come."""
+    """While such requests come, another client's stream gets its tokens, and the event loop answers."""
     texts = []
 
     def chat():
@@ -262,7 +262,7 @@ def test_without_the_library_it_says_what_to_install(model, monkeypatch):
 
 
 def test_a_server_that_stops_while_its_compiler_is_made_gives_back_what_it_took(model, monkeypatch):
-    """The threads that would compile have ended then, and take nothing more."""
+    """The compiling threads have ended by then, and take no more work."""
     made, make = threading.Event(), service_module.GrammarCompiler
 
     def wait_and_make(*arguments):
