@@ -21,15 +21,27 @@ PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 # Python, the runs of a manager.
 CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers tests/retention tests/observe tests/prefix_cache tests/replay/test_run.py tests/house/test_build.py
 
+# The tests that find most in the least time: core, groups, floors, bad input, and some of each wing. Under a minute on two
+# cores; tests/house/test_way_in.py looks whether they exist.
+FAST_TESTS := \
+	$(addprefix tests/house/test_,layering.py way_in.py pictures.py public_names.py) \
+	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py bad_input.py costs.py) \
+	tests/core tests/test_stateful.py::test_walks_that_forget_salts_agree_with_the_dumb_model \
+	tests/groups/test_groups.py tests/groups/test_plan.py \
+	$(addprefix tests/retention/test_,pins.py quotas.py holds.py box_policies.py) tests/tiers/test_tiers.py \
+	tests/observe/test_explanation.py tests/kernels/test_table.py \
+	tests/engine/test_engine.py::test_every_way_gives_the_same_bits tests/engine/server/test_server_requests.py
+
 # pip's progress bars on a terminal; elsewhere (a log) our own lines only.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help demo bench test test-all test-compiled test-vllm test-wire test-clients gpu-test soak check format clean distclean
+.PHONY: help demo bench test test-fast test-all test-compiled test-vllm test-wire test-clients gpu-test soak check format clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    answer questions that share a long prompt, without and with prefix caching, and compare'
 	@echo 'make test    run the tests'
+	@echo 'make test-fast  the tests that find most in the least time: under a minute'
 	@echo 'make bench   how long allocating, freeing and evicting a block takes here, and matching and decoding: a minute'
 	@echo 'make test-all  those too that take minutes and have a short form, and all that are named below: 45 minutes or more'
 	@echo 'make test-compiled  the same for the core, compiled with mypyc (needs a C compiler)'
@@ -63,6 +75,9 @@ bench: $(ENGINE_STAMP)
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not exhaustive' $(PYTEST_ARGS)
+
+test-fast: $(DEV_STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -q -m 'not exhaustive and not slow' $(PYTEST_ARGS) $(FAST_TESTS)
 
 test-all: $(DEV_STAMP) test-compiled test-vllm test-wire test-clients
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
@@ -111,7 +126,7 @@ test-clients: $(DEV_STAMP) $(CLIENTS_STAMP)
 # Without torch's caching of memory, so that every tensor has bounds that the sanitizer knows.
 SANITIZED := $(addprefix tests/kernels/test_,store.py decode.py extend.py prefix_decode.py copy.py merge.py)
 
-# On a machine with a GPU: the kernels and the engine natively, then their benches. Its own torch and triton serve as well: see README.md.
+# On a machine with a GPU: the kernels and the engine natively, then their benches. Its own torch and triton serve as well: see docs/engine.md.
 gpu-test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) tests/kernels tests/engine/run/test_engine_gpu.py tests/engine/run/test_decode_step.py
 	@if command -v compute-sanitizer >/dev/null; then \

@@ -1,7 +1,6 @@
 """A toy engine on kvblocks: what docs/tutorial.md builds, step by step. Run it: it needs no torch.
 
-The toy's KV of a token is the token itself, and its next token is a sum over all KV, read slot by slot through the
-block table. So one wrong block gives a wrong answer.
+A token's KV is the token itself, and the next token a sum over all KV. So one wrong block gives a wrong answer.
 """
 
 from kvblocks import KVCacheManager, Sequence
@@ -19,9 +18,10 @@ answers: dict[str, list[int]] = {}
 
 def store(sequence: Sequence, start: int) -> None:
     """Write the KV of the tokens from `start` on. What lies in shared blocks is there already."""
+    token_ids = sequence.token_ids()
     for position in range(max(start, sequence.num_readonly_tokens), sequence.num_computed_tokens):
         block_id = sequence.block_ids[position // BLOCK_SIZE]
-        (kv_cache[block_id][position % BLOCK_SIZE],) = sequence.token_ids(position, position + 1)
+        kv_cache[block_id][position % BLOCK_SIZE] = token_ids[position]
 
 
 def attend(sequence: Sequence) -> int:

@@ -1,31 +1,59 @@
-"""Decoding where requests share blocks: one pass over what groups share, one over what each has alone, and a merge.
+"""Decoding where requests share blocks: a pass over the shared blocks, a pass over each request's own, and a merge.
 
-The result is that of `decode`. It pays where many requests share many blocks: `decode` reads these once for each, this
-reads them once for each group. The last merge takes the partial results of all levels in one launch.
+The result is that of `decode`. A cascade pays where many requests share many blocks: `decode` reads shared blocks once
+for each request, a cascade reads them once for each group. The last merge takes the partial results of all levels in
+one launch.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvblocks.kernels.decode import decode
+from kvblocks.kernels.decode import attend_stream, decode, share_decodes
+from kvblocks.kernels.device.decode import merge_cut_head
+from kvblocks.kernels.device.prefix import merge_cut_rows
 from kvblocks.kernels.device.tiles import LN_2, LOG2_E
 from kvblocks.kernels.launching import Shares
-from kvblocks.kernels.layout import check_devices, check_dtype, check_indices, check_last_stride, check_shape
-from kvblocks.kernels.prefix_decode import prefix_decode
+from kvblocks.kernels.layout import (
+    AttentionOptions,
+    check_attention,
+    check_devices,
+    check_dtype,
+    check_indices,
+    check_last_stride,
+    check_shape,
+)
+from kvblocks.kernels.prefix_decode import attend_runs, new_lse, share_runs
 from kvblocks.kernels.runs import SharedRuns
+from kvblocks.kernels.table import Launch
 
 _TILE_HEADS = 4
 _LEVELS = 4
-"""Levels whose partial results are read at once; more are rare."""
+"""Levels whose partial results are read at once. More levels are rare."""
+
+
+@dataclass(frozen=True)
+class CascadeShares:
+    """How `cascade_decode` shares out its work: of the runs, and of what each request has alone; see `share_cascade`.
+
+    lse: room for that of the runs, fp32 [num_levels, num_rows, num_heads]; -inf for rows that are in no group of a
+    level.
+    """
+
+    runs: Shares
+    own: Shares
+    lse: Tensor
 
 
 @dataclass(frozen=True)
 class OwnParts:
-    """What each request attends to alone, int32: block_tables, [num_rows, max_blocks], and seq_lens, [num_rows]."""
+    """Each request's blocks behind those that it shares. block_tables: int32 [num_rows, max_blocks]; seq_lens: int32
+    [num_rows].
+    """
 
     block_tables: Tensor
     seq_lens: Tensor
@@ -60,6 +88,61 @@ def own_parts_kernel(
     tl.store(own_len_ptr + row, seq_len)
 
 
+@triton.jit(
+    do_not_specialize=["num_groups", "num_units", "num_rows", "run_programs", "num_seqs", "own_programs"],
+    do_not_specialize_on_alignment=["members_ptr", "start_ptr", "level_ptr", "run_end_ptr", "own_end_ptr"],
+)
+def merge_parts_kernel(
+    members_ptr,
+    start_ptr,
+    level_ptr,
+    run_end_ptr,
+    run_output_ptr,
+    run_lse_ptr,
+    run_part_ptr,
+    run_part_lse_ptr,
+    num_groups,
+    num_units,
+    num_rows,
+    run_programs,
+    own_end_ptr,
+    own_output_ptr,
+    own_lse_ptr,
+    own_part_ptr,
+    own_part_lse_ptr,
+    num_seqs,
+    own_programs,
+    stride_own_row,
+    stride_own_head,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN_PARTS: tl.constexpr,
+    OWN_PARTS: tl.constexpr,
+):
+    """What `prefix_merge_kernel` does, by the programs in front, and what `stream_merge_kernel` does, by the others.
+
+    Grid: ((run_programs - 1) * TILE_M // ROWS + (own_programs - 1) * GROUP,). The rest is as there.
+    """
+    program = tl.program_id(0)
+    num_in_front = (run_programs - 1) * (TILE_M // ROWS)
+    if program < num_in_front:
+        merge_cut_rows(
+            program // (TILE_M // ROWS) + 1, program % (TILE_M // ROWS) * ROWS + tl.arange(0, ROWS),
+            members_ptr, start_ptr, level_ptr, run_end_ptr, run_output_ptr, run_lse_ptr, run_part_ptr, run_part_lse_ptr,
+            num_groups, num_units, num_rows, run_programs, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_M, ROWS, RUN_PARTS,
+        )  # fmt: skip
+    else:
+        own = program - num_in_front
+        merge_cut_head(
+            own // GROUP + 1, own % GROUP + tl.arange(0, 1),
+            own_end_ptr, own_output_ptr, own_lse_ptr, own_part_ptr, own_part_lse_ptr,
+            num_seqs, own_programs, stride_own_row, stride_own_head, NUM_KV_HEADS, GROUP, HEAD_DIM, OWN_PARTS,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_levels", "num_rows"], do_not_specialize_on_alignment=["num_shared_ptr"])
 def merge_shared_kernel(
     own_ptr,
@@ -78,8 +161,8 @@ def merge_shared_kernel(
 ):
     """Merge TILE_HEADS heads of one row. Grid: (num_rows, ceil(num_heads / TILE_HEADS)); everything is contiguous.
 
-    own, output: [num_rows, num_heads, HEAD_DIM]; part: fp32 [num_levels, num_rows, num_heads, HEAD_DIM], read where its
-    lse is above -inf, LEVELS at once.
+    own, output: [num_rows, num_heads, HEAD_DIM]; part: fp32 [num_levels, num_rows, num_heads, HEAD_DIM], of which
+    LEVELS levels are read at once, where the lse is above -inf.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
@@ -115,11 +198,11 @@ def merge_shared_kernel(
 
 
 def own_parts(block_tables: Tensor, seq_lens: Tensor, runs: SharedRuns, block_size: int) -> OwnParts:
-    """What is left of each request behind the runs that it shares.
+    """Each request's blocks and tokens behind the runs that it shares.
 
     block_tables: int32 [num_rows, max_blocks]; seq_lens: int32 [num_rows], each at least as long as the row's runs.
-    It is the same in every layer: make it once per step. One launch. Raises KernelArgumentError. Changes nothing, and
-    never waits for the device.
+    The result is the same in every layer: make it once per step. One launch. Raises KernelArgumentError. Changes
+    nothing, and never waits for the device.
     """
     num_rows = block_tables.shape[0]
     check_dtype("block_tables", block_tables, (torch.int32,))
@@ -140,6 +223,18 @@ def own_parts(block_tables: Tensor, seq_lens: Tensor, runs: SharedRuns, block_si
     return own
 
 
+def share_cascade(
+    query: Tensor, key_cache: Tensor, own: OwnParts, runs: SharedRuns, *, launch: Launch | None = None
+) -> CascadeShares:
+    """What all layers of a step have the same in `cascade_decode`, for runs of at least one group; shapes as there.
+
+    A call makes it itself where it isn't given. launch: for the runs, instead of the table's entry. Two launches of one
+    program, and one that fills. Changes nothing, and never waits for the device.
+    """
+    of_runs = share_runs(query, key_cache, runs, launch=launch)
+    return CascadeShares(of_runs, share_decodes(query, key_cache, own.seq_lens), new_lse(query, runs))
+
+
 def cascade_decode(
     query: Tensor,
     key_cache: Tensor,
@@ -153,42 +248,43 @@ def cascade_decode(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    shares: tuple[Shares, Shares] | None = None,
+    shares: CascadeShares | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`decode` for a batch in which requests share runs of blocks.
 
     query: [num_rows, num_heads, head_dim], one row a request; key_cache, value_cache: as in `decode`; own:
-    `own_parts(block_tables, seq_lens, runs, block_size)`; block_tables: int32 [num_rows, max_blocks]; `runs`: see
-    there. There is no window: where a row's window has left a shared run, its group is no group. shares: what
-    `share_runs` made for the runs and `share_decodes` for `own`, where all layers of a step have the same.
+    `own_parts(block_tables, seq_lens, runs, block_size)`; block_tables: int32 [num_rows, max_blocks]; runs: see
+    `SharedRuns`. There is no `window` parameter: with windows, pass only groups of rows that still see their whole
+    shared run. shares: what `share_cascade` made; all layers of a step can use the same. The call changes its `lse`.
 
     Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and the natural logarithm of what it was
-    divided by, fp32 [num_rows, num_heads]. Three passes: twice as many launches as `decode`, and one more. Raises
-    KernelArgumentError. Changes nothing, and never waits for the device.
+    divided by, fp32 [num_rows, num_heads]. Four launches with `shares`: the runs, what each request has alone, a merge
+    of what both split, and the merge of both. Raises KernelArgumentError. Changes nothing else, and never waits for the
+    device.
     """
+    options = AttentionOptions(scale, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
     check_shape("own.seq_lens", own.seq_lens, (block_tables.shape[0],))
-    of_runs, of_own = shares or (None, None)
-    tensors = (query, key_cache, value_cache)
-    parts, part_lse = prefix_decode(
-        *(*tensors, block_tables, runs),
-        scale=scale,
-        softcap=softcap,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        shares=of_runs,
-    )
+    tensors, of_own = (query, key_cache, value_cache, block_tables), (own.block_tables, own.seq_lens)
+    runs.check(check_attention(*tensors, runs.num_shared, options))
+    shape = check_attention(*tensors[:3], *of_own, options)
+    if runs.num_groups == 0:
+        alone_options: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
+        return decode(*tensors[:3], *of_own, scale=scale, **alone_options)
+    shares = share_cascade(query, key_cache, own, runs) if shares is None else shares
+    parts, of_parts = attend_runs(tensors, runs, options, shape, shares.runs, shares.lse)
     alone = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-    _, alone_lse = decode(
-        *(*tensors, own.block_tables, own.seq_lens),
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        output=alone,
-        shares=of_own,
-    )
-    return _merge_shared((alone, alone_lse), (parts, part_lse), runs, query.dtype)
+    alone_lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    of_alone = attend_stream((*tensors[:3], *of_own), options, shape, shares.own, (alone, alone_lse))
+    if of_parts.num_programs + of_alone.num_programs > 0:
+        constants = {name: value for name, value in of_parts.constants.items() if name != "PARTS"}
+        merge_parts_kernel[(of_parts.num_programs + of_alone.num_programs,)](
+            *(*of_parts.arguments, *of_alone.arguments),
+            **constants,
+            RUN_PARTS=of_parts.constants["PARTS"],
+            OWN_PARTS=of_alone.constants["PARTS"],
+            num_warps=4,
+        )
+    return _merge_shared((alone, alone_lse), (parts, shares.lse), runs, query.dtype)
 
 
 def _merge_shared(

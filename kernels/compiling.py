@@ -11,9 +11,10 @@ _MICROSECOND = 1e-6
 
 @contextmanager
 def compile_seconds() -> Iterator[dict[str, float]]:
-    """The seconds that each kernel takes to be compiled meanwhile, by its name; 0 for what Triton's cache on disk has.
+    """The seconds that compiling takes inside this context, by the kernel's name.
 
-    A listener that was there before hears of everything too, and is there afterwards.
+    A kernel that Triton's cache on disk has counts 0 seconds. A listener that was set before is called too, and is set
+    again afterwards.
     """
     seconds: dict[str, float] = {}
     before = triton.knobs.compilation.listener

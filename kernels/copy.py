@@ -1,8 +1,8 @@
 """Copy whole blocks of all layers: within the caches, and to and from one staging buffer.
 
-Copies move bytes and know nothing of K, V or layers: a `CacheTable` lists the caches, on the device, so that one launch
-serves all of them. It is made once, when the caches are allocated. A staging buffer holds a block of every cache next
-to each other, so that blocks go to host memory, or come from it, in one transfer: `buffer.copy_(staging,
+Copies move bytes, and do not distinguish K, V or layers. A `CacheTable` lists the caches, on the device, so that one
+launch serves all of them. Make it once, when the caches are allocated. In a staging buffer, a block's bytes of all
+caches lie next to each other. So blocks go to host memory, or come from it, in one transfer: `buffer.copy_(staging,
 non_blocking=True)`.
 """
 
@@ -25,7 +25,7 @@ from kvblocks.kernels.layout import (
 
 _WORD_BYTES = 8
 _ALIGNMENT = 16
-"""Bytes that addresses must be multiples of: two words are then moved by one instruction."""
+"""Addresses must be multiples of so many bytes: one instruction then moves two words."""
 
 _CHUNK_WORDS = 1024
 """Words that a program moves at once: 64 bytes per thread."""
@@ -35,8 +35,9 @@ _CHUNK_WORDS = 1024
 class CacheTable:
     """The caches of all layers, for the kernels of this module. Make one with `CacheTable.of`.
 
-    `addresses`: int64 [num_caches], on the caches' device, where each begins; the caches must outlive the table, so it
-    keeps them. A block takes `block_bytes` in each cache, the next one begins `stride_bytes` after it.
+    `addresses`: int64 [num_caches], on the caches' device: where each cache begins. The caches must outlive the
+    addresses, so the table refers to them. A block takes `block_bytes` in each cache; blocks begin `stride_bytes`
+    apart.
     """
 
     caches: tuple[Tensor, ...]
@@ -49,7 +50,7 @@ class CacheTable:
         """The table of some caches: a list of tensors [num_blocks, ...] of one shape, or one [num_caches, ...] tensor.
 
         The elements of a block must lie next to each other, in any order; blocks may lie apart. Raises
-        KernelArgumentError. Waits for the device once, so it is nothing for a decode step or a CUDA graph.
+        KernelArgumentError. Waits for the device once, so don't call it in a decode step or a CUDA graph.
         """
         tensors = tuple(caches.unbind(0) if isinstance(caches, Tensor) else caches)
         if not tensors:
@@ -75,16 +76,16 @@ class CacheTable:
 
     @property
     def staging_bytes(self) -> int:
-        """What one block of all caches takes in a staging buffer."""
+        """The bytes that one block of all caches takes in a staging buffer."""
         return len(self.caches) * self.block_bytes
 
 
 @triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["address_ptr", "pair_ptr"])
 def copy_kernel(address_ptr, pair_ptr, num_pairs, block_words, stride_words, CHUNK: tl.constexpr):
-    """Copy one chunk of every pair's block in one cache, pair after pair. Grid: (chunks of a block, num_caches).
+    """Copy one chunk of the block of each pair, pair after pair, in one cache. Grid: (chunks of a block, num_caches).
 
     address_ptr: int64 [num_caches]; pair_ptr: int64 [num_pairs, 2]. No other program touches a chunk's bytes, so the
-    pairs take effect in order. num_stages=1: a load must not be moved before the store of the pair before.
+    pairs take effect in order. num_stages=1: a load must not be moved before the preceding pair's store.
     """
     word = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     is_word = word < block_words
@@ -94,7 +95,7 @@ def copy_kernel(address_ptr, pair_ptr, num_pairs, block_words, stride_words, CHU
         destination = tl.load(pair_ptr + 2 * index + 1)
         content = tl.load(cache + source * stride_words + word, mask=is_word)
         tl.store(cache + destination * stride_words + word, content, mask=is_word)
-        # The next pair's source may be this one's destination, loaded by another thread.
+        # The next pair's source may be this pair's destination, and another thread may load it.
         tl.debug_barrier()
 
 
@@ -122,9 +123,9 @@ def stage_kernel(
 def copy_blocks(table: CacheTable, pairs: Tensor) -> None:
     """Copy blocks within every cache, as if pair after pair: a pair sees what the pairs before it have written.
 
-    pairs: int64 [num_pairs, 2], source and destination block ids. A pair of equal ids changes nothing, so it can pad.
-    One launch, O(num_pairs) one after another, in parallel over caches and the bytes of a block. Raises
-    KernelArgumentError. Changes the caches.
+    pairs: int64 [num_pairs, 2], source and destination block ids. A pair of equal ids changes nothing, so it can serve
+    as padding. One launch: O(num_pairs) copies one after another, in parallel over caches and the bytes of a block.
+    Raises KernelArgumentError. Changes the caches.
     """
     check_shape("pairs", pairs, (*pairs.shape[:1], 2))
     check_dtype("pairs", pairs, (torch.int64,))

@@ -2,12 +2,12 @@
 
 The keys of a sequence are split over several programs, whose parts a second launch merges. There are two ways to split:
 
-* By even shares, the default: a fixed number of programs share the tiles of all sequences and heads (`device.shares`).
-* Splits of a fixed number of keys: which splits a sequence has, and the order in which they are merged, depends on its
-  own length only. So its bits do not depend on the batch. The price is unequal work, and parts for every split.
+* Even shares, the default: a fixed number of programs share the tiles of all sequences and heads (`device.shares`).
+* Splits of a fixed number of keys: a sequence's splits, and the order in which they are merged, depend on its own
+  length only. So its bits do not depend on the batch. The price is unequal work, and parts for every split.
 
-The host reads nothing but shapes, so a call can be captured in a CUDA graph and replayed with other block tables and
-lengths in the same tensors.
+The host reads only shapes, so a call can be captured in a CUDA graph and replayed with other block tables and lengths
+in the same tensors.
 """
 
 import torch
@@ -23,6 +23,7 @@ from kvblocks.kernels.device.decode import (
 )
 from kvblocks.kernels.launching import (
     CHUNK,
+    Merge,
     Shares,
     empty_parts,
     find_launch,
@@ -51,8 +52,9 @@ def share_decodes(
 ) -> Shares:
     """How `decode` shares out its work, for all calls with these lengths and this window; the shapes are as there.
 
-    A layer's call makes it itself where it isn't given; of a model's layers all of one window can have the same.
-    launch: instead of the table's entry. One launch of one program. Changes nothing, and never waits for the device.
+    `decode` makes the shares itself where it gets none. All layers with the same window can use the same shares.
+    launch: used instead of the table's entry. One launch of one program. Changes nothing, and never waits for the
+    device.
     """
     launch = find_launch(DECODE, query, key_cache) if launch is None else launch
     ends = torch.empty_like(seq_lens)
@@ -89,14 +91,15 @@ def decode(
 
     query: [num_seqs, num_heads, head_dim] in fp32, fp16 or bf16; key_cache, value_cache: [num_blocks, block_size,
     num_kv_heads, head_dim] in the same dtype or e4m3; block_tables: int32 [num_seqs, max_blocks]; seq_lens: int32
-    [num_seqs], the tokens in context, this one's included, whose K and V are stored already: at most as many as the
-    table has slots. A length of 0 is a row of padding: its output is 0 and its lse -inf, or its sink. Slots that a
-    sequence does not own, or that its window has left, are not read. The rest: `AttentionOptions`.
+    [num_seqs], the tokens in context, the query's own included: their K and V are stored already. A length is at most
+    the number of slots in the sequence's table. A length of 0 is a row of padding: its output is 0 and its lse -inf, or
+    its sink. Slots that a sequence does not own, or that its window has left, are not read. The rest:
+    `AttentionOptions`.
 
-    split_keys: None shares the work evenly; a number splits sequences into so many keys, and their bits then do not
-    depend on the batch. output: where to write, or None; any supported dtype, fp32 say for parts that will be merged.
-    launch: instead of the table's entry. shares: what `share_decodes` made for these lengths and this window; its
-    launch counts then.
+    split_keys: None shares the work evenly. A number splits sequences into pieces of so many keys; their bits then do
+    not depend on the batch. output: where to write, or None; any supported dtype, such as fp32 for parts that will be
+    merged. launch: used instead of the table's entry. shares: what `share_decodes` made for these lengths and this
+    window; its launch is then used.
 
     Returns the output, [num_seqs, num_heads, head_dim], and the natural logarithm of what it was divided by, fp32
     [num_seqs, num_heads]. Raises KernelArgumentError. Changes `output` only, and never waits for the device.
@@ -118,9 +121,9 @@ def decode(
         if split_keys is None:
             if shares is None:
                 shares = share_decodes(query, key_cache, seq_lens, window=window, launch=launch)
-            check_indices("shares.ends", shares.ends, shape.num_seqs)
-            check_devices(query=query, shares=shares.ends)
-            _decode_stream(tensors, options, shape, shares, (output, lse))
+            merge = attend_stream(tensors, options, shape, shares, (output, lse))
+            if merge.num_programs > 0:
+                stream_merge_kernel[merge.grid](*merge.arguments, **merge.constants, num_warps=4)
         else:
             launch = find_launch(DECODE, query, key_cache) if launch is None else launch
             _decode_split(tensors, options, shape, launch, (output, lse), split_keys)
@@ -130,31 +133,29 @@ def decode(
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _decode_stream(
+def attend_stream(
     tensors: _Inputs, options: AttentionOptions, shape: AttentionShape, shares: Shares, results: tuple[Tensor, Tensor]
-) -> None:
-    """Even shares. Changes `results`, the output and the lse."""
+) -> Merge:
+    """`decode` by even shares, but for the launch that is returned. Changes `results`, the output and the lse."""
     query, *caches, _seq_lens = tensors
     output, lse = results
+    check_indices("shares.ends", shares.ends, shape.num_seqs)
+    check_devices(query=query, shares=shares.ends)
     num_programs, parts, part_lse = empty_parts(query, shares.launch, shape.group_size)
-    heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
     stream_kernel[(num_programs,)](
         *(*tensors, shares.ends, options.sinks, output, lse, parts, part_lse),
         *(shape.num_seqs, options.window or 0, *scaling(options), *strides(query, *caches), *output.stride()[:2]),
-        **heads,
+        NUM_KV_HEADS=shape.cache.num_kv_heads,
         **tile_constants(query, caches[0], shares.launch, options),
         HAS_WINDOW=options.window is not None,
         HAS_SINKS=options.sinks is not None,
     )
-    if num_programs > 1:
-        stream_merge_kernel[(num_programs - 1, shape.group_size)](
-            *(shares.ends, output, lse, parts, part_lse, shape.num_seqs, num_programs, *output.stride()[:2]),
-            **heads,
-            GROUP=shape.group_size,
-            HEAD_DIM=shape.cache.head_dim,
-            PARTS=parts_at_once(1, shape.cache.head_dim),
-            num_warps=4,
-        )
+    constants = {"NUM_KV_HEADS": shape.cache.num_kv_heads, "GROUP": shape.group_size, "HEAD_DIM": shape.cache.head_dim}
+    return Merge(
+        (num_programs - 1, shape.group_size),
+        (shares.ends, output, lse, parts, part_lse, shape.num_seqs, num_programs, *output.stride()[:2]),
+        constants | {"PARTS": parts_at_once(1, shape.cache.head_dim)},
+    )
 
 
 def _decode_split(

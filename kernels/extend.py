@@ -1,16 +1,16 @@
 """Causal attention of ragged rows over block tables: prefill, chunked prefill and speculative verification.
 
-A program computes tiles of rows of sequences for a head of K and V each (`device.tiles` tells how rows are packed and
-found), or some of a tile's keys: the work is shared out by tiles of keys (`device.shares`), so that a few new tokens on
-a long context fill a GPU as well as a whole prompt does. A second launch merges what was split.
+A program computes attention of tiles of rows, one head of K and V at a time, over all of a tile's keys or some of them.
+`device.tiles` says how rows are packed and found. The work is shared out by tiles of keys (`device.shares`), so that a
+few new tokens on a long context fill a GPU as well as a whole prompt does. A second launch merges what was split.
 
-Nothing is computed on the host but the grid, from shapes alone, so that a call can be captured in a CUDA graph and
-replayed with other lengths, as long as the shapes stay.
+The host computes only the grid, from shapes alone. So a call can be captured in a CUDA graph and replayed with other
+lengths, as long as the shapes stay.
 
-A row's bits depend on the rest of the batch, a little: on the rows that share its tile, on where shares begin, and on
-which tiles are taken. `batch_invariant` splits nothing, and takes one kind of loop and one size of tile for all. What
-a row adds up, in which order, then follows from its own position: tiles of keys begin at multiples of the tile's size,
-and one of which a row sees nothing leaves it as it is (its weights are 0, and what it had is multiplied by 1).
+A row's bits depend a little on the rest of the batch: on the rows that share its tile, on where shares begin, and on
+the size of the tiles. `batch_invariant` splits nothing, and uses one kind of loop and one size of tile for all. Then a
+row's own position determines what the row adds up, and in which order. Tiles of keys begin at multiples of the tile's
+size. A tile of which a row sees nothing doesn't change the row: its weights are 0, and the sum is multiplied by 1.
 """
 
 import torch
@@ -41,7 +41,7 @@ from kvblocks.kernels.layout import (
 from kvblocks.kernels.table import EXTEND, EXTEND_NARROW, Launch
 
 NARROW_ROWS = 32
-"""Up to so many rows a sequence on average, heads of a group counted one by one, small tiles are taken."""
+"""Small tiles are used up to this many rows a sequence on average, where each head of a group counts as a row."""
 
 
 def extend(
@@ -73,10 +73,10 @@ def extend(
 
     A row before position 0, or that no sequence has, sees nothing: its output is 0 and its lse -inf, or its sink.
 
-    batch_invariant: a row's bits depend on its query and position and its sequence's K and V only, not on the other
-    rows of the call; slower, much so for a few rows on a long context. output: where to write it, contiguous. launch:
-    instead of the table's entry. shares: what `share_rows` made for these rows and lengths, this window and
-    `batch_invariant`; its launch counts then.
+    batch_invariant: a row's bits depend only on its query and position and on its sequence's K and V, not on the other
+    rows of the call. This is slower, much slower for a few rows on a long context. output: where to write, contiguous.
+    launch: used instead of the table's entry. shares: what `share_rows` made for these rows and lengths, this window
+    and `batch_invariant`; its launch is then used.
 
     Returns the output, [num_rows, num_heads, head_dim] in the query's dtype, and the natural logarithm of what it was
     divided by, fp32 [num_rows, num_heads]. Raises KernelArgumentError. Changes nothing, and never waits for the device.
@@ -134,7 +134,7 @@ def share_rows(
 ) -> Shares:
     """How `extend` shares out its work, for all calls with these rows, lengths and options; the shapes are as there.
 
-    A layer's call makes it itself where it isn't given; of a model's layers all of one window can have the same. One
+    `extend` makes the shares itself where it gets none. All layers with the same window can use the same shares. One
     launch of one program. Changes nothing, and never waits for the device.
     """
     if launch is None:
@@ -165,14 +165,14 @@ def _checked_output(query: Tensor, output: Tensor | None) -> Tensor:
 
 
 def _count_units(query: Tensor, key_cache: Tensor, query_start: Tensor, launch: Launch) -> int:
-    """How many tiles of rows there may be: those of the sequences, and of rows that none has."""
+    """The most tiles of rows that there can be: those of the sequences, and those of rows that no sequence has."""
     return query.shape[0] // tile_queries(query, key_cache, launch) + len(query_start)
 
 
 def _choose_launch(query: Tensor, key_cache: Tensor, query_start: Tensor, *, is_fixed: bool) -> Launch:
-    """The table's entry: for short sequences of rows on average, as in speculative verification, one of small tiles.
+    """The table's entry. Where sequences have few rows on average, as in speculative verification: one of small tiles.
 
-    is_fixed: the same entry whatever the rows are.
+    is_fixed: choose the same entry whatever the rows are.
     """
     group_size = query.shape[1] // key_cache.shape[2]
     is_narrow = not is_fixed and query.shape[0] * group_size <= NARROW_ROWS * (len(query_start) - 1)

@@ -11,24 +11,41 @@ from kvblocks.kernels.table import Key, Launch, count_programs, find
 
 INTERPRETED = is_interpreted()
 CHUNK = 1024
-"""Units whose ends a program works out at once."""
+"""Units (`device.shares`) whose ends a program computes at once."""
 MERGED_ROWS = 4
 """Rows of a tile that a program merges."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How a call's work is shared out: see `device.shares`. Good for calls of the same lengths, shapes and window.
+    """How a call's work is shared out: see `device.shares`. Valid for calls with the same lengths, shapes and window.
 
-    ends: int32 [num_units], on the device; launch: whose tiles are counted.
+    ends: int32 [num_units], on the device; launch: what says how large the tiles are.
     """
 
     ends: Tensor
     launch: Launch
 
 
+@dataclass(frozen=True)
+class Merge:
+    """What a kernel takes that merges the parts of heads which a call's programs split, as `stream_merge_kernel` does.
+
+    grid: (programs of the call, less one; tiles of a head's rows). A single program splits no head.
+    """
+
+    grid: tuple[int, int]
+    arguments: tuple[object, ...]
+    constants: dict[str, int]
+
+    @property
+    def num_programs(self) -> int:
+        """Programs of the launch."""
+        return self.grid[0] * self.grid[1]
+
+
 def find_launch(kernel: dict[Key, Launch], query: Tensor, key_cache: Tensor) -> Launch:
-    """The table's entry for a query and a cache. With queries in fp32 tiles are computed in fp32, whatever K is."""
+    """The table's entry for a query and a cache. Queries in fp32 make tiles of fp32, whatever the dtype of K."""
     element_bytes = 4 if query.dtype == torch.float32 else key_cache.element_size()
     launch = find(kernel, query.device, query.shape[-1], element_bytes)
     rows = tile_rows(query.shape[1] // key_cache.shape[2], launch)
@@ -36,12 +53,12 @@ def find_launch(kernel: dict[Key, Launch], query: Tensor, key_cache: Tensor) -> 
 
 
 def tile_rows(group_size: int, launch: Launch) -> int:
-    """TILE_M: the table's, or more where one query has more heads in a group."""
+    """TILE_M: the table's number of rows, or more where a group has more heads than that."""
     return max(launch.tile_rows, 1 << (group_size - 1).bit_length())
 
 
 def tile_queries(query: Tensor, key_cache: Tensor, launch: Launch) -> int:
-    """Queries of a tile of rows, of which each has all heads of a group."""
+    """How many queries a tile of rows holds: each query takes a row for each head of a group."""
     group_size = query.shape[1] // key_cache.shape[2]
     return tile_rows(group_size, launch) // group_size
 
@@ -76,12 +93,12 @@ def scaling(options: AttentionOptions) -> Scaling:
 
 
 def strides(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor) -> tuple[int, ...]:
-    """Of a query's rows and heads, of blocks, slots and heads of K and of V, and of the tables' rows."""
+    """The strides of the query's rows and heads; of blocks, slots and heads of K and of V; of the tables' rows."""
     return (*query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_tables.stride(0))
 
 
 def empty_parts(query: Tensor, launch: Launch, part_rows: int) -> tuple[int, Tensor, Tensor]:
-    """How many programs share a call's work, and room for their parts: fp32 rows, and their lse."""
+    """How many programs share a call's work, and empty tensors for their parts: fp32 rows, and their lse."""
     num_programs = count_programs(query.device, launch)
     parts = torch.empty(num_programs, 2, part_rows, query.shape[-1], dtype=torch.float32, device=query.device)
     part_lse = torch.empty(num_programs, 2, part_rows, dtype=torch.float32, device=query.device)

@@ -1,7 +1,8 @@
 """The tensors that the kernels take: which shapes, dtypes and strides are supported, and the checks of arguments.
 
-Every check looks at a tensor's shape, dtype, strides and device only, never at its values: reading a value of a tensor
-on a GPU would wait for it, and no kernel may do that. So block ids, lengths and slots are taken as they are.
+Every check looks only at a tensor's shape, dtype, strides and device, never at its values. To read a value of a tensor
+on a GPU, the host would have to wait for the GPU, and no call may do that. So block ids, lengths and slots aren't
+checked.
 
 A cache of K or of V is [num_blocks, block_size, num_kv_heads, head_dim] with any strides but a last one of 1, so that a
 cache of [num_blocks, num_kv_heads, block_size, head_dim] works as its transpose.
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor
 
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What queries may be. K and V are of the same dtype, or `FP8`."""
+"""The dtypes of queries. K and V have the query's dtype, or `FP8`."""
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-"""The largest e4m3 number: larger ones are stored as this one."""
+"""The largest e4m3 number. Larger numbers are stored as this one."""
 
 FP8_CAPABILITY = (8, 9)
 """The first CUDA compute capability that converts e4m3."""
@@ -62,10 +63,10 @@ class AttentionShape:
 class AttentionOptions:
     """What happens between the dot products and the softmax.
 
-    A score is `scale * (q . k)`; then `softcap * tanh(score / softcap)` if there is a softcap. A row at
-    position p sees the keys from p - window + 1 to p, or all up to p without a window. `sinks`, one per query head, are
-    scores without a value: they are added to the sum that the output is divided by. `k_scale` and `v_scale`, fp32
-    [num_kv_heads] on the device, are what K and V of each head are to be multiplied with; None: with 1.
+    A score is `scale * (q . k)`; then `softcap * tanh(score / softcap)` if there is a softcap. A row at position p sees
+    the keys from p - window + 1 to p, or all up to p without a window. `sinks`, one per query head, are scores without
+    a value: exp(sink) is added to the sum that the output is divided by. `k_scale` and `v_scale`, fp32 [num_kv_heads]
+    on the device, are the factors of K and V of each head; None stands for 1.
     """
 
     scale: float
@@ -116,7 +117,7 @@ def check_attention(
     """The sizes of a call of attention.
 
     query: [num_rows, num_heads, head_dim]; caches: see `check_cache`; block_tables: int32 [num_seqs, max_blocks];
-    seq_lens: int32 [num_seqs]. How rows belong to sequences is the caller's to check. Raises KernelArgumentError.
+    seq_lens: int32 [num_seqs]. The caller checks which rows belong to which sequence. Raises KernelArgumentError.
     """
     cache = check_cache(key_cache, value_cache)
     _check_dims("query", query, 3)
@@ -155,7 +156,7 @@ def check_options(options: AttentionOptions, num_heads: int, device: torch.devic
 
 
 def check_scales(k_scale: Tensor | None, v_scale: Tensor | None, shape: CacheShape, device: torch.device) -> None:
-    """Raise KernelArgumentError unless scales of K and V are what kernels can take: both, or none."""
+    """Raise KernelArgumentError unless the scales of K and V have a supported form, and are both given or both None."""
     if (k_scale is None) != (v_scale is None):
         raise KernelArgumentError(f"expected k_scale and v_scale or neither, got {k_scale} and {v_scale}")
     for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -213,7 +214,7 @@ def check_devices(**tensors: Tensor) -> None:
 
 
 def check_pairs(name: str, cache: Tensor) -> None:
-    """Raise KernelArgumentError unless e4m3 numbers lie in pairs, as kernels read them: at even addresses."""
+    """Raise KernelArgumentError unless pairs of e4m3 numbers lie at even addresses, where kernels read them."""
     if cache.data_ptr() % 2 or any(stride % 2 for stride in cache.stride()[:3]):
         raise KernelArgumentError(
             f"{name}: expected an even address and even strides for {FP8}, got strides {tuple(cache.stride())}"

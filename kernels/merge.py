@@ -1,7 +1,7 @@
 """Merge attention over several sets of keys into attention over all of them.
 
 A part is an output and its lse, the natural logarithm of what it was divided by. The merged output is the parts' mean,
-weighted by exp(lse): exact, whatever the sets are, as long as no key is in two of them.
+weighted by exp(lse). It is exact for any sets of keys, as long as no key is in two of them.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from kvblocks.kernels.layout import (
 
 _TILE_HEADS = 4
 _AT_ONCE = 4
-"""Parts that a launch reads; of more, the merged ones are the first part of the next launch."""
+"""How many parts a launch reads. The result of one launch is the first part of the next launch."""
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def load_lse(lse_ptr, stride_row, row, head, is_head):
 
 @triton.jit
 def add_part(output, total, top, ptr, lse, stride_row, stride_head, row, head, HEAD_DIM: tl.constexpr):
-    """Add one part of some heads, weighted; what has an lse of -inf is not read."""
+    """Add one part of some heads, weighted. A row with an lse of -inf is not read."""
     weight = tl.exp2(lse - top)
     at = ptr + row * stride_row + head[:, None] * stride_head + tl.arange(0, HEAD_DIM)[None, :]
     rows = tl.load(at, mask=(lse > -float("inf"))[:, None], other=0.0).to(tl.float32)
@@ -119,8 +119,8 @@ def merge_state(
     same order. An lse of -inf says that a part has no keys for a row: its output is not read, so it may hold anything.
     A row without keys in any part becomes 0, its lse -inf. dtype: the merged output's; None is the first part's.
 
-    Returns the merged output and lse. One launch for up to 4 parts, and one more for each 3 more; in between it is
-    float32. Raises KernelArgumentError. Changes nothing, and never waits for the device.
+    Returns the merged output and lse. One launch for up to 4 parts, and one more for each 3 more; results between
+    launches are float32. Raises KernelArgumentError. Changes nothing, and never waits for the device.
     """
     _check_parts(outputs, lses)
     dtype = outputs[0].dtype if dtype is None else dtype
@@ -142,7 +142,7 @@ def _merge(parts: Sequence[_Part], dtype: torch.dtype) -> _Part:
     check_dtype("dtype", merged, QUERY_DTYPES)
     merged_lse = torch.empty(first_lse.shape, dtype=torch.float32, device=first.device)
     if merged.numel() > 0:
-        slots = [*parts, *[parts[0]] * (_AT_ONCE - len(parts))]  # those behind the parts are not read
+        slots = [*parts, *[parts[0]] * (_AT_ONCE - len(parts))]  # the kernel doesn't read the copies of parts[0]
         merge_kernel[(num_rows, triton.cdiv(num_heads, _TILE_HEADS))](
             *(output for output, _ in slots),
             *(lse for _, lse in slots),

@@ -56,12 +56,12 @@ def attention(
 
 
 def _of_heads(scales: Tensor | None) -> Tensor | float:
-    """What [length, num_kv_heads, head_dim] is to be multiplied with."""
+    """The factor for K or V of shape [length, num_kv_heads, head_dim]."""
     return 1.0 if scales is None else scales.double().cpu()[:, None]
 
 
 def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
-    """A sequence's K or V, float64 [length, num_kv_heads, head_dim]: its own slots and no other."""
+    """A sequence's K or V, float64 [length, num_kv_heads, head_dim], read from its own slots only."""
     positions = torch.arange(length, device=cache.device)
     blocks = block_table.to(cache.device).long()[positions // cache.shape[1]]
     return cache[blocks, positions % cache.shape[1]].double().cpu()
@@ -70,8 +70,8 @@ def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
 def merge(outputs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The attention over several sets of keys, from the attention over each.
 
-    outputs: [num_rows, num_heads, head_dim] each; lses: [num_rows, num_heads] each. Parts with an lse of -inf count for
-    nothing, whatever their output holds. Returns both in float64. Changes nothing.
+    outputs: [num_rows, num_heads, head_dim] each; lses: [num_rows, num_heads] each. A part with an lse of -inf has no
+    weight, whatever its output holds. Returns both in float64. Changes nothing.
     """
     lse = torch.stack([part.double().cpu() for part in lses])
     total = torch.logsumexp(lse, 0)
@@ -95,13 +95,13 @@ def _attend_row(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpt
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The rows of the last dimension over the root of their squares' mean, times the weight: float64 of their shape."""
+    """RMS norm over the last dimension: rows / sqrt(mean(rows**2) + eps) * weight, in float64 of the rows' shape."""
     exact = rows.double().cpu()
     return exact / (exact.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double().cpu()
 
 
 def gate(gate_up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up of [num_rows, 2 * width], float64 [num_rows, width]; activation: SiLU, or else GELU by tanh."""
+    """act(gate) * up of [num_rows, 2 * width], float64 [num_rows, width]; activation: "silu", or else GELU by tanh."""
     first, up = gate_up.double().cpu().chunk(2, -1)
     if activation == "silu":
         return first / (1 + torch.exp(-first)) * up

@@ -1,14 +1,14 @@
 """Attention of decoding requests over the blocks that they share: each shared run is read once for all of its group.
 
-The idea is from Hydragen and from FlashInfer's cascade. Requests with a common prefix hold the same physical blocks in
-front, so that the queries of a group, with all their heads, make one matrix that multiplies one copy of K: a matrix
-product of 128 rows instead of many of 4. What comes out is a partial result with its lse; `cascade.cascade_decode`
-merges it with what each request attends to alone.
+The idea is from Hydragen and from FlashInfer's cascade. Requests with a common prefix begin with the same physical
+blocks. So the queries of a group, with all their heads, make one matrix that multiplies one copy of K: a matrix product
+of 128 rows instead of many of 4. The output is a partial result with its lse. `cascade.cascade_decode` merges it with
+the attention over each request's own blocks.
 
-Groups nest: 64 requests share a system prompt, eight of them a document after it. A request is then in one group of
-each level, and gets one partial result from each. All groups of all levels go in one launch, and their runs are shared
-out by tiles of keys (`device.shares`): a few long runs fill a GPU as well as many. A second launch merges what was
-split.
+Groups nest: 64 requests share a system prompt, and eight of them also share a document after it. A request is then in
+one group of each level, and gets one partial result from each. One launch computes all groups of all levels. Their runs
+are shared out by tiles of keys (`device.shares`), so that a few long runs fill a GPU as well as many short ones. A
+second launch merges what was split.
 """
 
 import torch
@@ -18,6 +18,7 @@ from kvblocks.kernels.device.prefix import prefix_ends_kernel, prefix_kernel, pr
 from kvblocks.kernels.launching import (
     CHUNK,
     MERGED_ROWS,
+    Merge,
     Shares,
     empty_parts,
     find_launch,
@@ -27,7 +28,14 @@ from kvblocks.kernels.launching import (
     tile_constants,
     tile_queries,
 )
-from kvblocks.kernels.layout import AttentionOptions, check_attention, check_devices, check_indices
+from kvblocks.kernels.layout import (
+    AttentionOptions,
+    AttentionShape,
+    check_attention,
+    check_devices,
+    check_indices,
+    check_shape,
+)
 from kvblocks.kernels.runs import SharedRuns
 from kvblocks.kernels.table import PREFIX_DECODE, Launch
 
@@ -50,8 +58,8 @@ def prefix_decode(
 
     query: [num_rows, num_heads, head_dim] in fp32, fp16 or bf16, one row a request; key_cache, value_cache:
     [num_blocks, block_size, num_kv_heads, head_dim] in the same dtype or e4m3; block_tables: int32 [num_rows,
-    max_blocks]; `runs`: see there. A group's blocks are read from its first member's table. launch: instead of the
-    table's entry. shares: what `share_runs` made for these runs; its launch counts then.
+    max_blocks]; runs: see `SharedRuns`. A group's blocks are read from its first member's table. launch: used instead
+    of the table's entry. shares: what `share_runs` made for these runs; its launch is then used.
 
     Returns partial results, fp32 [num_levels, num_rows, num_heads, head_dim], and their lse (natural logarithm), fp32
     [num_levels, num_rows, num_heads]. Where a row is in no group of a level, the lse is -inf and the partial result is
@@ -60,45 +68,70 @@ def prefix_decode(
     options = AttentionOptions(scale, softcap=softcap, k_scale=k_scale, v_scale=v_scale)
     shape = check_attention(query, key_cache, value_cache, block_tables, runs.num_shared, options)
     runs.check(shape)
-    states = (runs.num_levels, shape.num_rows, shape.num_heads)
-    output = torch.empty((*states, shape.cache.head_dim), dtype=torch.float32, device=query.device)
-    lse = torch.full(states, -torch.inf, dtype=torch.float32, device=query.device)
+    lse = new_lse(query, runs)
     if runs.num_groups == 0:
-        return output, lse
+        return torch.empty((*lse.shape, shape.cache.head_dim), dtype=torch.float32, device=query.device), lse
     shares = share_runs(query, key_cache, runs, launch=launch) if shares is None else shares
+    output, merge = attend_runs((query, key_cache, value_cache, block_tables), runs, options, shape, shares, lse)
+    if merge.num_programs > 0:
+        prefix_merge_kernel[merge.grid](*merge.arguments, **merge.constants, num_warps=4)
+    return output, lse
+
+
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def new_lse(query: Tensor, runs: SharedRuns) -> Tensor:
+    """-inf for every level, row and head: what the lse of rows is that are in no group of a level.
+
+    Each call with the same runs writes the same elements, those of the groups' rows: all layers of a step may have one.
+    """
+    return torch.full((runs.num_levels, *query.shape[:2]), -torch.inf, dtype=torch.float32, device=query.device)
+
+
+def attend_runs(
+    tensors: _Inputs,
+    runs: SharedRuns,
+    options: AttentionOptions,
+    shape: AttentionShape,
+    shares: Shares,
+    lse: Tensor,
+) -> tuple[Tensor, Merge]:
+    """`prefix_decode` of at least one group, but for the launch that is returned. lse: of `new_lse`; changes it."""
+    query, key_cache, *_ = tensors
     num_units = _count_units(query, key_cache, runs, shares.launch)
     check_indices("shares.ends", shares.ends, num_units)
-    check_devices(query=query, shares=shares.ends)
+    check_shape("lse", lse, (runs.num_levels, shape.num_rows, shape.num_heads))
+    check_devices(query=query, shares=shares.ends, lse=lse)
+    output = torch.empty((*lse.shape, shape.cache.head_dim), dtype=torch.float32, device=query.device)
     constants = tile_constants(query, key_cache, shares.launch, options)
-    heads = {"NUM_KV_HEADS": shape.cache.num_kv_heads}
     num_programs, parts, part_lse = empty_parts(query, shares.launch, constants["TILE_M"])
     results = (output, lse, parts, part_lse)
     prefix_kernel[(num_programs,)](
-        *(query, key_cache, value_cache, block_tables, runs.members, runs.group_start),
+        *(*tensors, runs.members, runs.group_start),
         *(runs.run_start, runs.run_stop, runs.level, shares.ends, *results),
         *(runs.num_groups, num_units, shape.num_rows, *scaling(options)),
-        *strides(query, key_cache, value_cache, block_tables),
-        **heads,
+        *strides(*tensors),
+        NUM_KV_HEADS=shape.cache.num_kv_heads,
         **constants,
     )
-    if num_programs > 1:
-        prefix_merge_kernel[(num_programs - 1, constants["TILE_M"] // MERGED_ROWS)](
+    kept = {name: constants[name] for name in ("GROUP", "HEAD_DIM", "TILE_M")}
+    return output, Merge(
+        (num_programs - 1, constants["TILE_M"] // MERGED_ROWS),
+        (
             *(runs.members, runs.group_start, runs.level, shares.ends, *results),
             *(runs.num_groups, num_units, shape.num_rows, num_programs),
-            **heads,
-            **{name: constants[name] for name in ("GROUP", "HEAD_DIM", "TILE_M")},
-            ROWS=MERGED_ROWS,
-            PARTS=parts_at_once(MERGED_ROWS, shape.cache.head_dim),
-            num_warps=4,
-        )
-    return output, lse
+        ),
+        {"NUM_KV_HEADS": shape.cache.num_kv_heads, **kept}
+        | {"ROWS": MERGED_ROWS, "PARTS": parts_at_once(MERGED_ROWS, shape.cache.head_dim)},
+    )
 
 
 def share_runs(query: Tensor, key_cache: Tensor, runs: SharedRuns, *, launch: Launch | None = None) -> Shares:
     """How `prefix_decode` shares out its work, for all calls with these runs, of at least one group; shapes as there.
 
-    A layer's call makes it itself where it isn't given; all layers of a step can have the same. One launch of one
-    program. Changes nothing, and never waits for the device.
+    `prefix_decode` makes the shares itself where it gets none. All layers of a step can use the same shares. One launch
+    of one program. Changes nothing, and never waits for the device.
     """
     launch = find_launch(PREFIX_DECODE, query, key_cache) if launch is None else launch
     num_units = _count_units(query, key_cache, runs, launch)
@@ -115,5 +148,5 @@ def share_runs(query: Tensor, key_cache: Tensor, runs: SharedRuns, *, launch: La
 
 
 def _count_units(query: Tensor, key_cache: Tensor, runs: SharedRuns, launch: Launch) -> int:
-    """How many tiles of members there may be."""
+    """The most tiles of members that there can be."""
     return runs.members.shape[0] // tile_queries(query, key_cache, launch) + runs.num_groups

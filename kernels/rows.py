@@ -1,9 +1,9 @@
-"""What lies between a layer's matrix products and its attention, row by row: norms, the MLP's gate, rotated heads.
+"""The operations between a layer's matrix products and its attention, row by row: norms, the MLP's gate, RoPE.
 
-In plain torch it is 20 to 35 small kernels a layer, here 4: as many launches as there are products.
+Plain torch needs 20 to 35 small kernels a layer for them. Here it is 4 launches, as many as there are matrix products.
 
-A program has one row, or some heads or columns of one, and the same number of them whatever the batch is. So a row's
-bits depend on nothing but the row. What is computed is float32; where results are rounded is said at each kernel.
+A program computes one row, or some heads or columns of one row, and as many of them whatever the batch is. So a row's
+bits depend on nothing but the row. Kernels compute in float32; each one's docstring says where it rounds.
 """
 
 from dataclasses import dataclass
@@ -27,19 +27,20 @@ from kvblocks.kernels.layout import (
 from kvblocks.kernels.store import encode_e4m3
 
 MAX_COLUMNS = 8192
-"""Columns of a row that is normed: a program holds it whole, in registers."""
+"""The most columns of a row that can be normed: a program holds the whole row in registers."""
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 _TILE = 1024
-"""Elements of a program that needs no whole row: 8 a thread, a load of 16 bytes where they are 16 bits wide."""
+"""Elements of a program that needs no whole row: 8 a thread. With 16-bit elements that is a load of 16 bytes."""
 
 
 @triton.jit
 def scale_rows(values, mean, eps, weight, dtype: tl.constexpr):
     """RMS norm of fp32 values whose squares' mean is known, rounded to the rows' dtype.
 
-    A weight in a narrower dtype than fp32 multiplies what was rounded to that, as torch and these models do it.
+    With a weight in a narrower dtype than fp32, the normed values are rounded to that dtype before the product, as
+    torch and these models do it.
     """
     normed = (values * tl.rsqrt(mean + eps)).to(weight.dtype).to(tl.float32)
     return (normed * weight.to(tl.float32)).to(dtype)
@@ -59,9 +60,10 @@ def norm_kernel(
     HAS_OUTPUT_NORM: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """One row: hidden += added, or the norm of it; normed = the norm of hidden. Grid: (num_rows,).
+    """One row: hidden += added, or hidden += norm(added); then normed = norm(hidden). Grid: (num_rows,).
 
-    All contiguous [num_rows, NUM_COLUMNS] in one dtype, and rounded to it; norms: [NUM_COLUMNS], in that or fp32.
+    hidden, added, normed: contiguous [num_rows, NUM_COLUMNS] in one dtype; each result is rounded to it. The norms'
+    weights: [NUM_COLUMNS], in that dtype or fp32.
     """
     column = tl.arange(0, TILE)
     is_column = column < NUM_COLUMNS
@@ -132,13 +134,14 @@ def place_kernel(
     QUANTISED: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
-    """TILE_HEADS of a row's heads, each to where it belongs. Grid: (num_rows, ceil(all heads / TILE_HEADS)).
+    """Norm, turn and write TILE_HEADS heads of a row. Grid: (num_rows, ceil(all heads / TILE_HEADS)).
 
-    heads: contiguous [num_rows, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM], of queries, of K, of V. Those of queries and K
-    are normed, if there is a norm [NUM_HEADS + NUM_KV_HEADS, HEAD_DIM], and turned by the angles of the row's position,
-    cos and sin [num_positions, HEAD_DIM / 2]: rounded after the norm and after the turn. Queries go to `query`,
-    contiguous [num_rows, NUM_HEADS, HEAD_DIM]; K and V to the row's slot, or nowhere if that is below 0. QUANTISED: the
-    caches are uint8, and get e4m3 of K and V divided by their head's scale, fp32 [NUM_KV_HEADS].
+    heads: contiguous [num_rows, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]: of queries, then of K, then of V. Heads of
+    queries and K are normed, if there is a norm [NUM_HEADS + NUM_KV_HEADS, HEAD_DIM]. Then they are turned by the
+    angles of the row's position: cos, sin: [num_positions, HEAD_DIM / 2]. They are rounded after the norm and after the
+    turn. Queries go to `query`, contiguous [num_rows, NUM_HEADS, HEAD_DIM]. K and V go to the row's slot; a slot below
+    0 stores nothing. QUANTISED: the caches are uint8, and hold e4m3 of K and V divided by their head's scale, fp32
+    [NUM_KV_HEADS].
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
@@ -168,7 +171,7 @@ def place_kernel(
     slot = tl.load(slot_ptr + row)
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
-    # int64: a cache with its heads first may have strides whose multiples no int32 holds.
+    # int64: in a cache with its heads first, head * stride may exceed int32.
     key_head = (head - NUM_HEADS).to(tl.int64)
     value_head = key_head - NUM_KV_HEADS
     is_key = (key_head >= 0) & is_turned & (slot >= 0)
@@ -192,7 +195,7 @@ def place_kernel(
 
 @dataclass(frozen=True)
 class Turn:
-    """How the heads of queries and K are turned to their rows' positions, and normed before.
+    """How the heads of queries and K are normed, and then turned by the angles of their rows' positions (RoPE).
 
     cos, sin: [num_positions, head_dim / 2], the angles of the pairs (i, i + head_dim / 2); positions: int64 [num_rows],
     below num_positions; norm: [num_heads + num_kv_heads, head_dim], or None; eps: of the norm.
@@ -208,8 +211,8 @@ class Turn:
 def norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm of contiguous rows [num_rows, num_columns]; weight: [num_columns], in the rows' dtype or fp32.
 
-    A weight in the rows' dtype multiplies what was rounded to it. Returns a new tensor. One launch. Raises
-    KernelArgumentError. Changes nothing, and never waits for the device.
+    With a weight in the rows' dtype, normed values are rounded to it before the product. Returns a new tensor. One
+    launch. Raises KernelArgumentError. Changes nothing, and never waits for the device.
     """
     _check_rows(rows, weight)
     normed = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
@@ -220,10 +223,11 @@ def norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_norm(
     hidden: Tensor, added: Tensor, eps: float, *, output_norm: Tensor | None = None, weight: Tensor | None = None
 ) -> Tensor | None:
-    """hidden += added, or with an `output_norm` the norm of it; returns the norm of that by `weight`, None without one.
+    """Add to `hidden`, and return the norm of the sum. Changes `hidden`.
 
-    hidden, added: contiguous [num_rows, num_columns]; norms: as in `norm`, which is what they do. The sum is rounded
-    before it is normed. One launch. Raises KernelArgumentError. Changes `hidden`, and never waits for the device.
+    hidden, added: contiguous [num_rows, num_columns]. output_norm: the weight by which `added` is normed first, or
+    None. weight: that of the sum's norm; None returns None. Weights and norms are as in `norm`. The sum is rounded
+    before it is normed. One launch. Raises KernelArgumentError. Never waits for the device.
     """
     _check_rows(hidden, output_norm, weight)
     check_shape("added", added, tuple(hidden.shape))
@@ -266,11 +270,11 @@ def place(
 ) -> Tensor:
     """Norm and turn the heads of queries and K, write K and V to their slots, and return the queries.
 
-    heads: contiguous [num_rows, num_heads + 2 * num_kv_heads, head_dim], those of queries, of K and of V; caches, of K
+    heads: contiguous [num_rows, num_heads + 2 * num_kv_heads, head_dim], of queries, then of K, then of V; caches, of K
     and of V: see `layout`, in the heads' dtype or e4m3; slot_mapping: int64 [num_rows], each slot at most once, -1
-    stores nothing. scales: of K and of V by head, fp32 [num_kv_heads] each: what is stored as e4m3 is divided by them.
-    Returns [num_rows, num_heads, head_dim], new. Rounded after the norm, and after the turn. One launch. Raises
-    KernelArgumentError. Changes the caches, and never waits for the device.
+    stores nothing. scales: of K and of V by head, fp32 [num_kv_heads] each; e4m3 stores K and V divided by them.
+    Returns new [num_rows, num_heads, head_dim]. Values are rounded after the norm, and after the turn. One launch.
+    Raises KernelArgumentError. Changes the caches, and never waits for the device.
     """
     key_cache, value_cache = caches
     num_rows, num_heads = _check_place(heads, turn, caches, slot_mapping, scales)
@@ -301,7 +305,7 @@ def place(
 def _launch_norm(
     hidden: Tensor, others: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None], eps: float
 ) -> None:
-    """others: added, the norm of that, the norm, and what is normed."""
+    """others: `added`, the weights of its norm and of the sum's norm, and the tensor for the result."""
     num_rows, num_columns = hidden.shape
     added, output_norm, weight, _ = others
     tile = triton.next_power_of_2(num_columns)
@@ -318,7 +322,7 @@ def _launch_norm(
 
 
 def _check_rows(rows: Tensor, *norms: Tensor | None) -> None:
-    """Raise KernelArgumentError for rows that can't be normed, or not by these."""
+    """Raise KernelArgumentError for rows that can't be normed by these weights."""
     check_dtype("rows", rows, QUERY_DTYPES)
     if rows.dim() != 2 or not 1 <= rows.shape[1] <= MAX_COLUMNS:
         raise KernelArgumentError(
@@ -342,7 +346,7 @@ def _check_place(
     slot_mapping: Tensor,
     scales: tuple[Tensor, Tensor] | None,
 ) -> tuple[int, int]:
-    """The rows and the heads of queries. Raises KernelArgumentError for what `place` can't do."""
+    """(num_rows, num_heads). Raises KernelArgumentError for arguments that `place` doesn't support."""
     shape = check_cache(*caches)
     quantised = caches[0].dtype == FP8
     check_dtype("heads", heads, QUERY_DTYPES if quantised else (caches[0].dtype,))

@@ -1,7 +1,8 @@
-"""Which requests share which runs of blocks: what `prefix_decode` is told about a batch.
+"""Which requests of a batch share which blocks, in the form that `prefix_decode` takes.
 
-Invariants of the values, which `SharedRuns.build` checks and no kernel can: a row's runs follow one another from column
-0 of its block table without a gap, and no two groups of one level share a row.
+Here a run is a range of columns of block tables that several requests share. `SharedRuns.build` checks two invariants
+that no kernel can check. The runs of a row follow one another without a gap, from column 0 of its block table. No two
+groups of one level share a row.
 """
 
 from collections.abc import Sequence
@@ -23,10 +24,10 @@ class SharedRuns:
     Group g has the members `members[group_start[g] : group_start[g + 1]]`: rows of the query, which are rows of the
     block tables. Their tables agree in the columns from `run_start[g]` to before `run_stop[g]`, and all these blocks
     are full. `level[g]` is below `num_levels`, and differs between groups that share a member. `num_shared`,
-    [num_rows], is where a row's last run stops, or 0: its own part starts there.
+    [num_rows], is the column where a row's last run stops and its own part starts: 0 without runs.
 
-    Tensors may be longer than what they hold, for CUDA graphs: more groups start at the end of the last, without
-    members. Values are taken as they are; `build` checks them.
+    Tensors may be longer than what they hold, for CUDA graphs. The further groups are empty: they start where the last
+    group ends. Kernels don't check the values; `build` does.
     """
 
     members: Tensor
@@ -93,5 +94,5 @@ class SharedRuns:
 
     @property
     def num_groups(self) -> int:
-        """Groups that the tensors have room for."""
+        """How many groups the tensors have room for."""
         return self.run_start.shape[0]

@@ -1,8 +1,8 @@
 """Write the K and V of new tokens to their slots of a paged cache, as they are or as e4m3.
 
-The bits of e4m3 are made by integer arithmetic and stored as bytes: the same code then runs on every architecture and
-in Triton's interpreter, whose own conversion is wrong for small numbers. It rounds to the nearest, ties to even, as
-torch does; numbers beyond 448 become 448, where torch makes them NaN.
+Integer arithmetic makes the bits of e4m3, which are stored as bytes. So the same code runs on every architecture and in
+Triton's interpreter, whose own conversion is wrong for small numbers. Rounding is to the nearest, ties to even, as in
+torch. Numbers beyond 448 become 448; torch makes them NaN.
 """
 
 import torch
@@ -29,10 +29,10 @@ _MAX_TILE = 2048
 
 @triton.jit
 def encode_e4m3(number):
-    """Return the bits of the e4m3 numbers nearest to fp32 ones, uint8; beyond 448 they are 448's, NaN stays NaN."""
+    """Return the bits of the e4m3 numbers nearest to fp32 numbers, uint8. Beyond 448 becomes 448; NaN stays NaN."""
     bits = number.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # From 2**-6 on: of 23 bits of mantissa keep 3, rounding by a carry, and move the exponent's bias from 127 to 7.
+    # From 2**-6 on: keep 3 of 23 bits of mantissa, rounded by a carry, and change the exponent's bias from 127 to 7.
     normal = tl.minimum(((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3), 0x7E)
     # Below, the numbers are multiples of 2**-9, which is one unit in the last place of 2**14: the addition rounds.
     lifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
@@ -76,7 +76,7 @@ def store_kernel(
     if slot >= 0:
         block = slot // BLOCK_SIZE
         offset = slot % BLOCK_SIZE
-        # int64: a cache with its heads first may have strides whose multiples no int32 holds.
+        # int64: in a cache with its heads first, head * stride may exceed int32.
         head = (tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]).to(tl.int64)
         element = tl.arange(0, HEAD_DIM)[None, :]
         is_head = head < NUM_KV_HEADS
@@ -108,10 +108,10 @@ def store(
 ) -> None:
     """Write each token's K and V to its slot; a slot of -1 stores nothing.
 
-    key, value: [num_tokens, num_kv_heads, head_dim], any strides but a last one of 1; key_cache, value_cache:
-    [num_blocks, block_size, num_kv_heads, head_dim], of the same dtype, or e4m3: then key / k_scale and value / v_scale
-    are stored, with scales of each head, fp32 [num_kv_heads], or None for 1; slot_mapping: int64 [num_tokens], each
-    slot at most once. Raises KernelArgumentError. Changes both caches.
+    key, value: [num_tokens, num_kv_heads, head_dim], with a last stride of 1; key_cache, value_cache: [num_blocks,
+    block_size, num_kv_heads, head_dim], of the same dtype, or e4m3; slot_mapping: int64 [num_tokens], each slot at most
+    once. Caches in e4m3 get key / k_scale and value / v_scale; scales are of each head, fp32 [num_kv_heads], or None
+    for 1. Raises KernelArgumentError. Changes both caches.
     """
     shape = check_cache(key_cache, value_cache)
     quantised = key_cache.dtype == FP8

@@ -1,12 +1,12 @@
 """How each kernel is launched: tiles, warps and stages, by architecture, head_dim and the width of K and V.
 
-A table that is checked in, not a search at run time: the first call of a process costs no search, and the same machine
-always runs the same code. The entries below are chosen by reasoning and by compiling ahead of time (no spills, loads of
-K and V in flight while the tile before is computed); none has been measured on a GPU yet. `bench.sweep_kernels`
-measures them on one and prints the entries to put here.
+The table is checked in and not searched for at run time: the first call of a process is as fast as the others, and the
+same machine always runs the same code. The entries below are chosen by reasoning and by compiling ahead of time (no
+spills; K and V are loaded while the tile before is computed). None has been measured on a GPU yet.
+`bench.attention.sweep_kernels` measures them on one and prints the entries to put here.
 
 Each kernel has a dictionary of its own, from (family, head_dim, bytes of an element of K) to a `Launch`. The families
-are below; "any" stands for an architecture without entries, and for Triton's interpreter.
+are below. "any" stands for an architecture without entries, and for Triton's interpreter.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Launch:
-    """One way to launch a kernel. What a field means for a kernel that has no such thing: nothing.
+    """One way to launch a kernel. A kernel ignores the fields that don't apply to it.
 
-    `tile_keys`: keys of K and V in one turn of the inner loop; `tile_rows`: query rows of a program, heads of a group
-    counted one by one; `programs_per_sm`: programs of a fixed grid.
+    `tile_keys`: keys in one turn of the inner loop; `tile_rows`: query rows of a program, where each head of a group
+    counts as a row; `programs_per_sm`: programs of a fixed grid, for each SM.
     """
 
     tile_keys: int
@@ -56,10 +56,10 @@ def find(kernel: Mapping[Key, Launch], device: torch.device, head_dim: int, elem
 
 
 def widen(launch: Launch, rows: int, head_dim: int, element_bytes: int, family_name: str) -> Launch:
-    """The entry of a kernel for tiles of more rows than it is for, as groups of many heads need: `rows`, a power of 2.
+    """The entry, changed for tiles of `rows` rows, a power of 2, where `rows` exceeds the entry's (many heads a group).
 
-    By compiling ahead of time: more warps, so that what is summed up stays in registers; for fp32, which holds tiles of
-    K and V there too, smaller ones; and no more programs on an SM than fit.
+    The changes were found by compiling ahead of time. More warps keep the sums in registers. fp32 gets smaller tiles of
+    keys, since it holds tiles of K and V in registers too. An SM gets no more programs than fit.
     """
     if rows <= launch.tile_rows:
         return launch
@@ -80,8 +80,8 @@ def widen(launch: Launch, rows: int, head_dim: int, element_bytes: int, family_n
 def narrows_queries(query: Tensor, key_cache: Tensor, rows: int) -> bool:
     """Whether queries in bf16 are multiplied with e4m3 as fp16: see `device.tiles.narrow_rows`. rows: of a tile.
 
-    By compiling: a fifth fewer instructions for a tile of keys, and 10 to 30 fewer registers; but for large tiles on
-    sm90, whose registers are full and which would spill.
+    Compiled so, a tile of keys takes a fifth fewer instructions and 10 to 30 fewer registers. Large tiles on sm90 are
+    the exception: their registers are full, and they would spill.
     """
     is_full = family(query.device) == "sm90" and rows >= 64 and query.shape[2] == 256
     return key_cache.dtype == torch.float8_e4m3fn and query.dtype == torch.bfloat16 and not is_full
@@ -90,15 +90,15 @@ def narrows_queries(query: Tensor, key_cache: Tensor, rows: int) -> bool:
 def reads_pairs(query: Tensor, key_cache: Tensor, rows: int) -> bool:
     """Whether V is read as pairs of e4m3 numbers: see `device.tiles.begin_rows`. rows: of a tile.
 
-    By compiling: where tensor cores are those of warps, a third fewer instructions for a tile of keys and a fifth fewer
-    registers; where they are those of warpgroups, more of both.
+    Compiled for tensor cores that one warp uses, a tile of keys then takes a third fewer instructions and a fifth fewer
+    registers. For tensor cores that a warpgroup uses, it takes more of both.
     """
     has_warpgroups = family(query.device) in ("sm90", "sm100") and rows >= 64
     return key_cache.dtype == torch.float8_e4m3fn and query.dtype != torch.float32 and not has_warpgroups
 
 
 INTERPRETED_SMS = 2
-"""Where there are none, in the interpreter. More than one, so that work is shared there too."""
+"""The number of SMs to assume in the interpreter, which has none. It is above 1, so that work is shared there too."""
 
 
 def count_sms(device: torch.device) -> int:
@@ -110,13 +110,14 @@ def count_sms(device: torch.device) -> int:
 
 
 def count_programs(device: torch.device, launch: Launch) -> int:
-    """How many programs a fixed grid has: so many on each SM."""
+    """How many programs a fixed grid has: the launch's number for each SM."""
     return launch.programs_per_sm * count_sms(device)
 
 
-# K and V are read once and little is computed with them, so what counts is how many bytes an SM has on their way: at
-# least the memory's bandwidth times its latency, some 25 KiB for an SM of an H100. A tile of 16 KiB of K, and as many
-# of V, in two buffers and two or three programs on an SM make several times that, and fit in its memory and registers.
+# Decoding reads K and V once and computes little with them, so its speed depends on how many bytes an SM has in flight.
+# That must be at least the memory's bandwidth times its latency, some 25 KiB for an SM of an H100. A tile of 16 KiB of
+# K and one of V, in two buffers, with two or three programs on an SM, make several times that, and fit in its shared
+# memory and registers.
 DECODE: dict[Key, Launch] = {
     ("sm80", 64, 2): Launch(128, 4, 3, programs_per_sm=2),
     ("sm80", 64, 4): Launch(64, 4, 3, programs_per_sm=2),
@@ -160,8 +161,9 @@ DECODE: dict[Key, Launch] = {
 }
 """`decode`, both ways of splitting."""
 
-# A tile of 128 rows feeds the matrix units of sm90 and sm100 (64 rows an instruction of a warpgroup, two warpgroups);
-# older ones run out of registers there. Queries in fp32 are multiplied without matrix units, in small tiles.
+# A tile of 128 rows feeds the tensor cores of sm90 and sm100: an instruction of a warpgroup takes 64 rows, and there
+# are two warpgroups. Older architectures run out of registers with such tiles. Queries in fp32 are multiplied without
+# tensor cores, in small tiles.
 EXTEND: dict[Key, Launch] = {
     ("sm80", 64, 2): Launch(64, 8, 3, tile_rows=128),
     ("sm80", 64, 4): Launch(32, 4, 2, tile_rows=32),
@@ -217,7 +219,7 @@ EXTEND_NARROW: dict[Key, Launch] = {key: launch for key, launch in EXTEND.items(
     ("any", 256, 1): Launch(32, 4, 2, tile_rows=32),
     ("any", 256, 2): Launch(32, 4, 2, tile_rows=32),
 }
-"""`extend`, where sequences have few rows each: what counts is to read K and V fast, as in decoding."""
+"""`extend`, where sequences have few rows each. As in decoding, its speed is that of reading K and V."""
 
 PREFIX_DECODE: dict[Key, Launch] = EXTEND | {
     ("sm90", 64, 4): Launch(16, 4, 2, tile_rows=32),
@@ -225,17 +227,17 @@ PREFIX_DECODE: dict[Key, Launch] = EXTEND | {
     ("sm100", 128, 1): Launch(64, 8, 3, tile_rows=128),
     ("sm100", 256, 2): Launch(64, 8, 2, tile_rows=64),
 }
-"""`prefix_decode`: the loop over keys that all rows see is that of `extend`; other tiles where those would spill."""
+"""`prefix_decode`. Its loop over keys is that of `extend`; it has other tiles where those of `extend` would spill."""
 
 
 @dataclass(frozen=True)
 class CascadeThreshold:
-    """From where on `cascade_decode` is taken instead of `decode`.
+    """From where on `cascade_decode` is used instead of `decode`.
 
-    min_run_tokens: shorter shared runs don't count; min_saved_share: of the tokens in context that `decode` would read,
-    counted once for each request, so many must be saved. captured_microseconds, eager_microseconds: what a cascade
-    costs a layer beside its reading, in a CUDA graph as the step without it, and launched by the host where that step
-    is a graph; what isn't read must be worth more.
+    min_run_tokens: shorter shared runs don't count. min_saved_share: the least share of the tokens that `decode` would
+    read, counted once for each request, that a cascade must not have to read. captured_microseconds,
+    eager_microseconds: what a cascade costs a layer beside its reads, where it is captured in a CUDA graph, and where
+    the host launches it instead of replaying a graph. The time that the saved reads would take must exceed this cost.
     """
 
     min_run_tokens: int
@@ -244,16 +246,16 @@ class CascadeThreshold:
     eager_microseconds: float = 0.0
 
 
-# By reasoning, unmeasured on a GPU; `bench.attention.sweep_kernels --kernel CASCADE` measures the first cost and
+# Chosen by reasoning, unmeasured on a GPU. `bench.attention.sweep_kernels --kernel CASCADE` measures the first cost and
 # `bench.attention.engine_gpu` the second. A cascade writes each row's partial results in fp32, one for each level and
-# split, to read them again: with 32 heads of 128 a part costs as much traffic as K and V of 8 tokens of 8 heads in
-# bf16. So a run must be a few hundred tokens long; and as the rest of the step gets no faster, a cascade that saves
-# less than a third of the reading can't gain much. It is four launches more a layer: about 2 us each in a graph, and
-# 350 to 700 us of the host's time a layer outside of one.
+# split, and reads them again. With 32 heads of 128 a part costs as much traffic as K and V of 8 tokens of 8 heads in
+# bf16. So a run must be a few hundred tokens long. The rest of the step gets no faster, so a cascade that saves less
+# than a third of the reads can't gain much. It is four more launches a layer: about 2 us each in a graph, and 350 to
+# 700 us of the host's time a layer without a graph.
 CASCADE = CascadeThreshold(min_run_tokens=512, min_saved_share=0.3, captured_microseconds=8.0, eager_microseconds=500.0)
 """For decode steps of the engine."""
 
-# What makers say of the memories of A100 (80 GB), L40S, H100 SXM, B200 and MI300X; the rest is a guess.
+# The makers' figures for the memories of A100 (80 GB), L40S, H100 SXM, B200 and MI300X. "any" is a guess.
 _READ_BYTES = {"sm80": 2.0e6, "sm89": 0.86e6, "sm90": 3.35e6, "sm100": 8.0e6, "gfx942": 5.3e6, "any": 1.0e6}
 
 

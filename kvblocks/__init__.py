@@ -5,15 +5,20 @@
     hit = manager.get_computed_blocks(sequence)
     manager.allocate_slots(sequence, hit=hit)
 
-The rooms: `kvblocks.core` is one group of layers with full attention and all that exactness needs; `kvblocks.groups`
-are several groups; `kvblocks.retention` says what stays; `kvblocks.observe` is what people look at;
-`kvblocks.tiers` is what is kept below the device; `kvblocks.prefix_cache` is for engines that own their block ids. The
-reference engine is `kvblocks.engine`, its kernels `kvblocks.kernels`.
+The rooms:
 
-Public calls check what they are given: see `kvblocks.arguments`. Nothing is checked of the records that they answer
-with (CacheStats, PrefixRow, SharedPrefix, Plan and the like) when somebody else makes one.
+- `kvblocks.core`: one group of layers with full attention, and all that exactness needs;
+- `kvblocks.groups`: several groups of layers;
+- `kvblocks.retention`: which blocks stay cached;
+- `kvblocks.observe`: metrics, explanations and pictures for people;
+- `kvblocks.tiers`: copies of blocks below the device;
+- `kvblocks.prefix_cache`: for engines that own their block ids;
+- `kvblocks.engine`: the reference engine, with its kernels in `kvblocks.kernels`.
 
-The names below are imported when they are first asked for (PEP 562), so that who needs a block table loads nothing
+Public calls check their arguments: see `kvblocks.arguments`. Records that calls return (CacheStats, PrefixRow,
+SharedPrefix, Plan and the like) check nothing when somebody else makes one.
+
+The names below are imported when they are first used (PEP 562), so that a caller who needs a block table loads nothing
 else. None of them needs torch, numpy, a clock or a thread.
 """
 
@@ -67,10 +72,10 @@ if TYPE_CHECKING:
     __compiled__: bool
     """Whether this is the compiled build of the core (`KVBLOCKS_COMPILE=1 pip install .`).
 
-    The two behave alike; docs/design.md has the exceptions.
+    Both builds behave alike; docs/design/builds-and-invariants.md lists the exceptions.
     """
 
-# Where each public name lives; a test holds this against the imports above.
+# The module of each public name; a test compares it with the imports above.
 _HOMES = {
     "core.block": ("KVCacheBlock",),
     "core.free_queue": ("FreeBlockQueue",),
@@ -183,13 +188,13 @@ __all__ = [
 class _Kernels:
     """Finds `kvblocks.kernels`: in this folder, as it ships, or in a checkout beside it.
 
-    No other finder does the latter: a plain installation knows another copy only, and an editable one perhaps another
-    checkout's kernels.
+    No other finder looks beside this checkout: with a plain installation Python finds only the installed copy, and with
+    an editable one perhaps the kernels of another checkout.
     """
 
     @staticmethod
     def find_spec(name: str, path: _Items[str] | None, _target: object = None, /) -> ModuleSpec | None:
-        """As of finders in `sys.meta_path`."""
+        """Find the module, as finders in `sys.meta_path` do."""
         if name != "kvblocks.kernels" or path is None:
             return None
         return PathFinder.find_spec(name, [*path, *(folder.removesuffix("kvblocks") for folder in path)])

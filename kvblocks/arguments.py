@@ -1,16 +1,21 @@
 """Checks of what callers pass, the same in both builds.
 
-The rule. A call with an argument of a wrong type or value raises InvalidArgumentError, or another KVBlocksError, which
-says expected and got; it has changed nothing. A wrong number of arguments, or a name that there isn't, is Python's
-TypeError. What the caller's own code raises while a call asks it (`__hash__`, `__eq__`, an iterator, a hash function)
-comes out as it is, and nothing has changed then either; only TypeError, ValueError and OverflowError from an
-`__index__` or `__float__` mean, as everywhere in Python, that the object is no such number, and a TypeError from the
-first call of a function, on trial, that it isn't one of that kind.
+The rules:
 
-Compiled code checks a parameter annotated with a class of its own, `int`, `str` or `bool` before our first line runs,
-and raises a bare TypeError. So parameters of public calls are annotated with protocols, which say the same to a type
-checker and which compiled code passes through: `Given[Sequence]` for a Sequence, SupportsIndex for an int. Where a call
-takes one of our own classes on the hot path, it only looks at the type when it finds that something is wrong.
+- A call with an argument of a wrong type or value raises InvalidArgumentError, or another KVBlocksError. The message
+  says what was expected and what the call got. The call has changed nothing.
+- A wrong number of arguments, or an unknown name, is Python's TypeError.
+- The caller's own code (`__hash__`, `__eq__`, an iterator, a hash function) may raise while a call runs it. Such an
+  error is passed on as it is, and the call has changed nothing.
+- Two exceptions: TypeError, ValueError and OverflowError from `__index__` or `__float__` mean, as everywhere in Python,
+  that the object is no such number. A TypeError from the trial call of a function means that the function has a wrong
+  signature.
+
+In the compiled build, a parameter annotated with a compiled class, `int`, `str` or `bool` is checked before our first
+line runs, and a wrong one raises a bare TypeError. So parameters of public calls are annotated with protocols:
+`Given[Sequence]` for a Sequence, SupportsIndex for an int. To a type checker they mean the same, and compiled code
+doesn't check them. On the hot path, a call that takes an object of our own looks at its type only after something went
+wrong.
 """
 
 from collections.abc import Callable, Hashable
@@ -23,12 +28,12 @@ from kvblocks.errors import InvalidArgumentError
 T_co = TypeVar("T_co", covariant=True)
 
 _MAX_COUNT = 2**63 - 1
-_SMALL: Final = 2**60  # compiled code compares with it in no time
+_SMALL: Final = 2**60  # compiled code compares with it quickly, unlike with 2**63 - 1
 _MAX_SHOWN = 200  # characters of a value in an error message
 
 
 class Given(Protocol[T_co]):
-    """A T, to a type checker; the call that takes it checks it."""
+    """A T for a type checker. The call that takes it checks its type."""
 
     @property  # type: ignore[misc]  # read-only, so that a subclass of T is one too
     def __class__(self) -> "type[T_co]":  # type: ignore[override]
@@ -43,7 +48,7 @@ Flag = Given[bool]
 
 
 def shown(value: object) -> str:
-    """Return `value` as an error message shows it: its repr, not too long, and of anything at all."""
+    """Return `value` as an error message shows it: its repr, cut if it is long. Never raises."""
     try:
         text = repr(value)
     except Exception:  # noqa: BLE001  # an int too long to print, or whatever somebody's __repr__ raises
@@ -52,7 +57,7 @@ def shown(value: object) -> str:
 
 
 def wrong(name: str, expected: str, value: object) -> InvalidArgumentError:
-    """Return the error that says that an argument isn't what was expected."""
+    """Return the InvalidArgumentError for an argument that isn't what was expected."""
     return InvalidArgumentError(f"{name}: expected {expected}, got {shown(value)}")
 
 
@@ -62,7 +67,7 @@ def is_a(value: object, kind: type) -> bool:
 
 
 def as_int(value: object) -> int | None:
-    """Return `value` as an int if it is one, or has `__index__` as NumPy's do; None if not, and for a bool."""
+    """Return `value` as an int if it is one or has `__index__` (NumPy's integers do), else None. A bool gives None."""
     given: Any = value
     if type(given) is bool:
         return None
@@ -75,7 +80,7 @@ def as_int(value: object) -> int | None:
 def check_count(name: str, value: SupportsIndex, low: int, high: int | None = None) -> int:
     """Return `value` as an int if it is one (NumPy's too) from `low` to `high`; else raise InvalidArgumentError.
 
-    high: None: 2**63 - 1, more than there is of anything.
+    high: None means 2**63 - 1.
     """
     given: Any = value
     if type(given) is int:
@@ -91,7 +96,7 @@ def check_count(name: str, value: SupportsIndex, low: int, high: int | None = No
 
 
 def asked_once(value: SupportsIndex) -> SupportsIndex:
-    """Return `value` as an int if it is one, so that its own code isn't run later; else as it is, to be refused."""
+    """Return `value` as an int if it is one, so that its `__index__` runs once; else `value`, to be refused later."""
     number = as_int(value)
     return value if number is None else number
 
@@ -105,7 +110,10 @@ def check_integer(name: str, value: SupportsIndex) -> int:
 
 
 def check_number(name: str, value: SupportsFloat, expected: str = "a number") -> int | float:
-    """Return `value` as an int or float if it is a real number other than NaN (NumPy's too), else raise as ever."""
+    """Return `value` as an int or float if it is a real number (NumPy's too) and not NaN.
+
+    Else raises InvalidArgumentError.
+    """
     given: Any = value
     number = as_int(given)
     if number is not None:
@@ -127,18 +135,18 @@ def check_share(name: str, value: SupportsFloat, expected: str = "a share from 0
 
 
 def check_id(name: str, value: Hashable) -> None:
-    """Raise InvalidArgumentError unless `value` can be found in a dict: it is hashable and equal to itself."""
+    """Raise InvalidArgumentError unless `value` can be a dict key: it is hashable and equal to itself."""
     try:
         hash(value)
     except (TypeError, ValueError):  # ValueError from a memoryview
         raise wrong(name, "something hashable", value) from None
     given: Any = value
-    if not given == given:  # noqa: PLR0124  # NaN: it could be in use any number of times
+    if not given == given:  # noqa: PLR0124  # NaN: a dict may hold it several times
         raise wrong(name, "something that is equal to itself", value)
 
 
 def check_clock(name: str, now: Callable[[], float]) -> None:
-    """Raise InvalidArgumentError unless `now` is a function that returns a number. Asks it once."""
+    """Raise InvalidArgumentError unless `now` is a function that returns a number. Calls it once."""
     given: Any = now
     if not callable(given):
         raise wrong(name, "a function that returns the time", given)
@@ -169,17 +177,17 @@ def check_name(name: str, value: Text | None) -> str | None:
 
 
 def plain_text(text: str) -> str:
-    """Return the characters of `text`, without what a subclass of str makes of them."""
-    return text if type(text) is str else "".join([text])  # noqa: FLY002  # an f-string asks its __format__
+    """Return the characters of `text` as a plain str, without running methods of a subclass."""
+    return text if type(text) is str else "".join([text])  # noqa: FLY002  # an f-string calls its __format__
 
 
 def plain_bytes(value: bytes) -> bytes:
-    """Return what `value` holds, without what a subclass of bytes makes of it."""
+    """Return the content of `value` as plain bytes, without running methods of a subclass."""
     return value if type(value) is bytes else b"".join([value])
 
 
 def check_text(name: str, text: str) -> str:
-    """Return `text` if UTF-8 can encode it, else (a lone surrogate) raise InvalidArgumentError."""
+    """Return `text` if UTF-8 can encode it, else (it has a lone surrogate) raise InvalidArgumentError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -190,9 +198,9 @@ def check_text(name: str, text: str) -> str:
 
 
 def listed(name: str, expected: str, value: object) -> list[Any]:
-    """Return what an iterable yields as a list; InvalidArgumentError if it is none.
+    """Return the items of an iterable as a list. Raises InvalidArgumentError if `value` is no iterable.
 
-    A str or bytes is none. An iterator's own error comes out as it is.
+    A str or bytes doesn't count as an iterable. An error from the iterator itself is passed on.
     """
     given: Any = value
     if type(given) is list or type(given) is tuple:
@@ -203,9 +211,9 @@ def listed(name: str, expected: str, value: object) -> list[Any]:
         iterator = iter(given)
     except TypeError:
         raise wrong(name, expected, value) from None
-    return list(iterator)  # an iterator, so that nobody's __len__ is asked: it may be a lie
+    return list(iterator)  # of the iterator, so that a __len__ that lies is not called
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a real number (an int, a float, one of NumPy's), and neither a bool nor NaN."""
+    """Whether `value` is a real number (an int, a float, one of NumPy's), but no bool and not NaN."""
     return is_a(value, Real) and type(value) is not bool and bool(value == value)  # noqa: PLR0124  # NaN

@@ -1,7 +1,7 @@
 """The errors that kvblocks raises.
 
-Every error that a caller can cause is a `KVBlocksError`; its kinds are what a caller can act on. A message says what
-was expected and what it got. An operation that raises one of them has changed nothing.
+Every error that a caller can cause is a `KVBlocksError`. Its subclasses are the cases that a caller can act on. A
+message says what was expected and what the call got. A call that raises one of them has changed nothing.
 """
 
 
@@ -10,11 +10,11 @@ class KVBlocksError(Exception):
 
 
 class InvalidArgumentError(KVBlocksError, ValueError):
-    """A value that no state of the manager could make right: fix the call."""
+    """A value that is wrong in every state of the manager: fix the call."""
 
 
 class InvalidTokensError(InvalidArgumentError):
-    """Token ids that are not integers from 0 to 2**32 - 1, or none at all."""
+    """Token ids that aren't integers from 0 to 2**32 - 1, or no token ids where some are needed."""
 
 
 class NoTokensError(InvalidTokensError):
@@ -26,7 +26,7 @@ class SequenceStateError(KVBlocksError):
 
 
 class StaleHitError(KVBlocksError):
-    """A cache hit whose blocks were evicted after the lookup: look it up again."""
+    """A hit whose blocks were evicted after the lookup: look the sequence up again."""
 
 
 class BlockStateError(KVBlocksError):
@@ -34,24 +34,24 @@ class BlockStateError(KVBlocksError):
 
 
 class PoolExhaustedError(KVBlocksError):
-    """More blocks were asked than can be had. The manager answers None; the engine's scheduler raises this."""
+    """A call needs more blocks than there are. The manager returns None instead; the engine's scheduler raises this."""
 
 
 class CorruptStateError(KVBlocksError):
-    """An earlier call was left half done, by a KeyboardInterrupt for example: make a new manager, or cache.
+    """An earlier call was left half done, by a KeyboardInterrupt for example: make a new manager, or a new cache.
 
-    Every call that uses more than counters raises it from then on, unless its arguments are wrong. Also raised to a
-    call that is made in the middle of another one's change, by a finalizer or a signal handler; then the object is fine
-    once that one has ended.
+    From then on every call that uses more than counters raises it, unless its arguments are wrong. A call that is made
+    in the middle of another call's change, by a finalizer or a signal handler, raises it too. In that case the object
+    can be used again once the other call has ended.
     """
 
 
 class PinBudgetError(KVBlocksError):
-    """A pin would make all pins together hold more of the pool than they may: unpin something, or pin less."""
+    """With this pin, all pins together would hold more of the pool than they may: unpin something, or pin less."""
 
 
 class UnsupportedEngineError(KVBlocksError):
-    """The engine around an integration lacks a part that it uses, or is asked for something that it doesn't serve.
+    """The engine lacks a part that an integration uses, or asks for something that the integration doesn't support.
 
-    The message names it. Nothing has changed, and what can be seen before the engine runs is said before it runs.
+    The message names it. Nothing has changed. What can be checked before the engine runs is checked then.
     """

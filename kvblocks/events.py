@@ -1,9 +1,9 @@
 """Records of every change to the set of cached prefixes, in order, for routers and other observers of the cache.
 
-The set is of prefixes, not of blocks: a second block that holds the same prefix changes nothing, and a prefix is
-removed when the last block that holds it goes. Replaying the records into a dict gives the cached set at any time,
-that of each group and of each medium for itself: the same digest may be cached in several. The kinds follow vLLM's KV
-events; putting them on a wire is not the core's work.
+The set contains prefixes, not blocks. A second block that holds the same prefix changes nothing. A prefix is removed
+when the last block that holds it is evicted. Replaying the records into a dict gives the cached set at any time. Keep
+one set for each group and each medium: the same digest may be cached in several. The kinds of records follow vLLM's KV
+events. `kvblocks.wire` sends them over a network.
 """
 
 from array import array
@@ -15,7 +15,7 @@ from kvblocks.arguments import Flag, check_flag, is_a, wrong
 
 
 def _set_state(record: Any, state: list[Any]) -> None:
-    """Fill a record from its pickled fields. Older versions had fewer: the last ones then get their defaults."""
+    """Fill a record from its pickled fields. Older versions had fewer fields: those that are missing get defaults."""
     declared = fields(record)
     values = state + [field.default for field in declared[len(state) :]]
     for field, value in zip(declared, values, strict=True):
@@ -26,16 +26,15 @@ def _set_state(record: Any, state: list[Any]) -> None:
 class BlockStored:
     """Consecutive blocks of one prefix became cached.
 
-    block_hashes: their digests, first to last. parent_block_hash: the digest of the block that the first is attached
-    to, None for a first block. tokens: their token ids, packed as little-endian u32. block_size: tokens in a block.
-    extra_keys: (position among block_hashes, encoded extra keys) of those that have some, encoded as in `hashing`; a
-    group whose blocks are of another size than the primary one's leaves them to that. group_idx: the group that they
-    are cached in; None where there is only one. In a windowed group the parent need not be cached. block_ids: the
-    blocks that hold them now; a duplicate that takes the place of one later makes no record. In a tier, its slots.
-    salt, lora: of their sequence, whichever of its blocks they are. kind: how the group's layers attend,
-    "full_attention" or "sliding_window"; None: not known, in records of older versions. window: of the latter, in
-    tokens. medium: where they are cached, "GPU" for the device, otherwise a tier's `medium`. sequence_id: of the
-    sequence whose call cached them; None in a tier.
+    block_hashes: their digests, first to last. parent_block_hash: the digest of the first block's parent; None for a
+    first block. In a windowed group the parent need not be cached. tokens: their token ids, packed as little-endian
+    u32. block_size: tokens in a block. extra_keys: (index in block_hashes, encoded extra keys) of the blocks that have
+    some, encoded as in `hashing`; empty for a group whose block size isn't the primary group's. group_idx: the group
+    that they are cached in; None where there is only one. block_ids: the blocks that hold them now, or a tier's slots.
+    When a duplicate later takes over from one of them, nothing is recorded. salt, lora: of their sequence, on every
+    block. kind: how the group's layers attend, "full_attention" or "sliding_window"; None in records of older versions,
+    which don't say. window: of a sliding window, in tokens. medium: where they are cached: "GPU" for the device,
+    otherwise a tier's `medium`. sequence_id: of the sequence whose call cached them; None in a tier.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -62,9 +61,9 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Prefixes that are cached no more, by their digests; a child always before its parent.
+    """Prefixes that are no longer cached, by their digests; a child always before its parent.
 
-    group_idx, medium: as stored.
+    group_idx, medium: as in `BlockStored`.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -81,9 +80,9 @@ class AllBlocksCleared:
 
 @dataclass(frozen=True, slots=True)
 class BlocksHit:
-    """A sequence begins with these cached blocks, first to last; the cached set is as before.
+    """A sequence was allocated with these cached blocks, first to last. The cached set doesn't change.
 
-    Recorded for whoever asks (`EventOptions`). Fields as `BlockStored`'s; sequence_id: of the one that begins.
+    Recorded only with `EventOptions(hits=True)`. Fields as in `BlockStored`; sequence_id: of the allocated sequence.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -97,10 +96,10 @@ CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | BlocksHit
 
 @dataclass(frozen=True)
 class EventOptions:
-    """What a manager records besides the changes of the device's cached set, as its `enable_events`.
+    """A value for a manager's `enable_events`: what it records besides the changes of the device's cached set.
 
-    hits: `BlocksHit`, when a sequence begins with cached blocks. tiers: what tiers store and remove; their media must
-    differ. Raises InvalidArgumentError.
+    hits: a `BlocksHit` when a sequence is allocated with a hit. tiers: what tiers store and remove; the tiers must have
+    different media. Raises InvalidArgumentError.
     """
 
     hits: bool = False
@@ -112,7 +111,7 @@ class EventOptions:
 
 
 def check_event_options(value: "Flag | EventOptions") -> EventOptions | None:
-    """Return what is to be recorded, None: nothing. Raises InvalidArgumentError."""
+    """Return what is to be recorded; None means nothing. Raises InvalidArgumentError."""
     given: Any = value
     if is_a(given, EventOptions):
         options: EventOptions = given
@@ -123,7 +122,7 @@ def check_event_options(value: "Flag | EventOptions") -> EventOptions | None:
 
 
 def part_of(stored: BlockStored, first: int, end: int) -> BlockStored:
-    """Return the record of blocks first to end - 1 of a record's. O(blocks)."""
+    """Return a record of only the blocks first to end - 1 of `stored`. O(blocks)."""
     if first == 0 and end >= len(stored.block_hashes):
         return stored
     size = 4 * stored.block_size

@@ -1,4 +1,4 @@
-"""How a block is named to the outside, by the path that people import: see `kvblocks.core.hashing`."""
+"""How a block is named to the outside. The public import path of `kvblocks.core.hashing`, which explains it."""
 
 from typing import Any
 
@@ -21,15 +21,15 @@ __all__ = ["ExtraKey", "HashFunction", "Names", "PositionKey", "decode_extra_key
 HASH_FUNCTIONS: dict[str, HashFunction] = {"xxh3_128": xxh3_128_digest, "sha256": sha256_digest}
 
 VLLM = "vllm:"
-"""What begins the name of a scheme of vLLM's; its own name of the algorithm follows."""
+"""The prefix of the names of vLLM's schemes; vLLM's name of the algorithm follows it."""
 
 
 def get_names(algorithm: Text | HashFunction | Names) -> Names:
-    """Return the scheme that `algorithm` names, or the one over preimages that a callable bytes -> bytes makes.
+    """Return the naming scheme for `algorithm`: a name, a callable bytes -> bytes that hashes preimages, or a scheme.
 
-    A name is one of ours, or "vllm:" and one of `kvblocks.wire.names.VllmNames`; an object of that class is taken as it
-    is. Raises InvalidArgumentError for an unknown name, and for a callable that doesn't take bytes or doesn't return at
-    least one byte.
+    A name is one of ours, or "vllm:" and an algorithm of `kvblocks.wire.names.VllmNames`. A `Names` object is returned
+    as it is. Raises InvalidArgumentError for an unknown name, and for a callable that doesn't take bytes or doesn't
+    return at least one byte.
     """
     given: Any = algorithm
     if is_a(given, Names):

@@ -2,20 +2,21 @@
 
 A step of an engine looks up each new sequence (`get_computed_blocks`), makes room for what it will compute
 (`allocate_slots`, `append_slots`), runs the model over the block tables, and frees what has finished. A block is
-cached as soon as it is allocated full, before its KV is computed, so that a later sequence of the same step hits it;
-that is sound for engines that store a step's keys and values, layer by layer, before they attend. `abort` is for the
-step that died.
+cached as soon as it is allocated full, before its KV is computed, so that a later sequence of the same step hits it.
+This is sound for engines that, in each layer, store a step's keys and values before they attend. `abort` is for a step
+that died.
 
-Every call that raises, or returns None because the pool can't serve it, has changed nothing. But one that is
-interrupted in the middle of a change, by a KeyboardInterrupt say, leaves a manager all of whose calls raise
-CorruptStateError; only what counts (`stats`, `pins`, `quotas` and so on) may still be read.
+A call that raises, or returns None because the pool can't serve it, has changed nothing. The exception is a call that
+is interrupted in the middle of a change, by a KeyboardInterrupt for example. After that all calls raise
+CorruptStateError; only counters (`stats`, `pins`, `quotas` and so on) may still be read.
 
-A manager has one owner at a time: it takes no lock, and calls from several threads at once are an error of the
-caller's. The calls' names are those of vLLM v1's KVCacheManager.
+A manager takes no lock. The caller must not make calls from several threads at once.
 
-A caller's id is hashed and compared by the caller's own code, which may raise. So a call asks for it before it changes
-anything, and never again after that. Sharing a sequence's blocks among its samples, with copy on write, is vLLM's
-PagedAttention.
+Hashing and comparing a caller's id runs the caller's own code, which may raise. So a call does this before it changes
+anything, and not again after that.
+
+The calls have the names of vLLM v1's KVCacheManager. Sharing a sequence's blocks among its samples, with copy on write,
+comes from vLLM's PagedAttention.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from kvblocks.events import CacheEvent, EventOptions, check_event_options
 from kvblocks.hashing import get_names
 from kvblocks.stats import CacheStats, GroupUsage, QuotaUsage, Refusal
 
-if TYPE_CHECKING:  # what only some managers need is imported by those
+if TYPE_CHECKING:  # what only some managers need is imported when it is used
     from kvblocks.groups.kinds import Group
     from kvblocks.observe.block_callbacks import BlockCallback, BlockCallbacks
     from kvblocks.observe.block_sampler import BlockSampler
@@ -80,13 +81,13 @@ if TYPE_CHECKING:  # what only some managers need is imported by those
     from kvblocks.tiers.transfer import TierHit
 
 _NO_PLAIN_TOKEN = (AttributeError, BufferError, TypeError, OverflowError, ValueError)
-"""What adding a token the short way raises where the long way may still take it, or knows what is wrong with it."""
+"""What the fast path of adding a token may raise. The slow path then either takes the token, or says what is wrong."""
 
 _NONE: Any = 0
-"""What most calls give as a number of special tokens; seen by identity, since that asks nothing of an odd value."""
+"""The default number of lookahead tokens and the like. Compared by identity, which runs no code of the caller's."""
 
 _NO_TIERS: Any = ()
-"""What most give as tiers, and as loads from them; seen by identity, too."""
+"""The default for tiers and for loads. Compared by identity, too."""
 
 Step = tuple[list[Sequence], dict[Sequence, int]]
 """The sequences of a step, and their indices in it."""
@@ -96,19 +97,17 @@ class KVCacheManager(Changeable):
     """Manages a pool of `num_blocks` blocks of `block_size` tokens (None: 16, or what the groups say).
 
     first_block_id: the blocks' ids are first_block_id to first_block_id + num_blocks - 1; more than 0 for engines that
-    keep the first ones for something else.
-    groups: the groups of the model's layers, see `groups`; None: all layers attend to everything before a token.
-    hash_algorithm: "xxh3_128", "sha256" or a callable bytes -> bytes; or "vllm:sha256_cbor" and the like, or a
-    `VllmNames`, for vLLM's names, see `wire.names`; names blocks to the outside, never decides a hit. enable_caching:
-    whether prefixes are reused. enable_events: whether changes of the cached set are recorded for `take_events`, or
-    `EventOptions`, for more than the device's; then take them regularly, since they are kept until taken.
-    num_history_blocks: how many prefixes that are cached no more `explain` remembers; 0 costs nothing, otherwise each
-    block is hashed when it is cached, and each remembered one takes about 250 bytes. pin_budget: share of the pool that
-    pins may hold together, 0.0 to 1.0. tiers: where copies of cached blocks are kept below the device, the quickest
-    first, see `tiers`. eviction: which cached block goes first when the pool needs one: a name ("lru", "slru",
-    "s3fifo"), or what makes an `EvictionPolicy`, such as its class; None: the least recently used, and nothing else is
-    asked. debug: run `check()` after every change. Raises InvalidArgumentError, and what making a policy raises.
-    O(num_blocks).
+    keep the first ones for something else. groups: the groups of the model's layers, see `groups`; None: all layers
+    have full attention. hash_algorithm: how blocks are named to the outside; it never decides a hit. "xxh3_128",
+    "sha256" or a callable bytes -> bytes; or for vLLM's names "vllm:sha256_cbor" and the like, or a `VllmNames`, see
+    `wire.names`. enable_caching: whether prefixes are reused. enable_events: whether changes of the cached set are
+    recorded for `take_events`; `EventOptions` to record more than the device's. Take them regularly, since they are
+    kept until taken. num_history_blocks: how many removed prefixes `explain` remembers. 0 costs nothing; otherwise each
+    block is hashed when it is cached, and each remembered prefix takes about 250 bytes. pin_budget: share of the pool
+    that all pins together may hold, 0.0 to 1.0. tiers: where copies of cached blocks are kept below the device, the
+    fastest first, see `tiers`. eviction: which cached block is evicted first: a name ("lru", "slru", "s3fifo"), or what
+    makes an `EvictionPolicy`, such as its class; None: the least recently used, at no cost. debug: run `check()` after
+    every change. Raises InvalidArgumentError, and what making a policy raises. O(num_blocks).
     """
 
     def __init__(
@@ -163,8 +162,8 @@ class KVCacheManager(Changeable):
         self._groups: tuple[Group, ...] | None = self._slots.groups  # None: one of full attention
         self._in_flight = InFlight(self._index, self)
         self._sequences: dict[Hashable, Sequence] = {}
-        self._last_step: Step = ([], {})  # until one of its sequences is freed: the next batch is mostly the same
-        # When debugging or naming changes, a token that begins or fills a block goes the long way.
+        self._last_step: Step = ([], {})  # kept until one of its sequences is freed: the next batch is mostly the same
+        # When debugging, or when digests are needed, a token that begins or fills a block takes the slow path.
         self._fills_quickly = not debugs and not self._index.needs_digests and not self._slots.has_side_groups
         self._num_queries = self._num_hits = self._num_queried_tokens = self._num_hit_tokens = 0
         if tiers is not _NO_TIERS:
@@ -177,35 +176,35 @@ class KVCacheManager(Changeable):
 
     @property
     def blocks(self) -> list[KVCacheBlock]:
-        """The pool's blocks, by their ids from `first_block_id` on. The list is the pool's; don't change it. O(1)."""
+        """The pool's blocks, in the order of their ids. The list is the pool's own; don't change it. O(1)."""
         return self._pool.blocks
 
     @property
     def first_block_id(self) -> int:
-        """The id of the first block; those of the others follow it. O(1)."""
+        """The id of the first block; the other ids follow it. O(1)."""
         return self._pool.first_block_id
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence, pin or hold has, those with cached prefixes included. O(1)."""
+        """Blocks that no sequence, pin or hold owns, cached ones included. O(1)."""
         return self._pool.num_free_blocks
 
     @property
     def usage(self) -> float:
-        """Share of the pool that sequences, pins and holds have, 0.0 to 1.0. O(1)."""
+        """Share of the pool that sequences, pins and holds own, 0.0 to 1.0. O(1)."""
         return 1.0 - self._pool.num_free_blocks / len(self._pool.blocks)
 
     @property
     def num_taken_blocks(self) -> int:
-        """Blocks handed out since the manager was made: the one clock that a cache has by itself. O(1)."""
+        """Blocks handed out since the manager was made. Useful as a clock that needs no time. O(1)."""
         return self._slots.num_taken_blocks
 
     @property
     def now(self) -> int | float:
-        """The caller's clock, for eviction policies: set it once a step, say, in any unit. 0 until then. O(1).
+        """The caller's clock, for eviction policies, in any unit. Set it once a step, for example. 0 until then. O(1).
 
-        Nothing here reads a clock. `expire_pins` sets it, too. Setting it raises InvalidArgumentError for what is no
-        number.
+        The manager reads no clock of its own. `expire_pins` sets `now`, too. Setting it raises InvalidArgumentError
+        unless it is a number.
         """
         return self._now
 
@@ -216,7 +215,7 @@ class KVCacheManager(Changeable):
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups of layers, by their numbers; one of full attention unless others were given. O(1)."""
+        """The groups of layers, in order; one of full attention unless others were given. O(1)."""
         if self._groups is None:
             from kvblocks.groups.kinds import FullAttention
 
@@ -225,7 +224,7 @@ class KVCacheManager(Changeable):
 
     @property
     def alignment(self) -> int:
-        """Hits are multiples of so many tokens: the largest block size of a group. O(1)."""
+        """The largest block size of a group, in tokens. Every hit is a multiple of it. O(1)."""
         return self._slots.alignment
 
     @property
@@ -251,12 +250,12 @@ class KVCacheManager(Changeable):
         """Return the longest cached prefix of a sequence that isn't allocated. Changes nothing.
 
         Looks at all known tokens, so a sequence that was freed hits the blocks of its generated tokens too. max_tokens:
-        at most so many tokens in the hit's blocks; `sequence.num_tokens - 1` for engines that can't compute a last
-        token whose KV is there. The hit is empty when caching is off. Raises SequenceStateError when the sequence holds
+        the most tokens in the hit's blocks; pass `sequence.num_tokens - 1` if the engine can't recompute a last token
+        whose KV is cached. The hit is empty when caching is off. Raises SequenceStateError when the sequence holds
         blocks, InvalidArgumentError. One dict lookup and one memcmp for each run of blocks that were cached together;
-        O(blocks) where sequences parted at every block.
+        O(blocks) where sequences differ from each other at every block.
         """
-        if type(sequence) is not Sequence:  # what is like one would do until it is to change
+        if type(sequence) is not Sequence:  # an object that only looks like one would fail later, in a change
             as_sequence("get_computed_blocks", sequence)
         own: Sequence = sequence  # type: ignore[assignment]
         if self.change_state or own.owner is not None:
@@ -265,7 +264,7 @@ class KVCacheManager(Changeable):
                 raise SequenceStateError(f"get_computed_blocks: expected a sequence without blocks, got {own}")
         if max_tokens is not None or self._slots.has_side_groups or not self.enable_caching:
             return self._find_hit(own, None if max_tokens is None else check_count("max_tokens", max_tokens, 0))
-        tokens = own.tokens  # from here on `_find_hit`, without the calls
+        tokens = own.tokens  # from here on the same as `_find_hit`, inlined for speed
         num_tokens = len(tokens)
         block_size = self.block_size
         view = tokens if type(tokens) is memoryview else memoryview(tokens)
@@ -282,29 +281,32 @@ class KVCacheManager(Changeable):
         num_external_computed_tokens: SupportsIndex = 0,
         num_total_tokens: SupportsIndex | None = None,
         num_in_flight_tokens: SupportsIndex = 0,
-        delay_cache_blocks: Flag = False,  # noqa: FBT002  # meant to be named; see docs/design.md, "The hot path"
+        delay_cache_blocks: Flag = False,  # noqa: FBT002  # meant to be named; see docs/design/core/hot-path.md
         loads: Iterable[TierHit] = _NO_TIERS,
     ) -> list[KVCacheBlock] | None:
         """Make room for the next `num_new_tokens` known tokens (None: all the rest) and cache the blocks that get full.
 
-        For a sequence without blocks this is the start, and `hit` is what `get_computed_blocks` found for it (None:
-        use nothing of the cache); the tokens are those after the hit's. For one that has some it is the next chunk,
-        and there is no hit. num_lookahead_tokens: slots to add behind them for tokens that aren't known yet, such as
-        drafts; nothing in them is cached before `append_slots` says which tokens were accepted. num_total_tokens, in
-        place of that: make room for so many first tokens in all, known or not, of which num_new_tokens are new known
-        ones (None: as many as are known); where there is room, nothing happens. num_in_flight_tokens: how many of its
-        last tokens with slots belong to steps that still run; windows keep what those see.
+        A sequence without blocks starts with this call. `hit` is what `get_computed_blocks` found for it (None: use
+        nothing from the cache), and the new tokens are those behind the hit. For a sequence that has blocks this is the
+        next chunk, and `hit` is None.
 
-        num_external_computed_tokens: known tokens whose KV comes from elsewhere, such as a transfer; their slots come
-        before those of the new tokens, of which there may then be none (nor need there be any behind a hit of whole
-        blocks). They are delayed. loads: the same of tiers, `tiers.find`'s answer or a first part of it: the transfers
-        begin with the next `tiers.take_transfers`, and until `tiers.complete` says that the sequence is loaded it is
-        in no step. delay_cache_blocks: cache nothing of these tokens, nor of any behind them, before
-        `cache_blocks` says that they are written; `rewind` if they never are. Returns the new blocks, perhaps none; or
-        None, with nothing changed, when the pool can't serve it.
+        num_lookahead_tokens: slots to add behind the new tokens for tokens that aren't known yet, such as drafts.
+        Nothing in them is cached before `append_slots` says which tokens were accepted. num_total_tokens, instead of
+        num_lookahead_tokens: make room for the first num_total_tokens tokens, known or not. num_new_tokens says how
+        many of them are new known ones (None: all that are known). If there is room already, nothing happens.
+        num_in_flight_tokens: how many of the last tokens with slots belong to steps that still run; windows keep what
+        these tokens see.
 
-        Raises SequenceStateError (another manager's, an id in use, a hit for a sequence that has blocks), StaleHitError
-        (the hit's blocks have been evicted since), InvalidArgumentError (no tokens left, or fewer than asked for).
+        num_external_computed_tokens: known tokens whose KV comes from elsewhere, such as a transfer. Their slots come
+        before those of the new tokens, and num_new_tokens may then be 0, as it may behind a hit of whole blocks.
+        External tokens are delayed. loads: the same for tiers: what `tiers.find` returned, or the first part of it. The
+        transfers begin with the next `tiers.take_transfers`. Put the sequence in no step until `tiers.complete` says
+        that it is loaded. delay_cache_blocks: cache nothing of these tokens, nor of any behind them, before
+        `cache_blocks` says that they are written; call `rewind` if they never are. Returns the new blocks, perhaps
+        none; or None, with nothing changed, when the pool can't serve the call.
+
+        Raises SequenceStateError (another manager's sequence, an id in use, a hit for a sequence that has blocks),
+        StaleHitError (the hit's blocks were evicted after the lookup), InvalidArgumentError (too few tokens left).
         O(hit blocks + new blocks).
         """
         if self.change_state:
@@ -350,7 +352,7 @@ class KVCacheManager(Changeable):
             self._in_flight.note(own)
         if found_below and blocks is not None and self._traffic is not None:
             self._traffic.begin_loads(own, found_below)
-        self.change_state = self._rest_state  # `_end`, without the call
+        self.change_state = self._rest_state  # `_end`, inlined
         if self.change_state:
             self.check()
         return blocks
@@ -363,31 +365,30 @@ class KVCacheManager(Changeable):
     ) -> list[KVCacheBlock] | None:
         """Add decoded tokens and make room for them, in reserved slots first. Blocks that get full are cached.
 
-        token_ids: one or several accepted tokens, in any form that `Sequence` takes. delay_cache_blocks: as of
-        `allocate_slots`. Returns the new blocks, perhaps
-        none, where one that replaces a shared block (`fork`, `truncate`) comes first; or None, with nothing changed and
-        the tokens not added, when the pool can't serve it.
+        token_ids: one or several accepted tokens, in any form that `Sequence` takes. delay_cache_blocks: as in
+        `allocate_slots`. Returns the new blocks, perhaps none; a block that replaces a shared one (`fork`, `truncate`)
+        comes first. Returns None, with nothing changed and the tokens not added, when the pool can't serve the call.
 
-        Raises SequenceStateError (not this manager's, or tokens without slots are left) and InvalidTokensError. O(1) a
-        token, and O(block_size) for one that fills a block.
+        Raises SequenceStateError (not this manager's, or it has tokens without slots) and InvalidTokensError. O(1) for
+        each token, and O(block_size) for one that fills a block.
         """
         if self.change_state or delay_cache_blocks is not False:
             return self._append_otherwise(sequence, token_ids, delay_cache_blocks)
         try:
-            own: Sequence = sequence  # type: ignore[assignment]  # compiled code looks at its type here
+            own: Sequence = sequence  # type: ignore[assignment]  # compiled code checks its type here
             is_ours = own.tail_owner is self
         except (AttributeError, TypeError):
             raise not_a_sequence("append_slots", sequence) from None
         if is_ours and type(token_ids) is list and len(token_ids) == 1:
             num_tokens = own.num_computed_tokens
             if num_tokens < own.fits_below:
-                # It fits the last block without filling it: 14 of 16 decoded tokens, and nothing else changes.
+                # Fast path, for 14 of 16 decoded tokens: the token fits the last block and doesn't fill it.
                 try:
                     own.tokens.append(token_ids[0])  # type: ignore[union-attr]  # a view has no append
                     own.num_computed_tokens = num_tokens + 1
                 except BaseException as error:
                     self.change_state = CHANGING
-                    own.truncate_tokens(own.num_computed_tokens)  # what isn't counted
+                    own.truncate_tokens(own.num_computed_tokens)  # drop a token that isn't counted
                     self.change_state = IDLE
                     if own.num_computed_tokens > num_tokens or not isinstance(error, _NO_PLAIN_TOKEN):
                         raise
@@ -403,7 +404,7 @@ class KVCacheManager(Changeable):
                 blocks = self._slots.append_one(own, token_ids[0])
                 self.change_state = IDLE
                 return blocks
-        packed = pack_tokens(token_ids)  # first, since it may run the caller's own code, which may do anything
+        packed = pack_tokens(token_ids)  # first, since it may run code of the caller's
         if own.owner is not self or own.num_computed_tokens != len(own.tokens):
             self._check_appendable(own, "append_slots")
         blocks = self._slots.append(own, packed, delayed=False)
@@ -415,12 +416,12 @@ class KVCacheManager(Changeable):
     ) -> list[tuple[int, int, int]] | None:
         """Add one decoded token to each of `sequences` and make room for it: a whole decode step in one call.
 
-        token_ids: as many as sequences. Returns (index in `sequences`, index in its table, block id) for each sequence
-        whose table changed: all that an engine has to write to the step's block tables. None, with nothing
-        changed for any of them, when the pool can't serve all.
+        token_ids: one for each sequence. Returns (index in `sequences`, index in its block table, block id) for each
+        sequence whose table changed: all that an engine has to write to the step's block tables. Returns None, with
+        nothing changed for any sequence, when the pool can't serve all of them.
 
-        Raises SequenceStateError, InvalidTokensError and, for repeated sequences or too few or many tokens,
-        InvalidArgumentError. O(sequences).
+        Raises SequenceStateError, InvalidTokensError, and InvalidArgumentError for repeated sequences or another number
+        of tokens than of sequences. O(sequences).
         """
         if self._slots.num_groups > 1:
             got = self._slots.num_groups
@@ -443,9 +444,9 @@ class KVCacheManager(Changeable):
     ) -> list[tuple[int, int, int, int]] | None:
         """Add one decoded token to each of `sequences`, as `append_step`, whatever the groups are.
 
-        Returns (index in `sequences`, group, index in its table, block id) for each table entry that changed, other
-        than those that became dead; None, with nothing changed, when the pool can't serve all. Raises as `append_step`.
-        O(sequences x groups).
+        Returns (index in `sequences`, group, index in its block table, block id) for each table entry that changed,
+        except for entries that became dead. Returns None, with nothing changed, when the pool can't serve all of them.
+        Raises what `append_step` raises. O(sequences x groups).
         """
         delayed = delay_cache_blocks is not False and check_flag("delay_cache_blocks", delay_cache_blocks)
         step = self._check_step(sequences, token_ids)
@@ -461,14 +462,14 @@ class KVCacheManager(Changeable):
     def cache_blocks(self, sequence: Given[Sequence], num_computed_tokens: SupportsIndex) -> int:
         """Say that the KV of the first `num_computed_tokens` tokens is written, and cache the blocks that they fill.
 
-        For engines that write a step's keys and values before others may read them, and so pass
-        delay_cache_blocks=True whenever they make room. num_computed_tokens: up to `sequence.num_computed_tokens`; it
-        counts from the first token, so to say less than before changes nothing. Blocks that are cached already, by
-        sequences that share them, stay as they are; those that were taken back, by an abort for example, are cached
-        anew. Returns how many tokens of the sequence are cached then.
+        For engines that must write a step's keys and values before others may read them. These pass
+        delay_cache_blocks=True whenever they make room. num_computed_tokens: counted from the first token, at most
+        `sequence.num_computed_tokens`; a smaller number than before changes nothing. Blocks that are cached already, by
+        sequences that share them, stay as they are. Blocks that stopped being cached, by an abort for example, are
+        cached again. Returns how many tokens of the sequence are then cached.
 
-        A sequence from before a reset caches nothing until `renew`. Of one that loads from a tier only what comes
-        before that counts, until it has arrived. Raises SequenceStateError (not this manager's, or freed) and
+        A sequence from before a reset caches nothing until `renew`. While a sequence loads from a tier, only tokens
+        before the loaded ones count. Raises SequenceStateError (not this manager's, or freed) and
         InvalidArgumentError. O(blocks that get cached).
         """
         given = asked_once(num_computed_tokens)
@@ -483,12 +484,12 @@ class KVCacheManager(Changeable):
     def get_num_blocks_to_allocate(
         self, sequence: Given[Sequence], num_total_tokens: SupportsIndex, *, hit: Given[CacheHit] | None = None
     ) -> int:
-        """Return how many free blocks it takes to have room for the first `num_total_tokens` tokens, known or not.
+        """Return how many free blocks are needed to have room for the first `num_total_tokens` tokens, known or not.
 
-        Those of `hit` that are free count, as for a sequence without blocks `allocate_slots` would take them. It can be
-        served if there are so many free blocks (`num_free_blocks`, and what pins would give up), unless windows have to
-        keep more (`num_in_flight_tokens`). Changes nothing.
-        Raises as `allocate_slots` for what it is given. O(hit blocks).
+        The free blocks of `hit` count, since `allocate_slots` would take them, too. `allocate_slots` succeeds if there
+        are so many free blocks (`num_free_blocks`, and what pins would give up), unless windows have to keep more
+        blocks (`num_in_flight_tokens`). Changes nothing. Raises what `allocate_slots` raises for these arguments.
+        O(hit blocks).
         """
         self.check_whole()
         check_start(sequence, hit)
@@ -505,7 +506,7 @@ class KVCacheManager(Changeable):
         """Make room for `num_tokens` more tokens than are known, such as drafts. Nothing of them is cached.
 
         `append_slots` fills the room. Returns the new blocks, perhaps none; or None, with nothing changed, when the
-        pool can't serve it. Raises SequenceStateError and InvalidArgumentError. O(new blocks).
+        pool can't serve the call. Raises SequenceStateError and InvalidArgumentError. O(new blocks).
         """
         number = check_count("num_tokens", num_tokens, 0)
         blocks = self._slots.reserve(self._check_owned(sequence, "reserve_slots"), number)
@@ -515,9 +516,9 @@ class KVCacheManager(Changeable):
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the (source, destination) ids of blocks to copy, in order, since the last call, and forget them.
 
-        Only sequences that were forked or truncated need any. The engine copies the blocks' KV in all layers, one pair
-        after the other or as if so, before it stores any of the step's keys and values, and before a transfer writes
-        to blocks that a later call gives. O(1).
+        Only sequences that were forked or truncated need copies. The engine copies the blocks' KV in all layers, with
+        the same result as one pair after the other. It copies before it stores any of the step's keys and values, and
+        before a transfer writes to blocks that a later call returns. O(1).
         """
         self.begin_change()
         copies = self._slots.take_copies()
@@ -525,41 +526,45 @@ class KVCacheManager(Changeable):
         return copies
 
     def take_group_copies(self) -> list[tuple[int, int, int]]:
-        """Return the copies since the last call, as `take_copies`, with the group whose layers have them: (group,
-        source, destination). A block id stands for the same memory in each group, so copying all of it does no harm.
+        """Return the copies since the last call, as `take_copies`, with their group: (group, source, destination).
+
+        Only the group's layers need the copy. A block id stands for the same memory in each group, so copying all of
+        the block does no harm.
         """
         self.check_whole()
         groups = self._slots.copy_groups()
         return [(group, *pair) for group, pair in zip(groups, self.take_copies(), strict=True)]
 
     def free(self, sequence: Given[Sequence]) -> None:
-        """Give the sequence's blocks back, last first. What is cached of it stays so until the blocks are reused.
+        """Give the sequence's blocks back, last first. Its cached blocks stay cached until they are reused.
 
-        All that it was given slots for must have been computed. A token that was appended last and that no step has
-        computed must not stay cached: then call `abort` with num_tokens - 1. The sequence keeps its tokens and can be
-        allocated again. Raises SequenceStateError when it isn't this manager's or holds no blocks (a double free).
-        O(blocks), a lookup for each pin that begins alike and lacks blocks, and once O(sequences) after a step.
+        All tokens with slots must have been computed. If no step has computed the token that was appended last, call
+        `abort` with num_tokens - 1 instead, since that token must not stay cached. The sequence keeps its tokens and
+        can be allocated again. Raises SequenceStateError when it isn't this manager's or holds no blocks (a double
+        free). O(blocks), a lookup for each pin that has the same first tokens and lacks blocks, and once O(sequences)
+        after a step.
         """
         self._give_back(sequence, "free", None)
 
     def abort(self, sequence: Given[Sequence], num_computed_tokens: SupportsIndex) -> None:
-        """Free a sequence of a step that died; of its tokens, the first `num_computed_tokens` have their KV written.
+        """Free a sequence of a step that died. The KV of its first `num_computed_tokens` tokens is written.
 
-        What it caches beyond them is cached no more, nor is anything chained to that. Abort every sequence of the
-        step, also those that may have hit such a block, which they keep in their tables until then, and those that
-        waited for a copy (`take_copies`). Raises SequenceStateError, InvalidArgumentError. O(blocks + blocks of pins).
+        Blocks that it cached beyond these tokens stop being cached, and so does everything below them. Abort every
+        sequence of the step. This includes sequences that may have hit such a block, since they keep it in their tables
+        until then, and sequences that waited for a copy (`take_copies`). Raises SequenceStateError,
+        InvalidArgumentError. O(blocks + blocks of pins).
         """
         self._give_back(sequence, "abort", check_integer("num_computed_tokens", num_computed_tokens))
 
-    # Sequences that part and go back.
+    # Forks, truncations and resets.
 
     def fork(self, sequence: Given[Sequence], sequence_id: Hashable) -> Sequence:
-        """Return a new sequence with the same tokens and keys that shares all blocks which hold them.
+        """Return a new sequence with the same tokens and keys that shares all blocks that hold them.
 
-        For several samples of one prompt, or beam search. Both go on from there; the first that adds a token to an
-        unfilled block which the other still holds gets a block of its own, and `take_copies` says what to copy there.
-        Reserved slots are not shared. What is shared must be computed before a token is added to either, and if the
-        step that was to compute it dies, both must be aborted.
+        For several samples of one prompt, or beam search. Both sequences may then get more tokens. The first to add a
+        token to an unfilled block that both hold gets a block of its own, and `take_copies` says what to copy there.
+        Reserved slots are not shared. The shared tokens must be computed before a token is added to either sequence. If
+        the step that was to compute them dies, both must be aborted.
 
         Raises SequenceStateError (not this manager's, or an id in use) and InvalidArgumentError. O(tokens + blocks).
         """
@@ -576,17 +581,17 @@ class KVCacheManager(Changeable):
     def truncate(
         self, sequence: Given[Sequence], num_tokens: SupportsIndex, *, num_computed_tokens: SupportsIndex | None = None
     ) -> None:
-        """Drop all but the first `num_tokens` tokens of a sequence, such as rejected drafts, and its room beyond them.
+        """Keep the first `num_tokens` tokens of a sequence; drop the others, such as rejected drafts, and their slots.
 
-        num_tokens: from the prompt's to all known ones. num_computed_tokens: how many have their KV written, at least
-        those that are kept; None: all that were given slots, such as drafts that were verified. What is cached beyond
-        them leaves the cache, as in `abort`.
+        num_tokens: at least the prompt's, at most all known ones. num_computed_tokens: how many tokens have their KV
+        written, at least those that are kept; None: all with slots, such as drafts that were verified. Blocks that are
+        cached beyond these tokens stop being cached, as in `abort`.
 
-        Blocks that aren't needed any more are given back, last first; what was written of them stays cached, and a
-        token added later never overwrites it: see `take_copies`. Raises SequenceStateError and InvalidArgumentError.
-        With windowed groups it goes back at least to what was computed before the last call that made room for tokens;
-        further back only while all that the next token sees is held, else SequenceStateError. O(tokens dropped), and as
-        `free` and `abort`.
+        Blocks that aren't needed any more are given back, last first. Those that were written stay cached, and a token
+        that is added later never overwrites them: see `take_copies`. Raises SequenceStateError and
+        InvalidArgumentError. With windowed groups a sequence can always go back to what was computed before the last
+        call that made room for tokens. It can go back further only while all that the next token sees is held; else the
+        call raises SequenceStateError. O(tokens dropped), and as `free` and `abort`.
         """
         num_tokens = asked_once(num_tokens)
         if num_computed_tokens is not None:
@@ -613,13 +618,13 @@ class KVCacheManager(Changeable):
         self._end()
 
     def rewind(self, sequence: Given[Sequence], num_tokens: SupportsIndex) -> int:
-        """Give back the slots behind the first `num_tokens` tokens, whose KV isn't there, and keep the tokens.
+        """Keep the slots of the first `num_tokens` tokens and give the others back. The tokens stay.
 
-        For a load that failed, of which these first tokens arrived: `allocate_slots` then makes room to compute the
-        others. It goes down to where a block ends in all groups, so that no block is written twice; returns how many
-        tokens keep their slots. What is cached behind them leaves the cache, as in `abort`; blocks of a hit stay cached
-        (see `evict_blocks`), and are given back. Raises SequenceStateError (not this manager's, or a window has passed
-        what would be needed) and InvalidArgumentError. O(blocks given back).
+        For a load that failed after these tokens had arrived: `allocate_slots` then makes room to compute the rest. The
+        number is rounded down to where a block ends in all groups, so that no block is written twice. Returns how many
+        tokens keep their slots. Blocks that are cached behind them stop being cached, as in `abort`. Blocks of a hit
+        are given back and stay cached (see `evict_blocks`). Raises SequenceStateError (not this manager's, or blocks
+        that would be needed have left a window) and InvalidArgumentError. O(blocks given back).
         """
         given = asked_once(num_tokens)
         own = self._check_owned(sequence, "rewind")
@@ -635,11 +640,11 @@ class KVCacheManager(Changeable):
         return own.num_computed_tokens
 
     def renew(self, sequence: Given[Sequence]) -> None:
-        """Say that the KV of a sequence from before a reset of the cache is valid after it, so that it is cached again.
+        """Say that the KV of a sequence from before a reset of the cache is still valid, so that it is cached again.
 
-        For resets that had another reason than new weights, or after computing its KV anew. Its full blocks are
-        cached at once, and what it fills later too. Raises SequenceStateError when it isn't this manager's or not from
-        before a reset. O(its full blocks).
+        For a reset that had another reason than new weights, or after the KV was computed again. The sequence's full
+        blocks are cached at once, and later ones when they fill. Raises SequenceStateError when it isn't this manager's
+        or isn't from before a reset. O(its full blocks).
         """
         sequence = self._check_owned(sequence, "renew")
         if not self.enable_caching or sequence.epoch is self._index.epoch:
@@ -650,11 +655,11 @@ class KVCacheManager(Changeable):
         self._end()
 
     def reset_prefix_cache(self) -> None:
-        """Stop caching everything, at any time: no block cached before is hit again. After a change of weights, say.
+        """Stop caching everything, for example after a change of weights: no block cached before is hit again.
 
-        Sequences go on with their blocks; nothing of theirs, which is of before the reset, is cached until they are
-        freed and allocated again, unless `renew` says that it is valid still. Pins stand, and hold their prefixes when
-        those are cached anew. O(1) but for giving memory back; O(blocks that pins hold); and O(cached blocks) with a
+        May be called at any time. Sequences keep their blocks, and cache nothing until they are freed and allocated
+        again, unless `renew` says that their KV is still valid. Pins stay, and hold their prefixes when these are
+        cached again. O(1) but for giving memory back; O(blocks that pins hold); and O(cached blocks) with a removal
         history, which remembers them.
         """
         self.begin_change()
@@ -666,12 +671,12 @@ class KVCacheManager(Changeable):
         self._end()
 
     def evict_blocks(self, block_ids: Iterable[SupportsIndex]) -> int:
-        """Stop caching what these blocks hold, and all that is chained to it; whoever has them keeps them.
+        """Stop caching these blocks, and everything below them. Their owners keep them.
 
-        For KV that turns out to be bad: what was loaded with errors, say. Where another block holds the same prefix
-        too, that one takes its place, and what is chained to it stays cached: give the blocks that were computed from
-        bad ones, too. Returns how many blocks are cached no more. Raises InvalidArgumentError for ids that aren't this
-        pool's. O(blocks + what was chained to them).
+        For KV that turns out to be bad, such as a load with errors. Where a duplicate holds the same prefix, it takes
+        over, and what is below it stays cached. So pass the blocks that were computed from bad ones, too. Returns how
+        many blocks stopped being cached. Raises InvalidArgumentError for ids that aren't this pool's. O(blocks + blocks
+        below them).
         """
         ids = listed("block_ids", "an iterable of ints", block_ids)
         first, end = self._pool.first_block_id, self._pool.end_block_id - 1
@@ -692,13 +697,13 @@ class KVCacheManager(Changeable):
         return num_before - self._pool.num_cached_blocks
 
     def forget_salt(self, salt: Text | None) -> int:
-        """Stop caching whatever has a salt (None: has none), here and in all tiers: to delete a tenant's data.
+        """Stop caching everything with this salt (None: without a salt), here and in all tiers: delete a tenant's data.
 
-        Its sequences go on with their blocks as after `reset_prefix_cache`: nothing of theirs is cached until they are
-        freed and allocated again, or `renew` says that it may be. Stores of it that are under way come to nothing,
-        loads bring what they promised, to those that wait and to nobody else. Pins stand, as there. Returns how many
-        blocks, with slots of tiers, are cached no more. Raises InvalidArgumentError. O(runs + sequences + blocks that
-        are cached no more).
+        Sequences with this salt keep their blocks, as after `reset_prefix_cache`: they cache nothing until they are
+        freed and allocated again, or `renew` says that their KV is valid. Stores under way are dropped. Loads under way
+        end normally, but only for the sequences that wait for them. Pins stay, as there. Returns how many blocks,
+        slots of tiers included, stopped being cached. Raises InvalidArgumentError. O(runs + sequences + blocks that
+        stopped being cached).
         """
         name = check_name("salt", salt)
         from kvblocks.retention.salts import ended_epoch, forget_salt
@@ -724,12 +729,12 @@ class KVCacheManager(Changeable):
 
     @property
     def max_pinned_blocks(self) -> int:
-        """How many blocks all pins together may be for: `pin_budget` of the pool. O(1)."""
+        """How many blocks the prefixes of all pins together may have: `pin_budget` of the pool. O(1)."""
         return self._max_pinned_blocks
 
     @property
     def holds(self) -> BlockHolds:
-        """Who else has blocks, for transfers, and by which calls. O(1)."""
+        """Holds of blocks for others than sequences, such as transfers, and the calls for them. O(1)."""
         if self._holds is None:
             from kvblocks.retention.holds import BlockHolds as Holds
 
@@ -738,7 +743,7 @@ class KVCacheManager(Changeable):
 
     @property
     def sessions(self) -> Sessions:
-        """What is told of conversations, for eviction policies that listen: that one pauses, or has ended. O(1)."""
+        """Tell eviction policies here that a conversation pauses or has ended. O(1)."""
         if self._sessions is None:
             from kvblocks.retention.sessions import Sessions as Made
 
@@ -747,7 +752,7 @@ class KVCacheManager(Changeable):
 
     @property
     def tiers(self) -> Tiers:
-        """What is kept below the device and what moves between, with its calls. Empty unless tiers were given. O(1)."""
+        """The tiers below the device, and the calls for transfers. Empty unless tiers were given. O(1)."""
         if self._tiers is None:
             from kvblocks.tiers.tiers import Tiers as Made
 
@@ -757,7 +762,7 @@ class KVCacheManager(Changeable):
 
     @property
     def last_refusal(self) -> Refusal | None:
-        """Why the last call that returned None did so; None before the first. O(1)."""
+        """Why the last call that returned None did so; None before the first such call. O(1)."""
         return self._slots.last_refusal
 
     def pin(
@@ -772,15 +777,16 @@ class KVCacheManager(Changeable):
     ) -> Pin:
         """Keep the full blocks of a prefix cached, from now or from when they are computed, until `unpin` or expiry.
 
-        token_ids, salt, lora, extra_keys: as of a `Sequence`. priority: 0 to 100, or (start, end, priority) for
-        ranges of tokens, where a block gets at least the priority of those behind it, and those behind the last range
-        aren't pinned. When a call needs blocks and only pinned ones are left, those of lowest priority are given up,
-        and those of 100 never. expires_at: on the caller's clock, see `expire_pins`; None: never.
+        token_ids, salt, lora, extra_keys: as for a `Sequence`. priority: 0 to 100; or (start, end, priority) for ranges
+        of tokens. With ranges, a block gets at least the priority of the blocks behind it, and blocks behind the last
+        range aren't pinned. When a call needs blocks and only pinned ones are left, those of lowest priority are given
+        up; those of priority 100 never are. expires_at: on the caller's clock, see `expire_pins`; None: never.
 
-        Raises PinBudgetError when all pins together would be for more than `pin_budget` allows (a block in two pins
-        counts twice), InvalidArgumentError and InvalidTokensError. O(tokens + pins); and while it lacks blocks, a
-        lookup whenever a sequence that begins like it is freed. While there are pins, a call that finds too few free
-        blocks costs O(pins) more, and O(pinned blocks) if any block was shared or left by a sharer since the last one.
+        Raises PinBudgetError when the prefixes of all pins together would have more blocks than `pin_budget` allows (a
+        block in two pins counts twice), InvalidArgumentError and InvalidTokensError. O(tokens + pins). While the pin
+        lacks blocks, freeing a sequence that has the same first tokens costs one more lookup. While there are pins, a
+        call that finds too few free blocks costs O(pins) more, and O(pinned blocks) if a shared block got or lost an
+        owner since the last such call.
         """
         self.check_whole()
         if not self.enable_caching:
@@ -797,7 +803,7 @@ class KVCacheManager(Changeable):
         return pin
 
     def unpin(self, pin: Given[Pin]) -> None:
-        """End a pin; its blocks stay cached as any others do. Raises InvalidArgumentError. O(its blocks)."""
+        """End a pin. Its blocks stay cached until they are reused. Raises InvalidArgumentError. O(its blocks)."""
         self.check_whole()
         from kvblocks.retention.pins import Pin
 
@@ -810,11 +816,10 @@ class KVCacheManager(Changeable):
         self._unpin(self._pins, [given])
 
     def expire_pins(self, now: SupportsFloat) -> list[Pin]:
-        """End and return the pins whose `expires_at` is not after `now`, on the clock that `expires_at` was told by.
+        """End and return the pins whose `expires_at` is at or before `now`, on the clock of the property `now`.
 
-        That is the clock of `now`, which this sets, too. Their blocks are free then, and reused before any that is
-        still pinned. Nothing expires by itself: call it now and then. Raises InvalidArgumentError. O(pins + blocks
-        freed).
+        Also sets that property. The pins' blocks become free, and are reused before any that is still pinned. No pin
+        expires by itself: call this now and then. Raises InvalidArgumentError. O(pins + blocks freed).
         """
         self.check_whole()
         time = check_number("now", now)
@@ -827,11 +832,11 @@ class KVCacheManager(Changeable):
         return expired
 
     def set_quota(self, salt: Text | None, max_blocks: SupportsIndex | None) -> None:
-        """Bound what the sequences of one salt (None: without any) keep cached while others want the space.
+        """Limit how many blocks sequences of one salt (None: no salt) may keep cached while others want the space.
 
-        max_blocks: None takes the bound away. Beyond it they may cache what is free, but their least recently used
-        blocks then go before anybody else's cached ones. Blocks in use count, and are never taken. Raises
-        InvalidArgumentError. O(pool).
+        max_blocks: None removes the limit. Beyond the limit, sequences of this salt may still use free space for their
+        cached blocks, but their least recently used cached blocks are then evicted before those of others. Owned blocks
+        count, and are never evicted. Raises InvalidArgumentError. O(pool).
         """
         self._check_has_primary("set_quota")
         name = check_name("salt", salt)
@@ -842,7 +847,7 @@ class KVCacheManager(Changeable):
         self._use_quotas(quotas)
 
     def set_default_quota(self, max_blocks: SupportsIndex | None) -> None:
-        """`set_quota` for each salt, other than None, that has none of its own. O(pool)."""
+        """Set the quota of each salt, except None, that has no quota of its own. As `set_quota`. O(pool)."""
         self._check_has_primary("set_default_quota")
         number = None if max_blocks is None else check_count("max_blocks", max_blocks, 0)
         quotas = self._get_quotas()
@@ -851,10 +856,10 @@ class KVCacheManager(Changeable):
         self._use_quotas(quotas)
 
     def quotas(self) -> list[QuotaUsage]:
-        """Return the quotas of salts that were given one or have anything cached, and what is used. O(salts)."""
+        """Return quota and usage of each salt that has a quota of its own or anything cached. O(salts)."""
         return [] if self._quotas is None else self._quotas.usage()
 
-    # What people and engines look at.
+    # Reports for people and engines.
 
     def shared_prefixes(
         self,
@@ -863,10 +868,11 @@ class KVCacheManager(Changeable):
         min_blocks: SupportsIndex = 1,
         num_visible_tokens: Items[SupportsIndex] | None = None,
     ) -> list[SharedPrefix]:
-        """Return the groups of `sequences`, a batch, that share blocks, for cascade attention; parents before children.
+        """Return which of `sequences`, a batch, share blocks, for cascade attention; parents before children.
 
-        See `find_shared_prefixes`. With several groups they are those of the primary one. Raises SequenceStateError
-        (not this manager's) and InvalidArgumentError. Changes nothing. Near-linear in the batch's blocks.
+        See `find_shared_prefixes`. With several groups of layers it looks at the primary group's blocks. Raises
+        SequenceStateError (not this manager's) and InvalidArgumentError. Changes nothing. Near-linear in the batch's
+        blocks.
         """
         self.check_whole()
         batch = listed("sequences", "an iterable of sequences", sequences)
@@ -878,7 +884,7 @@ class KVCacheManager(Changeable):
         return find_shared_prefixes(batch, self.block_size, min_blocks, num_visible_tokens)
 
     def prefix_rows(self) -> list[PrefixRow]:
-        """Return what is cached as the rows of a table, for people. Changes nothing. O(cached blocks)."""
+        """Return the cached prefixes as rows of a table, for people. Changes nothing. O(cached blocks)."""
         self.check_whole()
         self._check_has_primary("prefix_rows")
         from kvblocks.observe.picture import prefix_rows
@@ -886,7 +892,7 @@ class KVCacheManager(Changeable):
         return prefix_rows(self._index)
 
     def to_dot(self, *, max_nodes: SupportsIndex | None = 200) -> str:
-        """Return what is cached as a Graphviz document, of at most `max_nodes` nodes. As `prefix_rows`."""
+        """Return the cached prefixes as a Graphviz document of at most `max_nodes` nodes. As `prefix_rows`."""
         from kvblocks.observe.picture import to_dot
 
         return to_dot(self.prefix_rows(), max_nodes)
@@ -894,9 +900,10 @@ class KVCacheManager(Changeable):
     def explain(self, sequence: Given[Sequence]) -> Explanation:
         """Say why the longest cached prefix of a sequence ends where it does. Changes nothing.
 
-        Needs num_history_blocks to know of evictions, aborts and resets. With several groups it names the one that
-        ended the hit. With tiers it says what they have behind the hit. Raises InvalidArgumentError. For people:
-        O(runs in the cache + tokens + blocks cached for them under any keys), and O(slots) for tiers that have some.
+        Knows of evictions, aborts and resets only with num_history_blocks. With several groups it names the one that
+        ended the hit. With tiers it says what they have behind the hit. Raises InvalidArgumentError. For people, since
+        it costs O(runs in the cache + tokens + blocks cached for them under any keys), and O(slots) for tiers that have
+        some of the tokens.
         """
         self.check_whole()
         own = as_sequence("explain", sequence)
@@ -907,10 +914,10 @@ class KVCacheManager(Changeable):
         return explain(self._index, self._slots, self._history, own, parts)
 
     def sequence(self, sequence_id: Hashable) -> Sequence | None:
-        """Return the sequence that holds blocks under this id, so that it can be freed, say; None: there is none.
+        """Return the allocated sequence of this id, None if there is none.
 
-        Its owner may have lost it. Raises InvalidArgumentError, and what the id's hash and comparison raise. Changes
-        nothing. O(1).
+        For callers that have lost the object and want to free it, for example. Raises InvalidArgumentError, and what
+        the id's hash and comparison raise. Changes nothing. O(1).
         """
         self.check_whole()
         check_id("sequence_id", sequence_id)
@@ -919,8 +926,8 @@ class KVCacheManager(Changeable):
     def block_hashes(self, sequence: Given[Sequence]) -> list[bytes]:
         """Return the digests of a sequence's full blocks of known tokens, allocated or not, cached or not.
 
-        What `block.block_hash` and events call those blocks: names for the outside, such as a router's or a store's.
-        Raises InvalidArgumentError, and what the hash function raises. Changes nothing. O(tokens).
+        They are the names that `block.block_hash` and events use, for a router or a store. Raises InvalidArgumentError,
+        and what the hash function raises. Changes nothing. O(tokens).
         """
         self.check_whole()
         own = as_sequence("block_hashes", sequence)
@@ -929,10 +936,10 @@ class KVCacheManager(Changeable):
         return block_digests(self._index, own)
 
     def find_block(self, digest: Given[bytes]) -> KVCacheBlock | None:
-        """Return the cached block of that digest, as `block_hashes` and events say it; None if none is cached under it.
+        """Return the cached block with this digest, as `block_hashes` and events give it; None if there is none.
 
-        With duplicates the one that hits get. Raises InvalidArgumentError. Changes nothing. For people and tools:
-        digests decide no hit, so there is no map of them, and this is O(cached blocks), the first time O(cached
+        With duplicates it is the one that hits get. Raises InvalidArgumentError. Changes nothing. For people and tools:
+        digests decide no hit, so there is no map of them. So this costs O(cached blocks), and the first time O(cached
         tokens).
         """
         self.check_whole()
@@ -943,8 +950,8 @@ class KVCacheManager(Changeable):
     def take_events(self) -> list[CacheEvent]:
         """Return the changes of the cached set since the last call, oldest first, and forget them. O(1).
 
-        With vLLM's names, which several prefixes may share, the set is of names, and that costs O(blocks in them).
-        Raises InvalidArgumentError unless the manager was made with enable_events=True.
+        With vLLM's names, several prefixes may share a name. The events are then about names, and the call costs
+        O(blocks in the events). Raises InvalidArgumentError unless the manager was made with enable_events.
         """
         if self._recording is None:
             raise InvalidArgumentError("take_events: expected enable_events=True when the manager was made, got False")
@@ -954,7 +961,7 @@ class KVCacheManager(Changeable):
         return events
 
     def group_usage(self) -> list[GroupUsage]:
-        """Return what each group uses of the pool, by group. For people and metrics: O(pool)."""
+        """Return how much of the pool each group uses, by group. For people and metrics: O(pool)."""
         self.check_whole()
         num_cached = self._slots.num_cached_by_group()
         held: list[set[int]] = [set() for _ in self.groups]
@@ -967,10 +974,10 @@ class KVCacheManager(Changeable):
         ]
 
     def watch_blocks(self, taken: BlockCallback, touched: BlockCallback) -> BlockCallbacks:
-        """Tell `taken` of blocks that are taken from the pool and `touched` of those that get one more owner.
+        """Call `taken` with blocks that are taken from the pool, and `touched` with blocks that get one more owner.
 
         Both get a list of blocks, in the middle of a change: they must not call the manager nor raise. `stop` of the
-        answer ends it. For metrics with records of their own; kvblocks' are `CacheMetrics`. Raises
+        returned object ends the calls. For metrics of the caller's own; ours are `CacheMetrics`. Raises
         InvalidArgumentError. O(watchers).
         """
         self.check_whole()
@@ -982,9 +989,10 @@ class KVCacheManager(Changeable):
         return Callbacks(self._index, taken, touched)
 
     def start_sampling(self, every: SupportsIndex, now: Callable[[], float], bounds: Iterable[float]) -> BlockSampler:
-        """Record the lives of about one block in `every` from now on; `metrics.CacheMetrics` is what shows them.
+        """Record the lives of about one block in `every` from now on. `metrics.CacheMetrics` shows them.
 
-        now, bounds: see `BlockSampler`. Raises InvalidArgumentError, also when they are being recorded. O(num_blocks).
+        now, bounds: see `BlockSampler`. Raises InvalidArgumentError, also when a sampler is recording already.
+        O(num_blocks).
         """
         self.check_whole()
         from kvblocks.observe.block_sampler import BlockSampler, check_bounds, choose_sample
@@ -1000,7 +1008,7 @@ class KVCacheManager(Changeable):
         return self._sampler
 
     def stop_sampling(self, sampler: Given[BlockSampler]) -> None:
-        """Tell `sampler` nothing more. Does nothing when it isn't told anything. Raises InvalidArgumentError. O(1)."""
+        """End the recording of `sampler`. Does nothing if it has ended. Raises InvalidArgumentError. O(1)."""
         self.check_whole()
         from kvblocks.observe.block_sampler import BlockSampler
 
@@ -1011,7 +1019,7 @@ class KVCacheManager(Changeable):
             self._sampler = None
 
     def count_empty_blocks(self, max_blocks: SupportsIndex) -> int:
-        """Return how many of the next `max_blocks` blocks to be taken hold nothing: taking those evicts nothing.
+        """Return how many of the next `max_blocks` blocks to be taken hold nothing, so that taking them evicts nothing.
 
         Raises InvalidArgumentError. Changes nothing. O(max_blocks).
         """
@@ -1024,16 +1032,19 @@ class KVCacheManager(Changeable):
         return number
 
     def free_block_ids(self) -> list[int]:
-        """Return the ids of the free blocks, next to be taken first; O(free blocks).
+        """Return the ids of the free blocks, next to be taken first. O(free blocks).
 
-        With an eviction policy only those that hold nothing are sure to come first; the others are in the order in
-        which they became free.
+        With an eviction policy only the blocks that hold nothing are sure to be taken in this order. The others are in
+        the order in which they became free.
         """
         self.check_whole()
         return self._pool.free_block_ids()
 
     def check(self) -> None:
-        """Raise AssertionError unless all invariants of docs/design.md hold (never under python -O). O(pool)."""
+        """Raise AssertionError unless all invariants hold (docs/design/builds-and-invariants.md). O(pool).
+
+        Under python -O it does nothing.
+        """
         self.check_whole()
         tables = [table for sequence in self._sequences.values() for table in self._slots.tables(sequence)]
         if self._slots.soft_holds is not None:
@@ -1051,7 +1062,7 @@ class KVCacheManager(Changeable):
         assert indices == {sequence: i for i, sequence in enumerate(batch)}, "step: indices of another batch"
         self._check_sequences(self.block_size, self._slots.smallest_block_size)
 
-    # What the calls are made of.
+    # Parts of the calls.
 
     def _find_hit(self, sequence: Sequence, max_tokens: int | None) -> CacheHit:
         matched = find_blocks(self._index, sequence, max_tokens) if self.enable_caching else []
@@ -1098,9 +1109,9 @@ class KVCacheManager(Changeable):
         num_new_tokens: SupportsIndex | None,
         num_lookahead_tokens: int,
     ) -> tuple[int, int] | None:
-        """Return what `allocate_slots` has to make room for: the end of the known tokens, and how many behind it.
+        """Return what `allocate_slots` makes room for: where the known tokens end, and how many unknown ones follow.
 
-        None: for nothing. wanted: the first token's position, how many external ones there are, the total or None.
+        None: nothing. wanted: position of the first token, number of external tokens, total number of tokens or None.
         """
         start, num_external, total = wanted
         known, first = sequence.num_tokens, start + num_external
@@ -1123,7 +1134,7 @@ class KVCacheManager(Changeable):
     def _append_otherwise(
         self, sequence: Given[Sequence], token_ids: TokenIds, delay_cache_blocks: Flag
     ) -> list[KVCacheBlock] | None:
-        """`append_slots` that is delayed, or of a manager that is checked after each change, or was left half done."""
+        """`append_slots` for the rare cases: delayed, or the manager is in debug mode or was left half done."""
         self.check_whole()
         if check_flag("delay_cache_blocks", delay_cache_blocks):
             return self._append_late(sequence, token_ids)
@@ -1140,7 +1151,7 @@ class KVCacheManager(Changeable):
 
     def _append_late(self, sequence: Given[Sequence], token_ids: TokenIds) -> list[KVCacheBlock] | None:
         """`append_slots` with delay_cache_blocks=True."""
-        packed = pack_tokens(token_ids)  # first, as there
+        packed = pack_tokens(token_ids)  # first, as in `append_slots`
         own = self._check_owned(sequence, "append_slots")
         self._check_appendable(own, "append_slots")
         blocks = self._slots.append(own, packed, delayed=True)
@@ -1150,14 +1161,14 @@ class KVCacheManager(Changeable):
         return blocks
 
     def _note_in_flight(self, batch: list[Sequence]) -> None:
-        """Note which of a step's sequences have tokens whose KV others may wait for. O(sequences)."""
+        """Note which sequences of a step have tokens in flight. O(sequences)."""
         for sequence in batch:
             self._in_flight.note(sequence)
 
     def _check_step(
         self, sequences: Items[Sequence], token_ids: TokenIds
     ) -> tuple[list[Sequence], list[Any], list[Sequence]] | None:
-        """Return a step's sequences, their tokens, and the sequences at a boundary; None for a step of none."""
+        """Return a step's sequences, their tokens, and the sequences at a boundary; None if it has no sequences."""
         if self.change_state:
             self.check_whole()
         batch: list[Sequence] = (
@@ -1172,27 +1183,27 @@ class KVCacheManager(Changeable):
         try:
             at_boundary = [s for s in batch if s.num_computed_tokens >= s.fits_below or s.tail_owner is not self]
         except (AttributeError, TypeError):
-            check_step(batch, len(tokens))  # says which is no sequence
+            check_step(batch, len(tokens))  # raises an error that names what is no sequence
             raise
         for sequence in at_boundary:
             if sequence.owner is not self or sequence.num_computed_tokens != len(sequence.tokens):
                 self._check_appendable(sequence, "append_step")
         if batch != self._last_step[0]:
-            self._note_batch(batch)  # only now, so that nobody else's sequence is kept
+            self._note_batch(batch)  # after the checks, so that no other manager's sequence is kept
         return batch, tokens, at_boundary
 
     def _note_batch(self, batch: list[Sequence]) -> None:
-        """Find the indices of a step's sequences. Raises InvalidArgumentError when one comes twice."""
+        """Keep a step's sequences and their indices. Raises InvalidArgumentError when one comes twice."""
         indices = dict(zip(batch, range(len(batch)), strict=True))
         if len(indices) != len(batch):
             check_step(batch, len(batch))
         self._last_step = batch, indices
 
     def _give_back(self, sequence: Given[Sequence], call: str, num_computed_tokens: SupportsIndex | None) -> None:
-        """Give back what a sequence holds; num_computed_tokens: that are written, None: all. O(as `free`, `abort`)."""
+        """Free a sequence of which num_computed_tokens tokens are written (None: all). As `free` and `abort`."""
         if self.change_state:
             self.check_whole()
-        try:  # `_check_owned`, without the call
+        try:  # `_check_owned`, inlined
             own: Sequence = sequence  # type: ignore[assignment]
             owner = own.owner
         except (AttributeError, TypeError):
@@ -1203,7 +1214,7 @@ class KVCacheManager(Changeable):
             num_computed_tokens = check_count("num_computed_tokens", num_computed_tokens, 0, own.num_computed_tokens)
         self.change_state = CHANGING
         try:
-            del self._sequences[own.sequence_id]  # first of all, since it asks for the id's hash
+            del self._sequences[own.sequence_id]  # first, since it runs the id's __hash__, which may raise
         except BaseException:
             self._keep(own)
             raise
@@ -1220,7 +1231,7 @@ class KVCacheManager(Changeable):
         self._slots.release(own)
         if self._eviction is not None:
             self._eviction.giver = None
-        self.change_state = self._rest_state  # `_end`, without the call
+        self.change_state = self._rest_state  # `_end`, inlined
         if self.change_state:
             self.check()
 
@@ -1235,7 +1246,7 @@ class KVCacheManager(Changeable):
             self._traffic.note_forgotten()
 
     def _go_back(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give back the slots behind the first tokens, which end with a block; what is cached there is forgotten."""
+        """Give back the slots behind the first `num_tokens` tokens, which end a block, and stop caching them."""
         if self._eviction is not None:
             self._eviction.giver = sequence
         self._forget_unwritten(sequence, num_tokens)
@@ -1245,12 +1256,12 @@ class KVCacheManager(Changeable):
         self._in_flight.note(sequence)
 
     def _commit(self, prepared: Commit) -> None:
-        """Cache what the written tokens of a sequence fill: a change, which the caller ends."""
+        """Cache the blocks that a sequence's written tokens fill. Begins a change, which the caller ends."""
         self._slots.commit(prepared)
         self._in_flight.note(prepared[0])
 
     def _make_history(self, num_blocks: int) -> RemovalHistory:
-        """Return what remembers so many removed blocks, and let it watch."""
+        """Return a removal history of `num_blocks` blocks, which watches from now on."""
         from kvblocks.observe.removal_history import RemovalHistory as Made
 
         made = Made(num_blocks)
@@ -1258,7 +1269,7 @@ class KVCacheManager(Changeable):
         return made
 
     def _start_recording(self, options: EventOptions, names: Names) -> Recording:
-        """Have what is cached and removed recorded from now on."""
+        """Record events from now on."""
         from kvblocks.observe.recording import start_recording
 
         return start_recording(options, self._index, names, has_side_groups=self._slots.has_side_groups)
@@ -1283,7 +1294,7 @@ class KVCacheManager(Changeable):
     def _check_loads(
         self, sequence: Sequence, hit: CacheHit | None, loads: Iterable[TierHit], num_external: int
     ) -> tuple[CacheHit | None, list[TierHit], int]:
-        """Return what a sequence starts with, loads as a list, and how many external tokens there are with them."""
+        """Return the hit that a sequence starts with, loads as a list, and the number of external tokens."""
         traffic = self._make_traffic(()) if self._traffic is None else self._traffic
         given, num_loaded = traffic.check_loads(sequence, hit, loads)
         if given and num_external:
@@ -1291,11 +1302,12 @@ class KVCacheManager(Changeable):
         return traffic.with_loads(sequence, hit, given), given, num_loaded or num_external
 
     def _claim(self, sequence: Sequence, call: str) -> None:
-        """Begin a change by entering a sequence under its id, which is hashed and compared before anything changes.
+        """Begin a change by entering a sequence under its id.
 
-        Raises what those raise, and SequenceStateError when the id is in use; then no change is under way.
+        Hashing and comparing the id may raise. Also raises SequenceStateError when the id is in use. In both cases
+        nothing has changed, and no change is under way.
         """
-        self.change_state = CHANGING  # `begin_change`, without the call: both callers have asked whether all is whole
+        self.change_state = CHANGING  # `begin_change`, inlined: both callers have called `check_whole`
         try:
             is_free = self._sequences.setdefault(sequence.sequence_id, sequence) is sequence
         except BaseException:
@@ -1308,14 +1320,14 @@ class KVCacheManager(Changeable):
             )
 
     def _unclaim(self, sequence: Sequence) -> None:
-        """End a change of which nothing but the claim was made, or not even that. Asks for no id's hash. O(1)."""
+        """End a change in which at most `_claim` has done anything, and undo that. Hashes no id. O(1)."""
         if self._sequences and next(reversed(self._sequences.values())) is sequence:
             self._sequences.popitem()
         self.end_change()
 
     def _keep(self, sequence: Sequence) -> None:
-        """End a change that was to begin by taking a sequence out, unless it is out already. O(sequences)."""
-        if id(sequence) in map(id, self._sequences.values()):  # by identity
+        """End a change whose first act, taking a sequence out, failed; not if it succeeded. O(sequences)."""
+        if id(sequence) in map(id, self._sequences.values()):  # by identity, which hashes nothing
             self.end_change()
 
     def _check_owned(self, sequence: Given[Sequence], call: str) -> Sequence:
@@ -1323,7 +1335,7 @@ class KVCacheManager(Changeable):
         if self.change_state:
             self.check_whole()
         try:
-            own: Sequence = sequence  # type: ignore[assignment]  # compiled code looks at its type here
+            own: Sequence = sequence  # type: ignore[assignment]  # compiled code checks its type here
             owner = own.owner
         except (AttributeError, TypeError):
             raise not_a_sequence(call, sequence) from None
@@ -1355,16 +1367,16 @@ class KVCacheManager(Changeable):
         return SequenceStateError(f"{call}: expected a sequence allocated here, got {got}")
 
     def _check_sequences(self, block_size: int, smallest_block_size: int) -> None:
-        """Raise AssertionError unless all sequences are here under their ids and agree with themselves."""
+        """Raise AssertionError unless all sequences are entered under their ids and are consistent."""
         for sequence_id, sequence in self._sequences.items():
-            own_id: Any = sequence.sequence_id  # whose == may answer anything
+            own_id: Any = sequence.sequence_id  # its == may return anything
             assert sequence.owner is self and own_id == sequence_id, f"{sequence}: not under its own id"
             sequence.check(block_size, smallest_block_size)
             if sequence.side_tables is not None:
                 sequence.side_tables.check(sequence.num_computed_tokens)
 
     def _make_eviction(self, eviction: Text | PolicyFactory) -> Eviction:
-        """Return what asks eviction policies, and let the pool ask it."""
+        """Return an `Eviction`, which the pool asks from now on."""
         from kvblocks.retention.eviction import Eviction as Made
 
         made = Made(eviction, len(self._pool.blocks), self._pool.end_block_id)
@@ -1372,13 +1384,13 @@ class KVCacheManager(Changeable):
         return made
 
     def _tell_time(self, now: Any) -> None:
-        """Take note of the caller's clock."""
+        """Set the caller's clock."""
         self._now = now
         if self._eviction is not None:
             self._eviction.set_time(now)
 
     def _get_pins(self) -> Pins:
-        """Return the pins that there are, or that there will be."""
+        """Return the pins, newly made if there are none yet."""
         if self._pins is not None:
             return self._pins
         if self._slots.has_side_groups:
@@ -1392,7 +1404,7 @@ class KVCacheManager(Changeable):
         return self._pins
 
     def _unpin(self, pins: Pins, ended: list[Pin]) -> None:
-        """End pins, and the change that this is; without any left, nothing asks for them."""
+        """Remove pins and end the change. If no pins are left, the slots don't ask for pins any more."""
         for pin in ended:
             pins.remove(pin)
         if not pins.pins:
@@ -1405,14 +1417,14 @@ class KVCacheManager(Changeable):
         return TenantQuotas() if self._quotas is None else self._quotas
 
     def _use_quotas(self, quotas: TenantQuotas) -> None:
-        """Put quotas into force, counting anew, which ends the change; without any, nothing asks for them."""
+        """Apply quotas, count the cached blocks again, and end the change. Without any quota nothing is counted."""
         from kvblocks.retention.charging import charge
 
         self._quotas = charge(self._pool, quotas)
         self._end()
 
     def _end(self) -> None:
-        """End a change, and check that all is consistent if that is wanted."""
+        """End a change; in debug mode, check that all is consistent."""
         rest = self._rest_state
         self.change_state = rest
         if rest:
@@ -1420,7 +1432,7 @@ class KVCacheManager(Changeable):
 
 
 def check_step(sequences: list[Any], num_tokens: int) -> None:
-    """Raise InvalidArgumentError unless these are different sequences, as many as tokens."""
+    """Raise InvalidArgumentError unless `sequences` are `num_tokens` different sequences."""
     for sequence in sequences:
         as_sequence("append_step", sequence)
     num_different = len(set(sequences))
@@ -1430,6 +1442,6 @@ def check_step(sequences: list[Any], num_tokens: int) -> None:
 
 
 def check_no_step(token_ids: Any) -> None:
-    """Raise InvalidArgumentError unless a step of no sequence has no token either."""
+    """Raise InvalidArgumentError unless `token_ids` is empty, for a step without sequences."""
     if not (is_a(token_ids, bytes) and not token_ids):
         check_step([], len(listed("token_ids", "an iterable of ints", token_ids)))

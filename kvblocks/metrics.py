@@ -1,4 +1,4 @@
-"""`CacheMetrics` by the path that people import: see `kvblocks.observe.metrics`."""
+"""The public import path of `CacheMetrics`: see `kvblocks.observe.metrics`."""
 
 from kvblocks.observe.metrics import BLOCK_BOUNDS, SECOND_BOUNDS, CacheMetrics
 

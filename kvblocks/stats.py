@@ -1,4 +1,4 @@
-"""Counters of a manager, as plain values: frozen records of a moment."""
+"""A manager's counters, as frozen records of plain values."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A snapshot; counts are since the manager was made.
+    """A snapshot. Counts are since the manager was made.
 
-    num_queries, num_hits: sequences that were allocated from the start, and those of them that came with a hit.
-    num_queried_tokens, num_hit_tokens: their tokens, and those that needed no computing. num_taken_blocks: blocks
-    handed out. num_evicted_blocks: blocks that stopped being cached because they were handed out. num_blocks,
-    num_free_blocks, num_cached_blocks: of the pool, now; free and cached overlap. num_limited_tokens: that were
-    computed although the primary group had them cached, since another group hadn't; 0 with one group.
-    num_eviction_failures: how often an eviction policy raised, or named no block that it had been told of.
+    num_queries: sequences that were allocated while they had no blocks. num_hits: those of them that had a hit.
+    num_queried_tokens: their tokens. num_hit_tokens: tokens that needed no computing. num_taken_blocks: blocks handed
+    out. num_evicted_blocks: blocks that stopped being cached because they were handed out. num_blocks, num_free_blocks,
+    num_cached_blocks: blocks in the pool now; a block may be both free and cached. num_limited_tokens: tokens that were
+    computed although the primary group had them cached, since another group had not; 0 with one group.
+    num_eviction_failures: how often an eviction policy raised, or named a block that it had not been told of.
     """
 
     num_queries: int
@@ -35,18 +35,18 @@ class CacheStats:
 
     @property
     def request_hit_rate(self) -> float:
-        """Share of the queries that came with a hit, 0.0 to 1.0; 0.0 before the first one."""
+        """Share of the queries that had a hit, 0.0 to 1.0; 0.0 before the first query."""
         return self.num_hits / self.num_queries if self.num_queries else 0.0
 
     @property
     def usage(self) -> float:
-        """Share of the pool that sequences and pins hold, 0.0 to 1.0."""
+        """Share of the pool that isn't free, 0.0 to 1.0."""
         return 1.0 - self.num_free_blocks / self.num_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaUsage:
-    """What sequences of one salt have cached, and how much of it they may keep while others want the space."""
+    """How many blocks sequences of one salt have cached, and how many they may keep while others want the space."""
 
     salt: str | None
     max_cached_blocks: int
@@ -55,9 +55,9 @@ class QuotaUsage:
 
 @dataclass(frozen=True, slots=True)
 class TierPart:
-    """Tokens first_token to end_token - 1 of a prompt, which a tier has behind what comes before them.
+    """A tier has the KV of tokens first_token to end_token - 1 of a prompt.
 
-    num_blocks_ahead: slots of the tier that are reused before the first of those that this takes, as things stand.
+    num_blocks_ahead: how many other slots the tier reuses, as things stand, before the first slot of this part.
     """
 
     tier: str
@@ -72,7 +72,7 @@ class TierPart:
 
 @dataclass(frozen=True, slots=True)
 class GroupUsage:
-    """What a KV-cache group uses: blocks that sequences hold, each once, and blocks that are cached, free or not."""
+    """What a KV-cache group uses: blocks that sequences own, each counted once, and cached blocks, free or owned."""
 
     group: int
     num_owned_blocks: int
@@ -81,9 +81,10 @@ class GroupUsage:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why the pool could not serve a call: it needed `num_blocks`, and had `num_free_blocks` free ones.
+    """Why the pool could not serve a call: the call needed `num_blocks`, and `num_free_blocks` were free.
 
-    num_given_blocks: those that pins would have given up. num_kept_blocks: those that only pins hold and would not.
+    num_given_blocks: blocks that pins would have given up. num_kept_blocks: blocks that only pins hold, and that they
+    would not have given up.
     """
 
     num_blocks: int
@@ -93,7 +94,7 @@ class Refusal:
 
     @property
     def is_due_to_pins(self) -> bool:
-        """Whether it could have been served without pins."""
+        """Whether the call could have been served without pins."""
         return self.num_blocks <= self.num_free_blocks + self.num_given_blocks + self.num_kept_blocks
 
 
@@ -101,8 +102,9 @@ class Refusal:
 class PinUsage:
     """All pins together.
 
-    num_pins: those that haven't ended. num_wanted_blocks: what they are for, and what the budget counts.
-    num_held_blocks: what they protect now, counted once for each pin. num_pinned_blocks: blocks that any protects.
+    num_pins: pins that haven't ended. num_wanted_blocks: blocks of the prefixes that they are for; the budget limits
+    this number. num_held_blocks: blocks that they hold now; a block in two pins counts twice. num_pinned_blocks: the
+    same, with each block counted once.
     """
 
     num_pins: int
@@ -115,10 +117,11 @@ class PinUsage:
 class TierStats:
     """What a tier holds, and what was moved since the manager was made.
 
-    num_stored_blocks, num_loaded_blocks: whose bytes arrived. num_failed_blocks: of transfers that failed.
-    num_dropped_blocks: that were to be stored, and were not: their KV had left the device or the cache before, or the
-    tier had no room; a wish that was dropped for a newer one counts as one block. num_evicted_blocks: that made room
-    for others. num_moving_blocks: slots that transfers own now, with those of the prefixes that they extend.
+    num_stored_blocks, num_loaded_blocks: blocks whose bytes arrived. num_failed_blocks: blocks of transfers that
+    failed. num_dropped_blocks: blocks that were to be stored and were not: their KV had left the device or the cache
+    before, or the tier had no room. A wish that was dropped for a newer one counts as one block. num_evicted_blocks:
+    blocks that made room for others. num_moving_blocks: slots that transfers own now, and slots of the prefixes that
+    these transfers extend.
     """
 
     name: str
@@ -148,17 +151,17 @@ class HitCounts:
 
     @property
     def request_hit_rate(self) -> float:
-        """Share of the queries that came with a hit, 0.0 to 1.0; 0.0 if there are none."""
+        """Share of the queries that had a hit, 0.0 to 1.0; 0.0 if there are none."""
         return self.num_hits / self.num_queries if self.num_queries else 0.0
 
     @property
     def mean_match_length(self) -> float:
-        """Mean number of tokens a query that needed no computing, queries without a hit included; 0.0 without any."""
+        """Mean hit tokens per query, queries without a hit included; 0.0 if there are none."""
         return self.num_hit_tokens / self.num_queries if self.num_queries else 0.0
 
     @property
     def mean_hit_length(self) -> float:
-        """The same of the queries that came with a hit; 0.0 without any."""
+        """Mean hit tokens per query that had a hit; 0.0 if there are none."""
         return self.num_hit_tokens / self.num_hits if self.num_hits else 0.0
 
     def plus(self, other: "HitCounts", sign: int = 1) -> "HitCounts":
@@ -173,10 +176,10 @@ class HitCounts:
 
 @dataclass(frozen=True, slots=True)
 class HistogramValues:
-    """Counts of values by upper bounds, and their sum.
+    """A histogram: counts of values by upper bounds, and the sum of the values.
 
-    bounds: ascending; a value counts for the first one that isn't below it. counts: one more than bounds, the last for
-    values above them all; not cumulative.
+    bounds: ascending; a value counts for the first bound that is equal or larger. counts: one for each bound, and a
+    last one for larger values; not cumulative. total: the sum.
     """
 
     bounds: tuple[float, ...]
@@ -185,25 +188,26 @@ class HistogramValues:
 
     @property
     def num_values(self) -> int:
-        """Values recorded."""
+        """How many values were recorded."""
         return sum(self.counts)
 
     @property
     def mean(self) -> float | None:
-        """Their mean, None if there are none."""
+        """The mean of the values, None if there are none."""
         return self.total / self.num_values if self.num_values else None
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """What `CacheMetrics` knows at a moment.
+    """What `CacheMetrics` knows at one moment.
 
-    time: of the snapshot; like all ages and durations here, in `time_unit`: blocks taken from the pool, or seconds.
-    stats: since the manager was made. window: the last requests. quotas: as `manager.quotas()`.
-    num_sampled_blocks: blocks whose lives are watched; the rest is about them. lifetimes, idle_times, reuse_gaps: see
-    `BlockSampler`. last_idle_time: of the block that was evicted last, None before the first. queue_age: how long the
-    block has been free that was released first of those that still are, None if there is none. tiers: as
-    `manager.tiers`, the quickest first.
+    time: of the snapshot. Like all ages and durations here, it is in `time_unit`: blocks taken from the pool, or
+    seconds. stats: since the manager was made. window: hits of the last requests. quotas: as `manager.quotas()`. tiers:
+    as `manager.tiers`, the fastest first.
+
+    num_sampled_blocks: blocks whose lives are recorded; the following fields are about these. lifetimes, idle_times,
+    reuse_gaps: see `BlockSampler`. last_idle_time: of the block that was evicted last, None before the first eviction.
+    queue_age: how long the block that was released first has been free, None if no sampled block is free.
     """
 
     time: float
@@ -221,7 +225,7 @@ class MetricsSnapshot:
     tiers: tuple[TierStats, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as nested dicts, lists and numbers, with the rates, for JSON. Salts are in it as they are."""
+        """Return the snapshot as nested dicts, lists and numbers for JSON, with the rates. Salts are not hidden."""
         values = asdict(self)
         values["quotas"], values["tiers"] = list(values["quotas"]), list(values["tiers"])
         for name in ("lifetimes", "idle_times", "reuse_gaps"):

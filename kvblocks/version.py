@@ -1,3 +1,3 @@
-"""The version of kvblocks: its only home, read by the build without importing the package."""
+"""The version of kvblocks, defined only here. The build reads it without importing the package."""
 
 __version__ = "0.1.0"

@@ -5,11 +5,13 @@ Each function below draws one picture, and is named like its file. A picture is 
 it can be read on a dark page too. A test compares the files with what this script draws.
 """
 
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "pictures"
 WIDTH = 760
 FILLS = {
     "shared": "#bfe3c8",  # cached, and used by several
@@ -22,7 +24,7 @@ FILLS = {
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">
 <title>{title}</title>
 <style>text {{ font: 13px system-ui, sans-serif; fill: #1c1c1c }} .small {{ font-size: 11px; fill: #555 }}
-.bold {{ font-weight: 600 }} .line {{ stroke: #444; stroke-width: 1.3; fill: none }} .dash {{ stroke-dasharray: 4 3 }}</style>
+.bold {{ font-weight: 600 }} .dark {{ fill: #1c1c1c }} .line {{ stroke: #444; stroke-width: 1.3; fill: none }} .dash {{ stroke-dasharray: 4 3 }}</style>
 <defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto-start-reverse">
 <path d="M0 0 8 4 0 8z" fill="#444"/></marker></defs>
 <rect width="{width}" height="{height}" rx="8" fill="#fbfbf8"/>
@@ -32,27 +34,30 @@ HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"
 class Picture:
     """An SVG under construction. All lengths are in pixels, from the upper left corner."""
 
-    def __init__(self, title: str, height: int) -> None:
-        """Begin a picture of the common width."""
-        self.parts = [HEAD.format(width=WIDTH, height=height, title=escape(title))]
+    def __init__(self, title: str, height: int, width: int = WIDTH) -> None:
+        """Begin a picture."""
+        self.parts = [HEAD.format(width=width, height=height, title=escape(title))]
 
     def box(self, x: int, y: int, width: int, text: str, fill: str, height: int = 30) -> None:
-        """A rectangle with a text in its middle."""
+        """A rectangle with a text in its middle, which is small in a low one."""
         self.parts.append(
             f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" fill="{FILLS[fill]}" stroke="#444"/>\n'
         )
-        self.text(x + width // 2, y + height // 2 + 5, text, anchor="middle")
+        kind, drop = ("small dark", 4) if height < 30 else ("", 5)
+        if text:
+            self.text(x + width // 2, y + height // 2 + drop, text, kind, "middle")
 
     def text(self, x: int, y: int, text: str, kind: str = "", anchor: str = "start") -> None:
-        """One line of text; y is its base line. kind: "", "small" or "bold"."""
+        """One line of text; y is its base line. kind: "", "small", "small dark" or "bold"."""
         self.parts.append(f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>\n')
 
-    def arrow(self, *points: tuple[int, int], both: bool = False, dash: bool = False) -> None:
-        """A line through the points, with a tip at its end, or at both."""
+    def arrow(self, *points: tuple[int, int], both: bool = False, dash: bool = False, tip: bool = True) -> None:
+        """A line through the points, with a tip at its end, or at both, or none."""
         path = "M" + " L".join(f"{x} {y}" for x, y in points)
         start = ' marker-start="url(#tip)"' if both else ""
+        end = ' marker-end="url(#tip)"' if tip else ""
         kind = "line dash" if dash else "line"
-        self.parts.append(f'<path d="{path}" class="{kind}" marker-end="url(#tip)"{start}/>\n')
+        self.parts.append(f'<path d="{path}" class="{kind}"{end}{start}/>\n')
 
     def svg(self) -> str:
         """The whole picture."""
@@ -60,7 +65,7 @@ class Picture:
 
 
 def why() -> Picture:
-    """What prefix caching saves: the measured demo of README.md."""
+    """What prefix caching saves: the measured demo of docs/engine.md."""
     picture = Picture("Four questions that share a long prompt, without and with prefix caching", 250)
     picture.text(20, 28, "Four requests with the same 1,024 tokens in front: time to first token", "bold")
     rows = [
@@ -100,7 +105,7 @@ def hash_chain() -> Picture:
         x = 420 + 160 * number
         picture.box(x, 158, 120, text, fill)
         picture.text(x + 60, 206, f"block {number + 4}", "small", "middle")
-    picture.arrow((420, 173), (364, 173), (364, 110), (364, 90), (356, 80))
+    picture.arrow((420, 173), (364, 173), (364, 80))
     picture.arrow((580, 173), (540, 173))
     picture.text(100, 150, "found: blocks 0 and 1", "small")
     picture.text(100, 166, "computed: the rest", "small")
@@ -191,9 +196,9 @@ def copy_on_write() -> Picture:
         picture.arrow((x + 45, 78), (x + 88, 122))
         picture.arrow((x + 45, 190), (x + 88, 148))
     picture.box(215, 118, 90, "e f _ _", "shared")
-    picture.text(260, 166, "block 1", "small", "middle")
-    picture.arrow((65, 73), (240, 73), (250, 116))
-    picture.arrow((65, 195), (240, 195), (250, 172))
+    picture.text(311, 137, "block 1", "small")
+    picture.arrow((65, 73), (260, 73), (260, 116))
+    picture.arrow((65, 195), (260, 195), (260, 150))
     picture.box(595, 58, 90, "e f x _", "new")
     picture.text(640, 50, "block 2, copied", "small", "middle")
     picture.box(595, 178, 90, "e f y _", "own")
@@ -212,12 +217,12 @@ def cascade() -> Picture:
     for number in range(4):
         picture.box(100 + 60 * number, 60, 60, f"block {number}", "shared")
     picture.text(20, 80, "shared")
-    for row in range(3):
+    for row, numbers in enumerate([(4, 5), (6,), (7, 8)]):
         y = 118 + 42 * row
         picture.text(20, y + 20, f"sequence {row + 1}")
-        for number in range(2 if row != 1 else 1):
-            picture.box(340 + 60 * number, y, 60, f"block {4 + 2 * row + number}", "own")
-        picture.arrow((470 if row != 1 else 410, y + 15), (560, y + 15))
+        for index, number in enumerate(numbers):
+            picture.box(340 + 60 * index, y, 60, f"block {number}", "own")
+        picture.arrow((350 + 60 * len(numbers), y + 15), (560, y + 15))
     picture.arrow((345, 75), (620, 75), (620, 112))
     picture.text(356, 68, "3 queries at once", "small")
     picture.box(562, 114, 116, "merge", "new", 118)
@@ -235,7 +240,8 @@ def windows() -> Picture:
     """Two groups of layers, one with a sliding window."""
     picture = Picture("A group of layers with a sliding window holds the blocks that its window sees", 230)
     picture.text(20, 28, "Two groups of layers, two block tables, one pool", "bold")
-    for y, name in ((58, "full attention"), (118, "window of 8")):
+    picture.text(20, 46, "blocks of 4 tokens", "small")
+    for y, name in ((58, "full attention"), (118, "window of 12")):
         picture.text(20, y + 20, name)
     for number in range(7):
         picture.box(130 + 80 * number, 58, 80, f"block {number}", "own")
@@ -243,14 +249,14 @@ def windows() -> Picture:
         picture.box(
             130 + 80 * number, 118, 80, f"block {number + 3}" if inside else "dead", "own" if inside else "gone"
         )
-    picture.arrow((690, 52), (690, 40))
-    picture.text(664, 34, "next token", "small")
+    picture.arrow((700, 40), (700, 64))
+    picture.text(700, 34, "next token", "small", "middle")
     picture.arrow((450, 166), (688, 166), both=True)
     picture.text(490, 184, "what the next token sees", "small")
     picture.text(
         20,
         204,
-        "What leaves the window goes back to the pool, first in its queue. A hit of n tokens needs all blocks before n",
+        "Blocks that leave the window are reused before other cached ones. A hit of n tokens needs all blocks before n",
         "small",
     )
     picture.text(
@@ -259,7 +265,125 @@ def windows() -> Picture:
     return picture
 
 
-PICTURES: tuple[Callable[[], Picture], ...] = (why, hash_chain, free_queue, runs, copy_on_write, cascade, windows)
+def block_way() -> Picture:
+    """What becomes of a block, again and again."""
+    picture = Picture("A block is free, owned, cached, free and cached, and evicted", 230)
+    picture.text(20, 28, "A block goes round", "bold")
+    for x, name, fill in (
+        (20, "free, empty", "empty"),
+        (220, "owned", "own"),
+        (420, "owned, cached", "shared"),
+        (620, "free, cached", "gone"),
+    ):
+        picture.box(x, 80, 120, name, fill)
+    for x, what in ((140, "taken"), (340, "full")):
+        picture.arrow((x + 2, 95), (x + 78, 95))
+        picture.text(x + 40, 87, what, "small", "middle")
+    picture.arrow((542, 88), (618, 88))
+    picture.text(580, 80, "let go", "small", "middle")
+    picture.arrow((618, 102), (542, 102))
+    picture.text(580, 116, "hit", "small", "middle")
+    picture.arrow((240, 110), (240, 140), (80, 140), (80, 112))
+    picture.text(160, 134, "let go before it is full", "small", "middle")
+    picture.arrow((680, 110), (680, 170), (300, 170), (300, 112))
+    picture.text(490, 164, "evicted: taken for something else", "small", "middle")
+    picture.text(
+        20,
+        200,
+        "A hit adds an owner, whether the block has one or is free. The last owner that lets go frees it.",
+        "small",
+    )
+    picture.text(
+        20,
+        218,
+        "Only full blocks are cached. Empty blocks are taken first, then those that were used longest ago.",
+        "small",
+    )
+    return picture
+
+
+TOP_FLOOR = 7
+"""Of the manager. Above it only folders are drawn."""
+
+NOTES = (
+    "what can go wrong, records, checks",
+    "one group of full attention, and nothing else: begin here",
+    "what stays: pins, quotas, holds, what a policy evicts",
+    "several groups of layers; what is kept below the device",
+    "what people look at: events, why a prompt missed, pictures",
+    "KVCacheManager, the facade; PrefixCache, for other allocators",
+    "hit rates, and how long blocks live",
+    "what `from kvblocks import ...` finds",
+)
+"""What is on the manager's floors, from floor 0 on."""
+
+
+def rooms() -> Picture:
+    """All rooms on their floors, as tests/house/layering.py has them."""
+    listed: dict[str, int] = runpy.run_path(str(ROOT / "tests" / "house" / "layering.py"))["FLOORS"]
+    placed = {name: floor for name, floor in listed.items() if floor <= TOP_FLOOR or is_folder(name)}
+    wings = {"around": (56, "new"), "engine": (300, "own"), "kernels": (640, "empty")}
+    rows = {floor: 24 * row for row, floor in enumerate(sorted(set(placed.values()), reverse=True))}
+    bottom = 60 + 24 * len(rows)
+    picture = Picture("The rooms of kvblocks on their floors", bottom + 34)
+    picture.text(20, 28, "A room imports from the floors below it, and from its own folder", "bold")
+    picture.text(56, 50, "formats, other engines, disks", "small")
+    picture.text(300, 50, "reference engine", "small")
+    for floor, y in rows.items():
+        picture.text(34, y + 74, str(floor), "small", "end")
+        ends = {wing: x for wing, (x, _) in wings.items()}
+        for module in sorted(name for name, place in placed.items() if place == floor):
+            wing = "around" if floor <= TOP_FLOOR else wing_of(module)
+            label = label_of(module)
+            width = 14 + round(6.5 * len(label))
+            picture.box(ends[wing], y + 60, width, label, "shared" if floor <= TOP_FLOOR else wings[wing][1], 19)
+            ends[wing] += width + 6
+        if floor <= TOP_FLOOR:
+            picture.text(max(380, ends["around"] + 6), y + 74, NOTES[floor], "small")
+    line = rows[TOP_FLOOR] + 57
+    picture.arrow((20, line), (740, line), dash=True, tip=False)
+    picture.text(300, line - 8, "below: no input or output, clock, thread or torch", "small")
+    picture.text(
+        20,
+        bottom + 18,
+        "Paths below kvblocks/; of the blue rooms, but for engine and cli, below kvblocks/engine/. kernels/ stands beside kvblocks/.",
+        "small",
+    )
+    return picture
+
+
+def is_folder(module: str) -> bool:
+    """Whether a module is a package. The kernels stand beside kvblocks/, and are one."""
+    return module.startswith("kvblocks.kernels") or (ROOT / module.replace(".", "/")).is_dir()
+
+
+def wing_of(module: str) -> str:
+    """Where a room above the manager's floors stands."""
+    room = module.split(".")[1]
+    return {"engine": "engine", "cli": "engine", "kernels": "kernels"}.get(room, "around")
+
+
+def label_of(module: str) -> str:
+    """A room's path below kvblocks/; in the engine's wing below kvblocks/engine/, but for the engine itself."""
+    if module == "kvblocks":
+        return "__init__.py"
+    path = module.removeprefix("kvblocks.").replace(".", "/")
+    for wing in ("engine/", "kernels/"):
+        path = path.removeprefix(wing)
+    return path if is_folder(module) else f"{path}.py"
+
+
+PICTURES: tuple[Callable[[], Picture], ...] = (
+    why,
+    hash_chain,
+    free_queue,
+    runs,
+    copy_on_write,
+    cascade,
+    windows,
+    block_way,
+    rooms,
+)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the attention kernels are made of, without a GPU: `python -m bench.attention.kernels_static [--json FILE]`.
+"""What the kernels of a layer are made of, without a GPU: `python -m bench.attention.kernels_static [--json FILE]`.
 
 Each case is a call of a kernel's host, recorded for a target, compiled as it would be there, and counted from its
 machine code (SASS): registers, spills, shared memory, programs that fit on an SM, bytes of K and V on their way to it,
@@ -67,6 +67,29 @@ class Case:
             extend(*tensors, tables, starts, lengths, scale=1.0)
 
 
+@dataclass(frozen=True)
+class RowsCase(Case):
+    """What lies between a layer's products and its attention, for so many rows of Llama 3 8B's widths."""
+
+    hidden_size: int = 4096
+    intermediate_size: int = 14_336
+
+    def run(self) -> None:
+        """Call all hosts, with norms of heads, as Qwen3 has them, and without."""
+        from kvblocks.kernels.rows import Turn, add_norm, gate, place
+
+        num_rows, (num_heads, num_kv_heads) = self.num_seqs * self.rows, self.heads
+        cache = torch.empty(2, 16, num_kv_heads, self.head_dim, dtype=self.cache_dtype or self.dtype)
+        heads = torch.empty(num_rows, num_heads + 2 * num_kv_heads, self.head_dim, dtype=self.dtype)
+        angles = torch.empty(32, self.head_dim // 2, dtype=self.dtype)
+        slots = torch.zeros(num_rows, dtype=torch.int64)
+        for norms in (None, torch.empty(num_heads + num_kv_heads, self.head_dim)):
+            place(heads, Turn(angles, angles, slots, norms), (cache, cache), slots)
+        rows = torch.empty(num_rows, self.hidden_size, dtype=self.dtype)
+        add_norm(rows, rows, 0.0, weight=torch.empty(self.hidden_size, dtype=self.dtype))
+        gate(torch.empty(num_rows, 2 * self.intermediate_size, dtype=self.dtype), "silu")
+
+
 def cases() -> list[Case]:
     """All of them."""
     e4m3, fp32 = torch.float8_e4m3fn, torch.float32
@@ -88,6 +111,7 @@ def cases() -> list[Case]:
         Case("prefill, head_dim 64", 1, 8192, 8192, head_dim=64),
         Case("prefill, head_dim 256", 1, 8192, 8192, head_dim=256),
         Case("cascade 64 x 4,096, half shared", 64, 1, 4096, is_shared=True),
+        RowsCase("rows between products, 64", 64, 1, 1),
     ]
 
 

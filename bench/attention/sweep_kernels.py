@@ -151,9 +151,8 @@ def sweep(kernel: str, head_dim: int, element_bytes: int) -> None:
 
 def make_cascade(num_seqs: int, context: int, head_dim: int) -> tuple[Call, Call]:
     """A call of `decode`, and one of `cascade_decode` that gives the same."""
-    from kvblocks.kernels.cascade import cascade_decode, own_parts
+    from kvblocks.kernels.cascade import cascade_decode, own_parts, share_cascade
     from kvblocks.kernels.decode import decode, share_decodes
-    from kvblocks.kernels.prefix_decode import share_runs
     from kvblocks.kernels.runs import SharedRuns
 
     device, scale, max_blocks = torch.device("cuda"), head_dim**-0.5, -(-context // BLOCK_SIZE)
@@ -167,7 +166,7 @@ def make_cascade(num_seqs: int, context: int, head_dim: int) -> tuple[Call, Call
     runs = SharedRuns.build([(range(num_seqs), 0, 1)], num_seqs, device)
     own = own_parts(tables, lengths, runs, BLOCK_SIZE)
     alone = share_decodes(query, caches[0], lengths)
-    shares = share_runs(query, caches[0], runs), share_decodes(query, caches[0], own.seq_lens)
+    shares = share_cascade(query, caches[0], own, runs)
     return (
         lambda: decode(query, *caches, tables, lengths, scale=scale, shares=alone),
         lambda: cascade_decode(query, *caches, own, tables, runs, scale=scale, shares=shares),

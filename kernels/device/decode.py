@@ -57,8 +57,8 @@ def attend_span(
 ):
     """One sequence's attention over the positions from `start` to `stop`, for the GROUP heads that share `kv_head`.
 
-    The sinks count where `is_first`: once per sequence. Returns fp32 [TILE_M, HEAD_DIM], of which GROUP rows mean
-    something, and their lse, fp32 [TILE_M].
+    The sinks are added where `is_first`: once per sequence. Returns fp32 [TILE_M, HEAD_DIM], of which the first GROUP
+    rows are valid, and their lse, fp32 [TILE_M].
     """
     packed = tl.arange(0, TILE_M)
     is_head = packed < GROUP
@@ -95,7 +95,10 @@ def decode_ends_kernel(
     HAS_WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Where each sequence's tiles end in the line of all. Grid: (1,). A sequence without keys has a tile of none."""
+    """Where each sequence's tiles end in the line of all tiles. Grid: (1,).
+
+    A sequence without keys has one empty tile.
+    """
     total = 0
     for first in tl.range(0, num_seqs, CHUNK):
         seq = first + tl.arange(0, CHUNK)
@@ -189,6 +192,36 @@ def stream_kernel(
         tile += last - first
 
 
+@triton.jit
+def merge_cut_head(
+    cut,
+    packed,
+    end_ptr,
+    output_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    num_seqs,
+    num_programs,
+    stride_output_row,
+    stride_output_head,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Merge the parts of a query head, if the share of program `cut` begins within its head of K. packed: int32 [1]."""
+    seq, kv_head, first, num_parts = find_cut(end_ptr, num_seqs, num_programs, cut, NUM_KV_HEADS)
+    if num_parts > 0:
+        output, lse = merge_rows(
+            part_ptr, part_lse_ptr, first, num_parts, packed, packed < GROUP, 2, GROUP, 1, PARTS, HEAD_DIM
+        )  # fmt: skip
+        head = kv_head * GROUP + packed
+        output_at = output_ptr + seq.to(tl.int64) * stride_output_row + head[:, None] * stride_output_head
+        tl.store(output_at + tl.arange(0, HEAD_DIM)[None, :], output.to(output_ptr.dtype.element_ty))
+        tl.store(lse_ptr + seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head, lse)
+
+
 @triton.jit(do_not_specialize=["num_seqs", "num_programs"], do_not_specialize_on_alignment=["end_ptr"])
 def stream_merge_kernel(
     end_ptr,
@@ -205,18 +238,14 @@ def stream_merge_kernel(
     HEAD_DIM: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Merge the parts of one head, if a share begins within it. Grid: (num_programs - 1, GROUP); the rest as there."""
-    seq, kv_head, first, num_parts = find_cut(end_ptr, num_seqs, num_programs, tl.program_id(0) + 1, NUM_KV_HEADS)
-    if num_parts == 0:
-        return
-    packed = tl.program_id(1) + tl.arange(0, 1)
-    output, lse = merge_rows(
-        part_ptr, part_lse_ptr, first, num_parts, packed, packed < GROUP, 2, GROUP, 1, PARTS, HEAD_DIM
+    """Merge the parts of one head, if a share begins within it. Grid: (num_programs - 1, GROUP).
+
+    The rest is as in `stream_kernel`.
+    """
+    merge_cut_head(
+        tl.program_id(0) + 1, tl.program_id(1) + tl.arange(0, 1), end_ptr, output_ptr, lse_ptr, part_ptr, part_lse_ptr,
+        num_seqs, num_programs, stride_output_row, stride_output_head, NUM_KV_HEADS, GROUP, HEAD_DIM, PARTS,
     )  # fmt: skip
-    head = kv_head * GROUP + packed
-    output_at = output_ptr + seq.to(tl.int64) * stride_output_row + head[:, None] * stride_output_head
-    tl.store(output_at + tl.arange(0, HEAD_DIM)[None, :], output.to(output_ptr.dtype.element_ty))
-    tl.store(lse_ptr + seq.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head, lse)
 
 
 @triton.jit(
@@ -262,7 +291,7 @@ def split_kernel(
     HAS_SINKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One split of one sequence. Grid: (num_seqs * num_kv_heads * max_splits,), the most that a sequence can have.
+    """One split of one head of a sequence. Grid: (num_seqs * num_kv_heads * max_splits,).
 
     Shapes as in `decode`; last strides are 1; part_ptr: fp32 [num_seqs, num_kv_heads, splits, GROUP, HEAD_DIM];
     part_lse_ptr: fp32 [num_seqs, num_kv_heads, splits, GROUP].
@@ -311,7 +340,7 @@ def split_merge_kernel(
 ):
     """Merge one head's splits, always in the same order. Grid: (num_seqs, num_heads); the rest as in `split_kernel`.
 
-    A sequence without keys has none: its output is 0, and its lse -inf or its sink.
+    A sequence without keys has no splits: its output is 0, and its lse -inf or its sink.
     """
     seq = tl.program_id(0)
     head = tl.program_id(1) + tl.arange(0, 1)

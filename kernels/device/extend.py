@@ -1,10 +1,10 @@
 """The Triton kernels of `extend`: causal attention of ragged rows, shared out evenly or by whole tiles of rows.
 
-A unit of `shares` is a tile of rows of one sequence: `tiles.find_segment` tells which. It runs over its keys in up to
-three parts: those that a window hides from some of its rows, those that all of its rows see, and those around the rows'
-own positions. Only the first and the last pay for masks.
+A unit of `shares` is a tile of rows of one sequence: `tiles.find_segment` finds the sequence. A unit's keys are read in
+up to three parts: those that a window hides from some of its rows, those that all of its rows see, and those around the
+rows' own positions. Only the first and the last part need masks.
 
-Rows that no sequence has, which a call is padded with, are treated as one more sequence, which sees nothing.
+Padding, the rows that no sequence has, is treated as one more sequence, which sees nothing.
 """
 
 import triton
@@ -25,7 +25,7 @@ from kvblocks.kernels.device.tiles import (
 
 @triton.jit
 def first_key(position, window, TILE_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The first key that a row at `position` sees, or one before it at a multiple of TILE_N."""
+    """The first key that a row at `position` sees, rounded down to a multiple of TILE_N."""
     first = position * 0
     if HAS_WINDOW:
         first = tl.maximum(position - window + 1, 0) // TILE_N * TILE_N
@@ -34,8 +34,8 @@ def first_key(position, window, TILE_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
 
 @triton.jit
 def find_rows(start_ptr, len_ptr, unit, num_rows, num_seqs, TILE_Q: tl.constexpr):
-    """A tile's sequence: its number, first row in the batch and number of rows; the tile's first row of them; and the
-    tokens in context before these rows.
+    """Find a tile's sequence. Returns its index, its first row in the batch and its number of rows; then the tile's
+    first row, counted within the sequence; then the tokens in context before the sequence's rows.
     """
     seq = find_segment(start_ptr, unit, num_seqs + 1, TILE_Q)
     is_seq = seq < num_seqs
@@ -76,10 +76,11 @@ def attend_causal(
     UNIFORM: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Attention of rows at `position`, int32 [TILE_M], of which the first and the last are given, to their past.
+    """Causal attention of rows to the keys from `start` to `stop`; `start` is a multiple of TILE_N.
 
-    Of it to the keys from `start` to `stop`, the first a multiple of TILE_N. UNIFORM: all of them are in the part with
-    masks. The rest, and what is returned, as in `attend_pages`. Positions may be below 0: such rows see nothing.
+    position: int32 [TILE_M], of which `first_position` and `last_position` are the least and the largest. A row at a
+    position below 0 sees nothing. UNIFORM: all keys are in the part with masks. The rest, and the result, are as in
+    `attend_pages`.
     """
     full_stop = tl.minimum(tl.maximum(tl.maximum(first_position + 1, 0) // TILE_N * TILE_N, start), stop)
     if UNIFORM:
@@ -129,9 +130,9 @@ def extend_ends_kernel(
     UNIFORM: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Where each unit's tiles end in the line of all. Grid: (1,). A unit whose rows see nothing has a tile of none.
+    """Where each unit's tiles end in the line of all tiles. Grid: (1,). UNIFORM: see `extend_kernel`.
 
-    UNIFORM: see `extend_kernel`.
+    A unit whose rows see nothing has one empty tile.
     """
     total = 0
     for begin in tl.range(0, num_units, CHUNK):
@@ -211,8 +212,8 @@ def extend_kernel(
 ):
     """One program's share of all tiles. Grid: (any number of programs,).
 
-    UNIFORM: a head's keys are one tile, so that nothing is split, and a program for each does; those of a prompt's last
-    rows, the longest, begin first.
+    UNIFORM: all keys of a unit's head count as one tile, so that nothing is split; the grid has a program for each. The
+    programs of a prompt's last rows, which have the most keys, begin first.
 
     Shapes as in `extend`; last strides are 1; output_ptr and lse_ptr are contiguous; part_ptr: fp32 [programs, 2,
     TILE_M, HEAD_DIM]; part_lse_ptr: fp32 [programs, 2, TILE_M].
@@ -223,7 +224,7 @@ def extend_kernel(
     begin, end, first_head, stop_head = find_heads(end_ptr, num_units, program, tl.num_programs(0), NUM_KV_HEADS)
     packed = tl.arange(0, TILE_M)
     element = tl.arange(0, HEAD_DIM)
-    # What could be moved out of this loop would take registers throughout the one over keys.
+    # Values that the compiler moves out of this loop would take registers throughout the inner loop, over keys.
     for index in tl.range(first_head, stop_head, num_stages=1, disable_licm=True):
         unit, kv_head, first_tile, last_tile, head_tiles = find_tiles(end_ptr, index, begin, end, NUM_KV_HEADS)
         seq, seq_start, seq_rows, first, before = find_rows(start_ptr, len_ptr, unit, num_rows, num_seqs, TILE_Q)

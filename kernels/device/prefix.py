@@ -1,6 +1,6 @@
 """The Triton kernels of `prefix_decode`: attention of groups of single queries over the runs of blocks that they share.
 
-A unit of `shares` is a tile of a group's members: `tiles.find_segment` tells which group.
+A unit of `shares` is a tile of a group's members: `tiles.find_segment` finds the group.
 """
 
 import triton
@@ -20,7 +20,7 @@ from kvblocks.kernels.device.tiles import (
 
 @triton.jit
 def find_members(start_ptr, unit, num_groups, TILE_Q: tl.constexpr):
-    """A tile's group: its number, its first member and how many it has; and the tile's first of them."""
+    """A tile's group: its index, its first member and how many it has; then the tile's first member in the group."""
     group = find_segment(start_ptr, unit, num_groups, TILE_Q)
     group_start = tl.load(start_ptr + group)
     num_members = tl.load(start_ptr + group + 1) - group_start
@@ -53,7 +53,7 @@ def attend_run(
     HAS_SOFTCAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Attention of rows to all positions from `start` to `stop`; the rest and what is returned as in `attend_pages`."""
+    """Attention of rows to all positions from `start` to `stop`. The rest, and the result, are as in `attend_pages`."""
     full_stop = start + (stop - start) // TILE_N * TILE_N
     output, odd, row_max, row_sum = attend_pages(
         query, output, odd, row_max, row_sum, position, start, full_stop, table_ptr, k_ptr, v_ptr,
@@ -87,7 +87,7 @@ def prefix_ends_kernel(
     TILE_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Where each unit's tiles end in the line of all. Grid: (1,). A group without members has no unit."""
+    """Where each unit's tiles end in the line of all tiles. Grid: (1,). A group without members has no unit."""
     total = 0
     for begin in tl.range(0, num_units, CHUNK):
         unit = begin + tl.arange(0, CHUNK)
@@ -163,7 +163,7 @@ def prefix_kernel(
     begin, end, first_head, stop_head = find_heads(end_ptr, num_units, program, tl.num_programs(0), NUM_KV_HEADS)
     packed = tl.arange(0, TILE_M)
     element = tl.arange(0, HEAD_DIM)
-    # What could be moved out of this loop would take registers throughout the one over keys.
+    # Values that the compiler moves out of this loop would take registers throughout the inner loop, over keys.
     for index in tl.range(first_head, stop_head, num_stages=1, disable_licm=True):
         unit, kv_head, first_tile, last_tile, head_tiles = find_tiles(end_ptr, index, begin, end, NUM_KV_HEADS)
         group, group_start, num_members, first = find_members(start_ptr, unit, num_groups, TILE_Q)
@@ -178,7 +178,7 @@ def prefix_kernel(
         run_start = tl.load(run_start_ptr + group) * BLOCK_SIZE
         start = run_start + first_tile * TILE_N
         stop = tl.minimum(run_start + last_tile * TILE_N, tl.load(run_stop_ptr + group) * BLOCK_SIZE)
-        position = packed * 0 + stop  # whatever it is, it lies behind the run
+        position = packed * 0 + stop  # any position behind the run would do
         output, odd, row_max, row_sum = attend_run(
             query, output, odd, row_max, row_sum, position, start, stop,
             table_ptr + tl.load(members_ptr + group_start).to(tl.int64) * stride_table,
@@ -196,6 +196,47 @@ def prefix_kernel(
             part_row = (2 * program + (first_tile == 0).to(tl.int32)) * TILE_M + packed
             tl.store(part_ptr + part_row[:, None] * HEAD_DIM + element[None, :], output, mask=is_row[:, None])
             tl.store(part_lse_ptr + part_row, lse, mask=is_row)
+
+
+@triton.jit
+def merge_cut_rows(
+    cut,
+    packed,
+    members_ptr,
+    start_ptr,
+    level_ptr,
+    end_ptr,
+    output_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    num_groups,
+    num_units,
+    num_rows,
+    num_programs,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Merge the parts of some rows of a unit's head, if program `cut`'s share begins within. packed: int32 [ROWS]."""
+    TILE_Q: tl.constexpr = TILE_M // GROUP
+    unit, kv_head, first_part, num_parts = find_cut(end_ptr, num_units, num_programs, cut, NUM_KV_HEADS)
+    if num_parts > 0:
+        group, group_start, num_members, first = find_members(start_ptr, unit, num_groups, TILE_Q)
+        member = first + packed // GROUP
+        is_row = (packed < TILE_Q * GROUP) & (member < num_members)
+        row = tl.load(members_ptr + group_start + member, mask=is_row, other=0).to(tl.int64)
+        output, lse = merge_rows(
+            part_ptr, part_lse_ptr, first_part, num_parts, packed, is_row, 2, TILE_M, ROWS, PARTS, HEAD_DIM
+        )  # fmt: skip
+        level = tl.load(level_ptr + group).to(tl.int64)
+        head_at = (level * num_rows + row) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP
+        element = tl.arange(0, HEAD_DIM)
+        tl.store(output_ptr + (head_at * HEAD_DIM)[:, None] + element[None, :], output, mask=is_row[:, None])
+        tl.store(lse_ptr + head_at, lse, mask=is_row)
 
 
 @triton.jit(
@@ -226,21 +267,8 @@ def prefix_merge_kernel(
 
     Grid: (num_programs - 1, TILE_M // ROWS); the rest as in `prefix_kernel`.
     """
-    TILE_Q: tl.constexpr = TILE_M // GROUP
-    unit, kv_head, first_part, num_parts = find_cut(
-        end_ptr, num_units, num_programs, tl.program_id(0) + 1, NUM_KV_HEADS
+    merge_cut_rows(
+        tl.program_id(0) + 1, tl.program_id(1) * ROWS + tl.arange(0, ROWS), members_ptr, start_ptr, level_ptr, end_ptr,
+        output_ptr, lse_ptr, part_ptr, part_lse_ptr, num_groups, num_units, num_rows, num_programs,
+        NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_M, ROWS, PARTS,
     )  # fmt: skip
-    if num_parts == 0:
-        return
-    group, group_start, num_members, first = find_members(start_ptr, unit, num_groups, TILE_Q)
-    packed = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    member = first + packed // GROUP
-    is_row = (packed < TILE_Q * GROUP) & (member < num_members)
-    row = tl.load(members_ptr + group_start + member, mask=is_row, other=0).to(tl.int64)
-    output, lse = merge_rows(
-        part_ptr, part_lse_ptr, first_part, num_parts, packed, is_row, 2, TILE_M, ROWS, PARTS, HEAD_DIM
-    )  # fmt: skip
-    level = tl.load(level_ptr + group).to(tl.int64)
-    head_at = (level * num_rows + row) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + packed % GROUP
-    tl.store(output_ptr + (head_at * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :], output, mask=is_row[:, None])
-    tl.store(lse_ptr + head_at, lse, mask=is_row)

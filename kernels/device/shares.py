@@ -1,18 +1,19 @@
 """Even shares of the tiles of keys of a call, for a fixed number of programs: stream-K.
 
-A *unit* is a tile of query rows, with the keys that they attend to: of `decode` a sequence, of `extend` some rows of
-one, of `prefix_decode` some members of a group. For each head of K and V it has the same number of tiles of keys. All
-tiles of a call stand in one line: unit by unit, head by head of it, key by key. Each program takes the next so many of
-the line: all shares are the even one, rounded up for the first programs and down for the others. (After Osama and
-others, "Stream-K", 2023, which splits matrix products.)
+A *unit* is a tile of query rows, with the keys that they attend to. In `decode` it is a sequence, in `extend` some rows
+of a sequence, in `prefix_decode` some members of a group. For each head of K and V, a unit has the same number of tiles
+of keys. All tiles of a call form one line: ordered by unit, then by head, then by key. Each program takes an equal
+stretch of the line, its *share*; where the division leaves a rest, the first programs take one tile more. (After Osama
+and others, "Stream-K", 2023, which splits matrix products.)
 
-So at most one head's tiles begin before the program's, and at most one's go on behind them: at most two *parts*, which
-a second launch merges. A head of a unit that a program has to itself is written straight to the output. Where the
-shares lie follows from `ends` alone, int32 [num_units]: where in the line each unit ends. Lengths make it, on the
-device: no atomics, and no plan from the host. It is the same in every layer, so a step makes it once.
+So a program shares at most two heads with other programs: the first head of its share and the last one. It writes at
+most two *parts* for them, which a second launch merges. A head of a unit that lies wholly in one share is written
+straight to the output. `ends`, int32 [num_units], says where in the line each unit ends, and alone determines the
+shares. The device computes it from the lengths, without atomics and without a plan from the host. It is the same in
+every layer, so a step computes it once.
 
 A part is attention of a unit's rows over some of their keys: fp32 rows, divided by their sums, and their lse to base e.
-Number 2 * program goes on from the program before, number 2 * program + 1 begins its head.
+Part 2 * program continues a head that an earlier program began. Part 2 * program + 1 begins a head.
 """
 
 import triton
@@ -21,13 +22,13 @@ import triton.language as tl
 from kvblocks.kernels.device.tiles import LN_2, LOG2_E
 
 _SEARCHED = tl.constexpr(128)
-"""Ends that a search looks at together: one load for up to so many units, two for up to their square."""
+"""Ends that a search loads at once: it takes one load for up to so many units, two for up to their square."""
 _FAR = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
 def share_begin(program, num_tiles, num_programs):
-    """Where in the line of `num_tiles` a program's share begins; that of the program after it is where it stops."""
+    """Where in the line of `num_tiles` a program's share begins. It stops where the next program's share begins."""
     return program * (num_tiles // num_programs) + tl.minimum(program, num_tiles % num_programs)
 
 
@@ -58,19 +59,19 @@ def find_unit(end_ptr, tile, num_units):
 
 @triton.jit
 def find_work(end_ptr, num_units, tile, NUM_KV_HEADS: tl.constexpr):
-    """Which unit and head a tile of the line belongs to, its number among the head's tiles, and how many these are."""
+    """A tile's unit and head, its number among the head's tiles, and the number of the head's tiles."""
     unit = find_unit(end_ptr, tile, num_units)
     begin = tl.load(end_ptr + unit - 1, mask=unit > 0, other=0)
-    head_tiles = tl.maximum((tl.load(end_ptr + unit) - begin) // NUM_KV_HEADS, 1)  # of a line without tiles, too
+    head_tiles = tl.maximum((tl.load(end_ptr + unit) - begin) // NUM_KV_HEADS, 1)  # the line may have no tiles
     kv_head = (tile - begin) // head_tiles
     return unit, kv_head, tile - begin - kv_head * head_tiles, head_tiles
 
 
 @triton.jit
 def find_heads(end_ptr, num_units, program, num_programs, NUM_KV_HEADS: tl.constexpr):
-    """A program's share: where it begins and stops, and of which heads it has tiles, from the first to before the last.
+    """Where a program's share begins and stops, the first head that it has tiles of, and the head after the last one.
 
-    Heads are counted through all units: unit * NUM_KV_HEADS + head. Some of those between may have no tiles.
+    Heads are numbered across all units: unit * NUM_KV_HEADS + head. Some heads in this range may have no tiles.
     """
     num_tiles = tl.load(end_ptr + num_units - 1)
     begin = share_begin(program, num_tiles, num_programs)
@@ -84,7 +85,11 @@ def find_heads(end_ptr, num_units, program, num_programs, NUM_KV_HEADS: tl.const
 
 @triton.jit
 def find_tiles(end_ptr, index, begin, stop, NUM_KV_HEADS: tl.constexpr):
-    """Of a head by its number among all: unit, head, its first tile in the share, where to stop, how many it has."""
+    """A head's tiles in a share. index: the head's number, as in `find_heads`.
+
+    Returns the unit, the head in it, the first of the head's tiles in the share, where these stop, and the number of
+    the head's tiles.
+    """
     unit = index // NUM_KV_HEADS
     kv_head = index % NUM_KV_HEADS
     unit_begin = tl.load(end_ptr + unit - 1, mask=unit > 0, other=0)
@@ -97,8 +102,8 @@ def find_tiles(end_ptr, index, begin, stop, NUM_KV_HEADS: tl.constexpr):
 def find_cut(end_ptr, num_units, num_programs, program, NUM_KV_HEADS: tl.constexpr):
     """The head that was split where the share of `program` begins, if that was the first split of it.
 
-    Returns the unit, the head of K and V, the program that has its first part, and how many parts there are: 0 for
-    nothing to merge. No head is found by two programs, so every program from 1 on is to be asked.
+    Returns the unit, the head of K and V, the program that has its first part, and how many parts there are: 0 if there
+    is nothing to merge. Call it for every program from 1 on: each split head is found for exactly one of them.
     """
     num_tiles = tl.load(end_ptr + num_units - 1)
     begin = share_begin(program, num_tiles, num_programs)

@@ -1,15 +1,15 @@
-"""What the attention kernels share: which tile of rows a program computes, and attention over a run of pages.
+"""What the attention kernels share: which tile of rows a program computes, and attention over consecutive pages.
 
 Rows are packed: a tile of TILE_M rows holds TILE_M // GROUP consecutive queries, with all GROUP query heads that share
 a head of K and V. So one read of a page serves GROUP heads of many queries, and GROUP may be any number.
 
-Tiles are found without a plan: of segments that start at s[0], s[1], ..., the tiles of segment i are numbered from
-`s[i] // TILE + i`. That leaves each segment at least the tiles that it needs, whatever its length, and at most one
-more; a program past its segment's end has nothing to do. (vLLM's unified kernel numbers its tiles in this way.)
+Tiles are found without a plan. Segments start at s[0], s[1], ...; the tiles of segment i are numbered from
+`s[i] // TILE + i`. So each segment has at least as many tiles as it needs, whatever its length, and at most one more. A
+program past its segment's end has nothing to do. (vLLM's unified kernel numbers its tiles in this way.)
 
-The softmax is the online one (Milakov and Gimelshein; FlashAttention), to base 2: exp2 is what the hardware has. A
-page's number is read one tile ahead of its K and V: then their addresses depend on nothing that the loop is still
-waiting for, and the compiler pipelines the copies with as few stages as for contiguous K and V.
+The softmax is the online one (Milakov and Gimelshein; FlashAttention), to base 2, since the hardware has exp2. A page's
+number is read one tile ahead of its K and V. So their addresses are known when the loop needs them, and the compiler
+pipelines the copies with as few stages as for contiguous K and V.
 """
 
 import triton
@@ -34,7 +34,7 @@ def find_segment(start_ptr, tile, num_segments, TILE: tl.constexpr):
 
 @triton.jit
 def find_segments(start_ptr, tile, num_segments, TILE: tl.constexpr):
-    """`find_segment` of several tiles, int32 of any shape: int32 of the same."""
+    """`find_segment` for several tiles: int32 of any shape, and the result has the same."""
     width = 1
     while width < num_segments:
         width *= 2
@@ -58,7 +58,7 @@ def softcap_scores(scores, softcap):
 
 @triton.jit
 def multiply(first, second, sums, INTERPRETED: tl.constexpr):
-    """Add the product of two matrices to `sums`, if there are any, in fp32; the second may be of a narrower dtype."""
+    """The product of two matrices, plus `sums` if given, in fp32. The second matrix may have a narrower dtype."""
     if INTERPRETED:
         # Triton's interpreter multiplies bf16 matrices wrongly.
         first = first.to(tl.float32)
@@ -67,7 +67,7 @@ def multiply(first, second, sums, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def head_scale(scale_ptr, kv_head):
-    """What K, or V, of a head is to be multiplied with: fp32, 1 where there are no scales."""
+    """The factor of a head's K, or V: fp32, 1 where there are no scales."""
     factor = tl.full([], 1.0, tl.float32)
     if scale_ptr is not None:
         factor = tl.load(scale_ptr + kv_head)
@@ -76,18 +76,18 @@ def head_scale(scale_ptr, kv_head):
 
 @triton.jit
 def narrow_rows(query, scale, NARROWED: tl.constexpr):
-    """Rows of a query as they are multiplied, [TILE_M, HEAD_DIM], and what their scores are to be multiplied with.
+    """The rows of a query in the form in which they are multiplied, [TILE_M, HEAD_DIM], and the factor of their scores.
 
-    NARROWED, for bf16 and K in e4m3: that becomes fp16 by one instruction for two numbers, and bf16 only by way of it,
-    each number by a slow one of its own. So the rows become fp16 too, each multiplied by a power of 2 that brings its
-    largest number to between 2**14 and 2**15: none overflows, and none above 2**-31 of the largest loses a bit. The
-    scale is then fp32 [TILE_M], else a number.
+    NARROWED, for queries in bf16 and K in e4m3: one instruction converts two numbers from e4m3 to fp16. To get bf16,
+    each number then needs another, slow instruction. So the rows become fp16 too. Each row is multiplied by a power of
+    2 that brings its largest number to between 2**14 and 2**15. No number overflows then, and no number above 2**-31 of
+    the largest loses a bit. The factor is fp32 [TILE_M] if NARROWED, else a number.
     """
     scale = tl.full([], 1.0, tl.float32) * scale
     if NARROWED:
         wide = query.to(tl.float32)
         exponent = (tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23) - 141
-        # Of rows of zeros, or nearly so. Infinite ones stay infinite.
+        # A bound for rows of zeros, or nearly so. Infinite rows stay infinite.
         exponent = tl.maximum(exponent, -100)
         query = (wide * ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
         scale = scale * ((127 + exponent) << 23).to(tl.float32, bitcast=True)
@@ -96,7 +96,7 @@ def narrow_rows(query, scale, NARROWED: tl.constexpr):
 
 @triton.jit
 def beside_scores(number):
-    """A number, or one for each row, to be multiplied with scores: [TILE_M, TILE_N]."""
+    """A number, or one number for each row, in a shape that multiplies scores of [TILE_M, TILE_N]."""
     if number.type.is_block():
         number = number[:, None]
     return number
@@ -104,7 +104,7 @@ def beside_scores(number):
 
 @triton.jit
 def see(row_position, position, window, HAS_WINDOW: tl.constexpr):
-    """Whether rows at some positions see keys at others: those up to their own, less those that have left a window."""
+    """Whether rows see keys, by position: a row sees the keys up to its own, except those that have left its window."""
     is_visible = position <= row_position
     if HAS_WINDOW:
         is_visible = is_visible & (position > row_position - window)
@@ -113,7 +113,7 @@ def see(row_position, position, window, HAS_WINDOW: tl.constexpr):
 
 @triton.jit
 def is_held(position, stop, row_position, window, HAS_WINDOW: tl.constexpr):
-    """Whether positions come before `stop`, and have not left the windows of all rows."""
+    """Whether positions come before `stop` and lie in the window of at least one row."""
     held = position < stop
     if HAS_WINDOW:
         held = held & (position > tl.min(row_position, 0) - window)
@@ -122,7 +122,7 @@ def is_held(position, stop, row_position, window, HAS_WINDOW: tl.constexpr):
 
 @triton.jit
 def widen_codes(codes):
-    """e4m3 numbers, int32 from 0 to 255, as fp32: as fp16 with a larger bias of the exponent, which is put right."""
+    """e4m3 numbers, int32 from 0 to 255, as fp32: their bits make fp16 numbers, which lack a factor of 256."""
     bits = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
     numbers = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((codes & 0x7F) == 0x7F, float("nan"), numbers)
@@ -130,9 +130,9 @@ def widen_codes(codes):
 
 @triton.jit
 def unpack_pairs(pairs, INTERPRETED: tl.constexpr):
-    """The two e4m3 numbers in each int16, as fp16: the lower ones, and the higher ones.
+    """The two e4m3 numbers in each int16, as fp16: the lower numbers, then the higher ones.
 
-    One byte permutation and two conversions for four numbers, which Triton makes of two neighbours of the same thread.
+    It takes one byte permutation and two conversions for four numbers: Triton packs two neighbours of a thread.
     """
     if INTERPRETED:
         # The interpreter has no inline PTX.
@@ -192,9 +192,9 @@ def attend_pages(
     to base 2, and row_sum: fp32 [TILE_M]; row_position: int32 [TILE_M]; table_ptr: the sequence's row of the block
     tables; k_ptr, v_ptr: the head's first element. No position from `stop` on is read.
 
-    MASKED: a row sees the positions up to its own, less those that have left its window; what has left the windows of
-    all rows is not read. Without it every row sees every position, and `stop - start` must be a multiple of TILE_N.
-    Returns output, odd, row_max and row_sum.
+    MASKED: a row sees the positions up to its own, except those that have left its window. Positions that have left the
+    windows of all rows are not read. If not MASKED, every row sees every position, and `stop - start` must be a
+    multiple of TILE_N. Returns output, odd, row_max and row_sum.
     """
     offset = tl.arange(0, TILE_N)
     element = tl.arange(0, HEAD_DIM)
@@ -204,7 +204,7 @@ def attend_pages(
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
         stride_v_block = stride_v_block // 2
         stride_v_slot = stride_v_slot // 2
-    # What is left to multiply scores with is fused into the subtraction of their maximum.
+    # The factor that scores still lack: it is fused into the subtraction of their maximum.
     factor = scale * LOG2_E
     if HAS_SOFTCAP:
         factor = tl.full([], LOG2_E, tl.float32)
@@ -218,7 +218,7 @@ def attend_pages(
         k_at = k_ptr + (page * stride_k_block + slot * stride_k_slot)[None, :] + element[:, None]
         v_at = v_ptr + (page * stride_v_block + slot * stride_v_slot)[:, None] + v_element[None, :]
         if MASKED:
-            # A slot that isn't the sequence's, or isn't any more, may hold NaN, which 0 times it still is: no reading.
+            # A slot that is not the sequence's, or no longer, may hold NaN. 0 * NaN is NaN, so the slot is not read.
             is_own = is_held(position, stop, row_position, window, HAS_WINDOW)
             key = tl.load(k_at, mask=is_own[None, :], other=0.0)
             value = tl.load(v_at, mask=is_own[:, None], other=0.0)
@@ -234,7 +234,7 @@ def attend_pages(
         new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
         base = new_max
         if MASKED:
-            # A row that has seen nothing yet.
+            # For a row that has seen nothing yet.
             base = tl.where(new_max == -float("inf"), 0.0, new_max)
         weights = tl.exp2(scores * beside_scores(factor) - base[:, None])
         kept = tl.exp2(row_max - base)
@@ -251,13 +251,13 @@ def attend_pages(
 
 @triton.jit
 def begin_rows(TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr, PAIRED: tl.constexpr):
-    """What rows that have seen nothing yet begin with: output, odd, row_max and row_sum.
+    """The initial output, odd, row_max and row_sum of rows that have seen nothing yet.
 
-    output: fp32 [TILE_M, HEAD_DIM], and odd is the number 0. PAIRED, for V in e4m3 that is multiplied in fp16: fp32
-    [TILE_M, HEAD_DIM // 2] both, the elements at even places and those at odd ones. V is then read as pairs of
-    numbers: tensor cores of warps take matrices of 16-bit elements as they lie in shared memory, turned by the load,
-    and those of 8 bits byte by byte. (Those of warpgroups take V from shared memory, where it is written once more
-    anyway.)
+    output: fp32 [TILE_M, HEAD_DIM], and odd is the number 0. PAIRED, for V in e4m3 that is multiplied in fp16: output
+    and odd are fp32 [TILE_M, HEAD_DIM // 2], the elements at even places and those at odd places. V is then read as
+    pairs of numbers. The reason: for tensor cores that one warp uses, one load takes 16-bit elements from shared memory
+    and transposes them, but 8-bit elements are loaded byte by byte. (Tensor cores that a warpgroup uses take V from
+    shared memory, where it is written once more anyway.)
     """
     row_max = tl.full([TILE_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)

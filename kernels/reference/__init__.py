@@ -1,4 +1,4 @@
-"""The operations in plain torch: `attention` computes, by what `plan` works out once a step."""
+"""The operations in plain torch: `plan` makes a plan once a step, `attention` computes by it in each layer."""
 
 from kvblocks.kernels.reference.attention import (
     as_indexed,

@@ -1,16 +1,16 @@
 """Paged attention in plain torch: store K and V in slots, and attend over block tables, with windows and softcaps.
 
-Two kinds of attention share their shapes. `paged_attention` is the natural one: a whole prompt is one causal call,
+Two kinds of attention take the same shapes. `paged_attention` is the natural one: a whole prompt is one causal call,
 the later chunks of a prompt are cut into slices that skip the keys no row of the slice may see, and single queries
 (decodes) of similar length are computed together. `tiled_paged_attention` computes every query in a tile of 16 rows
 that starts at a multiple of 16 positions, with the keys padded to the tile's end. The shapes that produce a row, and
 its index in them, then depend on its position alone, so its bits do not depend on how a prompt was cut into chunks,
 on what was cached, or on the rest of the batch.
 
-Invariant: a slot that no row of the batch sees is never read, whatever is there.
+Invariant: a slot that no row of the batch sees is never read.
 
-`plan_paged` and `plan_tiled` (`plan`) work out once what all layers with the same window share; `attend` then
-runs the plan in each of them.
+`plan_paged` and `plan_tiled` (`plan`) compute once what all layers with the same window share. `attend` then runs the
+plan in each of these layers.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ __all__ = [
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-"""The largest number of it."""
+"""The largest e4m3 number."""
 _E4M3_NUMBERS = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
 
 
@@ -67,21 +67,24 @@ def store(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sl
 
 
 def store_planned(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, plan: StorePlan) -> None:
-    """`store` by what `plan_store` made of its slots, which is the same in all layers.
+    """`store` by a plan of `plan_store`, which is the same in all layers.
 
     keys, values: the caches by slots, [num_slots, num_kv_heads, head_dim]; in e4m3, numbers that are too large are
-    stored as the largest. Changes both.
+    stored as the largest. Changes both caches.
     """
     if plan.rows is not None:
         key, value = key[plan.rows], value[plan.rows]
-    if keys.dtype == E4M3:  # older versions of torch make NaN of what is too large
+    if keys.dtype == E4M3:  # older versions of torch convert too large numbers to NaN
         key, value = (rows.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3) for rows in (key, value))
     as_indexed(keys).index_copy_(0, plan.slots, as_indexed(key))
     as_indexed(values).index_copy_(0, plan.slots, as_indexed(value))
 
 
 def store_unread(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, plan: UnreadStorePlan) -> None:
-    """`store_planned` by what `plan_store_unread` made, for caches in the dtype of `key`. Waits for no device."""
+    """`store_planned` by a plan of `plan_store_unread`, for caches in the dtype of `key`. Never waits for the device.
+
+    Changes both caches.
+    """
     for cache, rows in ((keys, key), (values, value)):
         stored = torch.where(plan.has_any, rows.index_select(0, plan.rows), cache[:1])
         cache.index_copy_(0, plan.slots, stored)
@@ -93,7 +96,7 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
     caches: of shape [num_blocks, ...], all with the same num_blocks; pairs: int64 [num_pairs, 2], source and
     destination block ids, on any device. Changes the caches.
     """
-    origins: dict[int, int] = {}  # where what a block will hold is now: pairs in a row become copies all at once
+    origins: dict[int, int] = {}  # block -> the block whose present bytes it gets: then all copies can be done at once
     for source, destination in pairs.tolist():
         origins[destination] = origins.get(source, source)
     moves = [(origin, destination) for destination, origin in origins.items() if origin != destination]
@@ -105,7 +108,7 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
 
 
 def as_indexed(cache: Tensor) -> Tensor:
-    """A cache as torch's functions that index take it: e4m3, which they don't know, as bytes. It is the same memory."""
+    """A view of a cache for torch's index functions, which don't support e4m3: such a cache is seen as bytes."""
     return cache.view(torch.uint8) if cache.dtype == E4M3 else cache
 
 
@@ -147,7 +150,7 @@ def tiled_paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`paged_attention`, each row's bits a function of its own sequence's K, V, query and position only.
+    """`paged_attention`, where each row's bits depend only on its own sequence's K and V and its query and position.
 
     Shapes as in `paged_attention`. A decode costs as much as 16 queries would. Changes nothing.
     """
@@ -169,7 +172,7 @@ def attend(
     keys, values: the caches by slots, [num_slots, num_kv_heads, head_dim], in the query's dtype or in e4m3. Changes
     nothing.
     """
-    if len(plan.decodes) == 1 and not plan.sequences:  # of all rows, in their order
+    if len(plan.decodes) == 1 and not plan.sequences:  # the one group has all rows, in their order
         return _decode(plan.decodes[0], query, keys, values, scale, softcap)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in plan.decodes:
@@ -181,7 +184,7 @@ def attend(
         for tile in sequence.tiles:
             rows = slice(tile.first_row, tile.first_row + tile.num_rows)
             inside = slice(tile.offset, tile.offset + tile.num_rows)
-            # Always a tensor of its own: the address and strides of rows of `query` vary, and could change bits.
+            # A new tensor each time: the address and strides of rows of `query` vary, and could change bits.
             queries = query.new_zeros(tile.size, *query.shape[1:])
             queries[inside] = query[rows]
             queries = queries.transpose(0, 1).unsqueeze(0)
@@ -211,7 +214,7 @@ def _take(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         return found
     if not found.is_cpu:
         return found.view(E4M3).to(dtype)
-    # torch converts one by one there, ten times as slowly.
+    # On a CPU torch converts e4m3 one number at a time, ten times as slowly as this table.
     return _E4M3_NUMBERS.to(dtype).index_select(0, found.flatten().int()).view(found.shape)
 
 

@@ -1,11 +1,11 @@
 """Which slots, rows and masks paged attention in plain torch needs: the same in all layers that see equally far.
 
-What `reference` computes is planned here, once a step for every window that a model has.
+A step makes one plan for every window that a model has.
 
-Invariant: a plan names no slot but those of the positions that some row of its sequence sees: none at or above
-`seq_len`, and none that lies before every row's window, whose block may be somebody else's by now. Where shapes need
-more keys than that, the first visible one is repeated and masked, because a masked NaN would still spoil the result
-(0 * NaN is NaN).
+Invariant: a plan names only slots of positions that some row of the sequence sees. It names no position at or above
+`seq_len`, and none before every row's window, whose block may belong to another sequence by now. Where shapes need more
+keys than that, the first visible key is repeated and masked. (Another slot might hold NaN, and masking would not help:
+0 * NaN is NaN.)
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ TILE_ROWS = 16
 """Rows of a query tile in `tiled_paged_attention`."""
 
 _SLICE_ROWS = 128
-"""Rows of a query slice in `paged_attention`: few calls, and little work on keys that are masked anyway."""
+"""Rows of a query slice in `paged_attention`. Larger slices compute more masked keys, smaller ones make more calls."""
 
 _GROUP_KEYS = 2048
-"""Keys of a group of decodes: grouping saves calls, and larger groups lose more by leaving the processor's cache."""
+"""Keys of a group of decodes. Groups save calls, but larger ones no longer fit in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Where K and V of some rows go. `rows`: those that are stored, a bool mask; None: all. `slots`: int64, of each."""
+    """Where K and V of some rows go. `rows`: a bool mask of the stored rows; None: all. `slots`: int64, their slots."""
 
     rows: Tensor | None
     slots: Tensor
@@ -72,10 +72,10 @@ class StorePlan:
 
 @dataclass(frozen=True)
 class UnreadStorePlan:
-    """`StorePlan` that was made without a look at the slots, so that a GPU isn't waited for.
+    """A `StorePlan` that is made without reading the slots, so that the host doesn't wait for a GPU.
 
-    Row `rows[i]` goes to `slots[i]`, int64 both: a row that isn't stored is one that is, once more. has_any: bool [],
-    whether any is; else all slots are 0, where what is there stays.
+    Row `rows[i]` goes to `slots[i]`, int64 both. In the place of a row that isn't stored, a stored row is repeated.
+    has_any: bool [], whether any row is stored. If none is, all slots are 0, and slot 0 keeps its content.
     """
 
     rows: Tensor
@@ -138,8 +138,8 @@ def plan_tiled(
 ) -> AttentionPlan:
     """The plan of `tiled_paged_attention`. Shapes as there. O(tokens seen). Changes nothing.
 
-    A tile's keys begin at a multiple of TILE_ROWS too: its shape, and where it lies in memory that is aligned, then
-    depend on its position alone.
+    A tile's keys begin at a multiple of TILE_ROWS too. So a tile's shape and its alignment in memory depend on its
+    position alone.
     """
     sequences: list[SequenceTiles] = []
     for index, first_row, num_rows, end in _runs(query_start, seq_lens):
@@ -183,7 +183,7 @@ def _mask(num_rows: int, num_keys: int, window: int | None, like: Tensor) -> Ten
 
 
 def _slots(block_table: Tensor, block_size: int, first: int, seen: range, num_keys: int | None = None) -> Tensor:
-    """int64 [num_keys]: the slots of the positions from `first` on; of those not in `seen`, its first one's."""
+    """int64 [num_keys]: the slots of positions from `first` on. Those not in `seen` get the slot of its first one."""
     num_keys = len(seen) if num_keys is None else num_keys
     positions = torch.arange(first, first + num_keys, device=block_table.device)
     positions[(positions < seen.start) | (positions >= seen.stop)] = seen.start
@@ -193,7 +193,10 @@ def _slots(block_table: Tensor, block_size: int, first: int, seen: range, num_ke
 def _group_decodes(
     decodes: list[tuple[int, int, int, int]], block_tables: Tensor, block_size: int
 ) -> list[DecodeGroup]:
-    """Group (keys seen, tokens in context, sequence, row), with neighbours: all pay for the most keys of a group."""
+    """Group decodes of similar numbers of keys, since a group computes the largest number for each.
+
+    decodes: (keys seen, tokens in context, sequence, row).
+    """
     groups: list[list[tuple[int, int, int, int]]] = []
     for decode in sorted(decodes, reverse=True):
         if not groups or (len(groups[-1]) + 1) * groups[-1][0][0] > _GROUP_KEYS:

@@ -48,6 +48,14 @@ def serve(
         ),
     ] = 10_000,
     eviction: EvictionOption = None,
+    remember_next_token: Annotated[
+        bool,
+        typer.Option(
+            "--remember-next-token",
+            help="Begin the answer to an exact repeat, at temperature 0, without a forward pass.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = False,
     host_cache: Annotated[
         str | None,
         typer.Option(
@@ -201,6 +209,7 @@ def serve(
         kv_cache_dtype=kv_cache_dtype,
         prefix_caching=not no_prefix_caching,
         num_history_blocks=num_history_blocks,
+        remember_next_token=remember_next_token,
         schedule=schedule,
         eviction=eviction,
         deterministic=deterministic,

@@ -1,14 +1,14 @@
-"""A block of the pool, the run of cached blocks that it is in, and the epoch that the run is of.
+"""A block of the pool, the run of cached blocks that it is in, and the epoch of the run.
 
 `KVCacheBlock` is the unit that is owned, shared and evicted. `Run` is a stretch of the prefix index: consecutive blocks
-of one prefix, with their tokens in one buffer, so that a prompt is compared with all of them by one memcmp. `Epoch` is
-what all runs between two resets of the cache share: a reset ends it, and with it, in O(1), whatever was cached in it.
+of one prefix, with their tokens in one buffer, so that one memcmp compares a prompt with all of them. `Epoch` is what
+all runs between two resets of the cache share. A reset ends the epoch, and so stops caching all its blocks, in O(1).
 
-They refer to each other, hence one module. All are plain records: `FreeBlockQueue` owns the links and whether a block
-has an owner, `PrefixIndex` owns everything of a run.
+The classes refer to each other, so they share a module. All are plain records. `FreeBlockQueue` writes the links and
+`ref_cnt` of a block; `PrefixIndex` writes runs.
 
-The intrusive links, with an unlinked block pointing at itself, are those of the Linux kernel's list_head; the block's
-fields are those of vLLM v1's KVCacheBlock.
+The intrusive links, with an unlinked block pointing at itself, follow the Linux kernel's list_head. The block's fields
+follow vLLM v1's KVCacheBlock.
 """
 
 from collections.abc import Collection
@@ -16,21 +16,21 @@ from collections.abc import Collection
 from kvblocks.core.hashing import Names
 
 RunKey = tuple["Run | None", int, bytes, bytes | None]
-"""A run's first block by its preimage: the parent's run (None: no parent) and position there, tokens, extra keys.
+"""The preimage of a run's first block: the parent's run (None: no parent), the parent's position, tokens, extra keys.
 
-A key holds its parent's run itself, so a parent's identity cannot be given to another prefix while the key exists.
+A key refers to its parent's `Run` object, so that object can't come to mean another prefix while the key exists.
 """
 
 
 Node = tuple["Run | None", int]
-"""A cached position: the run and the index in it; what is there is one prefix, whole and exact."""
+"""A cached position: (run, position in the run). A node stands for exactly one prefix, from its first token on."""
 
 ROOT: Node = (None, 0)
-"""The empty prefix, which everything is attached to."""
+"""The empty prefix. Every other prefix begins with it."""
 
 
 class Epoch:
-    """What all runs between two resets of the cache share, how they are named included."""
+    """What all runs between two resets of the cache share, such as how their prefixes are named."""
 
     __slots__ = ("block_bytes", "is_current", "names", "num_digest_bytes")
 
@@ -42,18 +42,19 @@ class Epoch:
 
 
 class Account:
-    """Who is charged for cached blocks: `retention` charges tenants. Here it counts nothing."""
+    """Who is charged for cached blocks. `retention` derives tenants from it. This base class counts nothing."""
 
     def add(self, num_blocks: int) -> None:
-        """Count blocks that became cached, or with a negative number are cached no more."""
+        """Count blocks that became cached; a negative number: blocks that stopped being cached."""
 
 
 class KVCacheBlock:
-    """One block of KV-cache memory: `block_size` slots, named by `block_id`, 0 to num_blocks - 1.
+    """One block of KV-cache memory: `block_size` slots. `block_id` is its number, counted from the pool's first one.
 
-    ref_cnt: how many live block tables hold it; 0 exactly when it is in the free queue. prev_free_block and
-    next_free_block: its neighbours there; when it isn't queued, the first is the block itself, the second means
-    nothing. run and index: where it is cached; run is None when it isn't. Made by a pool; callers only read it.
+    ref_cnt: how many owners it has; 0 exactly when it is in the free queue. prev_free_block, next_free_block: its
+    neighbours in the queue. For a block that isn't queued, prev_free_block is the block itself and next_free_block is
+    undefined. run, index: the run that it is in and its position there; run is None when it isn't cached. A pool makes
+    blocks; callers only read them.
     """
 
     __slots__ = ("block_id", "index", "next_free_block", "prev_free_block", "ref_cnt", "run")
@@ -73,19 +74,19 @@ class KVCacheBlock:
 
     @property
     def is_shared(self) -> bool:
-        """Whether anybody else reads this block than the one owner that asks: then it must not be written to. O(1)."""
+        """Whether others than its one owner may read this block, so that it must not be written to. O(1)."""
         return self.ref_cnt > 1 or self.is_cached
 
     @property
     def node(self) -> Node:
-        """Where the block is cached; ROOT when it isn't. O(1)."""
+        """The node where the block is cached; ROOT when it isn't cached. O(1)."""
         return (self.run, self.index) if self.run is not None else ROOT
 
     @property
     def block_hash(self) -> bytes | None:
-        """The digest that names the block's prefix, None when it isn't cached.
+        """The digest that names the block's prefix, None when the block isn't cached.
 
-        Computed when first asked for and then kept: O(blocks of the prefix whose digest nobody has asked for yet).
+        Computed at the first use and then kept: O(blocks of the prefix whose digest isn't computed yet).
         """
         return self.run.digest(self.index) if self.run is not None and self.run.epoch.is_current else None
 
@@ -97,12 +98,12 @@ class KVCacheBlock:
 class Run:
     """Consecutive cached blocks of one prefix, `blocks[0]` first.
 
-    key: the preimage of `blocks[0]`. blocks: the block that a hit gets for each position; it shrinks from the end as
-    blocks are evicted. tokens: packed u32 of those positions and perhaps of evicted ones after them. extra_keys:
-    encoded keys by position. duplicates: by position, further blocks that hold its very prefix. children: by position,
-    the runs that are attached to a position of this one. is_closed: it lost its end once, so it is never extended
-    again; otherwise the position, which is an identity, would come to mean another prefix. tenant: whose quota it
-    counts towards. first_keys: the encoded keys of its prefix's very first block, salt and LoRA name among them.
+    key: the preimage of `blocks[0]`. blocks: the block that a hit gets for each position; the list shrinks from its end
+    as blocks are evicted. tokens: packed u32 of these positions, and perhaps of evicted positions behind them.
+    extra_keys: encoded keys by position. duplicates: by position, further blocks that hold the same prefix. children:
+    by position, the runs that are attached there. is_closed: the run has lost blocks at its end, and is never extended
+    again; otherwise a position could come to mean another prefix. account: who is charged for its blocks; None: nobody.
+    first_keys: the encoded keys of the first block of its prefix, with salt and LoRA name.
     """
 
     __slots__ = (
@@ -133,16 +134,16 @@ class Run:
         self.account: Account | None = None
 
     def num_cached_blocks(self) -> int:
-        """Return how many blocks it holds, duplicates included. O(positions with duplicates)."""
+        """Return how many blocks the run holds, duplicates included. O(positions with duplicates)."""
         return len(self.blocks) + sum([len(duplicates) for duplicates in (self.duplicates or {}).values()])
 
     def num_common(
         self, position: int, tokens: memoryview, extra_keys: dict[int, bytes] | None, first: int, max_blocks: int
     ) -> int:
-        """Return how many blocks from `position` on equal a sequence's from `first` on, at most `max_blocks`.
+        """Return how many blocks from `position` on equal a sequence's blocks from `first` on, at most `max_blocks`.
 
-        tokens, extra_keys: the sequence's, packed as bytes and encoded by block. One memcmp of all the blocks when they
-        are equal, a bisection by memcmp when they aren't.
+        tokens, extra_keys: the sequence's, packed as bytes and encoded by block. One memcmp when all these blocks are
+        equal, else a bisection by memcmp.
         """
         size = self.epoch.block_bytes
         num_blocks = len(self.blocks) - position
@@ -156,12 +157,12 @@ class Run:
         return self.num_equal_keys(position, extra_keys, first, num_blocks)
 
     def num_equal_tokens(self, position: int, tokens: memoryview, first: int, num_blocks: int) -> int:
-        """Return how many of `num_blocks` blocks, not all of them, have equal tokens. As `num_common`."""
+        """Return how many of `num_blocks` blocks have equal tokens. At least one differs. As `num_common`."""
         size = self.epoch.block_bytes
         in_run, in_tokens = position * size, first * size
-        low, high = 0, num_blocks  # the first `low` blocks are equal, the first `high` aren't
+        low, high = 0, num_blocks  # the first `low` blocks are equal; of the first `high`, one differs
         middle = 0
-        if self.children:  # where another prompt parted from this one, the next one probably does too
+        if self.children:  # where an earlier prompt began to differ from this run, the next one probably does, too
             middle = next(reversed(self.children)) + 1 - position
         while high - low > 1:
             if not low < middle < high:
@@ -175,7 +176,7 @@ class Run:
         return low
 
     def num_equal_keys(self, position: int, extra_keys: dict[int, bytes] | None, first: int, num_blocks: int) -> int:
-        """Return how many of `num_blocks` blocks have equal extra keys, up to the first that hasn't."""
+        """Return how many of `num_blocks` blocks come before the first one with different extra keys."""
         ours, theirs = self.extra_keys or {}, extra_keys or {}
         if num_blocks < len(ours) + len(theirs):
             keyed = set(range(num_blocks))
@@ -185,7 +186,7 @@ class Run:
         return min(differing, default=num_blocks)
 
     def extend(self, blocks: list[KVCacheBlock], tokens: memoryview, extra_keys: dict[int, bytes]) -> None:
-        """Add blocks at the end, with their tokens, and encoded extra keys by position among them."""
+        """Add blocks at the end, with their tokens. extra_keys: encoded, by index in `blocks`."""
         base = index = len(self.blocks)
         for block in blocks:
             block.run = self
@@ -200,7 +201,10 @@ class Run:
                 self.extra_keys[base + i] = key
 
     def num_backwards(self, blocks: list[KVCacheBlock], first: int) -> int:
-        """Return how many of `blocks` from `first` on are the last ones here, last first, no duplicates. O(those)."""
+        """Return how many of `blocks` from `first` on are the run's last ones, in reverse order. O(those).
+
+        Stops at a position that has duplicates.
+        """
         end, duplicates, count = len(self.blocks), self.duplicates or {}, 0
         most = min(end, len(blocks) - first)
         while (
@@ -210,16 +214,16 @@ class Run:
         return count
 
     def children_from(self, position: int) -> "list[Run]":
-        """Return the runs that are attached to `position` or later. O(positions from there, and those runs)."""
+        """Return the runs that are attached to `position` or later ones. O(positions from there + those runs)."""
         children = self.children
         if not children:
             return []
         return [child for index in self.keys_from(position, children) for child in children.get(index, ())]
 
     def trim(self, position: int) -> None:
-        """Give back what is kept for evicted positions from `position` on, once that is most of it.
+        """Free the memory for evicted positions from `position` on, if that is more than half.
 
-        So trimming costs O(1) a block on average.
+        So trimming costs O(1) for each block on average.
         """
         if len(self.tokens) > 2 * position * self.epoch.block_bytes:
             del self.tokens[position * self.epoch.block_bytes :]
@@ -228,7 +232,7 @@ class Run:
                 self.extra_keys = {i: key for i, key in self.extra_keys.items() if i < position} or None
 
     def check(self) -> int:
-        """Raise AssertionError unless all here agrees; return how many blocks it holds, with duplicates. O(blocks)."""
+        """Return how many blocks the run holds, with duplicates; AssertionError if it is inconsistent. O(blocks)."""
         parent, position, tokens, extra_keys = self.key
         size = self.epoch.block_bytes
         assert parent is None or position < len(parent.blocks), f"{self}: is attached to a position that isn't cached"
@@ -241,21 +245,24 @@ class Run:
         return len(held)
 
     def retire(self) -> None:
-        """Give back what a run of an ended epoch holds, and leave no cycle of references."""
+        """Drop what a run of an ended epoch refers to, so that no cycle of references is left."""
         self.duplicates = self.children = self.extra_keys = None
         self.blocks.clear()
         self.tokens.clear()
         self.digests.clear()
 
     def keys_from(self, position: int, keys: Collection[int]) -> list[int]:
-        """Return candidates for the `keys` of a table by position that are `position` or more, the shorter way."""
+        """Return the positions in `keys` from `position` on, perhaps with other ones.
+
+        Costs the smaller of O(keys) and O(blocks from `position` on).
+        """
         num_last = len(self.blocks) - position
         if num_last < len(keys):
             return list(range(position, len(self.blocks)))
         return [key for key in keys if key >= position]
 
     def digest(self, index: int) -> bytes:
-        """Return the digest of position `index`. Fills in those not asked for yet; O(their number)."""
+        """Return the digest of position `index`. Computes missing digests and keeps them. O(their number)."""
         size = self.epoch.num_digest_bytes
         if len(self.digests) < (index + 1) * size:
             for run in self._runs_without_digests():
@@ -263,7 +270,7 @@ class Run:
         return bytes(self.digests[index * size : (index + 1) * size])
 
     def _runs_without_digests(self) -> "list[Run]":
-        """This run and those above it whose digests are needed first, topmost first."""
+        """Return this run and the runs above it whose digests are missing, topmost first."""
         chain = [self]
         parent, position, _, _ = self.key
         while parent is not None and len(parent.digests) < (position + 1) * self.epoch.num_digest_bytes:
@@ -272,7 +279,7 @@ class Run:
         return chain[::-1]
 
     def fill_digests(self) -> None:
-        """Compute the digests that are missing; those of the runs above must be there. O(their number)."""
+        """Compute the missing digests of this run. Those of the runs above must be there. O(their number)."""
         epoch, size = self.epoch, self.epoch.num_digest_bytes
         parent, position, _, _ = self.key
         first = len(self.digests) // size

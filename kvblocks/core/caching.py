@@ -1,7 +1,7 @@
-"""Looking a sequence up in the prefix index, caching its blocks as they get full, and taking them back.
+"""Looking a sequence up in the prefix index, caching its blocks as they get full, and undoing that.
 
-The index speaks of packed tokens and nodes, the manager of sequences and slots; this is what lies between. A sequence's
-first `num_cached_blocks` blocks were hit or cached here, so the next one is cached below the last of them.
+The index works with packed tokens and nodes, the manager with sequences and slots. This module connects the two. A
+sequence's first `num_cached_blocks` blocks were hit or cached here, so the next block is cached below the last of them.
 """
 
 from kvblocks.core.block import ROOT, Epoch, KVCacheBlock
@@ -12,7 +12,7 @@ from kvblocks.core.sequence import Sequence
 def find_blocks(index: PrefixIndex, sequence: Sequence, max_tokens: int | None = None) -> list[KVCacheBlock]:
     """Return the full blocks that hold the longest cached prefix of the sequence's known tokens. Changes nothing.
 
-    max_tokens: of the prefix; None: all.
+    max_tokens: most tokens in the prefix; None: no limit.
     """
     block_size = index.block_size
     tokens = memoryview(sequence.tokens)
@@ -23,11 +23,11 @@ def find_blocks(index: PrefixIndex, sequence: Sequence, max_tokens: int | None =
 def digests_ahead(
     index: PrefixIndex, sequence: Sequence, epoch: Epoch | None, held: list[KVCacheBlock], num_held: int, end: int
 ) -> bytearray | None:
-    """Return the digests that caching the sequence's first `end` tokens will record; None when nothing will be.
+    """Return the digests that caching the sequence's first `end` tokens will record; None when nothing records them.
 
-    epoch: what the sequence is of, or will be. held: a table that begins with its cached blocks, or with the hit
-    that it starts with; `num_held` are those. Computed before anything is changed, so that a hash function that raises
-    can do no harm. Changes nothing. O(new full blocks).
+    epoch: the sequence's, now or when it is allocated. held: a table whose first `num_held` blocks are cached: the
+    sequence's own, or the hit that it starts with. This runs before anything is changed, so that a hash function that
+    raises does no harm. Changes nothing. O(new full blocks).
     """
     first, last = num_held, end // index.block_size
     if not index.needs_digests or first >= last or epoch is not index.epoch:
@@ -42,8 +42,8 @@ def digests_ahead(
 def cache_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytearray | None) -> None:
     """Cache those of the sequence's blocks that have become full. O(their number).
 
-    Nothing is cached for a sequence of before a reset, or when an abort took away the prefix that it is attached to;
-    nor while tokens of it are delayed: what it has then is cached by `cache_from`.
+    Caches nothing if the sequence is from before a reset, if an abort removed the prefix before these blocks, or while
+    some of its tokens are delayed (`cache_from` caches them later).
     """
     first, end = sequence.num_cached_blocks, sequence.num_computed_tokens // index.block_size
     if first >= end or sequence.delayed_from is not None or sequence.epoch is not index.epoch:
@@ -63,9 +63,9 @@ def cache_full_blocks(index: PrefixIndex, sequence: Sequence, digests: bytearray
 
 
 def cache_filled_blocks(index: PrefixIndex, sequences: list[Sequence]) -> None:
-    """`cache_full_blocks` of sequences that each filled a block by one decoded token; not when digests are needed.
+    """`cache_full_blocks` for sequences that each filled a block with one decoded token. Records no digests.
 
-    O(1) a block unless runs part.
+    O(1) for each block that extends a run.
     """
     block_size, epoch = index.block_size, index.epoch
     for sequence in sequences:
@@ -82,9 +82,9 @@ def cache_filled_blocks(index: PrefixIndex, sequences: list[Sequence]) -> None:
 
 
 def first_uncached(sequence: Sequence) -> int:
-    """Return how many first blocks of a sequence are cached still: fewer than it cached if some were taken back. O(1).
+    """Return how many first blocks of a sequence are still cached: fewer than it cached if some were forgotten.
 
-    And O(blocks) for those that were.
+    O(1 + blocks forgotten).
     """
     first = sequence.num_cached_blocks
     while first and not sequence.blocks[first - 1].is_cached:
@@ -93,7 +93,7 @@ def first_uncached(sequence: Sequence) -> int:
 
 
 def digests_from(index: PrefixIndex, sequence: Sequence, first: int, end: int) -> bytearray | None:
-    """Return the digests that `cache_from` will record of blocks first to end - 1; None when nothing needs them.
+    """Return the digests that `cache_from` will record for blocks first to end - 1; None when nothing records them.
 
     As `digests_ahead`.
     """
@@ -104,9 +104,9 @@ def digests_from(index: PrefixIndex, sequence: Sequence, first: int, end: int) -
 
 
 def cache_from(index: PrefixIndex, sequence: Sequence, first: int, end: int, digests: bytearray | None) -> None:
-    """Cache blocks first to end - 1 of a sequence, all of them full, and those before them cached. O(their number).
+    """Cache blocks first to end - 1 of a sequence. All must be full, and those before them cached. O(their number).
 
-    Some may be cached already, by sequences that share them, and stay as they are.
+    Blocks that are cached already, by sequences that share them, stay as they are.
     """
     blocks, size = sequence.blocks, index.epoch.num_digest_bytes
     if index.events is not None:
@@ -116,7 +116,7 @@ def cache_from(index: PrefixIndex, sequence: Sequence, first: int, end: int, dig
     while start < end:
         stop = start
         while stop < end and not blocks[stop].is_cached:
-            index.forget(blocks[stop])  # what it held before a reset
+            index.forget(blocks[stop])  # drops what it cached before a reset
             stop += 1
         if stop > start:
             ahead = None if digests is None else digests[(start - first) * size : (stop - first) * size]
@@ -129,9 +129,10 @@ def cache_from(index: PrefixIndex, sequence: Sequence, first: int, end: int, dig
 
 
 def forget_unwritten(index: PrefixIndex, sequence: Sequence, num_computed_tokens: int) -> None:
-    """Stop caching what is in the sequence's own blocks beyond its first `num_computed_tokens`, and all chained to it.
+    """Stop caching the sequence's own blocks beyond its first `num_computed_tokens`, and everything below them.
 
-    Whoever cached it: a twin that was renewed may have done so, in a block that only this sequence was to write.
+    Also if another sequence cached such a block: a fork that was renewed may do so, though only this sequence writes
+    the block.
     """
     block_size = index.block_size
     first_unwritten = max(sequence.num_readonly_tokens, num_computed_tokens) // block_size

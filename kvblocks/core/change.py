@@ -1,10 +1,9 @@
-"""Whether a change is under way, so that one which was left half done is noticed.
+"""Whether a change is under way, so that a change that was left half done is noticed.
 
-A KeyboardInterrupt or MemoryError may come between any two steps of a change. What it leaves then is some state that
-nobody thought of. So whoever changes a manager says when it begins and when all is consistent again. A change that
-never ended is seen by the next call, which refuses. That needs no handler on the way out, which another interrupt could
-stop. Handlers only take back what was begun for nothing, such as a token that is none, and while they do a change is
-under way.
+A KeyboardInterrupt or MemoryError may come at any point of a change, and leaves an inconsistent state. So every change
+is marked at its beginning, and the mark is removed when all is consistent again. The next call sees a mark that was
+never removed, and refuses to run. This needs no exception handler, which another interrupt could stop. Handlers only
+undo changes that fail for another reason, such as an invalid token, and the mark stays until they are done.
 """
 
 from typing import Final
@@ -17,10 +16,11 @@ CHANGING: Final = 2
 
 
 class Changeable:
-    """What can be left half done: a manager or a cache. kind: what it is, for messages. debug: whether it is checked.
+    """Base of what can be left half done: a manager or a cache.
 
-    change_state: IDLE or DEBUGGING between changes, CHANGING from the beginning of one to its end. Whoever makes the
-    change may write it, since a call would cost as much as some changes do.
+    kind: which of them, for messages. debug: whether each change is followed by a check. change_state: IDLE or
+    DEBUGGING between changes, CHANGING during one. The code that makes a change may write it directly, since a call
+    would cost as much as some changes.
     """
 
     def __init__(self, kind: str, *, debug: bool = False) -> None:
@@ -38,11 +38,11 @@ class Changeable:
             )
 
     def begin_change(self) -> None:
-        """Say that a change begins, which is left half done until `end_change`. Raises CorruptStateError. O(1)."""
+        """Mark the beginning of a change, which `end_change` ends. Raises CorruptStateError. O(1)."""
         if self.change_state:
             self.check_whole()
         self.change_state = CHANGING
 
     def end_change(self) -> None:
-        """Say that all is consistent again. O(1)."""
+        """Mark the end of a change: all is consistent again. O(1)."""
         self.change_state = self._rest_state

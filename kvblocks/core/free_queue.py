@@ -1,16 +1,16 @@
-"""The queue of blocks that nobody owns, in the order in which they are taken.
+"""The queue of free blocks, in the order in which they are taken.
 
-Three stretches follow one another: blocks that hold nothing, blocks that left a window, and the others, least
-recently used first. Where a block goes is decided when it is released: what is cached goes to the end, what holds
-nothing to the front, so that no cached block is evicted while an empty one is free.
+The queue has three stretches: first blocks that hold nothing, then blocks that left a window, then the others, least
+recently used first. The place of a block is decided when it is released. Cached blocks go to the end and blocks that
+hold nothing to the front, so that no cached block is evicted while an empty one is free.
 
-A circular doubly-linked list through the blocks themselves, so that a block in the middle leaves in O(1) when a
-prefix hit takes it back. Being queued and having no owner are one fact, so one place keeps both: whatever leaves the
-queue leaves it with `ref_cnt` 1, whatever enters has 0. One root block that is never handed out closes the circle,
-which makes every operation free of special cases at the ends.
+The queue is a circular doubly-linked list through the blocks themselves, so that a hit can take a block out of the
+middle in O(1). A block is queued exactly when it has no owner, so the queue also writes `ref_cnt`: 1 for a block that
+leaves the queue, 0 for one that enters it. One root block, which is never handed out, closes the circle. With it, no
+operation has special cases at the ends.
 
-After vLLM v1's FreeKVCacheBlockQueue, `prepend` included; the circle with self-linked outsiders is the Linux kernel's
-list_head. The stretch between is this project's.
+After vLLM v1's FreeKVCacheBlockQueue, `prepend` included. The circle, with unlinked blocks that point at themselves, is
+the Linux kernel's list_head. The middle stretch is this project's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,17 +20,16 @@ from kvblocks.errors import BlockStateError, PoolExhaustedError
 
 
 class FreeBlockQueue:
-    """An intrusive queue over `blocks`, all of them free at first and in the given order. O(blocks) to make.
+    """A queue of `blocks`, all of them free at first and in the given order. O(blocks) to make.
 
     has_windows: whether blocks may leave a window (`release_passed`). num_shared_changes: how often a reference was
-    added to or dropped from a block that stayed owned. Raises BlockStateError, changing nothing, when a block is linked
-    or owned already. A part of the manager that is public for those who build one of their own: beyond that it checks
-    no types.
+    added to or dropped from a block that stayed owned. Raises BlockStateError, changing nothing, when a block is queued
+    or owned already. This part of the manager is public for those who build a manager of their own; it checks no types.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], *, has_windows: bool = False) -> None:
         self._root = KVCacheBlock(0)  # never handed out, so its id is never seen
-        self._mark = KVCacheBlock(0)  # nor this one: it stands behind what left a window, if anything does
+        self._mark = KVCacheBlock(0)  # never handed out either; stands behind the blocks that left a window
         self._has_windows = has_windows
         self.num_free_blocks = 0
         self.num_shared_changes = 0
@@ -42,7 +41,7 @@ class FreeBlockQueue:
         return self.num_free_blocks
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
-        """Yield the blocks as they would be taken. The queue must not change meanwhile."""
+        """Yield the blocks in the order in which they are taken. The queue must not change meanwhile."""
         block = self._root.next_free_block
         while block is not self._root:
             if block is not self._mark:
@@ -80,9 +79,9 @@ class FreeBlockQueue:
         return taken
 
     def popleft_empty(self, max_blocks: int) -> list[KVCacheBlock]:
-        """Take the first blocks, at most `max_blocks`, that were never cached or have been forgotten. O(blocks taken).
+        """Take at most `max_blocks` of the first blocks, up to the first one that is in a run. O(blocks taken).
 
-        As many as stand before the first other one; each then has `ref_cnt` 1.
+        Each of them then has `ref_cnt` 1.
         """
         root = self._root
         block = root.next_free_block
@@ -132,7 +131,7 @@ class FreeBlockQueue:
                 raise BlockStateError(f"expected a block that is neither queued nor owned, got {block} {state}")
             block.prev_free_block = last
             last.next_free_block = block
-            # The next link goes to the root at once: a block given twice is then seen to be linked.
+            # The next link leads to the root at once, so that a block that is given twice is seen to be queued.
             block.next_free_block = root
             last = block
             num_linked += 1
@@ -140,7 +139,7 @@ class FreeBlockQueue:
         self.num_free_blocks += num_linked
 
     def _unlink_last(self, last: KVCacheBlock, num_blocks: int) -> None:
-        """Take back what a failing call has linked behind the queue's end: the `num_blocks` blocks up to `last`."""
+        """Unlink the `num_blocks` blocks up to `last`, which a failing call has linked behind the queue's end."""
         for _ in range(num_blocks):
             previous = last.prev_free_block
             last.prev_free_block = last
@@ -148,13 +147,13 @@ class FreeBlockQueue:
         last.next_free_block = self._root
 
     def release(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Give up one reference to each block; those that lose their last one are appended, in the order given.
+        """Give up one reference to each block. Blocks that lose their last reference are appended, in the order given.
 
         Raises BlockStateError, changing nothing, when a block has no reference left to give up. O(blocks).
         """
         root = self._root
         last = root.prev_free_block
-        num_kept = 0  # those that aren't linked are counted, since they are few
+        num_kept = 0  # blocks that stay owned; they are fewer than those that are linked
         rest = iter(blocks)
         for block in rest:
             if block.ref_cnt == 1:
@@ -178,17 +177,17 @@ class FreeBlockQueue:
             self.num_shared_changes += num_kept
 
     def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
-        """Give up one reference to each block, a table's or a part of one; those that lose their last one are queued.
+        """Give up one reference to each block of a table or a part of it. Those that lose their last one are queued.
 
-        The last one first: cached ones at the end, so that a prefix's end is taken before its beginning; those that
-        hold nothing in front of all others, where the table's last one is taken first. num_cached: the first so many
-        are known to be cached. Raises BlockStateError, changing nothing. O(blocks).
+        Cached blocks go to the end of the queue, and blocks that hold nothing to the front. Of both, the table's last
+        block comes first, so that a prefix's end is taken before its beginning. num_cached: how many first blocks are
+        known to be cached. Raises BlockStateError, changing nothing. O(blocks).
         """
         cached: list[KVCacheBlock] = []
         empty: list[KVCacheBlock] = []
         for block in blocks[: num_cached - 1 if num_cached else None : -1]:
             run = block.run
-            if run is not None and run.epoch.is_current:  # `is_cached`, without the call
+            if run is not None and run.epoch.is_current:  # `is_cached`, inlined
                 cached.append(block)
             else:
                 empty.append(block)
@@ -200,9 +199,9 @@ class FreeBlockQueue:
             raise
 
     def release_empty(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Give up one reference to each block, none of them cached; those that lose their last one are taken next.
+        """Give up one reference to each block. None may be cached. Raises BlockStateError, changing nothing. O(blocks).
 
-        In the order given, before all others. Raises BlockStateError, changing nothing. O(blocks).
+        Blocks that lose their last reference go to the front of the queue, in the order given.
         """
         root = self._root
         following = root.next_free_block
@@ -229,10 +228,10 @@ class FreeBlockQueue:
         self.num_shared_changes += len(blocks) - num_linked
 
     def release_passed(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Give up one reference to each block, all of them cached, that left a window; of a queue with windows.
+        """Give up one reference to each of these cached blocks, which left a window. Only for a queue with windows.
 
-        Those that lose their last one are taken before what was freed at a sequence's end, in the order given. The
-        blocks are different ones. Raises BlockStateError, changing nothing. O(blocks).
+        Blocks that lose their last reference go to the end of the middle stretch, in the order given. No block may come
+        twice. Raises BlockStateError, changing nothing. O(blocks).
         """
         for block in blocks:
             if block.ref_cnt < 1:
@@ -246,7 +245,7 @@ class FreeBlockQueue:
                 self.num_free_blocks += 1
 
     def move_to_front(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Have queued blocks, which hold nothing any more, taken next, in the order given. O(blocks)."""
+        """Move queued blocks, which hold nothing any more, to the front of the queue, in the order given. O(blocks)."""
         for block in reversed(blocks):
             self._unlink(block)
             self._link(block, self._root.next_free_block)
@@ -269,7 +268,7 @@ class FreeBlockQueue:
             self.num_shared_changes += num_owned
 
     def check(self) -> None:
-        """Raise AssertionError unless the links agree, the length is right and no queued block is owned. O(queue)."""
+        """Raise AssertionError unless the links and the length are right and no queued block is owned. O(queue)."""
         root, num_linked = self._root, self.num_free_blocks + self._has_windows
         num_seen, previous, block = 0, root, root.next_free_block
         while block is not root:
@@ -281,7 +280,7 @@ class FreeBlockQueue:
         assert num_seen == num_linked, f"queue: {num_seen} linked, {num_linked} counted"
 
     def _pop_each(self, num_blocks: int) -> list[KVCacheBlock]:
-        """`popleft_n`, past the mark. Apart, since a comprehension makes all names of its function dearer."""
+        """`popleft_n` of a queue with a mark. A function of its own, since a comprehension slows its whole function."""
         return [self.popleft() for _ in range(num_blocks)]
 
     def _link(self, block: KVCacheBlock, following: KVCacheBlock) -> None:

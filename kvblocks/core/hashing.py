@@ -1,9 +1,8 @@
 """The digest chain: how a cached block is named outside this process.
 
 A block's digest covers its parent's digest, its extra keys and its tokens, so it names the whole prefix up to the
-block. It is the block's address in events, other processes and other tiers. It never decides a hit: matching compares
-preimages (see `prefix_index`), so a weak or broken hash function can confuse an outside reader of events, never a
-lookup.
+block. It names the block in events, in other processes and in tiers. It never decides a hit: matching compares
+preimages (see `prefix_index`). So a weak or broken hash function can confuse a reader of events, but never a lookup.
 
 Format 1, pinned by golden vectors in tests/core; integers are little-endian and unsigned unless noted:
 
@@ -34,7 +33,7 @@ PositionKey = tuple[int, int, str | bytes]
 """(start, end, key): tokens start..end-1 depend on `key`, such as the hash of the image that they stand for."""
 
 PositionKeys = Iterable[PositionKey]
-"""Several of them, in any order."""
+"""Several position keys, in any order."""
 
 ExtraKey = tuple[str, tuple[int, int] | None, str | bytes]
 """A decoded extra key: ("salt", None, salt), ("lora", None, name) or ("key", (start, length), key).
@@ -52,7 +51,7 @@ def sha256_digest(preimage: bytes) -> bytes:
 
 def check_digest(digest: Any, num_bytes: int | None) -> bytes:
     """Return `digest` if it is `num_bytes` bytes long (None: any length but 0), else raise InvalidArgumentError."""
-    if type(digest) is not bytes or not digest:  # a subclass may say that it is longer than it is
+    if type(digest) is not bytes or not digest:  # the __len__ of a subclass may lie
         raise InvalidArgumentError(f"hash function: expected it to return bytes, at least one; got {shown(digest)}")
     if num_bytes is not None and len(digest) != num_bytes:
         raise InvalidArgumentError(f"hash function: expected {num_bytes} bytes as before, got {len(digest)}")
@@ -60,7 +59,7 @@ def check_digest(digest: Any, num_bytes: int | None) -> bytes:
 
 
 def make_preimage(parent_digest: bytes, extra_keys: bytes, tokens: bytes) -> bytes:
-    """Return what a block's digest is the hash of.
+    """Return the preimage that a block's digest is the hash of.
 
     parent_digest: the parent block's digest, b"" for a first block. extra_keys: the block's encoded extra keys, b"" for
     none. tokens: the block's token ids, packed as little-endian u32.
@@ -69,10 +68,10 @@ def make_preimage(parent_digest: bytes, extra_keys: bytes, tokens: bytes) -> byt
 
 
 class Names:
-    """How prefixes are named to the outside. Here: by a hash function, over preimages in format 1.
+    """How prefixes are named to the outside. This class: by hashing preimages in format 1.
 
-    num_digest_bytes: of a name. are_unique: whether no two prefixes share one, but for a hash function that breaks.
-    Wings derive other schemes from it (`kvblocks.wire.names`).
+    num_digest_bytes: length of a name. are_unique: whether two prefixes never have the same name, unless the hash
+    function is broken. Other rooms derive other schemes from this class (`kvblocks.wire.names`).
     """
 
     def __init__(self, hash_function: HashFunction, num_digest_bytes: int, *, are_unique: bool = True) -> None:
@@ -89,10 +88,11 @@ class Names:
         block_bytes: int,
         blocks: range,
     ) -> bytearray:
-        """Return the digests of those blocks of `tokens`, of `block_bytes` each, one after the other; changes nothing.
+        """Return the digests of `blocks`, one after the other in one buffer. Changes nothing. O(blocks).
 
-        parent_digest: of the block before them, b"" for none. extra_keys: encoded, by block. first_keys: those of the
-        prefix's very first block, which may come long before them. O(blocks).
+        tokens: a sequence's, packed, `block_bytes` bytes for each block. blocks: which of its blocks. parent_digest: of
+        the block before them, b"" for none. extra_keys: encoded, by block. first_keys: the keys of the prefix's first
+        block, which may come long before `blocks`.
         """
         keys, size, packed = extra_keys or {}, block_bytes, bytearray()
         previous = parent_digest
@@ -108,8 +108,8 @@ def encode_extra_keys(
 ) -> dict[int, bytes]:
     """Return the encoded extra keys of every block that has some, by the block's position in the sequence.
 
-    Salt and LoRA name go to block 0 alone: every later block is attached to it. A position key goes to each block that
-    its span touches. The order in which `position_keys` come makes no difference. O(spans x blocks each touches).
+    Salt and LoRA name go to block 0 alone, since every later block is chained to it. A position key goes to each block
+    that its span touches. The order of `position_keys` makes no difference. O(spans x blocks that each touches).
     """
     root = b""
     if salt is not None:

@@ -1,6 +1,6 @@
-"""What a lookup found: the answer of `get_computed_blocks`, to be handed to `allocate_slots`.
+"""What a lookup found: `get_computed_blocks` returns a hit, and `allocate_slots` takes it.
 
-`check_hit` says whether that may use it still.
+`check_hit` says whether a hit is still valid.
 """
 
 from abc import abstractmethod
@@ -15,7 +15,7 @@ from kvblocks.errors import SequenceStateError, StaleHitError
 
 
 class HitSource:
-    """Where hits are found. index: the cached prefixes."""
+    """Where hits are found. index: holds the cached prefixes."""
 
     __slots__ = ("index",)
 
@@ -24,14 +24,13 @@ class HitSource:
 
     @abstractmethod
     def find_pending(self, sequence: Sequence) -> tuple[Sequence, int] | None:
-        """Return who will compute most of what follows the cached prefix of a sequence, and how many blocks."""
+        """Return who will compute the most blocks behind `sequence`'s cached prefix, and how many; None if nobody."""
 
 
 class HitLimit:
-    """Why a hit is shorter than what the primary group has cached: a group lacks some tokens.
+    """Why a hit is shorter than the primary group's cached prefix: `group` lacks tokens first_token to end_token - 1.
 
-    first_token, end_token: the tokens, the second behind the last of them. removal_key: what the removal history knows
-    the group's missing block by. Read-only.
+    window: the group's. removal_key: the key of the group's missing block in the removal history. Read-only.
     """
 
     __slots__ = ("end_token", "first_token", "group", "removal_key", "window")
@@ -47,13 +46,12 @@ class HitLimit:
 class CacheHit:
     """The longest cached prefix of a sequence, as of one moment.
 
-    blocks: the full blocks that hold it, in order. num_tokens: tokens that need no computing; block_size for each
-    block, or the whole prompt but one token when all of it is cached, since its last token's logits are still needed.
-    num_readonly_tokens: positions below it lie in `blocks` and must not be written, the recomputed last token
-    included.
+    blocks: the full blocks that hold the prefix, in order. num_tokens: tokens that need no computing: all in `blocks`,
+    but one less for a full hit, since the logits of its last token are still needed. num_readonly_tokens: positions
+    below it lie in `blocks` and must not be written. That includes the last token of a full hit, which is recomputed.
 
-    Made by `get_computed_blocks`. A hit owns nothing: its blocks may be evicted by any later allocation.
-    `allocate_slots` checks that before it uses it.
+    Made by `get_computed_blocks`. A hit owns nothing: any later allocation may evict its blocks. `allocate_slots`
+    checks the hit before it uses it.
     """
 
     __slots__ = ("blocks", "num_readonly_tokens", "num_tokens", "sequence", "source", "version")
@@ -75,53 +73,54 @@ class CacheHit:
 
     @property
     def index(self) -> PrefixIndex:
-        """Where it was found. O(1)."""
+        """The prefix index where the hit was found. O(1)."""
         return self.source.index
 
     @property
     def num_matched_tokens(self) -> int:
-        """Tokens that the primary group alone has cached; more than num_readonly_tokens where another one has less."""
+        """Tokens that the primary group has cached; more than num_readonly_tokens where another group has fewer."""
         return self.num_readonly_tokens
 
     def group_blocks(self, group: SupportsIndex) -> list[KVCacheBlock | None]:
-        """Return the blocks of a group's table, None where it needs none. Raises InvalidArgumentError. O(blocks)."""
+        """Return the blocks of a group's block table, None for dead entries. Raises InvalidArgumentError. O(blocks)."""
         check_count("group", group, 0, 0)
         return [*self.blocks]
 
     def cut(self, max_tokens: SupportsIndex) -> "CacheHit":
-        """Return a hit of the same lookup whose blocks hold at most `max_tokens` tokens; this one if its own do.
+        """Return a hit of the same lookup with at most `max_tokens` tokens in its blocks, perhaps this one.
 
-        Changes nothing. What was evicted since the lookup is seen by `allocate_slots`. With several groups it may have
-        fewer tokens, since a window may lack what another end needs. Raises InvalidArgumentError. O(blocks).
+        Changes nothing. `allocate_slots` notices blocks that were evicted since the lookup. With several groups the
+        result may have fewer tokens, since a window may lack the blocks that a hit with this end needs. Raises
+        InvalidArgumentError. O(blocks).
         """
         number = check_count("max_tokens", max_tokens, 0)
         return self if number >= self.num_readonly_tokens else self._cut_to(number // self.index.block_size)
 
     def _cut_to(self, num_blocks: int) -> "CacheHit":
-        """Return a hit of the first `num_blocks` blocks, which are fewer than all."""
+        """Return a hit of the first `num_blocks` blocks, fewer than this one has."""
         num_tokens = num_blocks * self.index.block_size
         hit = CacheHit(self.sequence, self.blocks[:num_blocks], num_tokens, num_tokens + 1, self.source)
         hit.version = self.version
         return hit
 
     def has_lost_attached(self) -> bool:
-        """Whether a block of another group than the primary one is cached no more where it was."""
+        """Whether a side group's block of this hit is no longer cached where it was found."""
         return False
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens behind what is cached that `pending_sequence` is about to compute; 0 when nobody is.
+        """How many tokens behind the cached prefix `pending_sequence` is about to compute; 0 when there is none.
 
-        Of the tokens that the sequence has now, and of what is cached now: more of both may be there than at the
-        lookup. A scheduler may wait for them rather than compute them twice. O(sequences with unfinished prefill), and
-        a lookup if there are any.
+        Looks at the tokens and the cache as they are now; both may have grown since the lookup. A scheduler may wait
+        for these tokens rather than compute them twice. O(sequences with unfinished prefill), and a lookup if there are
+        any.
         """
         found = self.source.find_pending(self.sequence)
         return 0 if found is None else found[1] * self.index.block_size
 
     @property
     def pending_sequence(self) -> Sequence | None:
-        """The allocated sequence that `pending_tokens` is about, None when there is none. O(as that)."""
+        """The allocated sequence that will compute `pending_tokens`, None when there is none. As `pending_tokens`."""
         found = self.source.find_pending(self.sequence)
         return None if found is None else found[0]
 
@@ -138,15 +137,15 @@ def check_start(sequence: object, hit: object) -> None:
 
 
 def ends_in_block(hit: CacheHit | None) -> bool:
-    """Whether a hit has blocks, and all of their tokens count: none needs to be computed behind it. O(1)."""
+    """Whether a hit has blocks and isn't a full hit, so that no token needs to be computed behind it. O(1)."""
     return hit is not None and 0 < hit.num_readonly_tokens == hit.num_tokens
 
 
 def check_hit(index: PrefixIndex, sequence: Sequence, hit: CacheHit) -> int:
-    """Return the tokens of `hit`.
+    """Return the number of tokens of `hit`.
 
-    Raises SequenceStateError if it is another sequence's or manager's, StaleHitError if it is outdated. O(1) while
-    nothing has been evicted since the lookup, for a sequence that never lost tokens; else one more lookup.
+    Raises SequenceStateError if it is another sequence's or manager's, StaleHitError if it is outdated. O(1) if nothing
+    was evicted since the lookup and the sequence never lost tokens; else one more lookup.
     """
     if hit.sequence is not sequence:
         raise SequenceStateError(f"allocate_slots: expected a hit of {sequence}, got {hit}")

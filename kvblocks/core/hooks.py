@@ -1,15 +1,15 @@
 """Where the other rooms plug in: base classes whose methods do nothing, or are abstract.
 
-The core never imports them. It asks an attribute of one of these types, which is None until somebody wants more than
-the core does:
+The core never imports another room. It calls an object in an attribute of one of these types. The attribute is None
+until another room sets it:
 
-- `PrefixIndex.watcher`: told what happens to blocks and to cached prefixes (history, metrics, quotas);
+- `PrefixIndex.watcher`: told what happens to blocks and to cached prefixes (removal history, metrics, quotas);
 - `PrefixIndex.accounts`: who is charged for cached blocks, and which are evicted first (quotas, eviction policies);
 - `PrefixIndex.events`: where changes of the cached set are recorded;
-- `SlotAllocator.soft_holds`: owners of blocks that aren't sequences, and that may give way to them (pins).
+- `SlotAllocator.soft_holds`: owners of blocks other than sequences, which may give blocks up for sequences (pins).
 
-Two more stand beside what they belong to: `Account` in `block`, and `SideTables` in `sequence`. They are native
-classes, not Protocols: a call of a method of theirs is as cheap as any in the compiled build.
+Two more base classes are in the modules that use them: `Account` in `block`, and `SideTables` in `sequence`. All are
+native classes and not Protocols, so that in the compiled build calling their methods is as cheap as any other call.
 """
 
 from abc import abstractmethod
@@ -24,24 +24,24 @@ from kvblocks.events import CacheEvent
 from kvblocks.stats import Refusal
 
 RemovalCause = Literal["evicted", "aborted", "reset", "dropped"]
-"""Why a prefix is cached no more: its block was taken, or was never computed; the cache was reset; or on request."""
+"""Why a prefix stopped being cached: its block was taken; was never computed; the cache was reset; or on request."""
 
 
 class Watcher:
-    """Whoever wants to be told. Each call is O(1) here, and changes nothing of the caller's.
+    """Told what happens to blocks and cached prefixes. This base class does nothing, in O(1).
 
-    needs_digests: whether it wants the digests of what is removed, so that they are computed as blocks are cached.
-    needs_takers: whether it wants to be told for whom blocks are taken; only then `note_taking` comes.
+    No method may change what it is told of. needs_digests: whether it needs the digests of removed prefixes, which are
+    then computed as blocks are cached. needs_takers: whether `note_taking` is called.
     """
 
     needs_digests: bool = False
     needs_takers: bool = False
 
     def note_taking(self, num_blocks: int, sequence_id: Hashable) -> None:
-        """That many blocks are about to be taken from the pool for a sequence."""
+        """`num_blocks` blocks are about to be taken from the pool for this sequence."""
 
     def note_taken(self, blocks: Items[KVCacheBlock]) -> None:
-        """These blocks were taken, to be reused; what they held isn't forgotten yet."""
+        """These blocks were taken for reuse. They are still marked as cached."""
 
     def note_touched(self, blocks: Items[KVCacheBlock]) -> None:
         """Each of these blocks got one more owner."""
@@ -50,14 +50,14 @@ class Watcher:
         """Each of these blocks lost an owner, in this order."""
 
     def note_removed(self, digests: Items[bytes], cause: RemovalCause) -> None:
-        """The prefixes of these digests are cached no more."""
+        """The prefixes with these digests stopped being cached."""
 
     def note_clearing(self, runs: Iterable[Run]) -> None:
-        """All that is cached, these runs, is about to be forgotten."""
+        """The cache is about to be reset. `runs` are all runs in it."""
 
 
 class Watchers(Watcher):
-    """Several watchers as one: each is told everything, in the order in which they began."""
+    """Several watchers as one: each is told everything, in the order in which they were added."""
 
     def __init__(self, watchers: list[Watcher]) -> None:
         self._watchers = watchers
@@ -95,9 +95,9 @@ class Watchers(Watcher):
 
 
 class EventLog:
-    """Where it is recorded what gets cached in one place, and what is removed.
+    """Records what gets cached and what is removed on one medium.
 
-    medium: the place. storing: the id of the sequence whose blocks are getting cached, None: nobody's.
+    storing: the id of the sequence whose blocks are being cached, None if there is none.
     """
 
     def __init__(self, medium: str) -> None:
@@ -106,11 +106,11 @@ class EventLog:
 
     @abstractmethod
     def of_tier(self, medium: str) -> "EventLog | None":
-        """Return the log of a tier, None: what happens there isn't recorded."""
+        """Return the log of a tier; None if the tier's changes aren't recorded."""
 
     @abstractmethod
     def append(self, record: CacheEvent) -> None:
-        """Add a record of a group beside the primary one."""
+        """Add a record about a side group."""
 
     @abstractmethod
     def note_stored(self, run: Run, base: int) -> None:
@@ -118,45 +118,45 @@ class EventLog:
 
     @abstractmethod
     def note_removed(self, names: Items[bytes]) -> None:
-        """Prefixes are cached no more, a child before its parent."""
+        """Prefixes stopped being cached; a child comes before its parent."""
 
     @abstractmethod
     def note_cleared(self) -> None:
-        """Nothing is cached any more."""
+        """The cache was reset."""
 
 
 class Accounts(Watcher):
-    """Who is charged for what is cached, and which blocks go first."""
+    """Who is charged for cached blocks, and which blocks are taken first."""
 
     @property
     @abstractmethod
     def is_choosing(self) -> bool:
-        """Whether it chooses what is taken next; else that is the first of the queue. O(1)."""
+        """Whether it chooses which block is taken next; else the first of the queue is. O(1)."""
 
     @abstractmethod
     def account_of(self, extra_keys: bytes | None) -> Account | None:
-        """Return who is charged for a prefix whose first block has these encoded keys, None if nobody is."""
+        """Return who is charged for prefixes whose first block has these encoded keys, None if nobody is."""
 
     @abstractmethod
     def take_next(self, queue: FreeBlockQueue, max_blocks: int) -> list[KVCacheBlock]:
-        """Take at least one and at most so many blocks off the queue, which isn't empty: those that are to go next.
+        """Take the blocks to be reused next off the queue, which isn't empty: at least one, at most `max_blocks`.
 
-        Blocks that hold nothing go before any other. `note_taken` follows, and what they hold is forgotten.
+        Blocks that hold nothing must go before any other. The pool then calls `note_taken` and evicts what they hold.
         """
 
     def note_detached(self, blocks: Items[KVCacheBlock]) -> None:
-        """What these blocks held is cached no more, though nobody took them."""
+        """These blocks are detached: they stopped being cached though nobody took them."""
 
     def note_passed(self, blocks: Items[KVCacheBlock]) -> None:
-        """These blocks, of which `note_released` comes next, left a window: they go before other cached ones."""
+        """These blocks left a window, and go before other cached blocks. `note_released` follows for them."""
 
 
 class SoftHolds:
-    """Owners of cached prefixes that aren't sequences."""
+    """Owners of cached prefixes other than sequences, which may give blocks up for sequences."""
 
     @abstractmethod
     def find_refusal(self, num_blocks: int, touched: list[KVCacheBlock]) -> Refusal | None:
-        """Return why `num_blocks` can't be had after `touched` are taken, None if they can: holds may give them up."""
+        """Return why `num_blocks` can't be had once `touched` are owned. None if they can, perhaps after `give_up`."""
 
     @abstractmethod
     def give_up(self, num_blocks: int) -> None:
@@ -164,16 +164,16 @@ class SoftHolds:
 
     @abstractmethod
     def extend(self, sequence: Sequence) -> None:
-        """Hold what is lacking and this sequence, which is about to let go of blocks, may have."""
+        """Own the blocks that holds lack and this sequence has. The sequence is about to release blocks."""
 
     @abstractmethod
     def drop_uncached(self) -> None:
-        """Let go of what is cached no more."""
+        """Release blocks that are no longer cached."""
 
     @abstractmethod
     def tables(self) -> list[list[KVCacheBlock]]:
-        """Return all that is held, each block as often as it is."""
+        """Return the owned blocks, each as often as it is owned."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise AssertionError unless all here agrees."""
+        """Raise AssertionError unless the state is consistent."""

@@ -1,8 +1,8 @@
-"""Sequences that have tokens which aren't to be found yet: what somebody is about to compute.
+"""Sequences with tokens that are about to be computed, and that a lookup doesn't find yet.
 
-A block is found by others as soon as it is full and its caching isn't delayed. What a chunked prefill will only get to
-in a later step isn't, nor what is cached late, so this compares prompts directly: a scheduler can then let a sequence
-wait for what another one will compute anyway.
+A lookup finds a block as soon as it is full, unless it is delayed. It doesn't find tokens that a chunked prefill will
+compute in a later step, nor blocks that are cached late. So this module compares prompts directly. A scheduler can then
+let a sequence wait for tokens that another one will compute anyway.
 """
 
 from kvblocks.core.caching import find_blocks
@@ -14,9 +14,9 @@ from kvblocks.core.tokens import num_equal
 
 
 class InFlight(HitSource):
-    """The allocated sequences that have tokens without slots, or delayed ones, oldest first.
+    """The allocated sequences that have tokens without slots, or delayed tokens, oldest first.
 
-    index: where they will be cached. sequences: in a dict, as an ordered set. manager: whose they are.
+    index: where the tokens will be cached. sequences: a dict used as an ordered set. manager: the sequences' owner.
     """
 
     __slots__ = ("_manager", "sequences")
@@ -30,23 +30,23 @@ class InFlight(HitSource):
         return len(self.sequences)
 
     def note(self, sequence: Sequence) -> None:
-        """Take note of a sequence that got slots. O(1)."""
+        """Add a sequence that got slots if it has tokens in flight, else remove it. O(1)."""
         if sequence.num_written_tokens < sequence.num_tokens:
             self.sequences[sequence] = None
         elif self.sequences:
             self.sequences.pop(sequence, None)
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence that gives its blocks back. O(1)."""
+        """Remove a sequence that gives its blocks back. O(1)."""
         if self.sequences:
             self.sequences.pop(sequence, None)
 
     def find_pending(self, sequence: Sequence) -> tuple[Sequence, int] | None:
-        """Return the sequence that will compute most of what follows this one's cached prefix, and how many blocks.
+        """Return who will compute the most blocks behind `sequence`'s cached prefix, and how many; None if nobody will.
 
-        Sequences from before a reset of the cache don't count. None when nobody will. Changes nothing. Raises
-        CorruptStateError. A lookup, O(sequences in flight), and O(tokens) for those that share the next block; O(1)
-        when nothing is in flight.
+        Sequences from before a reset of the cache don't count. Changes nothing. Raises CorruptStateError. One lookup,
+        O(sequences in flight), and O(tokens) for each sequence that shares the next block; O(1) when nothing is in
+        flight.
         """
         self._manager.check_whole()
         if not self.sequences:
@@ -61,7 +61,7 @@ class InFlight(HitSource):
         return best
 
     def _num_common_blocks(self, one: Sequence, other: Sequence, num_least: int) -> int:
-        """Return how many first blocks two sequences have in common; 0 when it isn't more than `num_least`."""
+        """Return how many first blocks two sequences have in common; 0 unless it is more than `num_least`."""
         size = self.index.block_size
         num_blocks = min(one.num_tokens, other.num_tokens) // size
         keys, other_keys = one.encoded_keys(size) or {}, other.encoded_keys(size) or {}
@@ -72,11 +72,11 @@ class InFlight(HitSource):
         start, end = 4 * size * num_least, 4 * size * num_blocks
         tokens, other_tokens = one.packed_tokens(), other.packed_tokens()
         if bytes(tokens[start : start + 4 * size]) != bytes(other_tokens[start : start + 4 * size]):
-            return 0  # before the beginnings are compared, which are equal for many
+            return 0  # the next block differs, so the long common beginning needs no comparison
         return num_equal(tokens[:end], other_tokens[:end]) // (4 * size)
 
 
 def _caches(sequence: Sequence) -> bool:
-    """Whether what the sequence will compute is going to be cached."""
+    """Whether the blocks that the sequence will compute will be cached."""
     first = sequence.num_cached_blocks
     return not first or sequence.blocks[first - 1].is_cached

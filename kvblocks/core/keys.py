@@ -19,7 +19,7 @@ class SequenceKeys:
         self._encoded: tuple[int, dict[int, bytes]] | None = None
 
     def encoded(self, block_size: int) -> dict[int, bytes]:
-        """Return them encoded, by block. O(blocks that spans touch) once, then O(1)."""
+        """Return the encoded extra keys by block. O(blocks that spans touch) once, then O(1)."""
         if self._encoded is None or self._encoded[0] != block_size:
             keys = encode_extra_keys(self.salt, self.lora, self.extra_keys, block_size)
             self._encoded = block_size, keys

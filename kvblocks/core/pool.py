@@ -1,8 +1,8 @@
-"""The pool: every block there is, who owns it, and what happens to what it held when it changes hands.
+"""The pool: all blocks, who owns them, and what happens to their contents when they are reused.
 
-Puts the free queue and the prefix index together. A block is free or owned (the queue's fact), cached or not (the
-index's fact), and both at once in all four combinations: a free cached block is what a later request hits, and it
-stops being cached at the moment it is taken for something else. The roles are those of vLLM v1's BlockPool.
+The pool puts the free queue and the prefix index together. The queue knows whether a block is free or owned, and the
+index whether it is cached or not; all four combinations exist. A later request can hit a free cached block, until the
+block is taken for something else and so stops being cached. The roles are those of vLLM v1's BlockPool.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,14 +16,14 @@ from kvblocks.core.prefix_index import PrefixIndex
 
 
 class BlockPool:
-    """`num_blocks` blocks with ids from `first_block_id` on, handed out in order when fresh.
+    """`num_blocks` blocks with ids from `first_block_id` on.
 
-    Later what holds nothing goes first, then what is least recently used. index: where their contents may be cached.
-    blocks: all of them, by id. end_block_id: behind the last one's. queue: the free ones, in the order of their reuse.
-    detached: blocks that stopped being cached while they were owned, and still are; few and seldom. Raises
-    InvalidArgumentError. O(num_blocks).
+    At first they are handed out in order of their ids; later blocks that hold nothing come first, then the least
+    recently used ones. index: where their contents may be cached. blocks: all blocks, by id. end_block_id: the last
+    block's id + 1. queue: the free blocks, in the order of their reuse. detached: blocks that stopped being cached
+    while they were owned, and are still owned; rarely any. Raises InvalidArgumentError. O(num_blocks).
 
-    A part of the manager that is public for those who build one of their own: beyond that it checks no types.
+    This part of the manager is public for those who build a manager of their own; its other calls check no types.
     """
 
     def __init__(self, num_blocks: SupportsIndex, index: PrefixIndex, first_block_id: SupportsIndex = 0) -> None:
@@ -37,7 +37,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody owns, those with cached contents included. O(1)."""
+        """Blocks that nobody owns, cached ones included. O(1)."""
         return self.queue.num_free_blocks
 
     @property
@@ -59,15 +59,15 @@ class BlockPool:
         return [block.block_id for block in self.queue]
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take the next free blocks; what they held is cached no more. O(num_blocks).
+        """Take the next free blocks and evict what they hold. O(num_blocks).
 
-        Which of the cached ones go first `Accounts` may say: a quota's, or an eviction policy's choice.
-        Raises PoolExhaustedError, changing nothing, when there are fewer.
+        `Accounts` may choose which cached blocks go first, for quotas or an eviction policy. Raises PoolExhaustedError,
+        changing nothing, when too few blocks are free.
         """
         if self.index.watcher is not None:
             return self._take_watched(num_blocks, self.index.watcher)
         blocks = self.queue.popleft_n(num_blocks)
-        for block in blocks:  # half as long as a list of those that are cached
+        for block in blocks:  # twice as fast as making a list of the cached ones
             if block.run is not None:
                 self.num_evicted_blocks += self.index.evict(blocks)
                 if self.index.detached:
@@ -87,7 +87,7 @@ class BlockPool:
         return block
 
     def _take_watched(self, num_blocks: int, watcher: Watcher) -> list[KVCacheBlock]:
-        """`take`, of a pool that somebody watches."""
+        """`take` of a pool that has a watcher."""
         accounts, blocks = self.index.accounts, list[KVCacheBlock]()
         if accounts is not None and accounts.is_choosing and 0 < num_blocks <= self.queue.num_free_blocks:
             while len(blocks) < num_blocks:
@@ -96,7 +96,7 @@ class BlockPool:
         return self._empty(self.queue.popleft_n(num_blocks), watcher)
 
     def _empty(self, blocks: list[KVCacheBlock], watcher: Watcher) -> list[KVCacheBlock]:
-        """Forget what blocks hold that were just taken, and return them."""
+        """Evict what these blocks hold, which were just taken, and return them."""
         watcher.note_taken(blocks)
         self.num_evicted_blocks += self.index.evict(blocks)
         if self.index.detached:
@@ -104,24 +104,23 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add an owner to each of `blocks`, free or not; what they hold stays. O(blocks)."""
+        """Add an owner to each of `blocks`, free or not. They stay cached. O(blocks)."""
         self.queue.touch(blocks)
         if self.index.watcher is not None:
             self.index.watcher.note_touched(blocks)
 
     def uncache(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Stop caching what `blocks` hold, and all that is chained to it; free ones are reused next. O(all those)."""
+        """Stop caching `blocks` and everything below them; the free ones are reused next. O(blocks + those below)."""
         for block in blocks:
             self.index.forget(block, "dropped")
         self.requeue_detached()
 
     def release_table(self, blocks: Sequence[KVCacheBlock], num_cached: int = 0) -> None:
-        """Take an owner from each of `blocks`, a table's or a part of one.
+        """Remove an owner from each block of a table or a part of it. Those without another owner become free.
 
-        Those without another owner are free: cached ones are reused last, a prefix's end before its beginning; those
-        that hold nothing are reused next. `FreeBlockQueue.release_table` says where they go. num_cached: the first so
-        many were cached by their owner, and no reset came since. Raises BlockStateError, changing nothing, when one
-        has no owner. O(blocks).
+        Of these, cached blocks are reused last, a prefix's end before its beginning, and blocks that hold nothing are
+        reused next: see `FreeBlockQueue.release_table`. num_cached: how many first blocks their owner has cached, with
+        no reset since. Raises BlockStateError, changing nothing, when a block has no owner. O(blocks).
         """
         if num_cached == len(blocks) and not self.detached:
             self.queue.release(blocks[::-1])
@@ -131,9 +130,9 @@ class BlockPool:
             self._note_released(blocks[::-1])
 
     def requeue_detached(self) -> None:
-        """Have blocks that stopped being cached, though nobody took them, reused next if they are free.
+        """Move the free ones of the blocks that were detached to the front of the queue. O(blocks detached).
 
-        What an abort leaves holding nothing, and what was chained to it. O(their number).
+        An abort detaches the blocks that weren't written, and those below them.
         """
         detached, self.index.detached = self.index.detached, []
         if self.index.accounts is not None:
@@ -143,7 +142,7 @@ class BlockPool:
         self.queue.move_to_front(sorted(free, key=_block_id))
 
     def check(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
-        """Raise AssertionError unless every block is free or owned as `tables`, the live block tables, say. O(pool)."""
+        """Raise AssertionError unless each block has the owners that `tables`, all block tables, give it. O(pool)."""
         owners = [0] * len(self.blocks)
         for table in tables:
             for block in table:
@@ -161,7 +160,7 @@ class BlockPool:
         self.index.check()
         assert not self.index.detached, "pool: detached blocks that weren't requeued"
         assert all(block.ref_cnt for block in self.detached), "pool: a free block counts as owned and detached"
-        # The index reaches as many blocks as think that they are cached, so it reaches just those.
+        # The index finds as many blocks as have `is_cached`. Each block that it finds has it, so they are the same.
         assert num_cached == self.num_cached_blocks, f"pool: {num_cached} cached, {self.num_cached_blocks} found"
 
     def _note_released(self, blocks: Sequence[KVCacheBlock]) -> None:

@@ -1,21 +1,22 @@
 """The exact map from prefixes to the blocks that hold them.
 
-A prefix is a chain of preimages: each block's tokens and extra keys under its parent. Blocks that were cached one
-after the other form one `Run`; only a run's first block has an entry in the map, keyed by its whole preimage, and the
-rest is reached through the run by comparing tokens. So a lookup costs one dict lookup and one memcmp per run,
-caching and evicting cost no dict operation per block, and no comparison ever trusts a hash.
+A prefix is a chain of preimages: each block's tokens and extra keys under its parent. Blocks that were cached one after
+the other form one `Run`. Only a run's first block has an entry in the map, keyed by its whole preimage. The other
+blocks are found through the run, by comparing tokens. So a lookup costs one dict lookup and one memcmp per run, caching
+and evicting cost no dict operation per block, and no comparison ever trusts a hash.
 
-Why a hit is never wrong. A node (run, position) means one prefix for as long as anything refers to it: a run that
-lost its end is closed, so no position is ever given a second meaning, and a key holds its parent's run itself, so no
-identity is used twice. Equal tokens and extra keys under the same node are therefore the same prefix, by induction
-from the root. A dict hashes its keys, but then compares them with ==: tokens and keys by their bytes, a run by its
-identity. So no hash decides. That a node below which blocks get cached is cached itself, `cache_full_blocks` checks.
+Why a hit is never wrong. A node (run, position) means one prefix for as long as anything refers to it. A run that lost
+blocks at its end is closed, so no position ever gets a second meaning. A key refers to its parent's `Run` object, so
+that object isn't reused for another prefix. Therefore equal tokens and extra keys under the same node are the same
+prefix, by induction from the root. A dict hashes its keys, but then compares them with ==: tokens and keys by their
+bytes, a run by its identity. So no hash decides. `cache_full_blocks` checks that blocks are cached only below a node
+that is cached itself.
 
-A block leaves the cache because it is about to be reused (`evict`), because its KV was never written (`forget`) or with
-everything else (`clear`). What is chained to a prefix that goes, goes too.
+A block stops being cached because it is about to be reused (`evict`), because its KV was never written (`forget`), or
+with all others (`clear`). A prefix that stops being cached takes everything chained to it along.
 
-Invariants: `blocks` of a run are its positions 0..n-1 with no gap; a block's `run` and `index` lead to a position whose
-`blocks` entry or `duplicates` hold it; every run of the current epoch that has blocks is under its key in the map.
+Invariants: `blocks` of a run are its positions 0..n-1 with no gap; the `blocks` or the `duplicates` of a block's `run`
+hold the block at its `index`; every run of the current epoch that has blocks is in the map under its key.
 
 The map keyed by preimages, the runs and the closing rule are this project's; reusing blocks by hash chain is vLLM's.
 """
@@ -30,18 +31,18 @@ from kvblocks.core.hooks import Accounts, EventLog, RemovalCause, Watcher, Watch
 ExtraKeys = dict[int, bytes] | None
 
 MapKey = RunKey | bytes
-"""What a run stands under in the map: its key, or the tokens alone where that is all there is to it.
+"""A run's key in the map: its `RunKey`, or only the tokens if it has no parent and no extra keys.
 
-Most lookups begin at the root and without extra keys, and bytes are found in two thirds of the time.
+Most lookups begin at the root without extra keys, and looking up bytes takes two thirds of the time.
 """
 
 
 MANY_DUPLICATES = 16
-"""A dict searches for its first key past all that went before it; with more duplicates, that is felt."""
+"""Up to so many duplicates are kept in a dict. Finding a dict's first key costs time for each key deleted before it."""
 
 
 def map_key(key: RunKey) -> MapKey:
-    """Return what a run with this key stands under. O(1)."""
+    """Return the key in the map for a run with this `RunKey`. O(1)."""
     parent, _, tokens, extra_keys = key
     return tokens if parent is None and extra_keys is None else key
 
@@ -49,11 +50,11 @@ def map_key(key: RunKey) -> MapKey:
 class PrefixIndex:
     """Finds, adds and removes cached prefixes of blocks of `block_size` tokens.
 
-    version: goes up whenever a block stops being cached; while it stays the same, every earlier match holds.
+    version: increases whenever a block stops being cached; while it stays the same, every earlier match is valid.
     num_cached_blocks: blocks that hold a cached prefix, duplicates included. detached: blocks that stopped being cached
-    though nobody took them and nothing was reset, for the pool to requeue. events: where changes are recorded; None:
-    nowhere. needs_digests: whether what is cached or removed is named to anybody, so that digests are computed as
-    blocks are cached. watcher: told what happens; None: nobody is. accounts: who is charged; None: nobody is.
+    though nobody took them and nothing was reset; the pool requeues them. events: where changes are recorded; None:
+    nowhere. needs_digests: whether events or a watcher need digests, which are then computed as blocks are cached.
+    watcher: who is told what happens; None: nobody. accounts: who is charged; None: nobody.
     """
 
     def __init__(self, block_size: int, names: Names) -> None:
@@ -71,7 +72,7 @@ class PrefixIndex:
         self.accounts: Accounts | None = None
 
     def record(self, events: EventLog, names: Names) -> None:
-        """Record what is cached and removed from now on, by these names. Nothing may be cached yet."""
+        """Record in `events` what is cached and removed from now on, by these names. Nothing may be cached yet."""
         self.events, self.needs_digests = events, True
         self.epoch = Epoch(names, self._block_bytes)
 
@@ -82,12 +83,12 @@ class PrefixIndex:
         self._tell_watchers()
 
     def unwatch(self, watcher: Watcher) -> None:
-        """Tell `watcher` nothing more. Does nothing when it isn't told anything."""
+        """Remove a watcher, if it is one."""
         self._watchers = [other for other in self._watchers if other is not watcher]
         self._tell_watchers()
 
     def charge(self, accounts: Accounts | None) -> None:
-        """Charge what is cached from now on to these; None: to nobody. They watch, too."""
+        """Charge `accounts` for what is cached from now on; None: charge nobody. They are added as a watcher, too."""
         if self.accounts is not None:
             self.unwatch(self.accounts)
         self.accounts = accounts
@@ -114,13 +115,13 @@ class PrefixIndex:
     def match(self, tokens: "memoryview[int]", extra_keys: ExtraKeys, max_blocks: int) -> list[KVCacheBlock]:
         """Return the blocks of the longest cached prefix, at most `max_blocks`.
 
-        tokens: u32, not cast to bytes. extra_keys: encoded, by block. Changes nothing. O(runs + tokens), where the
-        second is one memcmp a run and one slice of its blocks.
+        tokens: u32, not cast to bytes. extra_keys: encoded, by block. Changes nothing. O(runs + tokens); the tokens
+        cost one memcmp and one slice of blocks per run.
         """
         size = self.block_size
         head = tokens[:size].tobytes()
         extra = None if extra_keys is None else extra_keys.get(0)
-        run = self._runs.get(head if extra is None else (None, 0, head, extra))  # `map_key`, without the call
+        run = self._runs.get(head if extra is None else (None, 0, head, extra))  # `map_key`, inlined
         if run is None:
             return []
         parts = False
@@ -148,9 +149,10 @@ class PrefixIndex:
         return blocks
 
     def digests(self, node: Node, tokens: memoryview, extra_keys: ExtraKeys, first: int, end: int) -> bytearray:
-        """Return the digests of a sequence's blocks first to end - 1 below the cached `node`. Changes nothing visible.
+        """Return the digests of a sequence's blocks first to end - 1 below the cached `node`.
 
-        Needed before `cache` when changes are named; a hash function that raises then does so before any change.
+        Called before `cache` when digests are needed, so that a hash function that raises does so before any change.
+        Changes nothing, except that runs above keep the digests that this computes.
         """
         run, position = node
         parent_digest = b"" if run is None else run.digest(position)
@@ -162,9 +164,9 @@ class PrefixIndex:
     def cache_one(
         self, run: Run, parent: KVCacheBlock, block: KVCacheBlock, tokens: "array[int] | memoryview[int]"
     ) -> bool:
-        """`cache` of one block without extra keys behind `parent`, if that is the open end of `run`. Whether it was.
+        """Cache one block without extra keys behind `parent`, if `parent` is the last block of an open `run`.
 
-        tokens: the block's. The short way for a decoded token; not when changes are named.
+        tokens: the block's. Returns whether it did. The fast path for a decoded token; only while no digest is needed.
         """
         blocks = run.blocks
         if run.is_closed or run.epoch is not self.epoch or blocks[-1] is not parent:
@@ -189,8 +191,8 @@ class PrefixIndex:
     ) -> None:
         """Cache `blocks`, which hold a sequence's blocks first, first + 1, …, below the cached `node`.
 
-        Those whose very prefix is cached already become duplicates of it; the rest extend the node's run or form a new
-        one. digests: theirs, needed when changes are named. O(blocks).
+        Blocks whose prefix is cached already become duplicates. The rest extend the node's run or form a new run.
+        digests: of the blocks, if `needs_digests`. O(blocks).
         """
         num_done = 0
         target, position = node
@@ -209,7 +211,7 @@ class PrefixIndex:
         base, size = len(target.blocks), self._block_bytes
         keys = {i: extra_keys[first + i] for i in range(len(blocks)) if first + i in extra_keys} if extra_keys else {}
         target.extend(blocks, tokens[first * size : (first + len(blocks)) * size], keys)
-        self.num_cached_blocks += len(blocks)  # `_count`, without the call
+        self.num_cached_blocks += len(blocks)  # `_count`, inlined
         if target.account is not None:
             target.account.add(len(blocks))
         if digests is not None:
@@ -218,10 +220,10 @@ class PrefixIndex:
                 self.events.note_stored(target, base)
 
     def evict(self, blocks: list[KVCacheBlock]) -> int:
-        """Forget those of `blocks` that are cached, in order; they are about to be reused. Returns how many were.
+        """Stop caching those of `blocks` that are cached, in order; they are about to be reused.
 
-        A prefix stays cached while a duplicate holds it; one that goes takes everything chained to it along. O(blocks),
-        plus what was chained.
+        A prefix stays cached while a duplicate holds it; otherwise everything chained to it stops being cached, too.
+        Returns how many blocks stopped being cached. O(blocks), plus what was chained.
         """
         num_cached_before = self.num_cached_blocks
         removed: list[bytes] = []
@@ -236,7 +238,10 @@ class PrefixIndex:
         return num_cached_before - self.num_cached_blocks
 
     def evict_one(self, block: KVCacheBlock) -> int:
-        """`evict` of one block; the short way for the last of its run. Worth 5 % of a decoded token. O(1)."""
+        """`evict` of one block, with a fast path for the last block of a run. O(1) there.
+
+        The fast path saves 5 % of a decoded token's time.
+        """
         run = block.run
         if run is None or run.children or run.duplicates or self.needs_digests or run.epoch is not self.epoch:
             return self.evict([block])
@@ -247,9 +252,9 @@ class PrefixIndex:
         return 1
 
     def forget(self, block: KVCacheBlock, cause: RemovalCause = "aborted") -> None:
-        """Stop caching the prefix that `block` holds through this block; a duplicate takes its place when there is one.
+        """Stop caching `block`. A duplicate takes its place if there is one, and the prefix stays cached.
 
-        With the last block that holds a prefix goes everything chained to it. Does nothing to a block that isn't
+        If there is none, everything chained to the prefix stops being cached, too. Does nothing to a block that isn't
         cached. O(what was chained).
         """
         if block.run is not None:
@@ -264,7 +269,7 @@ class PrefixIndex:
     def clear(self) -> None:
         """Stop caching everything. No earlier node is cached any more.
 
-        O(1) but for giving memory back, and what a watcher does: with a history O(cached blocks), to remember them.
+        O(1), except for giving memory back and for what a watcher does: a removal history takes O(cached blocks).
         """
         if self.watcher is not None:
             self.watcher.note_clearing(self._runs.values())
@@ -285,7 +290,7 @@ class PrefixIndex:
     def _following(
         self, node: Node, tokens: memoryview, extra_keys: ExtraKeys, first: int, max_blocks: int
     ) -> tuple[Run | None, int, int]:
-        """Return the run, position and number of the sequence's blocks first, … that are cached below `node`."""
+        """Return where the sequence's blocks first, first + 1, … are cached below `node`: run, position, how many."""
         run, position = node
         start, size = first * self._block_bytes, self._block_bytes
         tokens_of_first = tokens[start : start + size]
@@ -294,7 +299,7 @@ class PrefixIndex:
             and position + 1 < len(run.blocks)
             and run.tokens.startswith(
                 tokens_of_first, (position + 1) * size
-            )  # `num_common` says the same, less quickly
+            )  # faster than to let `num_common` find it out
         ):
             count = run.num_common(position + 1, tokens, extra_keys, first, max_blocks)
             if count:
@@ -325,7 +330,7 @@ class PrefixIndex:
         duplicates = run.duplicates = run.duplicates or {}
         num_added = 0
         for index, block in enumerate(blocks, start):
-            if block.run is not run:  # else somebody who shares it has cached it
+            if block.run is not run:  # else another sequence that shares the block has cached it
                 block.run = run
                 block.index = index
                 duplicates.setdefault(index, {})[block] = None
@@ -333,7 +338,7 @@ class PrefixIndex:
         self._count(run, num_added)
 
     def _check_runs(self) -> int:
-        """Check the runs; returns how many blocks they hold, duplicates included."""
+        """Check the runs. Returns how many blocks they hold, duplicates included."""
         num_cached = 0
         for key, run in self._runs.items():
             is_live = run.epoch is self.epoch and run.blocks
@@ -348,22 +353,22 @@ class PrefixIndex:
         return num_cached
 
     def _evict_stretch(self, run: Run, blocks: list[KVCacheBlock], i: int, removed: list[bytes]) -> int:
-        """Evict blocks[i], and with it those that follow it as they stood in its run. Returns how many blocks."""
+        """Evict blocks[i], and the blocks behind it that come before it in its run. Returns how many blocks."""
         block, end = blocks[i], blocks[i].index + 1
         count = 0
         if run.epoch.is_current and end == len(run.blocks) and run.blocks[-1] is block:
             count = len(blocks) - i
             if count > end:  # noqa: PLR1730  # min() costs three times as much
                 count = end
-            # Freeing queues a sequence's blocks last first, so the queue mostly holds a run's last first as well.
+            # `free` queues a sequence's blocks last first, so the blocks of a run mostly come in reverse order.
             if run.duplicates:
                 count = run.num_backwards(blocks, i)
             elif (
                 blocks[i + count - 1] is not run.blocks[end - count]
                 or blocks[i : i + count] != run.blocks[end - count :][::-1]
             ):
-                count = 1  # `num_backwards`, without the call: those whose queue is mixed come here each time
-                while blocks[i + count] is run.blocks[end - 1 - count]:  # ends at the latest where the slices differ
+                count = 1  # `num_backwards`, inlined: this happens at each eviction when the queue's order is mixed
+                while blocks[i + count] is run.blocks[end - 1 - count]:  # ends where the slices differ, or before
                     count += 1
         if not count:
             self._forget(block, run, removed)
@@ -397,7 +402,7 @@ class PrefixIndex:
         self._count(run, -1)
 
     def _cut(self, run: Run, position: int, removed: list[bytes]) -> list[KVCacheBlock]:
-        """Forget `run` from `position` on, after everything that is chained to that. Returns the run's own blocks."""
+        """Stop caching `run` from `position` on, and before that everything chained to it. Returns the run's blocks."""
         if not run.children and not self.needs_digests:
             return self._cut_end(run, position)
         chain = [(run, position)]
@@ -412,7 +417,7 @@ class PrefixIndex:
         return dropped
 
     def _cut_end(self, run: Run, position: int) -> list[KVCacheBlock]:
-        """Forget `run` from `position` on, which nothing follows. Returns its blocks from there, duplicates too."""
+        """Stop caching `run` from `position` on, to which nothing is chained. Returns these blocks, with duplicates."""
         dropped = run.blocks[position:]
         if run.duplicates:
             for index in run.keys_from(position, run.duplicates):
@@ -424,7 +429,7 @@ class PrefixIndex:
         if len(run.tokens) > 2 * position * self._block_bytes:
             run.trim(position)
         num_blocks = len(dropped)
-        self.num_cached_blocks -= num_blocks  # `_count`, without the call: evicting short prefixes comes here each time
+        self.num_cached_blocks -= num_blocks  # `_count`, inlined: each eviction of a short prefix comes here
         if run.account is not None:
             run.account.add(-num_blocks)
         if position == 0:

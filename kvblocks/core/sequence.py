@@ -1,10 +1,10 @@
 """A sequence of tokens and the blocks that hold its keys and values.
 
-Four numbers are kept apart, because engines let them drift apart: the tokens that are known (`num_tokens`), the slots
-that exist for them (`num_slots`), the tokens whose KV is computed, or will be by the step they were allocated for
-(`num_computed_tokens`), and those of them whose blocks may be cached (`num_written_tokens`). The caller makes a
-sequence and adds tokens to it; everything about blocks is the manager's to write. The tokens outlive the blocks: a
-sequence that was freed can be allocated again.
+A sequence keeps several counts, since in engines they differ: the tokens that are known (`num_tokens`), the tokens
+whose KV is computed, or will be by the step that they were allocated for (`num_computed_tokens`), and the tokens whose
+blocks may be cached (`num_written_tokens`). The blocks may have room for more tokens than are known. The caller makes a
+sequence and adds tokens to it; only the manager writes what concerns blocks. A sequence keeps its tokens when it is
+freed, so it can be allocated again.
 """
 
 from abc import abstractmethod
@@ -23,10 +23,10 @@ _NO_KEYS: tuple[PositionKey, ...] = ()
 
 
 class SideTables:
-    """The block tables that a sequence has beside its primary one, where there are several groups.
+    """The block tables of a sequence's side groups.
 
-    num_groups: all groups, the primary one included. has_primary: whether one of them has the table `blocks`.
-    new_blocks: by group, the blocks that the last call which made room gave.
+    num_groups: number of groups, the primary one included. has_primary: whether a primary group has the table
+    `Sequence.blocks`. new_blocks: by group, the new blocks of the last call that made room.
     """
 
     num_groups: int
@@ -35,11 +35,11 @@ class SideTables:
 
     @abstractmethod
     def block_ids(self, group: int) -> list[int] | None:
-        """Return the ids of a group's table, the list itself; None for the primary one. O(groups)."""
+        """Return the block ids of a group's table, as the list itself; None for the primary group. O(groups)."""
 
     @abstractmethod
     def blocks(self, group: int) -> list[KVCacheBlock | None] | None:
-        """Return the blocks of a group's table, None where it is dead; None for the primary one. O(blocks)."""
+        """Return the blocks of a group's table, None for dead entries; None for the primary group. O(blocks)."""
 
     @abstractmethod
     def first_live_block(self, group: int) -> int:
@@ -51,27 +51,28 @@ class SideTables:
 
     @abstractmethod
     def check(self, num_slots: int) -> None:
-        """Raise AssertionError unless all tables have slots for so many tokens, and ids that agree. O(blocks)."""
+        """Raise AssertionError unless all tables have slots for `num_slots` tokens and the right ids. O(blocks)."""
 
 
 class Sequence:
     """One request: its tokens, what else its KV depends on, and its block table.
 
-    sequence_id: the caller's name for it, of any type that is hashable, and equal to itself (NaN isn't); two sequences
-    that hold blocks at the same time need different ones. prompt_token_ids: a list or other iterable of ints, or a
-    buffer (see `tokens.pack_tokens`), which is used without a copy and must not change while the sequence is in use.
-    At least one token, each 0 to 2**32 - 1. salt: sequences with different salts (None is one of them) never share a
-    block. lora: the adapter's name, likewise. extra_keys: (start, end, key) for spans of tokens whose KV depends on
-    more than their ids, such as the placeholders of an image and its hash; key is a str or bytes. session: the
-    conversation that it is a request of, hashable; None: of none. It makes no difference to what is shared; policies
-    may know by it what is wanted again (see `manager.sessions`).
+    sequence_id: the caller's name for it; any type that is hashable and equal to itself (NaN isn't). Two sequences that
+    hold blocks at the same time need different ids. prompt_token_ids: at least one token, each 0 to 2**32 - 1, as a
+    list or other iterable of ints, or as a buffer (see `tokens.pack_tokens`). A buffer is used without a copy and must
+    not change while the sequence is in use. salt: sequences with different salts never share a block; None counts as a
+    salt of its own. lora: the adapter's name; the same holds for it. extra_keys: (start, end, key) for spans of tokens
+    whose KV depends on more than their ids, such as the placeholders of an image and its hash; key is a str or bytes.
+    session: the conversation of this request, hashable; None: of no conversation. It doesn't change what is shared;
+    eviction policies may use it to predict what will be hit again (see `manager.sessions`).
 
     Raises InvalidTokensError and InvalidArgumentError. O(tokens) for ints; O(1) for a buffer of 4-byte integers.
-    num_prompt_tokens: given at first. blocks: those of the block table, in order. num_computed_tokens: tokens whose KV
-    is computed, or will be by the step that they were last allocated for. delayed_from: the first of them that is not
-    to be cached before `cache_blocks` says that it is written; None: there is none. num_readonly_tokens: positions
-    below it lie in full blocks that were hit or shared by a fork; their KV is there and must not be written. A multiple
-    of the block size. The other attributes are for the manager.
+
+    num_prompt_tokens: number of prompt tokens. blocks: the blocks of the block table, in order. num_computed_tokens:
+    tokens whose KV is computed, or will be by the step that they were last allocated for. delayed_from: position of the
+    first token that isn't cached before `cache_blocks` says that it is written; None: no token is delayed.
+    num_readonly_tokens: positions below it lie in full blocks that were hit or shared by a fork; their KV is there and
+    must not be written. It is a multiple of the block size. The other attributes are for the manager.
     """
 
     __slots__ = (
@@ -111,7 +112,7 @@ class Sequence:
             check_id("session", session)
         self.sequence_id = sequence_id
         self.session = session
-        ids: Any = prompt_token_ids  # what `pack_tokens` does with an array, without the call
+        ids: Any = prompt_token_ids  # for an array, `pack_tokens` is inlined
         is_packed = type(ids) is array and ids.typecode == "I" and ids
         self.tokens: array[int] | memoryview[int] = memoryview(ids) if is_packed else pack_tokens(ids)
         self.num_prompt_tokens = len(self.tokens)
@@ -119,17 +120,17 @@ class Sequence:
         if salt is not None or lora is not None or extra_keys is not _NO_KEYS:
             self.keys = check_keys(salt, lora, extra_keys, self.num_prompt_tokens)
         self.blocks: list[KVCacheBlock] = []
-        self._block_ids: list[int] | None = None  # made when first asked for
+        self._block_ids: list[int] | None = None  # made when it is first used
         self.num_computed_tokens = 0
         self.delayed_from: int | None = None
         self.num_readonly_tokens = 0
         self.num_cached_blocks = 0
-        self.was_truncated = False  # an earlier hit may be of tokens that it has no more
+        self.was_truncated = False  # an earlier hit may be for tokens that it no longer has
         self.owner: object | None = None
-        self.tail_owner: object | None = None  # the owner, while the next token certainly goes to a block of its own
-        self.fits_below = 0  # while fewer tokens are computed, the next one fits the last block and doesn't fill it
+        self.tail_owner: object | None = None  # the owner, while the next token certainly goes to an unshared block
+        self.fits_below = 0  # if num_computed_tokens is smaller, one more token fits the last block without filling it
         self.epoch: Epoch | None = None
-        self.run: Run | None = None  # the run of its last cached block, if anything: a hint
+        self.run: Run | None = None  # a hint: the run of its last cached block, or None
         self.side_tables: SideTables | None = None  # the tables beside `blocks`, of a manager of several groups
 
     @property
@@ -139,7 +140,7 @@ class Sequence:
 
     @property
     def num_written_tokens(self) -> int:
-        """Tokens up to which its full blocks may be cached: all with slots, or those before a delayed one. O(1)."""
+        """How many first tokens may be cached: all with slots, or those before the first delayed one. O(1)."""
         return self.num_computed_tokens if self.delayed_from is None else self.delayed_from
 
     @property
@@ -154,17 +155,17 @@ class Sequence:
 
     @property
     def extra_keys(self) -> tuple[PositionKey, ...]:
-        """The keys of its spans, as they were given. O(1)."""
+        """The keys of its spans of tokens, as they were given. O(1)."""
         return () if self.keys is None else self.keys.extra_keys
 
     @property
     def block_ids(self) -> list[int]:
         """The block table: ids of the blocks that hold the sequence, first to last.
 
-        While the sequence is allocated the table only grows, except that `truncate` shortens it and that a sequence
-        which was forked or truncated gets another block instead of its last, unfilled one. The list is the
-        sequence's own; don't change it. With several groups it is the table of the primary one, the first that has full
-        attention, or group 0's if there is none; see `group_block_ids`. O(blocks added since the last look).
+        While the sequence is allocated, the table only grows, with two exceptions: `truncate` and `rewind` shorten it,
+        and after a fork or a truncation another block may replace the last, unfilled one. The list is the sequence's
+        own; don't change it. With several groups it is the primary group's table, or group 0's if there is no primary
+        group; see `group_block_ids`. O(blocks added since the last use).
         """
         block_ids = self._block_ids
         if block_ids is None:
@@ -178,9 +179,9 @@ class Sequence:
     def group_block_ids(self, group: SupportsIndex = 0) -> list[int]:
         """Return the block table of a KV-cache group: token i is in the block at index i // the group's block size.
 
-        Entries before `first_live_block` are dead: what they held has left the window. They are 0, an id in range that
-        must not be read. As `block_ids` otherwise: the list is the sequence's own, its end grows, and dead entries
-        become 0. Raises InvalidArgumentError. O(groups), and O(blocks added) for the primary one.
+        Entries before `first_live_block` are dead: their blocks have left the window. A dead entry is 0, a valid id
+        whose block must not be read. Otherwise as `block_ids`: the list is the sequence's own, and it grows at its end.
+        Raises InvalidArgumentError. O(groups), and O(blocks added) for the primary group.
         """
         number = self._check_group(group)
         ids = None if self.side_tables is None else self.side_tables.block_ids(number)
@@ -199,7 +200,7 @@ class Sequence:
 
     @property
     def new_group_blocks(self) -> list[list[KVCacheBlock]]:
-        """By group, the blocks that the last call which made room gave; of a manager of several groups. O(1)."""
+        """By group, the new blocks of the last call that made room; empty with only one group. O(1)."""
         return [] if self.side_tables is None else self.side_tables.new_blocks
 
     def _check_group(self, group: SupportsIndex) -> int:
@@ -221,10 +222,10 @@ class Sequence:
         return part
 
     def append_tokens(self, token_ids: TokenIds, *, extra_keys: Iterable[PositionKey] = _NO_KEYS) -> None:
-        """Add tokens that have no slots yet; `allocate_slots` makes room for them. O(new tokens).
+        """Add tokens without slots; `allocate_slots` makes room for them later. O(new tokens).
 
-        extra_keys: of spans of them; positions count from the sequence's first token. For tokens whose slots are wanted
-        at once, use the manager's `append_slots`. Raises InvalidTokensError and InvalidArgumentError.
+        extra_keys: for spans of the new tokens; positions count from the sequence's first token. For tokens that need
+        slots at once, use the manager's `append_slots`. Raises InvalidTokensError and InvalidArgumentError.
         """
         packed = pack_tokens(token_ids)
         if extra_keys is not _NO_KEYS:
@@ -240,11 +241,11 @@ class Sequence:
         self.append_packed(packed)
 
     def append_token(self, token_id: SupportsIndex) -> None:
-        """Add one token, as `append_tokens`. O(1), and once O(prompt) if that is a buffer."""
+        """Add one token, as `append_tokens`. O(1), and once O(prompt) if the prompt is a buffer."""
         self.append_packed(pack_tokens([token_id]))
 
     def append_checked(self, token_id: int) -> None:
-        """Add one token that is one. Only for the manager. As `append_token`."""
+        """Add one token that was checked. Only for the manager. As `append_token`."""
         self.fits_below = 0
         try:
             self.tokens.append(token_id)  # type: ignore[union-attr]  # a view has no append
@@ -254,25 +255,25 @@ class Sequence:
     def append_packed(self, tokens: "array[int] | memoryview[int]") -> None:
         """Add tokens that `pack_tokens` returned. Only for the manager.
 
-        O(new tokens), and once O(prompt) if that is the caller's buffer.
+        O(new tokens), and once O(prompt) if the prompt is the caller's buffer.
         """
-        self.fits_below = 0  # first, so that an exception anywhere leaves nothing that the short way would trust
+        self.fits_below = 0  # first, so that after an exception anywhere the fast path isn't taken
         own = self.tokens
         if not isinstance(own, array):
             own = self.tokens = array("I", own.tobytes())
         more = tokens if isinstance(tokens, array) else array("I", tokens.tobytes())
         try:
             own.extend(more)
-        except BufferError:  # somebody looks at the old array still, a traceback for example: leave it to them
+        except BufferError:  # a view of the old array exists, in a traceback for example: make a new array
             self.tokens = own + more
 
     def truncate_tokens(self, num_tokens: int) -> None:
-        """Drop what was appended behind the first `num_tokens`. Only for the manager. O(tokens dropped)."""
+        """Drop the tokens that were appended behind the first `num_tokens`. Only for the manager. O(tokens dropped)."""
         if num_tokens < self.num_tokens:
             self.was_truncated = True
             try:
                 del self.tokens[num_tokens:]  # type: ignore[union-attr]  # a view has no appended tokens
-            except BufferError:  # somebody looks at the array still: leave it to them
+            except BufferError:  # a view of the array exists: make a new array
                 self.tokens = self.tokens[:num_tokens]
 
     def truncate_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
@@ -290,7 +291,7 @@ class Sequence:
             self._block_ids[index] = block.block_id
 
     def fork(self, sequence_id: Hashable) -> "Sequence":
-        """Return a sequence without blocks that has the same tokens and keys, and its own from then on. O(tokens).
+        """Return a new sequence without blocks that has a copy of the tokens and the same keys. O(tokens).
 
         Raises InvalidArgumentError.
         """
@@ -303,7 +304,7 @@ class Sequence:
         return twin
 
     def packed_tokens(self) -> memoryview:
-        """Return the known tokens as bytes, packed u32, without a copy; a view of them as they are now."""
+        """Return a view of the known tokens as bytes, packed u32, without a copy."""
         return memoryview(self.tokens).cast("B")
 
     def encoded_keys(self, block_size: int) -> dict[int, bytes] | None:
@@ -314,9 +315,9 @@ class Sequence:
         return None if self.keys is None else self.keys.encoded(block_size)
 
     def check(self, block_size: int, smallest_block_size: int) -> None:
-        """Raise AssertionError unless its numbers fit together and only full blocks are cached. O(blocks).
+        """Raise AssertionError unless its numbers are consistent and only full blocks are cached. O(blocks).
 
-        smallest_block_size: the size of the smallest blocks of any group. Only for the manager.
+        smallest_block_size: the smallest block size of a group. Only for the manager.
         """
         num_slots = len(self.blocks) * block_size
         assert self.num_computed_tokens <= min(num_slots, self.num_tokens), f"{self}: tokens without slots"
@@ -327,7 +328,7 @@ class Sequence:
         )
         assert self.delayed_from is None or self.delayed_from < self.num_computed_tokens, f"{self}: what isn't written"
         assert self.num_cached_blocks <= self.num_written_tokens // block_size, f"{self}: cached before it is written"
-        for index, block in enumerate(self.blocks[num_full:]):  # full ones may be cached by others who share them
+        for index, block in enumerate(self.blocks[num_full:]):  # sequences that share full blocks may cache them
             is_shared = self.tail_owner is None and not index
             assert is_shared or not block.is_cached, f"{self}: {block} is cached, and not full"
         if self.fits_below > self.num_computed_tokens:
@@ -341,13 +342,13 @@ class Sequence:
             assert last.ref_cnt == 1 and not last.is_cached, f"{self}: would write to {last}"
 
     def describe_for(self, manager: object) -> str:
-        """Say what stands in the way of `manager` using this sequence. Only for the manager's error messages."""
+        """Return why `manager` can't use this sequence. Only for the manager's error messages."""
         if self.owner is None:
             return f"{self}, which holds no blocks (never allocated, or freed)"
         return f"{self}, which {'was renamed' if self.owner is manager else 'belongs to another manager'}"
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled: two sequences would own one block table."""
+        """Raise TypeError. A sequence can't be copied or pickled, since two sequences would own one block table."""
         raise TypeError(f"{self}: a sequence can't be copied or pickled; make a new one of its token_ids()")
 
     def __repr__(self) -> str:
@@ -360,11 +361,11 @@ class Sequence:
         self._block_ids = None
         self.num_computed_tokens = self.num_readonly_tokens = self.num_cached_blocks = self.fits_below = 0
         self.tail_owner = self.epoch = self.run = self.delayed_from = self.side_tables = None
-        self.owner = None  # last: what was left half done is nobody else's to allocate
+        self.owner = None  # last, so that after an interruption no other manager takes the sequence
 
 
 def not_a_sequence(call: str, value: object) -> InvalidArgumentError:
-    """Return the error that says that `value` is no sequence."""
+    """Return the error for a value that is no sequence."""
     return wrong(call, "a Sequence", value)
 
 

@@ -1,20 +1,22 @@
-"""Slots: how a sequence gets blocks for more of its tokens, and how those that fill up become cached.
+"""Slots: how a sequence gets blocks for more of its tokens, and how blocks that get full become cached.
 
-One module for the order of things that keeps a failing call harmless: first see whether the pool can serve it, then
-compute what a caller's hash function may refuse to, and only then touch, take, copy, and cache. From there on a change
-is under way; the manager, which has more to change, says when it is over.
+This is one module, so that all calls follow the order that keeps a failing call harmless. First see whether the pool
+can serve the call. Then compute digests, since the caller's hash function may raise. Only then touch, take, copy and
+cache blocks. From there on a change is under way. The manager ends it, since it has more to change.
 
-Copy on write: a token must not be written to a block that somebody else reads, be it another block table or the
-cache. Full blocks are never written again, so this concerns only the last, partly filled block of a sequence that was
-forked or truncated: it gets a block of its own instead, and `copies` says what the engine has to copy there.
+Copy on write: a token must not be written to a block that somebody else may read, through another block table or
+through the cache. Full blocks are never written again. So this concerns only the last, partly filled block of a
+sequence that was forked or truncated. The sequence gets a block of its own instead, and `copies` says what the engine
+has to copy there.
 
-A decode step adds one token to each of many sequences. Fourteen of sixteen tokens fit the last block of their sequence
-and don't fill it: `fits_below` says so of a sequence, and they cost one pass that finds the others, the sequences at a
-boundary, and one that adds the tokens. Only at boundaries blocks are taken and cached.
+A decode step adds one token to each of many sequences. With blocks of 16, 14 of 16 tokens fit the last block of their
+sequence without filling it; `fits_below` tells. These tokens cost two passes: one finds the other sequences, which are
+at a boundary, and one adds the tokens. Blocks are taken and cached only at boundaries.
 
-Early and late. A call that isn't `delayed` says that the step which comes writes the tokens it makes room for, so the
-blocks that they fill are cached at once. A delayed one says nothing: `Sequence.delayed_from` keeps where that began,
-and behind it nothing is cached, whatever call comes, until `commit` says how much is written.
+Early and late. With a call that isn't `delayed`, the next step writes the tokens that the call makes room for. So the
+blocks that they fill are cached at once. After a delayed call it isn't known when they are written.
+`Sequence.delayed_from` is the first such token. From there on nothing is cached, even by other calls, until `commit`
+says how much is written.
 
 `fits_below` and `tail_owner` of sequences are written here, in `groups`, and by the sequence itself.
 """
@@ -44,25 +46,25 @@ Change = tuple[int, int, int]
 """A table entry that a step changed: (index of the sequence in the step, index in its table, block id)."""
 
 GroupChange = tuple[int, int, int, int]
-"""The same with the group whose table it is: (index of the sequence, group, index in the table, block id)."""
+"""A `Change` with the group of the table: (index of the sequence in the step, group, index in its table, block id)."""
 
 
 Commit = tuple[Sequence, int, int, bytearray | None]
-"""What is to be cached: a sequence, how many tokens are written, the first block that isn't cached, the digests."""
+"""What `commit` caches: (sequence, how many tokens are written, first block that isn't cached, digests)."""
 
 
 class SlotAllocator:
-    """Gives the blocks of `pool` to sequences of `manager`, where there is one group of layers.
+    """Gives the blocks of `pool` to sequences of `manager`, for one group of layers.
 
-    What differs where there are several groups is all here, for `groups.slots` to do otherwise.
+    `groups.slots` overrides what differs with several groups.
 
-    soft_holds: owners that may give way to sequences; None: there are none. num_taken_blocks: how many blocks it gave.
-    copies: (source, destination) block ids to copy, in order, since last taken. smallest_block_size: of all groups.
-    groups: what the engine said of them, in their order; None: nothing. num_groups: all of them. has_side_groups:
-    whether there are others than a primary one. alignment: hits are multiples of so many tokens, the largest block
-    size. primary_group: the number of the one whose table is `Sequence.blocks`; None: none has it. last_refusal: why
-    the last call that returned None did so. num_limited_tokens: tokens that the primary group had cached for sequences
-    which started, and another group had not.
+    soft_holds: owners that may give blocks up for sequences; None: there are none. num_taken_blocks: how many blocks it
+    gave. copies: (source, destination) block ids to copy, in order, since last taken. smallest_block_size: the smallest
+    block size of a group. groups: the groups that the engine described, in its order; None: it described none.
+    num_groups: how many groups there are. has_side_groups: whether there are groups other than a primary one.
+    alignment: the largest block size of a group; every hit is a multiple of it. primary_group: the number of the group
+    whose table is `Sequence.blocks`; None: there is none. last_refusal: why the last call that returned None did so.
+    num_limited_tokens: tokens that the primary group had cached for starting sequences, and another group had not.
     """
 
     def __init__(self, pool: BlockPool, manager: Changeable) -> None:
@@ -91,7 +93,7 @@ class SlotAllocator:
     ) -> tuple[int, HitLimit | None]:
         """Return how many tokens of `matched`, the primary group's cached prefix, can be hit, and why no more can.
 
-        num_tokens: of the sequence. None: nothing limits the hit but where the largest blocks end. Changes nothing.
+        num_tokens: of the sequence. The reason is None if only the alignment limits the hit. Changes nothing.
         """
         return len(matched) * self._block_size, None
 
@@ -111,12 +113,12 @@ class SlotAllocator:
         *,
         delayed: bool,
     ) -> list[KVCacheBlock] | None:
-        """Give a sequence without blocks those of `hit` and what its first `end` tokens need beyond them.
+        """Give a sequence without blocks the blocks of `hit`, and new blocks for the rest of `num_slots` slots.
 
-        epoch: of what cache it is; None: nothing of it is to be cached. num_slots: from `end` on, some may be for
-        tokens that aren't known.
+        epoch: the sequence's epoch from now on; None: cache nothing of it. end: how many tokens will be computed; slots
+        from `end` on may be for tokens that aren't known. delayed: whether these tokens are delayed.
 
-        Returns the new blocks; None, with nothing changed, when the pool can't serve it. O(blocks).
+        Returns the new blocks; None, with nothing changed, when the pool can't serve the call. O(blocks).
         """
         held = [] if hit is None else hit.blocks
         num_held = len(held)
@@ -128,7 +130,7 @@ class SlotAllocator:
         digests = None
         if self._index.needs_digests and not delayed:
             digests = digests_ahead(self._index, sequence, epoch, held, num_held, end)
-        sequence.owner = sequence.tail_owner = self._manager  # first: what is left half done is nobody else's
+        sequence.owner = sequence.tail_owner = self._manager  # first, so that no other manager can take it
         if held:
             self.pool.touch(held)
             sequence.blocks += held
@@ -156,9 +158,9 @@ class SlotAllocator:
         *,
         delayed: bool,
     ) -> list[KVCacheBlock] | None:
-        """Give a sequence with blocks what its first `end` tokens need. As `start`. O(new blocks).
+        """Give a sequence that has blocks new ones for `num_slots` slots. As `start`. O(new blocks).
 
-        num_in_flight: its last tokens with slots whose step still runs.
+        num_in_flight: how many of its last tokens with slots belong to steps that still run.
         """
         shared = self._shared_index(sequence, sequence.num_computed_tokens)
         num_missing = self._num_missing_blocks(sequence, num_slots)
@@ -172,7 +174,7 @@ class SlotAllocator:
         return self._grow(sequence, end, num_missing, shared, digests)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> list[KVCacheBlock] | None:
-        """Give a sequence slots for `num_tokens` more than are known. As `start`. O(new blocks)."""
+        """Give a sequence slots for `num_tokens` more tokens than are known. As `start`. O(new blocks)."""
         shared = self._shared_index(sequence, sequence.num_computed_tokens) if num_tokens else None
         num_missing = self._num_missing_blocks(sequence, sequence.num_tokens + num_tokens)
         num_wanted = num_missing + (shared is not None)
@@ -187,7 +189,7 @@ class SlotAllocator:
     def append(
         self, sequence: Sequence, tokens: "array[int] | memoryview[int]", *, delayed: bool
     ) -> list[KVCacheBlock] | None:
-        """Add packed tokens to a sequence all of whose tokens have slots, with slots for them. As `start`."""
+        """Add packed tokens, and slots for them, to a sequence that has slots for all its tokens. As `start`."""
         num_before = sequence.num_tokens
         end = num_before + len(tokens)
         shared = self._shared_index(sequence, num_before)
@@ -199,9 +201,9 @@ class SlotAllocator:
         return self._grow(sequence, end, num_missing, shared, digests)
 
     def append_one(self, sequence: Sequence, token: int) -> list[KVCacheBlock] | None:
-        """`append` of one token to a sequence that shares no block it writes to, while nothing needs digests.
+        """`append` of one token. Only while no digest is needed, and if the sequence has a `tail_owner`.
 
-        O(1), and O(block_size) when it fills a block.
+        O(1), and O(block_size) when the token fills a block.
         """
         block_size = self._block_size
         num_tokens = len(sequence.tokens) + 1
@@ -221,7 +223,7 @@ class SlotAllocator:
         sequence.num_computed_tokens = num_tokens
         offset = num_tokens % block_size
         if offset:
-            sequence.fits_below = num_tokens - offset + block_size - 1  # `_count`, without the call
+            sequence.fits_below = num_tokens - offset + block_size - 1  # `_count`, inlined
         else:
             cache_filled_blocks(self._index, [sequence])
         return blocks
@@ -237,9 +239,9 @@ class SlotAllocator:
         *,
         delayed: bool,
     ) -> list[Change] | None:
-        """Add one token to each sequence, as `append`; returns the changes of block tables.
+        """Add one token to each sequence, as `append`. Returns the changes of block tables.
 
-        at_boundary: those of the sequences whose next token doesn't certainly fit. indices: of all, in `sequences`.
+        at_boundary: the sequences at a boundary. indices: of all sequences, in `sequences`.
         """
         block_size = self._block_size
         growing: list[Sequence] = []
@@ -268,7 +270,7 @@ class SlotAllocator:
         digests = self._digests_of_step(sequences, at_boundary) if self._index.needs_digests else {}
         changes = self._grow_by_one(growing, shared, indices)
         for sequence in others:
-            if sequence.tail_owner is not None:  # the last to leave a shared block keeps it, and is asked again
+            if sequence.tail_owner is not None:  # None: it kept a block that others leave in this step; ask next time
                 self._count(sequence, sequence.num_computed_tokens)
         if digests:
             for sequence in filling:
@@ -293,7 +295,7 @@ class SlotAllocator:
     # Sequences that part, go back and end.
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
-        """Let a twin hold all blocks that hold the sequence's computed tokens. O(blocks)."""
+        """Make `twin` an owner of all blocks that hold the sequence's computed tokens. O(blocks)."""
         num_tokens, block_size = sequence.num_computed_tokens, self._block_size
         twin.blocks += sequence.blocks[: -(-num_tokens // block_size)]
         self.pool.touch(twin.blocks)
@@ -308,7 +310,7 @@ class SlotAllocator:
             sequence.fits_below = 0
 
     def rewind(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give back the blocks that the first `num_tokens` tokens don't need, and keep the tokens. O(given back)."""
+        """Release the blocks that the first `num_tokens` tokens don't need. All tokens stay. O(blocks released)."""
         if self.soft_holds is not None:
             self.soft_holds.extend(sequence)
         block_size = self._block_size
@@ -317,9 +319,9 @@ class SlotAllocator:
         sequence.num_computed_tokens = num_left
         self._undelay(sequence)
         sequence.num_cached_blocks = min(sequence.num_cached_blocks, num_left // block_size)
-        # Down to a whole block: the one that it ends in may be written, once nobody else reads it.
+        # Rounded down to a whole block: the last, partly filled one may be written once nobody else reads it.
         sequence.num_readonly_tokens = min(sequence.num_readonly_tokens, num_left // block_size * block_size)
-        sequence.tail_owner = None  # the block that it ends in may be cached, or somebody else's too
+        sequence.tail_owner = None  # its last block may be cached or shared
         sequence.fits_below = 0
         self.pool.release_table(dropped)
 
@@ -336,17 +338,17 @@ class SlotAllocator:
         sequence.reset_blocks()
 
     def digests_from(self, sequence: Sequence, first: int, num_tokens: int) -> bytearray | None:
-        """Return the digests that `cache_from` will record of full blocks from `first` on. Changes nothing."""
+        """Return the digests that `cache_from` will record for full blocks from `first` on. Changes nothing."""
         return digests_from(self._index, sequence, first, num_tokens // self._block_size)
 
     def cache_from(self, sequence: Sequence, first: int, num_tokens: int, digests: bytearray | None) -> None:
-        """Cache what the first `num_tokens` tokens fill, from block `first` on. O(blocks)."""
+        """Cache the blocks that the first `num_tokens` tokens fill, from block `first` on. O(blocks)."""
         cache_from(self._index, sequence, first, num_tokens // self._block_size, digests)
 
     def prepare_commit(self, sequence: Sequence, num_tokens: int) -> Commit:
-        """Return what `commit` is to do for a sequence whose first `num_tokens` tokens are written. Changes nothing.
+        """Return what `commit` has to do for a sequence whose first `num_tokens` tokens are written. Changes nothing.
 
-        A sequence from before a reset caches nothing. A hash function that raises does so here. O(blocks they fill).
+        A sequence from before a reset caches nothing. A hash function that raises does so here. O(blocks to cache).
         """
         num_written = max(num_tokens, sequence.num_written_tokens)
         if sequence.epoch is not self._index.epoch:
@@ -355,7 +357,7 @@ class SlotAllocator:
         return sequence, num_written, first, self.digests_from(sequence, first, num_written)
 
     def commit(self, prepared: Commit) -> None:
-        """Begin a change by caching what a sequence's written tokens fill. O(blocks that they fill)."""
+        """Begin a change by caching the blocks that a sequence's written tokens fill. O(blocks to cache)."""
         sequence, num_written, first, digests = prepared
         self._manager.change_state = CHANGING
         sequence.delayed_from = num_written if num_written < sequence.num_computed_tokens else None
@@ -372,11 +374,11 @@ class SlotAllocator:
         return [0] * len(self.copies)
 
     def tables(self, sequence: Sequence) -> list[list[KVCacheBlock]]:
-        """Return all that a sequence holds, by table. O(1)."""
+        """Return a sequence's block tables. O(1)."""
         return [sequence.blocks]
 
     def count_missing(self, sequence: Sequence, num_slots: int, hit: CacheHit | None) -> int:
-        """Return how many free blocks slots for `num_slots` tokens take, those of `hit` included. Changes nothing."""
+        """Return how many free blocks `num_slots` slots take, free blocks of `hit` included. Changes nothing."""
         if sequence.owner is not None:
             shared = self._shared_index(sequence, sequence.num_computed_tokens)
             grows = num_slots > sequence.num_computed_tokens and shared is not None
@@ -385,10 +387,10 @@ class SlotAllocator:
         num_missing = max(0, -(-num_slots // self._block_size) - len(held))
         return num_missing + sum([block.ref_cnt == 0 for block in held])
 
-    # What these are made of.
+    # Parts of the above.
 
     def _note_refusal(self, num_blocks: int, touched: list[KVCacheBlock]) -> bool:
-        """Note why a call that needs so many blocks, after `touched` are taken, is refused. Returns whether it is."""
+        """Return whether a call that owns `touched` and needs `num_blocks` more is refused. If so, note why."""
         num_free = self.pool.queue.num_free_blocks - sum([block.ref_cnt == 0 for block in touched])
         if num_blocks <= num_free:
             return False
@@ -400,7 +402,7 @@ class SlotAllocator:
         return refusal is not None
 
     def _note_step_refusal(self, num_blocks: int, tokens: list[Any]) -> bool:
-        """`_note_refusal`, but a bad token is told even if there is no room: InvalidTokensError, and no refusal."""
+        """`_note_refusal` for a step. An invalid token raises InvalidTokensError instead, and no refusal is noted."""
         pack_tokens(tokens)
         return self._note_refusal(num_blocks, [])
 
@@ -409,15 +411,15 @@ class SlotAllocator:
         self.pool.release_table(sequence.blocks, num_cached)
 
     def _parts_in_block(self, num_tokens: int) -> bool:
-        """Whether sequences that part after `num_tokens` share a block which both would write to."""
+        """Whether sequences that fork after `num_tokens` share a block that both would write to."""
         return num_tokens % self._block_size != 0
 
     def _append_tokens(
         self, sequence: Sequence, tokens: "array[int] | memoryview[int]", *, delayed: bool
     ) -> bytearray | None:
-        """Begin a change by adding packed tokens; returns the digests of what they fill, if anything needs them.
+        """Begin a change by adding packed tokens. Returns the digests of the blocks that they fill, if needed.
 
-        A hash function that raises takes the tokens back, and no change is under way.
+        If the hash function raises, the tokens are removed and no change is under way.
         """
         num_before, fits_below = sequence.num_tokens, sequence.fits_below
         self._manager.change_state = CHANGING
@@ -436,14 +438,14 @@ class SlotAllocator:
     def _grow(
         self, sequence: Sequence, end: int, num_missing: int, shared: int | None, digests: bytearray | None
     ) -> list[KVCacheBlock]:
-        """Give a sequence what its first `end` tokens need, and cache what they fill."""
+        """Add blocks to a sequence, count its first `end` tokens as computed, and cache the blocks that they fill."""
         blocks = self._add_blocks(sequence, num_missing, shared)
         self._count(sequence, end)
         cache_full_blocks(self._index, sequence, digests)
         return blocks
 
     def _count(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Say how many tokens are computed, of a sequence with room for them, and how far the next ones simply fit."""
+        """Set how many tokens are computed, for a sequence with slots for them, and set `fits_below`."""
         sequence.num_computed_tokens = num_computed_tokens
         size = self.smallest_block_size
         offset = num_computed_tokens % size
@@ -451,12 +453,12 @@ class SlotAllocator:
             sequence.fits_below = num_computed_tokens - offset + size - 1
 
     def _delay(self, sequence: Sequence, num_tokens: int) -> None:
-        """Cache nothing behind the first `num_tokens` tokens of a sequence, or where something is delayed already."""
+        """Delay the tokens behind the first `num_tokens`, if no earlier one is delayed."""
         if sequence.delayed_from is None:
             sequence.delayed_from = num_tokens
 
     def _undelay(self, sequence: Sequence) -> None:
-        """Delay nothing any more where the delayed tokens are gone."""
+        """End the delay if the delayed tokens no longer have slots."""
         if sequence.delayed_from is not None and sequence.delayed_from >= sequence.num_computed_tokens:
             sequence.delayed_from = None
 
@@ -464,9 +466,10 @@ class SlotAllocator:
         return max(0, -(-num_tokens // self._block_size) - len(sequence.blocks))
 
     def _shared_index(self, sequence: Sequence, position: int) -> int | None:
-        """Return the index in its table of the block that the token at `position` must not be written to.
+        """Return the table index of the block for the token at `position` if that block is shared, else None.
 
-        None when there is none; the next token then needs no such question until the sequence is forked or truncated.
+        A shared block must not be written to. If it is None, this isn't checked again until the sequence is forked or
+        truncated.
         """
         if sequence.tail_owner is not None:
             return None
@@ -476,7 +479,7 @@ class SlotAllocator:
         return None
 
     def _add_blocks(self, sequence: Sequence, num_missing: int, shared: int | None) -> list[KVCacheBlock]:
-        """Take new blocks for a sequence: one instead of the shared one if there is one, the others for its end."""
+        """Take `num_missing` new blocks for the end of a sequence, and one to replace the shared block, if any."""
         if shared is None:
             blocks = self._take(num_missing, sequence)
             sequence.blocks += blocks
@@ -497,7 +500,7 @@ class SlotAllocator:
         self.copies.append((source.block_id, block.block_id))
 
     def _take(self, num_blocks: int, sequence: Sequence) -> list[KVCacheBlock]:
-        """Take new blocks from the pool, which must have them, or holds that give them up. O(num_blocks)."""
+        """Take new blocks from the pool. There must be so many, free or given up by soft holds. O(num_blocks)."""
         if not num_blocks:
             return []
         pool = self.pool
@@ -512,7 +515,8 @@ class SlotAllocator:
     def _append_each(self, sequences: list[Sequence], tokens: list[Any]) -> None:
         """Begin a change by adding a token to each sequence, counted as computed.
 
-        Raises InvalidTokensError, or what a token's own code does, with the others taken back and no change under way.
+        Raises InvalidTokensError, or what a token's own code raises. Then all tokens are removed again and no change is
+        under way.
         """
         self._manager.change_state = CHANGING
         for sequence, token in zip(sequences, tokens):  # noqa: B905  # as many; `strict` isn't compiled
@@ -521,10 +525,12 @@ class SlotAllocator:
                     sequence.tokens.append(token)  # type: ignore[union-attr]  # a view has no append
                 except (AttributeError, BufferError):
                     fits_below = sequence.fits_below
-                    sequence.truncate_tokens(sequence.num_computed_tokens)  # what an odd integer left half done
+                    sequence.truncate_tokens(
+                        sequence.num_computed_tokens
+                    )  # what a failed append of an odd integer left
                     sequence.append_packed(array("I", (index(token),)))
                     sequence.fits_below = fits_below
-            except BaseException as error:  # nothing is counted in here, so it is known what there is to take back
+            except BaseException as error:  # this token isn't counted yet, so the count says what to remove
                 sequence.truncate_tokens(sequence.num_computed_tokens)
                 self._take_back(sequences[: sequences.index(sequence)])
                 if isinstance(error, (TypeError, OverflowError, ValueError)):
@@ -533,7 +539,7 @@ class SlotAllocator:
             sequence.num_computed_tokens += 1
 
     def _take_back(self, sequences: list[Sequence]) -> None:
-        """Take the last token from each sequence, which ends the change."""
+        """Remove the last token of each sequence, and end the change."""
         for sequence in sequences:
             sequence.num_computed_tokens -= 1
             sequence.truncate_tokens(sequence.num_computed_tokens)
@@ -549,9 +555,9 @@ class SlotAllocator:
     def _digests_of_step(
         self, sequences: list[Sequence], at_boundary: list[Sequence]
     ) -> dict[Sequence, bytearray | None]:
-        """Return the digests of the blocks that the last tokens of those `at_boundary` fill.
+        """Return the digests of the blocks that the last tokens of sequences at a boundary fill.
 
-        A hash function that raises takes the tokens back from all sequences.
+        If the hash function raises, the last token of each of `sequences` is removed.
         """
         try:
             return {sequence: self._digests_ahead(sequence, sequence.num_tokens) for sequence in at_boundary}
@@ -578,7 +584,7 @@ class SlotAllocator:
         return changes
 
     def _shared_indices(self, unsure: list[Sequence]) -> dict[Sequence, int]:
-        """`_shared_index` of sequences of a step; the last to leave a block may keep it."""
+        """`_shared_index` of a step's sequences. The last sequence to leave a block that isn't cached keeps it."""
         indices: dict[Sequence, int] = {}
         num_leaving: dict[KVCacheBlock, int] = {}
         for sequence in unsure:
@@ -588,7 +594,7 @@ class SlotAllocator:
         return indices
 
     def _take_for(self, sequences: list[Sequence]) -> list[KVCacheBlock]:
-        """Take a block for each sequence, together unless somebody is told who takes what. O(sequences)."""
+        """Take a block for each sequence; one by one if a watcher needs to know for whom. O(sequences)."""
         if self._index.watcher is None or not self._index.watcher.needs_takers:
             return self._take(len(sequences), sequences[0])
         num_lacking = len(sequences) - self.pool.queue.num_free_blocks
@@ -598,9 +604,9 @@ class SlotAllocator:
 
 
 def leaves(block: KVCacheBlock, num_leaving: dict[KVCacheBlock, int]) -> bool:
-    """Whether one more sequence of a step gets a block instead of this shared one. The last to leave it keeps it.
+    """Whether one more sequence of a step must leave this shared block for a new one. The last owner keeps it.
 
-    num_leaving: by block, how many leave it so far; counts on. O(1).
+    num_leaving: how many have left each block so far; this call updates it. A cached block is always left. O(1).
     """
     number = num_leaving.get(block, 0)
     if not block.is_cached and number >= block.ref_cnt - 1:

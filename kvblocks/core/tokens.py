@@ -1,7 +1,7 @@
-"""Token ids packed as 32-bit unsigned integers: the one form in which the core stores and compares them.
+"""Token ids packed as 32-bit unsigned integers: the only form in which the core stores and compares them.
 
-Packing a list costs 10 to 30 ns a token, more than everything else that a cache hit needs, so a sequence packs once and
-takes buffers as they are. Packed tokens are little-endian, in memory as in the digest format.
+Packing a list costs 10 to 30 ns per token, more than all the rest of a hit. So a sequence packs its tokens once, and
+uses buffers without a copy. Packed tokens are little-endian, in memory and in the digest format.
 """
 
 import sys
@@ -18,14 +18,14 @@ if sys.byteorder != "little":  # pragma: no cover
 
 
 class Buffer(Protocol):
-    """What has the buffer protocol, such as array, bytes and NumPy's arrays."""
+    """An object with the buffer protocol, such as array, bytes and NumPy's arrays."""
 
     def __buffer__(self, flags: int, /) -> memoryview:
-        """Return a view of it."""
+        """Return a view of the memory."""
 
 
 class HasNumpy(Protocol):
-    """What has a `numpy()` method, such as torch's CPU tensors."""
+    """An object with a `numpy()` method, such as torch's CPU tensors."""
 
     def numpy(self) -> Any:
         """Return a NumPy array of the same memory."""
@@ -38,19 +38,19 @@ MAX_TOKEN_ID = 2**32 - 1
 
 
 def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
-    """Return `token_ids` as 4-byte unsigned integers: an array of its own, or a view of the caller's buffer.
+    """Return `token_ids` as 4-byte unsigned integers: a new array, or a view of the caller's buffer.
 
     token_ids: an iterable of ints; or a one-dimensional buffer of 4-byte or 8-byte integers, such as array("I"), a
-    NumPy array, or what has a `numpy()` method (a torch CPU tensor); or bytes, as packed little-endian u32.
+    NumPy array, or an object with a `numpy()` method (a torch CPU tensor); or bytes, as packed little-endian u32.
 
-    4-byte buffers and bytes are not copied; the caller must not change them. O(1) for bytes and unsigned integers;
-    O(tokens) for all else, from the cheapest on: int32 (a look at the signs), int64, lists. Raises InvalidTokensError
-    for anything but 1 or more ids from 0 to 2**32 - 1 (NoTokensError for none). An int is what has `__index__`; in a
-    list that includes a bool, as 0 or 1, since to look at each item would cost as much as all the rest.
+    4-byte buffers and bytes are not copied; the caller must not change them. O(1) for bytes and unsigned integers.
+    O(tokens) for everything else, the cheapest first: int32 (a check of the signs), int64, lists. Raises
+    InvalidTokensError unless there are ids and all are from 0 to 2**32 - 1; NoTokensError if there are none. An int is
+    any object with `__index__`. In a list, a bool counts as 0 or 1, since checking each item would double the cost.
     """
     given: Any = token_ids
     if type(given) is array and given.typecode == "I" and given:
-        return memoryview(given)  # nothing about it can be wrong
+        return memoryview(given)  # always valid
     if type(given) is list or type(given) is tuple:
         return _pack_ints(given)
     if is_a(given, str):
@@ -66,15 +66,15 @@ def pack_tokens(token_ids: TokenIds) -> "array[int] | memoryview[int]":
 
 
 def num_equal(one: Any, other: Any) -> int:
-    """Return how many items two buffers of bytes, or two lists of blocks, have in common at their beginning.
+    """Return how many first items two buffers of bytes, or two lists of blocks, have in common.
 
-    Slices are compared, each twice as long as the last until they differ, then by bisection. O(items in common).
+    Compares slices, each twice as long as the one before, until they differ; then bisects. O(items in common).
     """
     end, low, high = min(len(one), len(other)), 0, 64
     while low < end and _are_equal(one, other, low, min(high, end)):
         low, high = min(high, end), 2 * high
     high = min(high, end)
-    while high - low > 1:  # the first `low` are equal, the first `high` aren't
+    while high - low > 1:  # the first `low` items are equal; of the first `high`, one differs
         middle = (low + high) // 2
         if _are_equal(one, other, low, middle):
             low = middle
@@ -85,13 +85,13 @@ def num_equal(one: Any, other: Any) -> int:
 
 def _are_equal(one: Any, other: Any, start: int, end: int) -> bool:
     ours, theirs = one[start:end], other[start:end]
-    if type(ours) is memoryview:  # which would be compared item by item
+    if type(ours) is memoryview:  # == of memoryviews compares item by item
         return bytes(ours) == bytes(theirs)
     return bool(ours == theirs)
 
 
 def refuse_tokens(token_ids: "list[Any]") -> NoReturn:
-    """Raise InvalidTokensError for ids of which one was found to be none."""
+    """Raise InvalidTokensError for ids of which at least one is invalid."""
     pack_tokens(token_ids)
     raise InvalidTokensError("token ids: expected integers, got one that isn't an integer each time")
 
@@ -99,7 +99,7 @@ def refuse_tokens(token_ids: "list[Any]") -> NoReturn:
 def _tensor_on_cpu(tensor: Any) -> Any:
     try:
         return tensor.numpy()
-    except (TypeError, RuntimeError) as error:  # on a GPU, of bfloat16, with a gradient: it says which
+    except (TypeError, RuntimeError) as error:  # on a GPU, of bfloat16, with a gradient: the error says which
         raise InvalidTokensError(f"token ids: expected a CPU tensor of integers, got one that says: {error}") from error
 
 
@@ -110,7 +110,7 @@ def _listed(token_ids: Any) -> list[Any]:
         iterator = None
     if iterator is None:
         raise InvalidTokensError(f"token ids: expected an iterable or buffer, got {_name(token_ids)}")
-    return list(iterator)  # an iterator, so that nobody's __len__ is asked: it may be a lie
+    return list(iterator)  # of the iterator, so that a __len__ that lies is not called
 
 
 def _pack_ints(token_ids: "list[Any] | tuple[Any, ...]") -> "array[int]":
@@ -151,7 +151,7 @@ def _pack_buffer(view: memoryview) -> "array[int] | memoryview[int]":
     if not view.nbytes:
         raise NoTokensError("token ids: expected at least one, got none")
     kind = view.format.removeprefix("@")
-    if len(kind) != 1 or kind not in "hHiIlLqQnN":  # of one byte it could be ids, or packed ones as bytes are
+    if len(kind) != 1 or kind not in "hHiIlLqQnN":  # 1-byte items could be ids, or packed bytes
         raise InvalidTokensError(
             f"token ids: expected bytes, or a buffer of native integers of 2, 4 or 8 bytes, got format {view.format!r}"
         )

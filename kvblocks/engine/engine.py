@@ -16,7 +16,7 @@ from typing import Self, Unpack
 
 import torch
 
-from kvblocks.arguments import check_count, is_a, is_number, wrong
+from kvblocks.arguments import Flag, check_count, check_flag, is_a, is_number, wrong
 from kvblocks.engine.completion import Completion, Piece
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.intake import Intake, Prompt
@@ -27,6 +27,8 @@ from kvblocks.engine.run.backends import Backend, watch_compiling
 from kvblocks.engine.run.memory import check_memory, read_memory
 from kvblocks.engine.run.runner import LoadedModel
 from kvblocks.engine.sampling.batch_sampler import SamplingCounts
+from kvblocks.engine.schedule.order import Order
+from kvblocks.engine.schedule.remembered import RememberedPrompts
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.schedules import make_order
 from kvblocks.engine.schedule.step import StepLimits
@@ -42,6 +44,9 @@ from kvblocks.observe.metrics import CacheMetrics
 from kvblocks.retention.policies.policy import PolicyFactory
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
+
+REMEMBERED_SHARE = 0.25
+"""The share of the blocks that prompts with a remembered next token may hold."""
 
 _PATIENCE_S = 5.0
 """How long `forget_salt` waits for transfers under way, whose bytes are then to be overwritten, too."""
@@ -71,13 +76,16 @@ class Engine:
     dtype: "float32", "float16", "bfloat16" or torch's own, of weights, KV cache and computing; None: float32 on a CPU,
     the model's own on cuda, or what a `LoadedModel` has.
     kv_cache_dtype: "auto": K and V are kept in dtype; "fp8_e4m3" (or "fp8"): in 8 bits, with scales that are found now
-    and then stay, so that a pool of the same bytes has two or four times as many blocks (docs/design.md says what that
-    costs).
+    and then stay, so that a pool of the same bytes has two or four times as many blocks (docs/performance.md says what
+    that costs).
     cuda_graphs: whether decode steps are captured and replayed, where there is CUDA and attention is triton.
     schedule: in which order prompts that wait are begun: "fcfs", first come first served; "longest-prefix", those first
     of which most is cached; "grouped", those together that share a prefix. See `engine.order`.
     eviction: which cached block goes first when the pool needs one, as of a `KVCacheManager`; its clock is
     `time.monotonic`. "sessions" goes by the option `session` of prompts.
+    remember_next_token: whether a greedy prompt's next token is kept with its KV, so that the same prompt again gets
+    its first token without a forward pass; at most REMEMBERED_SHARE of the blocks hold such prompts, and only as long
+    as nobody needs them (docs/design/engine/remembered.md). `close` gives them back.
     num_history_blocks: how many evicted blocks `manager.explain` remembers.
     host_cache: host memory for blocks that don't fit the pool: bytes, a text such as "2GiB", or a share of what is
     free. disk_cache: a folder for blocks, which the next engine finds again. disk_cache_size: what it may take in all,
@@ -110,6 +118,7 @@ class Engine:
         schedule: str = "fcfs",
         eviction: str | PolicyFactory | None = None,
         num_history_blocks: int = 0,
+        remember_next_token: bool = False,
         host_cache: float | str | None = None,
         disk_cache: str | Path | None = None,
         disk_cache_size: int | str | None = None,
@@ -118,8 +127,7 @@ class Engine:
         store_secret: bytes | None = None,
         on_events: Callable[[list[CacheEvent]], object] | None = None,
     ) -> None:
-        if on_events is not None and not callable(on_events):
-            raise wrong("on_events", "a callable or None", on_events)
+        _check_options(on_events, enable_prefix_caching, remember_next_token)
         below = TierOptions(
             host_cache=host_cache,
             disk_cache=disk_cache,
@@ -146,7 +154,7 @@ class Engine:
                 tiers=built.tiers,
             )
             self.metrics = CacheMetrics(self.manager, clock=time.monotonic)
-            self.scheduler = Scheduler(self.manager, self.model.config.max_position_embeddings, order=order)
+            self.scheduler = _make_scheduler(self.manager, self.model, order, remembers=remember_next_token)
             located = [LayerLocation(*location) for location in self.plan.layer_groups]
             self.runner = backend.make_runner(self.model, self.manager, located)
             self.offload = built.begin(self.manager, self.runner)
@@ -292,6 +300,8 @@ class Engine:
             self._move(self.offload)
             self.offload.wait(_WAIT_S)  # others than loads aren't waited for there
         number = self.manager.forget_salt(salt)
+        if self.scheduler.remembered is not None:
+            self.scheduler.remembered.drop_stale()
         self._tell_events()
         if self.offload is not None:
             self.offload.erase_forgotten(salt, _ERASE_S)
@@ -300,9 +310,11 @@ class Engine:
     def close(self, timeout_s: float = 30.0) -> None:
         """End an engine that has tiers: store what waits for that, for so many seconds at most, and close the disk.
 
-        Unfinished generations are not waited for. Nothing the second time, and for an engine without tiers. It can't
-        be used afterwards.
+        Unfinished generations are not waited for. Such an engine can't be used afterwards. Any engine gives back the
+        blocks of remembered prompts. Nothing the second time.
         """
+        if self.scheduler.remembered is not None:
+            self.scheduler.remembered.clear()
         if self.offload is not None:
             self.offload.close(timeout_s)
 
@@ -355,6 +367,20 @@ class Engine:
         finally:
             for generation in reversed(generations):  # the samples of a prompt before the one that computes it for them
                 self._stepper.cancel(generation)
+
+
+def _check_options(on_events: object, enable_prefix_caching: object, remember_next_token: Flag) -> None:
+    """Raise InvalidArgumentError for what nobody else would refuse."""
+    if on_events is not None and not callable(on_events):
+        raise wrong("on_events", "a callable or None", on_events)
+    if check_flag("remember_next_token", remember_next_token) and not enable_prefix_caching:
+        raise wrong("remember_next_token", "False with enable_prefix_caching=False", remember_next_token)
+
+
+def _make_scheduler(manager: KVCacheManager, model: LoadedModel, order: Order, *, remembers: bool) -> Scheduler:
+    """The scheduler of an engine, which keeps next tokens if it `remembers`."""
+    kept = RememberedPrompts(manager, int(REMEMBERED_SHARE * manager.num_blocks)) if remembers else None
+    return Scheduler(manager, model.config.max_position_embeddings, order=order, remembered=kept)
 
 
 def _plan(layout: Plan, num_blocks: int | None, kv_cache_memory: float | str | None, device: torch.device) -> Plan:

@@ -12,6 +12,7 @@ from kvblocks.engine.options import GenerationOptions
 from kvblocks.engine.run.runner import LoadedModel
 from kvblocks.engine.sampling.prompt_scores import PromptScores
 from kvblocks.engine.sampling.sampler import Sampler, make_samplers
+from kvblocks.engine.schedule.remembered import prompt_key
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.text.stop_strings import StopMatcher
@@ -85,6 +86,8 @@ class Intake:
         request = Request(sequence, most, stop_token_ids)
         if options.prompt_logprobs is not None and sequence.num_tokens > 1:
             request.max_hit_tokens = 0
+        if self._scheduler.remembered is not None and options.is_plainly_greedy:
+            request.prompt_key = prompt_key(sequence)
         largest = max(sequence.token_ids())
         if largest >= vocab_size:
             raise InvalidTokensError(f"expected token ids below {vocab_size}, the vocabulary's size, got {largest}")

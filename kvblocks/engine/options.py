@@ -131,6 +131,17 @@ class GenerationOptions:
         return SamplingParams(**{field.name: getattr(self, field.name) for field in fields(SamplingParams)})
 
     @property
+    def is_plainly_greedy(self) -> bool:
+        """Whether there is one answer, and its first token depends on the prompt alone, as does all said of it. O(1).
+
+        Not with penalties, a grammar, min_tokens or log probabilities.
+        """
+        sampling = self.sampling
+        is_plain = sampling.is_greedy and not sampling.is_penalized and sampling.logprobs is None
+        has_more = self.prompt_logprobs is not None or self.grammar is not None or self.min_tokens
+        return is_plain and not has_more and self.n == 1 and self.max_tokens != 0
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings. O(1)."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

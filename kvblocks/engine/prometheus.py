@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvblocks.engine.schedule.remembered import RememberedPrompts
 from kvblocks.engine.tiers.offload import Offload
 from kvblocks.errors import InvalidArgumentError
 from kvblocks.observe.metrics import CacheMetrics
@@ -181,6 +182,23 @@ class OffloadCollector(Collector):
         stores = [(one.tier, one.store) for one in traffic if one.store is not None]
         yield from _by_tier(CounterMetricFamily, stores, _STORE_COUNTERS)
         yield from _by_tier(GaugeMetricFamily, stores, _STORE_GAUGES)
+
+
+class RememberedCollector(Collector):
+    """Gives Prometheus what an engine remembers of prompts. registry: as of `KVBlocksCollector`."""
+
+    def __init__(self, remembered: RememberedPrompts, *, registry: CollectorRegistry | None = None) -> None:
+        self._remembered = remembered
+        if registry is not None:
+            registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families of now."""
+        of = self._remembered
+        text = "First tokens that were remembered: answers that began without a forward pass."
+        yield CounterMetricFamily("kvblocks_remembered_answers", text, value=of.num_answers)
+        yield GaugeMetricFamily("kvblocks_remembered_prompts", "Prompts whose next token is remembered.", len(of))
+        yield GaugeMetricFamily("kvblocks_remembered_blocks", "Blocks that these prompts hold.", of.num_blocks)
 
 
 def _by_tier(

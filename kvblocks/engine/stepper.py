@@ -18,7 +18,7 @@ from kvblocks.engine.errors import BrokenLogitsError
 from kvblocks.engine.generation import Generation
 from kvblocks.engine.run.runner import ModelRunner
 from kvblocks.engine.sampling.batch_sampler import BatchSampler
-from kvblocks.engine.sampling.drawn import Outcome
+from kvblocks.engine.sampling.drawn import Drawn, Outcome
 from kvblocks.engine.sampling.prompt_scores import ScoredRows, Scorer
 from kvblocks.engine.schedule.capacity import StalledError
 from kvblocks.engine.schedule.request import Request
@@ -35,6 +35,7 @@ class Stepper:
         self.scheduler = scheduler
         self.sampler = BatchSampler()
         self._generations: dict[Request, Generation] = {}
+        self._only_answered = False  # in the last step
 
     def add(self, generations: Sequence[Generation], *, timeout_s: float | None = None) -> None:
         """Queue generations that `Intake` made; the samples of a prompt stand together, the first one in front.
@@ -58,21 +59,39 @@ class Stepper:
     def step(self, runner: ModelRunner) -> list[Generation]:
         """Compute one step with `runner` and return the generations that got a piece or ended, expired ones included.
 
+        Whoever gets a remembered token has it before anything is computed: such a step computes nothing, unless the
+        one before it computed nothing either.
+
         Raises, with the step undone, what went wrong for a generation that wasn't submitted, and whatever isn't an
         Exception.
         """
-        expired = [self._generations.pop(request) for request in self.scheduler.expire(time.perf_counter())]
+        told = [self._generations.pop(request) for request in self.scheduler.expire(time.perf_counter())]
+        answered = self._answer()
+        told += answered
+        self._only_answered = bool(answered) and not self._only_answered
+        if self._only_answered:
+            return told
         written = self.scheduler.written_tokens()
         chunks: list[ScheduledChunk] | None = None
         try:
             chunks = self.scheduler.schedule()
-            return [*expired, *self._compute(chunks, runner)] if chunks else expired
+            computed = self._compute(chunks, runner) if chunks else []
+            return list(dict.fromkeys([*told, *computed]))
         except StalledError as error:
-            return [*expired, *self._fail([error.request], error)]
+            return list(dict.fromkeys([*told, *self._fail([error.request], error)]))
         except BaseException as error:
             if chunks is None or not isinstance(error, Exception):  # others are undone where they come from
                 self.scheduler.undo(written)
             raise
+
+    def _answer(self) -> list[Generation]:
+        """Tell who waits for a first token that is remembered, and return them."""
+        answered = []
+        for request, token_id in self.scheduler.answer():
+            generation = self._generations[request]
+            self._record(generation, Drawn(token_id))
+            answered.append(generation)
+        return answered
 
     def _compute(self, chunks: list[ScheduledChunk], runner: ModelRunner) -> list[Generation]:
         """Run a step that was scheduled."""

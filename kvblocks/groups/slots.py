@@ -7,7 +7,7 @@ changed.
 What leaves a window is worth less than what is freed at a sequence's end: only a hit that ends just behind it needs
 it. So it is reused before other cached blocks, except what hits will probably need: those that end where this
 sequence's own hit did, where its prefix parted from what was cached, and where its prompt ends (its landmarks).
-docs/design.md ("The order of reuse") says why. Keeping the state at the points where sequences part is what Marconi
+docs/design/groups.md says why. Keeping the state at the points where sequences part is what Marconi
 does for recurrent layers.
 """
 

@@ -1,4 +1,4 @@
-"""What users copy must run: the examples, the README's, and the guide for engine authors."""
+"""What users copy must run: the examples, the README's, and every page with python blocks."""
 
 import ast
 import re
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -20,6 +21,11 @@ def python_blocks(path):
         "\n" * text.count("\n", 0, m.start(1)) + m[1]
         for m in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     ]
+
+
+GUIDES = [
+    path for path in sorted(DOCS.rglob("*.md")) if python_blocks(path) and path.name != "server.md"
+]  # docs/server.md is run beside a server, by tests/engine/server/test_server_docs.py
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -65,17 +71,14 @@ def test_the_readmes_example_runs():
     exec(compile(blocks[0], "README.md", "exec"), {"__name__": "readme"})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("engine-authors.md", "features.md", "metrics.md", "policies.md", "prefix-cache.md", "replay.md", "tiers.md"),
-        *("tutorial.md", "wire.md", "wire-hints.md"),
-    ],
-)
-def test_a_guide_runs(name):
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.relative_to(DOCS).as_posix())
+def test_a_guide_runs(path):
     """All blocks in one namespace, as one who reads it would type them."""
-    blocks = python_blocks(ROOT / "docs" / name)
-    assert len(blocks) >= (1 if name == "replay.md" else 3)
     namespace = {"__name__": "guide"}
-    for block in blocks:
-        exec(compile(block, name, "exec"), namespace)
+    for block in python_blocks(path):
+        exec(compile(block, path.name, "exec"), namespace)
+
+
+def test_the_guides_are_found():
+    names = {path.relative_to(DOCS).as_posix() for path in GUIDES}
+    assert names >= {"engine-authors.md", "features.md", "tiers.md", "tutorial.md", "wire.md"}

@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 from model.paged_batch import ROUNDING, PagedBatch, check_close, head_scales, slots_owned, slots_read, store_fp8
 
 from kvblocks.kernels import oracle
-from kvblocks.kernels.cascade import cascade_decode, own_parts
-from kvblocks.kernels.decode import decode, share_decodes
+from kvblocks.kernels.cascade import cascade_decode, own_parts, share_cascade
+from kvblocks.kernels.decode import decode
 from kvblocks.kernels.layout import KernelArgumentError
 from kvblocks.kernels.merge import merge_state
-from kvblocks.kernels.prefix_decode import prefix_decode, share_runs
+from kvblocks.kernels.prefix_decode import prefix_decode
 from kvblocks.kernels.runs import SharedRuns
 from kvblocks.kernels.table import Launch
 
@@ -38,8 +38,7 @@ def run_cascade(batch, runs, *, num_programs=None, **options):
     own = own_parts(block_tables, seq_lens, runs, key_cache.shape[1])
     if num_programs is not None:
         launch = Launch(16, 4, 2, tile_rows=16, programs_per_sm=num_programs)
-        shares = (share_runs(query, key_cache, runs, launch=launch), share_decodes(query, key_cache, own.seq_lens))
-        options["shares"] = shares
+        options["shares"] = share_cascade(query, key_cache, own, runs, launch=launch)
     return cascade_decode(query, key_cache, value_cache, own, block_tables, runs, scale=batch.scale, **options)
 
 
@@ -221,6 +220,18 @@ def test_wrong_arguments_are_named(device):
     batch, _ = share([40, 50, 60], [([0, 1], 0, 2)], device=device)
     with pytest.raises(KernelArgumentError, match=r"num_shared: expected the shape \(3,\), got \(2,\)"):
         run_cascade(batch, runs)
+
+
+def test_layers_share_what_they_have_the_same(device):
+    batch, runs = share(NESTED_LENGTHS, NESTED, device=device)
+    query, key_cache, value_cache, block_tables, _, seq_lens = batch.tensors
+    own = own_parts(block_tables, seq_lens, runs, key_cache.shape[1])
+    launch = Launch(16, 4, 2, tile_rows=16, programs_per_sm=3)
+    shares = share_cascade(query, key_cache, own, runs, launch=launch)
+    for layer in range(3):
+        batch.query = torch.roll(query, layer, 1) * (1 + layer)
+        tensors = (batch.query, key_cache, value_cache, own, block_tables, runs)
+        batch.check(*cascade_decode(*tensors, scale=batch.scale, shares=shares))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

@@ -1,1 +1,1 @@
-"""How the model attends: a step's ragged batch, the paged KV cache, and the backends."""
+"""Attention: a step's ragged batch, the paged KV cache, and the backends."""

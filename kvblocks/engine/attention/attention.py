@@ -1,7 +1,7 @@
-"""The paged KV cache, what an attention backend is, and the backends in plain torch.
+"""The paged KV cache, the protocol of attention backends, and the backends in plain torch.
 
-A backend is asked once per step for a `StepAttention`, which may work out whatever all layers share; the model then
-stores and attends layer by layer. `triton_attention` and `flash_attention` implement the same two protocols.
+A backend makes a `StepAttention` once per step, which may compute what all layers share. The model then stores and
+attends layer by layer. `triton_attention` and `flash_attention` implement the same two protocols.
 
 Invariant: all K and V of a step are stored in a layer before any of its queries attends there, so that a sequence can
 share blocks that another sequence of the same step fills.
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 class KVCache:
     """K and V of every layer: one tensor [num_blocks, block_size, num_kv_heads, head_dim] each.
 
-    Layers of different groups may be the same tensors: a block is one group's at a time. They are parts of `memory`:
-    one tensor [num_blocks, parts of a block, block_size, num_kv_heads, head_dim] on a CPU, where a block lies in one
-    piece and goes elsewhere by one copy; on other devices a tensor [2, num_blocks, ...] for each layer of a block, so
-    that a layer lies in one piece. copies_by_kernel: whether blocks are copied by one launch of a Triton kernel for all
-    layers, rather than by torch. scales: where the tensors are in e4m3, what they are to be multiplied with.
+    Layers of different groups may share tensors, since a block belongs to one group at a time. The tensors are views of
+    `memory`. On a CPU that is one tensor [num_blocks, parts of a block, block_size, num_kv_heads, head_dim]: a block is
+    contiguous, and is moved by one copy. On other devices it is a tensor [2, num_blocks, ...] for each layer of a
+    block: a layer is contiguous. copies_by_kernel: whether one launch of a Triton kernel copies blocks of all layers;
+    otherwise torch copies them. scales: the factors of K and V, for tensors in e4m3.
     """
 
     keys: tuple[Tensor, ...]
@@ -63,7 +63,7 @@ class KVCache:
     ) -> "KVCache":
         """A zeroed cache for a model of this shape. Raises InvalidArgumentError for sizes below 1.
 
-        layer_locations: of each layer; layers with the same slot, of different groups, share memory. None: none do.
+        layer_locations: of each layer. Layers of different groups with the same slot share memory. None: none do.
         """
         if num_blocks < 1 or block_size < 1:
             raise InvalidArgumentError(
@@ -95,23 +95,23 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all layers, counted once where they share it."""
+        """The bytes of all layers. Shared memory counts once."""
         return sum(tensor.nbytes for tensor in self.memory)
 
     @property
     def num_block_bytes(self) -> int:
-        """What a block takes in all layers together."""
+        """The bytes of a block in all layers together."""
         return self.num_bytes // self.num_blocks
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """What a block is made of, in its order: the tensors of K and V that layers are, each once. O(layers)."""
+        """The parts of a block, in order: the layers' tensors of K and V, each once. O(layers)."""
         pairs = zip(self.keys, self.values, strict=True)
         return tuple({tensor.data_ptr(): tensor for tensor in chain.from_iterable(pairs)}.values())
 
     @property
     def parts_per_block(self) -> int:
-        """How many blocks of a layer's size follow each other from one block of that layer to the next."""
+        """The distance between two blocks of a layer, counted in blocks of one layer."""
         return self.keys[0].stride(0) // self.keys[0][0].numel()
 
     @cached_property
@@ -139,7 +139,7 @@ class KVCache:
         return part.as_strided((num_parts, *part.shape[1:]), (part[0].numel(), *part.stride()[1:]))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks in every layer of every group, one (source, destination) pair after the other, or as if so.
+        """Copy blocks in every layer of every group, as if one (source, destination) pair after the other.
 
         Raises InvalidArgumentError, changing nothing, for ids that aren't the cache's. O(pairs x bytes of a block).
         """
@@ -160,7 +160,7 @@ class KVCache:
             reference.copy_blocks(self.memory if self.parts_per_block > 1 else self.parts, ids)
 
     def gather_blocks(self, block_ids: Tensor, staging: Tensor) -> None:
-        """Copy blocks of all layers into a buffer on the cache's device, where those of a layer lie in one piece.
+        """Copy blocks of all layers into a buffer on the cache's device. For caches whose layers are contiguous.
 
         block_ids: int64 [num_ids]; staging: uint8 [num_ids, num_block_bytes], contiguous, a row for each block.
         """
@@ -175,7 +175,7 @@ class KVCache:
             torch.cat(found, dim=1, out=staging)
 
     def scatter_blocks(self, block_ids: Tensor, staging: Tensor) -> None:
-        """Copy what `gather_blocks` copied back, into blocks that may be others. Each id at most once."""
+        """Copy a buffer of `gather_blocks` back, into any blocks. Each id at most once."""
         ids = to_device(block_ids, staging.device)
         if self.copies_by_kernel:
             from kvblocks.kernels import copy  # needs triton
@@ -188,21 +188,21 @@ class KVCache:
 
     @cached_property
     def _copy_table(self) -> "CacheTable":
-        """The caches as the kernels that copy take them. Waits for the device once."""
+        """The caches in the form that copy kernels take. Waits for the device once."""
         from kvblocks.kernels.copy import CacheTable
 
         return CacheTable.of(self.parts)
 
 
 def zeros_when_touched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A zeroed tensor on the CPU whose pages take memory when they are first written: a pool that is never full.
+    """A zeroed tensor on the CPU whose pages take memory when they are first written, so an unused pool takes little.
 
-    It begins at a page. Where the system has no private mappings it takes its memory now. Raises OSError without room.
+    It begins at a page. On systems without private mappings it takes its memory now. Raises OSError without room.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(shape, dtype=dtype)
     mapping = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(mapping, dtype=dtype).view(shape)  # which keeps the mapping
+    return torch.frombuffer(mapping, dtype=dtype).view(shape)  # the tensor keeps the mapping alive
 
 
 class StepAttention(Protocol):
@@ -220,9 +220,9 @@ class StepAttention(Protocol):
 
 @dataclass(frozen=True)
 class HeadAngles:
-    """What becomes of a part's heads before they are stored: how they are normed, or None, and how turned.
+    """How the heads of queries and K are normed, and rotated by their positions, before they are stored.
 
-    norm: [num_heads + num_kv_heads, head_dim], of queries and K; eps: its; positions: int64 [num_rows].
+    norm: the weights, [num_heads + num_kv_heads, head_dim], or None; eps: of the norm; positions: int64 [num_rows].
     """
 
     rope: RopeTable
@@ -233,10 +233,10 @@ class HeadAngles:
 
 @runtime_checkable
 class PlacingStep(Protocol):
-    """A `StepAttention` that takes heads as the matrix product gives them."""
+    """A `StepAttention` that takes heads directly from the matrix product."""
 
     def place(self, layer: int, heads: Tensor, angles: HeadAngles, slot_mapping: Tensor) -> Tensor:
-        """Norm and turn the heads of queries and K, write K and V to their slots, and return the queries.
+        """Norm and rotate the heads of queries and K, write K and V to their slots, and return the queries.
 
         heads: [num_rows, num_heads + 2 * num_kv_heads, head_dim], of queries, K and V; slot_mapping: as in `store`.
         Returns [num_rows, num_heads, head_dim], new. Changes the cache.
@@ -251,10 +251,10 @@ class AttentionBackend(Protocol):
         """Whether a row's bits are independent of chunking, caching and the rest of the batch."""
 
     def begin(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
-        """Prepare one step. The result is good for this batch only."""
+        """Prepare one step. The result is valid for this batch only."""
 
     def row_ops(self, config: ModelConfig) -> RowOps:
-        """What computes a model's rows between its products, where this attention runs."""
+        """The operations between a model's products, for the device of this attention."""
 
 
 Planner = Callable[[Tensor, Tensor, Tensor, int, int | None], reference.AttentionPlan]
@@ -283,7 +283,7 @@ class _PlannedStep:
         scales, plan = self.kv_cache.scales, self._plan(how)
         if scales is None:
             return reference.attend(plan, query, keys, values, scale=how.scale, softcap=how.softcap)
-        # Of the heads of queries that share one of K: powers of 2, so no bit is lost by where they are multiplied.
+        # A scale for each query head. Scales are powers of 2, so it loses no bits to multiply queries and outputs.
         shared = query.shape[1] // keys.shape[1]
         key_scale, value_scale = (
             of[layer].repeat_interleave(shared)[:, None].to(query.dtype) for of in (scales.keys, scales.values)
@@ -301,11 +301,11 @@ class _PlannedStep:
         return self.plans[kind]
 
     def _plan_store(self, slot_mapping: Tensor) -> reference.StorePlan:
-        """The slots of a layer's rows, once for all layers that give the same tensor."""
+        """The plan for a layer's slots, made once for all layers that pass the same tensor."""
         known = self.stores.get(id(slot_mapping))
         if known is None:
             plan = reference.plan_store(self.kv_cache.row_slots(slot_mapping))
-            known = self.stores[id(slot_mapping)] = slot_mapping, plan  # kept, so that its id stays its own
+            known = self.stores[id(slot_mapping)] = slot_mapping, plan  # the tensor is kept, so its id isn't reused
         return known[1]
 
 
@@ -320,12 +320,12 @@ class TorchAttention:
         return _PlannedStep(batch, kv_cache, reference.plan_tiled if self.is_tiled else reference.plan_paged)
 
     def row_ops(self, config: ModelConfig) -> RowOps:
-        """Plain torch too."""
+        """Operations in plain torch."""
         return TorchRows(config)
 
 
 @dataclass(frozen=True)
 class TiledTorchAttention(TorchAttention):
-    """Paged attention in plain torch, every query in a tile of 16 aligned positions: for the deterministic modes."""
+    """Paged attention in plain torch for the deterministic modes: every query is in a tile of 16 aligned positions."""
 
     is_tiled: bool = True

@@ -1,12 +1,12 @@
 """What one step of the model computes: a ragged batch as tensors.
 
-`SequenceRows` is what the runner knows about one sequence; `StepBatch` is all of them as tensors, ready for any
-attention backend. The tokens of the sequences lie one after another ("rows" of the step), without padding.
+`SequenceRows` describes one sequence of a step. `StepBatch` is all of them as tensors, ready for any attention backend.
+The tokens of the sequences lie one after another ("rows" of the step), without padding.
 
-A model's layers belong to KV-cache groups; a sequence has a block table in each of them, and a row a slot.
+A model's layers belong to KV-cache groups. In each group a sequence has a block table, and a row has a slot.
 
-Invariant: a row's slot is -1 exactly when its position lies in a shared block, whose K and V are already there. Every
-other row is stored, in a block of its own sequence.
+Invariant: a row's slot is -1 exactly when its position lies in a shared block, whose K and V are already there. All
+other rows are stored, in blocks of their own sequence.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from kvblocks.errors import InvalidArgumentError
 class SequenceRows:
     """The tokens of one sequence that a step computes.
 
-    `token_ids` stand at positions `start` and following; `block_ids` is the sequence's block table and covers them, and
-    so do `other_block_ids`, its tables in the groups after the first one. Entries that no row sees may hold any id that
-    the cache has. Positions below `num_readonly_tokens` lie in shared blocks, which nothing may write. With
-    `wants_logits` the step returns the logits of the last of the tokens.
+    `token_ids` stand at positions `start` and following. `block_ids` is the sequence's block table and covers them; so
+    do `other_block_ids`, its tables in the groups after the first one. Entries that no row sees may hold any id of the
+    cache. Positions below `num_readonly_tokens` lie in shared blocks, which must not be written. With `wants_logits`
+    the step returns the logits of the last token.
     """
 
     token_ids: Sequence[int]
@@ -65,16 +65,16 @@ class SequenceRows:
 
     @property
     def positions(self) -> range:
-        """Where the tokens stand."""
+        """The positions of the tokens."""
         return range(self.start, self.seq_len)
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """What the host knows of a step: reading it from a tensor would wait for the device.
+    """The sizes of a step that the host knows. To read them from a tensor it would have to wait for the device.
 
     num_decodes: how many sequences, from the first on, have exactly one row each. max_rows, max_seq_len: the most rows
-    of a sequence, and tokens in its context; both may be larger than the truth.
+    of a sequence, and the most tokens in a context; both are upper bounds.
     """
 
     num_decodes: int
@@ -97,8 +97,8 @@ class StepBatch:
     block_size + offset, or -1: don't store. block_tables, of each group: int32 [num_seqs, max_blocks], the blocks that
     hold each sequence's context; entries after a sequence's last block are 0 and never read. query_start: int32
     [num_seqs + 1], each sequence's first row, then num_tokens. seq_lens: int32 [num_seqs], tokens in context including
-    this step's. logits_rows: int64 [num_logits], ascending: the rows whose logits are wanted. shape: the same, as far
-    as the host knows it.
+    this step's. logits_rows: int64 [num_logits], ascending: the rows whose logits are wanted. shape: the sizes that the
+    host knows.
     """
 
     token_ids: Tensor
@@ -128,7 +128,9 @@ class StepBatch:
             sequence.check(block_size)
         num_others = {len(sequence.other_block_ids) for sequence in rows}
         if len(num_others) > 1:
-            raise InvalidArgumentError(f"expected sequences with as many block tables, got {sorted(num_others)} more")
+            raise InvalidArgumentError(
+                f"expected sequences with equally many block tables, got {sorted(num_others)} beside the first"
+            )
         lengths = [len(sequence.token_ids) for sequence in rows]
         query_start = [0, *accumulate(lengths)]
         if query_start[-1] == 0:
@@ -151,7 +153,7 @@ class StepBatch:
 
 
 def _slots(rows: Sequence[SequenceRows], block_size: int, group: int) -> list[int]:
-    """The slot of every row in a group, or -1. In a list: for few rows, calls of tensors' operations take longer."""
+    """The slot of every row in a group, or -1. A list, since tensor operations take longer for few rows."""
     slots: list[int] = []
     for sequence in rows:
         block_ids = sequence.block_tables[group]

@@ -1,11 +1,11 @@
-"""Whether a decode step reads blocks that its sequences share once for all of them, and which.
+"""Decides whether a decode step reads shared blocks once for all sequences that share them, and which blocks.
 
-The manager tells the groups; the kernels' table says from where on they are worth it. Groups depend on which sequences
-are in the batch and on nothing that a decode step changes: what a sequence adds to its table is its own. So they are
-looked for, and brought to the device, when the batch changes, and stay there.
+The manager finds the groups of sequences; the kernels' table says which are worth it. Groups depend only on which
+sequences are in the batch: a decode step adds only blocks of a sequence's own. So groups are found, and uploaded to the
+device, only when the batch changes.
 
-Invariant: a group's blocks are full, and computed, in every step for which its runs are used: with the same block-table
-lists (see `resident_table`), whose sequences are as long as the group's stretch at least.
+Invariant: in every step that uses a group's runs, the group's blocks are full and computed. Such a step has the same
+block-table lists (see `resident_table`), and its sequences are at least as long as the group's shared stretch.
 """
 
 from collections.abc import Callable
@@ -29,22 +29,22 @@ class FindGroups(Protocol):
     """`KVCacheManager.shared_prefixes`."""
 
     def __call__(self, sequences: Items[Sequence], *, min_blocks: int) -> list[SharedPrefix]:
-        """Return the groups, parents before children, whose stretches are of at least so many blocks."""
+        """Return the groups that share at least so many blocks, parents before children."""
 
 
 BeginCascade = Callable[[StepBatch, KVCache, SharedRuns], StepAttention]
 """Begins a decode step whose sequences share runs."""
 
 MAX_LEVELS = 4
-"""Levels of nested groups for which buckets have room: as many as one merge reads at once."""
+"""How many levels of nested groups buckets have room for: as many as one merge reads at once."""
 
 
 @dataclass(frozen=True)
 class RunBucket:
-    """The room for the runs of a captured step: a CUDA graph has the same tensors, and so many launches, each time.
+    """Room for the runs of a captured step: a CUDA graph has the same tensors, and as many launches, each time.
 
-    Groups of at least two are nested or apart, so that there are fewer of them than rows. Padding is groups without
-    members: they have no tiles, and a kernel's grid doesn't depend on them.
+    Two groups of at least two rows are nested or disjoint, so there are fewer groups than rows. Padding is groups
+    without members: they have no tiles, and don't change a kernel's grid.
     """
 
     num_rows: int
@@ -54,11 +54,11 @@ class RunBucket:
 
     @classmethod
     def of(cls, num_rows: int) -> "RunBucket":
-        """The bucket of steps that are padded to so many sequences."""
+        """The bucket for steps that are padded to so many sequences."""
         return cls(num_rows, num_rows, MAX_LEVELS * num_rows)
 
     def holds(self, runs: SharedRuns) -> bool:
-        """Whether there is room for these."""
+        """Whether there is room for these runs."""
         return (
             len(runs.num_shared) <= self.num_rows
             and runs.num_groups <= self.num_groups
@@ -68,11 +68,11 @@ class RunBucket:
 
     @property
     def num_values(self) -> int:
-        """Numbers of the vector that `pack` makes. All of them 0: there are no runs."""
+        """The length of the vector that `pack` makes. A vector of zeros stands for no runs."""
         return sum(self._sizes)
 
     def pack(self, runs: SharedRuns) -> Tensor:
-        """The runs with padding as one int32 vector on the CPU, where they are too."""
+        """Runs on the CPU, with padding, as one int32 vector on the CPU."""
         vector = torch.zeros(self.num_values, dtype=torch.int32)
         padded = self.split(vector)
         for own, whole in zip(_tensors(runs), _tensors(padded), strict=True):
@@ -81,7 +81,7 @@ class RunBucket:
         return vector
 
     def split(self, vector: Tensor) -> SharedRuns:
-        """What `pack` packed: parts of `vector`."""
+        """The runs in a vector of `pack`: views of `vector`."""
         members, group_start, run_start, run_stop, level, num_shared = vector.split(self._sizes)
         return SharedRuns(members, group_start, run_start, run_stop, level, num_shared, self.num_levels)
 
@@ -98,9 +98,9 @@ def _tensors(runs: SharedRuns) -> tuple[Tensor, ...]:
 class CascadePlanner:
     """Finds the shared runs of decode steps, for a `TritonAttention` that isn't batch-invariant.
 
-    group: the KV-cache group whose blocks `find_groups` speaks of, the manager's primary one. token_bytes: of K and V
-    of a token in a layer; 0: what launches cost doesn't count. Reads: num_transfers, how often it brought runs to the
-    device; packed: the last plan's runs as its bucket packs them, or None.
+    group: the KV-cache group whose blocks `find_groups` returns, the manager's primary one. token_bytes: of K and V of
+    a token in a layer; 0: the cost of launches doesn't count. Attributes: num_transfers, how often runs were uploaded;
+    packed: the last plan's runs as its bucket packs them, or None.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class CascadePlanner:
         self._runs: SharedRuns | None = None
 
     def plan(self, sequences: Items[Sequence], bucket: RunBucket | None = None) -> SharedRuns | None:
-        """Return what the sequences of a decode step share, in their order, if reading it once is worth it.
+        """Return the shared runs of a decode step's sequences, or None if a cascade isn't worth it.
 
-        Their slots are allocated. bucket: of the step, if steps without shared runs are captured; runs that it holds
-        are padded to it. Changes nothing but this object. O(sequences), and what `shared_prefixes` takes when the batch
-        is another than in the last call.
+        The sequences' slots must be allocated. bucket: the step's, if steps without shared runs are captured; runs that
+        it holds are padded to it. Changes only this object. O(sequences), and the cost of `shared_prefixes` if the
+        batch has changed since the last call.
         """
         tables = [sequence.block_ids for sequence in sequences]
         if not self._is_as_before(tables, sequences):
@@ -146,7 +146,7 @@ class CascadePlanner:
         return self._runs
 
     def _choose(self, groups: list[SharedPrefix], sequences: Items[Sequence], bucket: RunBucket | None) -> None:
-        """Bring the runs of at least one group to the device, as parts of one vector, if they are worth it."""
+        """Upload the runs of at least one group to the device, as parts of one vector, if they are worth it."""
         stretches: list[SharedRun] = [
             (group.members, group.start_block, group.start_block + group.num_blocks) for group in groups
         ]
@@ -154,7 +154,7 @@ class CascadePlanner:
         fits = bucket is not None and bucket.holds(runs)
         num_saved = sum((len(group.members) - 1) * group.num_tokens for group in groups)
         num_read = sum(sequence.num_computed_tokens for sequence in sequences)
-        is_alike = fits or bucket is None  # run as it would be without shared runs, captured or not
+        is_alike = fits or bucket is None  # the cascade is captured exactly if the step without it would be
         cost = self.threshold.captured_microseconds if is_alike else self.threshold.eager_microseconds
         saved_microseconds = num_saved * self._token_bytes / read_bytes_per_microsecond(self._device)
         if num_saved < self.threshold.min_saved_share * num_read or (self._token_bytes and saved_microseconds < cost):
@@ -170,13 +170,13 @@ class CascadePlanner:
         self._runs = SharedRuns(members, group_start, run_start, run_stop, level, num_shared, runs.num_levels)
 
     def begin(self, batch: StepBatch, kv_cache: KVCache, runs: SharedRuns) -> StepAttention:
-        """Begin a decode step with what `plan` returned for it. Raises InvalidArgumentError for any other step."""
+        """Begin a decode step with the runs that `plan` returned. Raises InvalidArgumentError for any other step."""
         from kvblocks.engine.attention.triton_attention import TritonAttention
 
         return TritonAttention().begin_cascade(batch, kv_cache, runs, self._group)
 
     def begin_any(self, batch: StepBatch, kv_cache: KVCache) -> StepAttention:
-        """Begin a decode step whose sequences share their first block, as if it were worth it: for warming up."""
+        """Begin a decode step whose sequences share their first block, worth it or not: for warming up."""
         num_seqs = batch.seq_lens.shape[0]
         return self.begin(batch, kv_cache, SharedRuns.build([(range(num_seqs), 0, 1)], num_seqs, self._device))
 

@@ -1,8 +1,8 @@
 """Attention by the package `flash-attn` (FlashAttention 2), where it is installed: optional, and on CUDA devices only.
 
-Its functions take the engine's caches and block tables as they are, with pages of a multiple of 256 tokens. A decode
-step goes to `flash_attn_with_kvcache`, which splits long contexts; any other to `flash_attn_varlen_func`, whose lengths
-are cumulative. Both are called for K and V that are stored already.
+Its functions take the engine's caches and block tables unchanged, if the block size is a multiple of 256 tokens. Decode
+steps call `flash_attn_with_kvcache`, which splits long contexts. Other steps call `flash_attn_varlen_func`, which takes
+cumulative lengths. K and V are stored before both calls.
 """
 
 from dataclasses import dataclass, field
@@ -39,15 +39,15 @@ class FlashAttention:
         return _FlashStep(self.flash_attn, batch, kv_cache, key_start)
 
     def row_ops(self, config: ModelConfig) -> RowOps:
-        """Plain torch: who has this package may not have triton."""
+        """Operations in plain torch, since triton may not be installed beside this package."""
         return TorchRows(config)
 
 
 @dataclass(frozen=True)
 class _FlashStep:
-    """A step. key_start: int32 [num_seqs + 1], the sums of the lengths before each sequence, and of all.
+    """A step. key_start: int32 [num_seqs + 1], the cumulative lengths of the sequences, from 0 to their sum.
 
-    stores: by the identity of a slot mapping, which is kept so that it stays its own: where its rows go.
+    stores: the plan of a slot mapping, by its id; the mapping is kept too, so that its id isn't reused.
     """
 
     flash_attn: Any
@@ -89,7 +89,7 @@ class _FlashStep:
 def load_flash_attention(
     config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> FlashAttention:
-    """The backend. Raises InvalidArgumentError for what the package can't do, and ModelError if it isn't installed."""
+    """The backend. Raises InvalidArgumentError for what the package doesn't support, ModelError if it is missing."""
     if device.type not in DEVICE_TYPES:
         raise InvalidArgumentError(f"attention='flash-attn': expected a CUDA device, got {str(device)!r}")
     if block_size % PAGE_TOKENS:

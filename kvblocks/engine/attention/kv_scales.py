@@ -1,11 +1,11 @@
-"""K and V in 8 bits: what a cache may hold beside the model's own dtype, and the factors that go with it.
+"""K and V in 8 bits (e4m3), and their factors.
 
-A number of e4m3 has 4 significant bits and lies between 2**-9 and 448; a head's K and V are stored divided by a factor
-that brings them there. Factors are powers of 2: dividing by them and multiplying with them is exact in every dtype, so
-that the only rounding is to e4m3's own bits, and 4 significant bits are 4, whatever the factor.
+An e4m3 number has 4 significant bits and lies between 2**-9 and 448. A head's K and V are stored divided by a factor
+that brings them into this range. Factors are powers of 2, so dividing and multiplying by them is exact in every dtype.
+The only rounding is to e4m3's 4 significant bits, whatever the factor.
 
-Invariant: an engine's factors never change, so that a token's K and V have the same bits whoever computes them, and a
-block can be shared, kept on a disk, and found again.
+Invariant: an engine's factors never change. So a token's K and V have the same bits in every request, and a block can
+be shared, kept on a disk, and found again.
 """
 
 from dataclasses import dataclass
@@ -20,32 +20,32 @@ E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
 
 NAMES = ("auto", "fp8", "fp8_e4m3")
-"""What a cache may be told to hold, as vLLM's `--kv-cache-dtype` names it: "fp8" is e4m3."""
+"""The values of kv_cache_dtype, named as in vLLM's `--kv-cache-dtype`: "fp8" is e4m3."""
 
 _HEADROOM = 2.0
-"""How many times larger than the largest number seen another may at least be before it is cut off."""
+"""Numbers up to so many times the largest one that calibration saw are not cut off."""
 
 
 @dataclass(frozen=True)
 class KVScales:
-    """keys, values: of every layer, fp32 [num_kv_heads] on the model's device: what its K and V are multiplied with."""
+    """The factors of K and V. keys, values: of every layer, fp32 [num_kv_heads] on the model's device."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
     @classmethod
     def of_largest(cls, keys: list[Tensor], values: list[Tensor]) -> "KVScales":
-        """For the largest magnitudes that were seen of every layer's K and V, [num_kv_heads] each. Powers of 2."""
+        """Factors, powers of 2, for the largest magnitudes of every layer's K and V, [num_kv_heads] each."""
         return cls(tuple(map(_scale, keys)), tuple(map(_scale, values)))
 
     def __str__(self) -> str:
-        """All factors, as exponents: for a fingerprint. Waits for the device."""
+        """All factors as exponents, for a fingerprint. Waits for the device."""
         exponents = torch.stack([*self.keys, *self.values]).log2().int().tolist()
         return f"e4m3 {exponents}"
 
 
 def is_8_bit(name: Any) -> bool:
-    """Whether `kv_cache_dtype` names 8 bits. Raises InvalidArgumentError for what it can't be."""
+    """Whether `kv_cache_dtype` names 8 bits. Raises InvalidArgumentError for a name that isn't in NAMES."""
     if not isinstance(name, str) or name not in NAMES:
         raise InvalidArgumentError(f"kv_cache_dtype: expected {', '.join(NAMES)}, got {name!r}")
     return name != "auto"

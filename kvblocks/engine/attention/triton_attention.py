@@ -2,17 +2,17 @@
 
 Which kernel computes what:
 
-- A step in which every sequence has one row is a decode step: `decode` (stream-K), which spreads all contexts evenly
-  over the GPU, or `cascade_decode` where the step begins with groups that share blocks.
-- In any other step the sequences in front that have one row each still go through `decode`, and `extend` takes the
-  rest. `extend` could take all of it in one launch, but its tiles of many rows are for prompts. The scheduler puts
-  running requests first, so those in front are nearly always all the decodes there are.
-- Batch-invariant (`is_tiled`): `extend` for everything, in its batch-invariant form. A row then goes through the same
-  operations whether it is decoded, prefilled, or computed again behind a cached prefix, and has the same bits. `decode`
-  with splits of a fixed size does not depend on the batch either, but its bits are not those of a prefill.
+- A step in which every sequence has one row is a decode step. `decode` (stream-K) computes it, and spreads all contexts
+  evenly over the GPU. If the step was begun with shared runs, `cascade_decode` computes it.
+- In any other step, `decode` computes the leading sequences that have one row each, and `extend` computes the rest.
+  (`extend` could compute all in one launch, but its tiles of many rows are for prompts.) The scheduler puts running
+  requests first, so the leading sequences are nearly always all decodes of the step.
+- Batch-invariant (`is_tiled`): `extend` computes everything, in its batch-invariant form. A row then goes through the
+  same operations, and has the same bits, whether it is decoded, prefilled, or computed again behind a cached prefix.
+  (`decode` with splits of a fixed size does not depend on the batch either, but its bits are not those of a prefill.)
 
-How the work is shared out among programs is the same in all layers of one window: the first of them works it out.
-Nothing here reads a tensor on the host.
+All layers with the same window share out the work among programs in the same way; the first of these layers computes
+it. Nothing here reads a tensor on the host.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from kvblocks.engine.model.config import ModelConfig
 from kvblocks.engine.model.layer_attention import LayerAttention
 from kvblocks.engine.model.layers import RowOps, TorchRows
 from kvblocks.errors import InvalidArgumentError
-from kvblocks.kernels.cascade import OwnParts, cascade_decode, own_parts
+from kvblocks.kernels.cascade import CascadeShares, OwnParts, cascade_decode, own_parts, share_cascade
 from kvblocks.kernels.compiling import compile_seconds
 from kvblocks.kernels.decode import decode, share_decodes
 from kvblocks.kernels.extend import extend, share_rows
@@ -42,7 +42,6 @@ from kvblocks.kernels.layout import (
     check_fp8_device,
     is_interpreted,
 )
-from kvblocks.kernels.prefix_decode import share_runs
 from kvblocks.kernels.rows import MAX_COLUMNS, Turn, add_norm, gate, norm, place
 from kvblocks.kernels.runs import SharedRuns
 from kvblocks.kernels.store import store
@@ -64,15 +63,15 @@ class TritonAttention:
         return _TritonStep(batch, kv_cache, num_decodes, rest, self.is_tiled)
 
     def row_ops(self, config: ModelConfig) -> RowOps:
-        """Kernels, or plain torch for rows that are too wide for them."""
+        """Triton kernels, or plain torch for rows that are too wide for them."""
         return TritonRows(config) if config.hidden_size <= MAX_COLUMNS else TorchRows(config)
 
     def begin_cascade(self, batch: StepBatch, kv_cache: KVCache, runs: SharedRuns, group: int = 0) -> StepAttention:
         """Prepare a decode step whose sequences share `runs` of blocks, each of them read once. O(1), one launch.
 
-        group: the KV-cache group whose blocks they are; layers of others don't use the runs. Raises
-        InvalidArgumentError for a step that isn't all decodes, and for a batch-invariant backend, since the bits follow
-        from the groups.
+        group: the KV-cache group of the runs' blocks; layers of other groups don't use the runs. Raises
+        InvalidArgumentError for a step that isn't all decodes, and for a batch-invariant backend, since the bits of a
+        cascade depend on the groups.
         """
         num_seqs = batch.seq_lens.shape[0]
         if self.is_tiled or batch.shape.num_decodes != num_seqs:
@@ -86,7 +85,7 @@ class TritonAttention:
 
 @dataclass(frozen=True)
 class TritonRows:
-    """What lies between a model's products, one launch each."""
+    """The operations between a model's products, one launch each."""
 
     config: ModelConfig
 
@@ -105,9 +104,9 @@ class TritonRows:
 
 @dataclass(frozen=True)
 class _TritonStep:
-    """A step. The first `num_decodes` sequences are decodes; `rest_start` are the first rows of the others.
+    """A step. The first `num_decodes` sequences are decodes; `rest_start` are the first rows of the other sequences.
 
-    shares: by what they are of, and by window.
+    shares: of the work, by kernel and window.
     """
 
     batch: StepBatch
@@ -162,18 +161,22 @@ class _TritonStep:
         return extend(query, keys, values, tables, start, seq_lens, **how)[0]
 
     def _scales(self, layer: int) -> dict[str, Tensor]:
-        """What K and V in 8 bits are multiplied with, as the kernels take it."""
+        """The factors of K and V in 8 bits, as arguments of the kernels."""
         scales = self.kv_cache.scales
         return {} if scales is None else {"k_scale": scales.keys[layer], "v_scale": scales.values[layer]}
 
 
 @dataclass(frozen=True)
 class _CascadeStep(_TritonStep):
-    """A decode step whose sequences share runs of blocks of a group; `own` is what each has alone of them."""
+    """A decode step whose sequences share runs of blocks of a group. own: each sequence's part behind its runs.
+
+    cascade_shares: empty until the first layer has made them, for all.
+    """
 
     runs: SharedRuns
     own: OwnParts
     group: int
+    cascade_shares: list[CascadeShares] = field(default_factory=list, kw_only=True)
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
         if how.window is not None or how.group != self.group:
@@ -183,21 +186,20 @@ class _CascadeStep(_TritonStep):
             self.kv_cache.values[layer],
             self.batch.block_tables[self.group],
         )
-        if ("runs", None) not in self.shares:
-            self.shares["runs", None] = share_runs(query, keys, self.runs)
-            self.shares["own", None] = share_decodes(query, keys, self.own.seq_lens)
+        if not self.cascade_shares:
+            self.cascade_shares.append(share_cascade(query, keys, self.own, self.runs))
         options: dict[str, Any] = {"scale": how.scale, "softcap": how.softcap} | self._scales(layer)
-        options["shares"] = self.shares["runs", None], self.shares["own", None]
+        options["shares"] = self.cascade_shares[0]
         return cascade_decode(query, keys, values, self.own, tables, self.runs, **options)[0]
 
 
 def watch_compiling() -> AbstractContextManager[dict[str, float]]:
-    """The seconds that each kernel takes to be compiled meanwhile: see `kernels.compiling`."""
+    """The seconds that compiling takes inside this context, by kernel: see `kernels.compiling`."""
     return compile_seconds()
 
 
 def check_supported(config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise InvalidArgumentError for what the kernels can't do, or can't do there."""
+    """Raise InvalidArgumentError for a model, block size, dtype or device that the kernels don't support."""
     if device.type != "cuda" and not is_interpreted():
         raise InvalidArgumentError(
             "attention='triton': expected a CUDA device, or TRITON_INTERPRET=1 in the environment before Python starts"

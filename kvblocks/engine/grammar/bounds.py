@@ -1,4 +1,6 @@
-"""What of a schema is taken at all: the rest would take a compiler long, or much memory, in spite of its own limits."""
+"""Bounds of schemas, patterns and texts. In spite of its own limits, the compiler may need much time or memory beyond
+these.
+"""
 
 import json
 from collections.abc import Iterator
@@ -9,22 +11,23 @@ from typing import Any
 from kvblocks.errors import InvalidArgumentError
 
 MAX_BYTES = 64 * 2**10
-"""Of a schema, a regular expression, or all texts to choose from. What compiles slowly takes some 5 µs a byte."""
+"""Of a schema, a regular expression, or all texts to choose from. The slowest to compile take some 5 µs a byte."""
 
 MAX_TEXT = 4096
-"""Bytes of one text to choose from, of a regular expression, or of a string or a name in a schema: each token looks at
-all of it, some 0.25 µs a byte. What a schema says to people alone isn't looked at."""
+"""Bytes of one text to choose from, of a regular expression, or of a string or a name in a schema. Each generated token
+reads all of them, at some 0.25 µs a byte. Texts in a schema that are only for people, such as descriptions, don't
+count."""
 
 MAX_DEPTH = 64
 MAX_MULTIPLE = 10_000
-"""The least common multiple of all `multipleOf` of a schema: an automaton for it has so many states."""
+"""Bound of the least common multiple of all `multipleOf` of a schema, which is the number of an automaton's states."""
 
 _MAX_EXPONENT = 12
 _FOR_PEOPLE = frozenset({"description", "title", "$comment", "default"})
 
 
 def check_schema(schema: Any) -> str:
-    """Return a JSON schema as text. Raises InvalidArgumentError for one that isn't taken. O(size)."""
+    """Return a JSON schema as text. Raises InvalidArgumentError for one that isn't accepted. O(size)."""
     if not isinstance(schema, dict):
         raise InvalidArgumentError(f"expected a JSON schema that is an object, got {type(schema).__name__}")
     try:
@@ -38,7 +41,7 @@ def check_schema(schema: Any) -> str:
         if isinstance(string, str):
             check_text(string)
     if "x-guidance" in schema:
-        raise InvalidArgumentError("expected a JSON schema without x-guidance, which is for who runs the compiler")
+        raise InvalidArgumentError("expected a JSON schema without x-guidance, the compiler's settings, got some")
     multiples = [value["multipleOf"] for value in values if isinstance(value, dict) and "multipleOf" in value]
     if _common_multiple(multiples) > MAX_MULTIPLE:
         raise InvalidArgumentError(
@@ -49,7 +52,7 @@ def check_schema(schema: Any) -> str:
 
 
 def check_size(text: str) -> str:
-    """Return a text that is to be compiled. Raises InvalidArgumentError if it is too long. O(size)."""
+    """Return a text to compile. Raises InvalidArgumentError if it is too long. O(size)."""
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > MAX_BYTES:
         raise InvalidArgumentError(f"expected at most {MAX_BYTES} bytes, got {size}")
@@ -57,7 +60,7 @@ def check_size(text: str) -> str:
 
 
 def check_text(text: str) -> str:
-    """Return a text of which tokens are looked for. Raises InvalidArgumentError for one that isn't taken. O(size)."""
+    """Return a text that tokens are matched with. Raises InvalidArgumentError for one that isn't accepted. O(size)."""
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
@@ -68,7 +71,7 @@ def check_text(text: str) -> str:
 
 
 def _walk(value: Any, depth: int = 0) -> Iterator[Any]:
-    """All values and names in a JSON value, itself included, but for texts that are for people.
+    """All values and names in a JSON value, itself included, except texts that are only for people.
 
     Raises ValueError for one that is nested too deep.
     """
@@ -84,7 +87,10 @@ def _walk(value: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def _common_multiple(values: list[Any]) -> int:
-    """The least common multiple in units of the last decimal place; 1 for what isn't a number, which others refuse."""
+    """The least common multiple in units of the last decimal place. What isn't a number counts as 1.
+
+    The compiler refuses such values.
+    """
     numbers = []
     for value in values:
         try:

@@ -1,8 +1,8 @@
-"""Grammars for the vocabulary of one model, and where an answer stands in one. The work is llguidance's.
+"""Grammars for the vocabulary of one model, and the states of answers in them. llguidance does the work.
 
-A compiled grammar may be slow all the same, token by token, and the engine's steps wait for that. So the compiler has
-limits on the work for one token, far below its own, and an answer that meets one ends with GrammarError. Both compiling
-and the work for a token let go of the interpreter's lock.
+A compiled grammar may still need much time for a token, and the engine's steps wait for that. So the work for one token
+is limited, far below the compiler's own limits. An answer that reaches the limit ends with GrammarError. Both compiling
+and the work for a token release the interpreter's lock.
 """
 
 import json
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _WORD = 32
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Between the tokens of JSON: bounded, since a model may find another space likely for ever."""
-# Of one grammar, of the order of 0.1 s and 10 MB; for one token, some 10 ms.
+"""Whitespace between the tokens of JSON. It is bounded, since a model may generate spaces for ever."""
+# These limit one grammar to about 0.1 s and 10 MB, and one token to some 10 ms.
 _LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 100_000,
     "initial_lexer_fuel": 20_000,
@@ -40,8 +40,8 @@ _SHOWN = 200
 class GrammarCompiler:
     """Compiles grammars for one model. Threads may share it.
 
-    tokenizer: the model's; None: it has none. vocab_size: of its logits. stop_token_ids: what ends an answer that is
-    whole. Raises InvalidArgumentError if llguidance isn't installed, and ModelError for a model that it can't be used
+    tokenizer: the model's; None: it has none. vocab_size: of its logits. stop_token_ids: the tokens that end a whole
+    answer. Raises InvalidArgumentError if llguidance isn't installed, and ModelError for a model that it can't be used
     with. About a second for 50,000 tokens.
     """
 
@@ -65,7 +65,7 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
 
     def json_schema(self, schema: Mapping[str, Any]) -> "Grammar":
-        """A grammar of JSON that a schema describes. Raises InvalidArgumentError for what isn't taken or supported."""
+        """A grammar of JSON by a schema. Raises InvalidArgumentError for a schema that isn't accepted or supported."""
         text = check_schema(schema)
         try:
             source = self._matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
@@ -78,7 +78,7 @@ class GrammarCompiler:
         return self.json_schema({"type": "object"})
 
     def regex(self, pattern: str) -> "Grammar":
-        """A grammar of what a regular expression matches, from beginning to end. Raises InvalidArgumentError."""
+        """A grammar of texts that a regular expression matches as a whole. Raises InvalidArgumentError."""
         return self._compile(self._matcher.grammar_from_regex(check_text(pattern)))
 
     def choice(self, texts: Sequence[str]) -> "Grammar":
@@ -112,12 +112,12 @@ class Grammar:
         self.vocab_size = vocab_size
 
     def start(self) -> "GrammarState":
-        """Return where an answer stands that has no tokens yet. O(grammar)."""
+        """Return the state of an answer that has no tokens yet. O(grammar)."""
         return GrammarState(self._matcher.deep_copy(), self.vocab_size)
 
 
 class GrammarState:
-    """Where one answer stands: it is what its tokens say, however often its steps were undone or tried again."""
+    """The state of one answer. It follows from the answer's tokens, however often steps were undone or tried again."""
 
     def __init__(self, matcher: "llguidance.LLMatcher", vocab_size: int) -> None:
         self._matcher = matcher
@@ -128,15 +128,15 @@ class GrammarState:
     def allowed(self, sequence: KVSequence) -> Tensor:
         """Return which tokens may be the next one of a sequence's answer: a bit each, int32 [vocab / 32].
 
-        Good until the next call. Raises GrammarError if none may, or that takes more work than one token may.
+        Valid until the next call. Raises GrammarError if no token may come, or to find one takes too much work.
         """
-        if not self._is_whole:  # the last time was interrupted: from the start
+        if not self._is_whole:  # the last call was interrupted: begin again
             self._matcher.reset()
             self._num_seen = 0
         return self.allowed_after(sequence.token_ids(sequence.num_prompt_tokens + self._num_seen))
 
     def allowed_after(self, new_tokens: Sequence[int]) -> Tensor:
-        """The same, where the answer has got these tokens since the last time. O(new tokens), and work for the next."""
+        """`allowed`, for an answer with these tokens since the last call. O(new tokens), and the work for the next."""
         self._is_whole = False
         for token in new_tokens:
             if not self._matcher.consume_token(token):
@@ -154,6 +154,6 @@ class GrammarState:
 
 
 def _first_line(matcher: "llguidance.LLMatcher") -> str:
-    """What the library says of an error, as far as it is for people."""
+    """The library's error message, without what isn't for people."""
     lines = matcher.get_error().splitlines()
     return lines[0][:_SHOWN] if lines else "no more tokens may come"

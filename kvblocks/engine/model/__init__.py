@@ -1,1 +1,1 @@
-"""What a model is: its configuration, weights and layers, and how both are got and read."""
+"""Models: configuration, weights and layers, and how they are fetched, converted and loaded."""

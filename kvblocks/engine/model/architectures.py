@@ -1,7 +1,8 @@
 """The architectures that the engine computes, and what all models of one have in common.
 
-One decoder serves them all; what differs is data: here what the architecture fixes, in `ModelConfig` what each model's
-config.json says. Which one a folder holds is read from config.json, as `transformers`' AutoModel does.
+One decoder computes them all. They differ in data: this module has what an architecture fixes, `ModelConfig` has what
+each model's config.json says. config.json also says which architecture a folder holds, as for `transformers`'
+AutoModel.
 
 From: Llama (Touvron et al. 2023), Qwen3 (Yang et al. 2025), Gemma 3 (Gemma Team 2025).
 """
@@ -17,12 +18,13 @@ from kvblocks.engine.errors import ModelError
 class Architecture:
     """What all models of an architecture have in common.
 
-    name, model_type: as in config.json's "architectures" and "model_type". activation: of the MLP's gate, in the field
-    `activation_field`. has_qk_norms: queries and keys are normed, head by head, before they are rotated.
-    has_output_norms: what attention and MLP give is normed before it is added. has_centered_norms: norms' weights are
-    stored less 1, and applied before rounding to the model's dtype. scales_embedding: embeddings are multiplied by the
-    root of hidden_size. defaults: fields that a config.json may leave out. prefixes: how the tensors' names may begin,
-    and what these beginnings stand for here. ignored_prefixes: of tensors that text needs not.
+    name, model_type: as in config.json's "architectures" and "model_type". activation: the MLP's, which config.json has
+    in the field `activation_field`. has_qk_norms: queries and keys are normed, head by head, before they are rotated.
+    has_output_norms: the outputs of attention and MLP are normed before they are added. has_centered_norms: norms'
+    weights are stored less 1, and multiplied before the rounding to the model's dtype. scales_embedding: embeddings are
+    multiplied by the square root of hidden_size. defaults: of fields that a config.json may leave out. prefixes: how
+    the names of tensors may begin, and the beginnings that they stand for here. ignored_prefixes: of tensors that text
+    doesn't need.
     """
 
     name: str
@@ -70,7 +72,7 @@ GEMMA3 = Architecture(
     scales_embedding=True,
     defaults=_GEMMA3_DEFAULTS,
 )
-# Text and images; here its text model alone, whose fields are in "text_config".
+# A model of text and images. Only its text model is used, whose fields are in "text_config".
 GEMMA3_WITH_IMAGES = replace(
     GEMMA3,
     name="Gemma3ForConditionalGeneration",
@@ -88,7 +90,7 @@ SUPPORTED_ARCHITECTURES = (LLAMA, QWEN3, GEMMA3, GEMMA3_WITH_IMAGES)
 
 
 def choose_architecture(fields: Mapping[str, Any]) -> Architecture:
-    """The architecture that config.json's fields name. Raises ModelError, saying what is supported, for another."""
+    """The architecture that config.json names. If it isn't supported, raises ModelError that lists those that are."""
     names = fields.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"expected architectures to be a list of names, got {names!r}")

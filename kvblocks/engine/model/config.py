@@ -1,7 +1,7 @@
 """A model's configuration, read from the config.json of a Hugging Face folder.
 
-Only what the forward pass and the scheduler need is kept. What this engine cannot compute faithfully (another
-architecture, activation or RoPE scaling, quantised weights) is refused by name here, before any weight is read.
+Only fields that the forward pass and the scheduler need are kept. Models that this engine can't compute exactly
+(another architecture, activation or RoPE scaling, quantised weights) are refused here, before any weight is read.
 """
 
 from collections.abc import Mapping
@@ -29,10 +29,10 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 class ModelConfig:
     """The shape of a model. Sizes are in elements.
 
-    windows: for each layer how many positions a row sees, its own included, or None for all before it; empty: all
-    layers see all. local_rope: the frequencies of layers with a window; None: those of the others. query_scale: what
-    scores are multiplied by; None: the inverse root of head_dim. attention_softcap, logits_softcap: c in
-    c * tanh(x / c), of scores and of logits; None: neither. `eos_token_ids` may be empty.
+    windows: for each layer how many positions a row sees, its own included; None: all up to its own. Empty: no layer
+    has a window. local_rope: the frequencies of layers with a window; None: the same as the other layers'. query_scale:
+    the factor of scores; None: 1 / sqrt(head_dim). attention_softcap, logits_softcap: c in c * tanh(x / c), of scores
+    and of logits; None: no softcap. `eos_token_ids` may be empty.
     """
 
     hidden_size: int
@@ -87,7 +87,7 @@ class ModelConfig:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], *, eos_token_id: Any = None) -> "ModelConfig":
-        """Make the configuration of what config.json holds; an `eos_token_id` takes precedence over the one in it.
+        """Make the configuration from config.json's fields. A given `eos_token_id` takes precedence over theirs.
 
         Raises ModelError if a field is missing or not a sensible value, or the model is of a kind not supported.
         """
@@ -126,17 +126,17 @@ class ModelConfig:
 
 
 def _text_fields(fields: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """The text model's fields, those that are missing or null from the architecture's defaults."""
+    """The text model's fields. Missing and null fields have the architecture's defaults."""
     text = fields.get("text_config", fields)
     if not isinstance(text, Mapping):
         raise ModelError(f"expected text_config to be an object, got {text!r}")
-    quantized = {"quantization_config": fields.get("quantization_config")}  # said of the whole model
+    quantized = {"quantization_config": fields.get("quantization_config")}  # a field of the whole model
     given = {name: value for name, value in (quantized | dict(text)).items() if value is not None}
     return dict(architecture.defaults) | given
 
 
 def _check_supported(fields: Mapping[str, Any], architecture: Architecture) -> None:
-    """Refuse what changes the numbers and isn't computed here. Raises ModelError."""
+    """Raise ModelError for options that change the result and that this engine doesn't compute."""
     name = architecture.activation_field
     activation = fields.get(name, architecture.activation)
     if activation != architecture.activation:
@@ -161,12 +161,12 @@ def _read_kv_heads(fields: Mapping[str, Any], num_heads: int) -> int:
 def _read_head_dim(fields: Mapping[str, Any], default: int) -> int:
     head_dim = read_size(fields, "head_dim", default)
     if head_dim % 2:
-        raise ModelError(f"expected an even head_dim (RoPE turns pairs), got {head_dim}")
+        raise ModelError(f"expected an even head_dim (RoPE rotates pairs), got {head_dim}")
     return head_dim
 
 
 def _read_windows(fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window: as `layer_types` says, or every n-th layer has none, or the first n layers have none."""
+    """Each layer's window. Layers without one: by `layer_types`, or every n-th layer, or the first n layers."""
     if not read_flag(fields, "use_sliding_window") or fields.get("sliding_window") is None:
         return (None,) * num_layers
     window = read_size(fields, "sliding_window")

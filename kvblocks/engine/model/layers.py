@@ -1,10 +1,10 @@
 """The row-wise parts of a decoder: everything but attention.
 
-In each function here, a row of the result is made of the same row of the input and the weights, and of nothing else.
-That is what lets `rows` cut a step as it likes, and what `determinism` checks bit by bit.
+In each function here, a row of the result depends only on the same row of the input and on the weights. So `rows` may
+cut a step into any chunks. `determinism` checks this property bit by bit.
 
-Activations are taken of a view whose rows are strided, not of a contiguous copy: torch then goes through it row by row,
-and an element's path (vector or scalar, whose bits differ) depends on its column alone.
+Activations are computed on a view with strided rows, not on a contiguous copy. torch then processes it row by row.
+Whether an element takes the vector path or the scalar one, whose bits differ, then depends on its column alone.
 """
 
 from collections.abc import Callable
@@ -29,16 +29,19 @@ Weights are as `products.pack` returned them.
 
 
 class RowOps(Protocol):
-    """What is computed between the matrix products."""
+    """The operations between the matrix products."""
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         """RMS norm over the last dimension, in float32 whatever the dtype. Returns a new tensor."""
 
     def add(self, hidden: Tensor, added: Tensor, output_norm: Tensor | None, next_norm: Tensor | None) -> Tensor | None:
-        """Add `added`, or its norm, to `hidden`, which it changes; return the norm of that, None without a next one."""
+        """Add `added`, or its norm by `output_norm`, to `hidden`. Return the sum's norm by `next_norm`; None for None.
+
+        Changes `hidden`.
+        """
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """The MLP's activation of the first half of the columns, times the second. Returns a new tensor."""
+        """The MLP's activation of the first half of the columns, times the second half. Returns a new tensor."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,12 @@ class TorchRows:
 
     @cached_property
     def _epsilon(self) -> Tensor:
-        """The norms' epsilon as a tensor on the CPU: a number in its place would be made one in every call."""
+        """The norms' epsilon as a tensor on the CPU. torch would convert a number to a tensor in every call."""
         return torch.tensor(self.config.rms_norm_eps)
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         """As `RowOps` says."""
-        if rows.is_cpu and rows.dtype == weight.dtype == torch.float32:  # the same, in fewer calls
+        if rows.is_cpu and rows.dtype == weight.dtype == torch.float32:  # the same result in fewer calls
             root = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
             scale = torch.addcmul(self._epsilon, root, root, value=1 / rows.shape[-1]).rsqrt_()
             return (rows * scale).mul_(weight)
@@ -75,9 +78,9 @@ class TorchRows:
 
 
 class DecoderLayers:
-    """The row-wise functions of a model. `linear` is the matrix product they use, `ops` what lies between; None: torch.
+    """The row-wise functions of a model. linear: the matrix product; ops: the operations between products; None: torch.
 
-    A layer's rows come normed to it: by `norm` to the first, and by `mix` of the layer before to the others.
+    A layer takes normed rows: `norm` makes those of the first layer, and `mix` of the layer before makes the others.
     """
 
     def __init__(self, config: ModelConfig, linear: Linear = product, ops: RowOps | None = None) -> None:
@@ -92,7 +95,7 @@ class DecoderLayers:
         return self.linear(normed, layer.qkv, layer.qkv_bias).view(-1, num_heads, self.config.head_dim)
 
     def turn(self, layer: LayerWeights, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of `heads`, the first two normed, if the model does, and rotated to their positions.
+        """Query, key and value of `heads`. Query and key are rotated to their positions, and normed if the model does.
 
         cos, sin: [num_rows, 1, head_dim], the rows' angles, see `rope.rotate`. Returns [num_rows, num_heads, head_dim]
         and twice [num_rows, num_kv_heads, head_dim]. Changes nothing.
@@ -106,17 +109,17 @@ class DecoderLayers:
     def mix(self, layer: LayerWeights, hidden: Tensor, attended: Tensor, next_norm: Tensor | None) -> Tensor | None:
         """Add the attention's output projection and the MLP to `hidden`, which it changes.
 
-        hidden: [num_rows, hidden]; attended: [num_rows, num_heads, head_dim]; next_norm: that of the next layer's
-        input. Returns the rows that it makes, [num_rows, hidden]; None behind the last layer.
+        hidden: [num_rows, hidden]; attended: [num_rows, num_heads, head_dim]; next_norm: the weight of the next layer's
+        input norm. Returns the next layer's normed rows, [num_rows, hidden]; None after the last layer.
         """
         added = self.linear(attended.flatten(1), layer.output, layer.output_bias)
         normed = self._ops.add(hidden, added, layer.attention_output_norm, layer.mlp_norm)
-        assert normed is not None  # there is an mlp_norm
+        assert normed is not None  # every layer has an mlp_norm
         gated = self._ops.gate(self.linear(normed, layer.gate_up, layer.gate_up_bias))
         return self._ops.add(hidden, self.linear(gated, layer.down, layer.down_bias), layer.mlp_output_norm, next_norm)
 
     def logits(self, weights: ModelWeights, hidden: Tensor) -> Tensor:
-        """float32 [num_rows, vocab] of `hidden` [num_rows, hidden]. Changes nothing."""
+        """The logits, float32 [num_rows, vocab], of `hidden` [num_rows, hidden]. Changes nothing."""
         logits = self.linear(self._ops.norm(hidden, weights.final_norm), weights.lm_head, None).float()
         cap = self.config.logits_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -1,12 +1,12 @@
 """Loads a model's weights from the safetensors of a Hugging Face folder: one file, or shards with an index.
 
-Every name and shape is checked against the configuration before anything is read, so a folder that can't work is
-refused at once. A tensor that the configuration doesn't know is refused too: ignoring it would give a model that
-runs and is wrong.
+Every name and shape is checked against the configuration before any tensor is read, so that a folder that can't work is
+refused at once. A tensor that the configuration doesn't know is refused too: ignoring it would give a model that runs
+and is wrong.
 
-Each tensor is copied out of the mapped file into memory of its own, which torch aligns; the deterministic modes' bits
-would otherwise hang on where a file happens to put a tensor. A file is mapped anew for each, and what was read of it is
-then nobody's: a process never has the weights twice.
+Each tensor is copied out of the mapped file into memory of its own, which torch aligns. Otherwise the bits of the
+deterministic modes would depend on a tensor's place in the file. A file is mapped anew for each tensor, and unmapped
+after the copy. So a process never has the weights in memory twice.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +28,8 @@ from kvblocks.engine.model.weights import LayerWeights, ModelWeights
 _EMBEDDING, _FINAL_NORM, _LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
-# The norms of a layer. Where the output of the attention is normed, its norm has the name that the MLP's has elsewhere.
+# The names of a layer's norms. In models with output norms, "post_attention_layernorm" is the attention's output norm;
+# in others it is the MLP's input norm.
 _LLAMA_NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _SANDWICH_NORMS = {
     "input_norm": "input_layernorm",
@@ -63,7 +64,7 @@ def load_weights(
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor's name and shape with this configuration; a folder's names may begin otherwise."""
+    """Every tensor's name and shape with this configuration. A folder's names may have other prefixes."""
     hidden, wide = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     projections = {
@@ -92,12 +93,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_norms(config: ModelConfig) -> Mapping[str, str]:
-    """A layer's norms: what each is in LayerWeights, and its name in a folder."""
+    """A layer's norms: each one's field in LayerWeights, and its name in a folder."""
     return _SANDWICH_NORMS if config.architecture.has_output_norms else _LLAMA_NORMS
 
 
 class _Stored(NamedTuple):
-    """A tensor in a file: its name there, and what the file says of it."""
+    """A tensor in a file: its name there, and its shape and dtype by the file's header."""
 
     path: Path
     name: str
@@ -107,7 +108,7 @@ class _Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads tensors by name: where each is stored, and what to turn it into."""
+    """Reads tensors by name, and converts them to the model's dtype and device."""
 
     tensors: Mapping[str, _Stored]
     config: ModelConfig
@@ -123,7 +124,7 @@ class _Reader:
         return stacked
 
     def read_matrix(self, *names: str) -> Tensor:
-        """The tensors stacked, as `pack` lays them out; one alone isn't copied before."""
+        """The tensors stacked, in the layout of `pack`. A single tensor isn't copied before."""
         if len(names) == 1:
             loaded = self._load(names[0]).to(self.device, self.dtype)
             packed = pack(loaded)
@@ -132,7 +133,7 @@ class _Reader:
         return pack(self.read(*names))
 
     def read_norm(self, name: str) -> Tensor:
-        """A norm's weight, as LayerWeights wants it."""
+        """A norm's weight, in the form of LayerWeights."""
         if self.config.architecture.has_centered_norms:
             return self._load(name).to(self.device, torch.float32) + 1.0
         return self.read(name)
@@ -147,12 +148,12 @@ class _Reader:
     def _load(self, name: str) -> Tensor:
         stored = self.tensors[name]
         with _opened(stored.path) as file:
-            loaded: Tensor = file.get_tensor(stored.name)  # it keeps the mapping
+            loaded: Tensor = file.get_tensor(stored.name)  # this tensor keeps the mapping alive
         return loaded
 
 
 def _read_vocabulary(reader: _Reader) -> tuple[Tensor, Tensor]:
-    """The embedding and the head. Where they are tied they share memory, if the head's layout can be read by rows."""
+    """The embedding and the head. If they are tied, they share memory when the head's layout can be read by rows."""
     if not reader.config.tie_word_embeddings:
         return reader.read(_EMBEDDING), reader.read_matrix(_LM_HEAD)
     embedding = reader.read(_EMBEDDING)
@@ -187,7 +188,7 @@ def _read_layer(reader: _Reader, index: int) -> LayerWeights:
 
 
 def _list_tensors(folder: Path) -> list[_Stored]:
-    """What is in the folder's safetensors."""
+    """The tensors in the folder's safetensors files."""
     if not folder.is_dir():
         raise ModelError(f"expected a Hugging Face model folder, got {folder}, which is not a folder")
     found: list[_Stored] = []
@@ -227,7 +228,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _find_tensors(found: Iterable[_Stored], config: ModelConfig) -> dict[str, _Stored]:
-    """What the folder has for this model, by the names that `expected_shapes` uses."""
+    """The folder's tensors for this model, by the names that `expected_shapes` uses."""
     tensors: dict[str, _Stored] = {}
     for stored in found:
         if stored.name.startswith(config.architecture.ignored_prefixes):
@@ -248,7 +249,7 @@ def _check(tensors: Mapping[str, _Stored], config: ModelConfig) -> None:
         raise ModelError(f"expected the tensor {missing[0]} in the weights, got none ({len(missing)} missing in all)")
     for name, stored in tensors.items():
         if name not in shapes:
-            # Old checkpoints store RoPE's frequencies, and some store the tied head: both repeat what we have.
+            # Old checkpoints store RoPE's frequencies, and some store the tied head. Both are known without them.
             if name.endswith(".rotary_emb.inv_freq") or (name == _LM_HEAD and config.tie_word_embeddings):
                 continue
             raise ModelError(f"expected no tensor {stored.name} with this configuration, got one")

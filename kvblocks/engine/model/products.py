@@ -1,14 +1,14 @@
 """Matrix products, and weights laid out for them.
 
-A decoded token reads every weight once, so with few rows a product is as fast as it reads. On x86 processors the
-weights are kept in oneDNN's blocked layout. Products read it about twice as fast as MKL reads a plain matrix, and those
-of many rows gain as much. Elsewhere, and in float16, a matrix stays as it is and the product is torch's own. The trial
-is in docs/performance.md.
+A decoded token reads every weight once, so with few rows the memory's speed bounds a product's. On x86 processors the
+weights are kept in oneDNN's blocked layout. Products read it about twice as fast as MKL reads a plain matrix. Products
+of many rows gain as much. On other processors, and in float16, a matrix stays plain and the product is torch's own. The
+measurement is in docs/performance.md.
 
-Invariant: a weight is held once, in one layout. An embedding that is the head, too, is read where the head lies.
+Invariant: a weight is held once, in one layout. An embedding that is tied to the head is read from the head's layout.
 
-The layout is made and multiplied by operators that torch keeps for its compiler. They have been there since 2.0, but
-are not promised: where one is missing or refuses, matrices stay plain.
+The layout is made and multiplied by operators that torch keeps for its compiler. They exist since torch 2.0, but torch
+doesn't promise them. Where one is missing or fails, matrices stay plain.
 """
 
 import ctypes
@@ -33,9 +33,9 @@ def pack(matrix: Tensor) -> Tensor:
     if not _is_packable(matrix):
         return matrix
     try:
-        # No number of rows is named: the layout is then one that serves all of them.
+        # Without a number of rows, oneDNN chooses a layout that serves all numbers.
         packed: Tensor = _REORDER(matrix, None)
-    except RuntimeError:  # a dtype that this processor or build has no kernel for
+    except RuntimeError:  # this processor or build has no kernel for the dtype
         return matrix
     return packed
 
@@ -43,7 +43,7 @@ def pack(matrix: Tensor) -> Tensor:
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """rows [num_rows, in], weight [out, in] as `pack` returned it, bias [out] or None -> [num_rows, out].
 
-    Sums are in float32, in an order of the library's choice. Changes nothing.
+    Sums are in float32, in an order that the library chooses. Changes nothing.
     """
     if weight.is_mkldnn:
         result: Tensor = _MULTIPLY(rows, weight, bias, "none", [], "")
@@ -52,21 +52,21 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def packed_rows(packed: Tensor, matrix: Tensor) -> Tensor | None:
-    """The rows of what `pack` made of `matrix`, where they lie: [blocks, in / pair, 64, pair].
+    """A view by rows of `packed`, which `pack` made of `matrix`: [blocks, in / pair, 64, pair].
 
-    Row r is [r // 64, :, r % 64], with zeros added at its end; see `take_rows`. Every element is compared with
-    `matrix`, since the layout is the library's own: None if it is another one. O(bytes). Changes nothing.
+    Row r is [r // 64, :, r % 64], with zeros added at its end; see `take_rows`. The layout is the library's own, so
+    every element is compared with `matrix`: None if the layout is another one. O(bytes). Changes nothing.
     """
     if not packed.is_mkldnn or _ADDRESS is None or _NUM_BYTES is None:
         return None
     num_rows, width = matrix.shape
-    pair = 4 // matrix.element_size()  # numbers of less than 4 bytes lie in pairs, as the processor multiplies them
+    pair = 4 // matrix.element_size()  # numbers of less than 4 bytes lie in pairs, since the processor multiplies pairs
     num_bytes, num_blocks = int(_NUM_BYTES(packed)), -(-num_rows // _BLOCK_ROWS)
     num_columns, rest = divmod(num_bytes, num_blocks * _BLOCK_ROWS * matrix.element_size())
     if rest or num_columns % pair or num_columns < width:
         return None
     buffer: Any = (ctypes.c_char * num_bytes).from_address(_ADDRESS(packed))
-    buffer.owner = packed  # the view keeps the buffer, and so the memory
+    buffer.owner = packed  # the view keeps the buffer alive, and so the memory
     view = torch.frombuffer(buffer, dtype=matrix.dtype).view(num_blocks, -1, _BLOCK_ROWS, pair)
     for indexes in torch.arange(num_rows).split(1024):
         if not torch.equal(take_rows(view, indexes, width), matrix[indexes]):
@@ -80,7 +80,7 @@ def take_rows(view: Tensor, indexes: Tensor, width: int) -> Tensor:
 
 
 def _is_packable(matrix: Tensor) -> bool:
-    """Whether the layout was found to be faster for such a matrix, and this torch can make it."""
+    """Whether the packed layout was measured to be faster for such a matrix, and this torch can make it."""
     return (
         matrix.device.type == "cpu"
         and matrix.dtype in (torch.float32, torch.bfloat16)

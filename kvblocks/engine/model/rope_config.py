@@ -1,8 +1,8 @@
-"""How a model's rotary frequencies are made, as config.json says it.
+"""A model's rotary frequencies, as config.json specifies them.
 
-Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (older). A model with
-windows may have frequencies of their own for them: `rope_parameters` then holds an object for each kind of layer, and
-the older spelling is `rope_local_base_freq`, unscaled.
+Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (older). A model may
+have other frequencies for layers with windows: `rope_parameters` then holds an object for each kind of layer. The older
+spelling of these is `rope_local_base_freq`, without scaling.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How rotary frequencies are made. `factor` and what follows belong to scaled types and are unused by "default"."""
+    """How rotary frequencies are computed. `factor` and the fields after it are for scaled types, not for "default"."""
 
     rope_type: str = "default"
     theta: float = 10000.0
@@ -28,7 +28,7 @@ class RopeConfig:
 
 
 def read_ropes(fields: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig]:
-    """The frequencies of layers that see everything, and of layers with a window: the same ones in most models.
+    """The frequencies of layers with full attention, and of layers with a window. In most models they are the same.
 
     Raises ModelError for a kind of scaling that is not supported, or values that make no sense.
     """
@@ -54,7 +54,7 @@ def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _read_rope(
     scaling: Mapping[str, Any], fields: Mapping[str, Any], theta_name: str, max_positions: int
 ) -> RopeConfig:
-    """Read one object of parameters; a `rope_theta` that isn't in it is `fields[theta_name]`."""
+    """Read one object of parameters. If it has no `rope_theta`, `fields[theta_name]` is used."""
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise ModelError(f"expected a supported rope_type ({', '.join(SUPPORTED_ROPE_TYPES)}), got {rope_type!r}")

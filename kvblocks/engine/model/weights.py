@@ -1,11 +1,11 @@
 """The weights of a model, in the form that the forward pass uses.
 
-Query, key and value projections are one matrix (their outputs one after another), and so are gate and up: a step then
+Query, key and value projections are one matrix (their outputs one after another), and so are gate and up. So a step
 makes four matrix products a layer instead of seven. Matrices are [out_features, in_features], as `products.pack`
 returned them: plain and contiguous, or in a layout of the library's.
 
-A norm's weight says by its dtype where its product is rounded: one in the model's dtype multiplies what was rounded to
-that already; one in float32 multiplies first, and the product is rounded (centred norms, with the 1 added here).
+The dtype of a norm's weight says when values are rounded. With a weight in the model's dtype, normed values are rounded
+before the product. With a weight in float32 the product is rounded (centred norms, to whose weights 1 is added here).
 """
 
 from dataclasses import dataclass

@@ -13,10 +13,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvblocks.arguments import check_count
+from kvblocks.core.hashing import PositionKey
 from kvblocks.core.sequence import Sequence
 from kvblocks.errors import SequenceStateError
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+
+PromptKey = tuple[bytes, str | None, str | None, tuple[PositionKey, ...]]
+"""A prompt with all that its KV depends on: packed tokens, salt, LoRA name, position keys."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +38,9 @@ class Request:
     behind it in the queue were admitted before it. was_sought: whether a store that servers share was asked for it.
     is_sought: whether the answer is waited for, before which it isn't admitted. sequence: another object once the
     request was forked. max_hit_tokens: how many of its tokens it may take from the cache when it is admitted, since it
-    needs the logits of the others; its caller lets it grow; None: any. Raises InvalidArgumentError.
+    needs the logits of the others; its caller lets it grow; None: any. prompt_key: by which its first token is
+    remembered (`RememberedPrompts`), where that depends on the prompt alone; None: it isn't. Raises
+    InvalidArgumentError.
     """
 
     sequence: Sequence
@@ -52,6 +58,7 @@ class Request:
     max_hit_tokens: int | None = None
     was_sought: bool = False
     is_sought: bool = False
+    prompt_key: PromptKey | None = None
 
     def __post_init__(self) -> None:
         check_count("max_tokens", self.max_tokens, 0)

@@ -20,20 +20,24 @@ Invariants:
   when that is over, so a step may be empty while transfers are under way, and nothing is wrong then.
 - Samples of one prompt are forked when its last chunk was computed, between two steps: whatever they share is written.
   Until then nobody who came later is admitted in their stead; if there aren't enough, the rest wait, in front.
+- Blocks that `remembered` keeps are in nobody's way: all of that is given up before anybody is refused a block. What is
+  kept was written by a step that is complete.
 
 The order of work, and recomputing as the only kind of preemption, are those of vLLM v1's scheduler.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from itertools import islice
 from math import inf
 
+from kvblocks.core.hit import CacheHit
 from kvblocks.engine.schedule.capacity import check_fits, check_oldest, count_blocks, max_request_tokens, stalled
 from kvblocks.engine.schedule.lookups import Lookups
 from kvblocks.engine.schedule.order import FirstCome, Order
+from kvblocks.engine.schedule.remembered import RememberedPrompts, make_room
 from kvblocks.engine.schedule.request import FinishReason, Request
 from kvblocks.engine.schedule.step import ScheduledChunk, StepLimits
 from kvblocks.engine.schedule.watermark import Watermark
@@ -46,7 +50,7 @@ class Scheduler:
     """Schedules requests on `manager`, whose sequences are all its own.
 
     max_model_len: tokens that the model can have in context. limits: may be replaced between steps. order: None is
-    first come, first served.
+    first come, first served. remembered: prompts whose first tokens are known, of the same manager; None: none.
     waiting, running: unfinished requests, oldest first; samples of a prompt that isn't computed yet are among the
     `siblings` of its first one. Read them, but let the scheduler change them. lookups: of the waiting ones.
     """
@@ -58,8 +62,10 @@ class Scheduler:
         limits: StepLimits | None = None,
         *,
         order: Order | None = None,
+        remembered: RememberedPrompts | None = None,
     ) -> None:
         self.manager = manager
+        self.remembered = remembered
         self.max_model_len = max_model_len
         self.limits = limits or StepLimits()
         self.order: Order = order or FirstCome()
@@ -106,6 +112,31 @@ class Scheduler:
         deadlines = [sample.deadline for sample in (request, *request.siblings) if sample.deadline is not None]
         self._next_deadline = min([self._next_deadline, *deadlines])
         self.waiting.append(request)
+
+    def answer(self) -> Iterator[tuple[Request, int]]:
+        """Give waiting requests their first tokens where those are remembered, between two steps: each with its token.
+
+        Nothing is computed, and no block is taken. A request that is finished by that is gone; any other goes on
+        waiting for its turn. Each gets its token when it is asked for. O(waiting requests + remembered prompts), and
+        O(prompt) an answer.
+        """
+        remembered = self.remembered
+        if remembered is None:
+            return
+        remembered.drop_stale()
+        for request in tuple(self.waiting) if len(remembered) else ():
+            token_id = remembered.take_token(request)
+            if token_id is None:
+                continue
+            if not request.num_computed_tokens:
+                request.num_cached_tokens = request.sequence.num_prompt_tokens
+            self.lookups.forget()
+            _take_token(request, token_id)
+            if request.finish_reason is not None:
+                request.was_admitted = True
+                self._remove(request)
+                self._pause_session(request)
+            yield request, token_id
 
     def schedule(self) -> list[ScheduledChunk]:
         """Return what the next step computes, with slots for all of it; empty only if there is no work, or if all of it
@@ -186,7 +217,10 @@ class Scheduler:
             if len(samples) > 1:
                 self._fork(chunk.request)
             for request in samples:
-                _take_token(request, next(sampled))
+                token_id = next(sampled)
+                if self.remembered is not None and token_id is not None:
+                    self.remembered.note(request, token_id)
+                _take_token(request, token_id)
             if chunk.is_all:
                 chunk.request.finish_reason = "length"
             for request in samples or [chunk.request]:
@@ -266,7 +300,7 @@ class Scheduler:
         sequence = request.sequence
         start, most = sequence.num_computed_tokens, self.limits.chunk_tokens(budget)
         num_tokens = self._fitting_tokens(request, min(most, sequence.num_tokens - start))
-        if self.manager.allocate_slots(sequence, num_tokens) is None:
+        if not make_room(self.manager, self.remembered, sequence, num_tokens):
             if is_oldest:
                 check_oldest(self.manager, request, start + num_tokens, most)
             return None
@@ -322,15 +356,19 @@ class Scheduler:
         If some are to be loaded, for those alone, and there is no chunk before they are here. None also if refused.
         """
         hit = self.lookups.find(request)
-        if not watermark.admits(request, hit):
-            return None
+        while not watermark.admits(request, hit):
+            if self.remembered is None or not self.remembered.give_up():
+                return None
+        chunk = self._start_remembered(request, hit, budget)
+        if chunk is not None:
+            return chunk
         tiers = self._tiers if request.max_hit_tokens is None else None
         loads = [] if tiers is None else tiers.worth_loading(tiers.find(hit))
         num_left = request.sequence.num_tokens - hit.num_tokens
         num_tokens = self._fitting_tokens(request, min(self.limits.chunk_tokens(budget), num_left))
         try:
             num_new = 0 if loads else num_tokens
-            if self.manager.allocate_slots(request.sequence, num_new, hit=hit, loads=loads) is None:
+            if not make_room(self.manager, self.remembered, request.sequence, num_new, hit, loads):
                 return None
         except StaleHitError:  # somebody else took something from the cache since, by a reset or a quota
             self.lookups.forget()
@@ -340,6 +378,22 @@ class Scheduler:
             request.num_loaded_tokens = {load.tier: load.num_tokens for load in loads}
             request.num_cached_tokens = hit.num_tokens + sum(request.num_loaded_tokens.values())
         return None if loads else self._chunk(request, hit.num_tokens)
+
+    def _start_remembered(self, request: Request, hit: CacheHit, budget: int) -> ScheduledChunk | None:
+        """Go on from what is remembered of a waiting request's prompt, if that is more than its hit; else None."""
+        twin = None if self.remembered is None else self.remembered.fork(request, hit.num_tokens)
+        if twin is None:
+            return None
+        start = twin.num_computed_tokens
+        num_tokens = self._fitting_tokens(request, min(self.limits.chunk_tokens(budget), twin.num_tokens - start))
+        if not make_room(self.manager, self.remembered, twin, num_tokens):
+            self.manager.free(twin)
+            return None
+        self.lookups.forget()
+        request.sequence = twin
+        if not request.num_computed_tokens:
+            request.num_cached_tokens = start
+        return self._chunk(request, start)
 
     def _is_loading(self, request: Request) -> bool:
         return self._tiers is not None and self._tiers.is_loading(request.sequence)
@@ -379,15 +433,19 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
             self.manager.free(request.sequence)
-            sequence, reason = request.sequence, request.finish_reason
-            if sequence.session is not None and reason is not None:
-                self.manager.sessions.pause(sequence.session, reason, sequence.salt)
+            self._pause_session(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         else:
             for other in (*self.running, *self.waiting):
                 if request in other.siblings:
                     other.siblings.remove(request)
+
+    def _pause_session(self, request: Request) -> None:
+        """Tell that a request has ended which the cache served."""
+        sequence, reason = request.sequence, request.finish_reason
+        if sequence.session is not None and reason is not None:
+            self.manager.sessions.pause(sequence.session, reason, sequence.salt)
 
     def _preempt_youngest(self) -> None:
         """Take the youngest request's blocks, to be recomputed later; what stays cached of them it will hit again."""

@@ -1,8 +1,8 @@
-"""The HTTP server over the reference engine: OpenAI's API, and what is asked about the cache.
+"""The HTTP server over the reference engine: OpenAI's API, and endpoints of the cache.
 
-One thread owns the engine (`engine_thread`); asyncio owns connections, time limits and bounds (`service`), and the two
-talk through queues.
+One thread owns the engine (`engine_thread`). The event loop owns connections, time limits and bounds (`service`). The
+two threads talk through queues.
 
-A body becomes an `AnswerRequest`, and that gets an `Answer`. The engine makes a `Generation` for each of its choices,
-which the scheduler sees as a `Request`; a step gives it a `Piece`, and these come back to the answer and are sent.
+A body becomes an `AnswerRequest`, which gets an `Answer`. The engine makes a `Generation` for each choice; the
+scheduler sees it as a `Request`. Each step adds a `Piece` to the generation. Pieces go to the answer, and are sent.
 """

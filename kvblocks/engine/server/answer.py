@@ -1,7 +1,7 @@
-"""The answer to one request: what has come of it, for whoever sends it on, and how it looks in OpenAI's JSON.
+"""The answer to one request: what was generated so far, and its form in OpenAI's JSON.
 
-It belongs to the event loop. The engine's thread only passes it on, and reads what never changes: its id, and what was
-asked.
+An answer belongs to the event loop. The engine's thread only passes it on, and reads what never changes: its id and its
+request.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ _NO_TOKEN = -1
 class Answer:
     """The answer to `asked` by a model of this name: one choice for each sample of each prompt.
 
-    tiers: names of those that the engine has below the device; what was cached is told by them. tokenizer: what
-    tokens are shown by, where log probabilities or an echo are.
+    tiers: names of the engine's tiers below the device; cached tokens are counted for each. tokenizer: decodes the
+    tokens of log probabilities and echoes.
 
-    answer_id: what clients and logs know it by. start_s: when its request came, on `time.monotonic`; None: now.
-    prompts: as tokens, from when it was submitted. has_begun: whether any token has come. outcome: None while it goes
-    on. timer: ends it in time.
+    answer_id: its name for clients and logs. start_s: when its request came, on `time.monotonic`; None: now. prompts:
+    as tokens, once it is submitted. has_begun: whether any token has been generated. outcome: None until it ends.
+    timer: ends it after the time limit.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Answer:
         self.has_begun = False
         self.outcome: Outcome | None = None
         self.timer: asyncio.TimerHandle | None = None
-        self._num_said: Counter[int] = Counter()  # tokens of each choice that a stream has told of
+        self._num_said: Counter[int] = Counter()  # tokens of each choice that a stream has sent
         self._head: Json = {"id": self.answer_id, "object": "", "created": int(time.time()), "model": model}
-        self._pieces: deque[Piece] = deque()  # that nobody has taken
+        self._pieces: deque[Piece] = deque()  # not taken yet
         self._completions: dict[int, Completion] = {}  # by choice
-        self._writers: dict[int, ChoiceWriter] = {}  # of choices of which a stream has said something
+        self._writers: dict[int, ChoiceWriter] = {}  # of choices of which a stream has sent a part
         self._error: ApiError | None = None
         self._news = asyncio.Event()
 
@@ -64,7 +64,7 @@ class Answer:
         return len(self._completions) == self.asked.num_choices
 
     def put(self, piece: Piece) -> None:
-        """Add what was generated of it. O(1)."""
+        """Add a generated piece. O(1)."""
         self.has_begun = True
         self._pieces.append(piece)
         if piece.completion is not None:
@@ -72,15 +72,15 @@ class Answer:
         self._news.set()
 
     def put_warmed(self, prompt_index: int, completion: Completion) -> None:
-        """Note that a prompt was computed of which nothing is to be generated. O(1)."""
+        """Note that a prompt was computed for which nothing is generated. O(1)."""
         self._completions[prompt_index] = completion
-        if self.asked.kind != "warm":  # an echo alone
+        if self.asked.kind != "warm":  # the answer is only an echo
             of_prompt = completion.prompt_logprobs
             self._pieces.append(Piece(prompt_index, _NO_TOKEN, "", completion, prompt_logprobs=of_prompt))
             self._news.set()
 
     def end(self, outcome: Outcome, error: ApiError | None = None) -> None:
-        """Note that nothing more will come, once. error: why it isn't whole, for the client. O(1)."""
+        """End the answer, once. error: why it isn't whole, for the client. O(1)."""
         self.outcome = outcome
         self._error = error
         if self.timer is not None:
@@ -88,7 +88,7 @@ class Answer:
         self._news.set()
 
     async def take(self) -> list[Piece]:
-        """Wait for pieces and return all there are; [] when nothing more comes. Raises its error, after them."""
+        """Wait for pieces and return all there are; [] when the answer has ended. Raises its error after the pieces."""
         while not self._pieces and self.outcome is None:
             self._news.clear()
             await self._news.wait()
@@ -99,7 +99,7 @@ class Answer:
         return pieces
 
     def body(self) -> Json:
-        """Return all of it, once it is whole. O(tokens)."""
+        """Return the whole answer; it must be whole. O(tokens)."""
         if self.asked.kind == "warm":
             return {"prompts": [self._warmed_json(completion) for _, completion in sorted(self._completions.items())]}
         choices = [self._whole_choice(index, completion) for index, completion in sorted(self._completions.items())]
@@ -117,7 +117,7 @@ class Answer:
         return self._with_ids(choice, completion.token_ids)
 
     def chunks(self, piece: Piece) -> list[Json]:
-        """Return what a stream says of a piece, as they come: nothing, if it is a part of a character only. O(1)."""
+        """Return a stream's chunks for a piece, in order: none if it is only a part of a character. O(1)."""
         choice, completion, is_chat = self._choice(piece), piece.completion, self.asked.kind == "chat"
         chunks = []
         if choice not in self._writers:
@@ -141,15 +141,15 @@ class Answer:
         return chunks
 
     def usage_chunk(self) -> Json:
-        """Return the chunk that a client asked for by `include_usage`; it comes last. O(choices)."""
+        """Return the last chunk, which a client asks for by `include_usage`. O(choices)."""
         return {**self._chunk([]), "usage": self._usage()}
 
     def _choice(self, piece: Piece) -> int:
-        """Which choice a piece is of."""
+        """The index of the choice that a piece belongs to."""
         return piece.prompt_index * self.asked.options["n"] + piece.sample_index
 
     def _new_writer(self, choice: int) -> ChoiceWriter:
-        """What writes a choice from its beginning."""
+        """A new writer, at the beginning of a choice."""
         asked, index = self.asked, choice // self.asked.options["n"]
         echo = Echo.of(asked.prompts[index], self.prompts[index], self._tokenizer) if asked.echo else None
         kind: AnswerKind = "chat" if asked.kind == "chat" else "completion"
@@ -166,14 +166,14 @@ class Answer:
         return {**self._head, "object": kind, "choices": choices, **usage}
 
     def _usage_so_far(self, piece: Piece) -> Json | None:
-        """As in vLLM, the tokens of one choice: of its prompt, and those that the stream has told of."""
+        """The tokens of one choice, as in vLLM: of its prompt, and those that the stream has sent."""
         if not self.asked.continuous_usage:
             return None
         prompt, generated = len(self.prompts[piece.prompt_index]), self._num_said[self._choice(piece)]
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
     def _usage(self) -> Json:
-        """The tokens of all choices; a prompt counts once, with its first sample, however many it has."""
+        """The tokens of all choices. A prompt counts once, with its first sample, however many samples it has."""
         first_samples = [
             completion for choice, completion in self._completions.items() if not choice % self.asked.options["n"]
         ]
@@ -200,7 +200,7 @@ class Answer:
         }
 
     def _by_tier(self, completions: list[Completion]) -> dict[str, int]:
-        """The cached tokens of prompts by where they were found."""
+        """The cached tokens of prompts, by the tier where they were found."""
         loaded = {tier: sum(one.num_loaded_tokens.get(tier, 0) for one in completions) for tier in self._tiers}
         num_cached_tokens = sum(one.num_cached_tokens for one in completions)
         return {"device": num_cached_tokens - sum(loaded.values()), **loaded}

@@ -1,7 +1,7 @@
 """The routes, who may use them, and how answers and errors are sent.
 
-A failure before the first token is an HTTP error; after it, in a stream, it comes as the last event. When the client
-goes away its answer is dropped at once, whatever it was waiting for.
+A failure before the first token is an HTTP error. A failure later in a stream is the stream's last event. When a client
+disconnects, its answer is dropped at once, in whatever state it is.
 """
 
 import asyncio
@@ -50,13 +50,13 @@ from kvblocks.errors import KVBlocksError
 STOP_TIMEOUT_S = 30.0
 
 Prepared = tuple[AnswerRequest, list[list[int]]]
-"""What is asked, ready for the engine, and its prompts as tokens."""
+"""A request, ready for the engine, and its prompts as tokens."""
 
 
 def make_app(service: Service, model: str) -> Starlette:
-    """Return the application that serves `service`, under the name `model` unless its settings say others.
+    """Return the application that serves `service`. It starts and stops the service.
 
-    It starts and stops the service.
+    model: the served name, unless the settings have others.
     """
 
     @asynccontextmanager
@@ -109,7 +109,7 @@ def make_app(service: Service, model: str) -> Starlette:
 
 
 class Api:
-    """The endpoints of OpenAI's API, and those that watch the server."""
+    """The endpoints of OpenAI's API, and those for monitoring."""
 
     def __init__(self, service: Service, names: Sequence[str]) -> None:
         self._service = service
@@ -117,7 +117,7 @@ class Api:
         self._tiers = tuple([tier.name for tier in service.engine.manager.tiers])
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are taken, else 503; and whether they want a key."""
+        """200 while the server takes requests, else 503; the body says whether requests need a key."""
         del request
         is_healthy, has_keys = self._service.is_healthy, self._service.settings.has_keys
         status = "ok" if is_healthy else "stopping"
@@ -130,7 +130,7 @@ class Api:
 
     async def completions(self, request: Request) -> ASGIApp:
         """Continue prompts."""
-        del request  # the response is an ASGI application, which gets what it was made of
+        del request  # the response is an ASGI application, which gets the request's parts itself
         return partial(self._respond, parse_completion)
 
     async def chat_completions(self, request: Request) -> ASGIApp:
@@ -139,12 +139,12 @@ class Api:
         return partial(self._respond, parse_chat)
 
     async def warm(self, request: Request) -> ASGIApp:
-        """Have prompts cached, and generate nothing. It is bounded and cancelled as what is to be answered."""
+        """Cache prompts, and generate nothing. The limits and the cancellation of other requests apply."""
         del request
         return partial(self._respond, parse_warm)
 
     async def _respond(self, parse: Callable[[Any], AnswerRequest], scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, as an ASGI application. Raises ApiError, before anything is sent, if it can't be begun."""
+        """Answer, as an ASGI application. Raises ApiError, before anything is sent, if the answer can't be begun."""
         service, seconds = self._service, self._service.settings.request_timeout_s
         start_s = time.monotonic()
         try:
@@ -156,7 +156,7 @@ class Api:
             service.metrics.count(Outcome.TIMED_OUT)
             raise late_error(seconds) from None
         except Exception as error:
-            # Who has gone, and what there was no room for, is counted where it is found.
+            # Disconnected clients, and requests without room, are counted where they are detected.
             if not isinstance(error, ClientDisconnect) and as_api_error(error).status != 429:
                 service.metrics.count(outcome_of(as_api_error(error)))
             raise
@@ -170,10 +170,10 @@ class Api:
             service.drop(answer)
 
     async def _encode(self, asked: AnswerRequest, load: Load, gone: "asyncio.Task[None]") -> Prepared:
-        """Return what is asked and its prompts as tokens, with slots taken for them.
+        """Return the request and its prompts as tokens, with slots taken for them.
 
-        Raises as `Service.encode` and `compile`, and if the client has gone. Nothing is taken then, once the encoding
-        has ended, and `gone` is cancelled.
+        Raises what `Service.encode` and `compile` raise, and ClientDisconnect. `gone` is cancelled then, and the slots
+        and `load` are given back once the encoding has ended.
         """
         service = self._service
         encoding = asyncio.create_task(self._prepare(asked, load))
@@ -182,21 +182,21 @@ class Api:
             return _result(encoding)
         except BaseException as error:
             if not encoding.cancel() and encoding.exception() is None:
-                service.close(asked.slots)  # it has ended well, but nobody waits for it any more
+                service.close(asked.slots)  # the encoding has succeeded, but nobody waits for it any more
             gone.cancel()
             if isinstance(error, ClientDisconnect):
                 service.metrics.count(Outcome.CANCELLED)
             raise
 
     async def _prepare(self, asked: AnswerRequest, load: Load) -> Prepared:
-        """Encode prompts, and then compile what the answer is to be like."""
+        """Encode the prompts, then compile the answer's form."""
         prompts = await self._service.encode(asked.encode, asked.num_chars, asked.slots, load)
         if asked.form is not None:
             asked = asked.constrained(await self._service.compile(asked.form, asked.slots))
         return asked, prompts
 
     async def _read(self, parse: Callable[[Any], AnswerRequest], request: Request) -> tuple[AnswerRequest, Load]:
-        """Return what a body asks for, and its bytes, which count until they are released. Raises ApiError."""
+        """Return a body as a request, and its bytes, which count until they are released. Raises ApiError."""
         try:
             body, load = await self._service.bodies.take(request)
         except ApiError as error:
@@ -214,7 +214,7 @@ class Api:
 
 
 def _result(encoding: "asyncio.Task[Prepared]") -> Prepared:
-    """Return what came of it. Raises what it raised, and ClientDisconnect if it isn't done: the client has gone."""
+    """Return the encoding's result, or raise its error. If it isn't done, the client has gone: ClientDisconnect."""
     if not encoding.done():
         raise ClientDisconnect
     return encoding.result()
@@ -239,7 +239,7 @@ async def _send_whole(answer: Answer, send: Send) -> None:
 
 
 async def _make(make: Callable[[], bytes], *, is_long: bool) -> bytes:
-    """Return what `make` returns; where that may be megabytes, others are served meanwhile."""
+    """Return what `make` returns. A long result, of megabytes maybe, is made while other requests are served."""
     return await asyncio.to_thread(make) if is_long else make()
 
 
@@ -250,7 +250,7 @@ async def _stream(answer: Answer, send: Send) -> None:
             if not has_begun:
                 has_begun = True
                 await _begin_stream(answer, send)
-            # A token's own log probabilities are little; an echo comes with the first of each choice.
+            # The log probabilities of one token are small. An echo comes with the first piece of each choice.
             events = await _make(partial(_encode_pieces, answer, pieces), is_long=answer.asked.echo)
             if events:
                 await send_part(send, events)

@@ -1,7 +1,7 @@
-"""What the cache had for a request when it came: how long the lookup took, and why it found no more.
+"""What the cache had for a request when it arrived: how long the lookup took, and why it found no more.
 
-The scheduler admits a request later, perhaps with more or less in the cache; the arrival is what a client can relate
-to. When a request has been computed its own blocks are cached, so the reason for a miss must be kept from before.
+The scheduler admits a request later, when the cache may hold more or less. A client knows only when its request
+arrived. Once a request is computed its own blocks are cached, so the reason for a miss must be found before.
 """
 
 import time
@@ -19,7 +19,7 @@ MAX_KEPT = 1000
 
 @dataclass(slots=True)
 class Arrival:
-    """One prompt when it came. explanation: None unless reasons are kept. completion: of its first answer, later."""
+    """One prompt when it came. explanation: None unless reasons are kept. completion: its first sample's, once done."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -28,7 +28,7 @@ class Arrival:
 
 
 class Arrivals:
-    """The last MAX_KEPT requests, by id, and the lookups of all. Owned by the engine's thread.
+    """The last MAX_KEPT requests, by id, and counts of all lookups. Owned by the engine's thread.
 
     keep_reasons: explain each miss when it comes, which costs O(runs in the cache + tokens) a prompt.
     """
@@ -37,11 +37,11 @@ class Arrivals:
         self._lookups = lookups
         self._keep_reasons = keep_reasons
         self._kept: dict[str, tuple[str | None, list[Arrival]]] = {}
-        # One tuple, so that another thread finds both of one moment.
+        # One tuple, so that another thread reads two numbers of the same moment.
         self.num_lookups_and_seconds: tuple[int, float] = (0, 0.0)
 
     def note(self, key: str, tenant: str | None, prompts: Items[Request]) -> None:
-        """Look up what came of a tenant, the first sample of each prompt, before the next step."""
+        """Look up a tenant's new prompts, each by its first sample. Call it before the next step."""
         self._kept[key] = (tenant, [self._look_up(request) for request in prompts])
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(iter(self._kept))]
@@ -52,9 +52,9 @@ class Arrivals:
             self._kept[key][1][prompt].completion = completion
 
     def find(self, key: str, caller: Caller) -> list[Arrival] | None:
-        """Return what is known of a request that the caller may ask about.
+        """Return the arrivals of a request's prompts.
 
-        None if it is unknown, too long ago, or another tenant's, unless an operator asks.
+        None if the request is unknown or too old, or another tenant's and the caller is no operator.
         """
         tenant, arrivals = self._kept.get(key, (None, None))
         return arrivals if tenant == caller.tenant or caller.is_operator else None

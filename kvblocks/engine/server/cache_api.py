@@ -1,4 +1,4 @@
-"""What is asked about the cache: its numbers, pins, a reset, and why a prompt missed. Behind `kvblocks cache`."""
+"""The endpoints of the cache: statistics, pins, resets, why a prompt missed. `kvblocks cache` uses them."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvblocks.wire.publisher import EventPublisher
 
 MAX_DESCRIPTION = 256
-"""Characters of a pin's description: it is kept as long as the pin stands."""
+"""The most characters of a pin's description, which is kept until the pin ends."""
 
 
 class CacheApi:
@@ -38,12 +38,12 @@ class CacheApi:
         self._engine = service.engine
 
     async def stats(self, request: Request) -> Response:
-        """Numbers of the cache. Waits for no step."""
+        """Statistics of the cache. Waits for no step."""
         del request
         return json_response(self.stats_json())
 
     def stats_json(self) -> Json:
-        """Return the numbers of the cache. Any thread may ask."""
+        """Return the statistics of the cache. Any thread may call this."""
         engine = self._engine
         values = engine.metrics.snapshot().as_dict()
         stats = values["stats"]
@@ -68,11 +68,19 @@ class CacheApi:
             "pins": values["pins"],
             "hints": asdict(self._service.thread.hint_stats),
             "tiers": self._tiers_json(values["tiers"]),
+            "remembered": self._remembered_json(),
             "requests": self._service.metrics.counts(),
         }
 
+    def _remembered_json(self) -> Json | None:
+        """What is remembered of whole prompts; None: nothing is to be."""
+        of = self._engine.scheduler.remembered
+        if of is None:
+            return None
+        return {"num_prompts": len(of), "num_blocks": of.num_blocks, "num_answers": of.num_answers}
+
     def _tiers_json(self, tiers: list[Json]) -> list[Json]:
-        """What the manager says of each tier, and beside it what was moved: bytes and seconds by direction."""
+        """The manager's statistics of each tier, with the bytes and seconds of transfers by direction."""
         offload = self._engine.offload
         traffic = {} if offload is None else {moved.tier: asdict(moved) for moved in offload.traffic()}
         return [
@@ -101,7 +109,7 @@ class CacheApi:
         return json_response(entry.to_json(time.monotonic()))
 
     async def list_pins(self, request: Request) -> Response:
-        """The pins that stand, oldest first."""
+        """The pins that haven't ended, oldest first."""
         del request
         entries = await self._call(self._service.thread.pins.entries)
         now = time.monotonic()
@@ -116,7 +124,7 @@ class CacheApi:
         return json_response(entry.to_json(time.monotonic()))
 
     async def unpin_tokens(self, request: Request) -> Response:
-        """End all pins of a prefix, which is read as that of `pin` is."""
+        """End all pins of a prefix. The body's prefix has the same forms as that of `pin`."""
         fields = Fields(await self._service.bodies.read(request))
         prefix, caller = parse_prefix(fields, "unpin"), caller_of(request.scope)
         salt = caller.salt_for(fields.kept_text("cache_salt"))
@@ -130,7 +138,7 @@ class CacheApi:
         return json_response({"pins": [entry.to_json(now) for entry in entries]})
 
     async def dot(self, request: Request) -> Response:
-        """Draw what is cached as a Graphviz document. It shows first tokens and salts of everybody's prompts."""
+        """Draw the cache as a Graphviz document. It shows first tokens and salts of everybody's prompts."""
         given = request.query_params.get("max_nodes", "200")
         if not (given.isascii() and given.isdigit() and len(given) <= 6 and int(given) > 0):
             raise ApiError(400, f"max_nodes: expected a number from 1 to 999999, got {given!a:.80}", param="max_nodes")
@@ -138,7 +146,7 @@ class CacheApi:
         return json_response({"dot": document})
 
     async def hints(self, request: Request) -> Response:
-        """Carry out an envelope of hints, for the salt that stands beside it; what was deferred is asked again."""
+        """Carry out an envelope of hints for the body's salt. For deferred actions, the client asks again."""
         body = await self._service.bodies.read(request)
         salt = caller_of(request.scope).salt_for(Fields(body).kept_text("cache_salt"))
         executor = self._service.thread.hints
@@ -146,7 +154,7 @@ class CacheApi:
         return json_response(answers.to_dict())
 
     async def snapshot(self, request: Request) -> Response:
-        """What is cached, as the publisher has said it up to one batch. Waits for no step."""
+        """All that is cached after one batch of events, as the publisher knows it. Waits for no step."""
         del request
         publisher = self._service.publisher
         if publisher is None:
@@ -156,7 +164,7 @@ class CacheApi:
         return json_response(await run_in_threadpool(_snapshot_json, publisher))
 
     async def reset(self, request: Request) -> Response:
-        """Forget all that is cached. Pins stand, and hold their prefixes when these are computed anew."""
+        """Reset the cache. Pins stay, and hold their prefixes again once these are computed anew."""
         fields = Fields(await self._service.bodies.read(request))
         fields.refuse_unknown()
         manager = self._engine.manager
@@ -214,7 +222,7 @@ class CacheApi:
 
     @asynccontextmanager
     async def _encoded(self, prefix: Prefix, caller: Caller) -> AsyncIterator[list[int]]:
-        """The tokens of a prefix, which takes a slot meanwhile, as an answer does."""
+        """Give the tokens of a prefix. Within this context it takes a slot, as an answer does."""
         service, slots = self._service, Slots(caller, 1)
         seconds, nothing = service.settings.request_timeout_s, service.bodies.nothing()
         try:
@@ -249,17 +257,17 @@ def _arrival_json(arrival: Arrival, caller: Caller) -> Json:
     return values
 
 
-# Which of these it is depends on what others have cached; told apart, they would say it.
+# Which of these causes applies depends on what others have cached. So a caller who must not know that sees only one.
 _NOT_CACHED = frozenset({"other keys", "partly equal", "never cached"})
 
 
 def _cause(explanation: Explanation, caller: Caller) -> str:
-    """Return the cause of a miss as the caller may know it."""
+    """Return the cause of a miss, as far as the caller may know it."""
     return explanation.cause if caller.sees_others or explanation.cause not in _NOT_CACHED else "never cached"
 
 
 def _explain(explanation: Explanation, caller: Caller) -> str:
-    """Return an explanation as the caller may read it: a salt may be a secret, so only the caller's own is said."""
+    """Return an explanation without other callers' salts, since a salt may be a secret."""
     cause, number = _cause(explanation, caller), explanation.num_cached_blocks
     found = f"{number} of {explanation.num_full_blocks} full blocks are cached"
     if cause == "other keys":
@@ -272,7 +280,7 @@ def _explain(explanation: Explanation, caller: Caller) -> str:
 
 
 def _snapshot_json(publisher: "EventPublisher") -> Json:
-    """A snapshot as plain values. Numbers are texts, since many readers of JSON have 53 bits for one."""
+    """A snapshot as plain values. Numbers are written as texts, since many JSON readers keep only 53 bits."""
     number, stored = publisher.snapshot()
     return {
         "epoch": str(publisher.epoch),

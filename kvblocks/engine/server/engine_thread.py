@@ -1,10 +1,10 @@
-"""The one thread that touches the engine. Others give it commands through a queue, and it publishes what comes of them.
+"""The one thread that touches the engine. Other threads queue commands for it, and it publishes the results.
 
-Commands run between two steps, in order. So nothing in the engine needs a lock, and nobody waits for a step but those
-who want something of it.
+Commands run between two steps, in order. So nothing in the engine needs a lock, and only callers that need a result
+wait for a step.
 
-Invariant: for each answer that was submitted, the last thing published is CLOSED, once, whatever happens: its choices
-are finished, it failed, or it was cancelled.
+Invariant: for each answer that was submitted, CLOSED is published last, and once, whether its choices finished, it
+failed, or it was cancelled.
 """
 
 import logging
@@ -34,18 +34,18 @@ logger = logging.getLogger("kvblocks.server")
 T = TypeVar("T")
 
 _GLANCE_S = 0.1
-"""How often who waits for the thread's end looks whether `close_by` has changed."""
+"""While `stop` waits for the thread's end, it checks every so many seconds whether `close_by` has changed."""
 
 
 class Mark(Enum):
-    """CLOSED: the engine has nothing of this answer any more."""
+    """CLOSED: the engine holds nothing of this answer any more."""
 
     CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """A prompt of which nothing is to be generated was computed."""
+    """A prompt was computed for which nothing is generated."""
 
     prompt_index: int
     completion: Completion
@@ -56,13 +56,13 @@ Publish = Callable[[list[tuple[Answer, Item]]], None]
 
 
 class EngineThread:
-    """Owns an engine from `start` to `stop`, which closes it.
+    """Owns an engine from `start` to `stop`, which closes the engine.
 
-    publish: gets batches of (answer, item), on this thread; it must neither block nor raise. on_death: called
-    on this thread when it ends by an error, which is a bug; all answers have been closed by then. arrivals, pins,
-    hints: for functions given to `call`; `arrivals.num_lookups_and_seconds`, and hint_stats, of the last step, may be
-    read from anywhere. close_by: until when, on `time.monotonic`, the end waits for what tiers have to store; anybody
-    may change it. recorder: told of each prompt that was begun, when its first sample ends.
+    publish: called on this thread with batches of (answer, item); it must neither block nor raise. on_death: called on
+    this thread when it ends by an error, which is a bug; all answers have been closed by then. arrivals, pins, hints:
+    for functions given to `call`. `arrivals.num_lookups_and_seconds` and `hint_stats`, both of the last step, may be
+    read by any thread. close_by: how long the end waits for the tiers to store blocks, as a time on `time.monotonic`;
+    any thread may change it. recorder: told of each prompt that was begun, when its first sample ends.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class EngineThread:
         self._recorder = recorder
         self.arrivals = Arrivals(engine.scheduler.lookups, keep_reasons=keep_reasons and engine.manager.enable_caching)
         self.pins = PinBook(engine.manager)
-        # A quarter of what all pins may have, for each salt; and an operator may push anybody's blocks out.
+        # Each salt may pin a quarter of what all pins may have. An operator may evict anybody's blocks.
         budget = engine.manager.max_pinned_blocks // 4
         self.hints = HintExecutor(engine.manager, max_pinned_blocks=budget, limits=HintLimits(may_evict=True))
         self.hint_stats = self.hints.stats  # never changed, only replaced
@@ -80,15 +80,15 @@ class EngineThread:
         self.close_by = 0.0
         self._publish = publish
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._unfinished: dict[Answer, dict[Generation, None]] = {}  # of each open answer, in their order
-        self._answers: dict[Generation, Answer] = {}  # the same, the other way round
+        self._unfinished: dict[Answer, dict[Generation, None]] = {}  # of each open answer, in order
+        self._answers: dict[Generation, Answer] = {}  # the inverse of _unfinished
         self._outbox: list[tuple[Answer, Item]] = []
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="kvblocks-engine", daemon=True)
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def start(self) -> None:
@@ -98,7 +98,7 @@ class EngineThread:
     def stop(self, timeout_s: float | None = None) -> bool:
         """Close all answers after the present step, close the engine, and end. Return whether it has ended in time.
 
-        timeout_s: beside the time until `close_by`; None: as long as it takes.
+        timeout_s: seconds to wait, added to the time until `close_by`; None: as long as it takes.
         """
         self._commands.put(self._stop)
         start_s = time.monotonic()
@@ -110,11 +110,11 @@ class EngineThread:
         return True
 
     def submit(self, answer: Answer, prompts: list[list[int]]) -> None:
-        """Queue an answer's prompts. Whatever is wrong with them is published."""
+        """Queue an answer's prompts. Errors in them are published."""
         self._commands.put(lambda: self._submit(answer, prompts))
 
     def cancel(self, answer: Answer) -> None:
-        """Drop what is unfinished of an answer; its blocks are free before the next step. Nothing if it has ended."""
+        """Cancel an answer; its blocks are free before the next step. Does nothing if the answer has ended."""
         self._commands.put(lambda: self._cancel(answer))
 
     def call(self, function: Callable[[], T]) -> "Future[T]":
@@ -148,7 +148,7 @@ class EngineThread:
         self._close_engine(waits=not has_died)
 
     def _run_commands(self) -> None:
-        """Run the commands that wait; without anything to compute, wait for one, or for a pin or a hint to end."""
+        """Run the queued commands. If there is nothing to compute, wait for a command, or for a pin or hint to end."""
         may_wait = not self.engine.has_work
         while True:
             try:
@@ -159,7 +159,7 @@ class EngineThread:
             command()
 
     def _seconds_left(self) -> float | None:
-        """Return how long it is until a pin or a hint ends, at most an hour; None if none will."""
+        """Return the seconds until a pin or a hint ends, at most an hour; None if none will end."""
         pin_s, hint_time = self.pins.seconds_left(), self.hints.next_time
         hint_s = None if hint_time is None else min(3600.0, max(0.0, hint_time - time.monotonic()))
         return min([seconds for seconds in (pin_s, hint_s) if seconds is not None], default=None)
@@ -170,7 +170,7 @@ class EngineThread:
             answer = self._answers.get(generation)
             if answer is not None:
                 self._take(answer, generation)
-        self.hints.step(time.monotonic())  # who sent what was deferred asks again
+        self.hints.step(time.monotonic())  # clients ask again for the outcome of deferred hints
         self.hint_stats = self.hints.stats
 
     def _take(self, answer: Answer, generation: Generation) -> None:
@@ -185,7 +185,7 @@ class EngineThread:
         if generation.completion is None:
             error = generation.error or RuntimeError(f"the generation ended with {reason!r}")
             shown = step_error(error)
-            if shown.status >= 500:  # else it is the client's mistake, who could fill the log with tracebacks
+            if shown.status >= 500:  # else it is the client's mistake: a client must not fill the log with tracebacks
                 logger.error("request %s failed", answer.answer_id, exc_info=error)
             self._fail(answer, shown)
             return
@@ -197,7 +197,7 @@ class EngineThread:
             self._close(answer)
 
     def _record(self, generation: Generation, reason: str) -> None:
-        """Record a prompt that has ended. One that never ran needed nothing of the cache."""
+        """Record a prompt that has ended. A prompt that never ran isn't recorded: it took nothing from the cache."""
         if self._recorder is None or generation.sample_index or not generation.request.was_admitted:
             return
         seconds = time.perf_counter() - generation.start_s
@@ -216,7 +216,7 @@ class EngineThread:
                     unfinished[generation] = None
                     self._answers[generation] = answer
             first_samples = [generation.request for generation in unfinished if not generation.sample_index]
-            # Nothing of it is cached before the next step.
+            # None of the answer's own blocks is cached before the next step.
             self.arrivals.note(answer.answer_id, answer.asked.caller.tenant, first_samples)
         except Exception as error:
             if not isinstance(error, KVBlocksError):
@@ -231,13 +231,13 @@ class EngineThread:
             self._close(answer)
 
     def _fail(self, answer: Answer, error: ApiError) -> None:
-        """Publish an error for an answer and drop the rest of it."""
+        """Publish an error for an answer, and cancel what is unfinished of it."""
         self._put(answer, error)
         self._close(answer)
 
     def _close(self, answer: Answer) -> None:
-        """Cancel what is unfinished of an answer, and say that it is closed."""
-        # Samples before the one that computes the prompt for them.
+        """Cancel what is unfinished of an answer, and publish CLOSED."""
+        # Cancel the other samples before the first one, which computes the prompt for them.
         for generation in reversed(self._unfinished.pop(answer)):
             del self._answers[generation]
             self._record(generation, "cancelled")
@@ -245,7 +245,7 @@ class EngineThread:
         self._put(answer, Mark.CLOSED)
 
     def _abandon(self) -> None:
-        """Close all answers, those that came too late too: at the end, when nothing may be relied on."""
+        """Close all answers, also those that were submitted too late. Called at the end, perhaps after an error."""
         answers = list(self._unfinished)
         for answer in answers:
             self._put(answer, stopping_error())
@@ -261,7 +261,7 @@ class EngineThread:
         self._flush()
 
     def _close_engine(self, *, waits: bool) -> None:
-        """Let tiers store what waits for that, and close them."""
+        """Close the engine. waits: let the tiers first store the blocks that wait for that."""
         try:
             while waits and self.engine.has_work and time.monotonic() < self.close_by:
                 self.engine.step()

@@ -19,8 +19,8 @@ _TYPES = {
 class ApiError(KVBlocksError):
     """A request that gets an error instead of an answer.
 
-    status: the HTTP status, also where an answer has begun and the error comes as its last event. param: the field that
-    is wrong; code: a word that programs can act on. headers: of the response.
+    status: the HTTP status, also where a stream has begun and the error is its last event. param: the field that is
+    wrong. code: a word that programs can act on. headers: of the response.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ApiError(KVBlocksError):
 
 
 def as_api_error(error: BaseException, *, param: str | None = None) -> ApiError:
-    """Return what a client is told of an error: its own mistakes in full, of ours nothing that it could misuse."""
+    """Return the error that a client sees. The client's mistakes are told in full; bugs without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PinBudgetError):
@@ -57,11 +57,11 @@ def as_api_error(error: BaseException, *, param: str | None = None) -> ApiError:
         return length_error(str(error), param)
     if isinstance(error, (InvalidArgumentError, ModelError)):
         return ApiError(400, str(error), param=param)
-    return ApiError(500, f"expected an answer, got {type(error).__name__}: a bug, of which the server's log has more")
+    return ApiError(500, f"expected an answer, got {type(error).__name__}: a bug; the server's log has more")
 
 
 def step_error(error: Exception) -> ApiError:
-    """Return what a client is told when the step that computed its request failed."""
+    """Return the error that a client sees when the step that computed its request failed."""
     if isinstance(error, PoolExhaustedError):
         return as_api_error(error)
     if isinstance(error, GrammarError):
@@ -71,24 +71,24 @@ def step_error(error: Exception) -> ApiError:
 
 
 def stopping_error() -> ApiError:
-    """The error of requests that come, or are still unfinished, when the server stops."""
+    """The error of requests that are new or unfinished when the server stops."""
     return ApiError(503, "expected a running server, got one that is stopping", code="stopping")
 
 
 def busy_error(message: str, code: str, retry_after_s: int) -> ApiError:
-    """The error of a request for which there is no room now. OpenAI's clients come back by themselves."""
+    """The error of a request for which there is no room now. OpenAI's clients retry by themselves."""
     return ApiError(429, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 def length_error(message: str, param: str | None) -> ApiError:
     """The error of a prompt that the model's context has no room for."""
-    # litellm knows such errors by these words, and not by the code.
+    # litellm recognizes such errors by these words, not by the code.
     full = f"{message}, which is over this model's maximum context limit"
     return ApiError(400, full, param=param, code="context_length_exceeded")
 
 
 def late_error(seconds: float) -> ApiError:
     """The error of a request whose time is over."""
-    # Clients of OpenAI's retry by themselves, and would spend as much again.
+    # OpenAI's clients would retry by themselves, and that would take as much time again.
     headers = {"x-should-retry": "false"}
     return ApiError(504, f"expected an answer within {seconds:g} s, got none: the time is over", headers=headers)

@@ -1,6 +1,6 @@
-"""Reads the fields of a JSON object, each with its type and range, and refuses those that nobody asked for.
+"""Reads the fields of a JSON object, each with its type and range, and refuses unknown fields.
 
-An unknown field is an error, as with OpenAI: a misspelt `max_token` would otherwise go unnoticed.
+An unknown field is an error, as with OpenAI. Otherwise a misspelt `max_token` would go unnoticed.
 """
 
 import math
@@ -11,14 +11,14 @@ from typing import Any
 from kvblocks.engine.server.errors import ApiError
 
 MAX_KEPT_TEXT = 1024
-"""Characters of a salt or a session's name: there are about as many of these as blocks, whatever clients send."""
+"""The most characters of a salt or a session's name. The number of names that are kept is bounded by the blocks."""
 
 _SHOWN = 80
-_MAX_COUNT = 2**64 - 1  # larger ones mean nothing here, and could be too long to be shown
+_MAX_COUNT = 2**64 - 1  # no field needs a larger number, and its digits could be too many for a message
 
 
 def show(value: object) -> str:
-    """Return a value as an error message shows it: not more than a line."""
+    """Return a value as an error message shows it: at most a line."""
     try:
         text = ascii(value)
     except RecursionError:
@@ -27,9 +27,9 @@ def show(value: object) -> str:
 
 
 class Fields:
-    """The fields of `body`, a parsed JSON value. A null is as good as none.
+    """The fields of `body`, a parsed JSON value. A field that is null counts as absent.
 
-    name: what it is called in messages, "" for the whole body. Raises ApiError unless it is an object.
+    name: the object's name in messages, "" for the whole body. Raises ApiError unless `body` is an object.
     """
 
     def __init__(self, body: Any, name: str = "") -> None:
@@ -44,7 +44,7 @@ class Fields:
         return name in self._values
 
     def take(self, name: str) -> Any:
-        """Return a field as it is, None if it isn't there. It is a known one from now on."""
+        """Return a field's value, None if it is absent. Its name counts as known from now on."""
         self._known.add(name)
         return self._values.get(name)
 
@@ -55,7 +55,7 @@ class Fields:
         return ApiError(400, f"{full}: expected {expected}, got {got}", param=full)
 
     def count(self, name: str, low: int, high: int | None = None) -> int | None:
-        """Return an integer from `low` to `high`. A float that is one is refused too, as OpenAI does."""
+        """Return an integer from `low` to `high`. A float such as 1.0 is refused, as OpenAI does."""
         value = self.take(name)
         if value is None:
             return None
@@ -76,14 +76,14 @@ class Fields:
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """Return a boolean, False if it isn't there."""
+        """Return a boolean, False if the field is absent."""
         value = self.take(name)
         if value is not None and not isinstance(value, bool):
             raise self.error(name, "true or false")
         return bool(value)
 
     def text(self, name: str, most: int | None = None) -> str | None:
-        """Return a text that isn't empty and that UTF-8 can encode. most: characters of it; None: any number."""
+        """Return a text that isn't empty and that UTF-8 can encode. most: the most characters; None: any number."""
         value = self.take(name)
         if value is None:
             return None
@@ -94,11 +94,11 @@ class Fields:
         return value
 
     def kept_text(self, name: str) -> str | None:
-        """Return a text that is kept as long as something is cached: `text` of at most MAX_KEPT_TEXT."""
+        """Return a text of at most MAX_KEPT_TEXT characters, for texts that are kept while something is cached."""
         return self.text(name, MAX_KEPT_TEXT)
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """Return one text, or a list of at most `most`, as a tuple; empty if there is none."""
+        """Return one text, or a list of at most `most` texts, as a tuple; empty if the field is absent."""
         value = self.take(name)
         if value is None:
             return ()
@@ -112,19 +112,19 @@ class Fields:
         return tuple(items)
 
     def refuse(self, name: str, neutral: Collection[object], why: str) -> None:
-        """Refuse a field that this server doesn't have, unless its value asks for nothing."""
+        """Refuse a field that this server doesn't have, unless its value is in `neutral`. why: for the error."""
         value = self.take(name)
         if value is not None and not any(type(value) is type(item) and value == item for item in neutral):
             raise self.error(name, f"none, since {why}")
 
     def refuse_all(self, refused: Mapping[str, tuple[Collection[object], str]]) -> None:
-        """`refuse` each of many fields. refused: by name, the values that ask for nothing, and why others won't do."""
+        """`refuse` each of many fields. refused: `neutral` and `why` of each, by name."""
         self._known.update(refused)
         for name in [name for name in refused if name in self._values]:
             self.refuse(name, *refused[name])
 
     def ignore(self, names: Collection[str]) -> None:
-        """Let fields pass that change nothing in an answer."""
+        """Ignore fields that change nothing in an answer."""
         self._known.update(names)
 
     def refuse_unknown(self) -> None:

@@ -1,4 +1,4 @@
-"""The pins that clients made, with what the core doesn't know of them: an id, a description, and the clock."""
+"""The pins that clients made, with what the core doesn't keep: an id, a description, and a time when they end."""
 
 import time
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class PinEntry:
     priority: int
 
     def to_json(self, now: float) -> dict[str, object]:
-        """Return it for a client: the tokens themselves stay here."""
+        """Return the pin for a client, without its tokens."""
         expires_at = self.pin.expires_at
         return {
             "id": self.pin_id,
@@ -79,7 +79,7 @@ class PinBook:
         return list(self._entries.values())
 
     def seconds_left(self) -> float | None:
-        """Return how long it is until a pin's time comes, at most an hour; None if none's will. O(pins)."""
+        """Return the seconds until the next pin ends, at most an hour; None if no pin has an end. O(pins)."""
         ends = [entry.pin.expires_at for entry in self._entries.values() if entry.pin.expires_at is not None]
         return min(3600.0, max(0.0, min(ends) - time.monotonic())) if ends else None
 

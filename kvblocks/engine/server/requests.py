@@ -1,7 +1,7 @@
-"""What a body asks for that is to be computed, checked; nothing here computes, or knows of HTTP.
+"""Reads and checks the bodies of requests that are to be computed. Nothing here computes, or knows of HTTP.
 
-Fields that would change an answer and that this engine doesn't have are refused by name, unless their value asks for
-nothing. Fields that change nothing are let pass. The fields are OpenAI's; extras, such as `cache_salt`, `top_k`,
+A field that this engine doesn't have and that would change an answer is refused by name, unless its value asks for
+nothing. Fields that change nothing are ignored. The fields are OpenAI's; extras, such as `cache_salt`, `top_k`,
 `min_tokens` and `return_token_ids`, are named as vLLM names them.
 """
 
@@ -49,20 +49,20 @@ _PREFIX_KINDS = ("text", "system", "messages", "token_ids")
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Tokens that a body is about, in one of four forms; value: what stands there, checked."""
+    """The tokens that a body is about, in one of four forms. value: the field's value, checked."""
 
     kind: Literal["text", "system", "messages", "token_ids"]
     value: Any
 
     @property
     def num_chars(self) -> int:
-        """How much text it is, in characters. O(messages)."""
+        """The length of its text, in characters. O(messages)."""
         if self.kind == "token_ids":
             return 0
         return num_message_chars(self.value) if self.kind == "messages" else len(self.value)
 
     def encode(self, tokenizer: Tokenizer | None) -> list[int]:
-        """Return its tokens; of a system prompt, what all chats with it begin with. Raises ApiError. O(length)."""
+        """Return its tokens; for a system prompt, those that all its chats begin with. Raises ApiError. O(length)."""
         try:
             if self.kind == "token_ids":
                 tokens: list[int] = self.value
@@ -81,12 +81,12 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """One body, checked. Of `prompts`, `messages` and `prefixes` one isn't empty, by `kind`.
+    """One body, checked. `kind` says which one of `prompts`, `messages` and `prefixes` isn't empty.
 
-    options: all of them, for each prompt. salts: of prefixes, one for each. caller: who asks. include_usage: at a
-    stream's end; continuous_usage: in each of its chunks too. template_values: what a chat's template may look at.
-    add_special_tokens: whether texts get what the tokenizer adds to prompts. request_id: the client's own, for logs.
-    echo: whether answers begin with their prompts. form: what they are to be like, before it is compiled.
+    options: the same for each prompt. salts: one for each prefix. caller: who sent it. include_usage: tell the usage at
+    a stream's end; continuous_usage: in each of its chunks too. template_values: values that a chat's template may
+    read. add_special_tokens: whether texts get the tokens that the tokenizer adds to prompts. request_id: the client's
+    own, for logs. echo: whether answers begin with their prompts. form: the form of the answers' texts, not compiled.
     """
 
     kind: Kind
@@ -108,31 +108,31 @@ class AnswerRequest:
     caller: Caller = ANYONE
 
     def asked_by(self, caller: Caller) -> Self:
-        """Return it as this caller may ask it, with its salts. Raises ApiError for a salt that it may not choose."""
+        """Return the request with this caller and its salts. Raises ApiError for a salt that the caller may not use."""
         options = OptionValues(**{**self.options, "salt": caller.salt_for(self.options.get("salt"))})
         return replace(self, caller=caller, options=options, salts=tuple(map(caller.salt_for, self.salts)))
 
     def constrained(self, grammar: Grammar) -> Self:
-        """Return it with its form as a grammar."""
+        """Return the request with its form compiled to a grammar."""
         return replace(self, options=OptionValues(**{**self.options, "grammar": grammar}))
 
     @property
     def slots(self) -> Slots:
-        """What it takes of those answers that may be unfinished."""
+        """The slots that it takes, out of those for unfinished answers."""
         return Slots(self.caller, self.num_choices)
 
     @property
     def is_long(self) -> bool:
-        """Whether its answer may be megabytes: with log probabilities, or a prompt in each choice."""
+        """Whether its answer may have megabytes: with log probabilities, or with the prompt in each choice."""
         return self.echo or self.options.get("logprobs") is not None
 
     @property
     def num_choices(self) -> int:
-        """How many answers it is for."""
+        """How many answers it asks for."""
         return self.options["n"] * max(1, len(self.prompts), len(self.prefixes))
 
     def options_of(self, index: int, room: Callable[[], int]) -> OptionValues:
-        """Return the options of a prompt. room: how many tokens may follow it, asked only where that is to be known."""
+        """Return the options of a prompt. room: returns how many tokens may follow it; called only where needed."""
         most = most_scored_tokens(self.options) if self.options["max_tokens"] is None else None
         if most is not None:
             return OptionValues(**{**self.options, "max_tokens": max(1, min(most, room()))})
@@ -140,7 +140,7 @@ class AnswerRequest:
 
     @property
     def num_chars(self) -> tuple[int, ...]:
-        """How much text each prompt is, in characters; 0 for token ids. O(prompts + messages)."""
+        """The length of each prompt's text, in characters; 0 for token ids. O(prompts + messages)."""
         if self.kind == "chat":
             return (num_message_chars(self.messages) + num_chars(self.template_values),)
         if self.kind == "warm":
@@ -163,9 +163,9 @@ class AnswerRequest:
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, *, add_special_tokens: bool = True) -> list[int]:
-    """Return a prompt as tokens. Special tokens that a text spells are read as such, as in vLLM.
+    """Return a prompt as tokens. Special tokens that are spelled out in a text are parsed, as in vLLM.
 
-    Raises ApiError for a text without a tokenizer, or one that has no tokens.
+    Raises ApiError for a text that has no tokens, and for any text if the model has no tokenizer.
     """
     if not isinstance(prompt, str):
         return prompt
@@ -202,7 +202,7 @@ def parse_chat(body: Any) -> AnswerRequest:
 
 
 def parse_warm(body: Any) -> AnswerRequest:
-    """Read a body of /v1/cache/warm: prompts that are to be computed, and not answered. Raises ApiError."""
+    """Read a body of /v1/cache/warm: prompts to compute without an answer. Raises ApiError."""
     fields = Fields(body)
     items, salt = fields.take("prompts"), fields.kept_text("cache_salt")
     fields.refuse_unknown()
@@ -230,7 +230,7 @@ def parse_warm(body: Any) -> AnswerRequest:
 
 
 def parse_prefix(fields: Fields, purpose: str) -> Prefix:
-    """Read the prefix or prompt that a body is about: in one of four forms. purpose: for errors. Raises ApiError."""
+    """Read a body's prefix or prompt, in one of four forms. purpose: for errors. Raises ApiError."""
     given = [kind for kind in _PREFIX_KINDS if kind in fields]
     if len(given) != 1:
         raise ApiError(400, f"{purpose}: expected one of {', '.join(_PREFIX_KINDS)}, got {given or 'none'}")
@@ -250,7 +250,7 @@ def parse_prefix(fields: Fields, purpose: str) -> Prefix:
 def system_prefix(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the tokens that all chats with this system prompt begin with.
 
-    That is what two chats have in common whose users say different things; so it holds for any template. Raises
+    These are the tokens that two chats with different user messages have in common, so any template works. Raises
     ModelError and InvalidArgumentError. O(length).
     """
     chats: list[list[Message]] = [
@@ -262,7 +262,7 @@ def system_prefix(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def parse_prompts(value: Any) -> tuple[Prompt, ...]:
-    """Read a text, a list of token ids, or a list of several of either. Raises ApiError."""
+    """Read a text, a list of token ids, or a list of several such prompts. Raises ApiError."""
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         return (_parse_prompt(value, "prompt"),)
     if not isinstance(value, list) or not value:
@@ -283,7 +283,7 @@ def _finish(
     n: int,
     most: int | None,
 ) -> AnswerRequest:
-    """Read the fields that both kinds have, and refuse all that is left."""
+    """Read the fields that both kinds have, and refuse all other fields."""
     echo, logprobs = parse_echo(kind, fields), parse_logprobs(kind, fields)
     if most == 0 and (n > 1 or not echo):
         raise fields.error("max_tokens", "at least 1, unless a prompt is only to be repeated once (echo, and n of 1)")
@@ -352,9 +352,9 @@ def _parse_skip_special(fields: Fields) -> bool:
 
 
 def _parse_add_special(fields: Fields, kind: Kind) -> bool:
-    """A chat's template decides which special tokens a prompt has, a completion's tokenizer unless it is told."""
+    """Whether the tokenizer adds special tokens. In a chat the template decides; in a completion the client may."""
     if kind == "chat":
-        fields.refuse("add_special_tokens", (False,), "the chat template has them")
+        fields.refuse("add_special_tokens", (False,), "the chat template adds them")
         return False
     return fields.take("add_special_tokens") is None or fields.flag("add_special_tokens")
 
@@ -366,7 +366,7 @@ def _parse_request_id(fields: Fields) -> str | None:
 
 
 def _parse_stream_options(fields: Fields, *, stream: bool) -> tuple[bool, bool]:
-    """Return whether a stream's end tells the usage, and whether each chunk does."""
+    """Return whether a stream's end has the usage, and whether each chunk does."""
     value = fields.take("stream_options")
     if value is None:
         return False, False
@@ -376,7 +376,10 @@ def _parse_stream_options(fields: Fields, *, stream: bool) -> tuple[bool, bool]:
     include_usage, continuous = options.flag("include_usage"), options.flag("continuous_usage_stats")
     options.ignore(("include_obfuscation",))
     options.refuse_unknown()
-    return include_usage, include_usage and continuous  # as in vLLM, the second means nothing without the first
+    return (
+        include_usage,
+        include_usage and continuous,
+    )  # as in vLLM, continuous_usage has no effect without include_usage
 
 
 def _parse_prompt(value: Any, name: str) -> Prompt:

@@ -1,4 +1,4 @@
-"""Runs the server: from settings to a listening socket, and from a signal to a quiet end."""
+"""Runs the server: from settings to a listening socket, and from a signal to its end."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ logger = logging.getLogger("kvblocks.server")
 
 
 def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPublisher | None" = None) -> Engine:
-    """Return the engine that the settings describe. publisher: of its events.
+    """Return the engine that the settings describe. publisher: publishes its events.
 
     Raises InvalidArgumentError and DiskError.
     """
@@ -50,6 +50,7 @@ def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPu
         kv_cache_dtype=settings.kv_cache_dtype,
         eviction=settings.eviction,
         num_history_blocks=settings.num_history_blocks if settings.prefix_caching else 0,
+        remember_next_token=settings.remember_next_token,
         host_cache=settings.host_cache,
         disk_cache=settings.disk_cache,
         disk_cache_size=settings.disk_cache_size,
@@ -63,7 +64,7 @@ def make_engine(model: LoadedModel, settings: CacheSettings, publisher: "EventPu
 
 
 def warm_up(engine: Engine) -> str:
-    """Warm the engine up, behind a progress bar on a terminal, and return a line of what it took, for people."""
+    """Warm the engine up, with a progress bar on a terminal. Return a line for people that says how long it took."""
     begin_s = time.monotonic()
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -81,19 +82,22 @@ def warm_up(engine: Engine) -> str:
 
 
 def make_publisher(settings: EventSettings) -> "EventPublisher | None":
-    """Return who publishes events, bound to its addresses; None: nobody is to. Raises InvalidArgumentError."""
+    """Return the publisher of events, bound to its addresses; None if there is no endpoint.
+
+    Raises InvalidArgumentError.
+    """
     if settings.endpoint is None:
         return None
     try:
         from kvblocks.wire.publisher import EventPublisher as Made
-    except ImportError as error:  # it says which package is missing, and how to get it
+    except ImportError as error:  # the error says which package is missing, and how to get it
         raise InvalidArgumentError(f"--kv-events: {error}") from error
     return Made(settings.endpoint, settings.replay, topic=settings.topic, allow_remote=settings.allow_remote)
 
 
 @contextlib.contextmanager
 def make_recorder(settings: ServerSettings, cache: CacheSettings) -> Iterator[TraceRecorder | None]:
-    """Give who records requests; None: nobody is to. Raises InvalidArgumentError for a file that can't be written."""
+    """Give the recorder of requests, or None. Raises InvalidArgumentError for a file that can't be written."""
     if settings.record is None:
         yield None
         return
@@ -102,15 +106,15 @@ def make_recorder(settings: ServerSettings, cache: CacheSettings) -> Iterator[Tr
 
 
 def model_name(model: str) -> str:
-    """Return the name that a model is served under: a known one's own, else that of its folder."""
+    """Return the name that a model is served under: a known model's own name, else the name of its folder."""
     return Path(model).name or model
 
 
 class KVBlocksServer(uvicorn.Server):
-    """uvicorn's server, which on SIGTERM or Ctrl-C lets running requests finish, for a while, and then fails them.
+    """uvicorn's server. On SIGTERM or Ctrl-C running requests may finish within the grace period; others then fail.
 
-    What is left of that while is for what tiers have to store. on_ready: told the URL when it listens. A second signal
-    fails requests at once, and drops what isn't being stored yet.
+    The rest of the grace period is for the tiers to store blocks. A second signal fails requests at once, and drops the
+    stores that haven't begun. on_ready: called with the URL when the server listens.
     """
 
     def __init__(self, service: Service, model: str, on_ready: Callable[[str], None] = lambda _: None) -> None:
@@ -126,9 +130,9 @@ class KVBlocksServer(uvicorn.Server):
             server_header=False,
             lifespan="on",
             ws="none",
-            # h11, not httptools where that happens to be installed: its rules of framing are stricter.
+            # h11 even if httptools is installed: h11's framing rules are stricter.
             http=bounded(count_connections(settings.max_connections)),
-            # The service fails what is left after the grace period, so this is for what hangs in spite of it.
+            # The service fails unfinished requests after the grace period. This limit is for those that still hang.
             timeout_graceful_shutdown=int(settings.grace_s) + 5,
         )
         super().__init__(config)
@@ -140,7 +144,7 @@ class KVBlocksServer(uvicorn.Server):
         log_shortage_seldom(self._event_loop)
         try:
             await super().startup(sockets)
-        except OSError as error:  # the address was free when it was bound, but another has begun to listen since
+        except OSError as error:  # the address was free when it was bound, but somebody has begun to listen there since
             await self.lifespan.shutdown()
             raise InvalidArgumentError(f"expected an address that nobody listens at, got an error: {error}") from error
         for listener in sockets or []:
@@ -148,20 +152,20 @@ class KVBlocksServer(uvicorn.Server):
             self._on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop; at the second time, without grace. Called in the main thread, between two instructions."""
+        """Begin to stop; the second call stops without grace. Called in the main thread, between two instructions."""
         del sig, frame
         self.stop(grace_s=0.0 if self.should_exit else self._service.settings.grace_s)
 
     def stop(self, grace_s: float) -> None:
-        """Take no more requests, and in `grace_s` seconds fail what is unfinished then. Any thread may call it."""
+        """Take no more requests, and fail those that are unfinished in `grace_s` seconds. Any thread may call this."""
         self._service.begin_stop(grace_s)
         self.should_exit = True
         if self._event_loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be failed
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no request is left to fail
                 self._event_loop.call_soon_threadsafe(self._event_loop.call_later, grace_s, self._service.fail_all)
 
     def _die(self) -> None:
-        """The engine's thread has died: stop, and say so by the exit status."""
+        """Stop because the engine's thread has died; the exit status says so."""
         self.has_died = True
         self.stop(grace_s=0.0)
 
@@ -177,7 +181,7 @@ def bind(settings: ServerSettings) -> socket.socket:
         if os.name == "posix":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         if listener is not None:
             listener.close()
         raise InvalidArgumentError(
@@ -196,10 +200,10 @@ def serve(
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C.
 
-    load: gives the model; it is called when the addresses are known to be free. say: gets lines for people. Raises what
-    loading and the engine raise, and KVBlocksError when the engine's thread died.
+    load: returns the model; called once the addresses are known to be free. say: called with lines for people. Raises
+    what loading and the engine raise, and KVBlocksError when the engine's thread died.
     """
-    # Else all texts would share a pool of threads as many as there are cores, and short ones would wait for long ones.
+    # Else all texts would share one pool of threads, one a core, and short texts would wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     configure_logging(settings.log_level)
     with (
@@ -239,7 +243,7 @@ def serve(
         try:
             server.run(sockets=[listener])
         finally:
-            if not service.thread.is_alive:  # which has closed it, if it ever ran
+            if not service.thread.is_alive:  # the thread closes the engine when it ends, but it may never have begun
                 engine.close(0.0)
     if server.has_died:
         raise KVBlocksError("the engine's thread has died: see the log above")

@@ -1,8 +1,8 @@
 """The event loop's side of the server: which answers are open, how many may be, and how long each may take.
 
-Invariants: an answer counts until the engine has nothing of it any more, so clients that come and go can't pile up work
-beyond `max_requests`; so do texts that are being encoded, until their thread is done; each answer that the engine was
-given ends in exactly one outcome.
+Invariants. An answer counts until the engine holds nothing of it any more, so clients that come and go can't pile up
+work beyond `max_requests`. A text that is being encoded counts until its thread is done. Each answer that the engine
+was given ends in exactly one outcome.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ T = TypeVar("T")
 
 
 class Service:
-    """Answers of an event loop by one engine, which it owns. Make it, `start` it in the loop, and `stop` it there.
+    """The answers of one engine, which the service owns. Make it, `start` it in the event loop, and `stop` it there.
 
-    num_open: choices of all open answers. keep_reasons: see `Arrivals`. publisher: of the engine's events. recorder: of
-    requests. Raises InvalidArgumentError for quotas of tiers that the engine doesn't have.
+    num_open: choices of all open answers. keep_reasons: see `Arrivals`. publisher: publishes the engine's events.
+    recorder: records requests. Raises InvalidArgumentError for quotas of tiers that the engine doesn't have.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class Service:
         self._compilers = Compilers()
         self._grammar_compiler: asyncio.Task[GrammarCompiler] | None = None
         most = engine.scheduler.max_request_tokens  # before there are pins
-        # The last token that is generated needs room in the context, and none in the pool.
+        # The last generated token needs room in the context, but none in the pool.
         self._max_prompt_tokens = most if most == engine.model.config.max_position_embeddings else most - 1
         self.metrics = ServiceMetrics(engine, lambda: self.num_open, publisher, recorder)
         self.is_stopping = False
         self.num_open = 0
         self._open_by: Counter[Caller] = Counter()
-        self._unfinished: dict[Answer, None] = {}  # those that the engine was given, in their order
+        self._unfinished: dict[Answer, None] = {}  # answers that the engine was given, in that order
         self._ends: deque[float] = deque(maxlen=16)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the service takes requests."""
         return self.thread.is_alive and not self.is_stopping
 
     def start(self) -> None:
@@ -84,17 +84,17 @@ class Service:
         self.thread.start()
 
     def begin_stop(self, grace_s: float) -> None:
-        """Take no more requests. Those that run, and then what tiers have to store, get so many seconds from now.
+        """Take no more requests. Running requests, and then the tiers' stores, get `grace_s` seconds from now.
 
-        Any thread may call it, again with fewer seconds too. The caller fails what is unfinished then.
+        Any thread may call this, and call it again with fewer seconds. After them, the caller fails what is unfinished.
         """
         self.is_stopping = True
         self.thread.close_by = time.monotonic() + grace_s
 
     async def stop(self, timeout_s: float) -> bool:
-        """Fail what is unfinished, close the engine, and end its thread; return whether it did in time.
+        """Fail unfinished answers, close the engine, and end its thread. Return whether the thread ended in time.
 
-        timeout_s: beside what is left of the grace period.
+        timeout_s: seconds to wait, added to what is left of the grace period.
         """
         self.is_stopping = True
         self.fail_all()
@@ -105,7 +105,8 @@ class Service:
     def open(self, slots: Slots) -> None:
         """Take slots; `submit` passes them on, and `close` gives them back. O(1).
 
-        Raises ApiError, with none taken, if they can't be had now; for want of them it counts as refused.
+        Raises ApiError, with none taken, if the slots can't be had now. If too few are free, the request counts as
+        refused.
         """
         self._check_healthy()
         limits = [(self.settings.max_requests, self.num_open, "")]
@@ -139,12 +140,12 @@ class Service:
         slots: Slots,
         load: Load,
     ) -> list[list[int]]:
-        """Return prompts as tokens: what `encode` makes of texts of so many characters each, 0: of token ids.
+        """Return prompts as tokens, by a call of `encode` on another thread.
 
-        It takes slots, as `open` does, which are still taken then, and releases `load`. If
-        this raises or is cancelled both are given back, but not before nothing is being encoded any more. Raises what
-        `encode` and `open` do, and ApiError for prompts that the context has no room for: before they are encoded,
-        where their characters say so.
+        num_chars: the length of each text, 0 for token ids. This takes slots, as `open` does, and releases `load`; the
+        slots stay taken. If this raises or is cancelled, both are given back, but only once the encoding has ended.
+        Raises what `encode` and `open` raise, and ApiError for prompts that are longer than the context. Where the
+        number of characters shows that, nothing is encoded.
         """
         tokenizer = self.engine.model.tokenizer
         give_back = partial(self._give_back, slots, load)
@@ -172,12 +173,12 @@ class Service:
     async def compile(self, form: Form, slots: Slots) -> Grammar:
         """Return the grammar of a form of answers.
 
-        Raises ApiError, and gives slots back that were taken for it, but not before nothing is compiled any more.
+        If this raises, ApiError, the slots that were taken for it are given back once the compiling has ended.
         """
         give_back = partial(self.close, slots)
         try:
             compiler = await self._make_compiler()
-            self._check_healthy()  # it may have stopped meanwhile, and its threads with it
+            self._check_healthy()  # the service, and its threads, may have stopped meanwhile
         except BaseException as error:
             give_back()
             if isinstance(error, KVBlocksError):
@@ -186,12 +187,12 @@ class Service:
         return await self._compilers.run(partial(form.compile, compiler), give_back)
 
     async def _make_compiler(self) -> GrammarCompiler:
-        """What compiles grammars for the model, made by whoever asks first, once."""
+        """The compiler of grammars for the model. The first call makes it."""
         if self._grammar_compiler is None:
             model = self.engine.model
             make = partial(GrammarCompiler, model.tokenizer, model.config.vocab_size, sorted(model.stop_token_ids))
             self._grammar_compiler = asyncio.create_task(asyncio.to_thread(make))
-        return await asyncio.shield(self._grammar_compiler)  # which others may wait for
+        return await asyncio.shield(self._grammar_compiler)  # other requests may wait for it too
 
     def _check_num_chars(self, num_chars: int, tokenizer: Tokenizer | None) -> None:
         most = self._max_prompt_tokens * (1 if tokenizer is None else tokenizer.longest_token)
@@ -201,14 +202,14 @@ class Service:
 
     def _expected_length(self) -> str:
         most = self._max_prompt_tokens
-        return f"prompt: expected at most {most} tokens, what the model's context and the pool have room for"
+        return f"prompt: expected at most {most} tokens, as many as the model's context and the pool have room for"
 
     def _give_back(self, slots: Slots, load: Load) -> None:
         self.close(slots)
         load.release()
 
     def submit(self, answer: Answer, prompts: list[list[int]]) -> None:
-        """Queue the prompts of an answer; its slots are given back when the engine has nothing of it any more.
+        """Queue the prompts of an answer. Its slots are given back when the engine holds nothing of it any more.
 
         Raises ApiError, with nothing queued and its slots given back, when the service has stopped.
         """
@@ -222,7 +223,7 @@ class Service:
         self.thread.submit(answer, prompts)
 
     def drop(self, answer: Answer) -> None:
-        """Cancel an answer that nobody waits for any more. Nothing if it has ended, or was never begun."""
+        """Cancel an answer that nobody waits for any more. Does nothing if it has ended, or was never begun."""
         if answer in self._unfinished:
             self._end(answer, Outcome.CANCELLED)
 
@@ -232,7 +233,7 @@ class Service:
             self._end(answer, Outcome.FAILED, stopping_error())
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run a function on the engine's thread, between two steps. Raises what it does, and ApiError if it can't."""
+        """Run a function on the engine's thread, between two steps. Raises its errors, and ApiError if it can't run."""
         if not self.thread.is_alive:
             raise stopping_error()
         seconds = self.settings.request_timeout_s
@@ -244,7 +245,7 @@ class Service:
     def _publish(self, batch: list[tuple[Answer, Item]]) -> None:
         """Hand a batch over to the event loop. Called on the engine's thread."""
         assert self._loop is not None, "the thread is started after this"
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no client waits any more
             self._loop.call_soon_threadsafe(self._deliver, batch)
 
     def _deliver(self, batch: list[tuple[Answer, Item]]) -> None:
@@ -271,7 +272,7 @@ class Service:
             self._end(answer, Outcome.FINISHED)
 
     def _end(self, answer: Answer, outcome: Outcome, error: ApiError | None = None) -> None:
-        """End an answer once; the engine drops what it still has of it."""
+        """End an answer, once. The engine drops what it still holds of it."""
         if answer.outcome is not None:
             return
         del self._unfinished[answer]
@@ -285,12 +286,12 @@ class Service:
         self._end(answer, Outcome.TIMED_OUT, late_error(self.settings.request_timeout_s))
 
     def _retry_after_s(self) -> int:
-        """Seconds until a slot should be free, by how often answers ended lately."""
+        """An estimate of the seconds until a slot is free, from how often answers ended lately."""
         if len(self._ends) < 2:
             return 1
         return min(60, max(1, math.ceil((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1))))
 
 
 def outcome_of(error: ApiError) -> Outcome:
-    """Return how a request ends that gets this error. O(1)."""
+    """Return the outcome of a request that gets this error. O(1)."""
     return Outcome.REJECTED if error.status < 500 else Outcome.FAILED

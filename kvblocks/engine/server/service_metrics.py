@@ -1,4 +1,4 @@
-"""What Prometheus gets of the server itself, beside the cache's metrics: outcomes, tokens, times to first token."""
+"""The server's own metrics for Prometheus, beside the cache's: outcomes, tokens, times to first token."""
 
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvblocks.engine.engine import Engine
-from kvblocks.engine.prometheus import KVBlocksCollector, OffloadCollector
+from kvblocks.engine.prometheus import KVBlocksCollector, OffloadCollector, RememberedCollector
 from kvblocks.replay.recorder import TraceRecorder
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ _TTFT_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class Outcome(Enum):
-    """How a request ended. CANCELLED: the client went away; REFUSED: there was no room for it.
+    """How a request ended. CANCELLED: the client went away. REFUSED: there was no room for it.
 
-    REJECTED: it was wrong, which is the client's mistake; FAILED: it was not, and got no answer.
+    REJECTED: the request was wrong. FAILED: the request was right, but it got no answer.
     """
 
     FINISHED = "finished"
@@ -51,6 +51,8 @@ class ServiceMetrics:
         KVBlocksCollector(engine.metrics, registry=registry)
         if engine.offload is not None:
             OffloadCollector(engine.offload, registry=registry)
+        if engine.scheduler.remembered is not None:
+            RememberedCollector(engine.scheduler.remembered, registry=registry)
         self._outcomes = Counter(f"{_PREFIX}_requests", "Requests by how they ended.", ["outcome"], registry=registry)
         for outcome in Outcome:
             self._outcomes.labels(outcome.value)
@@ -89,7 +91,7 @@ class ServiceMetrics:
 
 
 class _Recorded(Collector):
-    """What became of the requests that were to be recorded."""
+    """Metrics of the recorder: requests recorded, and lost."""
 
     def __init__(self, recorder: TraceRecorder) -> None:
         self._recorder = recorder
@@ -103,7 +105,7 @@ class _Recorded(Collector):
 
 
 class _Events(Collector):
-    """What became of the batches of events."""
+    """Metrics of the publisher: batches of events sent, dropped and queued, and replays."""
 
     def __init__(self, publisher: "EventPublisher") -> None:
         self._publisher = publisher

@@ -1,4 +1,4 @@
-"""What `kvblocks serve` is told, checked together before a model is loaded: a wrong combination says why."""
+"""The settings of `kvblocks serve`, all checked before a model is loaded. An error says why a combination is wrong."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from kvblocks.retention.policies import NAMED
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSettings:
-    """The engine's part. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them.
+    """The engine's settings. num_blocks, kv_cache_memory: at most one of them, as `Engine` takes them.
 
     kv_cache_dtype, eviction: names that `Engine` takes. host_cache, disk_cache, disk_cache_size, disk_cache_secret,
     store, store_secret: as `Engine` takes them.
@@ -33,6 +33,7 @@ class CacheSettings:
     kv_cache_dtype: str = "auto"
     prefix_caching: bool = True
     num_history_blocks: int = 10_000
+    remember_next_token: bool = False
     schedule: str = "fcfs"
     eviction: str | None = None
     deterministic: bool = False
@@ -45,7 +46,7 @@ class CacheSettings:
     disk_cache: str | Path | None = None
     disk_cache_size: str | None = None
     disk_cache_secret: bytes | None = field(default=None, repr=False)
-    store: str | None = field(default=None, repr=False)  # a password may stand there
+    store: str | None = field(default=None, repr=False)  # the URL may contain a password
     store_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +55,7 @@ class CacheSettings:
         if self.num_blocks is not None:
             check_count("--num-blocks", self.num_blocks, 1)
         if self.kv_cache_memory is not None:
-            read_memory(self.kv_cache_memory, torch.device("cpu"))  # whether it can be read, before a model is loaded
+            read_memory(self.kv_cache_memory, torch.device("cpu"))  # raises if the text can't be parsed
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise InvalidArgumentError(
                 f"expected --num-blocks or --kv-cache-memory, since one decides the other, got both ({self.num_blocks}"
@@ -72,6 +73,10 @@ class CacheSettings:
             raise InvalidArgumentError(
                 f"expected --schedule fcfs with --no-prefix-caching, since the other orders go by what is cached, got"
                 f" {self.schedule}"
+            )
+        if self.remember_next_token and not self.prefix_caching:
+            raise InvalidArgumentError(
+                "--remember-next-token: expected prefix caching, which keeps what it needs, got --no-prefix-caching"
             )
         self._check_tiers()
         check_count("--max-num-seqs", self.max_num_seqs, 1)
@@ -114,15 +119,15 @@ class CacheSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
-    """The server's part. port 0: any free one. max_requests: unfinished ones, running and waiting.
+    """The server's settings. port 0: any free port. max_requests: unfinished requests, running and waiting.
 
-    model_names: what the model is served as, the first one in answers; none: its folder's name.
-    api_key: one key for all clients; keys: instead, one for each tenant. admin_key: the operator's, for what is about
-    the cache; without it, and without keys, whoever is served is an operator. allow_anyone: serve other machines though
-    no key keeps them out. allowed_hosts: names, beside the loopback's, that requests may ask by; any will do if there
-    are none, unless only a client's address says who it is: on the loopback, without a key. log_level: from which on
-    something is logged; at "info" each request is. record: a file that gets a line for each request, for
-    `kvblocks replay`; None: none is written.
+    model_names: the names that the model is served under; answers have the first. Empty: its folder's name.
+    api_key: one key for all clients. keys: a key for each tenant, instead of api_key. admin_key: the operator's key,
+    for the endpoints of the cache; without it, and without `keys`, every client is an operator. allow_anyone: serve
+    other machines without a key. allowed_hosts: names that a request's Host header may have, beside those of the
+    loopback. If empty, any name is allowed; but a server on the loopback without keys then allows the loopback's names
+    only. log_level: the least level that is logged; "info" logs each request. record: a file that gets a line for each
+    request, for `kvblocks replay`; None: no file.
     """
 
     host: str = "127.0.0.1"
@@ -181,12 +186,12 @@ class ServerSettings:
 
     @property
     def has_keys(self) -> bool:
-        """Whether clients need one."""
+        """Whether clients need a key."""
         return self.api_key is not None or bool(self.keys)
 
     @property
     def callers(self) -> Callers:
-        """Who may ask, and what."""
+        """The callers that may send requests, with their rights."""
         has_operator = self.admin_key is not None
         everybody = Caller(is_operator=not has_operator)
         known = [(tenant.digest, tenant.caller) for tenant in self.keys]
@@ -200,7 +205,7 @@ class ServerSettings:
 
     @property
     def hosts(self) -> HostCheck | None:
-        """By which names requests may ask; None: by any."""
+        """The names that a Host header may have; None: any."""
         if self.allowed_hosts or (is_loopback(self.host) and not self.has_keys):
             return HostCheck((*self.allowed_hosts, self.host))
         return None
@@ -208,9 +213,9 @@ class ServerSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventSettings:
-    """Where what is cached is published. endpoint: for subscribers; None: nowhere. replay: for who missed something.
+    """Where cache events are published. endpoint: for subscribers; None: nowhere. replay: an endpoint for replays.
 
-    allow_remote: let other machines connect; nobody asks who they are, and events hold prompts' tokens.
+    allow_remote: let other machines connect. They need no key, and events hold prompts' tokens.
     """
 
     endpoint: str | None = None
@@ -229,7 +234,7 @@ NO_EVENTS = EventSettings()
 
 
 def parse_memory(text: str) -> float | str:
-    """Return what --kv-cache-memory says as `Engine` takes it: 0.5 is a share of what is free, "2GiB" a text."""
+    """Return --kv-cache-memory as `Engine` takes it: a share of the free memory (0.5), or a text ("2GiB")."""
     try:
         return float(text) if "." in text else text
     except ValueError:
@@ -237,7 +242,7 @@ def parse_memory(text: str) -> float | str:
 
 
 def read_secret(file: Path | None, value: str | None, flag: str) -> bytes | None:
-    """Return the secret that stands in a file, without the line's end, or else in the environment; None: in neither.
+    """Return the secret in a file, without the line's end, or else `value` as bytes; None if there is neither.
 
     flag: the file's, for errors. Raises InvalidArgumentError for a file that can't be read.
     """
@@ -252,6 +257,6 @@ def read_secret(file: Path | None, value: str | None, flag: str) -> bytes | None
 
 
 def read_key(file: Path | None, value: str | None, flag: str) -> str | None:
-    """Return the key that stands in a file, or else `value`. Raises as `read_secret` does."""
+    """Return the key in a file, or else `value`. Raises as `read_secret` does."""
     secret = read_secret(file, value, flag)
     return None if secret is None else secret.decode("utf-8", "replace")

@@ -16,7 +16,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON. ASCII only: what clients sent, lone surrogates too, may come back in messages."""
+    """Return a value as JSON, in ASCII only: messages may repeat what clients sent, lone surrogates too."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
@@ -36,7 +36,7 @@ def error_response(error: ApiError) -> Response:
 
 
 async def send_head(send: Send, status: int, headers: Mapping[str, str]) -> None:
-    """Send a status and headers, as ASGI has them."""
+    """Send a status and headers."""
     fields = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": fields})
 
@@ -47,19 +47,19 @@ async def send_part(send: Send, part: bytes, *, is_last: bool = False) -> None:
 
 
 def encode_in_parts(value: Json, name: str) -> bytes:
-    """Return an object as JSON; each item of its list `name` by itself, so that other threads run between two."""
+    """Return an object as JSON. The items of its list `name` are encoded one by one, so that other threads may run."""
     items = b",".join([encode_json(item) for item in value[name]])
     rest = {key: item for key, item in value.items() if key != name}
     return b"{" + encode_json(name) + b":[" + items + b"]," + encode_json(rest)[1:]
 
 
 async def send_json(send: Send, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-    """Send a whole JSON body, or nothing to a client that has gone."""
+    """Send a value as a whole JSON body, or nothing if the client has gone."""
     await send_encoded(send, encode_json(value), status, headers)
 
 
 async def send_encoded(send: Send, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-    """Send a whole body that is JSON already, or nothing to a client that has gone."""
+    """Send a whole body that is JSON already, or nothing if the client has gone."""
     fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
     with contextlib.suppress(OSError):
         await send_head(send, status, fields)

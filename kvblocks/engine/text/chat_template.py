@@ -1,16 +1,14 @@
 """Chat messages to prompt text, by the Jinja template that a model's folder carries.
 
-What it owns: finding the template, rendering it, and keeping the text that users wrote apart from the model's markup.
+This module finds the template, renders it, and keeps users' text apart from the model's markup.
 
 Invariants:
 - Rendered text is that of `transformers`' apply_chat_template, character for character.
-- A template is a program that came with a download: it runs in Jinja's immutable sandbox and sees plain JSON values
-  only.
-- Markup comes from the template alone. Where a message contains the text of a special token, such as "<|im_end|>",
-  one private-use character that occurs nowhere else stands in for it while the template runs; the spans that come out
-  say which text may be read as markup. If a template garbles the stand-in, odd text is left over, never markup.
-  (A template may build markup out of pieces, such as "<|" + role + "|>": roles are the caller's to choose, not the
-  users'.)
+- A template is a program from a download, so it runs in Jinja's immutable sandbox and sees only plain JSON values.
+- Markup comes from the template alone. Where a message contains the text of a special token, such as "<|im_end|>", one
+  private-use character that occurs nowhere else replaces it while the template runs. The resulting spans say which text
+  may be read as markup. If a template garbles the stand-in, odd text is left over, never markup. (A template may build
+  markup out of pieces, such as "<|" + role + "|>". So the caller must choose the roles, not the users.)
 
 The environment (options, loop controls, raise_exception, strftime_now, tojson that does not escape HTML) follows what
 `transformers` documents for the authors of templates.
@@ -34,7 +32,7 @@ __all__ = ["ChatTemplate", "Message", "Span"]
 Message = Mapping[str, Any]
 """One turn: a "role", a "content", and whatever else the template reads (tool calls, names). JSON values only."""
 
-_STAND_INS = range(0xF0000, 0xFFFFE)  # Supplementary Private Use Area-A: no meaning, and no template's business
+_STAND_INS = range(0xF0000, 0xFFFFE)  # Supplementary Private Use Area-A: without meaning, and not used by templates
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -70,8 +68,8 @@ class ChatTemplate:
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> "ChatTemplate | None":
         """The template of a Hugging Face folder, or None if it has none (base models don't).
 
-        chat_template.jinja comes before the "chat_template" of tokenizer_config.json, as in `transformers`; of
-        several named templates the one called "default" is taken. Raises ModelError if the template does not compile.
+        chat_template.jinja takes precedence over the "chat_template" of tokenizer_config.json, as in `transformers`. Of
+        several named templates the one called "default" is used. Raises ModelError if the template does not compile.
         """
         path = folder / "chat_template.jinja"
         source = path.read_text(encoding="utf-8") if path.is_file() else tokenizer_config.get("chat_template")
@@ -94,7 +92,7 @@ class ChatTemplate:
     ) -> list[Span]:
         """The prompt as spans, whose texts joined are the prompt.
 
-        `special_texts` are what may be markup only if the template wrote it. `variables` (JSON values, such as tools or
+        `special_texts` are markup only where the template wrote them. `variables` (JSON values, such as tools or
         enable_thinking) are visible to the template by name, and protected like messages.
 
         Raises InvalidArgumentError if the messages are not JSON values, or the template refuses them. O(length).
@@ -113,7 +111,7 @@ class ChatTemplate:
 
 
 class _StandIns:
-    """One private-use character for each special text that occurs in what users wrote."""
+    """One private-use character for each special text that occurs in users' text."""
 
     def __init__(self, special_texts: Collection[str], taken: str) -> None:
         self._pattern = re.compile("|".join(map(re.escape, sorted(special_texts, key=len, reverse=True))) or r"(?!)")
@@ -121,7 +119,7 @@ class _StandIns:
         self._characters: dict[str, str] = {}  # special text -> its stand-in
 
     def protect(self, value: Any) -> Any:
-        """A copy of a JSON value with the stand-ins instead of special texts, in keys too."""
+        """A copy of a JSON value, with stand-ins for special texts, in keys too."""
         if isinstance(value, str):
             return self._pattern.sub(lambda match: self._stand_in(match[0]), value)
         if isinstance(value, list):

@@ -1,8 +1,8 @@
 """Stop strings: text that ends a generation, and is not part of it.
 
-Text comes in pieces of any size, and what is shown can't be taken back. So what may be the beginning of a stop string
-is held back until it is one or can't be. The result doesn't depend on how the text is cut into pieces: the stop string
-that ends first counts, and of several that end there the longest.
+Text comes in pieces of any size, and text that was shown can't be taken back. So text that may begin a stop string is
+held back until this is decided. The result doesn't depend on how the text is cut into pieces. The stop string that ends
+first counts; of several that end there, the longest.
 """
 
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ from collections.abc import Iterable
 class StopMatcher:
     """Passes text on up to the first of `stops`, which are not empty.
 
-    num_exempt: so many of the first pieces are passed on as they are; no stop string begins in them.
-    is_matched: whether one was found; what is fed then is dropped.
+    num_exempt: how many of the first pieces are passed on unchecked; no stop string begins in them.
+    is_matched: whether a stop string was found; text that is fed afterwards is dropped.
     """
 
     def __init__(self, stops: Iterable[str] = (), num_exempt: int = 0) -> None:
@@ -38,10 +38,10 @@ class StopMatcher:
         return text[:certain]
 
     def finish(self) -> str:
-        """Return what was held back: no more text comes."""
+        """Return the text that was held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
 
     def _may_begin(self, text: str) -> bool:
-        """Whether all of `text`, perhaps nothing, is the beginning of a stop string."""
+        """Whether `text`, which may be empty, is the beginning of a stop string."""
         return any(stop.startswith(text) for stop in self._stops)

@@ -1,4 +1,4 @@
-"""The bytes that each token stands for, which together are the text: a character may be spread over several tokens."""
+"""The bytes that each token stands for. Joined they are the text; a character may be spread over several tokens."""
 
 import json
 import re
@@ -12,7 +12,7 @@ _WORD_START = "\u2581"  # what SentencePiece writes for a space
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenizers write for bytes: printable ones for themselves, others from U+0100."""
+    """The characters by which byte-level tokenizers write bytes: printable ones stay, others begin at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -22,9 +22,9 @@ _ALPHABET = _byte_level_alphabet()
 
 
 class TokenBytes:
-    """The bytes of the tokens of one tokenizer. It changes nothing, so threads may share it.
+    """The bytes of the tokens of one tokenizer. It never changes, so threads may share it.
 
-    definition: what tokenizer.json holds, parsed.
+    definition: the content of tokenizer.json, parsed.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, definition: Mapping[str, Any]) -> None:

@@ -1,14 +1,13 @@
 """Text to token ids and back, from the tokenizer.json of a Hugging Face folder.
 
-What it owns: which text may become a special token, decoding as a stream, and prompts from chats (with
+This module decides which text may become a special token, decodes streams, and makes prompts from chats (with
 chat_template.py).
 
 Invariants:
-- Text is text: unless the caller says `parse_special=True`, no part of it becomes a special token, so a user cannot
-  end their turn by writing "<|im_end|>". In a chat, only the template's own markup becomes special tokens. What
-  counts as special is what tokenizer.json marks so (`"special": true`), with one limit: a file whose special tokens
-  are matched after normalisation (`"normalized": true`, older Llama 2 folders) protects chats only against their
-  exact text.
+- Unless the caller says `parse_special=True`, no part of a text becomes a special token. So a user can't end their turn
+  by writing "<|im_end|>". In a chat, only the template's own markup becomes special tokens. Special tokens are those
+  that tokenizer.json marks (`"special": true`). One limit: if special tokens are matched after normalisation
+  (`"normalized": true`, older Llama 2 folders), chats are protected only against their exact text.
 - For text that contains no special token's text, ids are those of `transformers`' AutoTokenizer.
 - The pieces of a StreamDecoder joined are `decode` of all ids, and no piece ends inside a character.
 
@@ -30,7 +29,7 @@ from kvblocks.errors import InvalidArgumentError, InvalidTokensError
 
 __all__ = ["StreamDecoder", "Tokenizer"]
 
-_REPLACEMENT = "\ufffd"  # what decoding gives for bytes that are not, or not yet, a character
+_REPLACEMENT = "\ufffd"  # decoding gives this for bytes that are not, or not yet, a character
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -52,10 +51,10 @@ class Tokenizer:
         Raises ModelError if the definition is not one that the `tokenizers` library reads. Most callers want
         `from_folder`.
         """
-        # Two of them, because whether special tokens are recognised is a setting of the object, not of the call.
+        # There are two, because parsing special tokens is a setting of the object, not of the call.
         self._markup = _load_definition(definition)
         self._plain = _load_definition(definition)
-        self._plain.encode_special_tokens = True  # "encode their text", that is: as any other text
+        self._plain.encode_special_tokens = True  # this encodes their text as any other text
         self._template = template
         added_tokens = self._markup.get_added_tokens_decoder()
         self._special_texts = frozenset(token.content for token in added_tokens.values() if token.special)
@@ -74,7 +73,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "Tokenizer":
-        """The tokenizer of a Hugging Face folder: tokenizer.json, and what the JSON files beside it say about it.
+        """The tokenizer of a Hugging Face folder, from tokenizer.json and the JSON files beside it.
 
         Raises ModelError if tokenizer.json is missing or unreadable, or another file is broken. About 0.2 s for
         50,000 tokens.
@@ -98,7 +97,7 @@ class Tokenizer:
 
     @property
     def definition(self) -> str:
-        """What tokenizer.json says, as text. O(vocabulary)."""
+        """The content of tokenizer.json, as text. O(vocabulary)."""
         return self._markup.to_str()
 
     @property
@@ -109,23 +108,22 @@ class Tokenizer:
     def encode(self, text: str, *, parse_special: bool = False, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
 
-        `parse_special`: whether "<|im_end|>" and the like become the token instead of their characters. Off by
-        default: turn it on only for text that no user wrote. `add_special_tokens`: whether what tokenizer.json adds
-        to every prompt (a BOS, for some models) is added.
+        `parse_special`: whether "<|im_end|>" and the like become the token instead of their characters. Off by default:
+        turn it on only for text that no user wrote. `add_special_tokens`: whether to add the tokens that tokenizer.json
+        adds to every prompt (a BOS, for some models).
 
         Raises InvalidArgumentError if the text is not valid Unicode. O(len(text)); other threads run meanwhile.
         """
         encoder = self._markup if parse_special else self._plain
         try:
-            # A batch of one: `encode` would keep the interpreter's lock, for seconds where a text has millions of
-            # characters.
+            # A batch of one, since `encode` would keep the interpreter's lock: seconds, for millions of characters.
             ids: list[int] = encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except TypeError as error:  # what the library says of a lone surrogate
+        except TypeError as error:  # the library raises this for a lone surrogate
             raise InvalidArgumentError(f"expected text of valid Unicode, got {text!r:.100}") from error
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids. Bytes that are no character become U+FFFD; ids that no token has become nothing.
+        """The text of the ids. Bytes that aren't a character become U+FFFD; unknown ids have no text.
 
         Raises InvalidTokensError if an id is not an integer from 0 to 2**32 - 1. O(ids).
         """
@@ -135,13 +133,13 @@ class Tokenizer:
             raise InvalidTokensError(f"expected ids from 0 to 2**32 - 1, got {list(token_ids)!r:.100}") from error
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token with this id as the vocabulary spells it (not as text), or None if no token has it."""
+        """The token with this id, as the vocabulary spells it (not as text), or None for an unknown id."""
         return self._markup.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; a special token's are its text's, and b"" if no token has this id.
+        """The bytes that a token stands for; for a special token those of its text; b"" for an unknown id.
 
-        A character may be spread over several tokens, so they need not be valid UTF-8. O(length of the token).
+        A character may be spread over several tokens, so the bytes may be invalid UTF-8. O(length of the token).
         """
         return self._bytes.of(token_id)
 
@@ -154,10 +152,10 @@ class Tokenizer:
     ) -> list[int]:
         """The ids of a chat, as the model was trained to read it.
 
-        `messages` are {"role": ..., "content": ...} and what else the template reads. `add_generation_prompt`:
-        whether the prompt ends where the assistant's answer begins. `variables`: more values for the template, such
-        as tools. Special tokens written in messages are encoded as text; without any, the ids are those of
-        `transformers`.
+        `messages` are {"role": ..., "content": ...}, with other fields that the template may read.
+        `add_generation_prompt`: whether the prompt ends where the assistant's answer begins. `variables`: more values
+        for the template, such as tools. Special tokens written in messages are encoded as text. Without any, the ids
+        are those of `transformers`.
 
         Raises ModelError if the model has no template; InvalidArgumentError if the template refuses the messages.
         O(length).
@@ -175,15 +173,15 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes ids as they are generated: `feed` them, show what it returns, and show what `finish` returns at the end.
+    """Decodes ids as they are generated. Show what `feed` returns, and at the end what `finish` returns.
 
-    What it returned, joined, is always a prefix of the text of all ids, and at the end that text. Text is held back
-    only while later ids could still change it: an unfinished character, or a run of byte tokens.
+    The returned texts, joined, are always a prefix of the text of all ids, and at the end the whole text. Text is held
+    back only while later ids could still change it: an unfinished character, or a sequence of byte tokens.
     """
 
-    # A decoder is local but for its first token (some strip its space) and for characters spread over tokens. So it
-    # is enough to decode from the last token at which a character ended, and to skip what that token itself decodes
-    # to.
+    # A token's text depends on its neighbours only at the beginning (some decoders strip the first space) and where a
+    # character is spread over tokens. So decoding starts at the last token at which a character ended, and skips that
+    # token's own text.
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -192,7 +190,7 @@ class StreamDecoder:
         self._num_returned = 0  # characters of the window's text
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """The text that these ids make certain; often "", when a character is not finished.
+        """The text that these ids make certain: "" if a character isn't finished.
 
         Raises InvalidTokensError as `Tokenizer.decode` does, and changes nothing then. O(ids), apart from ids that
         spell no valid text for long.
@@ -213,7 +211,7 @@ class StreamDecoder:
         return piece
 
     def finish(self) -> str:
-        """What was held back, an unfinished character as U+FFFD. Afterwards the decoder is as new."""
+        """The text that was held back, with U+FFFD for an unfinished character. Resets the decoder."""
         piece = self._decode(self._window)[self._num_returned :]
         self._window, self._num_returned = [], 0
         return piece
@@ -230,13 +228,13 @@ def _load_definition(definition: str) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # the library raises nothing narrower
         raise ModelError(f"expected the definition of a tokenizer, got an error: {error}") from error
-    tokenizer.no_truncation()  # both are settings of training that some folders still carry
+    tokenizer.no_truncation()  # some folders still have training's settings for truncation and padding
     tokenizer.no_padding()
     return tokenizer
 
 
 def _eos_token_ids(configs: Mapping[str, Mapping[str, Any]], vocabulary: Mapping[str, int]) -> frozenset[int]:
-    """As in `transformers`: what generation_config.json says, or else config.json, or else the tokenizer."""
+    """The ids in generation_config.json, or else in config.json, or else the tokenizer's, as in `transformers`."""
     for name in ("generation_config.json", "config.json"):
         value = configs[name].get("eos_token_id")
         if value is not None:

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-MOST = {"decode": 10, "prompts": 10, "decodes and prompts": 12, "cascade": 14}
-"""The four products among them; attention itself is 2, 2, 4 and 6."""
+MOST = {"decode": 10, "prompts": 10, "decodes and prompts": 12, "cascade": 12}
+"""The four products among them; attention itself is 2, 2, 4 and 4."""
 
 
 def count(*arguments):

@@ -64,6 +64,15 @@ def answers(model, **options):
     return Engine(model, num_blocks=512).generate([PROMPT], n=12, seed=7, max_tokens=150, **options)
 
 
+def test_no_token_is_remembered_for_a_grammar_or_by_it(model, person):
+    engine = Engine(model, num_blocks=64, deterministic=True, remember_next_token=True)
+    (first,) = engine.generate([PROMPT], max_tokens=60, grammar=person)
+    engine.generate([PROMPT], max_tokens=4)
+    (again,) = engine.generate([PROMPT], max_tokens=60, grammar=person)
+    assert again.token_ids == first.token_ids
+    assert (len(engine.scheduler.remembered), engine.scheduler.remembered.num_answers) == (1, 0)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 8.0])
 def test_whatever_is_drawn_a_whole_answer_is_json_by_its_schema(model, person, temperature):
     found = answers(model, temperature=temperature, grammar=person)

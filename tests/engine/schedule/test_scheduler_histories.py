@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvblocks import KVCacheManager, Sequence
 from kvblocks.engine.schedule.capacity import StalledError
+from kvblocks.engine.schedule.remembered import RememberedPrompts, prompt_key
 from kvblocks.engine.schedule.request import Request
 from kvblocks.engine.schedule.scheduler import Scheduler
 from kvblocks.engine.schedule.schedules import SCHEDULES, make_order
@@ -164,6 +165,8 @@ class History:
             request,
             *(request.add_sample((name, number)) for number in range(1, num_samples if max_tokens else 1)),
         ]
+        if self.scheduler.remembered is not None and len(samples) == 1:
+            request.prompt_key = prompt_key(request.sequence)
         try:
             self.scheduler.add(request)
         except PoolExhaustedError:
@@ -197,6 +200,7 @@ class History:
         assert len(expired) == len(set(expired))
         scheduler.manager.check()
         self.now += 1
+        self.answer()
         if not scheduler.has_work:
             return
         running = list(scheduler.running)
@@ -211,8 +215,23 @@ class History:
             scheduler.cancel(error.request, "error")
             scheduler.manager.check()
 
+    def answer(self):
+        """Give out what is remembered: nothing runs that didn't, and nobody gets or loses a block."""
+        scheduler = self.scheduler
+        if scheduler.remembered is None:
+            return
+        scheduler.remembered.drop_stale()
+        before = list(scheduler.running), scheduler.manager.num_free_blocks
+        for request, token in scheduler.answer():
+            assert request.output_token_ids == [token]
+        assert (scheduler.running, scheduler.manager.num_free_blocks) == before
+        scheduler.remembered.check()
+
     def check_end(self):
         scheduler = self.scheduler
+        if scheduler.remembered is not None:
+            scheduler.remembered.check()
+            scheduler.remembered.clear()
         for pin in scheduler.manager.pins:
             scheduler.manager.unpin(pin)
         assert scheduler.manager.num_free_blocks == scheduler.manager.num_blocks
@@ -242,13 +261,15 @@ class History:
     ),
     bounds=st.none() | st.tuples(st.integers(1, 6), st.integers(0, 3)),
     enable_caching=st.sampled_from([True, True, True, False]),
+    remembered=st.none() | st.tuples(st.integers(1, 24), st.integers(1, 6)),
 )
-def test_any_history(schedule, arrivals, events, num_blocks, limits, bounds, enable_caching):
+def test_any_history(schedule, arrivals, events, num_blocks, limits, bounds, enable_caching, remembered):
     manager = KVCacheManager(num_blocks, BLOCK_SIZE, enable_caching=enable_caching, pin_budget=1.0)
     order = make_order(schedule)
     if bounds is not None and schedule != "fcfs":
         order.num_candidates, order.max_overtakes = bounds
-    history = History(Scheduler(manager, 1000, limits, order=order))
+    kept = None if remembered is None else RememberedPrompts(manager, *remembered)
+    history = History(Scheduler(manager, 1000, limits, order=order, remembered=kept))
     pending = sorted(arrivals, key=lambda arrival: arrival["at"])
     while pending or history.scheduler.has_work:
         while pending and (pending[0]["at"] <= history.now or not history.scheduler.has_work):

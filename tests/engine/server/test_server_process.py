@@ -79,6 +79,7 @@ def test_chat_in_process_until_the_input_ends(tiny_folder):
             ["--model", "org/a-Model.1"],
             "`hf download org/a-Model.1 --local-dir a-Model.1`, and then given as the folder",
         ),
+        (["--remember-next-token", "--no-prefix-caching"], "--remember-next-token: expected prefix caching"),
         (["--log-level", "loud"], "--log-level: expected one of debug, info, warning, error, got 'loud'"),
         (["--model", "nonsense"], "expected a known model (smollm2) or a Hugging Face folder, got 'nonsense'"),
         (["--host", "192.0.2.1", "--api-key", "k"], "expected a free address of this machine, got 192.0.2.1 port"),

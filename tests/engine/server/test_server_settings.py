@@ -31,6 +31,7 @@ from kvblocks.errors import InvalidArgumentError
         ({"disk_cache": "d", "disk_cache_secret": b"hush"}, ["disk_cache_secret", "at least 16 bytes", "got 4"]),
         ({"disk_cache": "d", "prefix_caching": False}, ["--disk-cache", "--no-prefix-caching"]),
         ({"host_cache": "1GiB", "prefix_caching": False}, ["--no-prefix-caching", "got --host-cache"]),
+        ({"remember_next_token": True, "prefix_caching": False}, ["--remember-next-token", "got --no-prefix-caching"]),
     ],
 )
 def test_wrong_settings_of_the_cache_say_why(settings, words):

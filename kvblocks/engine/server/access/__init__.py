@@ -1,5 +1,6 @@
-"""Who is let in, and how much of theirs is worked on at once: what stands between the network and the service.
+"""What stands between the network and the service: who may send which requests, and how much is processed at once.
 
-`connections` bounds connections, `gate` decides by a request's headers who may ask what, `bodies` reads and parses
-what they send, `encoding` turns texts into tokens. Each has its own bound, so that nobody's request stops others'.
+`connections` bounds connections, `gate` checks a request's headers and rights, `bodies` reads and parses bodies,
+`encoding` turns texts into tokens, `compiling` forms into grammars. Each has its own bound, so that no client's
+requests stop those of others.
 """

@@ -1,4 +1,4 @@
-"""A line in the log for each request, at the level INFO: who asked for what, and what came of it: no prompt, no key."""
+"""A line in the log for each request, at the level INFO: caller, path, outcome. It has no prompt and no key."""
 
 import logging
 import sys
@@ -14,9 +14,9 @@ _SHOWN = 100
 
 
 class AccessLog:
-    """ASGI middleware that logs a request when it has ended, if anybody wants to know.
+    """ASGI middleware that logs a request when it has ended, if the level INFO is logged.
 
-    Below it, the request's state may have "caller", who asks, and "request_id", the client's own name of it.
+    Inner layers may set "caller" and "request_id", the client's own name of the request, in the request's state.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -60,7 +60,7 @@ def log(scope: Scope, head: dict[str, str], seconds: float) -> None:
 
 
 def configure_logging(level: str) -> None:
-    """Send what this package logs to stderr, from a level on, with times. level: one of LOG_LEVELS."""
+    """Write this package's log to stderr, with times. level: the least level that is logged, one of LOG_LEVELS."""
     package = logging.getLogger("kvblocks")
     package.setLevel(level.upper())
     if not package.handlers:
@@ -70,10 +70,10 @@ def configure_logging(level: str) -> None:
 
 
 class _ToStderr(logging.Handler):
-    """Writes to what is stderr when something is logged."""
+    """Writes to the sys.stderr of the moment when something is logged."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, or what an exception has."""
+        """Write a line, with the traceback if there is an exception."""
         try:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
@@ -82,5 +82,5 @@ class _ToStderr(logging.Handler):
 
 
 def _shown(text: str) -> str:
-    """A client's text on a line of its own: escaped, and not too long."""
+    """A client's text for a line of the log: escaped, and not too long."""
     return ascii(text)[1:-1].replace(" ", "\\x20")[:_SHOWN]

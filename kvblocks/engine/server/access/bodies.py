@@ -1,7 +1,7 @@
-"""Request bodies: of bounded size, read within bounded time, and parsed so that others don't wait for it.
+"""Request bodies: of bounded size, read within bounded time, and parsed so that other requests don't wait for long.
 
-The parser keeps the interpreter's lock: for 0.1 s, where a body has 4 MiB of small values. So large bodies are parsed
-one after another, and between two of them everybody else gets several times as long.
+The JSON parser keeps the interpreter's lock: for 0.1 s, if a body has 4 MiB of small values. So large bodies are parsed
+one after another. After each, other work gets several times as long before the next one is parsed.
 """
 
 import asyncio
@@ -17,33 +17,33 @@ from kvblocks.engine.server.errors import ApiError, busy_error
 BODY_TIMEOUT_S = 30.0
 
 SMALL_BODY = 64 * 2**10
-"""Bytes of a body that is read and parsed at once; what connections hold of these is bounded by their number."""
+"""Up to so many bytes, a body is read and parsed at once. The number of connections bounds the bytes of such bodies."""
 
 _LARGE_BODIES = 4
-"""How many of the largest bodies may be here together."""
+"""How many bodies of the largest size may be held at the same time."""
 
 _REST = 4.0
-"""After a large body was parsed, how many times as long others have the interpreter before the next one is."""
+"""After a large body is parsed, the next one waits this many times as long, so that other work has the interpreter."""
 
 REFUSED_S = 1.0
-"""How long a large body for which there is no room waits before the rest of it is read: its client may not wait itself.
+"""Seconds that a large body without room waits before the rest of it is read, since its client may retry at once.
 
-What a busy server reads and throws away would otherwise keep the event loop from everybody else.
+Otherwise the event loop of a busy server would spend its time on bytes that are thrown away.
 """
 
-# A client that is still sending doesn't see an early answer, so some of what is refused is read and thrown away.
+# A client doesn't see an early answer while it sends. So some bytes of a refused body are read and thrown away.
 _DRAIN = 4
 
 
 class Load:
-    """The bytes that one request takes of those which large bodies may have together, until `release`."""
+    """One request's bytes, out of those that large bodies may take together. They count until `release`."""
 
     def __init__(self, bodies: "Bodies") -> None:
         self._bodies = bodies
         self._num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Let it be so many bytes, more than before. Raises ApiError, 429, if they are too many together."""
+        """Set its bytes to a larger number. Raises ApiError, 429, if all large bodies together would be too large."""
         if num_bytes <= SMALL_BODY:
             return
         bodies, more = self._bodies, num_bytes - self._num_bytes
@@ -54,7 +54,7 @@ class Load:
         self._num_bytes = num_bytes
 
     def release(self) -> None:
-        """Give the bytes back. Nothing the second time."""
+        """Give the bytes back. A second call does nothing."""
         self._bodies.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
@@ -62,7 +62,7 @@ class Load:
 class Bodies:
     """Reads the bodies of one server. Owned by the event loop.
 
-    max_bytes: of one body. num_bytes: what large ones take now, from reading until `Load.release`.
+    max_bytes: of one body. num_bytes: of all large bodies now, each from its reading until `Load.release`.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -84,8 +84,8 @@ class Bodies:
     async def take(self, request: Request) -> tuple[Any, Load]:
         """Return the parsed body, and its bytes, which count until they are released.
 
-        Raises ApiError, with none taken: 415 for another content type (browsers send JSON to other sites only when
-        these agree, so a web page can't use a server on its reader's machine), 413, 408, 429, 400.
+        Raises ApiError, with no bytes taken: 415 for another content type than JSON, 413, 408, 429, 400. (Browsers send
+        JSON to another site only if that site allows it. So a web page can't use a server on its reader's machine.)
         """
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
@@ -102,7 +102,7 @@ class Bodies:
             async with asyncio.timeout(BODY_TIMEOUT_S) as limit:
                 return await self._read_parts(request, load)
         except TimeoutError:
-            if not limit.expired():  # a wider limit, such as the request's
+            if not limit.expired():  # another time limit has ended, such as the request's
                 raise
             message = f"expected the body within {BODY_TIMEOUT_S:g} s, got less of it"
             raise ApiError(408, message, headers={"Connection": "close"}) from None
@@ -154,5 +154,5 @@ def _parse_json(body: bytes) -> Any:
         return json.loads(body)
     except RecursionError:
         raise ApiError(400, "expected a JSON body, got one that is nested too deep") from None
-    except ValueError as error:  # of UTF-8 as well
+    except ValueError as error:  # invalid UTF-8 as well
         raise ApiError(400, f"expected a JSON body, got an error: {ascii(str(error))[1:-1]:.200}") from None

@@ -1,10 +1,10 @@
-"""Who asks: by which key, with which rights, and under which salt their prompts are cached.
+"""Callers: their keys, their rights, and the salts under which their prompts are cached.
 
-Invariants. A tenant's salts begin with TENANT_SALTS and its name, and go on with a slash where it may choose them; a
-name has no slash. Nobody else can name a salt that begins so, but who holds the operator's key. So no client can reach
-what a tenant has cached, not even what a server with other keys left on a disk.
+Invariants. A tenant's salts begin with TENANT_SALTS and its name. If it may choose salts, a slash follows; a name has
+no slash. Only the holder of the operator's key can name such a salt of another tenant. So no client can reach what a
+tenant has cached, not even blocks that a server with other keys left on a disk.
 
-A key is found by comparing digests, all of them, in constant time: an answer's time says nothing about keys.
+A key is compared with all known keys, by digests, in constant time. So the time of an answer says nothing about keys.
 """
 
 import hashlib
@@ -21,10 +21,11 @@ TENANT_SALTS = "kvblocks/tenant/"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. tenant: its name, None: one without. may_choose_salt: whether requests may have a cache_salt.
+    """Who sent a request. tenant: its name; None: no tenant. may_choose_salt: whether requests may have a cache_salt.
 
-    max_requests: unfinished answers of its own, None: as many as the server has. is_operator: may do what is for
-    operators. sees_others: is told what others have cached, where that explains a miss, and may name tenants' salts.
+    max_requests: the most unfinished answers of its own; None: as many as the server's. is_operator: may use the
+    operators' endpoints. sees_others: may name tenants' salts, and is told what others have cached if that explains a
+    miss.
     """
 
     tenant: str | None = None
@@ -34,7 +35,7 @@ class Caller:
     sees_others: bool = False
 
     def salt_for(self, chosen: str | None) -> str | None:
-        """Return the salt of a prompt whose cache_salt is `chosen`, None: it has none. Raises ApiError."""
+        """Return the salt of a prompt whose cache_salt is `chosen`; None: the prompt has none. Raises ApiError."""
         if self.tenant is None:
             if chosen is not None and chosen.startswith(TENANT_SALTS) and not self.sees_others:
                 raise ApiError(
@@ -52,12 +53,12 @@ class Caller:
 
 
 ANYONE = Caller()
-"""Who has no rights but to ask."""
+"""A caller that may only send requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """So many unfinished answers of a caller."""
+    """Room for `number` unfinished answers of a caller."""
 
     caller: Caller
     number: int
@@ -65,7 +66,7 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An entry of a file of keys. digest: of its key. max_cached_blocks, tier_blocks: quotas, of the pool and tiers."""
+    """An entry of a file of keys. digest: of its key. max_cached_blocks, tier_blocks: quotas of the pool and tiers."""
 
     caller: Caller
     digest: bytes = field(repr=False)
@@ -74,14 +75,14 @@ class Tenant:
 
 
 class Callers:
-    """All who may ask. anyone: who asks without a key, or with one that isn't known; None: nobody may."""
+    """All callers. anyone: the caller of requests without a known key; None: such requests are refused."""
 
     def __init__(self, by_digest: Iterable[tuple[bytes, Caller]], anyone: Caller | None) -> None:
         self._by_digest = tuple(by_digest)
         self._anyone = anyone
 
     def find(self, headers: Sequence[tuple[bytes, bytes]]) -> Caller:
-        """Return who sent these headers. Raises ApiError, 401. O(keys), the same for all of them."""
+        """Return the caller that sent these headers. Raises ApiError, 401. O(keys), the same time for each key."""
         values = [value for name, value in headers if name == b"authorization"]
         scheme, _, key = values[0].strip().partition(b" ") if len(values) == 1 else (b"", b"", b"")
         digest = hashlib.sha256(key.strip()).digest()
@@ -97,12 +98,12 @@ class Callers:
 
 
 def digest_of(key: str) -> bytes:
-    """Return what keys are compared by."""
+    """Return the digest by which a key is compared."""
     return hashlib.sha256(key.encode("ascii")).digest()
 
 
 def set_quotas(manager: KVCacheManager, tenants: Iterable[Tenant]) -> None:
-    """Give tenants their quotas. Raises InvalidArgumentError for one of a tier that the manager doesn't have."""
+    """Set the tenants' quotas. Raises InvalidArgumentError for a quota of a tier that the manager doesn't have."""
     tiers = [tier.name for tier in manager.tiers]
     for tenant in tenants:
         salt = tenant.caller.salt_for(None)

@@ -1,7 +1,7 @@
-"""Forms of answers to grammars, on threads of their own, and no longer than a second.
+"""Compiles forms of answers to grammars, on threads of their own. A request waits no longer than a second.
 
-A thread can't be stopped, so one that takes longer goes on, without the interpreter's lock, and what its request has
-taken is given back when it has ended. The compiler's own limits bound how long that is.
+A thread can't be stopped, so a longer compilation goes on, without the interpreter's lock. What its request has taken
+is given back when it ends. The compiler's own limits bound its time.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ class Compilers:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "kvblocks-compile")
 
     async def run(self, function: Callable[[], T], give_back: Callable[[], None]) -> T:
-        """Return what a function gives; raise what it raises.
+        """Run a function on a thread. Return what it returns, and raise what it raises.
 
-        ApiError 400 if it takes longer than COMPILE_S, and 429 if as long no thread was free for it. give_back: see
-        `encoding.run_on`.
+        Raises ApiError: 400 if the function takes longer than COMPILE_S, 429 if no thread is free for that long.
+        give_back: see `Encoders.run`.
         """
         has_begun = threading.Event()
 
@@ -51,5 +51,5 @@ class Compilers:
             raise ApiError(400, message, code="compile_timeout") from None
 
     def stop(self) -> None:
-        """Begin nothing more. Waits for nothing."""
+        """Begin no more functions. Doesn't wait for those that run."""
         self._threads.shutdown(wait=False, cancel_futures=True)

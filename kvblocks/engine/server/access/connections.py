@@ -1,7 +1,7 @@
 """Connections: how many there may be, and how long each may take for a request's head and for reading its answer.
 
-uvicorn bounds how long a connection may be idle between two requests, and how large a head may be. This adds what it
-has no option for. Bodies have a time limit of their own (`bodies`).
+uvicorn bounds how long a connection may be idle between two requests, and how large a head may be. This module adds
+limits that uvicorn has no option for. Bodies have a time limit of their own (`bodies`).
 """
 
 import asyncio
@@ -18,20 +18,20 @@ from kvblocks.engine.server.wire import encode_json
 logger = logging.getLogger("kvblocks.server")
 
 HEAD_TIMEOUT_S = 10.0
-"""For the head of a request: from the connection's beginning, or the end of the answer before it."""
+"""Time limit for the head of a request, from the connection's beginning or the end of the last answer."""
 
 READ_TIMEOUT_S = 60.0
 """How long a client may take to read what has been sent to it."""
 
 SPARE_DESCRIPTORS = 128
-"""Open files that aren't connections."""
+"""File descriptors that are kept for files other than connections."""
 
 _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SELDOM_S = 60.0
 
 
 class SeldomWarning:
-    """A warning that is logged at most once a minute, with how often it was to be."""
+    """A warning that is logged at most once a minute, with the number of times it occurred."""
 
     def __init__(self, message: str) -> None:
         self._message = message
@@ -39,18 +39,18 @@ class SeldomWarning:
         self._last_s: float | None = None
 
     def warn(self) -> None:
-        """Log it, or count it for the next time."""
+        """Log the warning, or count it for the next time."""
         self._num_unsaid += 1
         now_s = time.monotonic()
         if self._last_s is None or now_s - self._last_s >= _SELDOM_S:
-            logger.warning("%s (%d times lately; this is said once a minute)", self._message, self._num_unsaid)
+            logger.warning("%s (%d times lately; logged once a minute)", self._message, self._num_unsaid)
             self._num_unsaid, self._last_s = 0, now_s
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection. Make a class of it by `bounded`.
+    """One connection. `bounded` makes a subclass for a server.
 
-    max_connections: of the server; one more is answered 503 and closed. too_many: told of those.
+    max_connections: of the server; a connection beyond them is answered 503 and closed. too_many: warns of those.
     """
 
     max_connections: int
@@ -72,41 +72,41 @@ class BoundedProtocol(H11Protocol):
             self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take in what the client sent; a whole head ends the wait for it."""
+        """Take the bytes that the client sent. A whole head ends the wait for it."""
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
             _cancel(self._head_timer)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request's head, unless it is there already: clients may send several at once."""
+        """Wait for the next request's head, unless it is there already: clients may pipeline requests."""
         answered = self.cycle
         super().on_response_complete()
         if self.cycle is answered:
             self._wait_for_head()
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than it is sent to: wait for it, but not for ever."""
+        """The client reads more slowly than the server sends: wait up to READ_TIMEOUT_S."""
         super().pause_writing()
         if self._read_timer is None:
             self._read_timer = self.loop.call_later(READ_TIMEOUT_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client has read enough."""
+        """The client has read enough: end the wait."""
         super().resume_writing()
         _cancel(self._read_timer)
         self._read_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End all waiting."""
+        """End all waits."""
         _cancel(self._head_timer)
         _cancel(self._read_timer)
         super().connection_lost(exc)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing when a client asks for another protocol, and answer in this one.
+        """Log nothing when a client asks for another protocol; it is answered in HTTP/1.1.
 
-        uvicorn's advice would be to install something for WebSockets, of which this server has none.
+        uvicorn would advise to install a library for WebSockets, which this server doesn't use.
         """
 
     def _wait_for_head(self) -> None:
@@ -114,7 +114,7 @@ class BoundedProtocol(H11Protocol):
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._end)
 
     def _end(self) -> None:
-        """Close it; one that still has something to send, which may be without end, not at once but for certain."""
+        """Close the connection. If it has bytes to send, which may go on for ever, abort it after READ_TIMEOUT_S."""
         if self.transport.get_write_buffer_size():
             self._head_timer = self.loop.call_later(READ_TIMEOUT_S, self.transport.abort)
         else:
@@ -122,13 +122,13 @@ class BoundedProtocol(H11Protocol):
 
 
 def bounded(max_connections: int) -> type[BoundedProtocol]:
-    """Return the class of a server's connections, of which there may be so many."""
+    """Return the connection class of a server with at most `max_connections` connections."""
     too_many = SeldomWarning(f"expected at most {max_connections} connections (--max-connections), got more: refused")
     return type("Connection", (BoundedProtocol,), {"max_connections": max_connections, "too_many": too_many})
 
 
 def count_connections(max_connections: int) -> int:
-    """Return how many connections there may be: fewer where the system lets this process open too few files."""
+    """Return how many connections there may be. It is less than asked if this process may open too few files."""
     try:
         import resource
     except ImportError:  # not POSIX
@@ -138,9 +138,9 @@ def count_connections(max_connections: int) -> int:
 
 
 def log_shortage_seldom(loop: asyncio.AbstractEventLoop) -> None:
-    """Let an event loop say seldom, and in one line, that it couldn't accept a connection for want of descriptors.
+    """Make an event loop log a shortage of file descriptors for connections seldom, and in one line.
 
-    asyncio would log a traceback for each of them, thousands a second, and tries again a second later anyway.
+    asyncio would log a traceback for each failed accept, thousands a second. It retries a second later anyway.
     """
     shortage = SeldomWarning("expected a free file descriptor for a connection, got none: see ulimit -n")
 

@@ -1,4 +1,4 @@
-"""Texts to tokens, on threads of their own: long texts one after another, and short ones past them."""
+"""Encodes texts to tokens, on threads of its own. Long texts go one after another; short texts don't wait for them."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LONG_TEXT = 32 * 2**10
-"""Characters of a text that waits for other long ones. A shorter one takes some 20 ms at most."""
+"""A text of more characters waits for other long texts. A shorter one takes some 20 ms at most."""
 
 _SHORT_ONES = 2
 """How many short texts are encoded at once."""
@@ -23,15 +23,15 @@ class Encoders:
         self._long = ThreadPoolExecutor(1, "kvblocks-encode-long")
 
     async def run(self, function: Callable[[], T], num_chars: int, give_back: Callable[[], None]) -> T:
-        """Return what a function gives that encodes so many characters; raise what it raises.
+        """Run a function that encodes so many characters. Return what it returns, and raise what it raises.
 
-        give_back: called once, in the event loop, if this doesn't return a result: not before the function has ended,
-        since a thread can't be stopped. If it hasn't begun when the caller is cancelled, it never does.
+        give_back: called once, in the event loop, if this doesn't return a result, but only when the function has
+        ended, since a thread can't be stopped. A function that hasn't begun when the caller is cancelled never begins.
         """
         return await run_on(self._short if num_chars <= LONG_TEXT else self._long, function, give_back)
 
     def stop(self) -> None:
-        """Begin nothing more. Waits for nothing."""
+        """Begin no more functions. Doesn't wait for those that run."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -41,7 +41,7 @@ async def run_on(threads: ThreadPoolExecutor, function: Callable[[], T], give_ba
     loop = asyncio.get_running_loop()
 
     def end(_: Future[T]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody counts any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is nothing to give back to
             loop.call_soon_threadsafe(give_back)
 
     future: Future[T] | None = None
@@ -49,7 +49,7 @@ async def run_on(threads: ThreadPoolExecutor, function: Callable[[], T], give_ba
         future = threads.submit(function)
         return await asyncio.wrap_future(future)
     except BaseException:
-        # Who cancels the wait cancels what hasn't begun.
+        # Cancelling the wait cancels the function too if it hasn't begun.
         if future is None or future.done():
             give_back()
         else:

@@ -1,4 +1,4 @@
-"""The gate: what a request's head must say to be let in, and who it is from."""
+"""The gate: checks a request's head, and finds its caller."""
 
 from collections.abc import Sequence
 
@@ -20,14 +20,14 @@ _WITH_KEY = (
     "/server_info",
     "/get_server_info",
 )
-# What is about the caller's own prompts alone. Whatever else is below _CACHE is for operators.
+# Endpoints that concern only the caller's own prompts. All others below _CACHE are for operators.
 _CACHE_FOR_ALL = frozenset({f"{_CACHE}/explain", f"{_CACHE}/warm"})
 
 
 class Gate:
     """ASGI middleware that passes a request on, with its Caller in its state, or answers an error and closes.
 
-    hosts: None: any name will do. /health, /metrics and /version need no key: they tell counts only.
+    hosts: the allowed names; None: any. /health, /metrics and /version need no key, since they tell only counts.
     """
 
     def __init__(self, app: ASGIApp, callers: Callers, hosts: HostCheck | None) -> None:
@@ -36,7 +36,7 @@ class Gate:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on if it may."""
+        """Pass the request on if it is allowed."""
         if scope["type"] == "http":
             try:
                 self._check(scope)
@@ -58,13 +58,13 @@ class Gate:
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Return who sent a request that the gate let in by a key, or that would need one."""
+    """Return the caller of a request that the gate has passed on, of an endpoint that may need a key."""
     caller: Caller = scope["state"]["caller"]
     return caller
 
 
 def check_framing(headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Raise ApiError for a body with two lengths: who else reads it, such as a proxy, may see other requests in it."""
+    """Raise ApiError for a body with two lengths: a proxy may see the requests' boundaries elsewhere (smuggling)."""
     names = {name for name, _ in headers}
     if {b"content-length", b"transfer-encoding"} <= names:
         message = "expected Content-Length or Transfer-Encoding, since one decides where a body ends, got both"

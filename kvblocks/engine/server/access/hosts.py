@@ -1,7 +1,7 @@
-"""The names by which a server may be called, and whether only its own machine can reach it.
+"""The names that a request's Host header may have, and whether an address is reached from its own machine only.
 
-A web page can make its own name mean 127.0.0.1 (DNS rebinding) and then ask a server on its reader's machine, as if the
-server were its own; but the Host header still has the page's name.
+A web page can make its own name resolve to 127.0.0.1 (DNS rebinding). Then it can send requests to a server on its
+reader's machine, as if that were its own server. But the Host header still has the page's name.
 """
 
 import ipaddress
@@ -15,7 +15,7 @@ _HOST = re.compile(rf"(?P<name>{_NAME})\.?(?::\d*)?|\[(?P<address>[0-9a-f:.]+)\]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address; a name other than localhost may be any."""
+    """Whether only this machine can reach an address. False for names other than localhost."""
     if host == "localhost":
         return True
     try:
@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_host(name: str) -> bool:
-    """Whether it is a name or an address as a Host header has it, without a port and brackets."""
+    """Whether a text is a name or an address as in a Host header, without port and brackets."""
     lower = name.lower()
     try:
         ipaddress.ip_address(lower)
@@ -35,7 +35,7 @@ def is_host(name: str) -> bool:
 
 
 class HostCheck:
-    """Lets requests pass that name this machine's loopback, or one of `allowed`, whatever the port and the case."""
+    """Allows requests whose Host is this machine's loopback or one of `allowed`. Port and case don't matter."""
 
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = frozenset(_normalize(name) for name in allowed)

@@ -3,16 +3,16 @@
     [[key]]
     tenant = "tern-home"
     key = "at least 16 characters"
-    max_requests = 8            # unfinished answers; not given: as many as the server has
-    quota = 2000                # blocks it may keep cached while others want the space
+    max_requests = 8            # the most unfinished answers; if absent, as many as the server's
+    quota = 2000                # blocks that it may keep cached while others want the space
     tier_quotas = { disk = 9000 }
 
     [[key]]
     tenant = "lab"
     key = "another one"
-    chooses_salt = true         # its requests may have a cache_salt, beside those of others with this key
+    chooses_salt = true         # its requests may have a cache_salt
 
-Errors name the file and the entry, never what could be a key.
+Errors name the file and the entry, and never show a value that could be a key.
 """
 
 import logging
@@ -37,7 +37,7 @@ _FIELDS = ("tenant", "key", "chooses_salt", "max_requests", "quota", "tier_quota
 
 
 def read_keys(path: Path) -> tuple[Tenant, ...]:
-    """Return the entries of a file. Raises InvalidArgumentError; warns if others than its owner can read it."""
+    """Return the entries of a file. Raises InvalidArgumentError. Warns if users other than its owner can read it."""
     try:
         content = path.read_bytes()
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -54,7 +54,7 @@ def parse_keys(content: bytes, name: str) -> tuple[Tenant, ...]:
     """Return the entries of a file's content. name: for errors. Raises InvalidArgumentError."""
     try:
         values = tomllib.loads(content.decode("utf-8"))
-    except ValueError as error:  # of UTF-8 as well; what it says of a line has no more of it than a character
+    except ValueError as error:  # invalid UTF-8 as well; the error shows at most one character of the file
         where = re.search(r"at line \d+", str(error))
         raise InvalidArgumentError(f"{name}: expected TOML, got an error{f' {where[0]}' if where else ''}") from None
     entries = values.pop("key", None)
@@ -106,7 +106,7 @@ def _parse_entry(entry: dict[str, Any], name: str) -> Tenant:
 
 
 def _count(values: dict[str, Any], field: str, low: int, name: str) -> int | None:
-    """A field that is an integer of at least `low`, None if it isn't there. Raises InvalidArgumentError."""
+    """A field that is an integer of at least `low`; None if it is absent. Raises InvalidArgumentError."""
     if field not in values:
         return None
     number = as_int(values[field])

@@ -1,1 +1,1 @@
-"""How answers look: log probabilities and echoes, in OpenAI's forms."""
+"""Parts of answers in OpenAI's forms: log probabilities and echoes."""

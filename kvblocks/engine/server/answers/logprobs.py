@@ -1,7 +1,7 @@
 r"""Log probabilities and echoes as OpenAI's API shows them: one form for completions, another one for chats.
 
-A token is shown as its text. One that is no whole characters by itself is shown by its bytes, as OpenAI's API does:
-`bytes:\xf0\x9f` in completions, `\xf0\x9f` in chats, whose entries have the bytes beside it. So no two tokens look
+A token is shown as its text. A token that isn't whole characters is shown as its bytes, as OpenAI's API does:
+`bytes:\xf0\x9f` in completions, `\xf0\x9f` in chats, whose entries also have a list of the bytes. So no two tokens look
 alike, unless the vocabulary has one text twice.
 """
 
@@ -14,7 +14,7 @@ from kvblocks.engine.server.wire import Json
 from kvblocks.engine.text.tokenizer import StreamDecoder, Tokenizer
 
 LEAST = -9999.0
-"""What is shown for a smaller logarithm: no JSON number is minus infinity. vLLM shows the same."""
+"""The least logarithm that is shown, since no JSON number is minus infinity. vLLM shows the same."""
 
 Kind = Literal["completion", "chat"]
 
@@ -28,7 +28,7 @@ class Echo:
 
     @classmethod
     def of(cls, prompt: str | Sequence[int], token_ids: Sequence[int], tokenizer: Tokenizer | None) -> "Echo":
-        """Return the echo of a prompt: a text as it came, tokens with the texts of special ones. O(prompt)."""
+        """Return the echo of a prompt: a text unchanged, token ids as their text, with special tokens. O(prompt)."""
         if isinstance(prompt, str):
             return cls(token_ids, prompt)
         return cls(token_ids, "" if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=False))
@@ -37,8 +37,8 @@ class Echo:
 class ChoiceWriter:
     """Writes one choice, part by part, as it comes: its text, and the value of its `logprobs`.
 
-    kind: whose form. tokenizer: None: tokens are shown as "token_id:5", as vLLM shows them. has_logprobs: whether they
-    were asked for. echo: what the first part begins with. skip_special_tokens: whether the text is without them.
+    kind: the endpoint, whose form it writes. tokenizer: None shows tokens as "token_id:5", as vLLM does. has_logprobs:
+    whether they were asked for. echo: what the first part begins with. skip_special_tokens: leave them out of the text.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ChoiceWriter:
 
     @property
     def must_write(self) -> bool:
-        """Whether the next token is to be shown though it has no text. O(1)."""
+        """Whether to write a part even if the next token has no text. O(1)."""
         return self._has_logprobs or self._echo is not None
 
     def write(
@@ -70,9 +70,9 @@ class ChoiceWriter:
         logprobs: Sequence[TokenLogprobs] | None,
         of_prompt: Sequence[TokenLogprobs | None] | None,
     ) -> tuple[str, Json | None]:
-        """Return the next part: its text, and its log probabilities. O(tokens x their most likely ones).
+        """Return the next part: its text, and its log probabilities. O(tokens x most likely tokens of each).
 
-        logprobs, of_prompt: of these tokens, and of those of the prompt, where they were asked for.
+        logprobs, of_prompt: of these tokens and of the prompt's, if they were asked for.
         """
         echo, self._echo = self._echo, None
         shown = text if echo is None else echo.text + text
@@ -103,7 +103,7 @@ class ChoiceWriter:
         return {"token": self._name(token), "logprob": max(logprob, LEAST), "bytes": spelled}
 
     def _by_name(self, token: int, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
-        """The token and the most likely ones; of two that have one name, the more likely one's."""
+        """The log probabilities of the token and the likeliest ones, by name; of equal names, the largest."""
         if logprobs is None:
             return None
         found: dict[str, float] = {}
@@ -129,7 +129,7 @@ class ChoiceWriter:
             return escaped if self._kind == "chat" else f"bytes:{escaped}"
 
     def _next_offset(self, token: int) -> int:
-        """Where in the text a token begins; within a character: where that does."""
+        """Where in the text a token begins; inside a character, where the character begins."""
         offset = self._offset
         if self._decoder is not None:
             self._offset += len(self._decoder.feed([token]))
@@ -139,7 +139,7 @@ class ChoiceWriter:
 def _prompt_offsets(echo: Echo, tokenizer: Tokenizer | None) -> list[int]:
     """Where in the text of a prompt each token begins, at most at its end. O(prompt).
 
-    Special tokens may be in the text, or added to it (a BOS): what gives the text back is right.
+    Special tokens may be in the text, or added to it (a BOS). The reading that gives the text back is used.
     """
     offsets = [0] * len(echo.token_ids)
     if tokenizer is None:

@@ -1,1 +1,1 @@
-"""Parts of bodies: messages of chats, and the fields that other servers have and this one doesn't."""
+"""Parts of bodies: messages of chats, forms of answers, sampling, and fields that only other servers have."""

@@ -1,7 +1,7 @@
-"""The messages of a chat, and what a client may tell the model's template beside them. Nothing here renders.
+"""Reads the messages of a chat, and the client's other values for the model's template. Nothing here renders.
 
-Calls of tools that earlier answers made, and what came of them, are passed on to the template, as vLLM does; what a
-template doesn't know it leaves out.
+Tool calls of earlier answers, and their results, are passed on to the template, as in vLLM. A template leaves out what
+it doesn't know.
 """
 
 import json
@@ -12,14 +12,14 @@ from kvblocks.engine.server.errors import ApiError
 from kvblocks.engine.server.fields import Fields, is_unicode, show
 
 MAX_ITEMS = 10_000
-"""Messages of a chat, parts of a message, or prompts of a body: checking each takes some microseconds."""
+"""The most messages of a chat, parts of a message, or prompts of a body. Checking each takes some microseconds."""
 
 Message = dict[str, Any]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _MAX_DEPTH = 64
-"""How deep values for the template may be nested: it is walked through by recursion."""
-# What a template gets from this server, or what would replace it.
+"""How deep values for the template may be nested: they are checked by recursion."""
+# Names that this server gives a template, or that would replace the template.
 _NOT_FOR_CLIENTS = frozenset(
     (
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
@@ -29,7 +29,7 @@ _NOT_FOR_CLIENTS = frozenset(
 
 
 def parse_messages(value: Any) -> tuple[Message, ...]:
-    """Read the messages of a chat: those of text. Raises ApiError."""
+    """Read the messages of a chat, which must be text. Raises ApiError."""
     if not isinstance(value, list) or not value:
         raise ApiError(400, f"messages: expected a list of messages, got {show(value)}", param="messages")
     check_number("messages", value)
@@ -37,7 +37,7 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
 
 
 def parse_template_values(fields: Fields) -> dict[str, Any]:
-    """Read `chat_template_kwargs`: values that the template may look at, such as enable_thinking. Raises ApiError."""
+    """Read `chat_template_kwargs`: values that the template may read, such as enable_thinking. Raises ApiError."""
     name = "chat_template_kwargs"
     value = fields.take(name)
     if value is None:
@@ -46,12 +46,12 @@ def parse_template_values(fields: Fields) -> dict[str, Any]:
         raise fields.error(name, f"an object, nested at most {_MAX_DEPTH} deep")
     taken = _NOT_FOR_CLIENTS & set(value)
     if taken:
-        raise fields.error(name, f"values that are the client's to choose, without {min(taken)}")
+        raise fields.error(name, f"values that a client may choose, without {min(taken)}")
     return dict(value)
 
 
 def num_chars(value: Any) -> int:
-    """Return how much text a JSON value has, names of fields included, in characters. O(value)."""
+    """Return the number of characters of text in a JSON value, names of fields included. O(value)."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -60,7 +60,7 @@ def num_chars(value: Any) -> int:
 
 
 def num_message_chars(messages: Iterable[Message]) -> int:
-    """Return how much text messages have, in characters. O(messages)."""
+    """Return the number of characters of text in messages. O(messages)."""
     return sum(len(item) if isinstance(item, str) else num_chars(item) for one in messages for item in one.values())
 
 
@@ -74,7 +74,7 @@ def _parse_message(value: Any, name: str) -> Message:
     fields = Fields(value, name)
     role = fields.take("role")
     if not isinstance(role, str) or role not in _ROLES:
-        # A template may build markup out of a role, so the client doesn't choose it freely.
+        # A template may build markup out of a role, so a client can't choose any text as a role.
         raise fields.error("role", f"one of {', '.join(_ROLES)}")
     calls = _parse_tool_calls(fields, name)
     if calls and role != "assistant":
@@ -95,7 +95,7 @@ def _parse_message(value: Any, name: str) -> Message:
 
 
 def _parse_tool_calls(fields: Fields, name: str) -> list[Message]:
-    """Read what tools an earlier answer called; arguments become values, as templates expect them."""
+    """Read an earlier answer's tool calls. Their arguments become values, as templates expect."""
     value = fields.take("tool_calls")
     if value is None:
         return []

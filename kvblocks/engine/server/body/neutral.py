@@ -1,17 +1,17 @@
 """Fields that clients of OpenAI's, vLLM and SGLang send, and that this server doesn't have.
 
-Many clients and routers send all fields that they know, with values that ask for nothing. Those pass. Any other value
-would change the answer, so it is refused by name.
+Many clients and routers send all fields that they know, with values that ask for nothing. Such values pass. Any other
+value would change the answer, so the field is refused by name.
 """
 
 Refused = dict[str, tuple[tuple[object, ...], str]]
-"""By name: the values that ask for nothing, and why others won't do."""
+"""By name: the values that ask for nothing, and why other values are refused."""
 
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_retention"),
     *("parallel_tool_calls", "session_id", "truncation_side"),
 )
-"""What clients send along and no answer depends on."""
+"""Fields that clients send and no answer depends on."""
 
 _NO_LOGPROBS = "this server returns log probabilities by logprobs, top_logprobs and echo"
 _NO_TOOLS = "this server calls no tools"

@@ -1,6 +1,6 @@
 """The form that an answer is to have: `response_format` as OpenAI's clients send it, `structured_outputs` as vLLM's do.
 
-Here it is only read: compiling is for a thread of its own.
+The form is only read here; a thread of its own compiles it.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from kvblocks.errors import InvalidArgumentError
 
 MAX_CHOICES = 1000
 MAX_FORMED = 32
-"""Answers of a form in one request: each looks at its grammar before each token, some milliseconds at most."""
+"""The most answers with a form in one request: each reads its grammar before each token, for up to milliseconds."""
 
 _FORMATS = ("text", "json_object", "json_schema")
 _KINDS = ("json", "json_object", "regex", "choice")
-# What of vLLM's object changes nothing here: how its own libraries are called.
+# Fields of vLLM's object that have no effect here: they are options of its own libraries.
 _WITHOUT_EFFECT = (
     *("disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
     *("whitespace_pattern", "grammar", "structural_tag"),
@@ -27,14 +27,14 @@ _WITHOUT_EFFECT = (
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an answer's text is to be like. name: of the field that says so. value: a schema, a pattern, or texts."""
+    """The form that an answer's text must have. name: the field's name. value: a schema, a pattern, or texts."""
 
     name: str
     kind: Literal["json_schema", "regex", "choice"]
     value: Any
 
     def compile(self, compiler: GrammarCompiler) -> Grammar:
-        """Return its grammar. Raises ApiError for what the compiler doesn't take. May take a second, or much longer."""
+        """Return its grammar. Raises ApiError if the compiler refuses the form. Takes a second, or much longer."""
         try:
             if self.kind == "json_schema":
                 return compiler.json_schema(self.value)
@@ -44,7 +44,7 @@ class Form:
 
 
 def parse_form(fields: Fields, num_answers: int = 1) -> Form | None:
-    """Read what so many answers' texts are to be like; None: anything. Raises ApiError."""
+    """Read the form of so many answers' texts; None: any text. Raises ApiError."""
     openais, vllms = _parse_response_format(fields), _parse_structured_outputs(fields)
     if openais is not None and vllms is not None:
         raise fields.error("structured_outputs", "none beside response_format, which says the same")

@@ -1,4 +1,4 @@
-"""The fields that say how tokens are drawn, and what of that is told. Named and bounded as OpenAI's and vLLM's are."""
+"""The fields of sampling, log probabilities and echoes. Their names and bounds are OpenAI's and vLLM's."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -9,8 +9,11 @@ from kvblocks.engine.server.fields import Fields
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROBS = 2**18
-"""Log probabilities in one answer, or, where none are asked for, tokens of repeated prompts: 10 to 20 MB of JSON."""
-_NO_CHAT_ECHO = "a chat's answer doesn't repeat its messages: that is a field of /v1/completions"
+"""The most log probabilities in one answer, which is 10 to 20 MB of JSON.
+
+Without log probabilities it bounds the tokens of repeated prompts.
+"""
+_NO_CHAT_ECHO = "a chat's answer doesn't repeat its messages; only /v1/completions has this field"
 
 
 def parse_sampling(fields: Fields) -> OptionValues:
@@ -32,15 +35,15 @@ def parse_sampling(fields: Fields) -> OptionValues:
 
 
 def _parse_top_k(fields: Fields) -> int | None:
-    """0 and -1 are vLLM's and SGLang's words for any number of tokens."""
+    """Read top_k. 0 and -1 mean any number of tokens, as in vLLM and SGLang."""
     value = fields.count("top_k", -1)
     return None if value in {None, 0, -1} else value
 
 
 def parse_logprobs(kind: Literal["completion", "chat"], fields: Fields) -> int | None:
-    """Read how many of the most likely tokens are to be named beside each; None: say nothing. Raises ApiError."""
+    """Read how many of the most likely tokens to show with each token; None: no log probabilities. Raises ApiError."""
     if kind == "completion":
-        fields.refuse("top_logprobs", (0,), "in /v1/completions logprobs is the number of them")
+        fields.refuse("top_logprobs", (0,), "/v1/completions takes their number in logprobs")
         return None if fields.take("logprobs") is False else fields.count("logprobs", 0, MAX_TOP_LOGPROBS)
     is_wanted, number = fields.flag("logprobs"), fields.count("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if number and not is_wanted:
@@ -49,7 +52,7 @@ def parse_logprobs(kind: Literal["completion", "chat"], fields: Fields) -> int |
 
 
 def parse_echo(kind: Literal["completion", "chat"], fields: Fields) -> bool:
-    """Read whether the answer is to begin with its prompt. Raises ApiError."""
+    """Read whether the answer begins with its prompt. Raises ApiError."""
     if kind == "chat":
         fields.refuse("echo", (False,), _NO_CHAT_ECHO)
         return False
@@ -57,15 +60,15 @@ def parse_echo(kind: Literal["completion", "chat"], fields: Fields) -> bool:
 
 
 def most_scored_tokens(options: OptionValues) -> int | None:
-    """Return how many tokens each answer to one prompt may have for MAX_LOGPROBS; None: no log probabilities. O(1)."""
+    """Return how many tokens MAX_LOGPROBS allows in each answer to one prompt; None: no log probabilities. O(1)."""
     num_logprobs = options.get("logprobs")
     return None if num_logprobs is None else MAX_LOGPROBS // (options["n"] * (1 + num_logprobs))
 
 
 def check_size(prompts: Sequence[Sequence[int]], options: OptionValues, *, echo: bool) -> None:
-    """Raise ApiError for more log probabilities than one answer may have, or more of repeated prompts. O(prompts).
+    """Raise ApiError if one answer would have too many log probabilities, or tokens of repeated prompts. O(prompts).
 
-    Without max_tokens none are generated beyond `most_scored_tokens`.
+    Without max_tokens, an answer ends at `most_scored_tokens`.
     """
     num_logprobs, most = options["logprobs"], options["max_tokens"]
     if num_logprobs is None and not echo:

@@ -1,1 +1,1 @@
-"""What clients and routers ask beside answers: what is served (`about`), and texts as tokens (`tokens`)."""
+"""Further endpoints for clients and routers: what is served (`about`), and texts to tokens and back (`tokens`)."""

@@ -1,4 +1,4 @@
-"""What is served, and by what: the names of these endpoints are vLLM's and SGLang's, whose routers ask for them."""
+"""Endpoints that describe the server and its model. Their names are vLLM's and SGLang's, whose routers call them."""
 
 import time
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from kvblocks.version import __version__
 
 
 class About:
-    """The endpoints about one service and the model that it serves under `names`, of which answers have the first."""
+    """The endpoints about one service and its model. names: the model's; answers have the first."""
 
     def __init__(self, service: Service, names: Sequence[str]) -> None:
         self._service = service
@@ -27,7 +27,7 @@ class About:
         return json_response({"version": __version__})
 
     async def models(self, request: Request) -> Response:
-        """The one model there is, by each of its names."""
+        """A list of the one model, once for each of its names."""
         del request
         return json_response({"object": "list", "data": [self._model_json(name) for name in self._names]})
 
@@ -58,7 +58,7 @@ class About:
         )
 
     async def server_info(self, request: Request) -> Response:
-        """The server's settings that a router may go by, named as SGLang names them, and what the pool holds."""
+        """The settings that a router may need, named as in SGLang, and the size of the pool."""
         del request
         service = self._service
         manager, limits = service.engine.manager, service.engine.limits
@@ -98,7 +98,7 @@ class About:
 
 
 def check_model(names: Sequence[str], name: str | None) -> None:
-    """Raise ApiError for a name that isn't served; None: nobody said one."""
+    """Raise ApiError for a name that isn't served; None, for no name, passes."""
     if name is not None and name not in names:
         known = repr(names[0]) if len(names) == 1 else f"one of {', '.join(map(repr, names))}"
         suffix = ", the one that is served" if len(names) == 1 else ""

@@ -29,7 +29,7 @@ Encode = Callable[[Tokenizer | None], list[list[int]]]
 
 
 class TokensApi:
-    """The endpoints of one service. A text counts as a request while it is encoded, and is bounded as a prompt is."""
+    """The endpoints of one service. While a text is encoded it counts as a request; its length has a prompt's bound."""
 
     def __init__(self, service: Service, names: Sequence[str]) -> None:
         self._service = service
@@ -76,13 +76,16 @@ class TokensApi:
             raise ApiError(
                 400, f"tokens: expected at most {most}, the model's context, got {len(tokens)}", param="tokens"
             )
+        if tokens and max(tokens) >= model.config.vocab_size:
+            below = f"token ids below {model.config.vocab_size}, the vocabulary's size"
+            raise ApiError(400, f"tokens: expected {below}, got {max(tokens)}", param="tokens")
         if model.tokenizer is None:
             raise ApiError(400, "expected a model with a tokenizer, got one without", param="tokens")
         text = await asyncio.to_thread(model.tokenizer.decode, tokens, skip_special_tokens=False)
         return json_response({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """The texts of the tokens that begin and end prompts, and the chat template: what lm-eval asks for."""
+        """The texts of the tokens that begin and end prompts, and the chat template. lm-eval asks for these."""
         del request
         tokenizer = self._service.engine.model.tokenizer
         if tokenizer is None:
@@ -93,7 +96,7 @@ class TokensApi:
 
 
 def _parse_prompt(fields: Fields) -> tuple[Encode, int]:
-    """Read a text: what encodes it, and its length in characters. Raises ApiError."""
+    """Read a text. Returns a function that encodes it, and its length in characters. Raises ApiError."""
     text, adds = fields.take("prompt"), fields.take("add_special_tokens")
     if not isinstance(text, str) or not is_unicode(text):
         raise fields.error("prompt", "a text")
@@ -103,13 +106,16 @@ def _parse_prompt(fields: Fields) -> tuple[Encode, int]:
 
 
 def _parse_chat(fields: Fields) -> tuple[Encode, int]:
-    """Read the messages of a chat: likewise. Raises ApiError."""
+    """Read the messages of a chat. Returns a function that encodes them, and their length in characters.
+
+    Raises ApiError.
+    """
     messages, values = parse_messages(fields.take("messages")), parse_template_values(fields)
     begins_answer = fields.take("add_generation_prompt")
     if not isinstance(begins_answer, bool | None):
         raise fields.error("add_generation_prompt", "true or false")
     fields.refuse("continue_final_message", (False,), "this server lets the model begin a message of its own")
-    fields.refuse("add_special_tokens", (False,), "the model's template writes all that a chat has")
+    fields.refuse("add_special_tokens", (False,), "the model's template adds them")
     fields.refuse("tools", ([],), "this server calls no tools")
     length = num_message_chars(messages) + num_chars(values)
     return partial(_encode_chat, messages, values, begins_answer=begins_answer is not False), length

@@ -1,8 +1,8 @@
-"""The page at `/`, for a person with a browser: what is served, how full it is, and how to ask it.
+"""The page at `/`, for a person with a browser: what is served, how full the cache is, and how to send requests.
 
-It is one static file: the server puts nothing into it, so there is nothing to escape. Its script asks /health and
-/metrics, which name no tenant, and /v1/models, for which it wants a key where the server does. It loads nothing else,
-and its policy, which names its own script and style by their digests, lets it load nothing.
+The page is one static file: the server puts nothing into it, so there is nothing to escape. Its script requests /health
+and /metrics, which name no tenant, and /v1/models, for which it asks for a key if the server needs one. Its content
+security policy allows only its own script and style, by their digests, and requests to this server.
 """
 
 import base64
@@ -17,7 +17,7 @@ _PAGE = files(__name__).joinpath("page.html").read_bytes()
 
 
 def _digests(tag: str) -> str:
-    """Name what stands in a tag of the page as a policy does."""
+    """The digest of a tag's content, as a content security policy names it."""
     found = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), _PAGE, re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(part).digest()).decode()}'" for part in found)
 

@@ -203,8 +203,8 @@ def test_a_warning_is_said_once_a_minute(monkeypatch, caplog):
     now[0] += 61
     warning.warn()
     assert [record.message for record in caplog.records] == [
-        "expected peace (1 times lately; this is said once a minute)",
-        "expected peace (5 times lately; this is said once a minute)",
+        "expected peace (1 times lately; logged once a minute)",
+        "expected peace (5 times lately; logged once a minute)",
     ]
 
 

@@ -82,6 +82,7 @@ def test_a_chat_becomes_the_tokens_that_it_would_be_answered_from(http, model):
         ("/detokenize", {"tokens": [[1], [2]]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "prompt"),
         ("/detokenize", {"tokens": [1] * 1025}, "tokens"),
+        ("/detokenize", {"tokens": [1, 10**6]}, "tokens"),
     ],
 )
 def test_other_bodies_are_refused_by_name_and_leave_nothing(server, http, path, body, param):

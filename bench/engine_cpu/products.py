@@ -1,0 +1,151 @@
+"""Products of a model's weights with few rows, in the layouts that torch and numpy offer, beside a whole decode step.
+
+    export THP_MEM_ALLOC_ENABLE=1 OPENBLAS_NUM_THREADS=1
+    python -m bench.engine_cpu.products [--rows 1 8] [--rounds N] [--quick] [--json FILE]
+
+A decoded token reads all weights once. So each contestant multiplies all matrices of SmolLM2-135M (538 MB in float32,
+random numbers), in the order of its layers, which leaves the caches as a step does. "reading" sums the same matrices.
+"a step" is the engine's own, all of it, with as many clients as rows. It takes turns with the products in one process,
+on one thread. Times are milliseconds of the processor; GB/s count the weights once. "of the best" says what share of
+the fastest product's speed the step reaches, by medians. --quick: 2 layers and no engine, to see that it runs.
+
+`kvblocks` commands ask torch for huge pages as the first variable does. numpy is left out where its OpenBLAS isn't held
+to one thread by the second.
+
+What it does not show: other models, processors and dtypes, several threads.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import process_time_ns
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.conditions import conditions, keep, print_conditions
+from kvblocks.engine import Engine
+from kvblocks.engine.model.products import pack, product
+
+LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))
+HEAD = (49152, 576)
+NUM_LAYERS = 30
+PROMPT, STEPS_A_ROUND = 32, 4
+STEP = "a step of the engine"
+READING = "reading alone (a sum)"
+
+Run = Callable[[], object]
+
+
+def make_products(matrices: list[Tensor], num_rows: int) -> dict[str, Run]:
+    """Return the contestants: each multiplies all matrices [out, in] by `num_rows` rows."""
+    rows = {width: torch.randn(num_rows, width) for width in {matrix.shape[1] for matrix in matrices}}
+    columns = {width: some.numpy().T if num_rows > 1 else some[0].numpy() for width, some in rows.items()}
+    turned = [matrix.t().contiguous() for matrix in matrices]
+    packed = [pack(matrix) for matrix in matrices]
+    runs: dict[str, Run] = {
+        READING: lambda: [matrix.sum() for matrix in matrices],
+        "F.linear": lambda: [F.linear(rows[matrix.shape[1]], matrix) for matrix in matrices],
+        "weights as [in, out]": lambda: [rows[matrix.shape[0]] @ matrix for matrix in turned],
+    }
+    if os.environ.get("OPENBLAS_NUM_THREADS") == "1":
+        runs["numpy"] = lambda: [matrix.numpy() @ columns[matrix.shape[1]] for matrix in matrices]
+    else:
+        print("# numpy is left out: expected OPENBLAS_NUM_THREADS=1 in the environment", flush=True)
+    if torch.backends.mkl.is_available():
+        own = [torch.ops.mkl._mkl_reorder_linear_weight(matrix, num_rows) for matrix in matrices]  # noqa: SLF001
+        runs["MKL, packed weights"] = lambda: [
+            torch.ops.mkl._mkl_linear(rows[matrix.shape[1]], weight, matrix, None, num_rows)  # noqa: SLF001
+            for matrix, weight in zip(matrices, own, strict=True)
+        ]
+    if all(weight.is_mkldnn for weight in packed):
+        widths = [matrix.shape[1] for matrix in matrices]
+        runs["oneDNN, blocked weights"] = lambda: [
+            product(rows[width], weight, None) for width, weight in zip(widths, packed, strict=True)
+        ]
+    return runs
+
+
+def make_step(engine: Engine, num_clients: int, num_steps: int) -> Run:
+    """Return a decode step of so many clients, of which there are `num_steps`."""
+    generator = torch.Generator().manual_seed(num_clients)
+    for _ in range(num_clients):
+        prompt = torch.randint(1000, 40000, (PROMPT,), generator=generator).tolist()
+        engine.submit(prompt, max_tokens=num_steps + 8, ignore_eos=True)
+    for _ in range(4):  # the prompts, and what first steps do once
+        engine.step()
+    return engine.step
+
+
+def take_turns(runs: dict[str, Run], num_rounds: int) -> dict[str, list[float]]:
+    """Return milliseconds of the processor of every round, by contestant, after a round that isn't counted."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(1 + num_rounds):
+        for name, run in runs.items():
+            repeats = STEPS_A_ROUND if name == STEP else 1
+            start = process_time_ns()
+            for _ in range(repeats):
+                run()
+            found[name].append((process_time_ns() - start) / repeats / 1e6)
+    return {name: times[1:] for name, times in found.items()}
+
+
+def make_rows(found: dict[str, list[float]], num_rows: int, num_bytes: int) -> list[dict[str, Any]]:
+    """Return a row for each contestant."""
+    medians = {name: statistics.median(times) for name, times in found.items()}
+    best = min(median for name, median in medians.items() if name not in (STEP, READING))
+    return [
+        {
+            "product": name,
+            "rows": num_rows,
+            "least_ms": min(times),
+            "median_ms": medians[name],
+            "most_ms": max(times),
+            "gb_per_s": num_bytes / medians[name] / 1e6,
+            "of_the_best": best / medians[name],
+        }
+        for name, times in found.items()
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    shapes = [*LAYER * (2 if asked.quick else NUM_LAYERS), *([] if asked.quick else [HEAD])]
+    matrices = [torch.randn(shape) * 0.02 for shape in shapes]
+    num_bytes = sum(matrix.nbytes for matrix in matrices)
+    facts = conditions(torch=torch.__version__, threads=1, clock="processor time", num_rounds=asked.rounds)
+    del facts["num_blocks"], facts["block_size"], facts["collector"]
+    print_conditions(facts)
+    print(f"{'product':<28}{'rows':>5}{'least ms':>10}{'median':>8}{'most':>8}{'GB/s':>7}{'of the best':>13}")
+    kept: list[dict[str, Any]] = []
+    for num_rows in asked.rows:
+        runs = make_products(matrices, num_rows)
+        if not asked.quick:
+            engine = Engine("smollm2", num_blocks=num_rows * 32)
+            runs[STEP] = make_step(engine, num_rows, (1 + asked.rounds) * STEPS_A_ROUND)
+        kept += (rows := make_rows(take_turns(runs, asked.rounds), num_rows, num_bytes))
+        for row in rows:
+            times = f"{row['least_ms']:>10.1f}{row['median_ms']:>8.1f}{row['most_ms']:>8.1f}"
+            print(
+                f"{row['product']:<28}{num_rows:>5}{times}{row['gb_per_s']:>7.1f}{row['of_the_best']:>13.0%}",
+                flush=True,
+            )
+    keep(asked.json, facts, kept)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
