@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.core.items import BASELINE, ITEMS, TARGETS
-from bench.serving.rows import ROWS
+from bench.serving.rows import COST_ROWS, shown_rows
 
 BENCH = Path(__file__).resolve().parent
 PAGE = BENCH.parent / "docs" / "performance.md"
@@ -104,19 +104,56 @@ def prefix_cache(timed: dict[str, Results]) -> list[str]:
 def serving(results: Results) -> list[str]:
     """Return what clients of a server saw without and with caching, a table a workload, and its conditions."""
     facts = results["conditions"]
-    names = ("model", "cpu", "num_cpus", "threads", "load_average", "cpu_scale", "max_tokens", "mode")
+    names = (
+        "model",
+        "weights",
+        "device",
+        "cpu",
+        "num_cpus",
+        "threads",
+        "load_average",
+        "cpu_scale",
+        "max_tokens",
+        "mode",
+    )
     lines = [*(f"- {name}: {facts[name]}" for name in names), ""]
     for row in results["results"]:
         rows = []
-        for key, title, unit, _ in ROWS:
+        for key, title, unit, _ in shown_rows(row):
             share = key in {"hit_rate", "saved"}
             cells = [f"{row[name][key]:.1%}" if share else number(row[name][key]) for name in ("without", "with")]
             ratio = f"{row['ratios'][key]:.2f}" if key in row["ratios"] else ""
             rows.append([f"{title}, {unit}" if unit else title, *cells, ratio])
         lines += [f"{row['workload'].capitalize()}: {row['about']}.", ""]
-        lines += table(["", "without", "with", "times better"], rows)
-        lines += [f"- {'met' if is_met else '**missed**'}: {name}" for name, is_met in row["targets"].items()] + [""]
+        lines += [*table(["", "without", "with", "times better"], rows), *met(row)]
+    return lines + costs(results["costs"])
+
+
+def costs(rows: Iterable[Results]) -> list[str]:
+    """Return what caching costs where nothing can be shared, a row a run."""
+    rows = list(rows)
+    head = [
+        "nothing to share",
+        *(title for _, title in COST_ROWS),
+        "time, with / without",
+        "outside of the model, us a step",
+    ]
+    body = []
+    for row in rows:
+        counts = [f"{row['without'][key]:,}; {row['with'][key]:,}" for key, _ in COST_ROWS]
+        time = f"{row['ratio']:.3f} ({row['ratio_least']:.3f} to {row['ratio_most']:.3f})"
+        outside = "; ".join(number(row[name]["outside_us_per_step"]) for name in ("without", "with"))
+        body.append([row["run"], *counts, time, f"{outside}: {row['loss_outside']:+.2%} of the whole"])
+    lines = ["Where nothing can be shared (without; with caching), sums of all rounds; ratios are of a round each.", ""]
+    lines += table(head, body)
+    for row in rows:
+        lines += [f"{row['run'].capitalize()}: {row['about']}; {row['num_rounds']} rounds.", "", *met(row)]
     return lines
+
+
+def met(row: Results) -> list[str]:
+    """Return which targets a row of serving met."""
+    return [f"- {'met' if is_met else '**missed**'}: {name}" for name, is_met in row["targets"].items()] + [""]
 
 
 def groups(hybrid: Results) -> list[str]:

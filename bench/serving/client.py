@@ -42,8 +42,14 @@ class Outcome:
 
     answers: tuple[tuple[Answer, ...], ...]
     seconds: float
+    num_queries: int
     num_queried_tokens: int
     num_hit_tokens: int
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request lost its blocks: it is looked up again when it gets others."""
+        return self.num_queries - sum(map(len, self.answers))
 
 
 async def drive(url: str, workload: Workload) -> Outcome:
@@ -57,12 +63,8 @@ async def drive(url: str, workload: Workload) -> Outcome:
         answers = await asyncio.gather(*(_converse(http, talk, start_s) for talk in workload.conversations))
         seconds = time.perf_counter() - start_s
         after = (await http.get("/v1/cache/stats")).json()
-    return Outcome(
-        tuple(map(tuple, answers)),
-        seconds,
-        after["num_queried_tokens"] - before["num_queried_tokens"],
-        after["num_hit_tokens"] - before["num_hit_tokens"],
-    )
+    counts = (after[name] - before[name] for name in ("num_queries", "num_queried_tokens", "num_hit_tokens"))
+    return Outcome(tuple(map(tuple, answers)), seconds, *counts)
 
 
 async def _warm_up(http: httpx2.AsyncClient) -> None:

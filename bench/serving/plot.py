@@ -9,6 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 _STEPS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
 _MAX_TICKS = 6
+_MAX_COLUMNS = 3
 _COLOURS = {"without": "#b5482a", "with": "#2a6fb5"}
 
 
@@ -35,9 +36,13 @@ def plot(results: dict[str, Any], path: Path) -> None:
 def draw(results: dict[str, Any]) -> Figure:
     """Return the picture."""
     rows = results["results"]
-    figure = Figure(figsize=(4.5 * len(rows), 3.6))
-    panels = figure.subplots(1, len(rows), squeeze=False)
-    for panel, row in zip(panels[0], rows, strict=True):
+    num_columns = min(len(rows), _MAX_COLUMNS)
+    num_lines = -(-len(rows) // num_columns)
+    figure = Figure(figsize=(4.5 * num_columns, 3.6 * num_lines))
+    panels = list(figure.subplots(num_lines, num_columns, squeeze=False).flat)
+    for panel in panels[len(rows) :]:
+        panel.remove()
+    for panel, row in zip(panels, rows, strict=False):
         for name, colour in _COLOURS.items():
             values = sorted(row[name]["ttft_s"])
             shares = [(i + 1) / len(values) for i in range(len(values))]

@@ -1,5 +1,7 @@
 """What bench.serving shows of a workload, on the terminal and in docs/performance.md."""
 
+from typing import Any
+
 # What is shown: key, title, unit; and whether less is better, so that the ratio says how many times better it is.
 ROWS = (
     ("ttft_p50_s", "TTFT p50", "s", True),
@@ -13,6 +15,21 @@ ROWS = (
     ("seconds", "whole workload", "s", True),
     ("tokens_per_s", "generated tokens", "a s", False),
     ("num_computed_tokens", "tokens computed", "", True),
+    ("num_preemptions", "preemptions", "", None),
     ("hit_rate", "hit rate", "", None),
     ("saved", "prefill tokens saved", "", None),
 )
+
+# Likewise of what caching costs where nothing can be shared.
+COST_ROWS = (
+    ("num_steps", "forward passes"),
+    ("num_computed_tokens", "tokens computed"),
+    ("num_preemptions", "preemptions"),
+    ("num_evicted_blocks", "blocks evicted"),
+)
+
+
+def shown_rows(row: dict[str, Any]) -> list[tuple[str, str, str, bool | None]]:
+    """Return the rows of a workload's table: preemptions only where there were any."""
+    has_any = any(row[name]["num_preemptions"] for name in ("without", "with"))
+    return [line for line in ROWS if line[0] != "num_preemptions" or has_any]

@@ -1,28 +1,37 @@
 """What prefix caching does for a server's clients: the same requests to a server without it, and to one with it.
 
-    python -m bench.serving
+    python -m bench.serving                          # on a GPU, if torch finds one
+    python -m bench.serving --model llama-3.2-1b     # random weights in that model's shape
 
 Starts `kvblocks serve` twice, and drives both over HTTP with streaming clients, one after the other. Both are
-deterministic, so their greedy answers must be the same, token for token. On a CPU 8 requests a second are more than it
-can do either way, so arrivals are `--cpu-scale` times rarer; the rate is printed.
+deterministic, so their greedy answers must be the same, token for token. A CPU can't do 8 requests a second either way,
+so arrivals there are `--cpu-scale` times rarer; the rate is printed. On a GPU they are not, and there are more of them.
+What must lose nothing comes last: runs in which nothing can be shared, in `bench.serving.overhead`.
 """
 
 import argparse
 import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bench.conditions import conditions, keep, print_conditions
+import torch
+
+from bench.conditions import conditions, gpu_state, keep, print_conditions
+from bench.random_model import SHAPES, open_model
 from bench.serving.client import Outcome, drive
+from bench.serving.overhead import CPU_CASES, GPU_CASES, NUM_ROUNDS, QUICK_CASES, Case, measure_overhead, spread_line
 from bench.serving.process import served
-from bench.serving.rows import ROWS
-from bench.serving.workloads import QUICK, Sizes, Workload, make_workloads, slowed
-from kvblocks.engine.model.fetch import KNOWN_MODELS, fetch_model
+from bench.serving.rows import COST_ROWS, ROWS, shown_rows
+from bench.serving.workloads import GPU, QUICK, Sizes, Workload, make_workloads, slowed
+from kvblocks.engine.engine import choose_device
 from kvblocks.engine.text.tokenizer import Tokenizer
 
 CPU_SCALE = 24.0
+GPU_MODEL = "llama-3.2-1b"
 MIN_HIT_RATE, MIN_SAVED, MIN_SPEEDUP, MAX_REGRESSION = 0.6, 0.3, 5.0, 1.1
 
 
@@ -54,7 +63,11 @@ def measure(workload: Workload, urls: Mapping[str, str]) -> dict[str, Any]:
 
 
 def summarize(runs: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the numbers of one server's runs of a workload. Who is asked first has nobody to share with."""
+    """Return the numbers of one server's runs of a workload. Who is asked first has nobody to share with.
+
+    Tokens computed: those of each lookup that weren't cached, and what was generated but the last token since then. Of
+    a request that is preempted while its prompt is computed, the rest of it counts, too.
+    """
     answers = sorted((answer for run in runs for talk in run.answers for answer in talk), key=lambda one: one.asked_s)
     seconds = sum(run.seconds for run in runs)
     ttft_s = [answer.ttft_s for answer in answers]
@@ -62,6 +75,8 @@ def summarize(runs: Sequence[Outcome]) -> dict[str, Any]:
     latencies_s = [answer.end_s - answer.asked_s for answer in answers]
     num_prompt, num_cached = sum(a.num_prompt_tokens for a in answers), sum(a.num_cached_tokens for a in answers)
     num_generated = sum(len(answer.token_ids) for answer in answers)
+    num_queried, num_hit = sum(run.num_queried_tokens for run in runs), sum(run.num_hit_tokens for run in runs)
+    num_preemptions = sum(run.num_preemptions for run in runs)
     return {
         "num_answers": len(answers),
         "ttft_s": [round(value, 4) for value in ttft_s],
@@ -77,9 +92,9 @@ def summarize(runs: Sequence[Outcome]) -> dict[str, Any]:
         "tokens_per_s": num_generated / seconds,
         "num_prompt_tokens": num_prompt,
         "num_cached_tokens": num_cached,
-        # Of each answer the last token never goes through the model.
-        "num_computed_tokens": num_prompt - num_cached + num_generated - len(answers),
-        "hit_rate": sum(run.num_hit_tokens for run in runs) / sum(run.num_queried_tokens for run in runs),
+        "num_computed_tokens": num_queried - num_hit + num_generated - len(answers) - num_preemptions,
+        "num_preemptions": num_preemptions,
+        "hit_rate": num_hit / num_queried,
         "saved": num_cached / num_prompt,
     }
 
@@ -102,6 +117,9 @@ def judge(row: dict[str, Any]) -> dict[str, bool]:
         met[f"TTFT p50 after the first at least x{MIN_SPEEDUP:g} better"] = (
             row["ratios"]["later_ttft_p50_s"] >= MIN_SPEEDUP
         )
+    elif row["workload"] == "pool pressure":
+        met["preempts without caching"] = row["without"]["num_preemptions"] > 0
+        met["computes fewer tokens with caching"] = row["ratios"]["num_computed_tokens"] > 1
     return met
 
 
@@ -109,12 +127,26 @@ def show(row: dict[str, Any]) -> None:
     """Print a workload's table."""
     print(f"\n{row['workload']}: {row['about']}")
     print(f"{'':<42}{'without':>12}{'with':>12}{'ratio':>9}")
-    for key, title, unit, _ in ROWS:
+    for key, title, unit, _ in shown_rows(row):
         cells = [_cell(key, row[name][key]) for name in ("without", "with")]
         ratio = f"x{row['ratios'][key]:.2f}" if key in row["ratios"] else ""
         print(f"{title + (f', {unit}' if unit else ''):<42}{cells[0]:>12}{cells[1]:>12}{ratio:>9}".rstrip())
+    _show_targets(row)
+
+
+def show_cost(row: dict[str, Any]) -> None:
+    """Print what caching costs a run that can't share anything."""
+    print(f"\n{row['run']}: {row['about']}")
+    print(f"{'':<42}{'without':>12}{'with':>12}")
+    for key, title in COST_ROWS:
+        print(f"{title:<42}{row['without'][key]:>12,}{row['with'][key]:>12,}")
+    print(spread_line(row))
+    _show_targets(row)
+
+
+def _show_targets(row: dict[str, Any]) -> None:
     for name, is_met in row["targets"].items():
-        print(f"{'met' if is_met else 'MISSED'}: {name}")
+        print(f"{'met' if is_met else 'MISSED'}: {name}", flush=True)
 
 
 def _cell(key: str, value: float) -> str:
@@ -125,55 +157,112 @@ def _cell(key: str, value: float) -> str:
 
 NOT_SHOWN = """\
 Not shown: other rates (a server that can't keep up without caching queues, and its TTFT grows with the length of the
-run; one that idles shows what a single request saves), other lengths, a GPU, several machines. Clients and server share
+run; one that idles shows what a single request saves), other lengths, several machines. Clients and server share
 this machine's cores."""
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.serving", description="A server without and with prefix caching.")
-    parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face folder")
+    parser.add_argument(
+        "--model",
+        help=f"smollm2 (on a GPU {GPU_MODEL}), a Hugging Face folder, or random weights: {', '.join(SHAPES)}",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1 or auto (the default: cuda if there is one)"
+    )
     parser.add_argument("--rate", type=float, default=8.0, help="requests a second, before --cpu-scale (default 8)")
-    parser.add_argument("--cpu-scale", type=float, default=CPU_SCALE, help=f"arrivals so much rarer ({CPU_SCALE:g})")
-    parser.add_argument("--max-tokens", type=int, default=16, help="generated for each request (default 16)")
+    parser.add_argument("--cpu-scale", type=float, help=f"arrivals so much rarer ({CPU_SCALE:g} on a CPU; on a GPU 1)")
+    parser.add_argument("--max-tokens", type=int, help="generated for each request (16; on a GPU 128)")
+    parser.add_argument("--kv-cache-memory", help="of each server, such as 2GiB (512 MB; on a GPU 8GiB)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of the server (default 1)")
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help=f"of runs that share nothing ({NUM_ROUNDS})")
     parser.add_argument("--workloads", default="", help="names, separated by commas; all by default")
     parser.add_argument("--quick", action="store_true", help="a few short requests: whether it runs, not how fast")
     parser.add_argument("--json", type=Path, help="keep the results in this file")
     parser.add_argument("--plot", type=Path, help="draw the times to first token (PNG; needs kvblocks[bench])")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    given.device = choose_device(given.device)
+    on_gpu = given.device.type == "cuda"
+    given.model = given.model or (GPU_MODEL if on_gpu else "smollm2")
+    if given.cpu_scale is None:
+        given.cpu_scale = 1.0 if on_gpu else CPU_SCALE
+    if given.kv_cache_memory is None and on_gpu:
+        given.kv_cache_memory = "8GiB"
+    return given
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = read_options(arguments)
-    folder = fetch_model(given.model) if given.model in KNOWN_MODELS else Path(given.model)
-    tokenizer = Tokenizer.from_folder(folder)
-    sizes = QUICK if given.quick else slowed(Sizes(rate=given.rate, max_tokens=given.max_tokens), given.cpu_scale)
-    workloads = make_workloads(sizes, lambda text: tokenizer.encode(text, add_special_tokens=False))
-    wanted = [name.strip() for name in given.workloads.split(",") if name.strip()]
-    facts = conditions(
+def choose_sizes(given: argparse.Namespace) -> tuple[Sizes, tuple[Case, ...]]:
+    """Return how large the workloads are, and the runs that share nothing, for the options and their device."""
+    if given.quick:
+        return QUICK, QUICK_CASES
+    sizes, cases = (GPU, GPU_CASES) if given.device.type == "cuda" else (Sizes(), CPU_CASES)
+    sizes = replace(sizes, rate=given.rate)
+    if given.max_tokens is not None:
+        sizes = replace(sizes, max_tokens=given.max_tokens)
+    return slowed(sizes, given.cpu_scale), cases
+
+
+def server_flags(folder: Path, given: argparse.Namespace, num_blocks: int | None) -> tuple[str, ...]:
+    """Return the arguments of a server with caching, but for its port."""
+    flags = ["--deterministic", "--threads", str(given.threads), "--device", str(given.device)]
+    if num_blocks is not None:
+        flags += ["--num-blocks", str(num_blocks)]
+    elif given.kv_cache_memory is not None:
+        flags += ["--kv-cache-memory", given.kv_cache_memory]
+    if given.device.type == "cuda":
+        flags.append("--warm-up")
+    return (str(folder), *flags)
+
+
+def measure_all(workloads: Sequence[Workload], folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the workloads, print their tables, and return their rows. Each size of the pool has servers of its own."""
+    rows: list[dict[str, Any]] = []
+    for num_blocks, group in groupby(workloads, lambda workload: workload.num_blocks):
+        flags = server_flags(folder, given, num_blocks)
+        with served(*flags, "--no-prefix-caching") as (without, _), served(*flags) as (caching, _):
+            for workload in group:
+                row = measure(workload, {"without": without, "with": caching})
+                row["targets"] = judge(row)
+                show(row)
+                rows.append(row)
+    return rows
+
+
+def facts_of(folder: Path, given: argparse.Namespace, sizes: Sizes) -> dict[str, object]:
+    """Return the conditions of a run."""
+    return conditions(
         model=folder.name,
-        num_blocks="the server's default, 512 MB",
+        weights="random" if given.model in SHAPES else "the model's",
+        device=str(given.device),
+        gpu=gpu_state() if given.device.type == "cuda" else None,
+        num_blocks=given.kv_cache_memory or "the server's default, 512 MB",
         block_size=16,
-        collector="on",
+        collector="on; off where nothing can be shared",
         threads=given.threads,
         rate=sizes.rate,
         cpu_scale=None if given.quick else given.cpu_scale,
         max_tokens=sizes.max_tokens,
         mode="deterministic, greedy",
     )
-    print_conditions(facts)
-    rows: list[dict[str, Any]] = []
-    flags = (str(folder), "--deterministic", "--threads", str(given.threads))
-    with served(*flags, "--no-prefix-caching") as (without, _), served(*flags) as (caching, _):
-        for workload in workloads:
-            if wanted and workload.name not in wanted:
-                continue
-            row = measure(workload, {"without": without, "with": caching})
-            row["targets"] = judge(row)
-            show(row)
-            rows.append(row)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = read_options(arguments)
+    sizes, cases = choose_sizes(given)
+    wanted = [name.strip() for name in given.workloads.split(",") if name.strip()]
+    with open_model(given.model) as folder:
+        facts = facts_of(folder, given, sizes)
+        print_conditions(facts)
+        tokenizer = Tokenizer.from_folder(folder)
+        workloads = make_workloads(sizes, lambda text: tokenizer.encode(text, add_special_tokens=False))
+        rows = measure_all([one for one in workloads if not wanted or one.name in wanted], folder, given)
+        torch.set_num_threads(given.threads)
+        cases = tuple(case for case in cases if not wanted or case.name in wanted)
+        costs = measure_overhead(folder, given.device, cases, given.rounds)
+    for row in costs:
+        show_cost(row)
     print(f"\n{NOT_SHOWN}")
-    keep(given.json, facts, rows)
+    keep(given.json, facts, rows, costs=costs)
     if given.plot:
         from bench.serving.plot import plot
 

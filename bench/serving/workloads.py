@@ -27,36 +27,110 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Workload:
-    """Conversations that go on at the same time. shares: whether a cache has anything to find."""
+    """Conversations that go on at the same time. shares: whether a cache has anything to find.
+
+    num_blocks: of the servers that are asked; None: as many as for all other workloads.
+    """
 
     name: str
     about: str
     conversations: tuple[Conversation, ...]
     shares: bool = True
+    num_blocks: int | None = None
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the workloads are. rate: conversations that begin in a second."""
+    """How large the workloads are: first the requests that begin alike, then, by their names, the others.
 
-    num_requests: int = 48
+    rate: conversations that begin in a second. mixed: prompts begin with one of several texts, and differ in all
+    lengths. pressed: requests that come at once, to a pool of so many blocks. documents: each is asked about several
+    times.
+    """
+
+    num_requests: int = 32
     num_shared_tokens: int = 1024
     own_tokens: tuple[int, int] = (32, 128)
     max_tokens: int = 16
     rate: float = 8.0
     num_chats: int = 4
     num_turns: int = 4
-    num_alone: int = 12
+    num_alone: int = 8
     num_alone_tokens: int = 384
+    num_mixed: int = 12
+    mixed_shared_tokens: tuple[int, ...] = (64, 256, 512)
+    mixed_own_tokens: tuple[int, int] = (16, 256)
+    mixed_max_tokens: tuple[int, int] = (4, 32)
+    num_pressed: int = 12
+    num_pressed_shared_tokens: int = 64
+    num_pressed_own_tokens: int = 64
+    pressed_max_tokens: int = 48
+    num_pressed_blocks: int = 36
+    num_documents: int = 2
+    num_document_tokens: int = 2048
+    num_questions: int = 3
+    question_tokens: tuple[int, int] = (16, 48)
     seed: int = 0
 
 
-QUICK = Sizes(6, 64, (8, 24), 4, 20.0, 2, 2, 3, 64)
+QUICK = Sizes(
+    num_requests=6,
+    num_shared_tokens=64,
+    own_tokens=(8, 24),
+    max_tokens=4,
+    rate=20.0,
+    num_chats=2,
+    num_turns=2,
+    num_alone=3,
+    num_alone_tokens=64,
+    num_mixed=6,
+    mixed_shared_tokens=(16, 48),
+    mixed_own_tokens=(4, 40),
+    mixed_max_tokens=(2, 6),
+    num_pressed=6,
+    num_pressed_shared_tokens=16,
+    num_pressed_own_tokens=30,
+    pressed_max_tokens=24,
+    num_pressed_blocks=10,
+    num_documents=2,
+    num_document_tokens=640,
+    num_questions=2,
+    question_tokens=(4, 12),
+)
+GPU = Sizes(
+    num_requests=256,
+    max_tokens=128,
+    num_chats=32,
+    num_turns=6,
+    num_alone=64,
+    num_alone_tokens=1024,
+    num_mixed=128,
+    mixed_shared_tokens=(256, 1024, 4096),
+    mixed_own_tokens=(32, 2048),
+    mixed_max_tokens=(16, 256),
+    num_pressed=64,
+    num_pressed_shared_tokens=512,
+    num_pressed_own_tokens=512,
+    pressed_max_tokens=256,
+    num_pressed_blocks=1024,
+    num_documents=4,
+    num_document_tokens=16384,
+    num_questions=6,
+    question_tokens=(32, 128),
+)
+"""Half a minute of requests for a workload at 8 a second. Context: 16,640 tokens."""
 
 
 def make_workloads(sizes: Sizes, encode: Encode) -> list[Workload]:
-    """Return the three workloads, the same for the same sizes and tokenizer."""
-    return [shared_prefix(sizes, encode), multi_turn(sizes), no_sharing(sizes, encode)]
+    """Return the six workloads, the same for the same sizes and tokenizer."""
+    return [
+        shared_prefix(sizes, encode),
+        multi_turn(sizes),
+        mixed_lengths(sizes, encode),
+        long_prompts(sizes, encode),
+        pool_pressure(sizes, encode),
+        no_sharing(sizes, encode),
+    ]
 
 
 def shared_prefix(sizes: Sizes, encode: Encode) -> Workload:
@@ -93,6 +167,71 @@ def multi_turn(sizes: Sizes) -> Workload:
     )
     about = f"{sizes.num_chats} chats of {sizes.num_turns} turns, {sizes.rate:g} beginning a second, nothing in common"
     return Workload("multi-turn chat", about, conversations)
+
+
+def mixed_lengths(sizes: Sizes, encode: Encode) -> Workload:
+    """Requests of several kinds, each with a beginning of its own; short ones are as frequent as long ones."""
+    chooser = random.Random(sizes.seed + 3)
+    kinds = [_tokens(chooser, encode, num_tokens) for num_tokens in sizes.mixed_shared_tokens]
+    low, high = sizes.mixed_own_tokens
+    conversations = tuple(
+        Conversation(
+            number / sizes.rate,
+            (*chooser.choice(kinds), *_tokens(chooser, encode, round(low * (high / low) ** chooser.random()))),
+            max_tokens=chooser.randint(*sizes.mixed_max_tokens),
+        )
+        for number in range(sizes.num_mixed)
+    )
+    *some, last = map(str, sizes.mixed_shared_tokens)
+    fewest, most = sizes.mixed_max_tokens
+    about = (
+        f"{sizes.num_mixed} requests that begin with {', '.join(some)} or {last} shared tokens, then {low} to {high}"
+        f" own ones, {fewest} to {most} generated, {sizes.rate:g} a second"
+    )
+    return Workload("mixed lengths", about, conversations)
+
+
+def long_prompts(sizes: Sizes, encode: Encode) -> Workload:
+    """Questions about long documents: every document once, then every document again, and so on."""
+    chooser = random.Random(sizes.seed + 4)
+    documents = [_tokens(chooser, encode, sizes.num_document_tokens) for _ in range(sizes.num_documents)]
+    num_requests = sizes.num_documents * sizes.num_questions
+    conversations = tuple(
+        Conversation(
+            number / sizes.rate,
+            (
+                *documents[number % sizes.num_documents],
+                *_tokens(chooser, encode, chooser.randint(*sizes.question_tokens)),
+            ),
+            max_tokens=sizes.max_tokens,
+        )
+        for number in range(num_requests)
+    )
+    about = (
+        f"{num_requests} requests, {sizes.num_questions} about each of {sizes.num_documents} documents of"
+        f" {sizes.num_document_tokens} tokens, {sizes.rate:g} a second"
+    )
+    return Workload("long prompts", about, conversations)
+
+
+def pool_pressure(sizes: Sizes, encode: Encode) -> Workload:
+    """Requests that come at once, to servers whose pool is too small for all of them, and for what they grow to."""
+    chooser = random.Random(sizes.seed + 5)
+    shared = _tokens(chooser, encode, sizes.num_pressed_shared_tokens)
+    conversations = tuple(
+        Conversation(
+            0.0,
+            (*shared, *_tokens(chooser, encode, sizes.num_pressed_own_tokens)),
+            max_tokens=sizes.pressed_max_tokens,
+        )
+        for _ in range(sizes.num_pressed)
+    )
+    about = (
+        f"{sizes.num_pressed} requests at once, of {sizes.num_pressed_shared_tokens} shared and"
+        f" {sizes.num_pressed_own_tokens} own tokens, {sizes.pressed_max_tokens} generated, with"
+        f" {sizes.num_pressed_blocks} blocks"
+    )
+    return Workload("pool pressure", about, conversations, num_blocks=sizes.num_pressed_blocks)
 
 
 def no_sharing(sizes: Sizes, encode: Encode) -> Workload:

@@ -1,12 +1,17 @@
 """The serving bench runs on a tiny model, says what it measured, and judges it right. No test asks how long it took."""
 
+import gc
 import importlib
 import io
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+
+from kvblocks import KVBlocksError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,15 +24,24 @@ def bench(monkeypatch):
     return importlib.import_module("bench.serving.serving")
 
 
-def test_it_measures_three_workloads_and_draws_them(bench, roomy_folder, tmp_path, capsys):
+def test_it_measures_all_workloads_and_draws_them(bench, roomy_folder, tmp_path, capsys, monkeypatch):
+    """With one pair of servers for all, whose pool is too small for the requests of one workload."""
+    sizes = replace(bench.QUICK, num_pressed_own_tokens=144, num_pressed_blocks=50, num_document_tokens=256)
+    monkeypatch.setattr(bench, "QUICK", sizes)
+    make = bench.make_workloads
+    monkeypatch.setattr(bench, "make_workloads", lambda *given: [replace(one, num_blocks=50) for one in make(*given)])
     kept, picture = tmp_path / "kept.json", tmp_path / "picture.png"
-    bench.main(["--model", str(roomy_folder), "--quick", "--json", str(kept), "--plot", str(picture)])
+    options = ["--quick", "--rounds", "1", "--json", str(kept), "--plot", str(picture)]
+    bench.main(["--model", str(roomy_folder), "--device", "cpu", *options])
     shown = capsys.readouterr().out
     results = json.loads(kept.read_text())
-    assert {"model", "cpu", "rate", "max_tokens", "threads", "mode"} <= results["conditions"].keys()
-    shared, chats, alone = results["results"]
-    assert [row["workload"] for row in (shared, chats, alone)] == ["shared prefix", "multi-turn chat", "no sharing"]
-    for row in (shared, chats, alone):
+    assert {"model", "weights", "device", "cpu", "rate", "max_tokens", "threads", "mode"} <= results[
+        "conditions"
+    ].keys()
+    rows = {row["workload"]: row for row in results["results"]}
+    names = ["shared prefix", "multi-turn chat", "mixed lengths", "long prompts", "pool pressure", "no sharing"]
+    assert list(rows) == names
+    for row in rows.values():
         assert row["is_identical"], row["workload"]
         assert row["about"] in shown
         for name in ("without", "with"):
@@ -37,24 +51,125 @@ def test_it_measures_three_workloads_and_draws_them(bench, roomy_folder, tmp_pat
             assert 0 <= run["itl_p50_s"] <= run["itl_p99_s"]
         assert row["without"]["hit_rate"] == row["without"]["num_cached_tokens"] == 0
         assert row["ratios"]["num_computed_tokens"] >= 1
-    assert shared["with"]["num_cached_tokens"] == 5 * 64  # all but the first request hit the shared 64 tokens
-    assert shared["with"]["num_answers"] == 6
-    assert chats["with"]["num_cached_tokens"] > 0
-    assert chats["with"]["num_answers"] == 4
-    assert alone["with"]["num_cached_tokens"] == 0
-    assert alone["with"]["num_answers"] == 2 * 3
+    assert {name: row["with"]["num_answers"] for name, row in rows.items()} == dict(
+        zip(names, (6, 4, 6, 4, 6, 2 * 3), strict=True)
+    )
+    assert rows["shared prefix"]["with"]["num_cached_tokens"] == 5 * 64  # all but the first hit the shared 64 tokens
+    assert rows["shared prefix"]["without"]["num_computed_tokens"] == sum(
+        (rows["shared prefix"]["without"]["num_prompt_tokens"], 6 * (4 - 1))  # the last token is never computed
+    )
+    assert rows["multi-turn chat"]["with"]["num_cached_tokens"] > 0
+    assert rows["mixed lengths"]["with"]["num_cached_tokens"] > 0
+    assert rows["long prompts"]["with"]["num_cached_tokens"] == 2 * 256  # each document but once
+    assert rows["pool pressure"]["without"]["num_preemptions"] > 0
+    assert rows["no sharing"]["with"]["num_cached_tokens"] == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "TTFT p50 of all but the first" in shown
     assert "Not shown:" in shown
+    costs = results["costs"]
+    assert [row["run"] for row in costs] == [case.name for case in bench.QUICK_CASES]
+    assert all(row["about"] in shown for row in costs)
+
+
+@pytest.fixture
+def overhead(bench):
+    """The module that compares engines without and with caching where nothing can be shared."""
+    return importlib.import_module("bench.serving.overhead")
+
+
+def test_caching_computes_no_more_where_nothing_can_be_shared(overhead, roomy_folder):
+    batched, pressed, chunked = overhead.measure_overhead(roomy_folder, torch.device("cpu"), overhead.QUICK_CASES, 2)
+    for row in (batched, pressed, chunked):
+        without, caching = row["without"], row["with"]
+        assert row["is_identical"]
+        assert row["num_rounds"] == 2
+        assert row["ratio_least"] <= row["ratio"] <= row["ratio_most"]
+        assert 0 < caching["seconds_outside"] < caching["seconds"]
+        assert without["num_evicted_blocks"] == 0
+        assert caching["num_computed_tokens"] <= without["num_computed_tokens"]
+        assert caching["num_steps"] <= without["num_steps"]
+    for row in (batched, chunked):
+        assert row["with"]["num_computed_tokens"] == row["without"]["num_computed_tokens"]
+        assert row["with"]["num_steps"] == row["without"]["num_steps"]
+        assert row["with"]["num_preemptions"] == row["without"]["num_preemptions"] == 0
+    assert min(pressed[name]["num_preemptions"] for name in ("without", "with")) > 0
+    assert pressed["with"]["num_evicted_blocks"] > 0
+    # 100 tokens and more, at most 64 a step, for each of two requests and a round that all compute their whole prompt
+    assert chunked["with"]["num_steps"] > 2 * 2 * 2
+    assert chunked["with"]["num_computed_tokens"] >= 2 * 2 * 100
+    assert gc.isenabled()
+
+
+def cost_of(ratio=1.0, outside=0.0, is_identical=True, **more):
+    counts = {"num_steps": 9, "num_computed_tokens": 99, "num_preemptions": 1}
+    row = {"without": counts, "with": counts | more, "is_identical": is_identical}
+    return row | {"ratio": ratio, "loss_outside": outside}
+
+
+@pytest.mark.parametrize(
+    ("row", "is_pressed", "expected"),
+    [
+        (cost_of(1.02, 0.02), False, [True, True, True, True]),
+        (cost_of(1.021, 0.021, is_identical=False), False, [False, True, False, False]),
+        (cost_of(num_steps=8), False, [True, False, True, True]),
+        (cost_of(num_computed_tokens=100), False, [True, False, True, True]),
+        (cost_of(num_steps=8, num_computed_tokens=90), True, [True, True, True, True, True]),
+        (cost_of(num_computed_tokens=100), True, [True, True, False, True, True]),
+        (cost_of(num_preemptions=0), True, [True, False, True, True, True]),
+    ],
+)
+def test_losses_are_said(overhead, row, is_pressed, expected):
+    case = replace(overhead.QUICK_CASES[0], is_pressed=is_pressed)
+    assert list(overhead.judge_case(case, row).values()) == expected
+
+
+def test_a_round_that_fails_is_an_error(overhead, roomy_folder):
+    """Of its requests one never fits the pool."""
+    case = replace(overhead.QUICK_CASES[0], num_blocks=2)
+    with pytest.raises(KVBlocksError, match="expected"):
+        overhead.measure_overhead(roomy_folder, torch.device("cpu"), [case])
+
+
+def test_spread_is_said_where_it_hides_what_is_asked(overhead):
+    row = {"ratio": 1.0, "ratio_least": 0.99, "ratio_most": 1.0, "num_rounds": 5, "loss_outside": 0.001}
+    row |= {name: {"outside_us_per_step": 9.0} for name in ("without", "with")}
+    assert "counts say more" not in overhead.spread_line(row)
+    assert "counts say more" in overhead.spread_line(row | {"ratio_most": 1.02})
+
+
+def test_a_gpu_gets_the_whole_rate_and_a_model_of_a_common_shape(bench, monkeypatch):
+    """None is here, so what is chosen for one is all that can be said."""
+    monkeypatch.setattr(bench, "choose_device", torch.device)
+    given = bench.read_options(["--device", "cuda"])
+    sizes, cases = bench.choose_sizes(given)
+    assert (sizes.rate, given.cpu_scale, given.model) == (8.0, 1.0, "llama-3.2-1b")
+    assert sizes.num_requests / sizes.rate == 32.0
+    assert cases == bench.GPU_CASES
+    flags = bench.server_flags(Path("m"), given, None)
+    assert flags[flags.index("--device") + 1] == "cuda"
+    assert flags[flags.index("--kv-cache-memory") + 1] == "8GiB"
+    assert "--warm-up" in flags
+    pressed = bench.server_flags(Path("m"), given, 1024)
+    assert pressed[pressed.index("--num-blocks") + 1] == "1024"
+    assert "--kv-cache-memory" not in pressed
+
+
+def test_a_cpu_gets_a_rate_that_it_can_carry(bench):
+    given = bench.read_options(["--device", "cpu", "--max-tokens", "5"])
+    sizes, cases = bench.choose_sizes(given)
+    assert (sizes.rate, sizes.max_tokens, given.model) == (8.0 / 24, 5, "smollm2")
+    assert cases == bench.CPU_CASES
+    assert bench.server_flags(Path("m"), given, None) == ("m", "--deterministic", "--threads", "1", "--device", "cpu")
 
 
 def run_of(ttft_p50_s, hit_rate=0.0):
     keys = ("ttft_p50_s", "later_ttft_p50_s")
-    return dict.fromkeys(keys, ttft_p50_s) | {"hit_rate": hit_rate, "saved": hit_rate}
+    return dict.fromkeys(keys, ttft_p50_s) | {"hit_rate": hit_rate, "saved": hit_rate, "num_preemptions": 1}
 
 
-def row_of(name, without, caching, is_identical=True, shares=True):
+def row_of(name, without, caching, is_identical=True, shares=True, num_computed_tokens=1.0):
     ratios = {key: without[key] / caching[key] for key in ("ttft_p50_s", "later_ttft_p50_s")}
+    ratios["num_computed_tokens"] = num_computed_tokens
     facts = {"workload": name, "shares": shares, "is_identical": is_identical}
     return facts | {"without": without, "with": caching, "ratios": ratios}
 
@@ -68,6 +183,8 @@ def row_of(name, without, caching, is_identical=True, shares=True):
         (row_of("no sharing", run_of(1.0), run_of(1.09), shares=False), [True, True]),
         (row_of("no sharing", run_of(1.0), run_of(1.11), shares=False), [True, False]),
         (row_of("multi-turn chat", run_of(1.0), run_of(2.0)), [True]),
+        (row_of("pool pressure", run_of(1.0), run_of(1.0), num_computed_tokens=1.1), [True, True, True]),
+        (row_of("pool pressure", run_of(1.0) | {"num_preemptions": 0}, run_of(1.0)), [True, False, False]),
     ],
 )
 def test_targets_that_are_missed_are_said(bench, row, expected):
@@ -82,17 +199,30 @@ def test_percentiles(bench):
 
 def test_workloads_are_as_large_as_they_say(bench):
     sizes = bench.slowed(bench.Sizes(), 4.0)
-    shared, chats, alone = bench.make_workloads(sizes, lambda text: [len(word) for word in text.split()])
+    workloads = bench.make_workloads(sizes, lambda text: [len(word) for word in text.split()])
+    shared, chats, mixed, long, pressed, alone = workloads
     prompts = [talk.prompt for talk in shared.conversations]
-    assert len(prompts) == 48
+    assert len(prompts) == 32
     assert len({prompt[:1024] for prompt in prompts}) == 1
-    assert len({prompt[1024:] for prompt in prompts}) == 48
+    assert len({prompt[1024:] for prompt in prompts}) == 32
     assert {32 <= len(prompt) - 1024 <= 128 for prompt in prompts} == {True}
     assert [talk.start_s for talk in shared.conversations[:3]] == [0.0, 0.5, 1.0]
     assert {len(talk.turns) for talk in chats.conversations} == {4}
     assert {len(talk.prompt) for talk in alone.conversations} == {384}
-    assert len({talk.prompt[:16] for talk in alone.conversations}) == 12
+    assert len({talk.prompt[:16] for talk in alone.conversations}) == 8
     assert "2 a second" in shared.about
+    lengths = {len(talk.prompt) for talk in mixed.conversations}
+    assert len(lengths) > 9
+    assert 64 + 16 <= min(lengths) < max(lengths) <= 512 + 256
+    assert len({talk.prompt[:64] for talk in mixed.conversations}) == 3
+    assert len({talk.max_tokens for talk in mixed.conversations}) > 6
+    assert [len(talk.prompt) > 2048 for talk in long.conversations] == [True] * 6
+    documents = [talk.prompt[:2048] for talk in long.conversations]
+    assert documents == documents[:2] * 3
+    assert documents[0] != documents[1]
+    assert {(talk.start_s, len(talk.prompt), talk.max_tokens) for talk in pressed.conversations} == {(0.0, 128, 48)}
+    assert pressed.num_blocks * 16 < sum(len(talk.prompt) for talk in pressed.conversations)
+    assert {workload.num_blocks for workload in workloads} == {None, pressed.num_blocks}
 
 
 def test_a_server_that_does_not_start_is_an_error(bench):
@@ -141,6 +271,18 @@ def turn_of(kind, ttft_s=0.1, health_s=0.1, peak_mb=1000.0):
 def test_it_says_which_bounds_are_not_held(bounds, loud, is_beyond):
     turns = [turn_of(None), turn_of("digits", **loud), turn_of("lists")]
     assert bounds.judge(turns) == (["digits"] if is_beyond else [])
+
+
+@pytest.mark.parametrize("number", [1, 3, 5])
+def test_the_picture_has_a_panel_for_each_workload(bench, number):
+    plot = importlib.import_module("bench.serving.plot")
+    kinds = {"without": {"ttft_s": [0.4, 0.2]}, "with": {"ttft_s": [0.1, 0.2]}}
+    rows = [kinds | {"workload": f"w{place}", "ratios": {"ttft_p50_s": 2.0}} for place in range(number)]
+    figure = plot.draw({"results": rows, "conditions": {"model": "m", "cpu": "c", "rate": 8.0}})
+    assert [panel.get_title() for panel in figure.axes] == [f"w{place}: median x2.0" for place in range(number)]
+    for panel in figure.axes:
+        lines = {line.get_label(): list(line.get_xdata()) for line in panel.get_lines()}
+        assert lines == {"without caching": [0.2, 0.4], "with caching": [0.1, 0.2]}
 
 
 def test_labels_of_the_picture_stand_apart(bench):
