@@ -49,12 +49,12 @@ class Account:
 
 
 class KVCacheBlock:
-    """One block of KV-cache memory: `block_size` slots. `block_id` is its number, counted from the pool's first one.
+    """One block of KV-cache memory: `block_size` slots.
 
-    ref_cnt: how many owners it has; 0 exactly when it is in the free queue. prev_free_block, next_free_block: its
-    neighbours in the queue. For a block that isn't queued, prev_free_block is the block itself and next_free_block is
-    undefined. run, index: the run that it is in and its position there; run is None when it isn't cached. Made by a
-    pool; callers only read it.
+    block_id: its id, from the pool's `first_block_id` on. ref_cnt: how many owners it has; 0 exactly when it is in the
+    free queue. prev_free_block, next_free_block: its neighbours in the queue. For a block that isn't queued,
+    prev_free_block is the block itself and next_free_block is undefined. run, index: the run that it is in and its
+    position there; run is None when it isn't cached. Made by a pool; callers only read it.
     """
 
     __slots__ = ("block_id", "index", "next_free_block", "prev_free_block", "ref_cnt", "run")

@@ -30,7 +30,7 @@ class HitSource:
 class HitLimit:
     """Why a hit is shorter than the primary group's cached prefix: `group` lacks tokens first_token to end_token - 1.
 
-    window: the group's. removal_key: the key of the group's missing block in the removal history. Read-only.
+    window: of the group. removal_key: the key of the group's missing block in the removal history. Read-only.
     """
 
     __slots__ = ("end_token", "first_token", "group", "removal_key", "window")

@@ -24,7 +24,7 @@ from kvblocks.events import CacheEvent
 from kvblocks.stats import Refusal
 
 RemovalCause = Literal["evicted", "aborted", "reset", "dropped"]
-"""Why a prefix stopped being cached: its block was taken; was never computed; the cache was reset; or on request."""
+"""Why a prefix stopped being cached: its block was taken, its KV was never written, by a reset, or on request."""
 
 
 class Watcher:

@@ -5,7 +5,7 @@ blocks that no query at `start` or later sees, so that the step may reuse them. 
 need.
 
 A block that left a window is worth less than one that was freed at a sequence's end, since only a hit that ends just
-behind it needs it. So it is reused before other cached blocks. The exception are blocks that a hit will probably need,
+behind it needs it. So it is reused before other cached blocks. The exceptions are blocks that a hit will probably need,
 at the sequence's landmarks: where its own hit ended, where its prefix differs from what was cached, and where its
 prompt ends. docs/design/groups.md says why. Marconi does the same for recurrent layers: it keeps the
 states at the points where sequences begin to differ.

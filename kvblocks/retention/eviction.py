@@ -4,10 +4,14 @@ The free queue still decides which blocks are free. `Eviction` stands between th
 of free cached blocks, and asks one of them for a victim when the queue has only cached blocks. Then it takes the victim
 and the blocks below it, leaves first. The order in which blocks are taken:
 
-1. blocks that hold nothing; policies are never told of these;
-2. blocks that left a window; policies are never told of these, either;
-3. while a tenant is over its quota: the victim of that tenant's own policy, which is told only of the tenant's blocks;
-4. the victim of the pool's policy, which is told of all; without a valid answer, the least recently used block.
+1. blocks that hold nothing;
+2. while a tenant is over its quota: its least recently used block if that left a window, else the victim of the
+   tenant's own policy, which is told only of the tenant's blocks;
+3. blocks that left a window;
+4. the victim of the pool's policy, which is told of the blocks of all tenants.
+
+Policies are never told of blocks that hold nothing or left a window. Without a valid answer, the least recently used
+block is taken.
 
 A manager without a policy has no `Eviction`. With a policy, `Eviction` is the index's `accounts`, and passes on to the
 quotas, if there are any, what it is told.

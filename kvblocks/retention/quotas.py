@@ -64,7 +64,7 @@ class TenantQuotas(Accounts):
             self._named[salt] = max_blocks
 
     def set_default(self, max_blocks: int | None) -> None:
-        """Set the quota of all other salts; None: they have none. `charge` must follow. O(salts)."""
+        """Set the quota of all other salts but None. max_blocks None: no quota. `charge` must follow. O(salts)."""
         self.default_max_blocks = max_blocks
         self._tenants = {salt: tenant for salt, tenant in self._tenants.items() if salt in self._named}
 

@@ -8,8 +8,8 @@ _LATEST = 1 << 62  # for blocks that aren't free: later than any release
 def free_stretch(victim: KVCacheBlock, max_blocks: int, released: dict[int, int]) -> list[KVCacheBlock]:
     """Return the free blocks to evict for `victim`, a free cached block: those below it, and the victim last.
 
-    At most `max_blocks`, each after all blocks below it; of several branches the least recently used first. A block
-    that has duplicates, a duplicate, and an attached block have nothing below. released: by block id, when it became
+    At most `max_blocks`, each after all blocks below it; of several branches the least recently used first. Blocks
+    with duplicates, duplicates, and attached blocks have nothing below them. released: by block id, when it became
     free. Changes nothing. O(blocks returned + owned blocks between them + branches).
     """
     run, index = victim.run, victim.index
