@@ -26,10 +26,10 @@ def bench(monkeypatch):
 
 def test_it_measures_all_workloads_and_draws_them(bench, roomy_folder, tmp_path, capsys, monkeypatch):
     """With one pair of servers for all, whose pool is too small for the requests of one workload."""
-    sizes = replace(bench.QUICK, num_pressed_own_tokens=144, num_pressed_blocks=50, num_document_tokens=256)
-    monkeypatch.setattr(bench, "QUICK", sizes)
+    pressed = {"num_pressed_own_tokens": 224, "pressed_max_tokens": 96}  # four of them grow to 84 blocks
+    monkeypatch.setattr(bench, "QUICK", replace(bench.QUICK, num_document_tokens=256, **pressed))
     make = bench.make_workloads
-    monkeypatch.setattr(bench, "make_workloads", lambda *given: [replace(one, num_blocks=50) for one in make(*given)])
+    monkeypatch.setattr(bench, "make_workloads", lambda *given: [replace(one, num_blocks=80) for one in make(*given)])
     kept, picture = tmp_path / "kept.json", tmp_path / "picture.png"
     options = ["--quick", "--rounds", "1", "--json", str(kept), "--plot", str(picture)]
     bench.main(["--model", str(roomy_folder), "--device", "cpu", *options])
