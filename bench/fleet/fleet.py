@@ -1,6 +1,6 @@
 """What a router that knows what is cached is worth, with three servers of a real model, one of which dies half-way.
 
-    python -m bench.fleet [--sglang PYTHON] [--dynamo PYTHON] [--model smollm2] [--num-blocks 160] [--json FILE]
+    python -m bench.fleet [--sglang PYTHON] [--dynamo PYTHON] [--model smollm2] [--num-blocks 120] [--json FILE]
 
 60 requests of 12 conversations over 4 system prompts, seeded, go over HTTP to three `kvblocks serve`: in turn (round
 robin), through SGLang's router (its cache_aware policy), and where the least is left to compute, by the events of the
@@ -154,7 +154,7 @@ counted."""
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="smollm2, or a Hugging Face folder")
-    parser.add_argument("--num-blocks", type=int, default=160, help="of each server's pool (default 160)")
+    parser.add_argument("--num-blocks", type=int, default=120, help="of each server's pool (default 120)")
     parser.add_argument("--sglang", help="a Python that has sglang-router")
     parser.add_argument("--dynamo", help="a Python that has ai-dynamo-runtime")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each server (default 1)")
