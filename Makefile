@@ -14,15 +14,15 @@ DEV_STAMP := $(VENV)/.installed-dev
 # setup.py is optional: a plain build has none. An editable install remembers the version it was made from.
 PINS := pyproject.toml constraints.txt kvblocks/version.py $(wildcard setup.py)
 
-# A process a core, a file of tests in one of them; PYTEST_ARGS="-n 0" goes without.
+# One process per core; all tests of a file run in one process. PYTEST_ARGS="-n 0" uses a single process.
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
 # All tests but those of the engine, the kernels, the command line, the benches and the house; of replay, which is plain
 # Python, the runs of a manager.
 CORE_TESTS := $(wildcard tests/test_*.py) tests/core tests/groups tests/tiers tests/retention tests/observe tests/prefix_cache tests/replay/test_run.py tests/house/test_build.py
 
-# The tests that find most in the least time: core, groups, floors, bad input, and some of each wing. Under a minute on two
-# cores; tests/house/test_way_in.py looks whether they exist.
+# The tests that find the most faults in the least time: core, groups, floors, bad input, and some of each wing. They take
+# under a minute on two cores. tests/house/test_way_in.py checks that they exist.
 FAST_TESTS := \
 	$(addprefix tests/house/test_,layering.py way_in.py pictures.py public_names.py) \
 	$(addprefix tests/test_,worked_examples.py manager.py branching.py late_commit.py loading.py bad_input.py costs.py) \
@@ -32,7 +32,7 @@ FAST_TESTS := \
 	tests/observe/test_explanation.py tests/kernels/test_table.py \
 	tests/engine/test_engine.py::test_every_way_gives_the_same_bits tests/engine/server/test_server_requests.py
 
-# pip's progress bars on a terminal; elsewhere (a log) our own lines only.
+# pip's progress bars are shown on a terminal only. A log has only our own lines.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
 .PHONY: help demo dist bench test test-fast test-all test-compiled test-vllm test-wire test-clients gpu-test soak check format clean distclean
@@ -83,8 +83,8 @@ test-fast: $(DEV_STAMP)
 test-all: $(DEV_STAMP) test-compiled test-vllm test-wire test-clients
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-# The compiled build goes to a folder of its own, in front of the sources on the path. Not `python -m pytest`, which would
-# put the sources in front again.
+# The compiled build goes to a folder of its own, in front of the sources on the path. `python -m pytest` is not used,
+# since it would put the sources in front again.
 test-compiled: $(DEV_STAMP)
 	@echo 'Compiling the core with mypyc'
 	rm -rf build
@@ -92,7 +92,7 @@ test-compiled: $(DEV_STAMP)
 	KVBLOCKS_EXPECT_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest $(PARALLEL) -m 'not exhaustive' $(PYTEST_ARGS) $(CORE_TESTS)
 
 # A vLLM that runs on a CPU, in an environment of its own, and the sources of the same version, which have vLLM's tests.
-# PyPI's torchvision, torchaudio and torchcodec are for CUDA and don't import without it; vLLM does without them.
+# PyPI's torchvision, torchaudio and torchcodec need CUDA to be imported. vLLM runs without them.
 VLLM_VERSION := 0.32.0
 VLLM_TORCH := 2.13.0
 VLLM_SEEDS ?= 10
@@ -137,7 +137,7 @@ gpu-test: $(DEV_STAMP)
 	$(BIN)/python -m bench.attention --json bench/results/attention.json
 	$(BIN)/python -m bench.attention.engine_gpu --json bench/results/engine-gpu.json
 
-# A server for MINUTES among clients of all kinds. What it found goes to bench/results/soak.json.
+# Runs a server with clients of all kinds for MINUTES. The results go to bench/results/soak.json.
 MINUTES ?= 60
 
 soak: $(DEV_STAMP)
@@ -149,7 +149,7 @@ check: $(DEV_STAMP)
 	$(BIN)/python tools/check_types.py
 	$(BIN)/python -m pytest -q tests/house/test_layering.py tests/house/test_packaging.py
 
-# What a release consists of, in dist/. Each wheel is installed and tested in clean environments, the compiled one for PYTHON.
+# Makes a release's files in dist/. Each wheel is installed and tested in clean environments, the compiled one for PYTHON.
 DIST_VENV := .venv-dist
 DIST_PYTHONS ?= $(PYTHON)
 DIST_PIP = $(DIST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
@@ -176,7 +176,7 @@ clean:
 distclean: clean
 	rm -rf $(VENV) $(VLLM_VENV) $(WIRE_VENV) $(CLIENTS_VENV) $(GUIDELLM_VENV) $(DIST_VENV)
 
-# Interpreter and venv in one step; a .venv whose interpreter has gone is made anew.
+# Interpreter and venv in one step. A .venv whose interpreter no longer exists is made again.
 define make_venv
 @command -v "$(PYTHON)" >/dev/null || { \
 	echo 'kvblocks: "$(PYTHON)" was not found. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3' >&2; exit 1; }

@@ -1,7 +1,7 @@
 """Benchmarks: `python -m bench.core.micro` for this machine, `python -m bench.core.compare` beside the peers.
 
-An installed kvblocks, compiled perhaps, is what gets measured; the checkout's only where none is installed. `python -m`
-puts the checkout first on the path, so it is moved to the end here, before anything imports kvblocks.
+Benches measure the installed kvblocks, which may be compiled. If none is installed, they measure the checkout's.
+`python -m` puts the checkout first on the path. So it is moved to the end here, before anything imports kvblocks.
 """
 
 import sys

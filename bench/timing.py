@@ -64,7 +64,7 @@ class Spread:
 
 
 def settle() -> None:
-    """Collect garbage, move what is left out of the collector's way, and switch the collector off."""
+    """Collect garbage, freeze the remaining objects, and switch the collector off."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -74,7 +74,7 @@ def settle() -> None:
 def measure(cases: Mapping[str, Case], num_rounds: int, num_samples: int) -> dict[str, Spread]:
     """Time the cases in turn, `num_rounds` times `num_samples` each, every other round in reverse order.
 
-    In every turn one more run goes before those that are timed, to fill the caches that the others have taken.
+    Each turn begins with one run that isn't timed, to warm the caches that other cases used.
     """
     for case in cases.values():
         for _ in range(NUM_WARM_UPS):

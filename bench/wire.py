@@ -3,7 +3,7 @@
     python -m bench.wire [--rounds 5] [--samples 20] [--json FILE] [--quick]
 
 Microseconds a block of 16 tokens; a batch has 4 events of 32 blocks. Beside our codecs stand msgspec's own classes in
-the shape of vLLM's ("classes"), which check nothing more than types and lose what they don't know. `publish` is all
+the shape of vLLM's ("classes"), which check only types and drop unknown fields. `publish` is all
 that the engine's thread does. The stream is over TCP on one machine, publisher and consumer in one process, which share
 Python's lock: a consumer elsewhere makes it faster.
 

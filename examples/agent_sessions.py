@@ -1,8 +1,8 @@
 """Agents that pause for tools, and a policy that learns who comes back soon. Run it: it needs no torch.
 
-The engine says which conversation a request belongs to, when that pauses and why. Here half of the agents call tools,
-and come back within seconds. The others have answered a person, who takes minutes. `eviction="sessions"` learns the
-difference from the reasons; LRU can't see it.
+The engine says which conversation a request belongs to, when the conversation pauses, and why. Here half of the agents
+call tools and come back within seconds. The rest wait for a person, who takes minutes. `eviction="sessions"` learns the
+difference from the reasons. LRU can't see it.
 """
 
 import random
@@ -31,7 +31,7 @@ def hit_rate(eviction: str | None) -> float:
         manager.free(sequence)
 
         if len(history) == NUM_TURNS * TURN_TOKENS:
-            manager.sessions.end(number)  # what it had is free at once
+            manager.sessions.end(number)  # its blocks are free at once
         elif number % 2:
             manager.sessions.pause(number, "tool_calls")
             arrivals.append((now + chance.expovariate(1 / 5), number))

@@ -1,8 +1,8 @@
 """A prefix cache for an engine that keeps its own block allocator. Run it: it needs no torch.
 
-`PrefixCache` owns no memory. The engine tells it which of its blocks hold which tokens, and is told which ones it may
-use again. The rule: a block belongs to the engine until `insert_prefix` takes it, and then to the cache until a list
-gives it back.
+`PrefixCache` owns no memory. The engine tells it which blocks hold which tokens. The cache returns the ids of blocks
+that the engine may reuse. A block belongs to the engine until `insert_prefix` takes it. From then on it belongs to the
+cache, until a call returns its id.
 """
 
 import random
@@ -13,13 +13,13 @@ BLOCK_SIZE, NUM_BLOCKS = 16, 200
 
 
 class Allocator:
-    """An engine's own: a stack of free blocks, and a count of those that were given out."""
+    """The engine's own allocator: a stack of free blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free = list(range(num_blocks))
 
     def take(self, number: int, cache: PrefixCache) -> list[int]:
-        """Return so many blocks, if need be of those that the cache can do without."""
+        """Return `number` blocks. Evicts from the cache if too few are free."""
         if number > len(self.free):
             self.free += cache.evict_lru(number - len(self.free))
         if number > len(self.free):
@@ -29,7 +29,7 @@ class Allocator:
 
 def serve(prompt: list[int], cache: PrefixCache, allocator: Allocator, kv_cache: dict[int, list[int]]) -> int:
     """Compute a prompt, and return how many of its tokens were cached."""
-    with cache.match_prefix(prompt) as match:  # nobody evicts its blocks until this is left
+    with cache.match_prefix(prompt) as match:  # inside this block, nothing evicts the match
         cached = match.matched_kv_blocks
         for index, block_id in enumerate(cached):
             assert kv_cache[block_id] == prompt[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]

@@ -1,7 +1,8 @@
-"""A system prompt that stays cached, whatever else comes: a pin. Run it: it needs no torch.
+"""A pin keeps a system prompt cached, whatever else comes. Run it: it needs no torch.
 
-A pin is a standing wish for a prefix. It may be made before the prefix is computed. It gives way only when a request
-needs blocks and nothing else is left, and comes back when the prefix is computed again; priority 100 never gives way.
+A pin asks the manager to keep a prefix. It may be made before the prefix is computed. It gives up its blocks only when
+a request needs blocks and no others are left. It holds them again once the prefix is computed again. A pin of priority
+100 never gives up blocks.
 """
 
 from kvblocks import KVCacheManager, Sequence
@@ -21,7 +22,7 @@ def serve(manager: KVCacheManager, name: str, prompt: list[int]) -> int:
 
 
 def cached_at_each_question(manager: KVCacheManager) -> list[int]:
-    """Ask below the system prompt now and then, while long documents come once each."""
+    """Send a question with the system prompt now and then. Between questions come long documents, each only once."""
     found = []
     for number in range(ROUNDS):
         serve(manager, f"document {number}", [1000 * (number + 1) + i for i in range(500)])
@@ -40,5 +41,5 @@ print("with one, from the second question on:", found)
 print(f"{pin.num_held_blocks} of {pin.num_blocks} blocks held")
 assert found == [0, 128, 128, 128]
 
-pinned.unpin(pin)  # its blocks stay cached, as any others do
+pinned.unpin(pin)  # its blocks stay cached, like any others
 pinned.check()

@@ -1,10 +1,10 @@
-"""A router in miniature: a prompt goes where the least is left to compute.
+"""A small router: it sends each prompt to the worker that has the least left to compute.
 
     kvblocks serve --port 8001 --kv-events tcp://127.0.0.1:5551 --kv-replay tcp://127.0.0.1:6551      # and 8002, 8003
     python examples/route_by_prefix.py --worker a=http://127.0.0.1:8001,tcp://127.0.0.1:5551,tcp://127.0.0.1:6551 \
         --worker b=… --worker c=… "Once upon a time"
 
-What workers have cached says an index. There are two, with the same calls: our own mirror of the workers' events, and
+An index knows what workers have cached. There are two, with the same calls: our own mirror of the workers' events, and
 Dynamo's indexer (`python -m dynamo.indexer`, --dynamo http://127.0.0.1:8090), which listens to the same events. Without
 arguments it shows three workers without a model, in this process. Needs `pip install 'kvblocks[wire]'`.
 """
@@ -37,22 +37,22 @@ class Worker:
 
 
 class Index(Protocol):
-    """Says what workers have cached."""
+    """Knows what workers have cached."""
 
     def find(self, tokens: list[int], salt: str | None) -> dict[str, int]:
         """Return by worker how many of a prompt's first tokens it has cached. Workers with none may be left out."""
 
     def forget(self, worker: str) -> None:
-        """Forget what a worker had, since it died, and listen to whoever comes back in its place."""
+        """Forget what a worker that died had cached, and listen to the worker that replaces it."""
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
 
 
 class MirrorIndex:
     """Our own mirror of the workers' events. Not safe to share between threads.
 
-    hash_algorithm: what the workers' blocks are named by; "vllm:sha256_cbor" before vLLM servers, say.
+    hash_algorithm: how the workers name their blocks, such as "vllm:sha256_cbor" for vLLM servers.
     """
 
     def __init__(self, workers: Mapping[str, Worker], block_size: int, hash_algorithm: str = "xxh3_128") -> None:
@@ -63,7 +63,7 @@ class MirrorIndex:
     def find(self, tokens: list[int], salt: str | None) -> dict[str, int]:
         """As `Index` says. O(workers x blocks found)."""
         while self.client.receive():
-            pass  # what has come since the last time
+            pass  # apply the events since the last call
         names = self._names.block_hashes(Sequence("prompt", tokens, salt=salt))
         found = self.client.mirror.overlaps(names)
         return {holder.worker: num_blocks * self._names.block_size for holder, num_blocks in found.items()}
@@ -79,17 +79,17 @@ class MirrorIndex:
 
 
 class DynamoIndex:
-    """Dynamo's indexer at a URL. It knows blocks by their tokens, whatever their salt."""
+    """Dynamo's indexer at a URL. It identifies blocks by their tokens and ignores salts."""
 
     def __init__(self, url: str, workers: Mapping[str, Worker], block_size: int, model: str = "kvblocks") -> None:
         self._url, self._workers, self._model, self._block_size = url, workers, model, block_size
-        # Its workers are numbers, of all models together.
+        # Dynamo numbers its workers across all models.
         self._numbers = {name: zlib.crc32(f"{model}/{name}".encode()) for name in workers}
         for name in workers:
             try:
                 self._register(name)
             except HTTPError as error:
-                if error.code != CONFLICT:  # it listens already, for a router before this one or beside it
+                if error.code != CONFLICT:  # another router has registered the worker
                     raise
 
     def find(self, tokens: list[int], salt: str | None) -> dict[str, int]:
@@ -104,7 +104,7 @@ class DynamoIndex:
         self._register(worker)
 
     def close(self) -> None:
-        """Nothing: it goes on listening, for the next router."""
+        """Do nothing: the indexer keeps listening, for the next router."""
 
     def _register(self, worker: str) -> None:
         source = self._workers[worker].source
@@ -127,9 +127,9 @@ class Errand:
 class Router:
     """Chooses a worker for each prompt. Not safe to share between threads.
 
-    The cost of a worker is counted in tokens: twice the part of the prompt that it hasn't cached, and its load, which
-    is that part of the prompts that it hasn't finished, once, and their answers. What a worker is just computing counts
-    as cached there, though no event says so yet.
+    The cost of a worker is a number of tokens: twice the prompt's uncached tokens, plus the worker's load. The load is
+    the uncached tokens of its unfinished prompts, plus the tokens of their answers. What a worker is computing counts
+    as cached, before an event says so.
     """
 
     def __init__(self, index: Index, workers: Iterable[str]) -> None:
@@ -146,7 +146,7 @@ class Router:
         load = {name: sum(errand.num_left for errand in self._errands[name]) for name in cached}
         chosen = cheapest({name: len(tokens) - cached[name] for name in cached}, load)
         errand = Errand(chosen, tokens, salt, cached[chosen], len(tokens) - cached[chosen] + max_tokens)
-        self._errands[chosen] = [*self._errands.pop(chosen), errand]  # now the last one, so of equals not the next
+        self._errands[chosen] = [*self._errands.pop(chosen), errand]  # now last, so another worker wins the next tie
         return errand
 
     def finish(self, errand: Errand) -> None:
@@ -155,11 +155,11 @@ class Router:
 
     @property
     def up(self) -> list[str]:
-        """The workers that answer, as far as is known: first the one to which nothing was sent for the longest time."""
+        """The workers that are not known to be down, the least recently used first."""
         return [name for name in self._errands if self._up[name]]
 
     def note_down(self, worker: str) -> None:
-        """Take note that a worker doesn't answer: nothing is sent to it, and what it had is forgotten."""
+        """Note that a worker doesn't answer. It gets no prompts, and what it had cached is forgotten."""
         if self._up[worker]:
             self._up[worker] = False
             self.index.forget(worker)
@@ -169,15 +169,15 @@ class Router:
         self._up[worker] = True
 
     def _coming(self, worker: str, tokens: list[int], salt: str | None) -> int:
-        """Return how many of the first tokens a worker will have cached when it is done with what it has."""
+        """Return how many of the prompt's first tokens a worker will have cached when its current prompts are done."""
         errands = [errand for errand in self._errands[worker] if errand.salt == salt]
         return max((num_common(tokens, errand.tokens) for errand in errands), default=0)
 
 
 def cheapest(missing: Mapping[str, int], load: Mapping[str, int]) -> str:
-    """Return the worker with the lowest cost; of equals the one with the least load, and then the first.
+    """Return the worker with the lowest cost. Ties go to the least load, and then to the first worker.
 
-    What is missing counts RECOMPUTE_WEIGHT times: computing it again also delays whoever comes next.
+    Uncached tokens count RECOMPUTE_WEIGHT times, since computing them also delays the prompts that follow.
     """
     return min(missing, key=lambda name: (RECOMPUTE_WEIGHT * missing[name] + load[name], load[name]))
 
@@ -193,7 +193,7 @@ def num_common(one: list[int], other: list[int]) -> int:
 def post(url: str, body: dict[str, Any], key: str | None = None) -> Any:
     """Return what an HTTP server answers to a POST of JSON, read as JSON where it is. Raises OSError."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310  # whoever runs this names it
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310  # the user gives the URL
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
         text = answer.read()
     return json.loads(text) if text.startswith((b"{", b"[")) else text
@@ -278,7 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
     workers = dict(given.worker)
     with closing(make_index(given, workers)) as index:
         router = Router(index, workers)
-        time.sleep(1.0)  # an index needs a moment to learn what workers had before it came
+        time.sleep(1.0)  # an index needs a moment to learn what the workers have cached
         for prompt in given.prompts:
             errand, answer = ask(router, workers, prompt, given)
             usage = answer["usage"]

@@ -1,7 +1,7 @@
-"""Tenants that share a pool: one that floods it can't push out what the others keep. Run it: it needs no torch.
+"""Tenants share a pool, and one that floods it can't evict what the others keep. Run it: it needs no torch.
 
-A tenant is a salt. No tenant ever hits what another one computed. A quota bounds what a tenant keeps cached while
-others want the space; nobody is stopped from using blocks that hold nothing.
+A tenant is a salt. No tenant ever hits blocks that another one computed. A quota bounds what a tenant keeps cached
+while others want the space. Every tenant may use empty blocks.
 """
 
 from kvblocks import KVCacheManager, Sequence
@@ -13,7 +13,7 @@ def serve(manager: KVCacheManager, tenant: str, prompt: list[int]) -> int:
     hit = manager.get_computed_blocks(sequence)
     if manager.allocate_slots(sequence, hit=hit) is None:
         raise RuntimeError("the pool is full of running requests: wait, or preempt one")
-    manager.free(sequence)  # behind the step that computed it; its blocks stay cached
+    manager.free(sequence)  # after the step that computed it; its blocks stay cached
     return hit.num_tokens
 
 

@@ -1,6 +1,6 @@
 """Runs mypy on kvblocks as it ships: with the folder kernels/ in its place as kvblocks.kernels.
 
-mypy follows the file system, not setuptools' package-dir, so it is given a tree of links that has the shipped shape.
+mypy follows the file system and ignores setuptools' package-dir. So it gets a tree of links in the shape that ships.
 Paths in its messages are turned back into the repository's. Arguments are passed on to mypy.
 """
 

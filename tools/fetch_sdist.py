@@ -2,8 +2,8 @@
 
     python tools/fetch_sdist.py vllm==0.32.0 FOLDER
 
-FOLDER/vllm-0.32.0 is there afterwards. `pip download` would have built the package to ask it for its metadata, so this
-uses the parts of pip that find and transfer a file: index, proxy, certificates and credentials are as pip has them.
+It writes FOLDER/vllm-0.32.0. `pip download` would build the package to read its metadata. So this uses only the parts
+of pip that find and transfer a file. Index, proxy, certificates and credentials are pip's.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ PIECE_BYTES = 1 << 20
 
 
 class FetchCommand(DownloadCommand):  # type: ignore[misc]
-    """`pip download` that stops at the file."""
+    """`pip download` that only transfers the file."""
 
     def run(self, options: Any, args: list[str]) -> int:
         """Fetch what is asked for; args: a requirement and a folder. Return the exit status."""
@@ -53,7 +53,7 @@ def download(session: Any, link: Any, archive: Path) -> None:
 
 
 def unpack(archive: Path, folder: Path, name: str) -> None:
-    """Unpack `archive` so that folder/name is there whole, or not at all."""
+    """Unpack `archive` to folder/name, wholly or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch, tarfile.open(archive) as tar:
         tar.extractall(scratch, filter="data")

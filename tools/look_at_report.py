@@ -1,10 +1,10 @@
 """Looks at a replay's report in a real browser: `python tools/look_at_report.py REPORT.html`.
 
-The report is opened in a headless Chromium at the width of a phone and of a desk, in light and in dark. For each the
-tool prints what a reader would stumble over: errors in the console, requests to anything but the file itself, how far
-the page scrolls to the side, and texts in pictures that overlap or are cut off. The exit status is 1 if there is
-anything. `--pictures FOLDER` writes a screenshot of each view, FOLDER/REPORT-WIDTH-SCHEME.png; `--top PIXELS` keeps
-only so much of it. `--json` prints a list of the views.
+The report is opened in a headless Chromium at the width of a phone and of a desktop, in light and in dark. For each
+view the tool prints its faults: errors in the console, requests to anything but the file itself, how far the page
+scrolls to the side, and texts in pictures that overlap or are cut off. The exit status is 1 if there is a fault.
+`--pictures FOLDER` writes a screenshot of each view, FOLDER/REPORT-WIDTH-SCHEME.png. `--top PIXELS` keeps only the top
+of it. `--json` prints a list of the views.
 
 It needs Debian's package `chromium`, or another Chromium or Chrome on the path, and no package of Python: the browser
 is told what to do by Chrome's DevTools protocol, JSON over a pipe.
@@ -27,7 +27,7 @@ WIDTHS = (390, 1280)
 SCHEMES = ("light", "dark")
 SECONDS = 60
 
-# Texts in SVG pictures that are cut off, or lie on one another by more than boxes of letters do anyway.
+# Finds texts in SVG pictures that are cut off or overlap. Boxes of letters always overlap a little: that is allowed.
 FIND_FAULTS = """
 (() => {
   const faults = [], opened = [...document.querySelectorAll("details:not([open])")];
@@ -56,14 +56,14 @@ FIND_FAULTS = """
 
 
 class Browser:
-    """A headless browser of its own, with one page. events: what it has told that nobody asked for."""
+    """A headless browser of its own, with one page. events: messages of the browser that answer no command."""
 
     def __init__(self, program: str) -> None:
         self._profile = tempfile.TemporaryDirectory(prefix="kvblocks-browser-", ignore_cleanup_errors=True)
         reads_from, self._commands = os.pipe()
         answers, writes_to = os.pipe()
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe"]
-        # The browser reads descriptor 3 and writes 4; a shell puts ours there.
+        # The browser reads descriptor 3 and writes 4. The shell connects our pipes to them.
         shell = ["/bin/sh", "-c", f'exec "$@" 3<&{reads_from} 4>&{writes_to}', "sh"]
         self._process = subprocess.Popen(
             [*shell, program, *options, f"--user-data-dir={self._profile.name}", "about:blank"],
@@ -109,7 +109,7 @@ class Browser:
         return dict(message["result"])
 
     def wait_for(self, event: str) -> None:
-        """Read on until the browser tells of an event."""
+        """Read until the browser sends an event."""
         while not any(message.get("method") == event for message in self.events):
             self.events.append(self._next())
 
@@ -117,7 +117,7 @@ class Browser:
         message = bytearray()
         while (byte := self._answers.read(1)) != b"\0":
             if not byte:
-                raise RuntimeError("the browser has gone")
+                raise RuntimeError("the browser has ended")
             message += byte
         return dict(json.loads(message))
 

@@ -1,28 +1,28 @@
-"""Counts how long the way of ordinary calls is: `python tools/trace_calls.py [TREE] [--json]`.
+"""Counts the calls and modules that an ordinary call goes through: `python tools/trace_calls.py [TREE] [--json]`.
 
 For one call of a KVCacheManager it counts what Python's profiler sees begin in the modules of kvblocks:
 
-- calls: the call itself and all Python functions that it leads to, in any depth. A property, a comprehension (before
-  Python 3.12) and each resumption of a generator are calls too. What is written in C isn't, nor what is inlined.
+- calls: the call itself and all Python functions that it leads to, at any depth. A property, a comprehension (before
+  Python 3.12) and each resumption of a generator are calls too. C functions and inlined code don't count.
 - modules: the modules of kvblocks that these functions are defined in.
-- changes: how often a call begins in another module than the call that began just before it. Returns count nothing by
-  themselves: a, b, a is two changes, whether the second a is called by b or by the first a after b has returned.
+- changes: how often a call begins in another module than the previous call. Returns don't count: a, b, a is two
+  changes, whether the second a is called by b, or by the first a after b has returned.
 
-It also counts the modules of kvblocks (without `kvblocks` itself) that a fresh process has loaded when it has used one
-manager of one group. Nothing here is a time: a call may be long, and a short way slow.
+It also counts the modules of kvblocks (without `kvblocks` itself) that a fresh process loads to use one manager of one
+group. These are counts, not times: few calls may take long.
 
-TREE is the checkout to measure, by default this one; it is put first on sys.path. Compiled modules (*.so) in it would
-not be counted, since the profiler doesn't see them. The situations, with blocks of 16 tokens:
+TREE is the checkout to measure, by default this one. It is put first on sys.path. The profiler doesn't see compiled
+modules (*.so), so they aren't counted. The situations, with blocks of 16 tokens:
 
 - lookup: `get_computed_blocks` of a prompt whose first five blocks are cached.
 - allocate: `allocate_slots` of a prompt of five blocks after a lookup that found nothing, in a fresh pool.
-- allocate, evicting: the same in a full pool. All its free blocks are cached, by prompts of four blocks each; a
-  sequence that runs holds the first block of the oldest one, so blocks of two prompts are evicted.
+- allocate, evicting: the same in a full pool. All its free blocks are cached, from prompts of four blocks each. A
+  running sequence holds the first block of the oldest prompt, so blocks of two prompts are evicted.
 - free: of a sequence of five blocks.
 - append, ...: `append_slots` of one token that begins a block, fills one, or does neither.
 - append_step: of eight sequences, for one of which a block begins.
-- groups, ...: the same with FullAttention(16) and SlidingWindow(16, 32), where a prompt of five blocks is longer than
-  the window; the append begins a block, and the free is of the sequence after it.
+- groups, ...: the same with FullAttention(16) and SlidingWindow(16, 32). A prompt of five blocks is longer than the
+  window. The append begins a block. The free is of the sequence after that append.
 """
 
 import argparse
@@ -52,7 +52,7 @@ print(sum(name.startswith("kvblocks.") for name in sys.modules))
 
 
 class Way(NamedTuple):
-    """How long the way of one call is; see the top of this file."""
+    """The counts of one call; see the top of this file."""
 
     situation: str
     calls: int
@@ -61,7 +61,7 @@ class Way(NamedTuple):
 
 
 def trace(situation: str, call: Callable[..., object], *args: object, **options: object) -> Way:
-    """Make one call and count its way."""
+    """Make one call and count what it goes through."""
     begun: list[str] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -78,14 +78,14 @@ def trace(situation: str, call: Callable[..., object], *args: object, **options:
 
 
 def start(kvblocks: Any, manager: Any, number: int, num_tokens: int, first: int = 0) -> Any:
-    """Allocate a sequence of so many tokens, which begin with `first`."""
+    """Allocate a sequence of so many tokens, counted up from `first`."""
     sequence = kvblocks.Sequence(number, range(first, first + num_tokens))
     manager.allocate_slots(sequence, hit=manager.get_computed_blocks(sequence))
     return sequence
 
 
 def full_manager(kvblocks: Any) -> Any:
-    """A manager without a free block that isn't cached, of whose oldest prompt a sequence holds the beginning."""
+    """A manager whose free blocks are all cached. A sequence holds the first block of the oldest prompt."""
     manager = kvblocks.KVCacheManager(4 * 4 + 1, BLOCK)
     for i in range(4):
         manager.free(start(kvblocks, manager, i, 4 * BLOCK, 1000 * i))
@@ -94,14 +94,14 @@ def full_manager(kvblocks: Any) -> Any:
 
 
 def trace_allocate(kvblocks: Any, situation: str, manager: Any) -> tuple[Way, Any]:
-    """Trace the allocation of five blocks of which nothing is cached; returns the sequence too."""
+    """Trace the allocation of five blocks that aren't cached; returns the sequence too."""
     sequence = kvblocks.Sequence("new", range(9000, 9000 + FIVE))
     hit = manager.get_computed_blocks(sequence)
     return trace(situation, manager.allocate_slots, sequence, hit=hit), sequence
 
 
 def trace_all(kvblocks: Any) -> list[Way]:
-    """Trace all situations, each with a manager of its own or one that is where it should be."""
+    """Trace all situations, each with a manager in the state that it needs."""
     manager = kvblocks.KVCacheManager(64, BLOCK)
     allocate, sequence = trace_allocate(kvblocks, "allocate", manager)
     free = trace("free", manager.free, sequence)
@@ -125,13 +125,13 @@ def trace_all(kvblocks: Any) -> list[Way]:
 
 def main() -> None:
     """Measure the tree and print its table, or with --json an object."""
-    parser = argparse.ArgumentParser(description="Count how long the way of ordinary calls is.")
+    parser = argparse.ArgumentParser(description="Count the calls and modules that an ordinary call goes through.")
     parser.add_argument("tree", nargs="?", type=Path, default=Path(__file__).resolve().parent.parent)
     parser.add_argument("--json", action="store_true", help="print an object in place of a table")
     options = parser.parse_args()
     tree = options.tree.resolve()
     sys.path.insert(0, str(tree))
-    import kvblocks  # only now is it known which one
+    import kvblocks  # only now is TREE known
 
     if not Path(str(kvblocks.__file__)).resolve().is_relative_to(tree):
         sys.exit(f"trace_calls.py: expected a checkout with the folder kvblocks, got {tree}")

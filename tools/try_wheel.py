@@ -1,10 +1,11 @@
-"""Install a wheel in a clean environment and run the core's tests on it: nothing of the checkout is imported.
+"""Install a wheel in a clean environment and run the core's tests on it, importing nothing from the checkout.
 
     python tools/try_wheel.py WHEEL [--python PYTHON ...]
 
-Each PYTHON gets a virtual environment of its own in a temporary folder, with the wheel, what it needs, and the tools of
-the tests by constraints.txt. There it imports kvblocks, hits a cached prefix, asks for the command that needs an extra,
-and runs the tests below on a copy of tests/. Prints a line for each interpreter; the exit status is 1 if one failed.
+Each PYTHON gets a virtual environment of its own in a temporary folder: the wheel, its dependencies, and the tests'
+tools at the versions in constraints.txt. There the trial imports kvblocks, hits a cached prefix, runs the command that
+needs an extra, and runs the tests below on a copy of tests/. It prints a line for each interpreter. The exit status is
+1 if one failed.
 """
 
 import argparse
@@ -39,7 +40,7 @@ class TrialError(Exception):
 
 
 def run(command: list[str], folder: Path, *, expected: int = 0) -> str:
-    """Run a command there and return what it printed. Raises TrialError for another exit status than expected."""
+    """Run a command in a folder and return its output. Raises TrialError for another exit status than expected."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode != expected:
         raise TrialError(
@@ -49,7 +50,7 @@ def run(command: list[str], folder: Path, *, expected: int = 0) -> str:
 
 
 def try_wheel(wheel: Path, python: str, folder: Path) -> str:
-    """Return a line on how it went. Raises TrialError."""
+    """Try the wheel with one interpreter and return a line of results. Raises TrialError."""
     environment = folder / "venv"
     run([python, "-m", "venv", str(environment)], folder)
     own = str(environment / ("Scripts" if sys.platform == "win32" else "bin") / "python")

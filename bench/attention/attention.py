@@ -2,8 +2,8 @@
 
 Each workload is checked against an exact result before it is timed, and a contestant that fails the check is not timed.
 Timing: CUDA graphs of many calls, which rotate over pools of at least 4 times the L2 cache, replayed; the median, the
-least and the most of 9 replays. Bandwidth is the bytes that the workload must move over the time, and a share of what a
-copy reaches in the same run. Where pages are shared, `cascade_decode` must move them once, all others once a request.
+least and the most of 9 replays. Bandwidth is the bytes that the workload must move, over the time. It is also
+given as a share of a copy's in the same run. `cascade_decode` must move shared pages once, the others once per request.
 
 `--rehearse` needs no GPU: every workload, shrunk, runs once in Triton's interpreter and is checked; nothing is timed.
 
@@ -61,7 +61,7 @@ def conditions(device: torch.device) -> dict[str, object]:
 
 
 def contestants(batches: "Sequence[Batch]") -> Iterator[Attempt]:
-    """Yield what attends to a workload: ours, then the peers that work here; say why one doesn't."""
+    """Yield a workload's contestants: ours, then the peers that work here. Prints why a peer is left out."""
     from bench.attention import cases as attention_cases
     from bench.attention import peers as attention_peers
 

@@ -196,7 +196,7 @@ class Checker:
         self.rows = torch.linspace(0, num_rows - 1, min(NUM_CHECKED_ROWS, num_rows)).round().long()
         starts = batch.query_start.cpu()
         seqs = torch.searchsorted(starts[1:].contiguous(), self.rows, right=True)
-        # The last row of a sequence is its last position.
+        # A sequence's last row is its last position.
         lengths = batch.seq_lens.cpu()[seqs] - (starts[seqs + 1] - 1 - self.rows)
         tables = batch.block_tables[seqs.to(batch.block_tables.device)]
         query_start = torch.arange(len(self.rows) + 1)

@@ -1,8 +1,8 @@
 """Decode steps of the engine on a GPU: `python -m bench.attention.engine_gpu [--json FILE]`.
 
-A random model of a common shape decodes batches of several sizes through the Triton kernels, with CUDA graphs and
-without, and through torch's attention; and batches whose requests share a prefix, with cascade, captured and not, and
-without: by a layer, what lies between these two is `eager_microseconds` of the table's `CASCADE`. Timed
+A random model of a common shape decodes batches of several sizes, through the Triton kernels with and without CUDA
+graphs, and through torch's attention. Batches whose requests share a prefix are decoded with cascade, captured and not,
+and without cascade. The difference per layer is `eager_microseconds` of the table's `CASCADE`. Timed
 are whole steps, scheduling and sampling included, after the first ones: the median, the least and the most of
 NUM_STEPS. What a step uploads is counted. All contestants run the same model on the same prompts.
 

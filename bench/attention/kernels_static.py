@@ -1,4 +1,4 @@
-"""What the kernels of a layer are made of, without a GPU: `python -m bench.attention.kernels_static [--json FILE]`.
+"""Counts the kernels' machine code, without a GPU: `python -m bench.attention.kernels_static [--json FILE]`.
 
 Each case is a call of a kernel's host, recorded for a target, compiled as it would be there, and counted from its
 machine code (SASS): registers, spills, shared memory, programs that fit on an SM, bytes of K and V on their way to it,
@@ -132,7 +132,7 @@ def count_case(case: Case, target: str, seen: set[str]) -> Iterator[Row]:
         row: Row = {"target": target, "case": case.name, "kernel": specialisation.name, "grid": list(grid)}
         try:
             counted = sass.count(specialisation, target)
-        except Exception as error:  # noqa: BLE001 - the compiler raises what it likes; the other rows go on
+        except Exception as error:  # noqa: BLE001 - the compiler may raise anything; the other rows go on
             yield row | {"error": f"{type(error).__name__}: {error}"[:500]}
             continue
         fitting = counted.programs_per_sm(target)

@@ -1,7 +1,7 @@
 """Peers of `bench.attention`, where they can be imported: each plans for one batch and gives a call that attends.
 
 FlashInfer and vLLM's unified kernel read the same pages as ours. fa3-fwd and torch's FlexAttention get K and V laid out
-contiguously, which is an advantage of theirs. None of them may time its plan: it is made once, outside.
+contiguously, which is an advantage. Plans are made once and never timed.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
-"""What Triton would compile and launch on a GPU that isn't there, recorded: a stand-in for the driver.
+"""Records what Triton would compile and launch on a GPU, without one: a stand-in for the driver.
 
 Calls run on CPU tensors, in a process without TRITON_INTERPRET, and launch nothing: outputs are whatever memory held.
 A specialisation is what Triton compiles once: types, constants, and which integers are 1 or multiples of 16, and which
-addresses multiples of 16. So a call that makes one more would wait for the compiler, in the middle of serving.
+addresses are multiples of 16. A call that makes a new one waits for the compiler, in the middle of serving.
 """
 
 import os

@@ -2,8 +2,7 @@
 
 `python -m bench.attention.sweep_kernels` sweeps all, `--kernel DECODE --head-dim 128 --bytes 2` one entry. Every
 candidate runs on the same few batches, each replayed from a CUDA graph, and the one with the least product of times
-wins: no batch counts more than another for being larger. A candidate that does not compile, does not fit, or computes
-something else is out.
+wins, so all batches count alike. A candidate that does not compile, does not fit, or computes a wrong result is out.
 
 The table's present entries do not come from here: they were chosen by reasoning and by compiling ahead of time, for
 want of a GPU.
@@ -119,7 +118,7 @@ def try_launch(
                 print(f"    {launch}: wrong")
                 return None
         return Timing(launch, tuple(measure(call) for call in calls))
-    except Exception as error:  # noqa: BLE001 - the compiler and the driver raise what they like; the sweep goes on
+    except Exception as error:  # noqa: BLE001 - compiler and driver may raise anything; the sweep goes on
         print(f"    {launch}: {type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}")
         return None
     finally:

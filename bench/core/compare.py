@@ -49,7 +49,7 @@ def load_peers(names: Sequence[str]) -> dict[str, Driver]:
         try:
             drivers[name] = load(name)
             print(f"# peer {name}: {drivers[name].version}. {drivers[name].note}", flush=True)
-        except Exception as error:  # noqa: BLE001  # whatever a peer's import raises, it can't be had
+        except Exception as error:  # noqa: BLE001  # a peer whose import fails is left out
             print(f"# peer {name}: not available ({type(error).__name__}: {error})", flush=True)
     if not drivers:
         print("# no peer is installed, so there is nothing to compare with; bench/install_peers.sh installs them")
@@ -176,4 +176,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # without the peers' bindings, which list at the interpreter's end what they leak
+    os._exit(0)  # skips the lists of leaks that the peers' bindings print at exit

@@ -3,11 +3,11 @@
 from bench.timing import Case
 
 Cases = dict[str, Case]
-"""The ways in which a contestant can do one item, by name, the one to compare with first. Empty: it can't."""
+"""The ways in which a contestant does one item, by name. The first is the one compared. Empty if it can't do it."""
 
 
 class Driver:
-    """One contestant. Making it imports it, and raises when it can't be had. An item that it lacks is left as here.
+    """One contestant. Making it imports it, and raises if that fails. An item it can't do keeps the method below.
 
     label, version: who it is. note: what its numbers contain or leave out, one sentence each.
     """
@@ -29,7 +29,7 @@ class Driver:
         return {}
 
     def touch(self, num_blocks: int) -> Cases:  # noqa: ARG002
-        """Take `num_blocks` cached blocks out of the free queue, where they stand. Per block."""
+        """Take `num_blocks` cached blocks out of the middle of the free queue. Per block."""
         return {}
 
     def chain_hash(self, num_tokens: int) -> Cases:  # noqa: ARG002
@@ -45,7 +45,7 @@ class Driver:
         return {}
 
     def half_hit(self, num_tokens: int) -> Cases:  # noqa: ARG002
-        """Look up a prompt that leaves a cached one in its middle. Per call."""
+        """Look up a prompt whose first half is a cached prompt's first half. Per call."""
         return {}
 
     def append(self, num_sequences: int) -> Cases:  # noqa: ARG002
@@ -53,7 +53,7 @@ class Driver:
         return {}
 
     def step(self, num_sequences: int) -> Cases:  # noqa: ARG002
-        """Make room for a token of each running sequence, in as few calls as there are. Per token."""
+        """Make room for a token of each running sequence, in as few calls as the contestant needs. Per token."""
         return {}
 
     def lifecycle(self, num_sequences: int) -> Cases:  # noqa: ARG002

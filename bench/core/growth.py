@@ -1,7 +1,7 @@
-"""What grows with what: pools of 10k to 1M blocks, few and many cached prefixes, prompts of 1k to 128k tokens.
+"""How times grow: pools of 10k to 1M blocks, few and many cached prefixes, prompts of 1k to 128k tokens.
 
-Nothing in the manager should grow with the pool's size or with the number of prefixes, and a hit should cost its
-prompt's memcmp. What still grows with the pool is the machine's share: a million blocks don't fit its caches.
+No time in the manager should grow with the pool's size or with the number of prefixes. A hit should cost a memcmp of
+its prompt. Times that still grow with the pool are due to the processor: a million blocks don't fit its caches.
 """
 
 from bench.core.micro import make_cases, match_case, to_row

@@ -1,8 +1,8 @@
-"""Bytes a block, of an empty pool and of one all of whose blocks are cached; a process for each contestant.
+"""Bytes a block of an empty pool, and of a pool whose blocks are all cached. Each contestant has its own process.
 
     python -m bench.core.memory vllm        prints {"empty": ..., "cached": ...}
 
-Measured as resident memory, so it contains what the allocators round up, and whatever the pool's making loads late.
+Measured as resident memory. So it includes the allocators' rounding, and modules that making the pool loads late.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""What watching a manager costs its hot path: without metrics, with a sample of one block in 64, and with all blocks.
+"""What metrics cost a manager's hot path: without metrics, with a sample of one block in 64, and with all blocks.
 
     python -m bench.core.metrics_cost [--json] [--quick]
 

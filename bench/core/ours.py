@@ -57,7 +57,7 @@ def start(manager: KVCacheManager, token_ids: TokenIds) -> Sequence:
 
 
 def make_pool(num_blocks: int = POOL_BLOCKS) -> BlockPool:
-    """Return a pool by itself: a manager's, since other trees make its parts otherwise."""
+    """Return a manager's pool. Other versions build a pool differently, so the manager makes it."""
     pool: BlockPool = KVCacheManager(num_blocks, BLOCK_SIZE)._pool  # noqa: SLF001
     return pool
 
@@ -141,7 +141,7 @@ class Ours(Driver):
         return {"pool": Case(lambda _: take(self._pool, num_blocks), TAKEN_BLOCKS, tidy=self._release)}
 
     def free(self, num_blocks: int) -> Cases:
-        """`BlockPool.release_table` of blocks that it takes for cached ones, as most are when a request ends."""
+        """`BlockPool.release_table` of blocks that it treats as cached, as most are when a request ends."""
         return {"pool": Case(self._release, TAKEN_BLOCKS, prepare=lambda: take(self._pool, num_blocks))}
 
     def evict(self, num_blocks: int) -> Cases:
@@ -196,7 +196,7 @@ class Ours(Driver):
         return {"list": self._hit(num_tokens, prompt(num_tokens), num_tokens)}
 
     def half_hit(self, num_tokens: int) -> Cases:
-        """As `hit_buffer`, of a prompt that leaves the cached one in the middle of its run."""
+        """As `hit_buffer`, of a prompt that differs from the cached one from the middle of its run on."""
         return {"array": self._hit(num_tokens, array("I", half_prompt(num_tokens)), num_tokens // 2)}
 
     def append(self, num_sequences: int) -> Cases:

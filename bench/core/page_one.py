@@ -1,9 +1,9 @@
-"""Blocks of one token, as engines with a radix tree have them: `PrefixCache`, and mini-sglang's tree where it is there.
+"""Blocks of one token, as engines with a radix tree have them: `PrefixCache`, and mini-sglang's tree if available.
 
-Prompts have 800 tokens, and 64 of them are cached. Ids are in no order, as an allocator's are after a while. Tokens and
-ids are buffers for both: arrays for kvblocks, tensors for the tree. For the tree, set MINISGL_SRC (see
-`bench.peers.mini_sglang`). Where they differ: the tree keeps a node for each stretch of tokens, and kvblocks a block
-for each token; it says that an id which holds something is inserted again, and can be shared by threads.
+Prompts have 800 tokens, and 64 prompts are cached. Ids are in random order, as an allocator's are after a while. Tokens
+and ids are buffers for both: arrays for kvblocks, tensors for the tree. For the tree, set MINISGL_SRC (see
+`bench.peers.mini_sglang`). They differ: the tree keeps a node for each stretch of tokens. kvblocks keeps a block for
+each token, reports an id that is inserted again while it is in use, and can be shared by threads.
 """
 
 import os
@@ -108,7 +108,7 @@ class Pages:
             self.contestant.insert(tokens, ids)
 
     def insert_and_hold(self, prompts: list[Prompt]) -> None:
-        """Cache them; each is held, and let go of, as soon as it is cached."""
+        """Cache them; each is held and released as soon as it is cached."""
         for tokens, ids in prompts:
             self.contestant.insert_and_hold(tokens, ids)
 
@@ -163,9 +163,9 @@ def page_cases() -> dict[str, Case]:
 
 
 def ratios(minima: dict[str, float]) -> dict[str, float]:
-    """Return for each thing that both do how many times as long kvblocks takes as the tree; empty without the tree.
+    """Return by item how many times as long kvblocks takes as the tree; empty without the tree.
 
-    Of minima, since whatever else the machine does can only make a sample longer.
+    Ratios are of minima, since other work on the machine can only make a sample longer.
     """
     found = {}
     for item, least in minima.items():

@@ -1,11 +1,11 @@
-"""What an eviction policy costs: blocks that are allocated, freed and hit, with no policy, the box's, and a user's.
+"""What an eviction policy costs when blocks are allocated, freed and hit: no policy, built-in ones, and a user's.
 
     python -m bench.core.policy_cost [--json] [--quick]
 
 All are timed in turn in one process (see `bench.timing`). "allocate" and "free" are of sequences of 16 blocks that miss
 a full cache, so that every block evicts another. "hit" allocates and frees sequences of 16 blocks that are all cached.
-"long hit" is the same of 64 blocks. "users" is plain Python in both builds, as a user's policy is. Of "sessions" each
-sequence is of one of 64 sessions, and the clock moves with each sample; "sessions, none told" is the same without.
+"long hit" is the same of 64 blocks. "users" is plain Python in both builds, as a user's policy is. In "sessions", each
+sequence has one of 64 sessions, and the clock moves with each sample. "sessions, none told" has no sessions.
 
 What it does not show: what a policy is worth, which is a matter of hit rates, and what the engine around it costs.
 """
@@ -26,7 +26,7 @@ CALL_BLOCKS = 16
 
 
 class UsersPolicy:
-    """What was hit goes after everything else: the shape of a user's policy, in plain Python."""
+    """Evicts blocks that were hit last of all. It stands for a user's policy, in plain Python."""
 
     def __init__(self, cache: CacheView) -> None:  # noqa: ARG002
         self.others: OrderedDict[int, None] = OrderedDict()

@@ -1,11 +1,11 @@
-"""How fast `PrefixCache` is on your machine, beside its targets; needs no peer, and has one for blocks of one token.
+"""How fast `PrefixCache` is on your machine, beside its targets. It needs no peer. Blocks of one token can have one.
 
     python -m bench.core.prefix_cache [--quick] [--json FILE]
 
 Prompts have 1,060 tokens: 66 blocks of 16, and 4 tokens more. Those of "page 1" have 800 blocks of one token; see
 `bench.core.page_one`, for the peer too. Bias: calls run in a tight loop on one thread, so caches and branch predictors
-are warmer than in an engine; a prompt that is matched again and again most of all, which is why 64 prompts in turn are
-timed beside it. What it does not show: threads that wait for the lock, prompts that share only parts, the collector's
+are warmer than in an engine. This is strongest for one prompt that is matched again and again, so 64 prompts in turn
+are timed too. What it does not show: threads that wait for the lock, prompts that share only parts, the collector's
 pauses (it is off while timing), and a machine whose other work takes the memory bandwidth.
 Memory is what Python allocates for 1,000 blocks without payloads.
 """
@@ -149,7 +149,7 @@ def measure_memory() -> float:
 
 
 def to_row(name: str, spread: Spread, unit: str, units: float, target: float | None) -> Row:
-    """Return one result as it is printed and kept. Whether a target is met, the median says."""
+    """Return one result as it is printed and kept. The median decides whether a target is met."""
     numbers = {"min": spread.low / units, "median": spread.median / units, "max": spread.high / units}
     rounded: Row = {"item": name, "unit": unit, **{key: round(value, 3) for key, value in numbers.items()}}
     return rounded | {"target": target, "is_met": None if target is None else numbers["median"] < target}

@@ -1,17 +1,17 @@
-"""Two trees of kvblocks on the same work, in turns: whether a change made anything slower.
+"""Times two trees of kvblocks on the same work, in turns, to see whether a change made anything slower.
 
     python -m bench.core.versus OLD [--new NEW] [--rounds N] [--samples N] [--items a,b] [--json FILE]
 
 OLD, NEW: folders that hold the package kvblocks: a checkout, or what `pip install --target` has filled with a compiled
 build; NEW is this checkout unless said. Each tree gets a process of its own that lives as long as the comparison; both
 run the items of `bench.compare` and `bench.prefix_cache` as this checkout has them, so that only kvblocks differs. They
-take turns round by round, and every other round the other one begins. In a round both run on the same processor, and
-every two rounds on the next, where the system allows that: processors that others use too differ by more than what
-is looked for. A round's number is its least sample.
+take turns round by round, and which tree begins alternates. In a round both run on the same processor. Every two rounds
+they move to the next processor, if the system allows it: shared processors differ by more than the change that the
+bench looks for. A round's number is its least sample.
 
 What counts is the last column, the median of the rounds' ratios new / old: noise that lasts longer than a round meets
-both. What it does not show: how a process happens to lie in memory, which is worth some percent and stays as it is as
-long as the process lives. So run it again before believing 3 %.
+both. What it does not show: the effect of a process's layout in memory. It is some percent, and stays the same as long
+as the process lives. So run it again before believing 3 %.
 """
 
 import argparse
@@ -114,13 +114,13 @@ def serve() -> None:
         elif request == "time":
             way, num_samples, round_number = argument
             _move(round_number)
-            cases[way].time_once()  # fills the caches that the other process has taken
+            cases[way].time_once()  # warms the caches that the other process used
             answer = min([cases[way].time_once() for _ in range(num_samples)])
         print(json.dumps(answer), flush=True)
 
 
 def _move(round_number: int) -> None:
-    """Go on on the processor of this round."""
+    """Move to the processor of this round."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {_PROCESSORS[round_number // 2 % len(_PROCESSORS)]})
 

@@ -1,14 +1,13 @@
-"""What calls cost in histories that are bad for them: whether they grow as their docstrings say.
+"""What calls cost in histories that are bad for them: do their times grow as their docstrings say?
 
     python -m bench.core.worst_cases [--cases evict,explain] [--rounds N] [--scale X] [--json FILE]
 
-Each case is run at a quarter of its size and at its size. Work that grows with the size takes 4 times as long then, a
-call that doesn't grow with it as long as before, and 16 times as long is quadratic. From outside the
-checkout, with PYTHONPATH=DIR:CHECKOUT, it measures the kvblocks in DIR, an older one for example, where a case may take
-minutes; inside it, Python puts the checkout first.
+Each case is run at a quarter of its size and at its full size. A growth of 1 is constant time, 4 linear, 16 quadratic.
+From outside the checkout, with PYTHONPATH=DIR:CHECKOUT, it measures the kvblocks in DIR, an older one for example,
+where a case may take minutes. Inside the checkout, Python puts the checkout first.
 
-What it does not show: ordinary work, which `bench.compare` and `bench.versus` do; several bad histories at once; and
-that the collector is off.
+What it does not show: ordinary work, which `bench.compare` and `bench.versus` time; several bad histories at once; the
+collector, which is off.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from bench.conditions import conditions, keep, print_conditions
 from kvblocks import KVCacheManager, PrefixCache, Sequence
 
 BLOCK_SIZE = 4
-FRESH = 1 << 30  # tokens from here on are nowhere else
+FRESH = 1 << 30  # tokens from here on are used nowhere else
 Work = Callable[[], object]
 
 
@@ -41,7 +40,7 @@ def _tokens(first_block: int, num_blocks: int) -> "array[int]":
 
 
 def _evict_interleaved(num_blocks: int, *, with_duplicate: bool) -> Work:
-    """Two sequences of half the blocks each gave them back in turns; one's first block was computed twice."""
+    """Two sequences with half the blocks each freed them in turns. The first block of one may have a duplicate."""
     half = num_blocks // 2
     manager = KVCacheManager(num_blocks + with_duplicate, BLOCK_SIZE)
     pair = [Sequence(name, _tokens(name * half, 1)) for name in range(2)]
@@ -109,7 +108,7 @@ def _look_up(num_runs: int) -> Work:
 
 
 def _tenants_in_use(num_tenants: int) -> Work:
-    """All tenants are over their quota, with everything in use; what is free was cached by somebody without one."""
+    """All tenants are over their quota and use all their blocks. A tenant without quota cached the free blocks."""
     manager = KVCacheManager(num_tenants + 100, BLOCK_SIZE)
     manager.set_default_quota(0)
     for number in range(num_tenants):
@@ -157,7 +156,7 @@ def _given_up(num_blocks: int) -> Work:
 
 
 def _left_holds(num_blocks: int) -> Work:
-    """4,000 holds of one prefix of many blocks were left, and nothing was asked since."""
+    """4,000 holds of one prefix of many blocks have ended, and no call was made since."""
     cache = PrefixCache(num_blocks, BLOCK_SIZE)
     cache.insert_prefix(_tokens(0, num_blocks), range(num_blocks))
     match = cache.match_prefix(_tokens(0, num_blocks))

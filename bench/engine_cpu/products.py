@@ -77,7 +77,7 @@ def make_step(engine: Engine, num_clients: int, num_steps: int) -> Run:
     for _ in range(num_clients):
         prompt = torch.randint(1000, 40000, (PROMPT,), generator=generator).tolist()
         engine.submit(prompt, max_tokens=num_steps + 8, ignore_eos=True)
-    for _ in range(4):  # the prompts, and what first steps do once
+    for _ in range(4):  # the prompts, and the one-time work of first steps
         engine.step()
     return engine.step
 

@@ -20,7 +20,7 @@ CHAT = "/v1/chat/completions"
 
 
 class FailedError(Exception):
-    """A request that wasn't answered wholly: it is asked again."""
+    """A request got no complete answer: it is sent again."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """From asking for the first time to the first token of the answer that was whole."""
+        """From the first try to the first token of the complete answer."""
         return self.first_s - self.asked_s
 
 
@@ -127,7 +127,7 @@ class Drive:
             self._killing = asyncio.create_task(self._kill(self._death))
 
     async def _kill(self, death: Death) -> None:
-        """Kill a worker at a moment at which it has work, as far as is known, and start it again at once."""
+        """Kill a worker while it seems to have work, and start it again at once."""
         server = self._servers[death.worker]
         for _ in range(200):
             metrics = (await self._http.get(f"{server.worker.url}/metrics")).text
@@ -163,7 +163,7 @@ class Drive:
         raise RuntimeError(f"expected an answer, got none in {MAX_TRIES} tries")
 
     async def _tokenize(self, messages: list[dict[str, str]]) -> list[int]:
-        """Ask the workers in turn, until one says which tokens a chat has."""
+        """Ask the workers in turn for a chat's tokens, until one answers."""
         for server in self._servers.values():
             with suppress(httpx2.TransportError):
                 response = await self._http.post(f"{server.worker.url}/tokenize", json={"messages": messages})

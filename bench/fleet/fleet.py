@@ -1,4 +1,4 @@
-"""What a router that knows what is cached is worth, with three servers of a real model, one of which dies half-way.
+"""Compares routers that know what is cached with round robin: three servers of a real model, one is killed half-way.
 
     python -m bench.fleet [--sglang PYTHON] [--dynamo PYTHON] [--model smollm2] [--num-blocks 120] [--json FILE]
 
@@ -9,7 +9,7 @@ their caches begin empty. When half of the requests are answered one server is k
 work, and started again on the same ports. A request that fails is asked again; its time counts from the first time.
 
 PYTHON: the interpreter of an environment that has `sglang-router`, or `ai-dynamo-runtime`: those of `make test-clients`
-and `make test-wire`, say. Without, that way is left out.
+and `make test-wire`, say. Without it, that router is left out.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def dynamo(servers: Mapping[str, Server], python: str) -> Iterator[Precise]:
 
 
 def ways(given: argparse.Namespace) -> dict[str, Way]:
-    """Return the ways that can be gone here."""
+    """Return the ways to route that are available here."""
     found: dict[str, Way] = {"round robin": lambda servers: nullcontext(RoundRobin(servers))}
     found["precise, our mirror"] = lambda servers: precise(servers, BLOCK_SIZE)
     if given.sglang:
@@ -76,7 +76,7 @@ def ways(given: argparse.Namespace) -> dict[str, Way]:
 def measure(
     way: Way, talks: Sequence[Conversation], sizes: Sizes, flags: tuple[str, ...]
 ) -> tuple[Outcome, bool | None]:
-    """Run the conversations over servers of their own; and, of a mirror: does it equal the caches at the end?"""
+    """Run the conversations over servers of their own; also return whether a mirror equals the caches at the end."""
     with fleet(NUM_SERVERS, flags) as servers, way(servers) as route:
         outcome = asyncio.run(Drive(route, servers, sizes, victim="b").run(talks))
         client = getattr(getattr(route, "index", None), "client", None)
@@ -84,7 +84,7 @@ def measure(
 
 
 def agrees(client: Any, server: Server) -> bool:
-    """Whether a mirror has of a worker what that says it has, within a few seconds of quiet."""
+    """Whether a mirror has the same blocks as a worker reports, within a few quiet seconds."""
     for _ in range(100):
         client.receive(0.1)
         said = httpx2.get(f"{server.worker.url}/v1/cache/snapshot", trust_env=False).json()
@@ -120,7 +120,7 @@ def summarize(name: str, outcome: Outcome, *, mirror_agrees: bool | None) -> dic
 
 
 def targets(rows: Sequence[dict[str, Any]], num_requests: int) -> dict[str, bool]:
-    """Return what is asked of the rows, and whether it holds."""
+    """Return the targets by name, and whether the rows meet them."""
     base = next(row for row in rows if row["route"] == "round robin")
     met = {"no request is lost": all(row["num_requests"] == num_requests for row in rows)}
     met["answers are the same, whatever the way"] = all(row["is_identical"] for row in rows)

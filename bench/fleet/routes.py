@@ -21,12 +21,12 @@ SGLANG_FLAGS = (
     "--cb-timeout-duration-secs",
     "2",
 )
-"""Beside its defaults: it looks after its workers once a second, not once a minute, since the whole run takes two."""
+"""Its options beside the defaults. It checks its workers every second, since a run takes two minutes."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Where a request goes. worker: None: a router decides. errand: of the index's router."""
+    """Where a request goes. worker: None if an external router decides. errand: of the index's router."""
 
     url: str
     worker: str | None = None
@@ -45,7 +45,7 @@ class Route(Protocol):
         """Take note that a request was answered, or failed."""
 
     def note(self, worker: str, *, is_up: bool) -> None:
-        """Take note that a worker doesn't answer, or does again."""
+        """Take note that a worker doesn't answer, or answers again."""
 
 
 class RoundRobin:
@@ -76,7 +76,7 @@ class RoundRobin:
 
 
 class Precise:
-    """Where the least is left to compute, as the router of examples/ has it."""
+    """The worker with the least left to compute, chosen by the router of examples/."""
 
     needs_tokens = True
 
@@ -103,7 +103,7 @@ class Precise:
 
 
 class Routed:
-    """A router of others at a URL."""
+    """An external router at a URL."""
 
     needs_tokens = False
 

@@ -1,4 +1,4 @@
-"""The servers of a fleet: processes of their own, which can be killed and come back where they were."""
+"""The servers of a fleet: processes of their own, which can be killed and started again on the same ports."""
 
 import os
 import re
@@ -44,11 +44,11 @@ class Server:
             raise RuntimeError(f"{' '.join(self._command)}: expected a server, got none")
 
     def kill(self) -> None:
-        """End it at once, as the kernel would: it says goodbye to nobody."""
+        """Kill it at once, without a clean shutdown."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """Let it end well."""
+        """Shut it down cleanly."""
         self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:
@@ -65,7 +65,7 @@ class Server:
             for line in process.stderr:
                 if re.search(r" at http://\S+/v1$", line.rstrip()):
                     self._is_ready.set()
-        self._is_ready.set()  # it has ended, and whoever waits looks whether it did
+        self._is_ready.set()  # it has ended: wake the waiter, which checks that
 
 
 @contextmanager

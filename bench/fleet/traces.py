@@ -1,4 +1,4 @@
-"""Traces over many workers, without a model: what a router finds that goes in turn, by session, or by what is cached.
+"""Traces over many workers, without a model: hit rates of routing in turn, by session, and by what is cached.
 
     python -m bench.fleet.traces TRACE [TRACE ...] [--workers 8 16 32 64] [--json FILE] [--picture FILE.svg]
 
@@ -45,7 +45,7 @@ MEAN_S = 480.0
 """Seconds between two sessions' beginnings, times the workers."""
 
 TOKEN_BYTES = 4
-"""Of a token id in msgpack, on average: 3 or 5, in a vocabulary of 128,000."""
+"""Average bytes of a token id in msgpack: 3 or 5 each, in a vocabulary of 128,000."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Row:
 
 
 class Fleet:
-    """Workers on one clock, and who sends requests to them."""
+    """Workers on one clock, and the router that sends them requests."""
 
     def __init__(self, trace: Trace, case: Case) -> None:
         self.trace, self.case = trace, case
@@ -150,7 +150,7 @@ class Fleet:
         return zlib.crc32(f"session {self.trace.sessions[request]}".encode()) % len(self.runs)
 
     def by_prefix(self, request: int) -> int:
-        """Where the least is left to compute; of equals the one that comes next in turn."""
+        """The worker with the least left to compute. Ties go to the next in turn."""
         assert self.events is not None
         began = time.thread_time()
         path = self.trace.blocks_of(request)

@@ -20,7 +20,7 @@ for _package in ("minisgl", "minisgl.kvcache", "minisgl.kernel"):  # without the
     _module.__path__ = [str(_SOURCES.joinpath(*_package.split(".")))]
     sys.modules.setdefault(_package, _module)
 
-# What its radix cache takes from modules that want a GPU's packages: the page size, and a rounding.
+# Its radix cache takes the page size and a rounding from modules that need a GPU's packages.
 _core: Any = ModuleType("minisgl.core")
 _core.get_global_ctx = lambda: SimpleNamespace(page_size=1)
 _utils: Any = ModuleType("minisgl.utils")

@@ -23,7 +23,7 @@ from transformers.utils import is_torchvision_available, is_torchvision_v2_avail
 
 
 class _NoTorchvision:
-    """Stands in for torchvision, which SGLang imports for model configurations that a bench never makes."""
+    """Replaces torchvision, which SGLang imports for model configurations that the bench doesn't use."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
@@ -111,7 +111,7 @@ class Cache:
             raise ImportError("SGLang's Rust core isn't in this installation")
 
     def insert(self, token_ids: "Sequence[int] | array[int]") -> None:
-        """Cache a prefix, unless it is cached already; what is oldest makes room for it."""
+        """Cache a prefix, unless it is cached already. Evicts the oldest prefixes if there is no room."""
         if self.match(MatchPrefixParams(key=make_key(token_ids))).device_prefix_len == len(token_ids):
             return
         slots = alloc_token_slots(self.tree, len(token_ids)).clone()

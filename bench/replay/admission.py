@@ -1,4 +1,4 @@
-"""What a disk tier's rules of admission save in writes, and cost in hits, on a trace.
+"""How many writes a disk tier's admission rules save on a trace, and how many hits they cost.
 
     python -m bench.replay.admission [--trace FILE] [--requests N] [--device 0.02] [--disk 0.2] [--json FILE]
 
@@ -41,7 +41,7 @@ RULES: tuple[tuple[StoreWhen, int | None], ...] = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a rule: shares of the blocks asked for. wear: blocks written for each one loaded."""
+    """A rule's result: shares of the blocks asked for. wear: blocks written for each one loaded."""
 
     store: str
     min_store_tokens: int | None

@@ -54,7 +54,7 @@ class Outcome:
 
 @dataclass
 class Session:
-    """A conversation, or a stream of prompts that never come again. wait_ticks: until the next turn."""
+    """A conversation, or a stream of prompts that don't repeat. wait_ticks: until the next turn."""
 
     salt: str
     tokens: list[int]

@@ -1,4 +1,4 @@
-"""What it is worth that freed blocks which hold nothing are taken first: hit rates of one workload with both orders.
+"""Compares two orders of reuse: empty blocks first, or all blocks by last use. Shows hit rates of one workload.
 
     python -m bench.replay.free_order [--blocks 320] [--families 24] [--requests N] [--seeds N …] [--json FILE]
 

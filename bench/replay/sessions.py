@@ -65,12 +65,12 @@ class KnownNext:
         self.chosen: tuple[float, Hashable] = (-inf, None)
 
     def begin(self, session: Hashable, tenant: str | None) -> None:  # noqa: ARG002
-        """Note that what this request doesn't use goes."""
+        """Note that blocks which this request doesn't use can be evicted."""
         self.settle()
         self.starting = session
 
     def settle(self) -> None:
-        """Let go what the last request that began didn't use."""
+        """Give up the blocks that the latest request didn't use."""
         session, self.starting = self.starting, None
         self.unwanted.update(self.sessions.pop(session, {}))
 

@@ -1,4 +1,4 @@
-"""What the largest bodies of a few clients cost everybody else: `kvblocks serve` with SmolLM2, quiet and under them.
+"""What a few clients' largest request bodies cost all others: `kvblocks serve` with SmolLM2, without and with them.
 
     python -m bench.serving.bounds   # --json FILE, --rounds N, --bodies N, --pause S, --kinds "digits,near the bound"
 
@@ -29,7 +29,7 @@ from bench.serving.process import served
 
 NUM_CHARS = 3_900_000
 NUM_CHATS, TURN_S = 20, 60.0
-"""Small chats in a turn, and after how many seconds none is begun any more."""
+"""Small chats in a turn, and after how many seconds no more are begun."""
 TIMEOUT_S = 900.0
 HEALTH_S = 0.05
 MAX_TTFT_RATIO, MAX_HEALTH_S, MAX_MORE_MB = 3.0, 1.0, 500.0

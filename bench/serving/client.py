@@ -1,4 +1,4 @@
-"""Drives a server over HTTP and notes when what came: the clients of bench.serving."""
+"""The clients of bench.serving: they send requests over HTTP and note when each token came."""
 
 import asyncio
 import json

@@ -1,6 +1,6 @@
 """What caching costs where nothing can be shared: two engines in one process, without it and with it, in turns.
 
-No prompt is like another, so whatever the cache does is for nothing, and must cost next to nothing. Both engines have
+No two prompts share a prefix, so caching has no benefit here and must cost almost nothing. Both engines have
 the same weights and get the same requests. They take turns step by step, so that other work on the machine disturbs
 both alike; a round's ratio is that of their sums of time. What noise can't touch is counted beside it: forward passes,
 tokens computed, preemptions. The time that an engine spends outside of the model, which is all that caching changes, is

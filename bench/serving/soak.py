@@ -1,4 +1,4 @@
-"""A server for an hour among clients of all kinds, killed and started again: does it need more and more of anything?
+"""Runs a server for an hour with clients of all kinds, kills and restarts it, and checks that no resource grows.
 
     python -m bench.serving.soak --minutes 60      # --model, --clients N, --seed N, --json FILE
 
@@ -38,7 +38,7 @@ MAX_RESTS = 12
 """Of the first life."""
 MAX_LIVES = 8
 REST_S = 120.0
-"""How long what runs when a rest begins may go on."""
+"""How long requests that are running when a rest begins may go on."""
 WATCHED = "The kettle holds 1.2 litres. It is sold in slate, sand and sea green. " * 20
 FLAGS = (
     *("--port", "0", "--threads", "1", "--deterministic", "--num-blocks", "256", "--max-requests", "24"),

@@ -1,6 +1,6 @@
-"""The clients of bench.serving.soak: those that ask, are slow, go away, are killed, or mean harm.
+"""The clients of bench.serving.soak: ordinary, slow, disconnecting, killed and hostile ones.
 
-Each does one thing at a time, for as long as it is let, and notes by a word what came of it.
+Each does one thing at a time until it is stopped, and counts each outcome under one word.
 """
 
 import asyncio
@@ -181,7 +181,7 @@ class Clients:
         return self._status("administer", await http.post(f"{self.url}/v1/cache/{path}", json=body))
 
     async def _killed(self, http: httpx2.AsyncClient) -> str:
-        """What a killed client looks like to a server: its connection is reset, in an answer."""
+        """Looks like a killed client to a server: its connection is reset during an answer."""
         del http
         reader, writer = await self._connect()
         self._send(writer, self._body(prompt=self._prompt(), stream=True, max_tokens=200, ignore_eos=True))

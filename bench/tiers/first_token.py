@@ -118,7 +118,7 @@ class Rounds:
             engine.step()
 
     def _forget_device(self, engine: Engine) -> None:
-        """Have everything leave the device, as other prompts would, but without computing them."""
+        """Evict all blocks from the device, as other prompts would, but without computing any."""
         crowd = Sequence("crowd", self.tokens(self._num_blocks * self._block_size))
         if engine.manager.allocate_slots(crowd) is None:
             raise ValueError("expected all blocks to be free, got too few")

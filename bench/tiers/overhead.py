@@ -1,6 +1,6 @@
-"""What tiers cost where nothing repeats: the same prompts, never one twice, with and without.
+"""What tiers cost where no prompt repeats: the same prompts with and without tiers.
 
-One contestant is there twice: what lies between the two is noise.
+One contestant takes part twice: the difference between its two results is noise.
 """
 
 import random

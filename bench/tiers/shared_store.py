@@ -1,4 +1,4 @@
-"""What a store is worth that servers share, with SmolLM2 on a CPU and a Valkey on the same machine.
+"""What a shared store saves: time to the first token, with SmolLM2 on a CPU and a Valkey on the same machine.
 
     python -m bench.tiers.shared_store [--store URL] [--model smollm2] [--prefix 1024] [--rounds 5] [--threads 1]
                                        [--json FILE]

@@ -4,8 +4,8 @@
 
 Needs the environment that `make test-vllm` makes: .venv-vllm/bin/python. The three take turns in one process, every
 other round in reverse. Times are of the thread's processor time, so others on the machine count less; the minimum of
-the rounds is what counts, and median and maximum are printed beside it. "saved" is the share that kvblocks saves of
-what the manager that does nothing would: of all that a manager can.
+the rounds is what counts, and median and maximum are printed beside it. "saved" is what kvblocks saves, as a share of
+what the manager that does nothing saves. That is the most that any manager can save.
 
 What it does not show: a model, a GPU, and what overlaps with them; with async scheduling a step's time is hidden as
 long as it is shorter than the model's. Requests that come and go, evictions and preemptions: all sequences decode.

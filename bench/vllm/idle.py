@@ -1,7 +1,6 @@
 """A KV cache manager that does nothing: the floor below every manager.
 
-It hands out answers that were made before, and keeps no account of anything. What a scheduler's step costs with it is
-vLLM's own work.
+It returns answers that were made before, and tracks nothing. A scheduler's step with it costs only vLLM's own work.
 """
 
 from types import SimpleNamespace

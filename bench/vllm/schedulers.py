@@ -68,7 +68,7 @@ class Settings:
     num_blocks includes vLLM's null block. num_drafts: speculative tokens a step. is_eagle: they come from a model as
     EAGLE's, that writes keys and values too; a hit's last block is dropped then. runner: the version of vLLM's model
     runner, 1 or 2. windows: the lengths of sliding windows; each adds a group of layers beside that of full attention.
-    has_events: what is cached is said in events, which nobody gets.
+    has_events: events report what is cached, and nobody receives them.
     """
 
     num_blocks: int = 4000

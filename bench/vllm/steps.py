@@ -15,7 +15,7 @@ from bench.vllm.schedulers import VOCABULARY
 OWN_TOKENS = 24
 WARM_UP_STEPS = 2 * BLOCK_SIZE
 ROUND_STEPS = 2 * BLOCK_SIZE  # every sequence takes a new block twice in a round, whoever's turn it is
-TURN_STEPS = 8  # after which it is the next one's turn: so that whatever disturbs the machine disturbs all
+TURN_STEPS = 8  # then it is the next one's turn, so that noise meets all alike
 
 
 class Decoding:
@@ -85,6 +85,6 @@ def time_decoding(
 
 
 def share_saved(spreads: dict[str, Spread], theirs: str, ours: str) -> Spread:
-    """Return how much of what the manager that does nothing saves ours does, round by round."""
+    """Return our saving as a share of that of the manager that does nothing, round by round."""
     rounds = zip(spreads[theirs].samples, spreads[ours].samples, spreads[NOTHING].samples, strict=True)
     return Spread([(their - our) / (their - nothing) for their, our, nothing in rounds])

@@ -1,10 +1,10 @@
-"""mini-sglang with its radix tree and with kvblocks: the same prompts; answers, tokens found, time in the cache.
+"""Compares mini-sglang with its radix tree and with kvblocks: answers, tokens found and time in the cache.
 
     python examples/mini_sglang/compare.py MODEL [--num-requests 64] [--page-size 1]
 
 MODEL is what mini-sglang takes: a name on Hugging Face, or a folder. Needs a GPU and mini-sglang
 (docs/integrations/mini-sglang.md). Each cache runs in a process of its own, one after the other, so the model is loaded
-twice. The prompts are random tokens behind one of two common prefixes of 1,024; each is sent twice.
+twice. The prompts are random tokens behind one of two common prefixes of 1,024 tokens. Each prompt is sent twice.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def main() -> None:
     theirs, ours = results.values()
     num_equal = sum(map(list.__eq__, theirs["tokens"], ours["tokens"]))
     print(f"equal answers, of {len(ours['tokens'])}: {num_equal}")
-    print("A prompt that has to wait is looked up again in each step: what was found counts each time.")
+    print("A prompt that waits is looked up again in each step, and its cached tokens are counted each time.")
 
 
 if __name__ == "__main__":

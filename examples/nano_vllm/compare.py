@@ -1,10 +1,10 @@
-"""nano-vllm with its own block manager and with kvblocks: the same prompts; answers, prompt tokens computed, time.
+"""Compares nano-vllm with its own block manager and with kvblocks: answers, prompt tokens computed, time.
 
     python examples/nano_vllm/compare.py MODEL [--num-requests 64]
 
 MODEL is a folder with a Qwen3, as nano-vllm takes it. Needs a GPU and nano-vllm (docs/integrations/nano-vllm.md). Each
 block manager runs in a process of its own, one after the other, so the model is loaded three times. The prompts are
-random tokens behind one of two common prefixes of 1,024.
+random tokens behind one of two common prefixes of 1,024 tokens.
 """
 
 import argparse
@@ -23,7 +23,7 @@ MARK = "result: "
 
 
 def answer(model: str, num_requests: int, *, early: bool | None) -> dict[str, Any]:
-    """Answer all prompts; returns the tokens and what was counted. early: None: with nano-vllm's own block manager."""
+    """Answer all prompts; returns the tokens and the counts. early: None for nano-vllm's own block manager."""
     from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.sampling_params import SamplingParams
 
@@ -34,7 +34,7 @@ def answer(model: str, num_requests: int, *, early: bool | None) -> dict[str, An
 
     def counted() -> Any:
         nonlocal num_computed, num_steps
-        outputs, num_tokens = step()  # of a step of prompts the tokens that were computed, else minus those decoded
+        outputs, num_tokens = step()  # prompt tokens computed, or minus the number of decoded tokens
         num_computed += max(num_tokens, 0)
         num_steps += 1
         return outputs, num_tokens
@@ -47,7 +47,7 @@ def answer(model: str, num_requests: int, *, early: bool | None) -> dict[str, An
         shared[number % 2] + [random.randint(3, most) for _ in range(random.randint(1, MOST_OWN))]
         for number in range(num_requests)
     ]
-    params = SamplingParams(temperature=1e-5, max_tokens=MAX_TOKENS, ignore_eos=True)  # as good as the likeliest token
+    params = SamplingParams(temperature=1e-5, max_tokens=MAX_TOKENS, ignore_eos=True)  # practically greedy
     began = perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     nano_vllm.uninstall()
@@ -88,7 +88,7 @@ def main() -> None:
     theirs, *ours = results.values()
     num_equal = [sum(map(list.__eq__, theirs["tokens"], other["tokens"])) for other in ours]
     print(f"equal answers, of {arguments.num_requests}: {num_equal[0]}; early: {num_equal[1]}")
-    print("In half precision other batches round otherwise, so that early answers may part after some tokens.")
+    print("In half precision, rounding depends on the batch, so early answers may differ after some tokens.")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""transformers' continuous batching with its own cache and with kvblocks: the same prompts, tokens computed, seconds.
+"""Compares transformers' continuous batching with its own cache and with kvblocks: tokens computed, seconds.
 
     python examples/transformers/compare.py MODEL [--num-requests 24] [--num-blocks 200] [--device cpu]
 
 MODEL is what `AutoModelForCausalLM.from_pretrained` takes: a name on Hugging Face, or a folder. The prompts are random
-tokens behind a common prefix of 256.
+tokens behind a common prefix of 256 tokens.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def main() -> None:
         print(f"{name:<20}{result['tokens']:>17,}{result['seconds']:>10.1f}")
     theirs, ours = (result["answers"] for result in results.values())
     print("all answers are identical" if theirs == ours else "ANSWERS DIFFER")
-    print("What this doesn't show: requests that come one by one; one run, so the seconds are noisy.")
+    print("What this doesn't show: requests that come one by one. It is one run, so the seconds are noisy.")
     if theirs != ours:
         raise SystemExit(1)
 

@@ -1,4 +1,4 @@
-"""vLLM with its own KV cache manager and with kvblocks: the same prompts; answers, hit rate, the scheduler's time.
+"""Compares vLLM with its own KV cache manager and with kvblocks: answers, hit rate, the scheduler's time.
 
     python examples/vllm/compare.py MODEL [--num-requests 40] [--block-size 16] [--num-blocks 2000]
 
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace, scheduler: str | None) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    spent = [0, 0]  # steps, nanoseconds of the scheduler's thread
+    spent = [0, 0]  # steps, and the scheduler thread's nanoseconds
     for name in ("schedule", "update_from_output"):
         original = getattr(Scheduler, name)
 
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace, scheduler: str | None) -> dict[str, Any]:
 
 
 def run_apart(name: str) -> dict[str, Any]:
-    """`run` in a process of its own, whose scheduler is in that process too, so that it can be timed."""
+    """Run `run` in a process of its own. The scheduler runs there too, so that it can be timed."""
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, __file__, *sys.argv[1:], "--only", name]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -94,7 +94,9 @@ def main() -> None:
         print(f"{name:<20}{result['hit_rate']:>10.1%}{result['num_steps']:>8}{result['us_per_step']:>24.0f}")
     theirs, ours = results.values()
     print("all answers are identical" if theirs["tokens"] == ours["tokens"] else "ANSWERS DIFFER")
-    print("What this doesn't show: the model's own time, which is most of a step; one run, so the times are noisy.")
+    print(
+        "What this doesn't show: the model's own time, which is most of a step. It is one run, so the times are noisy."
+    )
     if theirs["tokens"] != ours["tokens"]:
         raise SystemExit(1)
 

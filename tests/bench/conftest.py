@@ -1,4 +1,4 @@
-"""What several benches' tests need."""
+"""Fixtures that several benches' tests share."""
 
 import json
 import shutil

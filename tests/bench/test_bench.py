@@ -1,4 +1,4 @@
-"""The benches run, with no peer installed too; and what they make of their samples. No test asks how long it took."""
+"""The benches run, also without peers, and evaluate their samples correctly. No test asks how long it took."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The bench of the engine on a CPU runs, small; what it found is kept and tells the best product."""
+"""The bench of the engine on a CPU runs at a small size. Its kept results name the best product."""
 
 import json
 

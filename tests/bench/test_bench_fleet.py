@@ -1,4 +1,4 @@
-"""bench.fleet: traces over workers agree with the replay, and a fleet of real servers survives a death."""
+"""bench.fleet: traces over workers agree with the replay, and a fleet of real servers survives a kill."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The digests' format: pinned, the same in every process, and never two meanings for the same bytes."""
+"""The digests' format: pinned, the same in every process, and unambiguous: equal bytes mean equal inputs."""
 
 import json
 import os

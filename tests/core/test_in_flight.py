@@ -1,4 +1,4 @@
-"""What a hit says of tokens that another sequence is about to compute."""
+"""A hit reports tokens that another sequence is about to compute."""
 
 from typing import Any
 

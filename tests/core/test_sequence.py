@@ -1,4 +1,4 @@
-"""What a sequence takes and tells."""
+"""The arguments that a sequence accepts, and its attributes."""
 
 import copy
 import pickle

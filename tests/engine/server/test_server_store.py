@@ -1,4 +1,4 @@
-"""Servers that share a store: what one has computed the other loads; tenants by key; what is told of it."""
+"""Servers that share a store: one loads what another has computed; tenants by key; what the servers report of it."""
 
 import pytest
 import torch

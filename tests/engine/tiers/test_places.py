@@ -1,4 +1,4 @@
-"""Where tiers' bytes are, apart from an engine."""
+"""The places of tiers' bytes, without an engine."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""mini-sglang's scheduler over kvblocks: nobody reads what was written for somebody else."""
+"""mini-sglang's scheduler over kvblocks: no request reads KV that was written for another one."""
 
 from random import Random
 

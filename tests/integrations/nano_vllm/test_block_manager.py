@@ -1,4 +1,4 @@
-"""The manager by itself, and how it is put in its place."""
+"""kvblocks' block manager by itself, and how it replaces nano-vllm's."""
 
 import importlib
 from types import ModuleType, SimpleNamespace

@@ -1,4 +1,4 @@
-"""Who asks: keys, rights, and salts that nobody else can name."""
+"""Callers: keys, rights, and salts that no other caller can name."""
 
 import hmac
 import itertools
