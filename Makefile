@@ -35,7 +35,7 @@ FAST_TESTS := \
 # pip's progress bars are shown on a terminal only. A log has only our own lines.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help demo dist bench test test-fast test-all test-compiled test-vllm test-wire test-clients gpu-test soak check format clean distclean
+.PHONY: help demo dist docs bench test test-fast test-all test-compiled test-vllm test-wire test-clients gpu-test soak check format clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -51,6 +51,7 @@ help:
 	@echo 'make test-clients  clients of the server that others wrote (2 GB in .venv-clients and .venv-guidellm, the first time)'
 	@echo 'make soak MINUTES=60  a server among clients of all kinds, killed and started again: what does it need ever more of?'
 	@echo 'make check   format, lint, types, floors and the contents of the wheel: what CI asks beside the tests'
+	@echo 'make docs    the site, in build/site: guides, design, API reference (60 MB in .venv-docs, the first time)'
 	@echo 'make dist    a release: source distribution, plain and compiled wheel, checked and tried in clean environments'
 	@echo 'make format  rewrite the sources as `make check` wants them'
 	@echo 'make clean   remove caches and build outputs; make distclean: .venv, .venv-vllm and .venv-wire too'
@@ -149,6 +150,19 @@ check: $(DEV_STAMP)
 	$(BIN)/python tools/check_types.py
 	$(BIN)/python -m pytest -q tests/house/test_layering.py tests/house/test_packaging.py
 
+# The site, without warnings: build/site/index.html. docs/requirements.txt has the versions.
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --clean
+	@echo 'The site is in build/site/index.html'
+
+$(DOCS_STAMP): docs/requirements.txt
+	@$(DOCS_VENV)/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r docs/requirements.txt
+	@touch $@
+
 # Makes a release's files in dist/. Each wheel is installed and tested in clean environments, the compiled one for PYTHON.
 DIST_VENV := .venv-dist
 DIST_PYTHONS ?= $(PYTHON)
@@ -174,7 +188,7 @@ clean:
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(VLLM_VENV) $(WIRE_VENV) $(CLIENTS_VENV) $(GUIDELLM_VENV) $(DIST_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(WIRE_VENV) $(CLIENTS_VENV) $(GUIDELLM_VENV) $(DIST_VENV) $(DOCS_VENV)
 
 # Interpreter and venv in one step. A .venv whose interpreter no longer exists is made again.
 define make_venv

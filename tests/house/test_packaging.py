@@ -128,7 +128,20 @@ def test_the_wheel_says_what_it_needs(metadata):
     assert metadata["Requires-Python"] == ">=3.11"
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     assert [requirement.name for requirement in requirements if requirement.marker is None] == ["xxhash"]
-    extras = {"engine", "server", "structured", "wire", "valkey", "gpu", "flash-attn", "bench", "replay", "test", "dev"}
+    extras = {
+        "engine",
+        "server",
+        "structured",
+        "wire",
+        "valkey",
+        "gpu",
+        "flash-attn",
+        "bench",
+        "replay",
+        "test",
+        "docs",
+        "dev",
+    }
     assert set(metadata.get_all("Provides-Extra", [])) == extras
 
 

@@ -55,7 +55,7 @@ class StoreAddress:
 
 
 def parse_address(url: str) -> StoreAddress:
-    """Return what a URL says: SCHEME://[USER:PASSWORD@]HOST[:PORT][,HOST:PORT...][/DB][?OPTION=VALUE&...].
+    """Return what a URL says: `SCHEME://[USER:PASSWORD@]HOST[:PORT][,HOST:PORT...][/DB][?OPTION=VALUE&...]`.
 
     Schemes: valkey, redis; with TLS valkeys, rediss; each also with the suffix +cluster. Options: connections,
     timeout_ms, lookup_ms, ttl_s, db, ca_file, password_file. Reads these files. Raises InvalidArgumentError; its
