@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+# Compiling takes a minute on a quiet core, and several on a busy one.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def build_wheel(folder: Path, **variables: str) -> tuple[list[str], str]:
@@ -30,7 +32,6 @@ def build_wheel(folder: Path, **variables: str) -> tuple[list[str], str]:
     return zipfile.ZipFile(wheel).namelist(), result.stdout + result.stderr
 
 
-@pytest.mark.slow
 def test_the_compiled_wheel_has_one_top_level_package(tmp_path: Path) -> None:
     names, _ = build_wheel(tmp_path)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"kvblocks"}
@@ -39,7 +40,6 @@ def test_the_compiled_wheel_has_one_top_level_package(tmp_path: Path) -> None:
     assert "kvblocks/manager.py" in names  # the sources come along, to be read
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="distutils takes another compiler than $CC there")
 def test_without_a_compiler_the_plain_build_is_made(tmp_path: Path) -> None:
     names, output = build_wheel(tmp_path, CC="false")
