@@ -92,6 +92,7 @@ class BlocksHit:
 
 
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared | BlocksHit
+"""What `take_events` returns a list of."""
 
 
 @dataclass(frozen=True)
