@@ -208,7 +208,9 @@ def conditions(device: torch.device, shape: dict[str, int], dtype: torch.dtype) 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run and return the exit status: 2 without a GPU, 1 if a rehearsal's contestants differ."""
-    parser = argparse.ArgumentParser(prog="bench.attention.engine_gpu", description="Times decode steps of the engine on a GPU.")
+    parser = argparse.ArgumentParser(
+        prog="bench.attention.engine_gpu", description="Times decode steps of the engine on a GPU."
+    )
     parser.add_argument("--json", type=Path, help="also write conditions and results to this file")
     parser.add_argument("--rehearse", action="store_true", help="run everything once, tiny, without a GPU")
     given = parser.parse_args(arguments)

@@ -205,7 +205,9 @@ def measure(case: Worst, size: int, num_rounds: int) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="bench.core.worst_cases", description="Times histories that are bad for a call.")
+    parser = argparse.ArgumentParser(
+        prog="bench.core.worst_cases", description="Times histories that are bad for a call."
+    )
     parser.add_argument("--cases", help=f"only these of {','.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=3, help="histories of each size, of which the least counts")
     parser.add_argument("--scale", type=float, default=1.0, help="times each case's size")
