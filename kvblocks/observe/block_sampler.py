@@ -1,7 +1,7 @@
 """How long blocks live, lie idle and wait to be used again, measured on a sample of the pool's blocks.
 
-The sample is chosen once, so it needs no randomness. Blocks outside the sample cost one set operation for all blocks of
-a call. Time comes from a function of the caller's, in its unit.
+The sample is chosen once, by block ids, without randomness. A call that concerns no sampled block costs one set
+operation. Time comes from a function of the caller's, in its unit.
 
 Invariants: `_released_at` contains exactly the free sampled blocks whose release was seen, oldest first.
 

@@ -1,4 +1,4 @@
-"""Digests, the names of blocks for the outside: those of a prompt, and the block of a given digest."""
+"""Digests, which name blocks to the outside: those of a prompt's blocks, and the search for a digest's block."""
 
 from typing import Any
 

@@ -30,7 +30,7 @@ class Explanation:
     """Why the longest cached prefix of a sequence ends after `num_cached_blocks` of its `num_full_blocks`.
 
     cause: why the next block isn't found.
-    - "no miss": there is none; all full blocks are cached.
+    - "no miss": there is no next block; all full blocks are cached.
     - "evicted", "aborted", "reset", "dropped": it was cached, and removed: see `removal`. Since then `num_blocks_since`
       blocks were taken from the pool.
     - "other keys": it is cached under `their_keys` instead of `our_keys` (salt, LoRA, keys by position, as
@@ -41,7 +41,7 @@ class Explanation:
       `missing_tokens` (first, end) that a longer hit needs. `removal` says why; None if that isn't known.
 
     Blocks are the primary group's. group: the group that limits the hit; None where there is only one. tiers: which
-    tokens behind the hit tiers have, in order.
+    tokens behind the hit are in tiers, in order.
     """
 
     cause: MissCause

@@ -1,8 +1,8 @@
 """Metrics of a running cache: hit rates, evictions, usage, pins, quotas, and the lives of a sample of blocks.
 
 `CacheMetrics` keeps a window of recent requests, and a sampler. All other values are counters that the manager keeps in
-any case. Only with a sampler the manager checks, for each block that it takes, shares or gets back, whether the block
-is in the sample.
+any case. Only with a sampler does the manager check, for each block that it takes, shares or gets back, whether the
+block is in the sample.
 
 The core has no clock. Time is counted in blocks taken from the pool. This is deterministic, and it is the natural age
 in an LRU queue: a block is evicted once all blocks before it have been taken. With a clock of the caller's, time is in
@@ -68,7 +68,7 @@ class CacheMetrics:
     def observe(self) -> None:
         """Note the requests since the last call. Call it once a step. O(1) on average.
 
-        The window can only be cut between two calls.
+        The window is a whole number of calls, so it may contain a few more requests than `window`.
         """
         counts = _hit_counts(self._manager)
         noted, window = self._noted

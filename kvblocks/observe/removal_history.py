@@ -17,7 +17,7 @@ class Removal(NamedTuple):
     """Why a prefix stopped being cached.
 
     cause: "evicted" (its block was taken for something else), "aborted" (its KV was never written),
-    "reset" or "dropped" (`evict_blocks`, or a load that failed).
+    "reset" or "dropped" (`evict_blocks`, `forget_salt`).
     num_taken_blocks: how many blocks had been taken from the pool then. sequence_id: for which sequence the block was
     evicted, None for other causes.
     """

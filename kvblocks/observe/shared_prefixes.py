@@ -5,7 +5,7 @@ sequence reads alone. `find_shared_prefixes` finds these stretches: the same blo
 tables, from the first block on. Equal tokens in different blocks don't count.
 
 Such a kernel applies no causal mask within a stretch, so every query of every member must see every slot of it. Hence
-the rule: only full blocks count, all of whose tokens are among the first `num_visible_tokens` of each member. So
+the rule: a block counts if it is full and all its tokens are among the first `num_visible_tokens` of each member. So
 reserved blocks, and a partly filled block that a fork shares, never count.
 
 Invariants: a group has two members or more. Its stretch begins where its parent's ends, and goes on for as long as all
@@ -26,7 +26,7 @@ from kvblocks.core.sequence import Sequence
 from kvblocks.core.tokens import num_equal
 from kvblocks.errors import InvalidArgumentError
 
-_PART_BLOCKS = 128  # compared at a time: few blocks are read in vain, and their counts stay in the CPU's cache
+_PART_BLOCKS = 128  # compared at a time; few are compared in vain, and their reference counts stay in the CPU's cache
 
 
 class SharedPrefix(NamedTuple):
@@ -127,7 +127,7 @@ def _compare(
     """Write to `common`, for each of `members`, how many blocks it shares with `leader`, at least `num_known`.
 
     leader: a member with the highest limit. Slices are compared in C, part after part: all members with one part, then
-    with the next. Where a member differs from the leader, it bisects. O(blocks shared with the leader).
+    with the next. Where a member differs from the leader, bisection finds where. O(blocks shared with the leader).
     """
     low, end, going = num_known, limits[leader], [member for member in members if member != leader]
     common[leader] = end

@@ -8,8 +8,8 @@ Who owns an id: the engine, until `insert_prefix` takes it; then the cache, unti
 that evicts returns it. The result of an insertion names the ids that it didn't take.
 
 Every public call takes one lock and may come from any thread, but not from a finalizer or a signal handler. These may
-interrupt the same thread in the middle of another call; if that is making a change, the call raises CorruptStateError.
-Only leaving a match is safe there, and never waits.
+run in the middle of another call of the same thread. If that call is making a change, theirs raises CorruptStateError.
+Only leaving a match is safe there. It never waits.
 
 A call that raises has changed nothing. The exception is a call that is interrupted in the middle of a change, by a
 KeyboardInterrupt for example. After that all calls raise CorruptStateError.
@@ -53,11 +53,11 @@ _SHARE = "a share of the cache from 0.0 to 1.0"
 class PrefixCache(Changeable):
     """Knows which of the engine's blocks hold which prefixes: at most `max_blocks` blocks of `block_size` tokens.
 
-    In all calls, salt, lora and extra_keys say what else the KV of tokens depends on, as in `Sequence`; equal prefixes
-    have equal keys. Tokens may have any form that `tokens.pack_tokens` takes. For no tokens, nothing is found. Only
+    In all calls, salt, lora and extra_keys say what else the KV of tokens depends on, as in `Sequence`; if they differ,
+    the prefixes differ. Tokens may have any form that `tokens.pack_tokens` takes. For no tokens, nothing is found. Only
     full blocks are cached. max_blocks: 0 turns the cache off: nothing is found, and no id is taken. Raises
-    InvalidArgumentError. Takes no memory for blocks that were never inserted. The call after a match was left releases
-    its blocks, at a cost of O(1) for each match and for each block that nothing else holds.
+    InvalidArgumentError. Blocks that were never inserted take no memory. When a match is left, the next call releases
+    its blocks. That costs O(1) for each such match and for each block that nothing else holds.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class PrefixCache(Changeable):
         """`match_prefix` of several prompts, in order, as of one moment. extra_keys: one iterable per prompt, or ()."""
         items, keys = (
             listed("prompts", "an iterable of prompts", prompts),
-            listed("extra_keys", "an iterable a prompt", extra_keys),
+            listed("extra_keys", "an iterable for each prompt", extra_keys),
         )
         if keys and len(keys) != len(items):
             raise InvalidArgumentError(f"extra_keys: expected them for {len(items)} prompts, got {len(keys)}")
@@ -227,7 +227,7 @@ class PrefixCache(Changeable):
         """Evict the `num_blocks` least recently used blocks that nothing holds, ends of prefixes before beginnings.
 
         With an eviction policy, evict the blocks that it names. Returns their ids, fewer if fewer are evictable. Raises
-        InvalidArgumentError. O(num_blocks) without the policy.
+        InvalidArgumentError. O(num_blocks), and what the policy takes.
         """
         num_wanted = check_count("num_blocks", num_blocks, 0)
         with self._lock:
@@ -247,7 +247,7 @@ class PrefixCache(Changeable):
         lora: Text | None = None,
         extra_keys: PositionKeys = (),
     ) -> int:
-        """Keep the longest cached prefix from being evicted, until `unpin_prefix` is called as often for these tokens.
+        """Keep the longest cached prefix from being evicted. One `unpin_prefix` of these tokens ends one pin.
 
         Returns how many tokens are pinned; 0: nothing was cached, and there is no pin. Blocks that are inserted later
         aren't part of the pin. description: for `list_pinned`. Raises InvalidTokensError, InvalidArgumentError and
@@ -377,7 +377,7 @@ class PrefixCache(Changeable):
 
     @property
     def now(self) -> int | float:
-        """The caller's clock, for eviction policies, in any unit. Set it now and then. 0 until then. O(1).
+        """The caller's clock, for eviction policies, in any unit. Set it now and then. 0 before the first time. O(1).
 
         The cache reads no clock of its own. Setting it raises InvalidArgumentError unless it is a number.
         """
@@ -393,7 +393,7 @@ class PrefixCache(Changeable):
                 self._eviction.set_time(time)
 
     def clear(self) -> list[int]:
-        """Unpin and evict everything, for example after a change of weights. Returns the ids, which are the caller's.
+        """Unpin and evict everything, for example after a change of weights. Returns the ids, now the caller's again.
 
         Raises BlockStateError while a match is held, since its blocks are being read. `stats` isn't reset. O(cached
         blocks).

@@ -1,8 +1,8 @@
 """What a `PrefixCache` returns: what a lookup found, and what an insertion did.
 
 A `PrefixMatch` is a plain value that owns nothing until it is entered; then it holds its blocks until it is left. It
-doesn't hold them from the lookup on, for two reasons. A match that somebody keeps in a variable, a traceback or a log
-would be a leak of cache memory. And a finalizer would have to release it, in any thread and in the middle of anything.
+doesn't hold them from the lookup on, for two reasons. If somebody kept a match in a variable, a traceback or a log, its
+blocks could never be evicted. And its finalizer would have to release them, in any thread and during any call.
 """
 
 from array import array
@@ -41,10 +41,10 @@ class MatchHolder(Protocol):
 class PrefixMatch:
     """The longest cached prefix of some tokens, as of the lookup; and a context manager that holds its blocks.
 
-    As a value it owns nothing: any later call, from any thread, may evict its blocks. `with` holds the blocks, so that
-    the match stays true, until the body is left, also by an exception. If anything was evicted since the lookup,
-    entering looks again. A match of which nothing was read yet then takes what is cached now, so
-    `with cache.match_prefix(tokens) as match` never fails. A match that was read, and that is no longer true, raises
+    As a value it owns nothing: any later call, from any thread, may evict its blocks. `with` holds the blocks until
+    its body ends, normally or by an exception. So long the match stays true. If anything was evicted since the lookup,
+    entering looks the tokens up again. If nothing of the match was read yet, it takes what is cached now. So
+    `with cache.match_prefix(tokens) as match` never fails. If the match was read and is no longer true, entering raises
     StaleHitError, since the caller may have acted on it. A match may be entered again, even while it is held.
 
     An insertion's match is the same, as of the insertion. Tokens given to a lookup as a buffer are used without a copy
@@ -157,7 +157,7 @@ class PrefixMatch:
         return previous
 
     def renew(self, blocks: list[KVCacheBlock], version: int) -> None:
-        """Set the blocks and their version; the blocks have the ids that the match has. Only for the cache."""
+        """Set the blocks and their version. Their ids are those that the match has already. Only for the cache."""
         self.blocks = blocks
         self.version = version
 

@@ -26,7 +26,7 @@ class PinnedPrefix(NamedTuple):
 
 
 class PrefixPins:
-    """Pins by prefix; a prefix that was pinned several times has several. The caller holds the paths of pins.
+    """Pins by prefix; a prefix that was pinned several times has several. The caller holds the pins' blocks.
 
     max_blocks: for all pins together; a block counts once for each pin that has it.
     """

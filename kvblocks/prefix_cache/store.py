@@ -4,9 +4,9 @@ A block is here from its insertion to its eviction. After that its object goes t
 cache in steady state makes no objects.
 
 As in `BlockPool`, a block is queued exactly when its `ref_cnt` is 0. Only whole paths are held: the first blocks of a
-prefix, without a gap. A hold adds a reference to the path's last block. A block with references has one reference to
-its parent. So holding a path costs nothing for the part that it shares with a held path. In the queue children come
-before their parents. So eviction is leaf-first: no block stays longer than its parent.
+prefix, without a gap. A hold adds a reference to the path's last block. Each block that has references counts as one
+reference to its parent. So holding a path costs nothing for the part that it shares with a held path. In the queue
+children come before their parents. So eviction is leaf-first: no block stays longer than its parent.
 
 Takes no lock; `PrefixCache` does.
 """
@@ -31,8 +31,8 @@ class RecencyQueue(FreeBlockQueue):
     """A queue in which a path of blocks can be moved to the end, or taken out to be held."""
 
     def hold(self, path: Items[KVCacheBlock]) -> None:
-        """Add a reference to a path's last block, and to its parent if it had none. O(blocks taken out)."""
-        num_kept = 0  # blocks that aren't reached; counting these costs nothing per block
+        """Add a reference to a path's last block. A block that had none adds one to its parent. O(blocks taken out)."""
+        num_kept = 0  # blocks at the path's beginning that were held already, counted without a loop
         above = reversed(path)
         for block in above:
             if block.ref_cnt:
@@ -109,7 +109,7 @@ class PrefixStore:
     names: the naming scheme of `index`. eviction: chooses which blocks are evicted first; None: the least recently
     used.
 
-    Much here is one call for all blocks of a path: with one token per block, loops would take most of the time.
+    Most methods make one call for all blocks of a path. With one token per block, loops would take most of the time.
     """
 
     def __init__(self, max_blocks: int, block_size: int, names: Names, eviction: Eviction | None = None) -> None:
@@ -173,7 +173,7 @@ class PrefixStore:
             evicted = self.evict(min(num_missing, self._queue.num_free_blocks))
             self.let_go(path)
         elif num_missing > 0:
-            num_queued = self._queue.renew(path)  # now last in the queue, so that it isn't evicted for its own end
+            num_queued = self._queue.renew(path)  # to the end, so that none of it is evicted
             evicted = self.evict(min(num_missing, self._queue.num_free_blocks - num_queued))
         room = self.max_blocks - len(self.ids)
         new = self._take(kv_block_ids[num_found : num_found + room])
@@ -186,7 +186,7 @@ class PrefixStore:
                 del digests[len(new) * self.index.epoch.num_digest_bytes :]
             self.index.cache(node, new, sequence.packed_tokens(), keys, num_found, digests)
         if is_held:
-            self.hold(path)  # the reference of the first new block; without new blocks, the hold itself
+            self.hold(path)  # the first new block's reference to its parent; without new blocks, the hold itself
         else:
             self.let_go(new)
             self.renew(path)  # behind the new blocks in the queue, which must be evicted first
@@ -222,7 +222,7 @@ class PrefixStore:
         return kv_block_ids
 
     def _choose(self, eviction: Eviction, num_blocks: int) -> list[KVCacheBlock]:
-        """Take `num_blocks` blocks that nothing holds, as policies say. If these are all, no policy is asked."""
+        """Take `num_blocks` blocks that nothing holds, as the policy says. If all are taken, it isn't asked."""
         taken: list[KVCacheBlock] = []
         if num_blocks == self._queue.num_free_blocks:
             taken = self._queue.popleft_n(num_blocks)
@@ -281,7 +281,7 @@ class PrefixStore:
         self._payloads.check(num_holds.keys())
 
     def check_insertable(self, kv_block_ids: list[int], found: list[int]) -> list[int]:
-        """Return the ids whose position is taken: `found`, the ids of the cached prefix, has another id there.
+        """Return the given ids at whose positions other blocks are cached. found: the ids of the cached prefix.
 
         Raises InvalidArgumentError unless all ids are different, and BlockStateError when an id holds another prefix.
         Changes nothing. O(ids).
